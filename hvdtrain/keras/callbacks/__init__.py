@@ -1,0 +1,30 @@
+"""Callbacks for `model.fit` across ranks.
+
+In this order, where several are used: `BroadcastGlobalVariablesCallback` first, then
+`MetricAverageCallback`, then learning rates and whatever reads the logs of an epoch,
+`ConsistencyCheckCallback`, and `StopTogetherCallback` last.
+"""
+
+from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
+from hvdtrain.keras.callbacks.checkpoint import BestModelCheckpoint
+from hvdtrain.keras.callbacks.consistency import (
+    ConsistencyCheckCallback,
+    DesynchronizedError,
+)
+from hvdtrain.keras.callbacks.learning_rate import (
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+)
+from hvdtrain.keras.callbacks.metric_average import MetricAverageCallback
+from hvdtrain.keras.callbacks.stopping import StopTogetherCallback
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "ConsistencyCheckCallback",
+    "DesynchronizedError",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "StopTogetherCallback",
+]

@@ -1,0 +1,180 @@
+"""Every rank starts from the same weights and optimizer state, before step one."""
+
+import itertools
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.keras import optimizer as distributed_optimizer
+from hvdtrain.keras import reduction
+from hvdtrain.keras.gradients import variable_key
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives every rank `root_rank`'s weights and optimizer state when training starts.
+
+    Put it first in the list of callbacks. It acts once, in the first `fit`, before
+    the first step. (Horovod's callback acts after the first step, which then is the
+    step of as many different models as there are ranks.) A model that has not been
+    built is built on the first batch.
+
+    Metrics stay as they are. So do the states of random layers such as Dropout,
+    except that ranks which would draw the same numbers are moved apart: see
+    `separate_seeds`. It also calls `hvdtrain.keras.optimizer.settle(model)`.
+
+    Args:
+        root_rank: the rank whose values are taken.
+        device: where the broadcast runs; "" is the default device.
+        local_variables: a variable, or a list of variables, that each rank keeps
+            for itself. Their slots in the optimizer (momentum, say) stay as well.
+
+    Raises:
+        ValueError: in `fit`, if the ranks' models or optimizers have different
+            variables.
+    """
+
+    def __init__(self, root_rank, device="", local_variables=None):
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.broadcast_done = False
+        self._local_keys = set()
+        if isinstance(local_variables, keras.Variable | tf.Variable):
+            local_variables = [local_variables]
+        for variable in local_variables or []:
+            self.register_local_var(variable)
+
+    def register_local_var(self, var):
+        """Leaves `var`, a Keras or TensorFlow variable, as each rank has it."""
+        if not isinstance(var, keras.Variable | tf.Variable):
+            raise ValueError(
+                "Local variables must be Keras or TensorFlow variables. Received: "
+                f"{var!r} of type {type(var).__name__}"
+            )
+        self._local_keys.add(variable_key(var))
+
+    def set_model(self, model):
+        """Takes the model, and settles what `compile` decided without ranks."""
+        super().set_model(model)
+        distributed_optimizer.settle(model)
+
+    def on_train_begin(self, logs=None):
+        """Broadcasts, or has it done as soon as the first batch builds the model."""
+        if self.broadcast_done:
+            return
+        if self.model.built:
+            self._broadcast()
+        else:
+            self._broadcast_on_first_batch()
+
+    def _broadcast(self):
+        model, optimizer = self.model, self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        variables = shared_variables(model, self._local_keys)
+        _check_same_structure(variables)
+        with tf.device(self.device):
+            reduction.broadcast_variables(variables, self.root_rank)
+        separate_seeds(model)
+        self.broadcast_done = True
+
+    def _broadcast_on_first_batch(self):
+        # fit builds such a model inside its first step. That would be too late:
+        # look at the first batch, then hand it on to the step.
+        model, train_function = self.model, self.model.train_function
+
+        def first_call(iterator):
+            batch = next(iterator)
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            model(inputs)
+            self._broadcast()
+            model.train_function = train_function
+            return train_function(itertools.chain([batch], iterator))
+
+        model.train_function = first_call
+
+
+def shared_variables(model, local_keys=frozenset()):
+    """The weights of `model` and its optimizer's variables, but the local ones.
+
+    Args:
+        model: a model that is built, compiled or not.
+        local_keys: set of `gradients.variable_key(variable)` of local variables.
+            The optimizer's slots of a local variable are local, too.
+    """
+    weights = [w for w in model.weights if variable_key(w) not in local_keys]
+    if model.optimizer is None:
+        return weights
+    local = [w for w in model.weights if variable_key(w) in local_keys]
+    slots = _slots(model.optimizer, local, model.trainable_variables)
+    return weights + [v for v in model.optimizer.variables if id(v) not in slots]
+
+
+def separate_seeds(model):
+    """Gives ranks that would draw the same random numbers different ones.
+
+    Ranks that are seeded alike (`keras.utils.set_random_seed(1)` everywhere) would
+    drop the same units for all of the global batch. Every rank learns all ranks'
+    seeds; a rank whose seed a lower rank has too takes a new one that is a function
+    of (seed, rank). The counter of a seed stays.
+
+    Ranks whose seeds differ already keep them, so it is safe to call it again: on a
+    run that was resumed with each rank's seeds nothing changes, and on one that was
+    resumed with rank 0's, all ranks get the seeds that they had.
+    """
+    states = seed_states(model)
+    if not states or not reduction.participates(reduction.global_process_set):
+        return
+    mine = np.array([[int(state.numpy()[0]) for state in states]], "int64")
+    everyone = reduction.allgather(mine, name="SeedStates").numpy()
+    below = everyone[: hvd.rank()]
+    for i, state in enumerate(states):
+        seed = everyone[hvd.rank(), i]
+        if seed in below[:, i]:
+            entropy = np.random.SeedSequence([abs(int(seed)), hvd.rank()])
+            # 31 bits: the state is a signed integer on some devices.
+            new_seed = int(entropy.generate_state(1)[0] >> 1)
+            state.assign([new_seed, int(state.numpy()[1])])
+
+
+def seed_states(model):
+    """The state variables of the `SeedGenerator`s in `model`'s layers."""
+    weights = {id(weight) for weight in model.weights}
+    return [v for v in model.variables if id(v) not in weights]
+
+
+def _slots(optimizer, local, trainable):
+    # Keras names a slot after its variable's path. Of several paths that fit, the
+    # longest is the variable's own: "a/kernel_2" has "a_kernel_2_momentum".
+    prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
+    local = {id(v) for v in local}
+    slots = set()
+    for slot in optimizer.variables:
+        owners = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
+        if owners and id(prefixes[max(owners, key=len)]) in local:
+            slots.add(id(slot))
+    return slots
+
+
+def _check_same_structure(variables):
+    # Else a rank would wait for a tensor that another never sends.
+    mine = [(v.path, tuple(v.shape), v.dtype) for v in variables]
+    everyone = hvd.allgather_object(mine, name="BroadcastStructure")
+    first = [described[1:] for described in everyone[0]]
+    for rank, theirs in enumerate(everyone):
+        if len(theirs) != len(first):
+            raise ValueError(
+                f"The ranks' models differ: rank 0 has {len(first)} variables to "
+                f"broadcast, rank {rank} has {len(theirs)}. Build and compile the "
+                "same model on every rank."
+            )
+        for number, (path, shape, dtype) in enumerate(theirs):
+            if (shape, dtype) != first[number]:
+                raise ValueError(
+                    f"The ranks' models differ: {everyone[0][number][0]} is "
+                    f"{first[number][1]}{list(first[number][0])} on rank 0, and "
+                    f"{path} is {dtype}{list(shape)} on rank {rank}. Build and "
+                    "compile the same model on every rank."
+                )

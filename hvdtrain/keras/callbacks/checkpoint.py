@@ -1,0 +1,64 @@
+"""The best model so far, written by rank 0."""
+
+import horovod.tensorflow as hvd
+import keras
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keeps the best model of a run in one file, which rank 0 writes.
+
+    A `keras.callbacks.ModelCheckpoint(save_best_only=True)` for all ranks. Put it
+    after `MetricAverageCallback`, so that "best" is that of all ranks' samples.
+    As in Horovod, where the file is named later, `filepath` may be set as an
+    attribute before `fit`.
+
+    Args:
+        monitor, verbose, save_weights_only, mode, save_freq: as in
+            `keras.callbacks.ModelCheckpoint`.
+        filepath: the file, which ends in `.keras`, or in `.weights.h5` with
+            `save_weights_only`.
+
+    Raises:
+        ValueError: for a name with another ending; in `fit`, if there is none.
+    """
+
+    def __init__(
+        self,
+        monitor="val_loss",
+        verbose=0,
+        save_weights_only=False,
+        mode="auto",
+        save_freq="epoch",
+        filepath=None,
+    ):
+        super().__init__(
+            # Keras insists on a name here; on_train_begin sees to it that it is real.
+            filepath or (".weights.h5" if save_weights_only else ".keras"),
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        if filepath is None:
+            self.filepath = None
+
+    def on_train_begin(self, logs=None):
+        """Checks that there is a file to write."""
+        super().on_train_begin(logs)
+        if self.filepath is None:
+            raise ValueError(
+                "BestModelCheckpoint has no file to write. Pass filepath=... or set "
+                "its attribute filepath before fit."
+            )
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Saves after so many batches, if `save_freq` is a number."""
+        if hvd.rank() == 0:
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves after an epoch, if `save_freq` is "epoch"."""
+        if hvd.rank() == 0:
+            super().on_epoch_end(epoch, logs)

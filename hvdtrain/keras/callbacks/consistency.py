@@ -1,0 +1,117 @@
+"""Stops a job whose ranks no longer hold the same model."""
+
+import zlib
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+
+from hvdtrain.keras import reduction
+from hvdtrain.keras.callbacks.broadcast import shared_variables
+from hvdtrain.keras.callbacks.every import EverySteps
+from hvdtrain.keras.gradients import variable_key
+
+
+class DesynchronizedError(RuntimeError):
+    """Variables that must be equal on all ranks are not."""
+
+
+class ConsistencyCheckCallback(keras.callbacks.Callback):
+    """Checks that all ranks hold the same weights and optimizer state.
+
+    Ranks compare a checksum (CRC-32) of the variables' bytes: before the first
+    step, every so many steps, and at the end. Gradients that were not reduced,
+    weights that were not broadcast, a learning rate set on one rank only: all of
+    them raise `DesynchronizedError`, with the same text on every rank.
+
+    The first check covers all weights. Later ones leave out weights that are not
+    trainable, since the moving averages of `BatchNormalization` are each rank's own.
+
+    Args:
+        every_steps: training steps from one check to the next.
+        local_variables: list of variables that each rank keeps for itself.
+    """
+
+    def __init__(self, every_steps=1000, *, local_variables=()):
+        super().__init__()
+        self._is_due = EverySteps(every_steps)
+        self._local_keys = {variable_key(variable) for variable in local_variables}
+        self._has_checked = False
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Checks the state that the steps before have left."""
+        # The first check is here, and not in on_train_begin: by now all other
+        # callbacks have restored and broadcast, in whatever order they stand.
+        is_due = self._is_due(batch)
+        if self.model.built and (is_due or not self._has_checked):
+            self._check()
+
+    def on_train_end(self, logs=None):
+        """Checks the state that training has reached."""
+        self._check()
+
+    def _check(self):
+        local_keys = set(self._local_keys)
+        if self._has_checked:
+            local_keys |= {variable_key(v) for v in self.model.non_trainable_variables}
+        self._has_checked = True
+        check_consistency(shared_variables(self.model, local_keys))
+
+
+def check_consistency(variables):
+    """Raises an error on every rank unless `variables` are equal on all of them.
+
+    Args:
+        variables: list of Keras variables, the same on every rank.
+
+    Raises:
+        DesynchronizedError: names the first variable that differs, and the ranks
+            that agree on it among each other.
+    """
+    if not reduction.participates(reduction.global_process_set):
+        return
+    checksums = [_checksum(variable) for variable in variables]
+    digest = zlib.crc32(np.array(checksums, "uint32").tobytes())
+    digests = reduction.allgather(np.array([digest], "int64"), name="Consistency")
+    # One number a rank says whether all is well. Only if not, details travel.
+    if len(set(digests.numpy().tolist())) > 1:
+        paths = [variable.path for variable in variables]
+        described = list(zip(paths, checksums, strict=True))
+        everyone = hvd.allgather_object(described, name="ConsistencyDetails")
+        raise DesynchronizedError(_explain(everyone))
+
+
+def _checksum(variable):
+    value = np.ascontiguousarray(variable.numpy())
+    header = f"{value.dtype} {value.shape}".encode()
+    return zlib.crc32(value.view("uint8").reshape(-1), zlib.crc32(header))
+
+
+def _explain(everyone):
+    counts = {rank: len(described) for rank, described in enumerate(everyone)}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+        return (
+            f"The ranks train different models: number of variables is {found}. "
+            "Build and compile the same model on every rank."
+        )
+    differing = []
+    for entries in zip(*everyone, strict=True):
+        ranks_by_checksum = {}
+        for rank, (_, checksum) in enumerate(entries):
+            ranks_by_checksum.setdefault(checksum, []).append(str(rank))
+        if len(ranks_by_checksum) > 1:
+            differing.append((entries[0][0], ranks_by_checksum.values()))
+    path, groups = differing[0]
+    return (
+        f"The ranks have drifted apart: {len(differing)} of {counts[0]} variables "
+        f"differ. First: {path}, where "
+        + " and ".join(_name_group(ranks) for ranks in groups)
+        + " hold different values. Check that the optimizer is a DistributedOptimizer "
+        "and that BroadcastGlobalVariablesCallback(0) is the first callback, and name "
+        "variables that are meant to differ in local_variables."
+    )
+
+
+def _name_group(ranks):
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"

@@ -1,0 +1,210 @@
+"""Learning rates as functions of the training step, with momentum correction.
+
+After Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1
+Hour" (arXiv:1706.02677), sections 2.2 and 3, and Horovod's callbacks.
+"""
+
+import math
+
+import horovod.tensorflow as hvd
+import keras
+from keras.src.utils import io_utils
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to `initial_lr * multiplier(epoch)`.
+
+    The rate depends on the epoch and the batch alone: a run that is resumed with
+    `initial_epoch=e` has the rates of the uninterrupted run. Outside of
+    `start_epoch <= epoch < end_epoch` the callback does nothing.
+
+    Args:
+        initial_lr: learning rate that is multiplied.
+        multiplier: a function of the epoch, or a number m for the exponential
+            decay `m ** (epoch - start_epoch)`.
+        start_epoch: first epoch of the schedule.
+        end_epoch: the epoch after its last; None for no end.
+        staircase: True calls `multiplier` once an epoch, with an integer. False
+            calls it for every batch, with `epoch + batch / steps_per_epoch`. With
+            `steps_per_execution=k`, Keras asks once in k steps, and the rate is that
+            of the first of them.
+        momentum_correction: keep the momentum of SGD and RMSprop in proportion to
+            the learning rate: see `set_learning_rate`.
+        steps_per_epoch: by default as `fit` knows it. Needed for a data set of
+            unknown length when `staircase` is False.
+
+    Raises:
+        ValueError: if `initial_lr` is missing; in `fit`, if the number of steps is
+            needed and not known, or the optimizer's learning rate is a schedule.
+    """
+
+    def __init__(
+        self,
+        initial_lr,
+        multiplier,
+        start_epoch=0,
+        end_epoch=None,
+        staircase=True,
+        momentum_correction=True,
+        steps_per_epoch=None,
+    ):
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr must be a learning rate. Received: None")
+        if not callable(multiplier):
+            base = multiplier
+            multiplier = lambda epoch: base ** (epoch - start_epoch)  # noqa: E731
+        self.initial_lr = initial_lr
+        self.multiplier = multiplier
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self._epoch = None
+
+    def on_train_begin(self, logs=None):
+        """Checks the optimizer, and finds out the number of steps in an epoch."""
+        _check_adjustable(self.model.optimizer)
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self._steps_of_fit()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Sets the learning rate for the steps from `batch` on."""
+        epoch = self._epoch
+        if not self.staircase:
+            epoch += batch / self.steps_per_epoch
+        if epoch < self.start_epoch:
+            return
+        if self.end_epoch is not None and epoch >= self.end_epoch:
+            return
+        if self.staircase and batch > 0:
+            return
+        set_learning_rate(
+            self.model.optimizer,
+            self.initial_lr * self.multiplier(epoch),
+            momentum_correction=self.momentum_correction,
+        )
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Logs the learning rate as `lr`."""
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate.numpy())
+
+    def _steps_of_fit(self):
+        steps = self.params.get("steps")
+        if not steps:
+            raise ValueError(
+                f"{type(self).__name__} needs the number of steps per epoch, and fit "
+                "does not know it for this data set. Pass steps_per_epoch=... to the "
+                "callback."
+            )
+        return steps
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from `initial_lr / hvd.size()` to `initial_lr`.
+
+    In step s of W warm-up steps, counted from 1, the rate is
+    `initial_lr * (1 + (size - 1) * s / W) / size`: linear, and exactly `initial_lr`
+    in the last. Afterwards the callback leaves the rate alone. With
+    `steps_per_execution=k` the warm-up is a staircase: k steps share the rate of
+    their last one.
+
+    Args:
+        initial_lr: learning rate after the warm-up, already scaled to the ranks.
+        warmup_epochs: length of the warm-up; may be a fraction, such as
+            `warmup_steps / steps_per_epoch`.
+        momentum_correction: as in `LearningRateScheduleCallback`.
+        steps_per_epoch: as in `LearningRateScheduleCallback`.
+        verbose: 1 makes rank 0 say when the warm-up is over.
+    """
+
+    def __init__(
+        self,
+        initial_lr,
+        warmup_epochs=5,
+        momentum_correction=True,
+        steps_per_epoch=None,
+        verbose=0,
+    ):
+        super().__init__(
+            initial_lr,
+            self._warmup,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Logs the learning rate, and says when the warm-up is over."""
+        super().on_epoch_end(epoch, logs)
+        is_last = epoch == math.ceil(self.end_epoch) - 1
+        if is_last and self.verbose > 0 and hvd.rank() == 0:
+            rate = float(self.model.optimizer.learning_rate.numpy())
+            # Where the verbose=1 of Keras' own callbacks goes.
+            io_utils.print_msg(
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to "
+                f"{rate:g}."
+            )
+
+    def _warmup(self, epoch):
+        # The value at the end of the execution: the last one reaches 1 for any
+        # number of steps per execution. An execution ends with its epoch.
+        steps = getattr(self.model, "steps_per_execution", 1) or 1
+        end = min(epoch + steps / self.steps_per_epoch, math.floor(epoch) + 1)
+        progress = min(1.0, end / self.end_epoch)
+        return (1 + (hvd.size() - 1) * progress) / hvd.size()
+
+
+def set_learning_rate(optimizer, learning_rate, *, momentum_correction=True):
+    """Sets an optimizer's learning rate, and corrects its momentum for the change.
+
+    Args:
+        optimizer: a Keras optimizer whose learning rate is a number, or a
+            `LossScaleOptimizer` around one.
+        learning_rate: the new rate.
+        momentum_correction: scale the velocities of SGD and RMSprop by
+            new rate / old rate. Other optimizers keep no velocity that contains
+            the learning rate, and need no correction.
+    """
+    before = float(optimizer.learning_rate.numpy())
+    optimizer.learning_rate = learning_rate
+    # As stored, in float32: the velocities will be built from that number.
+    after = float(optimizer.learning_rate.numpy())
+    if not momentum_correction or before in (0.0, after):
+        return
+    # Keras' velocity holds the rate: v = m * v - lr * g, w += v. So v = -lr * u,
+    # with u = m * u + g free of it. A step at a new rate must continue u, that is
+    # m * u + g with the old u: v has to become -lr_new * u = v * lr_new / lr_old
+    # (Goyal et al., equation 10), once for each change. Horovod raises m for one
+    # step instead, to the same effect; Keras 3 bakes m into the compiled step.
+    for velocity in _velocities(optimizer):
+        velocity.assign(velocity.value * (after / before))
+
+
+def _velocities(optimizer):
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    if not optimizer.built:
+        return []
+    if isinstance(optimizer, keras.optimizers.SGD):
+        return optimizer.momentums
+    if isinstance(optimizer, keras.optimizers.RMSprop):
+        return optimizer._momentums
+    return []
+
+
+def _check_adjustable(optimizer):
+    if not isinstance(optimizer.learning_rate, keras.Variable):
+        raise ValueError(
+            "The learning rate of this optimizer is a function or a "
+            "LearningRateSchedule, which no callback can change. Create the optimizer "
+            f"with a number. Received: {optimizer._learning_rate!r}"
+        )

@@ -1,0 +1,109 @@
+"""Metrics of an epoch over the samples of all ranks, for every callback after it."""
+
+import statistics
+
+import keras
+import numpy as np
+from horovod.tensorflow import allgather_object
+
+from hvdtrain.keras.metrics import (
+    local_states,
+    metric_variables,
+    reduce_states,
+    results,
+)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Makes the logs of each epoch those of one process with all ranks' samples.
+
+    Horovod's callback averages the ranks' results. This one combines the metrics'
+    states, so that AUC, precision, F1 or IoU are right too, and ranks may have seen
+    different numbers of samples. That holds for the training metrics and for those
+    of `validation_data`, with their prefix `val_`; a rank without validation data
+    gets the others' results.
+
+    Put it before the callbacks that read logs (`ReduceLROnPlateau`,
+    `EarlyStopping`, `ModelCheckpoint`, `TensorBoard`, ...): they then see the same
+    numbers on every rank, and decide alike.
+
+    Logged numbers that are no metric of the model (a learning rate, or the
+    losses that a `train_step` of your own returns) are averaged over the ranks that
+    log them.
+
+    Args:
+        device: where the states are summed; "" is the default device.
+    """
+
+    def __init__(self, device=""):
+        super().__init__()
+        self._device = device
+        self._training_states = None
+        self._epoch_logs = {}
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Forgets the epoch before."""
+        self._training_states = None
+
+    def on_test_begin(self, logs=None):
+        """Keeps the training metrics: validation is about to reset them."""
+        self._training_states = local_states(metric_variables(self.model.metrics))
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Replaces the values in `logs` by those of the whole job."""
+        logs = {} if logs is None else logs
+        current = local_states(metric_variables(self.model.metrics))
+        if self._training_states is None:
+            states = {"": current}
+        else:
+            states = {"": self._training_states, "val_": current}
+        self._epoch_logs = self._of_all_ranks(logs, states)
+        logs.update(self._epoch_logs)
+
+    def on_train_end(self, logs=None):
+        """Repeats the last epoch's values: `fit` hands out the local ones again."""
+        if logs is not None:
+            logs.update(self._epoch_logs)
+
+    def _of_all_ranks(self, logs, states):
+        tracked = self._results(states)
+        report = {
+            # A log under a metric's name is the metric's own only if it has its
+            # value: a custom train_step or another callback may have put it there.
+            key: (value, key in tracked and _same(value, tracked[key]))
+            for key, value in logs.items()
+        }
+        # Ranks may hold different keys: agree before anything depends on them.
+        everyone = allgather_object((list(states), report), name="MetricLogs")
+        if any("val_" in prefixes for prefixes, _ in everyone):
+            states.setdefault("val_", [np.zeros_like(s) for s in states[""]])
+        exact = self._results(self._reduce(states))
+        return _merge([report for _, report in everyone], exact)
+
+    def _reduce(self, states):
+        variables = metric_variables(self.model.metrics)
+        snapshots = reduce_states(variables, list(states.values()), device=self._device)
+        return dict(zip(states, snapshots, strict=True))
+
+    def _results(self, states):
+        return {
+            prefix + name: value
+            for prefix, snapshot in states.items()
+            for name, value in results(self.model.metrics, snapshot).items()
+        }
+
+
+def _merge(reports, exact):
+    merged = {}
+    for key in sorted(set().union(*reports)):
+        entries = [report[key] for report in reports if key in report]
+        values = [value for value, _ in entries]
+        if all(is_tracked for _, is_tracked in entries):
+            merged[key] = exact[key]
+        elif all(isinstance(value, float) for value in values):
+            merged[key] = statistics.mean(values)
+    return merged
+
+
+def _same(a, b):
+    return np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-4, equal_nan=True)

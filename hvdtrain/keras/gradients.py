@@ -1,0 +1,187 @@
+"""Reduction of gradients: what the distributed optimizer and tape share."""
+
+import itertools
+
+import tensorflow as tf
+
+from hvdtrain.keras import reduction, wire
+from hvdtrain.keras.reduction import Average, Compression, Sum, global_process_set
+
+
+class GradientReducer:
+    """Combines the gradients of one training step over all ranks.
+
+    Calling it exchanges the gradients that every rank computed on its own batch
+    and returns the same combined gradients on every rank. By default all dense
+    gradients travel as one group: one communication a call.
+
+    Args:
+        name: prefix of the operations' names; ranks are matched by it.
+        device_dense: device of the reduction of dense gradients; "" is the default.
+        device_sparse: the same for `tf.IndexedSlices`.
+        compression: how gradients travel, one of `Compression`.
+        sparse_as_dense: turn `tf.IndexedSlices` into dense tensors first.
+        op: `Average`, `Sum` or `Adasum`.
+        gradient_predivide_factor: with Average, gradients are divided by it before
+            the sum and multiplied by it after; guards a sum in float16.
+        groups: None for one group of all, a number of groups, or a list of lists of
+            variables; variables that appear in none of them are groups of their own.
+        process_set: the ranks that take part.
+        scale_local_gradients: divide the gradients of local variables by the number
+            of ranks, as Horovod does, so that they weigh as much as averaged ones.
+
+    Raises:
+        ValueError: for an argument out of range, or arguments that exclude
+            each other.
+    """
+
+    def __init__(
+        self,
+        name,
+        *,
+        device_dense="",
+        device_sparse="",
+        compression=Compression.none,
+        sparse_as_dense=False,
+        op=Average,
+        gradient_predivide_factor=1.0,
+        groups=None,
+        process_set=global_process_set,
+        scale_local_gradients=True,
+    ):
+        _check_predivide_factor(gradient_predivide_factor, op)
+        _check_groups(groups)
+        self._name = name
+        self._devices = {False: device_dense, True: device_sparse}
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
+        self._op = op
+        self._predivide_factor = gradient_predivide_factor
+        self._groups = groups
+        self._scale_local_gradients = scale_local_gradients
+        self._local_keys = set()
+        self.process_set = process_set
+
+    def register_local(self, variable):
+        """Leaves `variable`'s gradients to this rank: they are not reduced."""
+        self._local_keys.add(variable_key(variable))
+
+    def is_local(self, variable):
+        """Whether `variable` was registered as local."""
+        return variable_key(variable) in self._local_keys
+
+    def __call__(self, gradients, variables):
+        """Returns the combined gradients, in the order of `variables`.
+
+        Args:
+            gradients: list of tensors, `tf.IndexedSlices` or None.
+            variables: list of the variables that they belong to; it decides which
+                gradients are local and how they are grouped.
+        """
+        if not reduction.participates(self.process_set):
+            return list(gradients)
+        # Two reducers in one step may have one name: two tapes, two Adams.
+        name = wire.unique_name(self._name)
+        combined = list(gradients)
+        shared = []
+        for i, (gradient, variable) in enumerate(
+            zip(gradients, variables, strict=True)
+        ):
+            if gradient is None:
+                continue
+            if self.is_local(variable):
+                combined[i] = self._scale_local(gradient)
+            else:
+                shared.append(i)
+        for number, members in enumerate(self._split(shared, variables)):
+            reduced = self._reduce([gradients[i] for i in members], f"{name}_{number}")
+            for i, gradient in zip(members, reduced, strict=True):
+                combined[i] = gradient
+        return combined
+
+    def _reduce(self, gradients, name):
+        gradients = [self._densify(gradient) for gradient in gradients]
+        reduced = list(gradients)
+        for is_sparse, device in self._devices.items():
+            places = [
+                i
+                for i, gradient in enumerate(gradients)
+                if isinstance(gradient, tf.IndexedSlices) == is_sparse
+            ]
+            if not places:
+                continue
+            with tf.device(device):
+                results = reduction.grouped_allreduce(
+                    [gradients[i] for i in places],
+                    name=name,
+                    op=self._op,
+                    prescale_factor=1.0 / self._predivide_factor,
+                    postscale_factor=self._predivide_factor,
+                    compression=self._compression,
+                    process_set=self.process_set,
+                )
+            for i, result in zip(places, results, strict=True):
+                reduced[i] = result
+        return reduced
+
+    def _densify(self, gradient):
+        if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
+            return tf.convert_to_tensor(gradient)
+        return gradient
+
+    def _scale_local(self, gradient):
+        if not self._scale_local_gradients:
+            return gradient
+        size = reduction.process_set_size(self.process_set, gradient.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                gradient.values / size, gradient.indices, gradient.dense_shape
+            )
+        return gradient / size
+
+    def _split(self, places, variables):
+        if not places:
+            return []
+        if self._groups is None:
+            return [places]
+        if isinstance(self._groups, int):
+            count = min(self._groups, len(places))
+            bounds = [len(places) * i // count for i in range(count + 1)]
+            return [places[a:b] for a, b in itertools.pairwise(bounds)]
+        group_of = {
+            variable_key(variable): number
+            for number, group in enumerate(self._groups)
+            for variable in group
+        }
+        groups = {}
+        for i in places:
+            key = variable_key(variables[i])
+            groups.setdefault(group_of.get(key, key), []).append(i)
+        return list(groups.values())
+
+
+def variable_key(variable):
+    """A hashable that is equal for a Keras variable and the TensorFlow one in it."""
+    return reduction.native(variable).ref()
+
+
+def _check_predivide_factor(factor, op):
+    if factor <= 0:
+        raise ValueError(
+            f"gradient_predivide_factor must be positive. Received: {factor}"
+        )
+    if factor != 1.0 and op != Average:
+        raise ValueError(
+            "gradient_predivide_factor splits the division of an average: it goes "
+            f"with op=Average only. Received: {factor} with "
+            f"op={'Sum' if op == Sum else op}"
+        )
+
+
+def _check_groups(groups):
+    is_count = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
+    if groups is not None and not is_count and not isinstance(groups, list):
+        raise ValueError(
+            "groups must be None, a positive number of groups, or a list of lists of "
+            f"variables. Received: {groups!r}"
+        )

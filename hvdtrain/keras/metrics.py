@@ -1,0 +1,122 @@
+"""Metrics over the samples of all ranks: states cross ranks, results do not.
+
+The mean of two ranks' results is right only for metrics that are plain means over
+equally many samples. The sums inside a metric can be added for any of them; the
+result is then computed once, from the totals, as one process would have done.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.keras import reduction
+from hvdtrain.keras.reduction import Sum, global_process_set
+
+
+def reduce_metrics(metrics, *, device="", process_set=global_process_set):
+    """Returns what `metrics` would be, had one process seen all ranks' samples.
+
+    Every rank of `process_set` must call it. The metrics themselves keep their
+    local states. To evaluate a model on unequal shards, exactly:
+
+        model.evaluate(shard, verbose=0)
+        results = hvd.metrics.reduce_metrics(model.metrics)
+
+    Each state variable is combined as its Keras `aggregation` says: "sum" (what
+    `Metric.add_variable` gives) and "none" are added, "mean" is averaged,
+    "only_first_replica" is taken from the first rank. A metric of your own whose
+    state is a maximum, say, cannot be combined that way.
+
+    Args:
+        metrics: list of `keras.Metric`, such as `model.metrics`.
+        device: where the states are summed; "" is the default device.
+        process_set: the ranks that take part.
+
+    Returns:
+        Dict from a metric's name to a float, or to an array for a metric whose
+        result is one: the keys and values of `model.get_metrics_result()`, flat.
+    """
+    variables = metric_variables(metrics)
+    (states,) = reduce_states(
+        variables, [local_states(variables)], device=device, process_set=process_set
+    )
+    return results(metrics, states)
+
+
+def metric_variables(metrics):
+    """The state variables of all `metrics`, in the order of every rank."""
+    return [variable for metric in metrics for variable in metric.variables]
+
+
+def local_states(variables):
+    """Copies of the values of `variables`, as NumPy arrays."""
+    # np.array copies: on the CPU, numpy() of a variable may share its memory.
+    return [np.array(variable.numpy()) for variable in variables]
+
+
+def reduce_states(variables, snapshots, *, device="", process_set=global_process_set):
+    """Combines several snapshots of `variables` over all ranks, in one reduction.
+
+    Args:
+        variables: list of metric variables.
+        snapshots: list of lists of arrays, each as `local_states` returns it; of
+            the same length on every rank.
+        device: where the states are summed.
+        process_set: the ranks that take part.
+
+    Returns:
+        The combined snapshots, the same on every rank.
+    """
+    if not variables or not reduction.participates(process_set):
+        return snapshots
+    is_first = process_set.rank() == 0
+    sent = [
+        state
+        if is_first or variable.aggregation != "only_first_replica"
+        else np.zeros_like(state)
+        for snapshot in snapshots
+        for variable, state in zip(variables, snapshot, strict=True)
+    ]
+    with tf.device(device):
+        totals = reduction.grouped_allreduce(
+            sent, name="MetricStates", op=Sum, process_set=process_set
+        )
+    totals = iter([total.numpy() for total in totals])
+    return [
+        [_combined(variable, next(totals), process_set) for variable in variables]
+        for _ in snapshots
+    ]
+
+
+def results(metrics, states):
+    """Results that `metrics` have in the given states, as Keras puts them in logs.
+
+    Args:
+        metrics: list of `keras.Metric`.
+        states: list of arrays, one for each of `metric_variables(metrics)`.
+
+    Returns:
+        Flat dict from name to float, or to an array where a result is one.
+    """
+    # In this scope the variables read as `states`, and stay what they are.
+    with keras.StatelessScope(
+        list(zip(metric_variables(metrics), states, strict=True))
+    ):
+        return _flatten({metric.name: metric.result() for metric in metrics})
+
+
+def _combined(variable, total, process_set):
+    if variable.aggregation == "mean":
+        return (total / process_set.size()).astype(total.dtype)
+    return total
+
+
+def _flatten(results_by_name):
+    flat = {}
+    for name, value in results_by_name.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value))
+            continue
+        value = keras.ops.convert_to_numpy(value)
+        flat[name] = float(value) if value.ndim == 0 else value
+    return flat

@@ -1,0 +1,294 @@
+"""A Keras optimizer whose gradients are combined over all ranks.
+
+Why the optimizer stays what it was, and is not wrapped in a class of ours: Keras
+writes the class of a compiled optimizer into `.keras` files, so a model trained with
+a wrapper could not be loaded without this package. And Keras accumulates gradients
+and then clips them inside one method: no wrapper around the optimizer can reach the
+point between. So a hook is composed into the optimizer, at that point.
+"""
+
+import warnings
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.keras import reduction
+from hvdtrain.keras.gradients import GradientReducer
+from hvdtrain.keras.reduction import Average, Compression, Sum, global_process_set
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer,
+    name=None,
+    device_dense="",
+    device_sparse="",
+    compression=Compression.none,
+    sparse_as_dense=False,
+    gradient_predivide_factor=1.0,
+    op=Average,
+    backward_passes_per_step=1,
+    average_aggregated_gradients=False,
+    num_groups=0,
+    groups=None,
+    process_set=global_process_set,
+    scale_local_gradients=True,
+):
+    """Makes a Keras optimizer combine its gradients over all ranks.
+
+    Gradients are reduced after Keras has accumulated them and before it clips
+    them, so N ranks take the step that one process takes on the N-times batch. The
+    reduction is part of `apply_gradients`: it works under `fit`, in a `train_step`
+    and in a loop of your own.
+
+    Signature and meaning follow `horovod.tensorflow.keras.DistributedOptimizer`.
+    Unlike there, `optimizer` itself is changed and returned: it keeps its class,
+    its name and its state, and a model saved with it loads without this package.
+
+    Args:
+        optimizer: a `keras.optimizers.Optimizer`, built or not. Under mixed
+            precision: the plain optimizer or a `LossScaleOptimizer` around it.
+        name: prefix of the operations' names. Ranks are matched by it; give one
+            each if two optimizers of one class run in the same step.
+        device_dense: device of the reduction of dense gradients.
+        device_sparse: the same for `tf.IndexedSlices`.
+        compression: `Compression.none`, `Compression.fp16` or `Compression.bf16`.
+        sparse_as_dense: reduce `tf.IndexedSlices` as dense tensors.
+        gradient_predivide_factor: with Average, divide by it before the sum and
+            multiply after it.
+        op: `Average`, or `Sum`.
+        backward_passes_per_step: apply once in so many calls, on the accumulated
+            gradients: Keras' `gradient_accumulation_steps`.
+        average_aggregated_gradients: average these calls' gradients instead of
+            summing them. Keras' own `gradient_accumulation_steps` always averages.
+        num_groups: Horovod's deprecated name of `groups`.
+        groups: number of groups, or list of lists of variables, that are reduced
+            together. By default all gradients are one group.
+        process_set: the ranks that take part.
+        scale_local_gradients: divide gradients of local variables by the number
+            of ranks.
+
+    Returns:
+        `optimizer`, with a method `register_local_var(variable)` added.
+
+    Raises:
+        TypeError: if `optimizer` is not a Keras optimizer.
+        ValueError: for arguments out of range or excluding each other, and for an
+            optimizer that is distributed already.
+    """
+    _check_optimizer(optimizer)
+    if num_groups:
+        warnings.warn(
+            "num_groups is deprecated: use groups.", DeprecationWarning, stacklevel=2
+        )
+        groups = groups if groups is not None else num_groups
+    if op not in (Average, Sum):
+        raise ValueError(f"op must be hvd.Average or hvd.Sum. Received: op={op}")
+    base = _without_loss_scale(optimizer)
+    reducer = GradientReducer(
+        name or f"Distributed{type(base).__name__}",
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    _accumulate(base, backward_passes_per_step)
+    sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
+    hook = _ReductionHook(
+        base, reducer, window_factor=backward_passes_per_step if sums_window else 1
+    )
+    optimizer.register_local_var = reducer.register_local
+    if base is not optimizer:
+        hook.share_finite_check(optimizer)
+    return optimizer
+
+
+def is_distributed(optimizer):
+    """Whether `optimizer` went through `DistributedOptimizer`."""
+    return _hook_of(optimizer) is not None
+
+
+def settle(model):
+    """Adapts what `model.compile` decided without knowing of ranks.
+
+    Under the policy `mixed_float16`, `compile` puts a `LossScaleOptimizer` around
+    the optimizer. Its check for overflow is local: a rank that skips a step would
+    leave the others waiting. It becomes one check of all ranks. And on GPUs, where
+    `compile` chooses XLA by itself, XLA is switched off: it cannot compile Horovod's
+    operations.
+
+    Call it before the first training step; `BroadcastGlobalVariablesCallback` does.
+    """
+    hook = _hook_of(getattr(model, "optimizer", None))
+    if hook is None:
+        return
+    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        hook.share_finite_check(model.optimizer)
+    if model.jit_compile and tf.config.list_physical_devices("GPU"):
+        model.jit_compile = False
+        model.train_function = None
+
+
+class _ReductionHook:
+    """Reduces an optimizer's gradients between accumulation and clipping.
+
+    Keras calls, in this order: `apply_gradients`, `apply`, and inside of it
+    `_clip_gradients` with the gradients of a complete window, also when nothing is
+    to be clipped. The hook takes the place of these three methods on one instance.
+    """
+
+    def __init__(self, optimizer, reducer, *, window_factor):
+        self._optimizer = optimizer
+        self._reducer = reducer
+        self._window_factor = window_factor
+        self._variables = []
+        self._has_reduced = False
+        self._is_outermost = False
+        self._shares_finite_check = False
+        self._apply_gradients = optimizer.apply_gradients
+        self._apply = optimizer.apply
+        self._clip_gradients = optimizer._clip_gradients
+        optimizer.apply_gradients = self.apply_gradients
+        optimizer.apply = self.apply
+        optimizer._clip_gradients = self.clip_gradients
+
+    def apply_gradients(self, grads_and_vars):
+        """As `keras.optimizers.Optimizer.apply_gradients`."""
+        self._is_outermost = True
+        try:
+            return self._apply_gradients(grads_and_vars)
+        finally:
+            self._is_outermost = False
+
+    def apply(self, grads, trainable_variables=None):
+        """As `keras.optimizers.Optimizer.apply`."""
+        grads = list(grads)
+        if not grads:
+            return
+        self._check_not_conditional()
+        variables = list(trainable_variables or self._optimizer._trainable_variables)
+        self._variables = _reducible(grads, variables)
+        self._has_reduced = False
+        self._apply(grads, trainable_variables)
+        self._check_reduced()
+
+    def clip_gradients(self, grads):
+        """Combines `grads` over all ranks, then clips them as the optimizer does."""
+        self._has_reduced = True
+        if self._window_factor != 1:
+            grads = [gradient * self._window_factor for gradient in grads]
+        return self._clip_gradients(self._reducer(grads, self._variables))
+
+    def share_finite_check(self, loss_scale_optimizer):
+        """Makes all ranks skip a step together when one of them overflows."""
+        if self._shares_finite_check:
+            return
+        self._shares_finite_check = True
+        check_locally = loss_scale_optimizer.check_finite
+        process_set = self._reducer.process_set
+
+        def check_finite(grads):
+            finite = check_locally(grads)
+            if not reduction.participates(process_set):
+                return finite
+            everywhere = reduction.allreduce(
+                tf.cast(finite, tf.int32),
+                name="LossScaleFinite",
+                op=reduction.Min,
+                process_set=process_set,
+            )
+            return tf.cast(everywhere, tf.bool)
+
+        loss_scale_optimizer.check_finite = check_finite
+
+    def _check_not_conditional(self):
+        # Reached through a LossScaleOptimizer that nobody settled: the branch that
+        # is traced here would run on the ranks without overflow only.
+        graph = tf.compat.v1.get_default_graph()
+        in_branch = type(graph).__name__ == "CondBranchFuncGraph"
+        if in_branch and not (self._is_outermost or self._shares_finite_check):
+            raise ValueError(
+                "compile() has put the distributed optimizer into a LossScaleOptimizer "
+                "that checks for overflow on each rank alone. Add "
+                "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, "
+                "or pass hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer"
+                "(optimizer)) to compile()."
+            )
+
+    def _check_reduced(self):
+        # Training on without a reduction would look right and be wrong: never be
+        # silent about it, whatever a custom optimizer or a later Keras overrides.
+        between_updates = (
+            tf.executing_eagerly() and self._optimizer.gradient_accumulation_steps
+        )
+        if not self._has_reduced and not between_updates:
+            raise RuntimeError(
+                f"The optimizer {type(self._optimizer).__name__} applied gradients "
+                "that were not reduced over the ranks: it does not call Keras' own "
+                f"_clip_gradients. Keras version: {keras.__version__}. Use "
+                "hvd.DistributedGradientTape with the plain optimizer instead."
+            )
+
+
+def _hook_of(optimizer):
+    if optimizer is None:
+        return None
+    bound = vars(_without_loss_scale(optimizer)).get("apply")
+    owner = getattr(bound, "__self__", None)
+    return owner if isinstance(owner, _ReductionHook) else None
+
+
+def _without_loss_scale(optimizer):
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.inner_optimizer
+    return optimizer
+
+
+def _check_optimizer(optimizer):
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "DistributedOptimizer takes an instance of keras.optimizers.Optimizer. "
+            f"Received: {optimizer!r} of type {type(optimizer).__name__}"
+        )
+    if is_distributed(optimizer):
+        raise ValueError(
+            f"This {type(optimizer).__name__} is distributed already: its gradients "
+            "would be reduced twice. Call DistributedOptimizer once per optimizer."
+        )
+
+
+def _accumulate(optimizer, passes):
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(
+            f"backward_passes_per_step must be a positive integer. Received: {passes}"
+        )
+    if passes == 1:
+        return
+    if optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            "Give either backward_passes_per_step or the optimizer's "
+            f"gradient_accumulation_steps. Received: {passes} and "
+            f"{optimizer.gradient_accumulation_steps}"
+        )
+    if optimizer.built:
+        raise ValueError(
+            "backward_passes_per_step needs an optimizer that has not been built: a "
+            "built one has no room for accumulated gradients. Create it with "
+            f"gradient_accumulation_steps={passes} instead."
+        )
+    optimizer.gradient_accumulation_steps = passes
+
+
+def _reducible(grads, variables):
+    # Keras drops gradients that are None before it reaches the hook.
+    kept = [v for g, v in zip(grads, variables, strict=True) if g is not None]
+    if any(getattr(variable, "overwrite_with_gradient", False) for variable in kept):
+        raise NotImplementedError(
+            "float8 training overwrites variables with their gradients, which cannot "
+            "be reduced over ranks. Use float32, mixed_bfloat16 or mixed_float16."
+        )
+    return kept

@@ -1,0 +1,121 @@
+"""What Horovod's operations can carry, and what has to be settled before them.
+
+Horovod's kernels know some dtypes and not others, report only the last failure of
+a group, and cannot be compiled by XLA. Here stands what makes up for it.
+"""
+
+import zlib
+
+import tensorflow as tf
+
+# Moved as bits: an allgather, a broadcast or an alltoall computes nothing.
+_CARRIERS = {
+    tf.bfloat16: tf.uint16,
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.int64,
+}
+_MOVABLE = (
+    tf.bool,
+    tf.uint8,
+    tf.int8,
+    tf.uint16,
+    tf.int16,
+    tf.int32,
+    tf.int64,
+    tf.float16,
+    tf.float32,
+    tf.float64,
+)
+_SCATTERABLE = (tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
+_REDUCIBLE = (tf.uint8, tf.int8, *_SCATTERABLE)
+
+
+def pack(tensor):
+    """Returns `tensor` in a dtype that Horovod can move, with the same bits.
+
+    Raises:
+        TypeError: for a dtype that has no such twin, strings for one.
+    """
+    if tensor.dtype in _CARRIERS:
+        return tf.bitcast(tensor, _CARRIERS[tensor.dtype])
+    _check_dtype(tensor, _MOVABLE, "be moved between ranks")
+    return tensor
+
+
+def unpack(tensor, dtype):
+    """Undoes `pack`: returns `tensor` in `dtype`, with the same bits."""
+    return tf.bitcast(tensor, dtype) if dtype in _CARRIERS else tensor
+
+
+def check_reducible(tensor):
+    """Raises a TypeError unless an allreduce can add up `tensor`'s dtype."""
+    _check_dtype(tensor, _REDUCIBLE, "be reduced over ranks")
+
+
+def check_scatterable(tensor):
+    """Raises a TypeError unless a reducescatter can add up `tensor`'s dtype."""
+    _check_dtype(tensor, _SCATTERABLE, "be reduced and scattered over ranks")
+
+
+def shape_guard(tensors, *, free_axes=0):
+    """An empty tensor whose shape tells the shapes of all `tensors` of a group.
+
+    Of a group, Horovod reports the status of the last tensor alone: where another
+    one's shape differs between ranks, uninitialised memory comes back and no error.
+    With this one as the last, the difference is in its shape, too.
+
+    Args:
+        tensors: non-empty list of tensors of one dtype.
+        free_axes: how many leading axes may differ between ranks.
+
+    Returns:
+        A tensor without elements, of shape
+        `[0, number of tensors, number of elements, checksum of their shapes]`.
+    """
+    shapes = [tensor.shape.as_list()[free_axes:] for tensor in tensors]
+    elements = sum(tensor.shape[free_axes:].num_elements() or 0 for tensor in tensors)
+    checksum = zlib.crc32(repr(shapes).encode()) >> 1
+    return tf.zeros([0, len(tensors), elements, checksum], tensors[0].dtype)
+
+
+def unique_name(base):
+    """`base`, made unique among the operations of the graph that is being traced.
+
+    Ranks are matched by the names of operations. Names that Keras gives to layers
+    count up with every model that a process has built, and differ between ranks as
+    soon as one of them has built a model more. Those counted within one function
+    agree, since every rank traces the same function.
+    """
+    if tf.executing_eagerly():
+        return base
+    graph = tf.compat.v1.get_default_graph()
+    with graph.name_scope(None):
+        return graph.unique_name(base)
+
+
+def check_not_compiled_by_xla():
+    """Raises a ValueError inside a function that XLA is going to compile.
+
+    At trace time: XLA itself would fail later, with "No registered OpKernel".
+    """
+    from tensorflow.python.ops import control_flow_util
+
+    graph = tf.compat.v1.get_default_graph()
+    if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
+        graph
+    ):
+        raise ValueError(
+            "Horovod's operations cannot be compiled by XLA. Received a function "
+            "with jit_compile=True. Pass jit_compile=False to model.compile() or "
+            "tf.function()."
+        )
+
+
+def _check_dtype(tensor, known, purpose):
+    if tensor.dtype not in known:
+        names = ", ".join(dtype.name for dtype in known)
+        raise TypeError(
+            f"A tensor of dtype {tensor.dtype.name} cannot {purpose}. Cast it to one "
+            f"of {names}."
+        )

@@ -1,0 +1,69 @@
+"""Every rank runs pytest itself, with the same tests in the same order.
+
+One rank's result is everybody's: after each test the ranks tell each other how it
+went, so that rank 0's report shows a failure wherever it happened. The other ranks
+keep quiet unless something failed on them.
+"""
+
+import io
+import os
+import sys
+
+# Before TensorFlow and MPI start. Ranks that miss each other end the job.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "20")
+os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "60")
+
+import keras
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+
+hvd.init()
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if hvd.rank() > 0 and reporter:
+        config.quiet_output = io.StringIO()
+        reporter._tw._file = config.quiet_output
+
+
+def pytest_unconfigure(config):
+    output = getattr(config, "quiet_output", None)
+    if output and " failed" in output.getvalue().splitlines()[-1]:
+        sys.stderr.write(f"\nrank {hvd.rank()}:\n{output.getvalue()}")
+    # The launcher kills the others as soon as one fails: first all have spoken.
+    hvd.allgather_object(None, name="end_of_session")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when != "call":
+        return report
+    text = str(report.longrepr) if report.failed else None
+    failures = hvd.allgather_object(text, name="test_outcome")
+    elsewhere = [
+        f"on rank {rank}:\n{failure}"
+        for rank, failure in enumerate(failures)
+        if failure and rank != hvd.rank()
+    ]
+    if elsewhere and report.passed:
+        report.outcome = "failed"
+        report.longrepr = "\n".join(elsewhere)
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras():
+    yield
+    keras.config.set_dtype_policy("float32")
+    keras.utils.clear_session()

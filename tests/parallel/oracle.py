@@ -1,0 +1,108 @@
+"""The oracle: the same training in one process, with the batch of all ranks.
+
+Global batch `s` of the job is `X[s * G:(s + 1) * G]`, dealt to the ranks by stride.
+The model has no dropout and no batch normalisation, so that one process computes
+the same function of the same samples.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+
+STEPS = 20
+LOCAL_BATCH_SIZE = 4
+FEATURES = 6
+CLASSES = 3
+LOSS = "sparse_categorical_crossentropy"
+
+
+def samples(steps=STEPS):
+    """Inputs and labels of `steps` global batches."""
+    rng = np.random.default_rng(0)
+    count = steps * LOCAL_BATCH_SIZE * hvd.size()
+    inputs = rng.normal(size=(count, FEATURES)).astype("float32")
+    labels = rng.integers(0, CLASSES, count)
+    return inputs, labels
+
+
+def shard(array):
+    """This rank's part of an array of global batches."""
+    return array[hvd.rank() :: hvd.size()]
+
+
+def on_one_process(train):
+    """Calls `train` on rank 0 alone; returns its result on every rank."""
+    return hvd.broadcast_object(train() if hvd.rank() == 0 else None, name="oracle")
+
+
+def build_model(model_class=keras.Sequential):
+    """A small dense classifier with the same initial weights in every call."""
+    keras.utils.set_random_seed(7)
+    model = model_class(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dense(CLASSES, activation="softmax"),
+        ]
+    )
+    return model
+
+
+class CustomStepModel(keras.Sequential):
+    """A user's own `train_step`."""
+
+    def train_step(self, data):
+        inputs, labels = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=inputs, y=labels, y_pred=self(inputs))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        return {"loss": loss}
+
+
+def train_by_fit(
+    optimizer, inputs, labels, batch_size, model_class=keras.Sequential, **compile_args
+):
+    """Trains one epoch under `fit`; returns the model."""
+    model = build_model(model_class)
+    model.compile(optimizer, LOSS, **compile_args)
+    model.fit(inputs, labels, batch_size=batch_size, shuffle=False, verbose=0)
+    return model
+
+
+def train_by_loop(optimizer, inputs, labels, batch_size):
+    """Trains one epoch in a loop of a user's own; returns the model."""
+    model = build_model()
+    loss_of = keras.losses.SparseCategoricalCrossentropy()
+
+    @tf.function
+    def step(batch_inputs, batch_labels):
+        with tf.GradientTape() as tape:
+            loss = loss_of(batch_labels, model(batch_inputs, training=True))
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    optimizer.build(model.trainable_variables)
+    for start in range(0, len(inputs), batch_size):
+        batch = slice(start, start + batch_size)
+        step(tf.constant(inputs[batch]), tf.constant(labels[batch]))
+    # fit ends with this; it writes the moving averages, where there are any.
+    optimizer.finalize_variable_values(model.trainable_variables)
+    return model
+
+
+def difference(weights, others):
+    """The largest difference of any weight."""
+    return max(np.abs(a - b).max() for a, b in zip(weights, others, strict=True))
+
+
+def assert_bitwise_equal_over_ranks(arrays):
+    """Checks that every rank holds the same bytes."""
+    mine = [np.asarray(array).tobytes() for array in arrays]
+    for rank, theirs in enumerate(hvd.allgather_object(mine, name="bytes")):
+        assert theirs == mine, f"rank {rank} differs from rank {hvd.rank()}"

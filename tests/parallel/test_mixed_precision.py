@@ -1,0 +1,75 @@
+"""Under mixed_float16 all ranks skip a step together, or none does."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+
+import hvdtrain.keras as hvd
+
+OVERFLOWING_STEP = 5
+
+
+def fit(optimizer, callbacks=(), *, overflows=True, **compile_args):
+    model = oracle.build_model()
+    model.compile(optimizer, oracle.LOSS, **compile_args)
+    inputs, labels = (oracle.shard(array).copy() for array in oracle.samples())
+    if overflows and hvd.rank() == hvd.size() - 1:
+        inputs[OVERFLOWING_STEP * oracle.LOCAL_BATCH_SIZE] = 1e30
+    model.fit(
+        inputs,
+        labels,
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
+    return model
+
+
+def check_one_more_step_was_skipped_by_all(model, smooth_model):
+    """Compared with a training that overflows only where its first scale is too big."""
+    scale, smooth = model.optimizer, smooth_model.optimizer
+    assert float(scale.dynamic_scale) == float(smooth.dynamic_scale) / 2
+    steps, smooth_steps = (
+        int(optimizer.inner_optimizer._iterations) for optimizer in (scale, smooth)
+    )
+    assert steps == smooth_steps - 1
+    state = [v.numpy() for v in (*model.weights, *scale.variables)]
+    assert all(np.isfinite(array).all() for array in state)
+    oracle.assert_bitwise_equal_over_ranks(state)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_scale_made_by_compile(accumulation, steps_per_execution):
+    keras.config.set_dtype_policy("mixed_float16")
+    models = [
+        fit(
+            hvd.DistributedOptimizer(
+                keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulation)
+            ),
+            [hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+            overflows=overflows,
+            steps_per_execution=steps_per_execution,
+        )
+        for overflows in (True, False)
+    ]
+    check_one_more_step_was_skipped_by_all(*models)
+
+
+def test_scale_made_by_the_user():
+    keras.config.set_dtype_policy("mixed_float16")
+
+    def optimizer():
+        inner = keras.optimizers.SGD(0.01, momentum=0.9, global_clipnorm=1.0)
+        return hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))
+
+    models = [fit(optimizer(), overflows=overflows) for overflows in (True, False)]
+    check_one_more_step_was_skipped_by_all(*models)
+
+
+def test_a_local_finite_check_is_refused_with_a_remedy():
+    keras.config.set_dtype_policy("mixed_float16")
+    with pytest.raises(ValueError, match="BroadcastGlobalVariablesCallback"):
+        fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)))

@@ -1,0 +1,270 @@
+"""N ranks take the steps of one process with the N-times batch."""
+
+import functools
+
+import horovod.tensorflow.keras as upstream
+import keras
+import numpy as np
+import oracle
+import pytest
+
+import hvdtrain.keras as hvd
+
+OPTIMIZERS = {
+    "sgd": lambda **args: keras.optimizers.SGD(0.1, **args),
+    "momentum": lambda **args: keras.optimizers.SGD(0.1, momentum=0.9, **args),
+    "nesterov": lambda **args: keras.optimizers.SGD(
+        0.1, momentum=0.9, nesterov=True, **args
+    ),
+    "adam": lambda **args: keras.optimizers.Adam(0.01, **args),
+    "adamw": lambda **args: keras.optimizers.AdamW(0.01, **args),
+    "rmsprop": lambda **args: keras.optimizers.RMSprop(0.01, **args),
+}
+# Thresholds far below the norms of the gradients: every step is clipped.
+FEATURES = {
+    "plain": {},
+    "clipnorm": {"clipnorm": 0.02},
+    "clipvalue": {"clipvalue": 0.005},
+    "global_clipnorm": {"global_clipnorm": 0.02},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "accumulation_and_clipping": {
+        "gradient_accumulation_steps": 2,
+        "global_clipnorm": 0.02,
+    },
+    "weight_decay": {"weight_decay": 0.1},
+    "ema": {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
+    "steps_per_execution": {},
+}
+TOLERANCE = 1e-6
+
+
+def compile_args(feature):
+    return {"steps_per_execution": 4} if feature == "steps_per_execution" else {}
+
+
+@functools.cache
+def big_batch_weights(optimizer, feature):
+    def train():
+        model = oracle.train_by_fit(
+            OPTIMIZERS[optimizer](**FEATURES[feature]),
+            *oracle.samples(),
+            oracle.LOCAL_BATCH_SIZE * hvd.size(),
+            **compile_args(feature),
+        )
+        return model.get_weights()
+
+    return oracle.on_one_process(train)
+
+
+def distributed(optimizer, feature="plain", **args):
+    return hvd.DistributedOptimizer(OPTIMIZERS[optimizer](**FEATURES[feature]), **args)
+
+
+def train_shard(optimizer, train=oracle.train_by_fit, **args):
+    inputs, labels = oracle.samples()
+    return train(
+        optimizer,
+        oracle.shard(inputs),
+        oracle.shard(labels),
+        oracle.LOCAL_BATCH_SIZE,
+        **args,
+    )
+
+
+def check_against_big_batch(model, optimizer, feature="plain", tolerance=TOLERANCE):
+    weights = model.get_weights()
+    expected = big_batch_weights(optimizer, feature)
+    assert oracle.difference(weights, expected) <= tolerance
+    oracle.assert_bitwise_equal_over_ranks(weights)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fit_equals_the_big_batch(optimizer, feature):
+    model = train_shard(distributed(optimizer, feature), **compile_args(feature))
+    check_against_big_batch(model, optimizer, feature)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "feature"),
+    [
+        ("momentum", "global_clipnorm"),
+        ("adam", "accumulation_and_clipping"),
+        ("adamw", "clipnorm"),
+        ("rmsprop", "ema"),
+        ("nesterov", "weight_decay"),
+        ("sgd", "steps_per_execution"),
+        ("sgd", "clipvalue"),
+    ],
+)
+def test_train_step_equals_the_big_batch(optimizer, feature):
+    model = train_shard(
+        distributed(optimizer, feature),
+        model_class=oracle.CustomStepModel,
+        **compile_args(feature),
+    )
+    check_against_big_batch(model, optimizer, feature)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "feature"),
+    [
+        ("momentum", "accumulation_and_clipping"),
+        ("adam", "global_clipnorm"),
+        ("adamw", "ema"),
+        ("rmsprop", "clipvalue"),
+        ("nesterov", "clipnorm"),
+        ("sgd", "weight_decay"),
+        ("sgd", "accumulation"),
+    ],
+)
+def test_custom_loop_equals_the_big_batch(optimizer, feature):
+    model = train_shard(distributed(optimizer, feature), oracle.train_by_loop)
+    check_against_big_batch(model, optimizer, feature)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_oracle_sees_every_feature(feature):
+    """A feature that changed nothing would prove nothing above."""
+    if feature in ("plain", "steps_per_execution"):
+        pytest.skip("computes what the plain optimizer computes")
+    weights = big_batch_weights("momentum", feature)
+    assert oracle.difference(weights, big_batch_weights("momentum", "plain")) > 1e-3
+
+
+@pytest.mark.parametrize("wrap", [upstream.DistributedOptimizer, lambda opt: opt])
+def test_the_oracle_sees_a_missing_reduction(wrap):
+    """Horovod's own optimizer, on Keras 3, trains every rank alone."""
+    model = train_shard(wrap(OPTIMIZERS["momentum"]()))
+    weights = model.get_weights()
+    assert oracle.difference(weights, big_batch_weights("momentum", "plain")) > 1e-2
+
+
+def test_eager_fit_equals_the_big_batch():
+    model = train_shard(
+        distributed("adam", "accumulation_and_clipping"), run_eagerly=True
+    )
+    check_against_big_batch(model, "adam", "accumulation_and_clipping")
+
+
+def test_sum_is_the_average_times_the_number_of_ranks():
+    optimizer = keras.optimizers.SGD(0.1 / hvd.size(), momentum=0.9)
+    model = train_shard(hvd.DistributedOptimizer(optimizer, op=hvd.Sum))
+    check_against_big_batch(model, "momentum")
+
+
+@pytest.mark.parametrize("groups", [1, 3, 100])
+def test_number_of_groups_does_not_change_the_result(groups):
+    check_against_big_batch(
+        train_shard(distributed("momentum", groups=groups)), "momentum"
+    )
+
+
+def test_groups_of_variables_do_not_change_the_result():
+    model = oracle.build_model()
+    first, second = model.layers
+    groups = [[first.kernel, second.bias], [first.bias]]
+    model.compile(distributed("momentum", groups=groups), oracle.LOSS)
+    inputs, labels = (oracle.shard(array) for array in oracle.samples())
+    model.fit(
+        inputs, labels, batch_size=oracle.LOCAL_BATCH_SIZE, shuffle=False, verbose=0
+    )
+    check_against_big_batch(model, "momentum")
+
+
+def test_predivide_factor_does_not_change_the_result():
+    optimizer = distributed("momentum", gradient_predivide_factor=float(hvd.size()))
+    check_against_big_batch(train_shard(optimizer), "momentum")
+
+
+@pytest.mark.parametrize(
+    ("compression", "tolerance"),
+    # 20 steps of gradients rounded to 11 and 8 significant bits.
+    [(hvd.Compression.fp16, 1e-3), (hvd.Compression.bf16, 8e-3)],
+)
+def test_compression_stays_near_the_big_batch(compression, tolerance):
+    model = train_shard(distributed("momentum", compression=compression))
+    check_against_big_batch(model, "momentum", tolerance=tolerance)
+    exact = big_batch_weights("momentum", "plain")
+    assert oracle.difference(model.get_weights(), exact) > TOLERANCE
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_backward_passes_per_step_is_accumulation(averages):
+    """Horovod sums the passes unless it is told to average them."""
+    rate = 0.1 if averages else 0.1 / 2
+    model = train_shard(
+        hvd.DistributedOptimizer(
+            keras.optimizers.SGD(rate, momentum=0.9),
+            backward_passes_per_step=2,
+            average_aggregated_gradients=averages,
+        )
+    )
+    check_against_big_batch(model, "momentum", "accumulation")
+
+
+def train_embedding(optimizer, tokens, labels, batch_size):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            keras.layers.Embedding(11, 4),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(2, activation="softmax"),
+        ]
+    )
+    model.compile(optimizer, oracle.LOSS)
+    model.fit(tokens, labels, batch_size=batch_size, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sparse_as_dense"),
+    # Not Adam on dense ones: Keras itself treats the rows without gradient differently.
+    [("sgd", False), ("adam", False), ("sgd", True)],
+)
+def test_sparse_gradients_equal_the_big_batch(optimizer, sparse_as_dense):
+    rng = np.random.default_rng(1)
+    count = 8 * 4 * hvd.size()
+    tokens = rng.integers(0, 11, (count, 5)).astype("int32")
+    labels = rng.integers(0, 2, count)
+    expected = oracle.on_one_process(
+        lambda: train_embedding(OPTIMIZERS[optimizer](), tokens, labels, 4 * hvd.size())
+    )
+    weights = train_embedding(
+        distributed(optimizer, sparse_as_dense=sparse_as_dense),
+        oracle.shard(tokens),
+        oracle.shard(labels),
+        4,
+    )
+    assert oracle.difference(weights, expected) <= TOLERANCE
+    oracle.assert_bitwise_equal_over_ranks(weights)
+
+
+def test_local_variables_keep_their_own_gradients():
+    """A local bias takes this rank's gradient, divided by the number of ranks."""
+    model = oracle.build_model()
+    bias = model.layers[-1].bias
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.register_local_var(bias)
+    gradients = [np.full(v.shape, 1.0 + hvd.rank(), "float32") for v in model.weights]
+    before = [v.numpy() for v in model.weights]
+    optimizer.apply_gradients(zip(gradients, model.weights, strict=True))
+    mean = 1.0 + (hvd.size() - 1) / 2
+    for variable, old in zip(model.weights, before, strict=True):
+        local = (1.0 + hvd.rank()) / hvd.size()
+        expected = local if variable is bias else mean
+        np.testing.assert_allclose(old - variable.numpy(), expected, rtol=1e-5)
+
+
+def test_a_built_optimizer_keeps_its_state():
+    model = train_shard(OPTIMIZERS["adam"]())
+    before = [v.numpy() for v in model.optimizer.variables]
+    assert hvd.DistributedOptimizer(model.optimizer) is model.optimizer
+    for variable, old in zip(model.optimizer.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), old)
+
+
+def test_xla_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match="jit_compile=False"):
+        train_shard(distributed("sgd"), jit_compile=True)

@@ -1,0 +1,134 @@
+"""The distributed optimizer in one process: its arguments, and saved models."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import hvdtrain.keras as hvd
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _horovod():
+    hvd.init()
+
+
+def sgd(**args):
+    return keras.optimizers.SGD(0.1, **args)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"op": hvd.Max}, "hvd.Average or hvd.Sum"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "op=Average only"),
+        ({"gradient_predivide_factor": 0.0}, "must be positive"),
+        ({"groups": 0}, "positive number of groups"),
+        ({"groups": "all"}, "positive number of groups"),
+        ({"backward_passes_per_step": 0}, "positive integer"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        hvd.DistributedOptimizer(sgd(), **arguments)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", None, keras.optimizers.SGD])
+def test_only_an_optimizer_instance_is_taken(optimizer):
+    with pytest.raises(TypeError, match=r"instance of keras\.optimizers\.Optimizer"):
+        hvd.DistributedOptimizer(optimizer)
+
+
+def test_an_optimizer_is_distributed_once():
+    optimizer = hvd.DistributedOptimizer(sgd())
+    with pytest.raises(ValueError, match="distributed already"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ValueError, match="distributed already"):
+        hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))
+
+
+def test_two_ways_to_accumulate_exclude_each_other():
+    with pytest.raises(ValueError, match="either backward_passes_per_step or"):
+        hvd.DistributedOptimizer(
+            sgd(gradient_accumulation_steps=2), backward_passes_per_step=2
+        )
+
+
+def test_a_built_optimizer_has_no_room_to_accumulate():
+    optimizer = sgd()
+    optimizer.build([keras.Variable([1.0])])
+    with pytest.raises(ValueError, match="not been built"):
+        hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+
+
+def test_num_groups_is_deprecated():
+    with pytest.warns(DeprecationWarning, match="use groups"):
+        hvd.DistributedOptimizer(sgd(), num_groups=2)
+
+
+def test_an_optimizer_that_skips_the_hook_is_not_silent():
+    class Unhooked(keras.optimizers.SGD):
+        def _backend_apply_gradients(self, grads, trainable_variables):
+            self._backend_update_step(grads, trainable_variables, self.learning_rate)
+
+    variable = keras.Variable([1.0])
+    optimizer = hvd.DistributedOptimizer(Unhooked(0.1))
+    with pytest.raises(RuntimeError, match="not reduced over the ranks"):
+        optimizer.apply_gradients([(np.ones(1, "float32"), variable)])
+
+
+def test_no_gradients_are_no_error():
+    hvd.DistributedOptimizer(sgd()).apply([], [])
+
+
+LOAD_WITHOUT_HVDTRAIN = """
+import sys
+sys.modules["hvdtrain"] = None
+sys.modules["horovod"] = None
+import keras, numpy
+keras.config.set_dtype_policy(sys.argv[4])
+model = keras.models.load_model(sys.argv[1])
+assert type(model.optimizer).__name__ == sys.argv[2], model.optimizer
+numpy.savez(sys.argv[3], *[v.numpy() for v in model.optimizer.variables])
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "policy", "loaded_class"),
+    [
+        (lambda: keras.optimizers.Adam(0.01), "float32", "Adam"),
+        (lambda: sgd(momentum=0.9), "mixed_float16", "LossScaleOptimizer"),
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(sgd(momentum=0.9)),
+            "mixed_float16",
+            "LossScaleOptimizer",
+        ),
+    ],
+)
+def test_a_saved_model_loads_without_this_package(
+    tmp_path, optimizer, policy, loaded_class
+):
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(hvd.DistributedOptimizer(optimizer()), "mse")
+        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0, callbacks=[start])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    saved, state = tmp_path / "model.keras", tmp_path / "state.npz"
+    model.save(saved)
+    subprocess.run(
+        [sys.executable, "-c", LOAD_WITHOUT_HVDTRAIN]
+        + [saved, loaded_class, state, policy],
+        check=True,
+        timeout=120,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    loaded = np.load(state)
+    assert len(loaded.files) == len(model.optimizer.variables)
+    for name, variable in zip(loaded.files, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(loaded[name], variable.numpy())
