@@ -121,9 +121,9 @@ def test_a_saved_model_loads_without_this_package(
         keras.config.set_dtype_policy("float32")
     saved, state = tmp_path / "model.keras", tmp_path / "state.npz"
     model.save(saved)
+    arguments = [saved, loaded_class, state, policy]
     subprocess.run(
-        [sys.executable, "-c", LOAD_WITHOUT_HVDTRAIN]
-        + [saved, loaded_class, state, policy],
+        [sys.executable, "-c", LOAD_WITHOUT_HVDTRAIN, *arguments],
         check=True,
         timeout=120,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},

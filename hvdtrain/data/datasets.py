@@ -1,0 +1,248 @@
+"""Data sets by name: make them available on a node, then load them on every rank."""
+
+import dataclasses
+
+import numpy as np
+
+from hvdtrain.data import download, files
+from hvdtrain.data.files import DataError
+
+NAMES = ("auto", "mnist", "digits", "synthetic", "custom")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """Images and labels in memory, as they are stored.
+
+    Attributes:
+        name: what the data really are: mnist, digits, synthetic or custom.
+        x_train: uint8 (n, height, width, channels).
+        y_train: int32 (n,), 0 to num_classes - 1.
+        x_test: like x_train.
+        y_test: like y_train.
+        num_classes: number of different labels.
+    """
+
+    name: str
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    num_classes: int
+
+    @property
+    def image_shape(self):
+        """(height, width, channels)."""
+        return self.x_train.shape[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The data set to load, and a warning if it is not what the user hoped for."""
+
+    name: str
+    warning: str = ""
+
+
+def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=12.0):
+    """Make a data set available on this node, and say which one it is.
+
+    Call it on one rank of each node. It may download; `load` never does. Pass the
+    choices of all nodes to `agree`, then call `load` on every rank.
+
+    Args:
+        name: one of `NAMES`. `auto` is mnist if it can be had, else digits.
+        data_dir: directory of the files of mnist or custom; never a download then,
+            and never a fallback.
+        cache_dir: where a download goes, see `download_mnist`.
+        urls: mirrors, see `download_mnist`.
+        timeout_seconds: when a silent network is given up, see `download_mnist`.
+
+    Returns:
+        A `Choice`, whose name is never `auto`.
+
+    Raises:
+        DataError: an unknown name, one that does not go with `data_dir`, or MNIST
+            was asked for and cannot be had.
+    """
+    _check_name(name, data_dir=data_dir)
+    if name not in ("auto", "mnist"):
+        return Choice(name)
+    if data_dir:
+        return Choice("mnist")
+    try:
+        download.download_mnist(cache_dir, urls=urls, timeout_seconds=timeout_seconds)
+    except DataError as error:
+        if name == "mnist":
+            raise
+        return Choice("digits", f"Training on digits, NOT on MNIST. {error}")
+    return Choice("mnist")
+
+
+def agree(choices):
+    """Return the one choice for all nodes: digits as soon as one node has no MNIST."""
+    choices = list(choices)
+    return next((choice for choice in choices if choice.warning), choices[0])
+
+
+def load(name, *, data_dir=None, cache_dir=None):
+    """Load a data set that `prepare` made available on this node.
+
+    Args:
+        name: the name in a `Choice`: mnist, digits, synthetic or custom.
+        data_dir: as given to `prepare`.
+        cache_dir: as given to `prepare`.
+
+    Returns:
+        A `Dataset`, checked.
+
+    Raises:
+        DataError: the data are missing, unreadable, or not what they should be.
+    """
+    _check_name(name, data_dir=data_dir)
+    if name == "digits":
+        return _digits()
+    if name == "synthetic":
+        return synthetic()
+    if name not in ("mnist", "custom"):
+        raise DataError(f"Received {name} to load; call prepare first, it decides.")
+    directory = data_dir or cache_dir or download.default_cache_dir()
+    pattern = "mnist.npz" if name == "mnist" else "*.npz"
+    arrays = files.read_directory(directory, npz_pattern=pattern)
+    dataset = _checked(name, arrays, label=directory)
+    if name == "mnist":
+        files.check_mnist(arrays, label=directory)
+    return dataset
+
+
+def _check_name(name, *, data_dir):
+    if name not in NAMES:
+        raise DataError(f"Received the data set {name}; expected {', '.join(NAMES)}.")
+    if name == "custom" and not data_dir:
+        raise DataError(
+            "The data set custom needs the directory of its files: data_dir."
+        )
+    if name in ("digits", "synthetic") and data_dir:
+        raise DataError(
+            f"Received the data set {name} and the data directory {data_dir}; expected "
+            "one of them: files are for mnist and custom."
+        )
+
+
+def _checked(name, arrays, *, label):
+    """Check four arrays and make a `Dataset` of them."""
+    images, labels = {}, {}
+    for part in ("train", "test"):
+        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+        _check_images(x, label=f"x_{part} in {label}")
+        _check_labels(y, count=len(x), label=f"y_{part} in {label}")
+        images[part] = np.ascontiguousarray(x if x.ndim == 4 else x[..., None])
+        labels[part] = y
+    if images["train"].shape[1:] != images["test"].shape[1:]:
+        raise DataError(
+            f"Received images of shape {images['train'].shape[1:]} to train and "
+            f"{images['test'].shape[1:]} to test in {label}; expected one shape."
+        )
+    num_classes = _count_classes(labels["train"], labels["test"], label=label)
+    return Dataset(
+        name=name,
+        x_train=images["train"],
+        y_train=labels["train"].astype(np.int32),
+        x_test=images["test"],
+        y_test=labels["test"].astype(np.int32),
+        num_classes=num_classes,
+    )
+
+
+def _check_images(x, *, label):
+    if x.dtype != np.uint8:
+        raise DataError(f"Received {label} as {x.dtype}; expected uint8, 0 to 255.")
+    if x.ndim not in (3, 4):
+        raise DataError(
+            f"Received {label} of shape {x.shape}; expected (images, height, width) or "
+            "(images, height, width, channels)."
+        )
+    if not x.size:
+        raise DataError(f"Received {label} of shape {x.shape}; expected some images.")
+
+
+def _check_labels(y, *, count, label):
+    if not np.issubdtype(y.dtype, np.integer):
+        raise DataError(f"Received {label} as {y.dtype}; expected integers, 0 and up.")
+    if y.ndim != 1:
+        raise DataError(f"Received {label} of shape {y.shape}; expected ({count},).")
+    if len(y) != count:
+        raise DataError(
+            f"Received {len(y)} labels but {count} images ({label}); expected one "
+            "label for each image."
+        )
+
+
+def _count_classes(train, test, *, label):
+    """Return K when the training labels are 0 to K - 1, each one in use."""
+    classes = np.unique(train)
+    if not np.array_equal(classes, np.arange(len(classes))):
+        raise DataError(
+            f"Received training labels from {classes[0]} to {classes[-1]} with "
+            f"{len(classes)} different values in {label}; expected 0 to K - 1, each in "
+            "use: renumber them."
+        )
+    if test.min() < 0 or test.max() >= len(classes):
+        raise DataError(
+            f"Received test labels from {test.min()} to {test.max()} in {label}; "
+            f"expected 0 to {len(classes) - 1}, as in the training set."
+        )
+    return len(classes)
+
+
+def _digits():
+    """Return scikit-learn's 1,797 handwritten digits, scaled from 8x8 to 28x28.
+
+    They are the test part of UCI's "Optical Recognition of Handwritten Digits"
+    (Alpaydin, Kaynak). Linear interpolation; pixels 0 to 16 become 0 to 255. Every
+    sixth image of each class is for testing: 1,497 to train, 300 to test.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(
+            "The data set digits comes with scikit-learn, which is not installed: "
+            "pip install scikit-learn."
+        ) from None
+    small, y = load_digits(return_X_y=True)
+    corners = np.linspace(0, 7, 28)
+    weights = np.maximum(0, 1 - np.abs(corners[:, None] - np.arange(8)))  # (28, 8)
+    large = weights @ small.reshape(-1, 8, 8) @ weights.T
+    x = np.rint(large * (255 / 16)).astype(np.uint8)
+    test = np.zeros(len(y), bool)
+    test[np.argsort(y, kind="stable")[::6]] = True
+    return _checked(
+        "digits",
+        {
+            "x_train": x[~test],
+            "y_train": y[~test],
+            "x_test": x[test],
+            "y_test": y[test],
+        },
+        label="scikit-learn",
+    )
+
+
+def synthetic(*, seed=0, train_samples=8192, test_samples=1024, num_classes=10):
+    """Return noisy 28x28 images around one random pattern per class: learnable."""
+    random = np.random.RandomState(seed)
+    patterns = random.randint(0, 128, (num_classes, 28, 28))
+
+    def draw(count):
+        y = np.arange(count) % num_classes
+        return (patterns[y] + random.randint(0, 128, (count, 28, 28))).astype("u1"), y
+
+    x_train, y_train = draw(train_samples)
+    x_test, y_test = draw(test_samples)
+    arrays = {
+        "x_train": x_train,
+        "y_train": y_train,
+        "x_test": x_test,
+        "y_test": y_test,
+    }
+    return _checked("synthetic", arrays, label="the generator")

@@ -1,0 +1,173 @@
+"""Image data sets as files: read npz and IDX, and tell MNIST by its digests.
+
+IDX is the format of the original MNIST files (LeCun, Cortes, Burges): two zero bytes,
+a type (8: unsigned byte), the number of dimensions, each dimension as a big-endian
+32-bit number, then the values. The npz form has the array names of Keras' `mnist.npz`.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import math
+import pathlib
+import struct
+import zipfile
+import zlib
+
+import numpy as np
+
+
+class DataError(ValueError):
+    """Bad or missing data; the message is one line and says what to do."""
+
+
+IDX_NAMES = {
+    "x_train": "train-images-idx3-ubyte",
+    "y_train": "train-labels-idx1-ubyte",
+    "x_test": "t10k-images-idx3-ubyte",
+    "y_test": "t10k-labels-idx1-ubyte",
+}
+# MD5 of the original files, unpacked.
+_MNIST_MD5 = {
+    "x_train": "6bbc9ace898e44ae57da46a324031adb",
+    "y_train": "a25bea736e30d166cdddb491f175f624",
+    "x_test": "2646ac647ad5339dbf082846283269ea",
+    "y_test": "27ae3e4e09519cfbb04c329615203637",
+}
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,  # zipfile: encrypted, or packed in a way that it does not know
+    MemoryError,  # a header that promises more than there can be
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def read_directory(directory, *, npz_pattern="*.npz"):
+    """Return the four arrays of a data set from a directory, as they are stored.
+
+    Takes the npz file if there is one, else the four IDX files, plain or `.gz`, named
+    as the originals (`train-images-idx3-ubyte`) or with a dot before `idx`.
+
+    Returns:
+        A dict with the keys x_train, y_train, x_test and y_test.
+
+    Raises:
+        DataError: nothing usable is there, or a file cannot be read.
+    """
+    directory = pathlib.Path(directory)
+    try:
+        names = sorted(entry.name for entry in directory.iterdir())
+    except OSError as error:
+        raise DataError(
+            f"Cannot use {directory} as data directory: {error.strerror}; expected a "
+            "readable directory that holds the data set."
+        ) from None
+    archives = [name for name in names if pathlib.PurePath(name).match(npz_pattern)]
+    if len(archives) > 1:
+        raise DataError(
+            f"Received {len(archives)} npz files in {directory}, {archives[0]} and "
+            f"{archives[1]} among them; expected one: give each a directory of its own."
+        )
+    if archives:
+        return _read(directory / archives[0], read_npz)
+    paths = {
+        key: directory / _find_idx(directory, names, key=key, npz=npz_pattern)
+        for key in IDX_NAMES
+    }
+    return {key: _read(path, read_idx) for key, path in paths.items()}
+
+
+def _find_idx(directory, names, *, key, npz):
+    # Images with channels have four dimensions, and some copies a dot for the dash.
+    original = IDX_NAMES[key]
+    for name in (original, original.replace("idx3", "idx4")):
+        for variant in (name, name.replace("-idx", ".idx")):
+            for suffix in ("", ".gz"):
+                if variant + suffix in names:
+                    return variant + suffix
+    raise DataError(
+        f"Received {directory} with neither {npz} nor {original}; expected the npz "
+        "file, or the four IDX files, plain or .gz."
+    )
+
+
+def _read(path, reader):
+    with _one_line_errors(path), open(path, "rb") as file:
+        return reader(file, label=path)
+
+
+@contextlib.contextmanager
+def _one_line_errors(label):
+    try:
+        yield
+    except DataError:
+        raise
+    except _UNREADABLE as error:
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise DataError(
+            f"Cannot read {label}: {text.splitlines()[0]}; expected a whole file that "
+            "this user may read: fetch it again, or mend its permissions."
+        ) from None
+
+
+def read_npz(file, *, label):
+    """Return the four arrays in an open npz file; `label` names it in errors."""
+    with _one_line_errors(label):
+        if file.read(2) != b"PK" or not zipfile.is_zipfile(file):
+            raise ValueError("this is not an npz file, or not all of it")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as archive:
+            missing = [key for key in IDX_NAMES if key not in archive]
+            if missing:
+                raise DataError(
+                    f"Received {label} without {', '.join(missing)}; expected the "
+                    f"arrays {', '.join(IDX_NAMES)}."
+                )
+            return {key: np.ascontiguousarray(archive[key]) for key in IDX_NAMES}
+
+
+def read_idx(file, *, label):
+    """Return the array in an open IDX file, unpacked if `label` ends in `.gz`."""
+    with _one_line_errors(label):
+        content = file.read()
+        if str(label).endswith(".gz"):
+            content = gzip.decompress(content)
+        kind, ndim = content[2:4] if len(content) >= 4 else (None, 0)
+        start = 4 + 4 * ndim
+        if content[:2] != b"\0\0" or not 1 <= ndim <= 4 or len(content) < start:
+            raise ValueError("this is not an IDX file, or not all of it")
+        if kind != 8:
+            raise DataError(
+                f"Received {label} with values of IDX type {kind}; expected unsigned "
+                "bytes, type 8: convert it."
+            )
+        shape = struct.unpack(f">{ndim}I", content[4:start])
+        if len(content) - start != math.prod(shape):
+            raise ValueError(
+                f"it holds {len(content) - start} bytes for the shape {shape}"
+            )
+        return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def check_mnist(arrays, *, label):
+    """Raise `DataError` unless the arrays hold exactly MNIST, by the MD5 of each."""
+    for key, expected in _MNIST_MD5.items():
+        digest = _idx_md5(arrays[key])
+        if digest != expected:
+            raise DataError(
+                f"Received {key} in {label} with MD5 {digest}; expected {expected}, "
+                "that of MNIST: fetch it again, or use the data set custom."
+            )
+
+
+def _idx_md5(array):
+    """Return the MD5 of an array of small integers in IDX form."""
+    if array.dtype.kind not in "iu":
+        return f"of no IDX file ({array.dtype})"
+    header = struct.pack(f">I{array.ndim}I", 0x0800 + array.ndim, *array.shape)
+    digest = hashlib.md5(header, usedforsecurity=False)
+    digest.update(np.ascontiguousarray(array, dtype=np.uint8))
+    return digest.hexdigest()

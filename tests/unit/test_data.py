@@ -1,0 +1,248 @@
+"""Which rank sees which sample when: the shards and the streams."""
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from hvdtrain import data
+
+# Odd sizes, a batch larger than the data, a batch of the size of the data.
+CASES = [
+    (n, batch, seed)
+    for n, batch in [(24, 12), (25, 12), (100, 24), (7, 12), (12, 12), (1000, 36)]
+    for seed in (0, 1, 2**32 - 1)
+]
+SIZES = (1, 2, 3, 4)
+
+
+def shard(num_samples, global_batch_size, seed=0, rank=0, size=1):
+    return data.Shard(
+        num_samples=num_samples,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        rank=rank,
+        size=size,
+    )
+
+
+def job(num_samples, global_batch_size, *, seed, size, steps):
+    """Return the sample numbers of all ranks, (steps, size, local batch)."""
+    ranks = [
+        shard(num_samples, global_batch_size, seed, rank, size).indices(0, steps)
+        for rank in range(size)
+    ]
+    return np.stack(ranks, axis=1)
+
+
+def pictures(num_samples, *, shape=(2, 3, 1)):
+    """Return images and labels that all tell their sample number, below 256."""
+    numbers = np.arange(num_samples, dtype=np.uint8)
+    x = np.broadcast_to(numbers[:, None, None, None], (num_samples, *shape))
+    return x.copy(), numbers.astype(np.int64)
+
+
+def test_by_hand():
+    # Epochs 0 and 1 of five samples, from (seed, epoch).
+    first = np.random.RandomState([7, 0]).permutation(5).tolist()
+    second = np.random.RandomState([7, 1]).permutation(5).tolist()
+    a, b, c, d, e = first
+    f, g, h = second[:3]
+    # Two ranks share batches of four: the second batch runs over into epoch 1.
+    assert shard(5, 4, 7, rank=0, size=2).indices(0, 2).tolist() == [[a, c], [e, g]]
+    assert shard(5, 4, 7, rank=1, size=2).indices(0, 2).tolist() == [[b, d], [f, h]]
+
+
+def test_order_never_changes():
+    # A run of last year must resume on the samples that it left off at.
+    assert shard(5, 5, 7).indices(0, 1).tolist() == [[4, 1, 2, 3, 0]]
+
+
+@pytest.mark.parametrize(("n", "batch", "seed"), CASES)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_epoch_is_the_whole_set_without_overlap(n, batch, seed, size):
+    steps = shard(n, batch, seed).steps(3)
+    dealt = job(n, batch, seed=seed, size=size, steps=steps)
+    # Back from (rank, position on the rank) to the position in the job.
+    sequence = dealt.transpose(0, 2, 1).ravel()
+    assert 3 * n <= len(sequence) < 3 * n + batch
+    for epoch in range(3):
+        part = sequence[epoch * n : (epoch + 1) * n]
+        assert sorted(part) == list(range(n))
+
+
+@pytest.mark.parametrize(("n", "batch", "seed"), CASES)
+def test_global_batch_does_not_depend_on_the_number_of_ranks(n, batch, seed):
+    alone = job(n, batch, seed=seed, size=1, steps=9).reshape(9, -1)
+    for size in SIZES[1:]:
+        shared = job(n, batch, seed=seed, size=size, steps=9).reshape(9, -1)
+        assert np.array_equal(np.sort(shared, axis=1), np.sort(alone, axis=1))
+
+
+@pytest.mark.parametrize(("n", "batch", "seed"), CASES)
+def test_indices_of_a_part_are_that_part_of_the_whole(n, batch, seed):
+    mine = shard(n, batch, seed, rank=1, size=2)
+    whole = mine.indices(0, 12)
+    for start, end in itertools.combinations((0, 1, 5, 11, 12), 2):
+        assert np.array_equal(mine.indices(start, end), whole[start:end])
+
+
+def test_epochs_and_seeds_differ():
+    orders = [shard(50, 50, seed).indices(0, 2) for seed in (0, 1)]
+    distinct = {tuple(order) for order in np.concatenate(orders)}
+    assert len(distinct) == 4
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (1, 3), (2, 5), (3, 8), (4, 10)])
+def test_steps_cover_the_epochs(epochs, steps):
+    assert shard(10, 4).steps(epochs) == steps
+
+
+def test_another_process_deals_the_same():
+    program = (
+        "import sys; from hvdtrain import data; "
+        "s = data.Shard(num_samples=100, global_batch_size=9, seed=5, rank=2, size=3); "
+        "print(s.indices(30, 40).tolist()); assert 'tensorflow' not in sys.modules"
+    )
+    there = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    here = shard(100, 9, 5, rank=2, size=3).indices(30, 40).tolist()
+    assert there.stdout.strip() == str(here)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"global_batch_size": 5, "size": 2}, "multiple"),
+        ({"global_batch_size": 0}, "positive"),
+        ({"global_batch_size": -2, "size": 2}, "positive"),
+        ({"size": 11, "global_batch_size": 11}, "fewer ranks"),
+        ({"rank": 2, "size": 2}, "rank 2 of 2"),
+        ({"rank": -1}, "rank -1"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**32}, "seed"),
+        ({"num_samples": 0}, "0 samples"),
+    ],
+)
+def test_bad_numbers_are_one_clear_line(arguments, word):
+    good = {"num_samples": 10, "global_batch_size": 4, "seed": 0}
+    with pytest.raises(data.DataError, match=word) as caught:
+        data.Shard(**{**good, **arguments})
+    assert "\n" not in str(caught.value)
+
+
+def batches_of(dataset):
+    return [(x.numpy(), y.numpy()) for x, y in dataset]
+
+
+def test_stream_is_the_indexed_images_scaled():
+    x, y = pictures(40)
+    mine = shard(40, 12, seed=3, rank=1, size=2)
+    got = batches_of(data.stream(x, y, shard=mine, start_step=0, end_step=11))
+    assert len(got) == 11
+    for (images, labels), chosen in zip(got, mine.indices(0, 11), strict=True):
+        assert images.dtype == np.float32
+        assert images.shape == (6, 2, 3, 1)
+        assert labels.dtype == np.int32
+        assert np.array_equal(labels, chosen)
+        assert np.array_equal(images, x[chosen].astype(np.float32) / np.float32(255))
+
+
+def test_stream_has_fixed_shapes_and_a_known_length():
+    x, y = pictures(40)
+    batches = data.stream(x, y, shard=shard(40, 8), start_step=3, end_step=200)
+    images, labels = batches.element_spec
+    assert images.shape == (8, 2, 3, 1)
+    assert labels.shape == (8,)
+    assert len(batches) == 197
+
+
+@pytest.mark.parametrize("start", [1, 63, 64, 65, 130])
+def test_resumed_stream_is_the_rest_of_the_uninterrupted_one(start):
+    x, y = pictures(50)
+    mine = shard(50, 8, seed=1, rank=0, size=2)
+    whole = batches_of(data.stream(x, y, shard=mine, start_step=0, end_step=140))
+    rest = batches_of(data.stream(x, y, shard=mine, start_step=start, end_step=140))
+    assert len(rest) == 140 - start
+    for (images, labels), (same_images, same_labels) in zip(
+        whole[start:], rest, strict=True
+    ):
+        assert np.array_equal(images, same_images)
+        assert np.array_equal(labels, same_labels)
+
+
+def test_stream_of_images_larger_than_a_block():
+    x, y = pictures(6, shape=(700, 500, 3))
+    mine = shard(6, 2, seed=2)
+    got = batches_of(data.stream(x, y, shard=mine, start_step=0, end_step=4))
+    assert [labels.tolist() for _, labels in got] == mine.indices(0, 4).tolist()
+    assert all(images.shape == (2, 700, 500, 3) for images, _ in got)
+
+
+def test_empty_stream():
+    x, y = pictures(6)
+    assert not batches_of(
+        data.stream(x, y, shard=shard(6, 2), start_step=4, end_step=4)
+    )
+
+
+def test_stream_refuses_what_does_not_fit():
+    x, y = pictures(6)
+    with pytest.raises(data.DataError, match="6 images and 5 labels"):
+        data.stream(x, y[:5], shard=shard(6, 2), start_step=0, end_step=1)
+    with pytest.raises(data.DataError, match="expected 7"):
+        data.stream(x, y, shard=shard(7, 7), start_step=0, end_step=1)
+    with pytest.raises(data.DataError, match="steps 3 to 2"):
+        data.stream(x, y, shard=shard(6, 2), start_step=3, end_step=2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("n", "batch"), [(4, 4), (13, 1), (48, 12), (100, 12)])
+def test_evaluation_sees_each_image_once(n, size, batch):
+    x, y = pictures(n)
+    seen = []
+    for rank in range(size):
+        part = data.evaluation_stream(
+            x, y, rank=rank, size=size, local_batch_size=batch
+        )
+        for images, labels in batches_of(part):
+            assert 1 <= len(labels) <= batch
+            assert np.array_equal(images, x[labels].astype(np.float32) / 255)
+            seen.extend(labels.tolist())
+    assert sorted(seen) == list(range(n))
+
+
+def test_evaluation_refuses_what_does_not_fit():
+    x, y = pictures(3)
+    with pytest.raises(data.DataError, match="3 samples for 4 ranks"):
+        data.evaluation_stream(x, y, rank=0, size=4, local_batch_size=1)
+    with pytest.raises(data.DataError, match="batch of 0"):
+        data.evaluation_stream(x, y, rank=0, size=1, local_batch_size=0)
+
+
+def test_keras_takes_every_sample_of_the_streams():
+    import keras
+
+    x, y = pictures(50)
+    model = keras.Sequential(
+        [keras.Input((2, 3, 1)), keras.layers.Flatten(), keras.layers.Dense(50)]
+    )
+    # Its state `count` is the number of samples that it was shown.
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    # 10 steps and 7 batches: neither is a multiple of the steps per execution.
+    model.compile("sgd", loss, metrics=[accuracy], steps_per_execution=4)
+    batches = data.stream(x, y, shard=shard(50, 6), start_step=0, end_step=10)
+    model.fit(batches, shuffle=False, verbose=0)
+    assert int(accuracy.count) == 60
+    assert int(model.optimizer.iterations) == 10
+    part = data.evaluation_stream(x, y, rank=0, size=1, local_batch_size=8)
+    model.evaluate(part, verbose=0)
+    assert int(accuracy.count) == 50

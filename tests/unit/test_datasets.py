@@ -1,0 +1,546 @@
+"""Data sets: read from files in every form, downloaded, refused when they are bad."""
+
+import contextlib
+import gzip
+import http.server
+import os
+import pathlib
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+
+import numpy as np
+import pytest
+
+from hvdtrain import data
+
+IDX = {
+    "x_train": "train-images-idx3-ubyte",
+    "y_train": "train-labels-idx1-ubyte",
+    "x_test": "t10k-images-idx3-ubyte",
+    "y_test": "t10k-labels-idx1-ubyte",
+}
+
+
+def small(*, shape=(5, 4), classes=3):
+    """Return the four arrays of a small data set."""
+    random = np.random.RandomState(0)
+    return {
+        "x_train": random.randint(0, 256, (30, *shape)).astype(np.uint8),
+        "y_train": (np.arange(30) % classes).astype(np.uint8),
+        "x_test": random.randint(0, 256, (7, *shape)).astype(np.uint8),
+        "y_test": (np.arange(7) % classes).astype(np.uint8),
+    }
+
+
+def idx_bytes(array, *, kind=8):
+    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, kind, array.ndim, *array.shape)
+    return header + array.tobytes()
+
+
+def write_idx(directory, arrays, *, packed=False, dot=False):
+    for key, name in IDX.items():
+        content = idx_bytes(arrays[key])
+        name = name.replace("-idx", ".idx") if dot else name
+        name = name.replace("idx3", f"idx{arrays[key].ndim}") + ".gz" * packed
+        (directory / name).write_bytes(gzip.compress(content, 1) if packed else content)
+
+
+def error_of(name, **arguments):
+    """Return the message with which `load` refuses; it must be one line."""
+    with pytest.raises(data.DataError) as caught:
+        data.load(name, **arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "expected" in message
+    return message
+
+
+def same(dataset, arrays):
+    return all(
+        np.array_equal(getattr(dataset, key).reshape(arrays[key].shape), arrays[key])
+        for key in IDX
+    )
+
+
+@pytest.fixture(scope="module")
+def mnist_dir():
+    """Return the directory of the real MNIST, which the project does not ship."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    default = root.parent / "shared" / "data"
+    directory = pathlib.Path(os.environ.get("HVDTRAIN_MNIST_DIR", default))
+    if not (directory / "mnist.npz").is_file():
+        pytest.skip("no real MNIST here: set HVDTRAIN_MNIST_DIR")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def mnist_arrays(mnist_dir):
+    with np.load(mnist_dir / "mnist.npz") as archive:
+        return {key: archive[key] for key in IDX}
+
+
+@pytest.fixture
+def user():
+    """Take away root's right to read everything, and give a directory to test in."""
+    directory = pathlib.Path(tempfile.mkdtemp())
+    directory.chmod(0o777)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    yield directory
+    if root:
+        os.seteuid(0)
+    shutil.rmtree(directory)
+
+
+@contextlib.contextmanager
+def server(handle):
+    """Serve GET requests by `handle(request)` on a free port; give the address."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            with contextlib.suppress(ConnectionError):
+                handle(self)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        httpd.daemon_threads = True
+        thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{httpd.server_port}/"
+        finally:
+            httpd.shutdown()
+            thread.join()
+
+
+def answer(content, *, status=200):
+    """Return a handler that serves `content`, the same for every path."""
+
+    def handle(request):
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(content)))
+        request.end_headers()
+        request.wfile.write(content)
+
+    return handle
+
+
+# The embedded and the generated data.
+
+
+def test_digits_are_those_of_scikit_learn():
+    sklearn = pytest.importorskip("sklearn.datasets")
+    dataset = data.load("digits")
+    assert dataset.name == "digits"
+    assert dataset.num_classes == 10
+    assert dataset.image_shape == (28, 28, 1)
+    assert dataset.x_train.dtype == dataset.x_test.dtype == np.uint8
+    assert (len(dataset.x_train), len(dataset.x_test)) == (1497, 300)
+    # The corners and, every nine pixels, the grid points of the original survive.
+    original = sklearn.load_digits().images[:, ::7, ::7] / 16 * 255
+    scaled = np.concatenate([dataset.x_train, dataset.x_test])[:, ::27, ::27, 0]
+    assert np.allclose(
+        np.sort(scaled.reshape(1797, -1), axis=0),
+        np.sort(original.reshape(1797, -1), axis=0),
+        atol=0.5,
+    )
+    shares = np.bincount(dataset.y_test) / np.bincount(
+        np.concatenate([dataset.y_train, dataset.y_test])
+    )
+    assert np.allclose(shares, 1 / 6, atol=0.01)
+
+
+def test_digits_do_not_share_images_between_training_and_test():
+    pytest.importorskip("sklearn")
+    dataset = data.load("digits")
+    train = {image.tobytes() for image in dataset.x_train}
+    assert not any(image.tobytes() in train for image in dataset.x_test)
+
+
+def test_synthetic_is_the_same_each_time_and_learnable():
+    first, second = data.load("synthetic"), data.load("synthetic")
+    assert all(np.array_equal(getattr(first, k), getattr(second, k)) for k in IDX)
+    assert first.image_shape == (28, 28, 1)
+    centres = np.stack(
+        [first.x_train[first.y_train == k].mean(0).ravel() for k in range(10)]
+    )
+    flat = first.x_test.reshape(len(first.x_test), -1).astype(float)
+    nearest = ((flat[:, None] - centres) ** 2).sum(-1).argmin(1)
+    assert (nearest == first.y_test).mean() > 0.99
+
+
+# Files.
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dot", [False, True])
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 1), (3, 6, 3)])
+def test_custom_from_idx(tmp_path, packed, dot, shape):
+    arrays = small(shape=shape)
+    write_idx(tmp_path, arrays, packed=packed, dot=dot)
+    dataset = data.load("custom", data_dir=tmp_path)
+    assert same(dataset, arrays)
+    assert dataset.image_shape == (*shape, 1)[:3]
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("shape", [(5, 4), (3, 6, 3)])
+@pytest.mark.parametrize("classes", [2, 7])
+def test_custom_from_npz(tmp_path, save, shape, classes):
+    arrays = small(shape=shape, classes=classes)
+    save(tmp_path / "any_name.npz", **arrays)
+    dataset = data.load("custom", data_dir=tmp_path)
+    assert same(dataset, arrays)
+    assert dataset.name == "custom"
+    assert dataset.num_classes == classes
+    assert dataset.y_train.dtype == np.int32
+
+
+def test_labels_of_any_integer_type_and_images_in_any_order(tmp_path):
+    arrays = small()
+    arrays["y_train"] = arrays["y_train"].astype(">i8")
+    arrays["x_train"] = np.asfortranarray(arrays["x_train"])
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert same(data.load("custom", data_dir=tmp_path), arrays)
+
+
+def test_mnist_from_npz(mnist_dir, mnist_arrays):
+    dataset = data.load("mnist", data_dir=mnist_dir)
+    assert same(dataset, mnist_arrays)
+    assert dataset.num_classes == 10
+    assert dataset.image_shape == (28, 28, 1)
+    assert data.prepare("auto", data_dir=mnist_dir) == data.Choice("mnist")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mnist_from_idx(tmp_path, mnist_arrays, packed):
+    arrays = {key: mnist_arrays[key] for key in IDX}
+    write_idx(tmp_path, arrays, packed=packed)
+    assert same(data.load("mnist", data_dir=tmp_path), arrays)
+
+
+def test_mnist_with_one_pixel_changed_is_refused(tmp_path, mnist_arrays):
+    changed = mnist_arrays["x_test"].copy()
+    changed[5000, 14, 14] ^= 1
+    np.savez(tmp_path / "mnist.npz", **{**mnist_arrays, "x_test": changed})
+    assert "2646ac647ad5339dbf082846283269ea" in error_of("mnist", data_dir=tmp_path)
+    assert data.load("custom", data_dir=tmp_path).num_classes == 10
+
+
+def test_other_data_under_the_name_of_mnist_are_refused(tmp_path):
+    np.savez(tmp_path / "mnist.npz", **small())
+    assert "MD5" in error_of("mnist", data_dir=tmp_path)
+    (tmp_path / "mnist.npz").unlink()
+    write_idx(tmp_path, small())
+    assert "MD5" in error_of("mnist", data_dir=tmp_path)
+
+
+def test_directory_that_cannot_be_used(tmp_path):
+    assert "No such file" in error_of("custom", data_dir=tmp_path / "none")
+    (tmp_path / "file").write_text("x")
+    assert "Not a directory" in error_of("custom", data_dir=tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert "neither *.npz nor train-images-idx3-ubyte" in error_of(
+        "custom", data_dir=tmp_path / "empty"
+    )
+    assert "neither mnist.npz" in error_of("mnist", data_dir=tmp_path / "empty")
+
+
+def test_files_that_are_missing_or_too_many(tmp_path):
+    write_idx(tmp_path, small())
+    (tmp_path / IDX["y_test"]).unlink()
+    assert IDX["y_test"] in error_of("custom", data_dir=tmp_path)
+    np.savez(tmp_path / "a.npz", **small())
+    np.savez(tmp_path / "b.npz", **small())
+    assert "2 npz files" in error_of("custom", data_dir=tmp_path)
+
+
+def test_npz_without_an_array(tmp_path):
+    arrays = small()
+    del arrays["y_test"]
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert "without y_test" in error_of("custom", data_dir=tmp_path)
+
+
+def test_pickles_are_never_opened(tmp_path):
+    marker = tmp_path / "executed"
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(marker), "w"))
+
+    arrays = {**small(), "y_test": np.array([Bomb()] * 7, dtype=object)}
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert "a.npz" in error_of("custom", data_dir=tmp_path)
+    np.array([Bomb()], dtype=object).dump(tmp_path / "a.npz")
+    assert "not an npz file" in error_of("custom", data_dir=tmp_path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("form", ["npz", "idx", "idx.gz"])
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
+def test_truncated_files(tmp_path, form, part):
+    if form == "npz":
+        np.savez(tmp_path / "a.npz", **small())
+        victim = tmp_path / "a.npz"
+    else:
+        write_idx(tmp_path, small(), packed=form.endswith("gz"))
+        victim = next(tmp_path.glob("train-images*"))
+    content = victim.read_bytes()
+    victim.write_bytes(content[: int(part * len(content))])
+    assert victim.name in error_of("custom", data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("form", ["npz", "idx.gz"])
+def test_flipped_bits_are_noticed(tmp_path, form):
+    if form == "npz":
+        np.savez(tmp_path / "a.npz", **small())
+        victim = tmp_path / "a.npz"
+    else:
+        write_idx(tmp_path, small(), packed=True)
+        victim = next(tmp_path.glob("train-images*"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    victim.write_bytes(content)
+    assert victim.name in error_of("custom", data_dir=tmp_path)
+
+
+def test_idx_of_the_wrong_kind(tmp_path):
+    write_idx(tmp_path, small())
+    name = tmp_path / IDX["x_train"]
+    name.write_bytes(idx_bytes(small()["x_train"].astype(">f4"), kind=13))
+    assert "type 13" in error_of("custom", data_dir=tmp_path)
+    name.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    assert "not an IDX file" in error_of("custom", data_dir=tmp_path)
+
+
+def test_files_without_permission(user):
+    np.savez(user / "a.npz", **small())
+    (user / "a.npz").chmod(0)
+    assert "Permission denied" in error_of("custom", data_dir=user)
+    (user / "closed").mkdir(mode=0)
+    assert "Permission denied" in error_of("custom", data_dir=user / "closed")
+
+
+BAD_ARRAYS = {
+    "float images": ("x_train", lambda a: a / 255, "float64; expected uint8"),
+    "wide images": ("x_test", lambda a: a.astype(np.int64), "int64; expected uint8"),
+    "flat images": ("x_train", lambda a: a.reshape(30, -1), r"(30, 20)"),
+    "deep images": ("x_train", lambda a: a[..., None, None], "(30, 5, 4, 1, 1)"),
+    "other size": ("x_test", lambda a: a[:, :3], "(5, 4, 1) to train and (3, 4, 1)"),
+    "no images": ("x_train", lambda a: a[:0], "some images"),
+    "no pixels": ("x_test", lambda a: a[:, :0], "some images"),
+    "few labels": ("y_train", lambda a: a[:-1], "29 labels but 30 images"),
+    "many labels": ("y_test", lambda a: np.tile(a, 2), "14 labels but 7 images"),
+    "one-hot labels": ("y_train", lambda a: np.eye(3, dtype=int)[a], "(30, 3)"),
+    "float labels": ("y_train", lambda a: a.astype(float), "float64; expected int"),
+    "text labels": ("y_test", lambda a: a.astype(str), "expected integers"),
+    "labels below 0": ("y_train", lambda a: a.astype(int) - 1, "-1 to 1"),
+    "test label below 0": ("y_test", lambda a: a.astype(int) - 1, "-1 to 1"),
+    "labels from 1": ("y_train", lambda a: a + 1, "from 1 to 3"),
+    "a label far out": ("y_train", lambda a: np.where(a == 2, 200, a), "0 to 200"),
+    "unknown test label": ("y_test", lambda a: a + 1, "1 to 3"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARRAYS)
+def test_bad_arrays(tmp_path, case):
+    key, change, words = BAD_ARRAYS[case]
+    arrays = small()
+    np.savez(tmp_path / "a.npz", **{**arrays, key: change(arrays[key])})
+    assert words in error_of("custom", data_dir=tmp_path)
+
+
+def test_names_and_directories_that_contradict_each_other(tmp_path):
+    for prepare_or_load in (data.prepare, data.load):
+        with pytest.raises(data.DataError, match=r"mnits; expected auto, mnist"):
+            prepare_or_load("mnits")
+        with pytest.raises(data.DataError, match="needs"):
+            prepare_or_load("custom")
+        for name in ("digits", "synthetic"):
+            with pytest.raises(data.DataError, match="one of them"):
+                prepare_or_load(name, data_dir=tmp_path)
+    with pytest.raises(data.DataError, match="prepare"):
+        data.load("auto")
+
+
+# Preparing and downloading.
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    """Reach the servers of these tests directly on sites behind a proxy."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def refused():
+    """Return an address where nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/mnist.npz"
+
+
+@pytest.fixture
+def silent():
+    """Return an address that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/mnist.npz"
+
+
+def test_a_given_directory_is_never_replaced_by_other_data(tmp_path, refused):
+    choice = data.prepare("auto", data_dir=tmp_path / "none", urls=[refused])
+    assert choice == data.Choice("mnist")
+    assert "No such file" in error_of(choice.name, data_dir=tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_what_needs_no_files_needs_no_network(tmp_path, name, refused):
+    choice = data.prepare(name, cache_dir=tmp_path / "cache", urls=[refused])
+    assert choice == data.Choice(name)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_auto_falls_back_to_digits_with_a_warning(tmp_path, refused):
+    choice = data.prepare("auto", cache_dir=tmp_path, urls=[refused])
+    assert choice.name == "digits"
+    assert "NOT on MNIST" in choice.warning
+    assert "Connection refused" in choice.warning
+    assert "\n" not in choice.warning
+
+
+def test_mnist_does_not_fall_back(tmp_path, refused, silent):
+    with pytest.raises(data.DataError, match="--data_dir") as caught:
+        data.prepare(
+            "mnist", cache_dir=tmp_path, urls=[refused, silent], timeout_seconds=0.5
+        )
+    message = str(caught.value)
+    assert refused in message
+    assert f"{silent}: given up after 0 bytes" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trickling_server_is_given_up(tmp_path):
+    done = threading.Event()
+
+    def trickle(request):
+        request.send_response(200)
+        request.end_headers()
+        for _ in range(400):  # 20 s, if nobody gives up
+            if done.wait(0.05):
+                return
+            request.wfile.write(b"x")
+
+    with server(trickle) as url:
+        with pytest.raises(data.DataError, match="without progress"):
+            data.download_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=0.5)
+        done.set()
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "words"),
+    [
+        (b"", 404, "Not Found"),
+        (b"", 200, "not an npz file"),
+        (b"<html>Please log in</html>", 200, "not an npz file"),
+        (b"x" * (65 << 20), 200, "this is not MNIST"),
+    ],
+)
+@pytest.mark.parametrize("path", ["mnist.npz", ""])
+def test_what_is_not_mnist_never_enters_the_cache(
+    tmp_path, content, status, words, path
+):
+    with (
+        server(answer(content, status=status)) as url,
+        pytest.raises(data.DataError) as caught,
+    ):
+        data.download_mnist(tmp_path, urls=[url + path])
+    assert url in str(caught.value)
+    assert path == "" or words in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["mnist.npz", ""])
+def test_other_data_from_a_mirror_are_refused(tmp_path, path):
+    np.savez(tmp_path / "mnist.npz", **small())
+    write_idx(tmp_path, small(), packed=True)
+
+    def handle(request):
+        answer((tmp_path / request.path[1:]).read_bytes())(request)
+
+    with server(handle) as url, pytest.raises(data.DataError, match="MD5"):
+        data.download_mnist(tmp_path / "cache", urls=[url + path])
+    assert not (tmp_path / "cache").exists()
+
+
+def test_download_of_the_npz_file_happens_once(tmp_path, mnist_dir, refused):
+    content = (mnist_dir / "mnist.npz").read_bytes()
+    with server(answer(content)) as url:
+        urls = [refused, url + "mnist.npz"]
+        choice = data.prepare("auto", cache_dir=tmp_path / "a" / "b", urls=urls)
+    assert choice == data.Choice("mnist")
+    assert os.listdir(tmp_path / "a" / "b") == ["mnist.npz"]
+    # The server is gone; the cache serves.
+    again = data.prepare("mnist", cache_dir=tmp_path / "a" / "b", urls=[refused])
+    assert again == choice
+    dataset = data.load(choice.name, cache_dir=tmp_path / "a" / "b")
+    assert dataset.x_train.shape == (60000, 28, 28, 1)
+
+
+def test_download_of_idx_files_mends_a_broken_cache(
+    tmp_path, mnist_arrays, monkeypatch
+):
+    packed = {
+        f"/{name}.gz": gzip.compress(idx_bytes(mnist_arrays[key]), 1)
+        for key, name in IDX.items()
+    }
+    cache = tmp_path / "hvdtrain"
+    cache.mkdir()
+    (cache / "mnist.npz").write_bytes(b"PK half a file")
+    # Whoever has the old file open keeps it: the new one takes its name, no more.
+    os.link(cache / "mnist.npz", tmp_path / "old")
+    with server(lambda request: answer(packed[request.path])(request)) as url:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("HVDTRAIN_MNIST_URLS", f"{url}none.npz {url}")
+        path = data.download_mnist()
+    assert path == cache / "mnist.npz"
+    assert (tmp_path / "old").read_bytes() == b"PK half a file"
+    assert same(data.load("mnist"), mnist_arrays)
+
+
+def test_cache_that_cannot_be_written(tmp_path, mnist_dir):
+    (tmp_path / "file").write_text("x")
+    content = (mnist_dir / "mnist.npz").read_bytes()
+    with server(answer(content)) as url:
+        urls = [url + "mnist.npz"]
+        with pytest.raises(data.DataError, match="Cannot write"):
+            data.prepare("mnist", cache_dir=tmp_path / "file", urls=urls)
+        assert data.prepare("auto", cache_dir=tmp_path / "file", urls=urls).warning
+
+
+def test_full_disk_leaves_nothing_behind(tmp_path, mnist_dir):
+    import resource
+
+    content = (mnist_dir / "mnist.npz").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with server(answer(content)) as url:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            with pytest.raises(data.DataError, match="Cannot write"):
+                data.download_mnist(tmp_path, urls=[url + "mnist.npz"])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nodes_agree_on_what_all_of_them_have():
+    mnist, digits = data.Choice("mnist"), data.Choice("digits", "no network")
+    assert data.agree([mnist, mnist]) == mnist
+    assert data.agree([mnist, digits, mnist]) == digits
+    assert data.agree([data.Choice("synthetic")]) == data.Choice("synthetic")
