@@ -35,6 +35,9 @@ def reduce_metrics(metrics, *, device="", process_set=global_process_set):
     Returns:
         Dict from a metric's name to a float, or to an array for a metric whose
         result is one: the keys and values of `model.get_metrics_result()`, flat.
+
+    Raises:
+        ValueError: on every rank, if a metric has no variables yet on one of them.
     """
     variables = metric_variables(metrics)
     (states,) = reduce_states(
@@ -69,6 +72,7 @@ def reduce_states(variables, snapshots, *, device="", process_set=global_process
     """
     if not variables or not reduction.participates(process_set):
         return snapshots
+    _check_same_number(variables, process_set)
     is_first = process_set.rank() == 0
     sent = [
         state
@@ -111,12 +115,24 @@ def _combined(variable, total, process_set):
     return total
 
 
+def _check_same_number(variables, process_set):
+    # Else a rank would wait for a state that another never sends.
+    counts = reduction.allgather([len(variables)], "MetricCounts", process_set)
+    counts = counts.numpy().tolist()
+    if len(set(counts)) > 1:
+        raise ValueError(
+            "The ranks' metrics differ. Numbers of state variables, by rank: "
+            f"{counts}. Metrics get their variables with their first batch: compile "
+            "the same metrics and give at least one batch to every rank."
+        )
+
+
 def _flatten(results_by_name):
     flat = {}
     for name, value in results_by_name.items():
         if isinstance(value, dict):
             flat.update(_flatten(value))
             continue
-        value = keras.ops.convert_to_numpy(value)
+        value = reduction.native(value).numpy()
         flat[name] = float(value) if value.ndim == 0 else value
     return flat

@@ -11,6 +11,7 @@ from hvdtrain.keras.callbacks.consistency import (
     ConsistencyCheckCallback,
     DesynchronizedError,
 )
+from hvdtrain.keras.callbacks.joining import JoinCallback
 from hvdtrain.keras.callbacks.learning_rate import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
@@ -23,6 +24,7 @@ __all__ = [
     "BroadcastGlobalVariablesCallback",
     "ConsistencyCheckCallback",
     "DesynchronizedError",
+    "JoinCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",

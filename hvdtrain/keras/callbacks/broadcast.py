@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdtrain.keras import optimizer as distributed_optimizer
 from hvdtrain.keras import reduction
 from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.objects import allgather_object
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -161,7 +162,7 @@ def _slots(optimizer, local, trainable):
 def _check_same_structure(variables):
     # Else a rank would wait for a tensor that another never sends.
     mine = [(v.path, tuple(v.shape), v.dtype) for v in variables]
-    everyone = hvd.allgather_object(mine, name="BroadcastStructure")
+    everyone = allgather_object(mine, name="BroadcastStructure")
     first = [described[1:] for described in everyone[0]]
     for rank, theirs in enumerate(everyone):
         if len(theirs) != len(first):

@@ -2,7 +2,6 @@
 
 import zlib
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
@@ -10,6 +9,7 @@ from hvdtrain.keras import reduction
 from hvdtrain.keras.callbacks.broadcast import shared_variables
 from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.objects import allgather_object
 
 
 class DesynchronizedError(RuntimeError):
@@ -20,12 +20,13 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
     """Checks that all ranks hold the same weights and optimizer state.
 
     Ranks compare a checksum (CRC-32) of the variables' bytes: before the first
-    step, every so many steps, and at the end. Gradients that were not reduced,
-    weights that were not broadcast, a learning rate set on one rank only: all of
+    step, before every `every_steps`-th, and at the end. Gradients that were not
+    reduced, weights that were not broadcast, a rate set on one rank only: all of
     them raise `DesynchronizedError`, with the same text on every rank.
 
-    The first check covers all weights. Later ones leave out weights that are not
-    trainable, since the moving averages of `BatchNormalization` are each rank's own.
+    The first check covers all weights (but if `fit` still has to build the model, it
+    is left out). Later ones leave out weights that are not trainable, since the
+    moving averages of `BatchNormalization` are each rank's own.
 
     Args:
         every_steps: training steps from one check to the next.
@@ -36,26 +37,27 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         super().__init__()
         self._is_due = EverySteps(every_steps)
         self._local_keys = {variable_key(variable) for variable in local_variables}
-        self._has_checked = False
+        self._has_started = False
 
     def on_train_batch_begin(self, batch, logs=None):
         """Checks the state that the steps before have left."""
-        # The first check is here, and not in on_train_begin: by now all other
-        # callbacks have restored and broadcast, in whatever order they stand.
         is_due = self._is_due(batch)
-        if self.model.built and (is_due or not self._has_checked):
-            self._check()
+        if self._has_started:
+            if is_due:
+                self._check_trained()
+        elif self.model.built:
+            # Here, and not in on_train_begin: by now all other callbacks have
+            # restored and broadcast, in whatever order they stand.
+            check_consistency(shared_variables(self.model, self._local_keys))
+        self._has_started = True
 
     def on_train_end(self, logs=None):
         """Checks the state that training has reached."""
-        self._check()
+        self._check_trained()
 
-    def _check(self):
-        local_keys = set(self._local_keys)
-        if self._has_checked:
-            local_keys |= {variable_key(v) for v in self.model.non_trainable_variables}
-        self._has_checked = True
-        check_consistency(shared_variables(self.model, local_keys))
+    def _check_trained(self):
+        untrained = {variable_key(v) for v in self.model.non_trainable_weights}
+        check_consistency(shared_variables(self.model, self._local_keys | untrained))
 
 
 def check_consistency(variables):
@@ -77,7 +79,7 @@ def check_consistency(variables):
     if len(set(digests.numpy().tolist())) > 1:
         paths = [variable.path for variable in variables]
         described = list(zip(paths, checksums, strict=True))
-        everyone = hvd.allgather_object(described, name="ConsistencyDetails")
+        everyone = allgather_object(described, name="ConsistencyDetails")
         raise DesynchronizedError(_explain(everyone))
 
 

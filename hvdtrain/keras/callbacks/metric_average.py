@@ -4,7 +4,6 @@ import statistics
 
 import keras
 import numpy as np
-from horovod.tensorflow import allgather_object
 
 from hvdtrain.keras.metrics import (
     local_states,
@@ -12,6 +11,7 @@ from hvdtrain.keras.metrics import (
     reduce_states,
     results,
 )
+from hvdtrain.keras.objects import allgather_object
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

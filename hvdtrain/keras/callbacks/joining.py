@@ -1,0 +1,49 @@
+"""Ranks with unequal numbers of batches."""
+
+import horovod.tensorflow as hvd
+import keras
+
+from hvdtrain.keras import reduction
+from hvdtrain.keras.callbacks.broadcast import shared_variables
+
+
+class JoinCallback(keras.callbacks.Callback):
+    """Lets a rank whose data is exhausted wait for the others, epoch by epoch.
+
+    The ranks that still have batches go on, and their gradients are averaged over
+    themselves (Horovod's `join` alone divides by all ranks). When the last one is
+    done, every rank takes its weights and optimizer state: what a waiting rank
+    missed. It happens before validation, and at the end of an epoch without one.
+
+    Put it first in the list of callbacks. While a rank waits, the others may only
+    reduce dense tensors: use `sparse_as_dense=True` with embeddings, no bfloat16
+    compression, no `SyncBatchNormalization`, no process sets, and callbacks that
+    talk between epochs only.
+
+    Source: `join` and its cost are Horovod's; see `horovod.tensorflow.join`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._is_training = False
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes that there are batches to come."""
+        self._is_training = True
+
+    def on_test_begin(self, logs=None):
+        """Joins before `fit` validates."""
+        self._join()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Joins, unless validation came before."""
+        self._join()
+
+    def _join(self):
+        if not self._is_training:
+            return
+        self._is_training = False
+        if not reduction.participates(reduction.global_process_set):
+            return
+        last_rank = int(hvd.join())
+        reduction.broadcast_variables(shared_variables(self.model), last_rank)

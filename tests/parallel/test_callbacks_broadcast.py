@@ -1,0 +1,293 @@
+"""All ranks start from one state, before the first step."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+
+import hvdtrain.keras as hvd
+from hvdtrain.keras.callbacks import broadcast
+
+
+def randomize(model):
+    """Makes the weights and the optimizer state those of this rank alone."""
+    rng = np.random.default_rng(100 + hvd.rank())
+    for variable in model.weights + model.optimizer.variables[2:]:
+        variable.assign(rng.normal(size=variable.shape))
+
+
+def momentum_sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def weights_and_state(model):
+    return [v.numpy() for v in model.weights + model.optimizer.variables]
+
+
+def fit_shard(model, *extra_callbacks):
+    inputs, labels = oracle.samples(steps=3)
+    model.fit(
+        oracle.shard(inputs),
+        oracle.shard(labels),
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        shuffle=False,
+        verbose=0,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), *extra_callbacks],
+    )
+
+
+def test_training_continues_from_the_state_of_rank_0():
+    model = oracle.build_model()
+    optimizer = momentum_sgd()
+    optimizer.build(model.trainable_variables)
+    model.compile(hvd.DistributedOptimizer(optimizer), oracle.LOSS)
+    randomize(model)
+    start = hvd.broadcast_object(weights_and_state(model), 0, name="start")
+
+    single = oracle.build_model()
+    single_optimizer = momentum_sgd()
+    single_optimizer.build(single.trainable_variables)
+    single.compile(single_optimizer, oracle.LOSS)
+    for variable, value in zip(
+        single.weights + single_optimizer.variables, start, strict=True
+    ):
+        variable.assign(value)
+    inputs, labels = oracle.samples(steps=3)
+    size = oracle.LOCAL_BATCH_SIZE * hvd.size()
+    single.fit(inputs, labels, batch_size=size, shuffle=False, verbose=0)
+
+    fit_shard(model)
+    oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
+    assert oracle.difference(weights_and_state(model), weights_and_state(single)) < 1e-6
+
+
+@pytest.mark.parametrize("root_rank", [0, 1])
+def test_every_rank_gets_the_root_s_weights(root_rank):
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
+    model.optimizer.build(model.trainable_variables)
+    randomize(model)
+    expected = hvd.broadcast_object(weights_and_state(model), root_rank, name="root")
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank)
+    callback.set_model(model)
+    callback.on_train_begin()
+    for value, wanted in zip(weights_and_state(model), expected, strict=True):
+        np.testing.assert_array_equal(value, wanted)
+
+
+def test_a_loss_scale_optimizer_is_broadcast_with_its_inner_optimizer():
+    model = oracle.build_model()
+    optimizer = keras.optimizers.LossScaleOptimizer(momentum_sgd())
+    model.compile(hvd.DistributedOptimizer(optimizer), oracle.LOSS)
+    optimizer.build(model.trainable_variables)
+    optimizer.dynamic_scale.assign(2.0 ** (5 + hvd.rank()))
+    optimizer.inner_optimizer.momentums[0].assign_add(
+        np.full((6, 8), hvd.rank(), "float32")
+    )
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert optimizer.dynamic_scale.numpy() == 64.0
+    assert (optimizer.inner_optimizer.momentums[0].numpy() == 1.0).all()
+
+
+def test_a_model_that_is_not_built_is_built_before_the_first_step():
+    def layers():
+        keras.utils.set_random_seed(hvd.rank())
+        return [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = keras.Sequential(layers())
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), loss)
+    fit_shard(model)
+
+    keras.utils.set_random_seed(0)
+    single = keras.Sequential(
+        [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+    )
+    single.compile(momentum_sgd(), loss)
+    inputs, labels = oracle.samples(steps=3)
+    size = oracle.LOCAL_BATCH_SIZE * hvd.size()
+    single.fit(inputs, labels, batch_size=size, shuffle=False, verbose=0)
+
+    oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
+    assert model.optimizer.iterations.numpy() == 3
+    if hvd.rank() == 0:
+        difference = oracle.difference(
+            weights_and_state(model), weights_and_state(single)
+        )
+        assert difference < 1e-6
+
+
+@pytest.mark.parametrize("steps_per_execution", [2, 5])
+def test_an_unbuilt_model_takes_every_step_once(steps_per_execution):
+    model = keras.Sequential([keras.layers.Dense(3, activation="softmax")])
+    model.compile(
+        hvd.DistributedOptimizer(momentum_sgd()),
+        oracle.LOSS,
+        steps_per_execution=steps_per_execution,
+    )
+    fit_shard(model)
+    assert model.optimizer.iterations.numpy() == 3
+
+
+def test_it_broadcasts_once():
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    randomize(model)
+    before = weights_and_state(model)
+    callback.on_train_begin()
+    for value, wanted in zip(weights_and_state(model), before, strict=True):
+        np.testing.assert_array_equal(value, wanted)
+
+
+def test_local_variables_and_their_slots_stay():
+    model = oracle.build_model()
+    optimizer = hvd.DistributedOptimizer(momentum_sgd())
+    model.compile(optimizer, oracle.LOSS)
+    optimizer.build(model.trainable_variables)
+    randomize(model)
+    before = [v.numpy().copy() for v in model.weights + optimizer.momentums]
+    local = model.layers[0].kernel
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(
+        0, local_variables=[local]
+    )
+    callback.register_local_var(model.layers[1].bias.value)
+    callback.set_model(model)
+    callback.on_train_begin()
+    after = [v.numpy() for v in model.weights + optimizer.momentums]
+    kept = [np.array_equal(a, b) for a, b in zip(after, before, strict=True)]
+    is_root = hvd.rank() == 0
+    assert kept == 2 * [True, is_root, is_root, True]
+
+
+def test_slots_go_to_the_longest_name_that_fits():
+    class Pair(keras.layers.Layer):
+        def build(self, input_shape):
+            self.a = self.add_weight(shape=(2,), name="kernel")
+            self.b = self.add_weight(shape=(2,), name="kernel_2")
+
+        def call(self, inputs):
+            return inputs * self.a + self.b
+
+    model = keras.Sequential([keras.Input((2,)), Pair()])
+    model.compile(keras.optimizers.Adam(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    first, _ = model.trainable_variables
+    slots = broadcast._slots(model.optimizer, [first], model.trainable_variables)
+    found = [v.name for v in model.optimizer.variables if id(v) in slots]
+    assert len(found) == 2
+    assert not any("kernel_2" in name for name in found)
+
+
+def test_ranks_with_different_names_are_matched_by_position():
+    for _ in range(hvd.rank()):
+        keras.layers.Dense(1)  # moves Keras' counter of names
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), "mse")
+    model.optimizer.build(model.trainable_variables)
+    randomize(model)
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
+
+
+@pytest.mark.parametrize("difference", ["units", "layers"])
+def test_different_models_are_an_error_on_every_rank(difference):
+    is_odd = hvd.rank() == 1
+    units = 4 if is_odd and difference == "units" else 3
+    layers = [keras.layers.Dense(units)]
+    if is_odd and difference == "layers":
+        layers.append(keras.layers.Dense(units))
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), "mse")
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    with pytest.raises(ValueError, match="The ranks' models differ"):
+        callback.on_train_begin()
+
+
+@pytest.mark.parametrize("local", ["kernel", ["a", "b"], [1.0]])
+def test_local_variables_must_be_variables(local):
+    with pytest.raises(ValueError, match="Local variables"):
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=local)
+
+
+def dropout_model(seed=None):
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Dropout(0.5, seed=seed),
+            keras.layers.Dropout(0.1),
+        ]
+    )
+
+
+def dropped(model):
+    return np.asarray(model.layers[0](np.ones((1, 64), "float32"), training=True)) == 0
+
+
+def test_ranks_that_are_seeded_alike_drop_different_units():
+    model = dropout_model()
+    masks = hvd.allgather_object(dropped(model).tobytes(), name="alike")
+    assert len(set(masks)) == 1
+    broadcast.separate_seeds(model)
+    masks = hvd.allgather_object(dropped(model).tobytes(), name="apart")
+    assert len(set(masks)) == hvd.size()
+
+
+def test_separate_seeds_is_reproducible_and_safe_to_repeat():
+    def states(model):
+        return [state.numpy().tolist() for state in broadcast.seed_states(model)]
+
+    model = dropout_model()
+    dropped(model)
+    original = states(model)
+    broadcast.separate_seeds(model)
+    once = states(model)
+    broadcast.separate_seeds(model)
+    assert states(model) == once
+    assert [counter for _, counter in once] == [counter for _, counter in original]
+    if hvd.rank() == 0:
+        assert once == original
+
+    again = dropout_model()
+    dropped(again)
+    broadcast.separate_seeds(again)
+    assert states(again) == once
+
+    # Resumed from what rank 0 wrote: everybody gets back what it had.
+    for state, value in zip(broadcast.seed_states(model), original, strict=True):
+        state.assign(value)
+    broadcast.separate_seeds(model)
+    assert states(model) == once
+
+
+def test_seeds_that_differ_already_stay():
+    model = dropout_model(seed=5 + hvd.rank())
+    broadcast.separate_seeds(model)
+    assert broadcast.seed_states(model)[0].numpy().tolist() == [5 + hvd.rank(), 0]
+
+
+def test_fit_separates_the_seeds():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((oracle.FEATURES,)),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(oracle.CLASSES, activation="softmax"),
+        ]
+    )
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
+    fit_shard(model)
+    oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
+    seeds = hvd.allgather_object(
+        broadcast.seed_states(model)[0].numpy().tolist(), name="seeds"
+    )
+    assert len({seed for seed, _ in seeds}) == hvd.size()
+    assert {counter for _, counter in seeds} == {3}

@@ -1,0 +1,159 @@
+"""Ranks that drift apart are found, and named."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+
+import hvdtrain.keras as hvd
+from hvdtrain.keras.callbacks.consistency import check_consistency
+
+DriftedApart = hvd.callbacks.DesynchronizedError
+
+
+class ChangeAfter(keras.callbacks.Callback):
+    """Runs `change()` on one rank after so many batches."""
+
+    def __init__(self, batch, rank, change):
+        super().__init__()
+        self.batch, self.rank, self.change = batch, rank, change
+        self.batches_seen = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches_seen += 1
+        if batch == self.batch and hvd.rank() == self.rank:
+            self.change()
+
+
+def adam_model(**model_args):
+    model = oracle.build_model(**model_args)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), oracle.LOSS)
+    return model
+
+
+def fit(model, *callbacks, broadcast=True, epochs=1):
+    inputs, labels = oracle.samples(steps=10)
+    if broadcast:
+        first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        callbacks = (first, *callbacks)
+    model.fit(
+        oracle.shard(inputs),
+        oracle.shard(labels),
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        shuffle=False,
+        verbose=0,
+        epochs=epochs,
+        callbacks=callbacks,
+    )
+
+
+def assert_same_text_everywhere(error):
+    texts = hvd.allgather_object(str(error.value), name="texts")
+    assert len(set(texts)) == 1
+    assert "\n" not in texts[0]
+
+
+def test_equal_ranks_pass():
+    fit(adam_model(), hvd.callbacks.ConsistencyCheckCallback(every_steps=1), epochs=2)
+
+
+@pytest.mark.parametrize("root_comes_last", [False, True])
+def test_the_first_check_follows_the_broadcast_wherever_it_stands(root_comes_last):
+    model = adam_model()
+    model.layers[0].bias.assign(np.full(8, hvd.rank(), "float32"))
+    check = hvd.callbacks.ConsistencyCheckCallback()
+    root = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    order = [check, root] if root_comes_last else [root, check]
+    fit(model, *order, broadcast=False)
+
+
+def test_weights_that_were_not_broadcast():
+    model = adam_model()
+    model.layers[0].bias.assign(np.full(8, hvd.rank(), "float32"))
+    steps = ChangeAfter(0, 0, lambda: None)
+    check = hvd.callbacks.ConsistencyCheckCallback()
+    with pytest.raises(DriftedApart, match="1 of 6 variables differ") as error:
+        fit(model, check, steps, broadcast=False)
+    assert steps.batches_seen == 0
+    assert model.layers[0].bias.path in str(error.value)
+    assert_same_text_everywhere(error)
+
+
+def test_drift_is_found_at_the_next_check_and_named():
+    model = adam_model()
+    bias = model.layers[1].bias
+    change = ChangeAfter(3, 1, lambda: bias.assign(np.nextafter(bias.numpy(), 9)))
+    check = hvd.callbacks.ConsistencyCheckCallback(every_steps=6)
+    with pytest.raises(DriftedApart) as error:
+        fit(model, check, change)
+    assert change.batches_seen == 5
+    others = "ranks 0, 2 and rank 1" if hvd.size() == 3 else "rank 0 and rank 1"
+    if hvd.size() < 4:
+        assert f"{bias.path}, where {others} hold" in str(error.value)
+    assert_same_text_everywhere(error)
+
+
+def test_a_learning_rate_of_one_rank_is_named():
+    model = adam_model()
+    optimizer = model.optimizer
+
+    def change():
+        optimizer.learning_rate = 0.02
+
+    with pytest.raises(DriftedApart, match=optimizer.learning_rate.path) as error:
+        fit(
+            model,
+            hvd.callbacks.ConsistencyCheckCallback(),
+            ChangeAfter(9, hvd.size() - 1, change),
+        )
+    assert_same_text_everywhere(error)
+
+
+def test_an_optimizer_that_reduces_nothing_is_found():
+    model = oracle.build_model()
+    model.compile(keras.optimizers.SGD(0.1), oracle.LOSS)
+    with pytest.raises(DriftedApart, match="4 of 6 variables"):
+        fit(model, hvd.callbacks.ConsistencyCheckCallback(every_steps=2))
+
+
+def test_local_variables_may_differ():
+    model = adam_model()
+    bias = model.layers[1].bias
+    change = ChangeAfter(
+        1, 1, lambda: [v.assign(v + 1.0) for v in (bias, model.optimizer._momentums[3])]
+    )
+    # What a change of the last bias does to the others' gradients is shared.
+    check = hvd.callbacks.ConsistencyCheckCallback(
+        every_steps=2, local_variables=[bias]
+    )
+    fit(model, check, change)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_moving_averages_are_each_rank_s_own(is_built):
+    model = keras.Sequential(
+        [
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(oracle.CLASSES, activation="softmax"),
+        ]
+    )
+    if is_built:
+        model.build((None, oracle.FEATURES))
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS)
+    check = hvd.callbacks.ConsistencyCheckCallback(every_steps=2)
+    fit(model, check)
+    fit(model, check)
+
+
+def test_different_numbers_of_variables():
+    variables = [keras.Variable([1.0, 2.0]) for _ in range(2 + (hvd.rank() == 1))]
+    with pytest.raises(DriftedApart, match="2 on rank 0, 3 on rank 1"):
+        check_consistency(variables)
+
+
+def test_the_type_counts():
+    dtype = "int32" if hvd.rank() == 1 else "float32"
+    with pytest.raises(DriftedApart):
+        check_consistency([keras.Variable([0, 0], dtype=dtype)])
+    check_consistency([keras.Variable([1, 0], dtype="bfloat16")])
+    check_consistency([keras.Variable(1.0), keras.Variable(np.zeros((0, 3)))])

@@ -1,0 +1,241 @@
+"""Logs of an epoch are those of one process that trains on the big batch."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+
+import hvdtrain.keras as hvd
+
+EPOCHS = 2
+
+
+class LogRecorder(keras.callbacks.Callback):
+    """Stands behind MetricAverageCallback and notes what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+        self.at_end = None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(dict(logs))
+
+    def on_train_end(self, logs=None):
+        self.at_end = dict(logs)
+
+
+class Put(keras.callbacks.Callback):
+    """Puts entries into the logs of each epoch."""
+
+    def __init__(self, **entries):
+        super().__init__()
+        self.entries = entries
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs.update(self.entries)
+
+
+class DictMetric(keras.metrics.Metric):
+    """A metric whose result is a dict: means of both parts of the samples."""
+
+    def __init__(self):
+        super().__init__(name="dict_metric")
+        self.parts = [keras.metrics.Mean(name=name) for name in ("low", "high")]
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.parts[0].update_state(y_pred[:, 0])
+        self.parts[1].update_state(y_pred[:, 1])
+
+    def reset_state(self):
+        for part in self.parts:
+            part.reset_state()
+
+    def result(self):
+        return {part.name: part.result() for part in self.parts}
+
+
+def one_hot_samples(steps, seed):
+    rng = np.random.default_rng(seed)
+    count = steps * oracle.LOCAL_BATCH_SIZE * hvd.size()
+    inputs = rng.normal(size=(count, oracle.FEATURES)).astype("float32")
+    labels = np.eye(oracle.CLASSES, dtype="float32")[
+        rng.integers(0, oracle.CLASSES, count)
+    ]
+    return inputs, labels, rng.uniform(0.5, 2, count).astype("float32")
+
+
+def compiled_model(optimizer):
+    model = oracle.build_model()
+    model.compile(
+        optimizer,
+        "categorical_crossentropy",
+        metrics=["accuracy", keras.metrics.AUC(name="auc"), DictMetric()],
+        weighted_metrics=["mse", keras.metrics.F1Score(average=None)],
+    )
+    return model
+
+
+def fit(model, data, validation, batch_size, *callbacks):
+    model.fit(
+        *data[:2],
+        sample_weight=data[2],
+        batch_size=batch_size,
+        epochs=EPOCHS,
+        shuffle=False,
+        validation_data=validation,
+        validation_batch_size=5,
+        verbose=0,
+        callbacks=callbacks,
+    )
+
+
+def validation_shard(array):
+    """Unequal parts: every rank but the last one has three samples."""
+    start = 3 * hvd.rank()
+    is_last = hvd.rank() == hvd.size() - 1
+    return array[start:] if is_last else array[start : start + 3]
+
+
+def test_training_and_validation_logs_equal_those_of_the_big_batch():
+    data, validation = one_hot_samples(4, seed=1), one_hot_samples(3, seed=2)
+    single = compiled_model(keras.optimizers.SGD(0.1))
+    expected = LogRecorder()
+    size = oracle.LOCAL_BATCH_SIZE * hvd.size()
+    fit(single, data, validation, size, expected)
+
+    model = compiled_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    found = LogRecorder()
+    fit(
+        model,
+        [oracle.shard(array) for array in data],
+        [validation_shard(array) for array in validation],
+        oracle.LOCAL_BATCH_SIZE,
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        found,
+    )
+    assert {"auc", "low", "val_auc", "val_high", "val_f1_score"} <= set(found.at_end)
+    for epoch in range(EPOCHS):
+        assert set(found.epochs[epoch]) == set(expected.epochs[epoch])
+        for name, value in expected.epochs[epoch].items():
+            np.testing.assert_allclose(
+                found.epochs[epoch][name], value, rtol=2e-5, err_msg=name
+            )
+    np.testing.assert_equal(found.at_end, found.epochs[-1])
+    assert model.history.history["val_auc"] == [e["val_auc"] for e in found.epochs]
+    oracle.assert_bitwise_equal_over_ranks(
+        [value for epoch in found.epochs for _, value in sorted(epoch.items())]
+    )
+
+
+def test_validation_on_rank_0_alone_reaches_every_rank():
+    data, validation = one_hot_samples(2, seed=1), one_hot_samples(2, seed=2)
+    model = compiled_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    found = LogRecorder()
+    fit(
+        model,
+        [oracle.shard(array) for array in data],
+        validation if hvd.rank() == 0 else None,
+        oracle.LOCAL_BATCH_SIZE,
+        hvd.callbacks.MetricAverageCallback(),
+        found,
+    )
+    expected = model.evaluate(
+        *validation[:2], sample_weight=validation[2], verbose=0, return_dict=True
+    )
+    for name, value in expected.items():
+        np.testing.assert_allclose(found.epochs[-1][f"val_{name}"], value, rtol=1e-5)
+    oracle.assert_bitwise_equal_over_ranks(
+        [value for _, value in sorted(found.epochs[-1].items())]
+    )
+
+
+def logs_of_one_epoch(model, *callbacks):
+    inputs, labels = oracle.samples(steps=2)
+    found = LogRecorder()
+    model.fit(
+        oracle.shard(inputs),
+        oracle.shard(labels),
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        verbose=0,
+        callbacks=[*callbacks, hvd.callbacks.MetricAverageCallback(), found],
+    )
+    return found.epochs[0]
+
+
+def sgd_model(model_class=keras.Sequential):
+    model = oracle.build_model(model_class)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS)
+    return model
+
+
+def test_other_numbers_are_averaged_over_the_ranks_that_log_them():
+    entries = {"rank": float(hvd.rank()), "lr": 0.1, "text": "as it is"}
+    if hvd.rank() == 1:
+        entries["mine"] = 7.0
+    logs = logs_of_one_epoch(sgd_model(), Put(**entries))
+    assert logs["rank"] == (hvd.size() - 1) / 2
+    assert (logs["lr"], logs["mine"], logs["text"]) == (0.1, 7.0, "as it is")
+
+
+def test_a_number_under_a_metric_s_name_is_not_taken_for_the_metric():
+    logs = logs_of_one_epoch(sgd_model(), Put(loss=100.0 + hvd.rank()))
+    assert logs["loss"] == 100 + (hvd.size() - 1) / 2
+
+
+def test_nan_on_one_rank_is_nan_everywhere():
+    logs = logs_of_one_epoch(sgd_model(), Put(odd=np.nan if hvd.rank() == 1 else 1.0))
+    assert np.isnan(logs["odd"])
+
+
+class TwoLosses(oracle.CustomStepModel):
+    """A `train_step` that returns more than the model has metrics."""
+
+    def train_step(self, data):
+        return {**super().train_step(data), "rank": float(hvd.rank())}
+
+
+def test_what_a_custom_train_step_returns_is_averaged():
+    model = sgd_model(TwoLosses)
+    seen = LogRecorder()
+    logs = logs_of_one_epoch(model, seen)
+    local = hvd.allgather_object(seen.epochs[0]["loss"], name="losses")
+    assert len(set(local)) == hvd.size()
+    assert logs["loss"] == pytest.approx(np.mean(local))
+    assert logs["rank"] == (hvd.size() - 1) / 2
+
+
+def test_plateau_and_early_stopping_decide_alike():
+    # Rank 0's own validation gets better, the others' get worse: alone they would part.
+    model = sgd_model()
+    inputs, labels = oracle.samples(steps=2)
+    local, logs = LogRecorder(), LogRecorder()
+    plateau = keras.callbacks.ReduceLROnPlateau(
+        monitor="val_loss", patience=0, factor=0.5, min_delta=0.0, min_lr=1e-6
+    )
+    stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=2)
+    model.fit(
+        oracle.shard(inputs),
+        oracle.shard(labels),
+        validation_data=(
+            oracle.shard(inputs),
+            (oracle.shard(labels) + (hvd.rank() > 0)) % oracle.CLASSES,
+        ),
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        epochs=30,
+        verbose=0,
+        callbacks=[
+            local,
+            hvd.callbacks.MetricAverageCallback(),
+            plateau,
+            stopping,
+            logs,
+        ],
+    )
+    improves = local.epochs[-1]["val_loss"] < local.epochs[0]["val_loss"]
+    assert improves == (hvd.rank() == 0)
+    oracle.assert_bitwise_equal_over_ranks(
+        [len(logs.epochs), [epoch["learning_rate"] for epoch in logs.epochs]]
+    )
+    assert len(logs.epochs) < 30

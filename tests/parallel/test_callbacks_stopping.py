@@ -1,0 +1,133 @@
+"""No rank stops alone; rank 0 alone writes the best model."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+
+import hvdtrain.keras as hvd
+
+STEPS = 10
+
+
+class StopAt(keras.callbacks.Callback):
+    """One rank wants to stop after a batch of the first epoch."""
+
+    def __init__(self, batch, rank):
+        super().__init__()
+        self.batch, self.rank = batch, rank
+        self.last_batch = None
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.last_batch = batch
+        if batch == self.batch and hvd.rank() == self.rank:
+            self.model.stop_training = True
+
+
+class Wishes(keras.callbacks.Callback):
+    """Notes the first batch after which a callback before it wants to stop."""
+
+    first_batch = None
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.stop_training and self.first_batch is None:
+            self.first_batch = batch
+
+
+def fit(*callbacks, optimizer=None, epochs=3, **fit_args):
+    samples, labels = oracle.samples(steps=STEPS)
+    model = oracle.build_model()
+    optimizer = optimizer or keras.optimizers.SGD(0.1)
+    model.compile(hvd.DistributedOptimizer(optimizer), oracle.LOSS)
+    history = model.fit(
+        oracle.shard(samples),
+        oracle.shard(labels),
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        shuffle=False,
+        verbose=0,
+        epochs=epochs,
+        callbacks=callbacks,
+        **fit_args,
+    )
+    return model, history
+
+
+@pytest.mark.parametrize(("every_steps", "last"), [(1, 3), (3, 5), (4, 3), (100, 9)])
+def test_all_ranks_stop_at_the_next_question(every_steps, last):
+    stop = StopAt(3, rank=1)
+    model, history = fit(
+        stop,
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.StopTogetherCallback(every_steps),
+    )
+    assert stop.last_batch == last
+    assert history.epoch == [0]
+    assert model.optimizer.iterations.numpy() == last + 1
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+def test_a_wish_at_the_end_of_an_epoch():
+    early = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(
+            early.model, "stop_training", epoch == 1 and hvd.rank() == 0
+        )
+    )
+    _, history = fit(early, hvd.callbacks.StopTogetherCallback())
+    assert history.epoch == [0, 1]
+
+
+def test_without_a_wish_training_goes_on():
+    together = hvd.callbacks.StopTogetherCallback(2)
+    for _ in range(2):
+        model, history = fit(together)
+        assert history.epoch == [0, 1, 2]
+        assert model.optimizer.iterations.numpy() == 3 * STEPS
+
+
+@pytest.mark.parametrize("weight", [np.nan, 1e38])
+@pytest.mark.parametrize(("every_steps", "steps"), [(1, 3), (100, STEPS)])
+def test_a_bad_loss_on_one_rank_stops_all(weight, every_steps, steps):
+    # Samples that weigh 1e38 make an infinite loss with finite gradients. Clipped,
+    # they do no harm: the other ranks never see anything wrong.
+    weights = np.ones(STEPS * oracle.LOCAL_BATCH_SIZE, "float32")
+    if hvd.rank() == 1:
+        weights[2 * oracle.LOCAL_BATCH_SIZE :][: oracle.LOCAL_BATCH_SIZE] = weight
+    wishes = Wishes()
+    model, history = fit(
+        keras.callbacks.TerminateOnNaN(),
+        wishes,
+        hvd.callbacks.StopTogetherCallback(every_steps),
+        sample_weight=weights,
+        optimizer=keras.optimizers.SGD(0.1, clipvalue=0.1),
+    )
+    assert history.epoch == [0]
+    assert model.optimizer.iterations.numpy() == steps
+    assert wishes.first_batch == (2 if hvd.rank() == 1 else None) or np.isnan(weight)
+    assert np.isnan(weight) != np.isfinite(model.layers[0].get_weights()[0]).all()
+
+
+def test_rank_0_writes_the_best_model(tmp_path):
+    path = tmp_path / f"rank{hvd.rank()}" / "best.keras"
+    best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=path)
+    model, _ = fit(hvd.callbacks.MetricAverageCallback(), best, epochs=1)
+    assert path.exists() == (hvd.rank() == 0)
+    if hvd.rank() == 0:
+        restored = keras.models.load_model(path)
+        assert oracle.difference(restored.get_weights(), model.get_weights()) == 0
+
+
+def test_a_worse_epoch_is_not_written(tmp_path):
+    class Worse(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["val_loss"] = float(epoch)
+
+    best = hvd.callbacks.BestModelCheckpoint(save_weights_only=True)
+    best.filepath = str(tmp_path / "{epoch}.weights.h5")
+    fit(Worse(), hvd.callbacks.MetricAverageCallback(), best)
+    written = [path.name for path in tmp_path.iterdir()]
+    assert written == (["1.weights.h5"] if hvd.rank() == 0 else [])
+
+
+def test_a_checkpoint_needs_a_file():
+    with pytest.raises(ValueError, match="no file to write"):
+        fit(hvd.callbacks.BestModelCheckpoint())

@@ -1,0 +1,209 @@
+"""Metrics of all ranks are those of one process that sees every sample."""
+
+import itertools
+
+import keras
+import numpy as np
+import oracle
+import pytest
+
+import hvdtrain.keras as hvd
+from hvdtrain.keras.metrics import reduce_metrics
+
+# Positive and negative scores of two ranks. Rank 0: 20 of 25 pairs are in order.
+# Rank 1: 5 + 5 + 4 + 3 + 5 = 22 of 25. Together: 78 of 100.
+POSITIVE = [[7, 13, 6, 14, 12], [17, 18, 11, 9, 16]]
+NEGATIVE = [[1, 4, 5, 3, 19], [0, 8, 10, 2, 15]]
+
+
+def test_auc_is_not_the_mean_of_the_ranks():
+    metric = keras.metrics.AUC()
+    if hvd.rank() < 2:
+        scores = POSITIVE[hvd.rank()] + NEGATIVE[hvd.rank()]
+        metric.update_state([1] * 5 + [0] * 5, np.array(scores) / 20.0)
+    local = hvd.allgather_object(float(metric.result()), name="local")
+    assert np.mean(local[:2]) == pytest.approx(0.84, abs=1e-6)
+    assert reduce_metrics([metric]) == {"auc": pytest.approx(0.78, abs=1e-6)}
+
+
+def binary(rng, count):
+    scores = rng.uniform(0.05, 0.95, (count, 1)).astype("float32")
+    return rng.integers(0, 2, (count, 1)).astype("float32"), scores
+
+
+def one_hot(rng, count):
+    scores = rng.uniform(size=(count, 4)).astype("float32")
+    scores /= scores.sum(axis=1, keepdims=True)
+    return np.eye(4, dtype="float32")[rng.integers(0, 4, count)], scores
+
+
+def sparse(rng, count):
+    labels, scores = one_hot(rng, count)
+    return labels.argmax(axis=1), scores
+
+
+def classes(rng, count):
+    return rng.integers(0, 4, count), rng.integers(0, 4, count)
+
+
+def regression(rng, count):
+    truth = rng.uniform(1, 2, (count, 3)).astype("float32")
+    return truth, truth + rng.normal(0, 0.3, (count, 3)).astype("float32")
+
+
+METRICS = {
+    binary: {
+        "AUC": {},
+        "Precision": {},
+        "Recall": {"thresholds": [0.3, 0.6]},
+        "TruePositives": {},
+        "FalseNegatives": {},
+        "BinaryAccuracy": {},
+        "BinaryCrossentropy": {},
+        "Hinge": {},
+        "PrecisionAtRecall": {"recall": 0.5},
+        "SensitivityAtSpecificity": {"specificity": 0.5},
+    },
+    one_hot: {
+        "AUC": {"multi_label": True, "num_labels": 4},
+        "CategoricalAccuracy": {},
+        "CategoricalCrossentropy": {},
+        "F1Score": {"average": None},
+        "FBetaScore": {"average": "macro", "beta": 2.0},
+        "KLDivergence": {},
+        "OneHotMeanIoU": {"num_classes": 4},
+        "TopKCategoricalAccuracy": {"k": 2},
+    },
+    sparse: {
+        "SparseCategoricalAccuracy": {},
+        "SparseCategoricalCrossentropy": {},
+        "SparseTopKCategoricalAccuracy": {"k": 2},
+    },
+    classes: {
+        "Accuracy": {},
+        "BinaryIoU": {"target_class_ids": [1]},
+        "IoU": {"num_classes": 4, "target_class_ids": [0, 2]},
+        "MeanIoU": {"num_classes": 4},
+    },
+    regression: {
+        "CosineSimilarity": {},
+        "LogCoshError": {},
+        "MeanAbsoluteError": {},
+        "MeanAbsolutePercentageError": {},
+        "MeanSquaredError": {},
+        "MeanSquaredLogarithmicError": {},
+        "Poisson": {},
+        "R2Score": {},
+        "RootMeanSquaredError": {},
+    },
+}
+CASES = [
+    pytest.param(data, name, config, id=f"{data.__name__}-{name}")
+    for data, metrics in METRICS.items()
+    for name, config in metrics.items()
+]
+
+
+def unequal_shards(count):
+    """Slices for the ranks: sizes in the proportion 1 : 2 : 3 ..."""
+    ends = np.cumsum(np.arange(hvd.size() + 1)) * count
+    ends //= ends[-1] // count
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize(("data", "name", "config"), CASES)
+def test_unequal_shards_give_what_one_process_computes(data, name, config):
+    truth, predicted = data(np.random.default_rng(3), 60)
+    single = getattr(keras.metrics, name)(**config)
+    single.update_state(truth, predicted)
+
+    mine = unequal_shards(60)[hvd.rank()]
+    metric = getattr(keras.metrics, name)(**config)
+    metric.update_state(truth[mine], predicted[mine])
+    local = np.asarray(metric.result())
+    (value,) = reduce_metrics([metric]).values()
+    np.testing.assert_allclose(value, np.asarray(single.result()), rtol=2e-5)
+    np.testing.assert_array_equal(np.asarray(metric.result()), local)
+
+
+class Aggregations(keras.metrics.Metric):
+    """One variable of each kind, and results that are a dict."""
+
+    def __init__(self):
+        super().__init__(name="aggregations")
+        self.states = {
+            kind: self.add_variable((2,), "zeros", aggregation=kind, name=kind)
+            for kind in ("sum", "none", "mean", "only_first_replica")
+        }
+
+    def update_state(self, value):
+        for state in self.states.values():
+            state.assign_add(value * np.ones(2, "float32"))
+
+    def result(self):
+        return {kind: state[0] for kind, state in self.states.items()}
+
+
+def test_each_variable_is_combined_by_its_aggregation():
+    metric = Aggregations()
+    metric.update_state(hvd.rank() + 1.0)
+    total = sum(range(1, hvd.size() + 1))
+    assert reduce_metrics([metric]) == {
+        "sum": total,
+        "none": total,
+        "mean": pytest.approx(total / hvd.size()),
+        "only_first_replica": 1.0,
+    }
+
+
+def test_a_rank_without_a_batch_is_an_error_on_every_rank():
+    metric = keras.metrics.F1Score()
+    if hvd.rank() != 1:
+        metric.update_state(*one_hot(np.random.default_rng(0), 8))
+    with pytest.raises(ValueError, match="at least one batch to every rank"):
+        reduce_metrics([metric])
+
+
+def test_no_metrics():
+    assert reduce_metrics([]) == {}
+
+
+def two_headed_model():
+    keras.utils.set_random_seed(7)
+    inputs = keras.Input((oracle.FEATURES,))
+    outputs = {
+        "kind": keras.layers.Dense(oracle.CLASSES, activation="softmax", name="kind")(
+            inputs
+        ),
+        "value": keras.layers.Dense(1, name="value")(inputs),
+    }
+    model = keras.Model(inputs, outputs)
+    model.compile(
+        "sgd",
+        {"kind": oracle.LOSS, "value": "mse"},
+        metrics={"kind": ["accuracy"], "value": [keras.metrics.R2Score()]},
+        weighted_metrics={"kind": ["accuracy"], "value": ["mae"]},
+    )
+    return model
+
+
+def test_evaluate_on_unequal_shards():
+    rng = np.random.default_rng(5)
+    inputs = rng.normal(size=(60, oracle.FEATURES)).astype("float32")
+    labels = {
+        "kind": rng.integers(0, oracle.CLASSES, 60),
+        "value": rng.normal(size=(60, 1)).astype("float32"),
+    }
+    weights = rng.uniform(0.5, 2, 60).astype("float32")
+
+    def part(rows):
+        return inputs[rows], {k: v[rows] for k, v in labels.items()}, weights[rows]
+
+    shards = [part(rows) for rows in unequal_shards(60)]
+    # Keras averages the losses of the heads over batches: the same batches here.
+    expected = two_headed_model().evaluate(
+        (shard for shard in shards), steps=hvd.size(), verbose=0, return_dict=True
+    )
+    model = two_headed_model()
+    model.evaluate((shard for shard in [shards[hvd.rank()]]), steps=1, verbose=0)
+    assert reduce_metrics(model.metrics) == pytest.approx(expected, rel=1e-5)
