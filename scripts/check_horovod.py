@@ -1,0 +1,35 @@
+"""Proves an installation: two ranks add up their numbers. Run it under horovodrun.
+
+    horovodrun -np 2 python scripts/check_horovod.py
+
+Also holds Horovod and mpi4py to one MPI library, since two in a process crash it.
+"""
+
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+import mpi4py
+import tensorflow as tf
+
+mpi4py.rc.initialize = False
+from mpi4py import MPI  # noqa: E402, F401  (loads the library)
+
+
+def main() -> None:
+    """Exits with an error unless the sum over the ranks is right."""
+    hvd.init()
+    size = hvd.size()
+    if size < 2:
+        raise SystemExit(f"{size} rank: start this with horovodrun -np 2")
+    total = float(hvd.allreduce(tf.constant(hvd.rank() + 1.0), op=hvd.Sum))
+    if total != size * (size + 1) / 2:
+        raise SystemExit(f"allreduce gave {total} over {size} ranks")
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    libraries = {line.split(maxsplit=5)[-1] for line in maps if "/libmpi" in line}
+    if len(libraries) > 1:
+        raise SystemExit(f"Horovod and mpi4py load two MPIs: {sorted(libraries)}")
+    print(f"rank {hvd.rank()} of {size}: the sum is {total}, MPI is {libraries}")
+
+
+if __name__ == "__main__":
+    main()

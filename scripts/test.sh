@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Runs the tests; sets everything up first if needed.
+#
+#     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
+set -uo pipefail
+
+root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+cd "$root" || exit
+tiers=("$@")
+((${#tiers[@]})) || tiers=(lint unit parallel commands)
+for tier in "${tiers[@]}"; do
+  [[ $tier =~ ^(lint|unit|parallel|commands)$ ]] || {
+    echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands" >&2
+    exit 2
+  }
+done
+
+scripts/setup.sh --quiet || exit
+export PATH="$root/.venv/bin:$PATH"
+# More ranks than cores, perhaps as root, also where a test calls mpirun itself; ranks
+# that wait give their core to those that work.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
+
+summary=()
+failed=0
+
+# run TIER SECONDS COMMAND...: one line of the summary.
+run() {
+  local name=$1 limit=$2 start=$SECONDS result=passed status=0
+  shift 2
+  echo "== $name: $*"
+  timeout -k 20 "$limit" "$@" || status=$?
+  case $status in
+    0) ;;
+    124 | 137) result="timed out after $limit s" ;;
+    *) result="FAILED (exit code $status)" ;;
+  esac
+  ((status == 0)) || failed=1
+  summary+=("$(printf '%-18s %s, %d s' "$name" "$result" $((SECONDS - start)))")
+}
+
+lint() {
+  run "ruff check" 60 ruff check .
+  run "ruff format" 60 ruff format --check .
+}
+
+unit() { run unit 900 python -m pytest -q tests/unit; }
+
+# Ranks share the folder: no cache of pytest's.
+launched() {
+  run "parallel $1 -np $2" 900 horovodrun "--$1" -np "$2" \
+    python -m pytest -q -p no:cacheprovider tests/parallel
+}
+
+parallel() {
+  launched mpi 2
+  launched gloo 2
+  launched gloo 3
+  launched mpi 4
+}
+
+commands() { run commands 1800 python -m pytest -q tests/commands; }
+
+for tier in "${tiers[@]}"; do "$tier"; done
+echo
+printf '%s\n' "${summary[@]}"
+exit "$failed"
