@@ -1,0 +1,72 @@
+"""Files of a run, written so that nobody ever sees half of one."""
+
+import contextlib
+import json
+import os
+import pathlib
+import tempfile
+
+from hvdtrain.runtime import JobError
+
+
+def prepare_directory(model_dir, *, needed_bytes):
+    """Create `model_dir`, and make sure that so many bytes can be written to it.
+
+    Raises:
+        JobError: the directory cannot be created or written, or is too full.
+    """
+    with _one_line_errors(model_dir):
+        pathlib.Path(model_dir).mkdir(parents=True, exist_ok=True)
+        # Reserved for real: neither permissions nor free space tell the whole truth.
+        with tempfile.TemporaryFile(dir=model_dir) as file:
+            os.posix_fallocate(file.fileno(), 0, needed_bytes)
+
+
+def save_model(model, path):
+    """Write `model` to `path`, which ends in `.keras`, in one piece."""
+    with _atomic(path, suffix=".keras") as temporary:
+        model.save(temporary)
+
+
+def save_json(values, path):
+    """Write a dict to `path` as JSON in one piece."""
+    with _atomic(path) as temporary:
+        pathlib.Path(temporary).write_text(json.dumps(values, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _atomic(path, *, suffix=""):
+    """Yield a temporary name in `path`'s directory that becomes `path` at the end."""
+    path = pathlib.Path(path)
+    with _one_line_errors(path):
+        handle, temporary = tempfile.mkstemp(
+            dir=path.parent, prefix=f".{path.name}-", suffix=suffix
+        )
+        try:
+            yield temporary
+            os.fsync(handle)
+            # mkstemp's files are private; results are for everybody whom umask allows.
+            os.fchmod(handle, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            pathlib.Path(temporary).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(handle)
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def _one_line_errors(path):
+    try:
+        yield
+    except OSError as error:
+        raise JobError(
+            f"Cannot write {path}: {error.strerror or error}; expected a directory "
+            "with free space that this user can write: choose another --model_dir."
+        ) from None

@@ -1,0 +1,72 @@
+"""How many cores a rank may really use, by affinity, launcher and control groups."""
+
+import contextlib
+import os
+import pathlib
+
+# Processes that start ranks and are not bound themselves.
+_LAUNCHER_PROCESSES = (
+    *("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "prte"),
+    *("hydra_pmi_proxy", "slurmstepd", "horovodrun"),
+)
+
+
+def usable(local_size):
+    """Return how many cores this rank may use, at least 1.
+
+    The cores of its affinity mask, shared with the other ranks of the node unless
+    the launcher has bound each rank to cores of its own, and no more than its part
+    of the CPU quotas of its control groups.
+
+    Args:
+        local_size: number of ranks on this node.
+    """
+    mine = len(os.sched_getaffinity(0))
+    cores = min(mine, _launcher_cores(mine) / local_size)
+    shares = [quota / local_size for quota in quotas()]
+    return max(1, int(min([cores, *shares])))
+
+
+def _launcher_cores(default):
+    """Return the number of cores of the process that started the ranks."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+            name = stat[stat.index("(") + 1 : stat.rindex(")")]
+            if name in _LAUNCHER_PROCESSES:
+                return max(default, len(os.sched_getaffinity(pid)))
+        except OSError:
+            break
+        pid = int(stat[stat.rindex(")") + 2 :].split()[1])
+    return default
+
+
+def quotas(root="/sys/fs/cgroup", membership="/proc/self/cgroup"):
+    """Return the CPU quotas, in cores, of this process' control groups, v1 or v2."""
+    try:
+        lines = pathlib.Path(membership).read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = pathlib.Path(root) / ("cpu" if controllers else "")
+        inside = pathlib.PurePath(path.lstrip("/"))
+        # In a container the path may be the host's: then the mount itself is ours.
+        for part in (inside, *inside.parents):
+            found += _quota(base / part)
+    return found
+
+
+def _quota(directory):
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (directory / "cpu.max").read_text().split()
+        return [] if quota == "max" else [int(quota) / int(period)]
+    with contextlib.suppress(OSError, ValueError):
+        quota = int((directory / "cpu.cfs_quota_us").read_text())
+        period = int((directory / "cpu.cfs_period_us").read_text())
+        return [quota / period] if quota > 0 else []
+    return []

@@ -1,0 +1,115 @@
+"""Observers of a training: they show a person, or TensorBoard, how it goes."""
+
+import math
+import os
+import time
+
+import tensorflow as tf
+import tqdm
+
+
+class Console:
+    """An observer that writes for people: a bar, or a line every few seconds.
+
+    Args:
+        file: where to.
+        has_bar: draw a bar, for terminals.
+        every_seconds: pause between lines.
+        clock: returns seconds.
+    """
+
+    def __init__(self, file, *, has_bar, every_seconds=5.0, clock=time.monotonic):
+        self._file = file
+        self._has_bar = has_bar
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._last = -math.inf
+        self._bar = None
+
+    def on_progress(self, progress):
+        """Moves the bar, or writes a line if the last one is old enough."""
+        if self._has_bar:
+            self._draw(progress)
+            return
+        is_last = progress.step == progress.max_steps
+        if not is_last and self._clock() - self._last < self._every_seconds:
+            return
+        self._last = self._clock()
+        self._write(
+            f"step {progress.step}/{progress.max_steps}  {_numbers(progress.metrics)}  "
+            f"{progress.samples_per_second:,.0f} samples/s  "
+            f"{_duration(progress.seconds_left)} left"
+        )
+
+    def on_evaluation(self, step, metrics):
+        """Writes a line."""
+        self._write(f"evaluation at step {step}: {_numbers(metrics)}")
+
+    def _draw(self, progress):
+        if self._bar is None:
+            self._bar = tqdm.tqdm(
+                total=progress.max_steps,
+                file=self._file,
+                unit="step",
+                dynamic_ncols=True,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {desc}",
+            )
+        self._bar.set_description_str(
+            f"{_numbers(progress.metrics)}  {progress.samples_per_second:,.0f} "
+            f"samples/s  {_duration(progress.seconds_left)} left",
+            refresh=False,
+        )
+        self._bar.update(progress.step - self._bar.n)
+        self._bar.refresh()
+        if progress.step == progress.max_steps:
+            self._bar.close()
+
+    def _write(self, line):
+        if self._bar is not None and not self._bar.disable:
+            self._bar.write(line, file=self._file)
+        else:
+            print(line, file=self._file, flush=True)
+
+
+class EventLog:
+    """An observer that writes TensorBoard's event files.
+
+    Args:
+        directory: `train` and `test` are made inside of it.
+    """
+
+    def __init__(self, directory):
+        self._writers = {
+            part: tf.summary.create_file_writer(os.path.join(directory, part))
+            for part in ("train", "test")
+        }
+        # tf.summary.scalar would need the package tensorboard, to write a number.
+        self._metadata = tf.compat.v1.SummaryMetadata(data_class=1)
+        self._metadata.plugin_data.plugin_name = "scalars"
+
+    def on_progress(self, progress):
+        """Writes the training metrics and the speed."""
+        speed = {"samples_per_second": progress.samples_per_second}
+        self._write("train", progress.step, {**progress.metrics, **speed})
+
+    def on_evaluation(self, step, metrics):
+        """Writes the test metrics."""
+        self._write("test", step, metrics)
+
+    def _write(self, part, step, values):
+        with self._writers[part].as_default(step=step):
+            for name, value in values.items():
+                value = tf.constant(value, tf.float32)
+                tf.summary.write(name, value, metadata=self._metadata)
+        self._writers[part].flush()
+
+
+def _numbers(metrics):
+    names = sorted(metrics, key=lambda name: (name != "loss", name))
+    return "  ".join(f"{name} {metrics[name]:.4f}" for name in names)
+
+
+def _duration(seconds):
+    minutes, seconds = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

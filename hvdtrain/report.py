@@ -1,0 +1,84 @@
+"""What a run is, for its first lines, and what came of it, for its summary."""
+
+import os
+import platform
+import socket
+
+from hvdtrain import __version__, checkpoint, runtime
+
+
+def describe(world):
+    """Return where a run runs, as a dict for its summary. A collective.
+
+    Its keys: size, hosts (name to number of ranks), controller (MPI or Gloo), threads
+    (of each rank), versions.
+    """
+    import horovod
+    import keras
+    import tensorflow as tf
+
+    import hvdtrain.keras as hvd
+
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    everyone = runtime.gather(world, (socket.gethostname(), threads))
+    hosts = [host for host, _ in everyone]
+    return {
+        "size": world.size,
+        "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
+        "controller": "MPI" if hvd.mpi_enabled() else "Gloo",
+        "threads": [threads for _, threads in everyone],
+        "versions": {
+            "hvdtrain": __version__,
+            "TensorFlow": tf.__version__,
+            "Keras": keras.__version__,
+            "Horovod": horovod.__version__,
+            "Python": platform.python_version(),
+        },
+    }
+
+
+def banner(facts, dataset, *, warning=""):
+    """Return the first lines of a run.
+
+    Args:
+        facts: the summary so far: `describe`, and what was asked for.
+        dataset: the `Dataset`.
+        warning: what cannot be overlooked.
+    """
+    versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
+    hosts = ", ".join(f"{count} on {host}" for host, count in facts["hosts"].items())
+    threads = " or ".join(str(count) for count in sorted(set(facts["threads"])))
+    window = facts["accumulation_steps"]
+    accumulated = f" x {window} accumulated" if window > 1 else ""
+    lines = [
+        versions,
+        f"ranks          {hosts}; {facts['controller']}; {threads} threads per rank",
+        f"data           {dataset.name}: {len(dataset.x_train):,} images to train, "
+        f"{len(dataset.x_test):,} to test, {dataset.num_classes} classes",
+        f"model          {facts['model']}, {facts['optimizer']}",
+        f"batch          {facts['local_batch_size']} per rank x {facts['size']} ranks"
+        f"{accumulated} = {facts['global_batch_size']}; {facts['steps']:,} steps",
+        f"learning rate  {facts['local_learning_rate']:g} x {facts['size']} ranks = "
+        f"{facts['learning_rate']:g}",
+    ]
+    if warning:
+        rule = "!" * 72
+        lines += [rule, f"WARNING: {warning}", rule]
+    return "\n".join(lines)
+
+
+def summarize(result, facts):
+    """Return the summary: `facts` and what a `training.Result` says."""
+    return {
+        **facts,
+        **{f"train_{name}": value for name, value in result.train_metrics.items()},
+        **{f"test_{name}": value for name, value in result.test_metrics.items()},
+        "samples_per_second": result.samples_per_second,
+        "train_seconds": result.train_seconds,
+    }
+
+
+def write(model_dir, *, model, summary):
+    """Write `model.keras`, then `summary.json`: who sees the second has both."""
+    checkpoint.save_model(model, os.path.join(model_dir, "model.keras"))
+    checkpoint.save_json(summary, os.path.join(model_dir, "summary.json"))

@@ -1,0 +1,171 @@
+"""Runs real programs under real launchers, and leaves no process behind."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+
+import psutil
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+MNIST = [sys.executable, "-m", "hvdtrain.mnist"]
+# Long, since machines that test are busy; nothing is expected to come near.
+TIMEOUT_SECONDS = 240
+_MARK = "HVDTRAIN_TEST_RUN"
+_LAUNCHERS = {
+    "alone": lambda ranks: [],
+    "gloo": lambda ranks: ["horovodrun", "--gloo", "-np", str(ranks)],
+    "mpi": lambda ranks: ["horovodrun", "--mpi", "-np", str(ranks)],
+    "mpirun": lambda ranks: ["mpirun", "-np", str(ranks)],
+}
+_TAG = re.compile(r"^\[(?:1,)?\d+\]<(?:stdout|stderr)>:")
+# What launchers, and TensorFlow inside of horovodrun, say about themselves.
+_LAUNCHER_SPEECH = re.compile(
+    r"^(Process \d+ exit|Process name|Exit code|Terminating remaining|Primary job|"
+    r"a non-zero exit code|mpirun|the job to be terminated|  Process name|-{20,}|"
+    r"  Exit code|WARNING: All log messages|I0000|To enable the following|Terminated)"
+)
+
+
+@dataclasses.dataclass
+class Job:
+    """A program under a launcher."""
+
+    process: subprocess.Popen
+    output: pathlib.Path
+    mark: str
+    is_gloo: bool
+
+    def wait(self):
+        """Wait for the launcher's end, then for the end of all ranks."""
+        try:
+            self.process.wait(TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"no end after {TIMEOUT_SECONDS} s:\n{self.text}")
+        _, alive = psutil.wait_procs(self.processes(), timeout=20)
+        assert not alive, f"left behind: {alive}\n{self.text}"
+        return self
+
+    @property
+    def returncode(self):
+        return self.process.returncode
+
+    @property
+    def text(self):
+        return self.output.read_text(errors="replace")
+
+    @property
+    def lines(self):
+        """What the ranks wrote, without tags and without the launchers' speech."""
+        # horovodrun --gloo ends with a trace of its own, which has no rank's tag.
+        text = self.text.split("\nTraceback", 1)[0] if self.is_gloo else self.text
+        lines = [_TAG.sub("", line).rstrip() for line in text.splitlines()]
+        return [line for line in lines if line and not _LAUNCHER_SPEECH.match(line)]
+
+    def processes(self):
+        """The processes of this job that are alive."""
+        return [p for p in psutil.process_iter() if _mark_of(p) == self.mark]
+
+    def ranks(self):
+        """The processes of the ranks, by rank."""
+        found = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                environ, words = process.environ(), process.cmdline()
+                rank = environ.get("HOROVOD_RANK", environ.get("OMPI_COMM_WORLD_RANK"))
+                if rank is not None and words[:1] == [sys.executable]:
+                    found[int(rank)] = process
+        return found
+
+    def wait_for(self, text):
+        """Wait until `text` is in the output."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while text not in self.text:
+            assert self.process.poll() is None, f"ended early:\n{self.text}"
+            assert time.monotonic() < deadline, f"{text} did not come:\n{self.text}"
+            time.sleep(0.1)
+
+    def kill(self):
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.wait(TIMEOUT_SECONDS)
+
+
+def _mark_of(process):
+    try:
+        return process.environ().get(_MARK)
+    except psutil.Error:
+        return None
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return `start(arguments, ...)`: starts a `Job` that is killed in the end."""
+    jobs = []
+
+    def start(arguments, *, launcher="alone", ranks=2, program=MNIST, environment=()):
+        mark = uuid.uuid4().hex
+        output = pathlib.Path(tempfile.mkstemp(dir=tmp_path, suffix=".log")[1])
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [*_LAUNCHERS[launcher](ranks), *program, *arguments],
+                cwd=ROOT,
+                env=_environment(mark) | dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        jobs.append(Job(process, output, mark, is_gloo=launcher == "gloo"))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture
+def run(start):
+    """Return `run(arguments, ...)`: `start`, and wait for the end."""
+    return lambda arguments, **options: start(arguments, **options).wait()
+
+
+def _environment(mark):
+    """The environment of a user who has set nothing of ours."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HOROVOD_", "OMPI_", "PMI", "SLURM_", "TF_"))
+    }
+    return kept | {
+        _MARK: mark,
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+
+
+@pytest.fixture(scope="session")
+def real_mnist():
+    """The directory of the real MNIST."""
+    given = os.environ.get("HVDTRAIN_MNIST_DIR")
+    directory = pathlib.Path(given) if given else ROOT.parent / "shared" / "data"
+    if not (directory / "mnist.npz").exists():
+        pytest.skip("no MNIST: set HVDTRAIN_MNIST_DIR to the directory of mnist.npz")
+    return directory
+
+
+def interrupt(process):
+    """Do what Ctrl-C on a terminal does: signal the foreground process group."""
+    os.killpg(process.pid, signal.SIGINT)

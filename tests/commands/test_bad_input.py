@@ -1,0 +1,207 @@
+"""Bad input and bad luck: one clear line, exit code not 0, all ranks gone."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+# Long enough to be interrupted.
+ENDLESS = ["--dataset=digits", "--model=cnn", "--max_steps=1000000"]
+
+
+def fails_with(job, *words, code=1):
+    """Check that the job failed and that its last and only complaint has `words`."""
+    assert job.returncode != 0, job.text
+    if not job.is_gloo and code:  # horovodrun --gloo exits with 1, whatever happened
+        assert job.returncode == code, job.text
+    complaint = job.lines[-1]
+    for word in words:
+        assert word in complaint, job.text
+    assert job.text.count(complaint) == 1, job.text
+    assert "Traceback" not in "\n".join(job.lines), job.text
+    return job
+
+
+def save_npz(directory, *, train=40, labels=None, **arrays):
+    """Write a valid small data set with four classes, or what `arrays` make of it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    random = np.random.RandomState(0)
+    valid = {
+        "x_train": random.randint(0, 256, (train, 8, 8)).astype("uint8"),
+        "y_train": np.arange(labels or train) % 4,
+        "x_test": random.randint(0, 256, (12, 8, 8)).astype("uint8"),
+        "y_test": np.arange(12) % 4,
+    }
+    np.savez(directory / "data.npz", **(valid | arrays))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--no_such_flag"], ["no_such_flag"]),
+        (["surplus"], ["surplus"]),
+        (["--batch_size=0"], ["--batch_size=0", "positive"]),
+        (["--batch_size=many"], ["--batch_size=many"]),
+        (["--max_steps=-1"], ["--max_steps=-1", "positive"]),
+        (["--epochs=0"], ["--epochs=0", "positive"]),
+        (["--epochs=1", "--max_steps=10"], ["epochs=1", "max_steps=10"]),
+        (["--learning_rate=0"], ["--learning_rate=0", "positive"]),
+        (["--learning_rate=nan"], ["--learning_rate=nan", "positive"]),
+        (["--warmup_epochs=-1"], ["--warmup_epochs=-1", "0 or more"]),
+        (["--seed=-1"], ["--seed=-1"]),
+        (["--dataset=imagenet"], ["--dataset=imagenet", "digits"]),
+        (["--dataset=digits", "--data_dir=/tmp"], ["dataset=digits", "data_dir=/tmp"]),
+        (["--dataset=custom"], ["custom", "--data_dir"]),
+    ],
+)
+def test_wrong_flags(run, arguments, words):
+    job = fails_with(run(arguments), *words, code=2)
+    assert len(job.lines) == 1, job.text
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi", "mpirun"])
+def test_wrong_flag_on_all_ranks_is_told_once(run, launcher):
+    job = fails_with(run(["--batch_size=0"], launcher=launcher), "positive", code=2)
+    assert len(job.lines) == 1, job.text
+
+
+def test_fewer_steps_than_ranks(run):
+    job = run(["--dataset=digits", "--max_steps=1"], launcher="mpirun")
+    fails_with(job, "--max_steps=1", "2 ranks")
+
+
+def test_fewer_samples_than_ranks(run, tmp_path):
+    save_npz(tmp_path / "data", train=1, y_test=np.zeros(12, int))
+    job = run(
+        ["--dataset=custom", f"--data_dir={tmp_path / 'data'}"], launcher="mpirun"
+    )
+    fails_with(job, "1 samples for 2 ranks")
+
+
+def test_missing_data_directory(run):
+    job = run(["--data_dir=/no/such/place"], launcher="gloo")
+    fails_with(job, "/no/such/place")
+    assert len(job.lines) == 1, job.text
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arrays", "words"),
+    [
+        ("mnist", {}, ["MD5"]),
+        ("custom", {"labels": 39}, ["39", "40"]),
+        ("custom", {"y_test": np.arange(12)}, ["11"]),
+        ("custom", {"x_train": np.zeros((40, 8, 8))}, ["float64", "uint8"]),
+    ],
+)
+def test_bad_data(run, tmp_path, dataset, arrays, words):
+    directory = save_npz(tmp_path / "data", **arrays)
+    if dataset == "mnist":  # other images under MNIST's name
+        (directory / "data.npz").rename(directory / "mnist.npz")
+    job = run([f"--dataset={dataset}", f"--data_dir={directory}"])
+    fails_with(job, str(directory), *words)
+    assert len(job.lines) == 1, job.text
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
+def test_damaged_file_on_one_node(run, tmp_path, launcher):
+    save_npz(tmp_path / "data0")
+    damaged = save_npz(tmp_path / "data1") / "data.npz"
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    script = (
+        f"exec {sys.executable} -m hvdtrain.mnist --dataset=custom "
+        f"--data_dir={tmp_path}/data$HOROVOD_RANK$OMPI_COMM_WORLD_RANK"
+    )
+    job = run([], program=["sh", "-c", script], launcher=launcher)
+    fails_with(job, f"rank 1 on {socket.gethostname()}: ", str(damaged))
+
+
+def test_refused_network(run, tmp_path):
+    with socket.socket() as unheard:  # bound, but nobody listens
+        unheard.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}/mnist.npz"
+        environment = {"HVDTRAIN_MNIST_URLS": url, "XDG_CACHE_HOME": str(tmp_path)}
+        job = run(["--dataset=mnist"], environment=environment)
+    fails_with(job, url, "--data_dir")
+    assert not list(tmp_path.rglob("*mnist*"))
+
+
+def test_model_dir_is_a_file(run, tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    job = run(
+        ["--dataset=digits", f"--model_dir={tmp_path / 'taken'}"], launcher="gloo"
+    )
+    fails_with(job, str(tmp_path / "taken"), "--model_dir")
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_full_disk(run, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        job = run(["--dataset=digits", f"--model_dir={disk / 'run'}"])
+        fails_with(job, str(disk / "run"), "No space left")
+        assert not any((disk / "run").iterdir())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_lonely_ranks(start):
+    # What srun does without --mpi: processes that know of each other by number only.
+    jobs = [
+        start(
+            ["--dataset=digits"],
+            environment={"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": rank},
+        )
+        for rank in "01"
+    ]
+    fails_with(jobs[0].wait(), "2 processes from srun")
+    assert jobs[1].wait().returncode == 1
+    assert jobs[1].lines == []
+
+
+def test_loss_that_is_not_a_number(run):
+    job = run(["--dataset=digits", "--learning_rate=1e30"], launcher="mpirun")
+    fails_with(job, "The loss became nan", "--learning_rate")
+    assert "test accuracy" not in job.text
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name"), [("alone", "SIGINT"), ("gloo", "SIGTERM"), ("mpirun", "SIG")]
+)
+def test_interrupt(start, launcher, name):
+    job = start(ENDLESS, launcher=launcher)
+    job.wait_for("samples/s")
+    # As a terminal does: the signal goes to the group. Launchers hand on SIGTERM.
+    os.killpg(job.process.pid, signal.SIGINT)
+    fails_with(job.wait(), "Stopped by", name, code=None)
+    assert launcher != "alone" or job.returncode == 130
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
+def test_killed_rank_ends_the_job(start, launcher):
+    job = start(ENDLESS, launcher=launcher)
+    job.wait_for("samples/s")
+    job.ranks()[1].kill()
+    job.wait()
+    assert job.returncode != 0
+    assert "Traceback" not in "\n".join(job.lines), job.text
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
+def test_bug_on_one_rank_is_shown_with_its_rank(run, launcher):
+    program = [sys.executable, str(HERE / "broken_program.py")]
+    job = run(["--on_rank=1"], program=program, launcher=launcher)
+    assert job.returncode != 0
+    assert job.lines[0].startswith(f"rank 1 on {socket.gethostname()}: Traceback")
+    assert job.lines[-1] == "KeyError: 'a bug on purpose'"
+    assert "Another rank" not in job.text

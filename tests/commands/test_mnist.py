@@ -1,0 +1,170 @@
+"""The real program, for a few steps, under each launcher."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+NOISE = re.compile(r"I0000|E0000|W0000|oneDNN|cuda|CUDA|Warning|InitializeLog")
+
+
+@pytest.fixture
+def train(run, tmp_path):
+    """Return `train(arguments, ...)`: the finished job and its summary."""
+
+    def train(arguments, *, name="run", **options):
+        model_dir = tmp_path / name
+        job = run([*arguments, f"--model_dir={model_dir}"], **options)
+        assert job.returncode == 0, job.text
+        return job, json.loads((model_dir / "summary.json").read_text())
+
+    return train
+
+
+def weights(directory):
+    return keras.models.load_model(directory / "model.keras").get_weights()
+
+
+def test_every_launcher_computes_what_one_process_does(train, tmp_path):
+    arguments = ["--dataset=digits", "--learning_rate=0.1", "--batch_size=32"]
+    alone = ["--dataset=digits", "--learning_rate=0.2", "--batch_size=64"]
+    _, expected = train([*alone, "--max_steps=40"], name="alone")
+    reference = weights(tmp_path / "alone")
+    for launcher, controller in [("gloo", "Gloo"), ("mpi", "MPI"), ("mpirun", "MPI")]:
+        job, summary = train(
+            [*arguments, "--max_steps=80"], name=launcher, launcher=launcher
+        )
+        assert summary["size"] == 2
+        assert summary["steps"] == expected["steps"] == 40
+        assert summary["local_batch_size"] == 32
+        assert summary["global_batch_size"] == expected["global_batch_size"] == 64
+        assert summary["learning_rate"] == expected["learning_rate"] == 0.2
+        assert summary["controller"] == controller
+        assert summary["test_accuracy"] == expected["test_accuracy"]
+        for key in ("train_loss", "test_loss"):
+            assert summary[key] == pytest.approx(expected[key], rel=1e-4)
+        for mine, theirs in zip(weights(tmp_path / launcher), reference, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+        read_by_a_person(job.lines)
+
+
+def read_by_a_person(lines):
+    """One rank speaks, without noise: banner, progress, evaluation."""
+    assert not [line for line in lines if NOISE.search(line)], lines
+    beginnings = ["hvdtrain 0", "ranks ", "data ", "model ", "batch ", "learning rate "]
+    for line, beginning in zip(lines, beginnings, strict=False):
+        assert line.startswith(beginning), lines
+    rest = lines[len(beginnings) :]
+    progress = r"step \d+/40  loss \d.\d+  accuracy \d.\d+  [\d,]+ samples/s  .* left"
+    while re.fullmatch(progress, rest[0]):
+        rest = rest[1:]
+    assert lines[lines.index(rest[0]) - 1].startswith("step 40/40")
+    assert [line.split()[0] for line in rest] == ["evaluation", "test", "written"]
+
+
+def test_summary_and_files(train, tmp_path):
+    _, summary = train(["--dataset=synthetic", "--max_steps=20", "--seed=7"])
+    expected = {
+        "dataset": "synthetic",
+        "model": "mlp",
+        "size": 1,
+        "local_batch_size": 64,
+        "global_batch_size": 64,
+        "steps": 20,
+        "learning_rate": 0.1,
+        "seed": 7,
+    }
+    assert {key: summary[key] for key in expected} == expected
+    assert set(summary["versions"]) >= {"hvdtrain", "TensorFlow", "Keras", "Horovod"}
+    assert 0 < summary["test_loss"] < 3
+    assert 0 < summary["train_loss"] < 3
+    assert 0 < summary["test_accuracy"] <= 1
+    assert summary["samples_per_second"] > 0
+    assert summary["train_seconds"] > 0
+    entries = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert entries == ["model.keras", "summary.json", "test", "train"]
+
+
+def test_same_seed_same_bits(train, tmp_path):
+    arguments = ["--dataset=digits", "--model=cnn", "--max_steps=12", "--batch_size=16"]
+    for name in ("first", "second"):
+        train(arguments, name=name, launcher="gloo")
+    first, second = (weights(tmp_path / name) for name in ("first", "second"))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_all_flags_together(train):
+    _, summary = train(
+        [
+            "--dataset=digits",
+            "--epochs=2",
+            "--batch_size=50",
+            "--optimizer=adam",
+            "--warmup_epochs=0.5",
+            "--accumulation_steps=2",
+            "--compression=bf16",
+            "--mixed_precision=bfloat16",
+            "--evaluate_every=1",
+            "--consistency_check_steps=3",
+            "--steps_per_execution=2",
+        ],
+        launcher="gloo",
+    )
+    # 1,497 images twice in batches of 100: 30 passes of each rank.
+    assert summary["steps"] == 15
+    assert summary["global_batch_size"] == 200
+    assert summary["learning_rate"] == pytest.approx(0.002)
+    assert summary["test_accuracy"] > 0.7
+
+
+def test_bar_on_a_terminal(tmp_path):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain.mnist", "--dataset=digits", "--max_steps=60"],
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"COLUMNS": "100"},
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := read(ours):
+            shown += chunk
+        assert process.wait(60) == 0, shown
+    finally:
+        process.kill()
+        os.close(ours)
+    assert b"100%|" in shown
+    assert b"60/60" in shown
+    assert b"evaluation at step 60" in shown
+
+
+def read(terminal):
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def test_help_is_readable_and_needs_no_tensorflow(run):
+    job = run(["--help"], environment={"PYTHONPROFILEIMPORTTIME": "1"})
+    assert job.returncode == 0
+    assert "--batch_size=64" in job.text
+    assert "horovodrun -np 4 python -m hvdtrain.mnist" in job.text
+    imported = {line.rsplit("|")[-1].strip() for line in job.lines if "|" in line}
+    assert "absl.flags" in imported
+    assert not {"tensorflow", "keras", "horovod"} & imported
+
+
+def test_real_mnist(train, real_mnist):
+    _, summary = train([f"--data_dir={real_mnist}"], launcher="gloo")
+    assert summary["dataset"] == "mnist"
+    assert summary["steps"] == 5000
+    assert summary["test_accuracy"] >= 0.972

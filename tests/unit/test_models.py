@@ -1,0 +1,40 @@
+"""The models: what goes in, what comes out, how many weights."""
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain import models
+from hvdtrain.data import DataError
+
+
+@pytest.mark.parametrize(("name", "weights"), [("mlp", 101_770), ("cnn", 1_199_882)])
+def test_weights_on_mnist(name, weights):
+    # 784 * 128 + 128 + 128 * 10 + 10; and for the cnn 320 + 18,496 + 9,216 * 128 + 128
+    # + 1,290.
+    model = models.BY_NAME[name]((28, 28, 1), num_classes=10)
+    assert model.count_params() == weights
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("shape", [(28, 28, 1), (32, 20, 3), (6, 6, 2)])
+def test_other_images_and_classes(name, shape):
+    model = models.BY_NAME[name](shape, num_classes=3)
+    logits = model(np.zeros((5, *shape), "float32"))
+    assert logits.shape == (5, 3)
+    assert logits.dtype == "float32"
+
+
+def test_images_too_small_for_the_cnn():
+    with pytest.raises(DataError, match="5x28.*6x6"):
+        models.cnn((5, 28, 1), num_classes=10)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_logits_stay_float32_under_mixed_precision(policy):
+    keras.mixed_precision.set_global_policy(policy)
+    try:
+        model = models.cnn((28, 28, 1), num_classes=10)
+        assert model(np.zeros((1, 28, 28, 1), "float32")).dtype == "float32"
+    finally:
+        keras.mixed_precision.set_global_policy("float32")

@@ -1,0 +1,101 @@
+"""The start of a job, as far as one process shows it."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain import runtime
+from hvdtrain.runtime import JobError, Launch, World
+
+
+def test_world_is_a_value():
+    world = World(rank=1, size=4, local_rank=1, local_size=2, node=0, nodes=2)
+    assert not world.is_chief
+    assert World().is_chief
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        world.rank = 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Launch("", 1, 0)),
+        ({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "3"}, Launch("horovodrun", 4, 3)),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            Launch("mpirun", 2, 1),
+        ),
+        ({"PMI_SIZE": "8", "PMI_RANK": "0"}, Launch("mpiexec", 8, 0)),
+        # mpirun in an allocation reaches the nodes with srun: two tasks, eight ranks.
+        (
+            {
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": "1",
+                "OMPI_COMM_WORLD_SIZE": "8",
+                "OMPI_COMM_WORLD_RANK": "5",
+            },
+            Launch("mpirun", 8, 5),
+        ),
+        # A batch script of four tasks is itself no task of them.
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch("", 1, 0)),
+    ],
+)
+def test_launch_is_read_from_the_innermost_launcher(environ, expected):
+    assert runtime.launch(environ) == expected
+
+
+def test_ranks_that_do_not_see_each_other_are_refused():
+    with pytest.raises(JobError, match="4 processes from srun.* jobs of 1"):
+        runtime.check_one_job(Launch("srun", 4, 2), size=1)
+    runtime.check_one_job(Launch("mpirun", 4, 2), size=4)
+    runtime.check_one_job(Launch(), size=1)
+
+
+def test_elastic_jobs_may_change_size(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    runtime.check_one_job(Launch("horovodrun", 4, 2), size=3)
+
+
+def test_together_passes_on_messages_and_shows_bugs_whole():
+    with runtime.together(World()):
+        pass
+    with (
+        pytest.raises(JobError, match=r"^a mistake$"),
+        runtime.together(World(), expected=(OSError,)),
+    ):
+        raise OSError("a mistake")
+    with (
+        pytest.raises(JobError, match=r"(?s)Traceback.*KeyError: 'a bug'"),
+        runtime.together(World(), expected=(OSError,)),
+    ):
+        raise KeyError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([("", "a"), ("no file", "b")], "rank 1 on b: no file"),
+        ([("full", "a"), ("", "b")], "rank 0 on a: full"),
+        ([("no file", "a"), ("no file", "b")], "no file"),
+        ([("disk 1", "a"), ("disk 2", "b")], "rank 0 on a: disk 1"),
+    ],
+)
+def test_together_names_the_rank_unless_all_fail_alike(monkeypatch, answers, message):
+    monkeypatch.setattr(runtime, "gather", lambda world, value: answers)
+    with pytest.raises(JobError) as caught, runtime.together(World(0, 2)):
+        pass
+    assert str(caught.value) == message
+
+
+def test_gather_alone_needs_no_horovod():
+    assert runtime.gather(World(), {"a": 1}) == [{"a": 1}]
+
+
+@pytest.mark.parametrize("module", ["runtime", "program", "cores", "optimizers"])
+def test_import_loads_no_tensorflow(module):
+    code = f"import sys, hvdtrain.{module}; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert f"hvdtrain.{module}" in loaded
+    assert not {"tensorflow", "keras", "horovod"} & set(loaded)
