@@ -6,8 +6,6 @@ Change `import horovod.tensorflow.keras as hvd` to `import hvdtrain.keras as hvd
 from horovod.tensorflow import (
     ProcessSet,
     add_process_set,
-    allgather_object,
-    broadcast_object,
     ccl_built,
     cross_rank,
     cross_size,
@@ -19,23 +17,52 @@ from horovod.tensorflow import (
     is_homogeneous,
     is_initialized,
     local_rank,
+    local_rank_op,
     local_size,
+    local_size_op,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
+    process_set_included_op,
     rank,
+    rank_op,
     remove_process_set,
     rocm_built,
     shutdown,
     size,
+    size_op,
     start_timeline,
     stop_timeline,
 )
 
-from hvdtrain.keras import callbacks
+from hvdtrain.keras import callbacks, elastic
 from hvdtrain.keras.basics import init
+from hvdtrain.keras.collectives import (
+    allreduce,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
+from hvdtrain.keras.exchange import (
+    allgather,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    join,
+)
+from hvdtrain.keras.layers import SyncBatchNormalization
+from hvdtrain.keras.objects import (
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+)
 from hvdtrain.keras.optimizer import DistributedOptimizer
+from hvdtrain.keras.partial import (
+    PartialDistributedGradientTape,
+    PartialDistributedOptimizer,
+)
 from hvdtrain.keras.reduction import (
     Adasum,
     Average,
@@ -44,11 +71,9 @@ from hvdtrain.keras.reduction import (
     Min,
     Product,
     Sum,
-    allgather,
-    allreduce,
-    broadcast,
     broadcast_variables,
-    grouped_allreduce,
 )
+from hvdtrain.keras.saving import load_model
+from hvdtrain.keras.tape import DistributedGradientTape
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -195,13 +195,15 @@ class _ReductionHook:
             finite = check_locally(grads)
             if not reduction.participates(process_set):
                 return finite
-            everywhere = reduction.allreduce(
-                tf.cast(finite, tf.int32),
-                name="LossScaleFinite",
-                op=reduction.Min,
+            # Overflows are counted, not the lack of one: a rank that has joined
+            # contributes zeros.
+            overflows = reduction.allreduce(
+                tf.cast(tf.logical_not(finite), tf.int32),
+                name="LossScaleOverflow",
+                op=Sum,
                 process_set=process_set,
             )
-            return tf.cast(everywhere, tf.bool)
+            return tf.equal(overflows, 0)
 
         loss_scale_optimizer.check_finite = check_finite
 

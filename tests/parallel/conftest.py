@@ -11,7 +11,6 @@ import sys
 
 # Before TensorFlow and MPI start. Ranks that miss each other end the job.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "20")

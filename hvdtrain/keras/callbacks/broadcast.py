@@ -149,8 +149,10 @@ def seed_states(model):
 def _slots(optimizer, local, trainable):
     # Keras names a slot after its variable's path. Of several paths that fit, the
     # longest is the variable's own: "a/kernel_2" has "a_kernel_2_momentum".
+    local = {id(v) for v in local} & {id(v) for v in trainable}
+    if not local:
+        return set()
     prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
-    local = {id(v) for v in local}
     slots = set()
     for slot in optimizer.variables:
         owners = [prefix for prefix in prefixes if slot.name.startswith(prefix)]

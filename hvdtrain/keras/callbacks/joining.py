@@ -1,9 +1,8 @@
 """Ranks with unequal numbers of batches."""
 
-import horovod.tensorflow as hvd
 import keras
 
-from hvdtrain.keras import reduction
+from hvdtrain.keras import exchange, reduction
 from hvdtrain.keras.callbacks.broadcast import shared_variables
 
 
@@ -45,5 +44,5 @@ class JoinCallback(keras.callbacks.Callback):
         self._is_training = False
         if not reduction.participates(reduction.global_process_set):
             return
-        last_rank = int(hvd.join())
+        last_rank = int(exchange.join())
         reduction.broadcast_variables(shared_variables(self.model), last_rank)

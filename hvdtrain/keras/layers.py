@@ -1,0 +1,121 @@
+"""Layers that look at the batch of all ranks."""
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.keras import reduction, wire
+from hvdtrain.keras.reduction import Sum, global_process_set
+
+
+@keras.saving.register_keras_serializable(package="hvdtrain")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """Batch normalisation over the batches of all ranks together.
+
+    In training, mean and variance are those of the samples of all ranks, each
+    sample counted once, so that unequal local batches (none at all, even) weigh as
+    they should; forward and backward pass are those of one process with the
+    global batch. In inference it is `keras.layers.BatchNormalization`.
+
+    The moments are computed on each rank around its own mean and combined as in
+    Chan, Golub and LeVeque (1979), which does not cancel as E[x²] - E[x]² does. It
+    costs one gather in the forward pass and one reduction in the backward pass.
+
+    Args:
+        fused: Horovod's argument: anything but False is an error.
+        process_set: the ranks whose batches are normalised together. It is not
+            saved with the layer: a layer that is loaded looks at all ranks.
+        **kwargs: as for `keras.layers.BatchNormalization`.
+    """
+
+    def __init__(self, fused=False, process_set=global_process_set, **kwargs):
+        if fused is not False:
+            raise ValueError(
+                f"SyncBatchNormalization cannot be fused. Received: fused={fused}"
+            )
+        super().__init__(**kwargs)
+        self._process_set = process_set
+
+    def _moments(self, inputs, mask):
+        if not reduction.participates(self._process_set):
+            return super()._moments(inputs, mask)
+        axes = self._reduction_axes
+        if mask is None:
+            return global_moments(inputs, axes, self._process_set)
+        weights = tf.cast(tf.cast(mask, tf.bool)[..., tf.newaxis], inputs.dtype)
+        weights = tf.broadcast_to(weights, tf.shape(inputs))
+        return global_moments(inputs, axes, self._process_set, weights=weights)
+
+
+def global_moments(inputs, axes, process_set, *, weights=None):
+    """Mean and variance over all ranks, with their exact gradients.
+
+    With n elements in all (n + ε with weights, as Keras has it), the gradient of the
+    loss of all ranks is (Ḡ_mean + 2 (x - mean) Ḡ_variance) / n, where Ḡ sums a
+    gradient over the ranks.
+
+    Args:
+        inputs: floating point tensor; the axes that are not reduced agree on all
+            ranks.
+        axes: list of the axes to reduce.
+        process_set: the ranks that take part.
+        weights: None, or a tensor of `inputs`' shape of ones, and zeros for
+            elements that do not count.
+
+    Returns:
+        Two tensors, of the shape of the axes that are left.
+    """
+    name = wire.unique_name("SyncBatchNormalization")
+    epsilon = 0.0 if weights is None else keras.config.epsilon()
+
+    @tf.custom_gradient
+    def moments(x):
+        statistics = _local_statistics(x, weights, axes)
+        everyone = reduction.allgather(
+            tf.stack(statistics)[tf.newaxis], name=name, process_set=process_set
+        )
+        total, mean, variance = _combine(everyone, epsilon)
+
+        def gradient(*upstream):
+            by_mean, by_variance = tf.unstack(
+                reduction.allreduce(
+                    tf.stack(upstream),
+                    name=f"{name}_gradient",
+                    op=Sum,
+                    process_set=process_set,
+                )
+            )
+            distance = _masked(x - _expand(mean, axes), weights)
+            constant = _masked(tf.ones_like(x) * _expand(by_mean, axes), weights)
+            slope = constant + 2 * distance * _expand(by_variance, axes)
+            return slope / _expand(total, axes)
+
+        return (mean, variance), gradient
+
+    return moments(inputs)
+
+
+def _local_statistics(x, weights, axes):
+    # A rank may have no samples at all: its mean is 0 then, not NaN.
+    counted = tf.ones_like(x) if weights is None else weights
+    count = tf.reduce_sum(counted, axes)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(_masked(x, weights), axes), count)
+    distance = _masked(x - _expand(mean, axes), weights)
+    return count, mean, tf.reduce_sum(tf.square(distance), axes)
+
+
+def _combine(everyone, epsilon):
+    counts, means, squares = tf.unstack(everyone, axis=1)
+    total = tf.reduce_sum(counts, 0) + epsilon
+    mean = tf.reduce_sum(counts * means, 0) / total
+    squares += counts * tf.square(means - mean)
+    return total, mean, tf.reduce_sum(squares, 0) / total
+
+
+def _masked(x, weights):
+    return x if weights is None else tf.where(weights > 0, x, tf.zeros_like(x))
+
+
+def _expand(statistic, axes):
+    for axis in sorted(axes):
+        statistic = tf.expand_dims(statistic, axis)
+    return statistic

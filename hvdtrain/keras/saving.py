@@ -1,0 +1,90 @@
+"""Loading a model with its optimizer distributed again."""
+
+import warnings
+
+import h5py
+import keras
+
+from hvdtrain.keras.optimizer import DistributedOptimizer
+from hvdtrain.keras.reduction import Compression
+
+
+def load_model(
+    filepath,
+    custom_optimizers=None,
+    custom_objects=None,
+    compression=Compression.none,
+    legacy_opts=False,
+):
+    """Loads a saved Keras model and makes its optimizer distributed.
+
+    The optimizer keeps the state that was saved (step, momentum, loss scale and so
+    on), so that training goes on where it was. A model that was saved without
+    `hvdtrain.keras` will do. What the file does not hold is how the optimizer was
+    distributed (`op`, `groups`, `process_set`, local variables): for anything but
+    the defaults, use `keras.models.load_model` and `DistributedOptimizer`.
+
+    Args:
+        filepath: a `.keras` or `.h5` file, or an open `h5py.File`.
+        custom_optimizers: optional list of optimizer classes of your own that the
+            model may have been compiled with.
+        custom_objects: optional dictionary from names to classes or functions that
+            the model needs.
+        compression: as in `DistributedOptimizer`.
+        legacy_opts: Horovod's switch to `keras.optimizers.legacy`, which Keras 3
+            does not have: True is an error.
+
+    Returns:
+        A Keras model, compiled if it was saved so.
+
+    Raises:
+        ValueError: for `legacy_opts=True`, and for a file that is not a saved model.
+    """
+    if legacy_opts:
+        raise ValueError(
+            "legacy_opts=True asks for keras.optimizers.legacy, which Keras 3 does not "
+            "have. Compile the model with one of keras.optimizers and save it again."
+        )
+    objects = {cls.__name__: cls for cls in custom_optimizers or []}
+    objects.update(custom_objects or {})
+    # An h5py.File is known by its name; Keras looks at the end of it.
+    filepath = getattr(filepath, "filename", filepath)
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    if getattr(model, "optimizer", None) is None:
+        return model
+    if str(filepath).endswith((".h5", ".hdf5")):
+        with h5py.File(filepath) as file, keras.saving.custom_object_scope(objects):
+            _restore_optimizer(model, file)
+    DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def _restore_optimizer(model, file):
+    # Keras builds the optimizer of such a file for no variables at all, so that its
+    # slots are lost: build one of the same kind for the model's.
+    values = _optimizer_weights(file)
+    optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
+    optimizer.build(model.trainable_variables)
+    shapes = [tuple(variable.shape) for variable in optimizer.variables]
+    if [value.shape for value in values] == shapes:
+        for variable, value in zip(optimizer.variables, values, strict=True):
+            variable.assign(value)
+    elif values:
+        warnings.warn(
+            f"The optimizer starts afresh: {file.filename} holds the state of another "
+            f"one than {optimizer.name}, as files of Keras 2 do.",
+            stacklevel=3,
+        )
+    model.optimizer = optimizer
+
+
+def _optimizer_weights(file):
+    if "optimizer_weights" not in file:
+        return []
+    group = file["optimizer_weights"]
+    # Keras splits a list that is too long for one attribute.
+    chunks = [group.attrs["weight_names"]] if "weight_names" in group.attrs else []
+    while f"weight_names{len(chunks)}" in group.attrs:
+        chunks.append(group.attrs[f"weight_names{len(chunks)}"])
+    names = [name for chunk in chunks for name in chunk]
+    return [group[name][()] for name in names]

@@ -1,0 +1,147 @@
+"""A gradient tape whose gradients are combined over all ranks."""
+
+import warnings
+
+import tensorflow as tf
+
+from hvdtrain.keras.gradients import GradientReducer
+from hvdtrain.keras.reduction import Average, Compression, global_process_set
+
+
+def DistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape,
+    device_dense="",
+    device_sparse="",
+    compression=Compression.none,
+    sparse_as_dense=False,
+    op=Average,
+    gradient_predivide_factor=1.0,
+    num_groups=0,
+    groups=None,
+    process_set=global_process_set,
+    scale_local_gradients=True,
+):
+    """Makes the gradients of a `tf.GradientTape` those of the job.
+
+    Signature and meaning follow `horovod.tensorflow.DistributedGradientTape`. Wrap
+    the tape after its `with` block, or open the wrapped one with `with`.
+
+    Args:
+        gradtape: a `tf.GradientTape`.
+        device_dense: device of the reduction of dense gradients; "" is the default.
+        device_sparse: the same for `tf.IndexedSlices`.
+        compression: `Compression.none`, `Compression.fp16` or `Compression.bf16`.
+        sparse_as_dense: reduce `tf.IndexedSlices` as dense tensors.
+        op: `Average`, `Sum`, or `Adasum` (Maleki et al. 2020; under MPI only, and
+            for a number of ranks that is a power of two).
+        gradient_predivide_factor: with Average, divide by it before the sum and
+            multiply after it.
+        num_groups: Horovod's deprecated name of `groups`.
+        groups: number of groups, or list of lists of variables, that are reduced
+            together. By default all gradients are one group.
+        process_set: the ranks that take part.
+        scale_local_gradients: divide gradients of local sources by the number of
+            ranks.
+
+    Returns:
+        An object with the methods of `gradtape` and those of `DistributedTape`.
+
+    Raises:
+        TypeError: if `gradtape` is not a `tf.GradientTape`.
+        ValueError: for arguments out of range or excluding each other.
+    """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise TypeError(
+            "DistributedGradientTape takes a tf.GradientTape. Received: "
+            f"{gradtape!r} of type {type(gradtape).__name__}"
+        )
+    if num_groups:
+        warnings.warn(
+            "num_groups is deprecated: use groups.", DeprecationWarning, stacklevel=2
+        )
+        groups = groups if groups is not None else num_groups
+    reducer = GradientReducer(
+        "DistributedGradientTape",
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return DistributedTape(gradtape, reducer)
+
+
+class DistributedTape:
+    """What `DistributedGradientTape` returns: a tape, and the ranks' gradients.
+
+    Everything that is not defined here is the tape's own: `watch`, `reset`,
+    `stop_recording`, `watched_variables`; `jacobian` and `batch_jacobian`, which
+    stay this rank's.
+
+    Args:
+        tape: a `tf.GradientTape`.
+        reducer: a `GradientReducer`.
+    """
+
+    def __init__(self, tape, reducer):
+        self._tape = tape
+        self._reducer = reducer
+
+    def __enter__(self):
+        """Starts recording."""
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        """Stops recording."""
+        return self._tape.__exit__(*exception)
+
+    def __getattr__(self, name):
+        """Everything else is the tape's own."""
+        return getattr(self._tape, name)
+
+    def register_local_source(self, source):
+        """Leaves the gradient of `source`, a variable or tensor, to this rank."""
+        self._reducer.register_local(source)
+
+    def gradient(
+        self,
+        target,
+        sources,
+        output_gradients=None,
+        use_generic_names=False,
+        unconnected_gradients=tf.UnconnectedGradients.NONE,
+    ):
+        """As `tf.GradientTape.gradient`, combined over all ranks.
+
+        Args:
+            target: the tensor, or nest of tensors, to differentiate.
+            sources: a variable or tensor, or a nest of them.
+            output_gradients: gradients of `target`, of its structure.
+            use_generic_names: Horovod's; names never depend on variables here.
+            unconnected_gradients: as in `tf.GradientTape.gradient`.
+
+        Returns:
+            Gradients in the structure of `sources`, the same on every rank, but
+            for local sources.
+        """
+        gradients = self._tape.gradient(
+            target, sources, output_gradients, unconnected_gradients
+        )
+        reduced = self._reducer(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+    def get_local_and_global_gradients(
+        self, target, sources, output_gradients=None, use_generic_names=False
+    ):
+        """Returns two lists of (source, gradient): of local sources, and the rest."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        local, shared = [], []
+        for source, gradient in zip(sources, gradients, strict=True):
+            is_local = self._reducer.is_local(source)
+            (local if is_local else shared).append((source, gradient))
+        return local, shared

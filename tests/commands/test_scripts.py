@@ -1,0 +1,166 @@
+"""Scripts in the manner of Horovod's documentation: only the import line changes.
+
+And scripts with a mistake in them: an error, never a hang.
+"""
+
+import json
+import sys
+import textwrap
+
+import pytest
+
+HEAD = """
+    import json, os, sys
+    import numpy as np
+    import tensorflow as tf
+    import {module} as hvd
+
+    hvd.init()
+    tf.keras.utils.set_random_seed(hvd.rank())
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(64 * hvd.size(), 8)).astype("float32")
+    labels = (inputs.sum(axis=1) > 0).astype("int64")
+    inputs, labels = inputs[hvd.rank() :: hvd.size()], labels[hvd.rank() :: hvd.size()]
+    dataset = tf.data.Dataset.from_tensor_slices((inputs, labels)).repeat().batch(16)
+    model = tf.keras.Sequential(
+        [
+            tf.keras.Input((8,)),
+            tf.keras.layers.Dense(16, activation="relu"),
+            tf.keras.layers.Dense(2, activation="softmax"),
+        ]
+    )
+"""
+
+KERAS_SCRIPT = """
+    opt = tf.keras.optimizers.Adam(0.005 * hvd.size())
+    opt = hvd.DistributedOptimizer(
+        opt, backward_passes_per_step=1, average_aggregated_gradients=True
+    )
+    model.compile(
+        loss=tf.keras.losses.SparseCategoricalCrossentropy(),
+        optimizer=opt,
+        metrics=["accuracy"],
+    )
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(
+            initial_lr=0.005 * hvd.size(), warmup_epochs=2, verbose=0
+        ),
+    ]
+    if hvd.rank() == 0:
+        path = os.path.join(sys.argv[1], "checkpoint-{{epoch}}.keras")
+        callbacks.append(tf.keras.callbacks.ModelCheckpoint(path))
+    history = model.fit(
+        dataset, steps_per_epoch=8, callbacks=callbacks, epochs=5,
+        verbose=1 if hvd.rank() == 0 else 0,
+    ).history
+    first, last = history["loss"][0], history["loss"][-1]
+    if hvd.rank() == 0:
+        hvd.load_model(os.path.join(sys.argv[1], "checkpoint-5.keras"))
+"""
+
+LOOP_SCRIPT = """
+    loss_of = tf.losses.SparseCategoricalCrossentropy()
+    opt = tf.optimizers.SGD(0.05 * hvd.size())
+    losses = []
+
+    @tf.function
+    def training_step(images, labels, first_batch):
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(images, training=True))
+        tape = hvd.DistributedGradientTape(tape)
+        grads = tape.gradient(loss, model.trainable_variables)
+        opt.apply_gradients(zip(grads, model.trainable_variables))
+        return loss
+
+    for batch, (images, labels) in enumerate(dataset.take(40)):
+        loss = training_step(images, labels, batch == 0)
+        losses.append(float(hvd.allreduce(loss)))
+        if batch == 0:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(opt.variables, root_rank=0)
+    first, last = np.mean(losses[:8]), np.mean(losses[-8:])
+"""
+
+TAIL = """
+    weights = [float(w.astype("float64").sum()) for w in model.get_weights()]
+    result = {{"first": float(first), "last": float(last), "weights": weights}}
+    with open(os.path.join(sys.argv[1], f"result-{{hvd.rank()}}.json"), "w") as file:
+        json.dump(result, file)
+"""
+
+LONELY_SCRIPT = """
+    if hvd.rank() == 0:
+        hvd.allreduce(1.0, name="lonely")
+    else:
+        import signal
+
+        signal.pause()
+"""
+
+XLA_SCRIPT = """
+    model.compile(
+        hvd.DistributedOptimizer(tf.keras.optimizers.SGD()),
+        "sparse_categorical_crossentropy",
+        jit_compile=True,
+    )
+    model.fit(dataset, steps_per_epoch=2, verbose=0)
+"""
+
+STRING_SCRIPT = """
+    hvd.allreduce(tf.constant(["a string"]), op=hvd.Sum)
+"""
+
+
+def write(folder, *parts, module="hvdtrain.keras"):
+    path = folder / "script.py"
+    text = "".join(textwrap.dedent(part) for part in parts)
+    path.write_text(text.format(module=module))
+    return [sys.executable, str(path)]
+
+
+@pytest.mark.parametrize(
+    ("script", "launcher"),
+    [(KERAS_SCRIPT, "gloo"), (LOOP_SCRIPT, "mpirun")],
+    ids=["fit", "loop"],
+)
+def test_a_script_of_horovods_kind(run, tmp_path, script, launcher):
+    program = write(tmp_path, HEAD, script, TAIL)
+    job = run([str(tmp_path)], program=program, launcher=launcher)
+    assert job.returncode == 0, job.text
+    results = [
+        json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in (0, 1)
+    ]
+    assert results[0] == results[1]
+    assert results[0]["last"] < 0.8 * results[0]["first"]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (XLA_SCRIPT, "Pass jit_compile=False to model.compile()"),
+        (STRING_SCRIPT, "dtype string cannot be reduced over ranks"),
+    ],
+    ids=["xla", "dtype"],
+)
+def test_a_mistake_is_an_error(run, tmp_path, script, words):
+    job = run([], program=write(tmp_path, HEAD, script), launcher="gloo")
+    assert job.returncode != 0
+    assert words in job.text
+
+
+def test_a_collective_on_one_rank_only_ends_within_the_stall_limit(run, tmp_path):
+    limit = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4",
+    }
+    job = run(
+        [],
+        program=write(tmp_path, HEAD, LONELY_SCRIPT),
+        launcher="gloo",
+        environment=limit,
+    )
+    assert job.returncode != 0
+    assert "lonely" in job.text
+    assert "Horovod has been shut down" in job.text

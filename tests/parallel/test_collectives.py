@@ -1,0 +1,345 @@
+"""The collectives, against numbers worked out by hand and Horovod's raw operations.
+
+The oracle of gradients is one process that computes every rank's loss from every
+rank's input, adds the losses up, and differentiates the sum.
+"""
+
+import functools
+
+import horovod.tensorflow as raw
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+
+RANK, SIZE = hvd.rank(), hvd.size()
+
+
+def rows_of(rank):
+    return rank + 1
+
+
+def tensor_of(rank, rows=None, dtype="float32"):
+    rng = np.random.default_rng(rank)
+    return rng.normal(size=(rows or 2 * SIZE, 3)).astype(dtype)
+
+
+def everyone(rows=None):
+    return [tensor_of(rank, rows) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("op", "oracle"),
+    [
+        (hvd.Sum, functools.partial(np.sum, axis=0)),
+        (hvd.Average, functools.partial(np.mean, axis=0)),
+        (hvd.Min, functools.partial(np.min, axis=0)),
+        (hvd.Max, functools.partial(np.max, axis=0)),
+        (hvd.Product, functools.partial(np.prod, axis=0)),
+    ],
+)
+def test_allreduce_computes(op, oracle):
+    result = hvd.allreduce(tensor_of(RANK), op=op, name="op")
+    np.testing.assert_allclose(result, oracle(everyone()), rtol=1e-5, atol=1e-6)
+    raw_result = raw.allreduce(tf.constant(tensor_of(RANK)), op=op)
+    np.testing.assert_allclose(result, raw_result, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["keras", "tf", "tensor", "numpy", "list", "number"])
+def test_collectives_take_whatever_a_script_holds(kind):
+    values = [1.0 + RANK, 2.0]
+    wrap = {
+        "keras": keras.Variable,
+        "tf": tf.Variable,
+        "tensor": tf.constant,
+        "numpy": np.array,
+        "list": list,
+        "number": lambda v: v[0],
+    }[kind]
+    value = wrap(values)
+    mean = (SIZE + 1) / 2
+    result = hvd.allreduce(value)
+    np.testing.assert_allclose(result, mean if kind == "number" else [mean, 2.0])
+    received = hvd.broadcast(value, SIZE - 1)
+    np.testing.assert_allclose(received, SIZE if kind == "number" else [SIZE, 2.0])
+    if kind == "number":
+        return
+    expected = np.ravel([[1.0 + rank, 2.0] for rank in range(SIZE)])
+    np.testing.assert_allclose(hvd.allgather(value), expected)
+    np.testing.assert_allclose(hvd.grouped_allgather([value, value])[1], expected)
+
+
+def test_average_argument_of_older_scripts():
+    assert hvd.allreduce(1.0 + RANK, average=False) == SIZE * (SIZE + 1) / 2
+    assert hvd.allreduce(1.0 + RANK, average=True) == (SIZE + 1) / 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_grouped_allreduce_sums_small_integers_exactly(dtype, count):
+    tensors = [tf.cast(tf.fill([2, i + 1], RANK + i), dtype) for i in range(count)]
+    results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name=f"small_{dtype}")
+    for i, result in enumerate(results):
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(
+            tf.cast(result, "float32"),
+            np.full([2, i + 1], sum(rank + i for rank in range(SIZE))),
+        )
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint32", "bfloat16", "complex64", "int8"])
+def test_values_move_without_a_bit_changed(dtype):
+    mine = tf.cast(tf.constant([0, 1, RANK % 2]), dtype)
+    expected = tf.cast(tf.concat([[0, 1, r % 2] for r in range(SIZE)], 0), dtype)
+    gathered = hvd.allgather(mine)
+    assert gathered.dtype == dtype
+    assert tf.reduce_all(gathered == expected)
+    assert tf.reduce_all(hvd.broadcast(mine, 0) == expected[:3])
+    sent = tf.cast(tf.range(SIZE) % 2, dtype)
+    assert tf.reduce_all(hvd.alltoall(sent) == tf.repeat(sent[RANK], SIZE))
+
+
+def test_allgather_of_unequal_parts():
+    gathered = hvd.allgather(tensor_of(RANK, rows_of(RANK)))
+    parts = [tensor_of(rank, rows_of(rank)) for rank in range(SIZE)]
+    np.testing.assert_array_equal(gathered, np.concatenate(parts))
+
+
+def test_alltoall_with_splits():
+    # Rank r sends r + 1 rows of its own number to each rank.
+    sent = tf.fill([SIZE * (RANK + 1)], float(RANK))
+    received, counts = hvd.alltoall(sent, splits=[RANK + 1] * SIZE)
+    np.testing.assert_array_equal(counts, np.arange(SIZE) + 1)
+    np.testing.assert_array_equal(
+        received, np.repeat(np.arange(SIZE), np.arange(SIZE) + 1)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("op", "divisor"), [(hvd.Sum, 1), (hvd.Average, SIZE)])
+def test_reducescatter(dtype, op, divisor):
+    rows = 2 * SIZE + 1
+    value = tf.cast(tf.fill([rows, 2], RANK), dtype)
+    share = hvd.reducescatter(value, op=op)
+    assert share.dtype == dtype
+    expected = sum(range(SIZE)) / divisor
+    np.testing.assert_allclose(tf.cast(share, "float32"), expected, rtol=1e-2)
+    assert len(share) == (3 if RANK == 0 else 2)
+    first, second = hvd.grouped_reducescatter([value, value + 1], op=op)
+    assert tf.reduce_all(first == share)
+    np.testing.assert_allclose(
+        tf.cast(second - first, "float32"), SIZE / divisor, rtol=1e-2
+    )
+
+
+def loss_of(rank, result):
+    """A loss that differs between ranks and elements."""
+    weights = tf.reshape(tf.range(tf.size(result), dtype=tf.float32), result.shape)
+    return tf.reduce_sum(tf.sin(result * (rank + 1.0)) * (weights + 1.0))
+
+
+def gradient_on_one_process(compute_all, inputs):
+    """Gradient of all ranks' losses by this rank's input."""
+    inputs = [tf.constant(x) for x in inputs]
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        losses = [loss_of(rank, y) for rank, y in enumerate(compute_all(inputs))]
+        total = tf.add_n(losses)
+    return tape.gradient(total, inputs)[RANK]
+
+
+def gradient_over_ranks(compute, x):
+    x = tf.constant(x)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = loss_of(RANK, compute(x))
+    return tape.gradient(loss, x)
+
+
+def assert_gradient(compute, compute_all, inputs):
+    expected = gradient_on_one_process(compute_all, inputs)
+    for function in (compute, tf.function(compute)):
+        gradient = gradient_over_ranks(function, inputs[RANK])
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
+def test_gradient_of_allreduce(op):
+    divisor = SIZE if op == hvd.Average else 1
+    assert_gradient(
+        lambda x: hvd.allreduce(x, op=op, prescale_factor=0.5, name=f"reduce_{op}"),
+        lambda xs: [tf.add_n(xs) * 0.5 / divisor] * SIZE,
+        everyone(),
+    )
+
+
+def test_gradient_of_allgather_of_unequal_parts():
+    assert_gradient(
+        lambda x: hvd.allgather(x, name="gather"),
+        lambda xs: [tf.concat(xs, 0)] * SIZE,
+        [tensor_of(rank, rows_of(rank)) for rank in range(SIZE)],
+    )
+
+
+def test_gradient_of_grouped_allgather():
+    assert_gradient(
+        lambda x: tf.concat(hvd.grouped_allgather([x, 2 * x], name="gathers"), 0),
+        lambda xs: [tf.concat([*xs, *(2 * x for x in xs)], 0)] * SIZE,
+        [tensor_of(rank, rows_of(rank)) for rank in range(SIZE)],
+    )
+
+
+def test_gradient_of_broadcast():
+    root = SIZE - 1
+    assert_gradient(
+        lambda x: hvd.broadcast(x, root, name="send"),
+        lambda xs: [xs[root] + 0 * xs[rank] for rank in range(SIZE)],
+        everyone(),
+    )
+
+
+def test_gradient_of_alltoall():
+    assert_gradient(
+        lambda x: hvd.alltoall(x, name="exchange"),
+        lambda xs: [
+            tf.concat([x[2 * rank : 2 * rank + 2] for x in xs], 0)
+            for rank in range(SIZE)
+        ],
+        everyone(),
+    )
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
+def test_gradient_of_reducescatter(op):
+    divisor = SIZE if op == hvd.Average else 1
+    assert_gradient(
+        lambda x: hvd.reducescatter(x, op=op, name=f"scatter_{op}"),
+        lambda xs: [
+            tf.add_n(xs)[2 * rank : 2 * rank + 2] / divisor for rank in range(SIZE)
+        ],
+        everyone(),
+    )
+
+
+def test_maximum_has_no_gradient():
+    with pytest.raises(NotImplementedError, match="stop_gradient"):
+        gradient_over_ranks(lambda x: hvd.allreduce(x, op=hvd.Max), tensor_of(RANK))
+
+
+def test_broadcast_variables_though_a_rank_has_built_a_model_more():
+    if RANK == 0:
+        keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.Adam(0.1 * (RANK + 1))
+    optimizer.build(model.trainable_variables)
+    optimizer.iterations.assign(RANK + 5)
+    hvd.broadcast_variables(model.weights + optimizer.variables, root_rank=SIZE - 1)
+    assert int(optimizer.iterations) == SIZE + 4
+    assert float(optimizer.learning_rate) == pytest.approx(0.1 * SIZE)
+    for weights in hvd.allgather_object(model.get_weights()):
+        for theirs, mine in zip(weights, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(theirs, mine)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_broadcast_variables_writes_into_variables(inplace):
+    variables = [keras.Variable([float(RANK)]), tf.Variable([RANK + 1.0], name="v")]
+    hvd.broadcast_variables(variables, SIZE - 1, inplace=inplace)
+    assert float(variables[0][0]) == SIZE - 1
+    assert float(variables[1][0]) == SIZE
+
+
+def test_objects_of_different_types_on_different_ranks():
+    received = hvd.broadcast_object(
+        {"a": [1, 2]} if RANK == SIZE - 1 else None, SIZE - 1
+    )
+    assert received == {"a": [1, 2]}
+    mine = [RANK] if RANK % 2 else {"rank": RANK}
+    expected = [[r] if r % 2 else {"rank": r} for r in range(SIZE)]
+    assert hvd.allgather_object(mine) == expected
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("in_function", [False, True])
+def test_shapes_that_differ_between_ranks_are_an_error(place, in_function):
+    # Horovod's own grouped operation reports the last tensor's error only, and
+    # returns uninitialised memory for the others.
+    tensors = [tf.ones([2 + RANK if i == place else 2, 3]) for i in range(3)]
+    reduce = functools.partial(hvd.grouped_allreduce, name=f"shapes_{place}")
+    reduce = tf.function(reduce) if in_function else reduce
+    with pytest.raises(tf.errors.OpError, match="Mismatched ALLREDUCE tensor shapes"):
+        reduce(tensors)
+    with pytest.raises(tf.errors.OpError, match="Mismatched ALLGATHER tensor shapes"):
+        hvd.grouped_allgather([tf.transpose(t) for t in tensors])
+
+
+def test_shapes_that_differ_in_single_collectives_are_an_error():
+    value = tf.ones([2 + RANK, 2])
+    for collective in (
+        hvd.allreduce,
+        lambda x: hvd.allreduce(x, op=hvd.Sum),
+        lambda x: hvd.allgather(tf.transpose(x)),
+        lambda x: hvd.broadcast(x, 0),
+        hvd.reducescatter,
+    ):
+        with pytest.raises(tf.errors.OpError, match="Mismatched"):
+            collective(value)
+
+
+@pytest.mark.parametrize("dtype", ["string", "bool", "uint16", "complex64"])
+def test_dtypes_that_cannot_be_reduced_are_an_error(dtype):
+    value = tf.constant(["a"]) if dtype == "string" else tf.cast([1], dtype)
+    with pytest.raises(TypeError, match=f"{dtype} cannot be reduced"):
+        hvd.allreduce(value, op=hvd.Sum)
+    with pytest.raises(TypeError, match=f"{dtype} cannot be reduced and scattered"):
+        hvd.reducescatter(value)
+
+
+def test_strings_cannot_be_moved():
+    for move in (hvd.allgather, hvd.alltoall, lambda x: hvd.broadcast(x, 0)):
+        with pytest.raises(TypeError, match="string cannot be moved"):
+            move(tf.constant(["a"]))
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        hvd.allreduce,
+        hvd.allgather,
+        hvd.alltoall,
+        hvd.reducescatter,
+        lambda x: hvd.broadcast(x, 0),
+    ],
+)
+def test_xla_is_an_error_at_trace_time(collective):
+    compiled = tf.function(collective, jit_compile=True)
+    with pytest.raises(ValueError, match="jit_compile=False"):
+        compiled(tf.ones([2 * SIZE]))
+
+
+def test_mean_over_the_ranks_that_have_not_joined():
+    # Rank r takes part in r + 1 reductions, then joins.
+    @tf.function
+    def mean(value):
+        return hvd.allreduce(value, name="uneven")
+
+    mine = tf.constant(10.0 * (RANK + 1))
+    # Twice: Horovod's own join does nothing the second time.
+    for _ in range(2):
+        for step in range(RANK + 1):
+            present = range(step, SIZE)
+            expected = sum(10.0 * (rank + 1) for rank in present) / len(present)
+            assert float(mean(mine)) == pytest.approx(expected)
+        assert int(hvd.join()) == SIZE - 1
+    assert float(mean(mine)) == pytest.approx(10 * (SIZE + 1) / 2)
+
+
+def test_names_of_tensorflow_1_say_what_to_use_instead():
+    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
+        hvd.broadcast_global_variables(0)
+    with pytest.raises(RuntimeError, match="broadcast_object"):
+        hvd.broadcast_object_fn()
+    with pytest.raises(ValueError, match="TensorFlow 1"):
+        hvd.broadcast_object(1, session="session")

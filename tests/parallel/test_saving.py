@@ -1,0 +1,158 @@
+"""Models that come back with their optimizer distributed and its state intact."""
+
+import h5py
+import keras
+import numpy as np
+import oracle
+import pytest
+
+import hvdtrain.keras as hvd
+from hvdtrain.keras.optimizer import is_distributed
+
+INPUTS, LABELS = oracle.samples(steps=6)
+GLOBAL_BATCH_SIZE = oracle.LOCAL_BATCH_SIZE * hvd.size()
+FIRST, SECOND = slice(0, 3 * GLOBAL_BATCH_SIZE), slice(3 * GLOBAL_BATCH_SIZE, None)
+
+
+class OwnMomentum(keras.optimizers.SGD):
+    """An optimizer class of a user's own."""
+
+
+@keras.saving.register_keras_serializable(package="test")
+class OwnLayer(keras.layers.Layer):
+    def call(self, inputs):
+        return 2.0 * inputs
+
+
+def own_loss(labels, outputs):
+    return keras.losses.sparse_categorical_crossentropy(labels, outputs)
+
+
+def fit(model, part):
+    inputs, labels = oracle.shard(INPUTS[part]), oracle.shard(LABELS[part])
+    model.fit(
+        inputs,
+        labels,
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        shuffle=False,
+        verbose=0,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+    )
+
+
+def uninterrupted(make_optimizer, loss=oracle.LOSS):
+    """One process, the big batch, never saved."""
+    model = oracle.build_model()
+    model.compile(make_optimizer(), loss)
+    model.fit(INPUTS, LABELS, batch_size=GLOBAL_BATCH_SIZE, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def save_half_way(make_optimizer, path, loss=oracle.LOSS):
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(make_optimizer()), loss)
+    fit(model, FIRST)
+    model.save(path)
+    return model
+
+
+@pytest.mark.parametrize("extension", ["keras", "h5"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.5),
+    ],
+)
+def test_training_goes_on_where_it_was(tmp_path, extension, make):
+    path = tmp_path / f"{hvd.rank()}.{extension}"
+    saved = save_half_way(make, path)
+    model = hvd.load_model(path)
+    assert is_distributed(model.optimizer)
+    assert type(model.optimizer) is type(saved.optimizer)
+    states = [np.asarray(v) for v in saved.optimizer.variables]
+    for variable, state in zip(model.optimizer.variables, states, strict=True):
+        np.testing.assert_array_equal(variable, state)
+    fit(model, SECOND)
+    assert oracle.difference(model.get_weights(), uninterrupted(make)) < 1e-6
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+@pytest.mark.parametrize("extension", ["keras", "h5"])
+def test_classes_and_functions_of_a_users_own(tmp_path, extension):
+    def make():
+        return OwnMomentum(0.1, momentum=0.9)
+
+    path = tmp_path / f"{hvd.rank()}.{extension}"
+    save_half_way(make, path, own_loss)
+    model = hvd.load_model(
+        path,
+        custom_optimizers=[OwnMomentum],
+        custom_objects={"own_loss": own_loss},
+    )
+    assert type(model.optimizer) is OwnMomentum
+    fit(model, SECOND)
+    assert oracle.difference(model.get_weights(), uninterrupted(make, own_loss)) < 1e-6
+
+
+@pytest.mark.parametrize("extension", ["keras", "h5"])
+def test_loss_scale_survives(tmp_path, extension):
+    keras.config.set_dtype_policy("mixed_float16")
+    path = tmp_path / f"{hvd.rank()}.{extension}"
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), oracle.LOSS)
+    fit(model, FIRST)
+    model.optimizer.dynamic_scale.assign(1024.0)
+    model.save(path)
+    loaded = hvd.load_model(path)
+    assert isinstance(loaded.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert is_distributed(loaded.optimizer)
+    assert float(loaded.optimizer.dynamic_scale) == 1024.0
+    assert int(loaded.optimizer.inner_optimizer.iterations) == 3
+    fit(loaded, SECOND)
+    assert int(loaded.optimizer.inner_optimizer.iterations) == 6
+    oracle.assert_bitwise_equal_over_ranks(loaded.get_weights())
+
+
+def test_an_open_h5_file(tmp_path):
+    path = tmp_path / f"{hvd.rank()}.h5"
+    save_half_way(keras.optimizers.SGD, path)
+    with h5py.File(path) as file:
+        assert is_distributed(hvd.load_model(file).optimizer)
+
+
+def test_a_model_that_was_not_compiled(tmp_path):
+    path = tmp_path / f"{hvd.rank()}.keras"
+    oracle.build_model().save(path)
+    model = hvd.load_model(path)
+    assert getattr(model, "optimizer", None) is None
+
+
+def test_a_compressed_model(tmp_path):
+    path = tmp_path / f"{hvd.rank()}.keras"
+    save_half_way(keras.optimizers.SGD, path)
+    model = hvd.load_model(path, compression=hvd.Compression.fp16)
+    fit(model, SECOND)
+    difference = oracle.difference(
+        model.get_weights(), uninterrupted(keras.optimizers.SGD)
+    )
+    assert difference < 1e-4
+
+
+def test_a_built_optimizer_keeps_its_state():
+    optimizer = keras.optimizers.Adam(0.05)
+    model = oracle.build_model()
+    optimizer.build(model.trainable_variables)
+    optimizer.iterations.assign(7)
+    optimizer.variables[2].assign(np.full(optimizer.variables[2].shape, 0.5))
+    distributed = hvd.DistributedOptimizer(optimizer)
+    assert distributed is optimizer
+    assert int(distributed.iterations) == 7
+    model.compile(distributed, oracle.LOSS)
+    fit(model, FIRST)
+    assert int(model.optimizer.iterations) == 10
+
+
+def test_legacy_optimizers_do_not_exist_in_keras_3():
+    with pytest.raises(ValueError, match="Keras 3 does not"):
+        hvd.load_model("model.h5", legacy_opts=True)
