@@ -1,0 +1,20 @@
+#!/bin/sh
+# docker run IMAGE [test | FLAGS of hvdtrain.mnist | COMMAND...]
+set -eu
+
+train() { horovodrun -np 2 python -m hvdtrain.mnist "$@"; }
+
+# Needs no network, and proves the image: two ranks equal the big batch, and MNIST's
+# program trains.
+smoke_test() {
+  cd /opt/hvdtrain/test
+  horovodrun -np 2 python -m pytest -q -p no:cacheprovider test_optimizer.py \
+    -k 'test_fit_equals_the_big_batch and (momentum or adamw) or missing_reduction'
+  train --dataset=digits --max_steps=400
+}
+
+case ${1-} in
+  test) smoke_test ;;
+  -*) train "$@" ;;
+  *) exec "$@" ;;
+esac

@@ -1,0 +1,34 @@
+#!/bin/sh
+# A container as a host of a cluster: mpirun and horovodrun reach it by ssh.
+#
+#     host.sh keys       makes the cluster's key in ~/.ssh, a volume that the hosts share
+#     host.sh [KEY]      waits for ssh at port 2222; its own key is ~/.ssh/KEY (cluster)
+set -eu
+port=2222
+cd "$HOME/.ssh"
+
+make_keys() {
+  if [ -e config ]; then return; fi
+  chmod 700 .
+  ssh-keygen -q -t ed25519 -N '' -C cluster -f cluster
+  cp cluster.pub authorized_keys
+  echo "* $(cat cluster.pub)" >known_hosts
+  # A host that is gone does not close its connections: ask whether it is there.
+  cat >config <<-CONFIG
+	Port $port
+	IdentityFile ~/.ssh/cluster
+	BatchMode yes
+	ConnectTimeout 10
+	ServerAliveInterval 5
+	ServerAliveCountMax 3
+	CONFIG
+}
+
+if [ "${1-}" = keys ]; then
+  make_keys
+else
+  # StrictModes minds the modes of a volume, which are not ours to choose.
+  exec /usr/sbin/sshd -D -e -f /dev/null -p "$port" -h "$PWD/${1:-cluster}" \
+    -o PidFile=none -o PasswordAuthentication=no -o KbdInteractiveAuthentication=no \
+    -o StrictModes=no -o "SetEnv=PATH=$PATH"
+fi

@@ -1,0 +1,112 @@
+"""The scheduler around us, and other hosts over ssh."""
+
+import concurrent.futures
+import os
+import shlex
+import shutil
+import socket
+import time
+
+from hvdtrain import __version__
+from hvdtrain.diagnosis.finding import ask, broken, fine, warning
+
+_SCHEDULERS = {
+    "Slurm": "SLURM_JOB_ID",
+    "PBS": "PBS_JOBID",
+    "LSF": "LSB_JOBID",
+    "Kubernetes": "KUBERNETES_SERVICE_HOST",
+}
+_SET_BY_USERS = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_")
+_SSH_SECONDS = 10
+_CLOCK_SECONDS = 2.0
+
+
+def check(hosts, *, ssh_port):
+    """Return the findings on the scheduler and the hosts.
+
+    Args:
+        hosts: names of other hosts of the job.
+        ssh_port: where their sshd listens.
+    """
+    found = [check_scheduler(os.environ), check_variables(os.environ)]
+    if not hosts:
+        return found
+    if not shutil.which("ssh"):
+        remedy = "install it: apt-get install openssh-client"
+        return [*found, broken("ssh", "is not on the PATH", remedy)]
+    with concurrent.futures.ThreadPoolExecutor(len(hosts)) as pool:
+        return [*found, *pool.map(lambda host: check_host(host, ssh_port), hosts)]
+
+
+def check_scheduler(environ):
+    """Say which scheduler's job this is, and whether it gives room for ranks."""
+    jobs = {
+        scheduler: environ[variable]
+        for scheduler, variable in _SCHEDULERS.items()
+        if variable in environ
+    }
+    if not jobs:
+        return fine("scheduler", "none, this is not a job of one")
+    if "Slurm" not in jobs:
+        listed = ", ".join(f"{name}, job {job}" for name, job in jobs.items())
+        return fine("scheduler", listed)
+    tasks = environ.get("SLURM_NTASKS", "1")
+    detail = (
+        f"Slurm, job {jobs['Slurm']}: {tasks} tasks on "
+        f"{environ.get('SLURM_JOB_NUM_NODES', '1')} nodes, "
+        f"{environ.get('SLURM_CPUS_PER_TASK', '1')} cores per task"
+    )
+    if tasks == "1":
+        remedy = "mpirun will have one slot: ask for more, sbatch --ntasks-per-node=N"
+        return warning("scheduler", detail, remedy)
+    return fine("scheduler", detail)
+
+
+def check_variables(environ):
+    """List the variables that change how Horovod and the MPI behave."""
+    named = sorted(name for name in environ if name.startswith(_SET_BY_USERS))
+    if not named:
+        return fine("variables", "none that change Horovod or the MPI")
+    return fine("variables", ", ".join(f"{name}={environ[name]}" for name in named))
+
+
+def check_host(host, ssh_port):
+    """Log in to a host as launchers do; compare its clock, address and hvdtrain."""
+    topic = f"host {host}"
+    try:
+        socket.getaddrinfo(host, ssh_port)
+    except OSError as error:
+        remedy = "correct the name, or add it to the DNS or /etc/hosts"
+        return broken(topic, f"has no address: {error.strerror}", remedy)
+    remote = "date +%s.%N; cat /proc/loadavg; python -m hvdtrain.doctor --version"
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}"]
+    command += ["-p", str(ssh_port), host, remote]
+    before = time.time()
+    answer = ask(command, timeout_seconds=3 * _SSH_SECONDS)
+    after = time.time()
+    lines = answer.output.splitlines()
+    if not lines:
+        remedy = f"it must work without a password: {shlex.join(command[:-1])} true"
+        return broken(topic, f"ssh fails: {answer.last_words}", remedy)
+    return _compare(topic, lines, answer, before=before, after=after)
+
+
+def _compare(topic, lines, answer, *, before, after):
+    """Judge what a host said that answered."""
+    clock = float(lines[0])
+    offset = max(before - clock, clock - after, 0.0)
+    detail = f"ssh works, its clock is within {offset + after - before:.1f} s of ours"
+    if answer.code:
+        remedy = (
+            "install the same environment at the same path there; ssh does not read "
+            ".bashrc's later lines: set the PATH in ~/.ssh/environment or sshd's SetEnv"
+        )
+        detail = f"ssh works, but python -m hvdtrain.doctor fails: {answer.last_words}"
+        return broken(topic, detail, remedy)
+    if lines[-1] != __version__:
+        detail += f"; hvdtrain {lines[-1]} there and {__version__} here"
+        return broken(topic, detail, "install the same version on all hosts")
+    if offset > _CLOCK_SECONDS:
+        detail = f"ssh works, its clock differs from ours by {offset:.1f} s"
+        return warning(topic, detail, "set the clocks by NTP: logs will not line up")
+    return fine(topic, detail)

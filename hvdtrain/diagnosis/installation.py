@@ -1,0 +1,144 @@
+"""Versions, what Horovod was built against, and the launchers."""
+
+import functools
+import json
+import os
+import pathlib
+import platform
+import shutil
+import sys
+
+from hvdtrain.diagnosis.finding import ask, broken, fine, warning
+
+_LOAD_SECONDS = 120
+_SET_UP = "scripts/setup.sh sets up an environment that fits together"
+# The lines of these that hvdtrain is written for; setup.cfg says the same to pip.
+_KERAS_LINE = "3.15."
+_TENSORFLOW_LINE = "2.21."
+
+
+def check():
+    """Return the findings on what is installed."""
+    tensorflow, found = load("TensorFlow", "tensorflow")
+    horovod, found_horovod = load("Horovod", "horovod")
+    found = [*found, *found_horovod]
+    if tensorflow:
+        found += _check_tensorflow(tensorflow)
+    if horovod:
+        found += _check_horovod(horovod, tensorflow)
+    found += _check_launchers(horovod)
+    if horovod and horovod["mpi"]:
+        found += _check_mpi4py(horovod)
+    found += _check_gpus(tensorflow, horovod)
+    return [fine("Python", f"{platform.python_version()}, {sys.executable}"), *found]
+
+
+@functools.cache
+def load(topic, library):
+    """Return what `probe` tells of a library, or None; and the findings of failure."""
+    command = [sys.executable, "-m", "hvdtrain.diagnosis.probe", library]
+    answer = ask(command, timeout_seconds=_LOAD_SECONDS)
+    if answer.code == 0:
+        return json.loads(answer.output.splitlines()[-1]), []
+    if answer.code < 0:
+        died = f"loading it ended Python by signal {-answer.code}"
+        return None, [broken(topic, died, _SET_UP)]
+    return None, [broken(topic, f"cannot be loaded: {answer.last_words}", _SET_UP)]
+
+
+def _check_tensorflow(tensorflow):
+    detail = f"{tensorflow['version']}, Keras {tensorflow['keras']}"
+    if not tensorflow["keras"].startswith(_KERAS_LINE):
+        remedy = f"hvdtrain hooks into Keras {_KERAS_LINE}x: install that; {_SET_UP}"
+        return [broken("TensorFlow", detail, remedy)]
+    if not tensorflow["version"].startswith(_TENSORFLOW_LINE):
+        remedy = f"hvdtrain is tested with {_TENSORFLOW_LINE}x"
+        return [warning("TensorFlow", detail, remedy)]
+    return [fine("TensorFlow", detail)]
+
+
+def _check_horovod(horovod, tensorflow):
+    kinds = {"MPI": "mpi", "Gloo": "gloo", "NCCL": "nccl"}
+    built = [name for name, key in kinds.items() if horovod[key]]
+    detail = (
+        f"{horovod['version']}, built for TensorFlow {horovod['tensorflow']} with "
+        f"{', '.join(built) or 'neither MPI nor Gloo'}"
+    )
+    if tensorflow and horovod["tensorflow"] != tensorflow["version"]:
+        detail += f", and {tensorflow['version']} is installed"
+        return [broken("Horovod", detail, f"build it again: {_SET_UP}")]
+    if not (horovod["mpi"] or horovod["gloo"]):
+        return [broken("Horovod", detail, f"build it with one of them: {_SET_UP}")]
+    return [fine("Horovod", detail)]
+
+
+def _check_launchers(horovod):
+    horovodrun, mpirun = shutil.which("horovodrun"), shutil.which("mpirun")
+    own = pathlib.Path(sys.executable).parent
+    remedy = f"put it on the PATH: PATH={own}:$PATH"
+    found = []
+    if not horovodrun:
+        found.append(broken("horovodrun", "is not on the PATH", remedy))
+    elif pathlib.Path(horovodrun).parent != own and (own / "horovodrun").exists():
+        detail = f"{horovodrun} belongs to another Python than {sys.executable}"
+        found.append(warning("horovodrun", detail, remedy))
+    else:
+        found.append(
+            fine("horovodrun", f"{horovodrun}, {_controller(horovod, mpirun)}")
+        )
+    if mpirun:
+        found.append(_check_mpirun(mpirun))
+    elif horovod and horovod["mpi"]:
+        remedy = "only Gloo can be used; put the MPI's bin directory on the PATH"
+        found.append(warning("mpirun", "is not on the PATH", remedy))
+    return found
+
+
+def _controller(horovod, mpirun):
+    """Say what horovodrun takes where it is not told."""
+    chosen = os.environ.get("HOROVOD_CONTROLLER")
+    if chosen:
+        return f"takes {chosen}, as HOROVOD_CONTROLLER says"
+    if horovod and horovod["mpi"] and mpirun:
+        return "takes MPI unless told --gloo"
+    return "takes Gloo"
+
+
+def _check_mpirun(mpirun):
+    answer = ask([mpirun, "--version"], timeout_seconds=20)
+    if answer.code:
+        remedy = "repair the MPI, or launch by horovodrun --gloo"
+        return broken("mpirun", f"{mpirun} fails: {answer.last_words}", remedy)
+    return fine("mpirun", f"{mpirun}, {answer.output.splitlines()[0]}")
+
+
+def _check_mpi4py(horovod):
+    mpi4py, found = load("mpi4py", "mpi4py")
+    if not mpi4py:
+        remedy = "not needed for training; to use it: pip install mpi4py"
+        return [warning("mpi4py", found[0].detail, remedy)]
+    detail = f"{mpi4py['version']}, {mpi4py['mpi']}"
+    if mpi4py["mpi_library"] != horovod["mpi_library"]:
+        detail += f" of {mpi4py['mpi_library']}; Horovod's is {horovod['mpi_library']}"
+        remedy = f"two MPIs in a process crash it: build them with one; {_SET_UP}"
+        return [broken("mpi4py", detail, remedy)]
+    return [fine("mpi4py", detail)]
+
+
+def _check_gpus(tensorflow, horovod):
+    nvidia = ask(["nvidia-smi", "--list-gpus"], timeout_seconds=30)
+    there = len(nvidia.output.splitlines()) if nvidia.code == 0 else 0
+    seen = tensorflow["gpus"] if tensorflow else 0
+    if seen < there and not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        detail = f"{there} in the machine, TensorFlow sees {seen}"
+        remedy = (
+            "install the GPU build: pip install 'tensorflow[and-cuda]', then Horovod"
+        )
+        return [warning("GPU", detail, remedy)]
+    if seen and horovod and not horovod["nccl"]:
+        detail = f"TensorFlow sees {seen}, Horovod was built without NCCL"
+        remedy = (
+            "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL, or it copies by the CPU"
+        )
+        return [warning("GPU", detail, remedy)]
+    return [fine("GPU", f"{seen} of {there}" if there else "none, training on CPUs")]

@@ -1,0 +1,84 @@
+"""Two ranks that add up numbers, timed: the proof, by each controller there is.
+
+The check starts this module under horovodrun.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+import time
+
+from hvdtrain.diagnosis import installation
+from hvdtrain.diagnosis.finding import ask, broken, fine
+
+_LIMIT_SECONDS = 120
+# The gradients of MNIST's small model.
+_ELEMENTS = 101_770
+_ROUNDS = 50
+_MARK = "two ranks: "
+
+
+def check():
+    """Return a finding for MPI and one for Gloo, where Horovod has them."""
+    horovodrun = shutil.which("horovodrun")
+    if not horovodrun:
+        return []
+    horovod, _ = installation.load("Horovod", "horovod")
+    if not horovod:
+        return []
+    has_mpi = horovod["mpi"] and shutil.which("mpirun")
+    controllers = ["MPI"] * bool(has_mpi) + ["Gloo"] * horovod["gloo"]
+    return [_run(horovodrun, controller) for controller in controllers]
+
+
+def _run(horovodrun, controller):
+    topic = f"2 ranks, {controller}"
+    program = [sys.executable, "-m", "hvdtrain.diagnosis.ranks"]
+    command = [horovodrun, f"--{controller.lower()}", "-np", "2", *program]
+    answer = ask(command, timeout_seconds=_LIMIT_SECONDS)
+    marked = [line for line in answer.output.splitlines() if _MARK in line]
+    if answer.code or not marked:
+        # Launchers end with words on themselves: the cause comes first.
+        remedy = f"see all it says: {' '.join(command)}"
+        return broken(topic, f"fail: {answer.last_words}", remedy)
+    said = json.loads(marked[-1].split(_MARK)[1])
+    if said["sum"] != 3.0:
+        remedy = "build Horovod again: scripts/setup.sh"
+        return broken(topic, f"1 + 2 gave {said['sum']}", remedy)
+    detail = (
+        f"the sum is right, {said['milliseconds']:.2f} ms for 0.4 MB, "
+        f"{said['threads_per_rank']} threads per rank"
+    )
+    if said["mpi_threads"] is not None:
+        detail += f", MPI threads {'shared' if said['mpi_threads'] else 'alone'}"
+    return fine(topic, detail)
+
+
+def main():
+    """Reduce, and print what came out and how long it took."""
+    from hvdtrain import cores, runtime
+
+    world = runtime.start()
+    import tensorflow as tf
+
+    import hvdtrain.keras as hvd
+
+    numbers = tf.fill([_ELEMENTS], float(world.rank + 1))
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        total = hvd.allreduce(numbers, op=hvd.Sum, name="two_ranks")
+        times.append(time.perf_counter() - start)
+    if world.is_chief:
+        said = {
+            "sum": float(tf.reduce_max(total)),
+            "milliseconds": statistics.median(times) * 1000,
+            "threads_per_rank": cores.usable(world.local_size),
+            "mpi_threads": hvd.mpi_threads_supported() if hvd.mpi_enabled() else None,
+        }
+        print(_MARK + json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Tells on one page why training does not work here, and what to do about it.
+
+python -m hvdtrain.doctor
+python -m hvdtrain.doctor --hosts=node1,node2
+python -m hvdtrain.doctor --json
+
+Takes half a minute. The exit code is 1 if something is broken.
+"""
+
+import dataclasses
+import json
+import textwrap
+
+from absl import flags
+
+from hvdtrain import __version__, program, runtime
+from hvdtrain.diagnosis import cluster, installation, machine, ranks
+
+_HOSTS = flags.DEFINE_list("hosts", [], "Other hosts of the job, to be tried by ssh.")
+_SSH_PORT = flags.DEFINE_integer(
+    "ssh_port", 22, "Where their sshd listens.", lower_bound=1, upper_bound=65535
+)
+_JSON = flags.DEFINE_bool("json", False, "Print the findings as JSON.")
+_VERSION = flags.DEFINE_bool("version", False, "Print hvdtrain's version alone.")
+
+_MARKS = {"fine": "   ", "warning": " ? ", "broken": "!! "}
+_WIDTH = 88
+
+
+def main():
+    """Print the findings; raise `JobError` if something is broken."""
+    if _VERSION.value:
+        print(__version__)
+        return
+    launched = runtime.launch()
+    if launched.size > 1:
+        raise runtime.JobError(
+            f"Received {launched.size} ranks from {launched.launcher}; expected none: "
+            "start python -m hvdtrain.doctor by itself, it starts two ranks of its own."
+        )
+    findings = []
+    for check in (
+        installation.check,
+        machine.check,
+        lambda: cluster.check(_HOSTS.value, ssh_port=_SSH_PORT.value),
+        ranks.check,
+    ):
+        found = check()
+        findings += found
+        if not _JSON.value:
+            for finding in found:
+                print(_line(finding), flush=True)
+    broken = [finding for finding in findings if finding.status == "broken"]
+    if _JSON.value:
+        listed = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"broken": len(broken), "findings": listed}, indent=2))
+    if broken:
+        topics = ", ".join(finding.topic for finding in broken)
+        raise runtime.JobError(f"{len(broken)} broken: {topics}.")
+
+
+def _line(finding):
+    """Return a finding as a person reads it; the remedy in a line of its own."""
+    indent = " " * 20
+    lines = textwrap.wrap(
+        f"{_MARKS[finding.status]}{finding.topic:<16} {finding.detail}",
+        _WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        drop_whitespace=True,
+    )
+    if finding.remedy:
+        lines += textwrap.wrap(
+            f"-> {finding.remedy}",
+            _WIDTH,
+            initial_indent=indent,
+            subsequent_indent=indent + "   ",
+            break_long_words=False,
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    program.run(main, page=__doc__)

@@ -1,0 +1,140 @@
+"""Each check finds what was broken on purpose, and says what to do."""
+
+import os
+import pathlib
+import time
+
+import pytest
+
+from hvdtrain.diagnosis import cluster, machine
+from hvdtrain.diagnosis.finding import ask
+
+
+def test_a_command_that_does_not_exist_is_an_answer():
+    answer = ask(["no-such-command"], timeout_seconds=5)
+    assert answer.code == 127
+    assert "no-such-command" in answer.last_words
+
+
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path):
+    child = tmp_path / "child"
+    command = ["sh", "-c", f"sleep 1000 & echo $! >{child}; wait"]
+    answer = ask(command, timeout_seconds=2)
+    assert answer.code == 124
+    assert "2 s" in answer.last_words
+    pid = int(child.read_text())
+    deadline = time.monotonic() + 30
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the child was left behind"
+
+
+def is_running(pid):
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_what_a_launcher_said_is_not_handed_on(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_MCA_btl", "tcp,self")
+    output = ask(["env"], timeout_seconds=5).output
+    assert "OMPI_COMM_WORLD_RANK" not in output
+    assert "OMPI_MCA_btl=tcp,self" in output
+
+
+def test_a_directory_that_is_missing_is_broken(tmp_path):
+    path = str(tmp_path / "missing")
+    finding = machine.check_directory(path, needed_bytes=1, remedy="make it")
+    assert finding.status == "broken"
+    assert finding.topic == path
+    assert finding.remedy == "make it"
+
+
+def test_a_directory_without_room_is_broken(tmp_path):
+    path = str(tmp_path)
+    assert machine.check_directory(path, needed_bytes=1, remedy="").status == "fine"
+    finding = machine.check_directory(path, needed_bytes=1 << 60, remedy="clean up")
+    assert finding.status == "broken"
+    assert finding.remedy == "clean up"
+    assert not os.listdir(tmp_path)
+
+
+def test_one_core_is_a_warning(monkeypatch):
+    first = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {first})
+    finding = machine.check_cores()
+    assert finding.status == "warning"
+    assert finding.detail.startswith("1 of ")
+
+
+@pytest.mark.parametrize("variable", machine.INTERFACE_VARIABLES)
+def test_an_interface_that_is_not_there_is_broken(monkeypatch, variable):
+    monkeypatch.setenv(variable, "nope0")
+    finding = machine.check_interfaces()
+    assert finding.status == "broken"
+    assert f"{variable}=nope0" in finding.detail
+    assert "lo" in finding.remedy
+
+
+def test_interfaces_may_be_named_by_network(monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "127.0.0.0/8")
+    assert machine.check_interfaces().status == "fine"
+
+
+def test_bridges_of_containers_are_a_warning(monkeypatch):
+    for variable in machine.INTERFACE_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    there = {"docker0": "172.17.0.1", "eth7": "10.1.2.3", "lo": "127.0.0.1"}
+    monkeypatch.setattr(machine, "interfaces", lambda: there)
+    finding = machine.check_interfaces()
+    assert finding.status == "warning"
+    assert "--network-interface eth7" in finding.remedy
+
+
+def test_a_clock_before_the_installation_is_a_warning(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    finding = machine.check_clock()
+    assert finding.status == "warning"
+    assert "1970" in finding.detail
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "4"}
+
+
+def test_a_slurm_job_is_described():
+    finding = cluster.check_scheduler({**SLURM, "SLURM_NTASKS": "8"})
+    assert finding.status == "fine"
+    assert finding.detail == "Slurm, job 7: 8 tasks on 2 nodes, 4 cores per task"
+
+
+def test_a_slurm_job_of_one_task_is_a_warning():
+    finding = cluster.check_scheduler({**SLURM, "SLURM_NTASKS": "1"})
+    assert finding.status == "warning"
+    assert "--ntasks-per-node" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("environ", "detail"),
+    [
+        ({}, "none, this is not a job of one"),
+        ({"PBS_JOBID": "8.head"}, "PBS, job 8.head"),
+    ],
+)
+def test_other_schedulers(environ, detail):
+    finding = cluster.check_scheduler(environ)
+    assert (finding.status, finding.detail) == ("fine", detail)
+
+
+def test_variables_that_users_set_are_listed():
+    environ = {"HOROVOD_CYCLE_TIME": "5", "HOME": "/root", "NCCL_DEBUG": "INFO"}
+    detail = cluster.check_variables(environ).detail
+    assert detail == "HOROVOD_CYCLE_TIME=5, NCCL_DEBUG=INFO"
+
+
+def test_a_host_without_an_address_is_broken():
+    finding = cluster.check_host("no-such-host.invalid", 22)
+    assert finding.status == "broken"
+    assert finding.topic == "host no-such-host.invalid"
+    assert "has no address" in finding.detail
