@@ -56,6 +56,12 @@ _LEARNING_RATE = flags.DEFINE_float(
 _WARMUP_EPOCHS = flags.DEFINE_float(
     "warmup_epochs", 0.0, "Epochs of rise from one rank's rate to the job's."
 )
+_DECAY = flags.DEFINE_enum(
+    "decay",
+    "none",
+    ("none", "cosine"),
+    "How the learning rate falls after the warm-up; cosine ends at 0.",
+)
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Of weights, order and dropout.", lower_bound=0, upper_bound=2**32 - 1
 )
@@ -155,7 +161,6 @@ def _load(world):
 
 
 def _train_spec(dataset, world):
-    import hvdtrain.keras as hvd
     from hvdtrain import training
 
     shard = data.Shard(
@@ -165,16 +170,7 @@ def _train_spec(dataset, world):
         rank=world.rank,
         size=world.size,
     )
-    callbacks = []
-    if _WARMUP_EPOCHS.value:
-        rate = _local_learning_rate() * world.size
-        callbacks.append(
-            hvd.callbacks.LearningRateWarmupCallback(rate, _WARMUP_EPOCHS.value)
-        )
-    if _CONSISTENCY_CHECK_STEPS.value:
-        callbacks.append(
-            hvd.callbacks.ConsistencyCheckCallback(_CONSISTENCY_CHECK_STEPS.value)
-        )
+    steps = _steps(shard)
     return training.TrainSpec(
         input_fn=lambda start_step, end_step: data.stream(
             dataset.x_train,
@@ -183,12 +179,37 @@ def _train_spec(dataset, world):
             start_step=start_step,
             end_step=end_step,
         ),
-        max_steps=_steps(shard),
+        max_steps=steps,
         epoch_steps=shard.steps(1),
         local_batch_size=shard.local_batch_size,
-        callbacks=callbacks,
+        callbacks=_callbacks(world, epochs=max(1, round(steps / shard.steps(1)))),
         steps_per_execution=_STEPS_PER_EXECUTION.value or None,
     )
+
+
+def _callbacks(world, *, epochs):
+    from hvdtrain.keras import callbacks
+
+    rate = _local_learning_rate() * world.size
+    warmup = _WARMUP_EPOCHS.value
+    found = []
+    if warmup:
+        found.append(callbacks.LearningRateWarmupCallback(rate, warmup))
+    if _DECAY.value == "cosine":
+        # Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.
+        def cosine(epoch):
+            done = (epoch - warmup) / max(epochs - warmup, 1e-9)
+            return (1 + math.cos(math.pi * min(1, done))) / 2
+
+        found.append(
+            callbacks.LearningRateScheduleCallback(
+                rate, cosine, start_epoch=warmup, staircase=False
+            )
+        )
+    if _CONSISTENCY_CHECK_STEPS.value:
+        every_steps = _CONSISTENCY_CHECK_STEPS.value
+        found.append(callbacks.ConsistencyCheckCallback(every_steps))
+    return found
 
 
 def _eval_spec(dataset, world):
@@ -257,6 +278,7 @@ def _facts(dataset, world, train_spec):
     window = _ACCUMULATION_STEPS.value
     return {
         "dataset": dataset.name,
+        "requested_dataset": _DATASET.value,
         "model": _MODEL.value,
         "optimizer": _OPTIMIZER.value,
         "local_batch_size": _BATCH_SIZE.value,

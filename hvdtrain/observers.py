@@ -7,6 +7,8 @@ import time
 import tensorflow as tf
 import tqdm
 
+from hvdtrain.runtime import JobError
+
 
 class Console:
     """An observer that writes for people: a bar, or a line every few seconds.
@@ -31,10 +33,11 @@ class Console:
         if self._has_bar:
             self._draw(progress)
             return
+        now = self._clock()
         is_last = progress.step == progress.max_steps
-        if not is_last and self._clock() - self._last < self._every_seconds:
+        if not is_last and now - self._last < self._every_seconds:
             return
-        self._last = self._clock()
+        self._last = now
         self._write(
             f"step {progress.step}/{progress.max_steps}  {_numbers(progress.metrics)}  "
             f"{progress.samples_per_second:,.0f} samples/s  "
@@ -76,9 +79,13 @@ class EventLog:
 
     Args:
         directory: `train` and `test` are made inside of it.
+
+    Raises:
+        JobError: the files cannot be written, for a full disk, say.
     """
 
     def __init__(self, directory):
+        self._directory = directory
         self._writers = {
             part: tf.summary.create_file_writer(os.path.join(directory, part))
             for part in ("train", "test")
@@ -97,11 +104,17 @@ class EventLog:
         self._write("test", step, metrics)
 
     def _write(self, part, step, values):
-        with self._writers[part].as_default(step=step):
-            for name, value in values.items():
-                value = tf.constant(value, tf.float32)
-                tf.summary.write(name, value, metadata=self._metadata)
-        self._writers[part].flush()
+        try:
+            with self._writers[part].as_default(step=step):
+                for name, value in values.items():
+                    value = tf.constant(value, tf.float32)
+                    tf.summary.write(name, value, metadata=self._metadata)
+            self._writers[part].flush()
+        except tf.errors.OpError as error:
+            reason = error.message.splitlines()[0].rpartition("; ")[2]
+            raise JobError(
+                f"Cannot write TensorBoard's logs to {self._directory}: {reason}."
+            ) from None
 
 
 def _numbers(metrics):

@@ -77,7 +77,12 @@ def _leave_after_bug(error):
 
 
 def _is_loss_of_a_rank(error):
-    return "Horovod" in f"{type(error).__name__} {error}"
+    # Either Horovod's own class, or what TensorFlow makes of it inside of a graph.
+    kind = type(error)
+    is_tensorflows = kind.__module__.startswith("tensorflow") and "Horovod" in str(
+        error
+    )
+    return kind.__name__ == "HorovodInternalError" or is_tensorflows
 
 
 def _leave(text, *, code, is_everywhere=False):

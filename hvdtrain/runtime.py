@@ -40,7 +40,8 @@ _NOISE = re.compile(rb"absl::InitializeLog|^I0000 |oneDNN|cpu_feature_guard")
 class JobError(Exception):
     """The job cannot go on. The message is one line that says why and what to do.
 
-    Raised on every rank: by a check that all ranks make alike, or in `together`.
+    Raised on every rank, by a check that all ranks make alike or in `together`, or on
+    the chief alone: of this error the chief's message is the one that is shown.
     """
 
 
@@ -188,6 +189,7 @@ def _set_threads(count):
 
 
 def _set_gpu(world):
+    # Not yet run on a GPU.
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -240,8 +242,9 @@ def together(world, *, expected=(JobError,)):
     except Exception:
         text = traceback.format_exc()
     failures = gather(world, (text, socket.gethostname()))
-    if all(text for text, _ in failures) and len({text for text, _ in failures}) == 1:
-        raise JobError(text)
+    texts = [text for text, _ in failures]
+    if texts[0] and len(set(texts)) == 1:
+        raise JobError(texts[0])
     for rank, (text, host) in enumerate(failures):
         if text:
             raise JobError(f"rank {rank} on {host}: {text}")

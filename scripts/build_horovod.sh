@@ -58,9 +58,10 @@ sed -i '/xla_mpi_ops\.cc/d' "horovod-$version/horovod/tensorflow/CMakeLists.txt"
 # The bundled gloo and flatbuffers ask for CMake 2.8, which CMake 4 refuses by default.
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 # An MPI inside the environment is found wherever the environment lies: the library is
-# <prefix>/lib/pythonX.Y/site-packages/horovod/tensorflow/mpi_lib.so.
+# <prefix>/lib/pythonX.Y/site-packages/horovod/tensorflow/mpi_lib.so. The backslash is
+# for Ninja, which links through a shell; make does as well with it.
 # shellcheck disable=SC2016
-export LDFLAGS="${LDFLAGS:-} "'-Wl,-rpath,$ORIGIN/../../../..'
+export LDFLAGS="${LDFLAGS:-} "'-Wl,-rpath,\$ORIGIN/../../../..'
 # Horovod would start eight compilers whatever the machine, unless MAKEFLAGS says less.
 CMAKE_BUILD_PARALLEL_LEVEL=$(nproc)
 export CMAKE_BUILD_PARALLEL_LEVEL MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}"

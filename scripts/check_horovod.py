@@ -5,6 +5,7 @@
 Also holds Horovod and mpi4py to one MPI library, since two in a process crash it.
 """
 
+import re
 from pathlib import Path
 
 import horovod.tensorflow as hvd
@@ -24,8 +25,9 @@ def main() -> None:
     total = float(hvd.allreduce(tf.constant(hvd.rank() + 1.0), op=hvd.Sum))
     if total != size * (size + 1) / 2:
         raise SystemExit(f"allreduce gave {total} over {size} ranks")
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    libraries = {line.split(maxsplit=5)[-1] for line in maps if "/libmpi" in line}
+    # Beside the library itself, Open MPI 4 has one for C++.
+    maps = Path("/proc/self/maps").read_text()
+    libraries = set(re.findall(r"/.*/libmpi(?!_?cxx)[^/\s]*$", maps, re.MULTILINE))
     if len(libraries) > 1:
         raise SystemExit(f"Horovod and mpi4py load two MPIs: {sorted(libraries)}")
     print(f"rank {hvd.rank()} of {size}: the sum is {total}, MPI is {libraries}")

@@ -37,13 +37,15 @@ how_to_install() {
   fi
 }
 
+# The same path whether or not .venv, or another environment, is active.
 find_python() {
   local candidate
   for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
     "$candidate" -c 'if 1:
-      import sys
+      import os, sys
       supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
-      print(sys._base_executable) if supported else sys.exit(1)' 2>/dev/null && return
+      base = os.path.realpath(sys._base_executable)
+      print(base) if supported else sys.exit(1)' 2>/dev/null && return
     [[ -z ${PYTHON:-} ]] || die "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13"
   done
   die "Python 3.11, 3.12 or 3.13 is missing, found $(python3 -V 2>&1 || true):" \
@@ -131,6 +133,7 @@ step() {
     echo "$((SECONDS - start)) s"
     return
   fi
+  ((status != 124)) || echo -n "timed out, "
   echo "failed after $((SECONDS - start)) s (exit code $status):"
   tail -c "+$size" "$log" >"$log.step"
   { grep -iE '(error|fatal|killed|no space left)\b' "$log.step" || cat "$log.step"; } |
@@ -176,13 +179,13 @@ link_mpi() {
   [[ -n $mpicxx ]] || return 0
   local library
   library=$(ldd "$venv"/lib/python3*/site-packages/horovod/tensorflow/mpi_lib*.so |
-    awk '$1 ~ /^libmpi/ && $3 ~ /^\// { print $3; exit }') &&
+    awk '$1 ~ /^libmpi/ && $1 !~ /cxx/ && $3 ~ /^\// { print $3; exit }') &&
     [[ -n $library ]] && ln -sf "$library" "$venv/lib/libmpi.so"
 }
 
 prove() {
   cd "$root" && PATH="$venv/bin:$PATH" CUDA_VISIBLE_DEVICES='' TF_CPP_MIN_LOG_LEVEL=3 \
-    timeout -k 10 180 horovodrun -np 2 python scripts/check_horovod.py
+    timeout -k 10 300 horovodrun -np 2 python scripts/check_horovod.py
 }
 
 finish() { describe_all >"$venv/.set-up.new" && mv "$venv/.set-up.new" "$venv/.set-up"; }

@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 
 import keras
 import numpy as np
@@ -108,6 +109,7 @@ def test_all_flags_together(train):
             "--batch_size=50",
             "--optimizer=adam",
             "--warmup_epochs=0.5",
+            "--decay=cosine",
             "--accumulation_steps=2",
             "--compression=bf16",
             "--mixed_precision=bfloat16",
@@ -124,13 +126,13 @@ def test_all_flags_together(train):
     assert summary["test_accuracy"] > 0.7
 
 
-def test_bar_on_a_terminal(tmp_path):
+def test_bar_on_a_terminal():
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
     process = subprocess.Popen(
         [sys.executable, "-m", "hvdtrain.mnist", "--dataset=digits", "--max_steps=60"],
         stdout=theirs,
         stderr=theirs,
-        env=os.environ | {"COLUMNS": "100"},
     )
     os.close(theirs)
     shown = b""

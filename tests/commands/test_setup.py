@@ -1,6 +1,7 @@
 """The scripts, as a person calls them: what set-up says and leaves alone."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -75,6 +76,33 @@ def test_set_up_again_does_nothing(tmp_path):
     quiet = call(link, "--quiet", cwd=tmp_path)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     assert log.stat().st_mtime_ns == before
+
+
+CHANGES = ["clone", "python", "mpi", "requirements", "scripts", "package", "installed"]
+
+
+@is_set_up
+@pytest.mark.parametrize("changed", [None, *CHANGES])
+def test_set_up_notices_each_change(clone, tmp_path, changed):
+    """A clone that is set up but for one line; a broken compiler stops the repair."""
+    (clone / ".venv").mkdir()
+    (clone / ".venv/lib").symlink_to(ROOT / ".venv/lib")
+    stamp = (ROOT / ".venv/.set-up").read_text().replace(str(ROOT), str(clone))
+    if changed:
+        assert f"{changed}: " in stamp
+        stamp = re.sub(f"(?m)^{changed}: .*", f"{changed}: another", stamp)
+    (clone / ".venv/.set-up").write_text(stamp)
+    path = os.environ["PATH"].split(os.pathsep)
+    result = call(
+        clone / "scripts/setup.sh",
+        PATH=os.pathsep.join(p for p in path if not p.startswith(f"{ROOT}/.venv")),
+        CXX="/bin/false",
+        HVDTRAIN_CACHE_DIR=str(tmp_path / "cache"),
+    )
+    if changed:
+        assert_one_line(result, "C++ compiler is missing")
+    else:
+        assert result.stdout == "set-up: .venv is ready, nothing to do\n", result
 
 
 @is_set_up

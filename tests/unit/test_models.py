@@ -26,7 +26,7 @@ def test_other_images_and_classes(name, shape):
 
 
 def test_images_too_small_for_the_cnn():
-    with pytest.raises(DataError, match="5x28.*6x6"):
+    with pytest.raises(DataError, match=r"5x28.*6x6"):
         models.cnn((5, 28, 1), num_classes=10)
 
 

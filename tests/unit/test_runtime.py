@@ -47,7 +47,7 @@ def test_launch_is_read_from_the_innermost_launcher(environ, expected):
 
 
 def test_ranks_that_do_not_see_each_other_are_refused():
-    with pytest.raises(JobError, match="4 processes from srun.* jobs of 1"):
+    with pytest.raises(JobError, match=r"4 processes from srun.* jobs of 1"):
         runtime.check_one_job(Launch("srun", 4, 2), size=1)
     runtime.check_one_job(Launch("mpirun", 4, 2), size=4)
     runtime.check_one_job(Launch(), size=1)

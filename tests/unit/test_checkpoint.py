@@ -1,0 +1,72 @@
+"""Files of a run appear whole, or not at all."""
+
+import json
+import os
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain import checkpoint
+from hvdtrain.runtime import JobError
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_json_replaces_what_was_there(tmp_path):
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    checkpoint.save_json({"steps": 5}, path)
+    assert json.loads(path.read_text()) == {"steps": 5}
+    assert names(tmp_path) == ["summary.json"]
+
+
+def test_failure_leaves_the_old_file_and_no_rubbish(tmp_path):
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        checkpoint.save_json({"steps": object()}, path)
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["summary.json"]
+
+
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(JobError, match=r"summary\.json: No space left on device"):
+        checkpoint.save_json({}, tmp_path / "summary.json")
+    assert names(tmp_path) == []
+
+
+def test_model_is_whole_and_obeys_umask(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    path = tmp_path / "model.keras"
+    checkpoint.save_model(model, path)
+    assert names(tmp_path) == ["model.keras"]
+    expected = model.get_weights()
+    for a, b in zip(keras.models.load_model(path).get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_directory_is_made_and_tried(tmp_path):
+    checkpoint.prepare_directory(tmp_path / "a" / "b", needed_bytes=1000)
+    assert names(tmp_path / "a" / "b") == []
+
+
+def test_directory_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JobError, match=r"file.*--model_dir"):
+        checkpoint.prepare_directory(tmp_path / "file" / "run", needed_bytes=1)
+
+
+def test_too_little_room(tmp_path):
+    with pytest.raises(JobError, match=r"No space left|File too large"):
+        checkpoint.prepare_directory(tmp_path, needed_bytes=1 << 60)
+    assert names(tmp_path) == []

@@ -1,0 +1,80 @@
+"""What a person, and TensorBoard, get to see."""
+
+import io
+
+import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hvdtrain.observers import Console, EventLog
+from hvdtrain.progress import Progress
+
+
+def progress(step, **changes):
+    values = {
+        "step": step,
+        "max_steps": 1000,
+        "metrics": {"accuracy": 0.5, "loss": 1.25},
+        "samples_per_second": 12345.6,
+        "seconds_left": 61.2,
+    }
+    return Progress(**(values | changes))
+
+
+def test_line_tells_how_it_goes():
+    file = io.StringIO()
+    Console(file, has_bar=False).on_progress(progress(100))
+    assert file.getvalue() == (
+        "step 100/1000  loss 1.2500  accuracy 0.5000  12,346 samples/s  1:02 left\n"
+    )
+
+
+def test_hours():
+    file = io.StringIO()
+    Console(file, has_bar=False).on_progress(progress(1, seconds_left=3 * 3600 + 5))
+    assert file.getvalue().endswith("3:00:05 left\n")
+
+
+def test_lines_are_seconds_apart_and_the_last_step_is_one():
+    file, seconds = io.StringIO(), iter([0, 2, 4, 6, 8])
+    console = Console(file, has_bar=False, every_seconds=5, clock=lambda: next(seconds))
+    for step in (1, 2, 3, 4, 1000):
+        console.on_progress(progress(step))
+    steps = [line.split("/")[0] for line in file.getvalue().splitlines()]
+    assert steps == ["step 1", "step 4", "step 1000"]
+
+
+def test_evaluation_is_told():
+    file = io.StringIO()
+    Console(file, has_bar=False).on_evaluation(7, {"accuracy": 0.25, "loss": 2})
+    assert file.getvalue() == "evaluation at step 7: loss 2.0000  accuracy 0.2500\n"
+
+
+def test_bar_shows_the_same():
+    file = io.StringIO()
+    console = Console(file, has_bar=True)
+    console.on_progress(progress(500))
+    console.on_progress(progress(1000))
+    console.on_evaluation(1000, {"loss": 1})
+    shown = file.getvalue()
+    assert "50%" in shown
+    assert "1000/1000" in shown
+    assert "loss 1.2500  accuracy 0.5000  12,346 samples/s" in shown
+    assert shown.endswith("evaluation at step 1000: loss 1.0000\n")
+
+
+def test_tensorboard_reads_the_event_log(tmp_path):
+    log = EventLog(tmp_path)
+    log.on_progress(progress(100))
+    log.on_progress(progress(200, metrics={"loss": 0.5, "accuracy": 1.0}))
+    log.on_evaluation(200, {"loss": 0.75})
+    train = EventAccumulator(str(tmp_path / "train")).Reload()
+    test = EventAccumulator(str(tmp_path / "test")).Reload()
+    assert set(train.Tags()["tensors"]) == {"loss", "accuracy", "samples_per_second"}
+    read = [(event.step, number(event)) for event in train.Tensors("loss")]
+    assert read == [(100, 1.25), (200, 0.5)]
+    assert number(test.Tensors("loss")[0]) == pytest.approx(0.75)
+
+
+def number(event):
+    return float(tf.make_ndarray(event.tensor_proto))

@@ -1,0 +1,144 @@
+"""Training on one rank: exact numbers of steps, and what plain Keras computes."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import training
+from hvdtrain.runtime import JobError, World
+from hvdtrain.training import EvalSpec, Plan, TrainSpec
+
+RANDOM = np.random.RandomState(0)
+X = RANDOM.normal(size=(400, 6)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int32")
+BATCH = 4
+
+
+@pytest.fixture(autouse=True)
+def _horovod(monkeypatch):
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
+    hvd.init()
+
+
+class Recorder:
+    def __init__(self):
+        self.progress = []
+        self.evaluations = []
+
+    def on_progress(self, progress):
+        self.progress.append(progress)
+
+    def on_evaluation(self, step, metrics):
+        self.evaluations.append((step, metrics))
+
+
+def model(*, learning_rate=0.1):
+    keras.utils.set_random_seed(1)
+    network = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)]
+    )
+    network.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(learning_rate)),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    )
+    return network
+
+
+def batches(start_step, end_step):
+    places = np.arange(start_step * BATCH, end_step * BATCH) % len(X)
+    return tf.data.Dataset.from_tensor_slices((X[places], Y[places])).batch(BATCH)
+
+
+def train(max_steps, *, epoch_steps=100, model_fn=model, every_epochs=0, **options):
+    recorder = Recorder()
+    result = training.train_and_evaluate(
+        model_fn,
+        TrainSpec(
+            input_fn=batches,
+            max_steps=max_steps,
+            epoch_steps=epoch_steps,
+            local_batch_size=BATCH,
+            **options,
+        ),
+        EvalSpec(input_fn=lambda: batches(0, 100), every_epochs=every_epochs),
+        world=World(),
+        observers=[recorder],
+    )
+    return result, recorder
+
+
+@pytest.mark.parametrize("max_steps", [1, 19, 20, 997, 5000, 10_007])
+@pytest.mark.parametrize("epoch_steps", [1, 7, 469, 100_000])
+@pytest.mark.parametrize("steps_per_execution", [None, 1, 3, 20])
+def test_plan_holds_together(max_steps, epoch_steps, steps_per_execution):
+    spec = TrainSpec(
+        input_fn=batches,
+        max_steps=max_steps,
+        epoch_steps=epoch_steps,
+        local_batch_size=64,
+        steps_per_execution=steps_per_execution,
+    )
+    plan = Plan.of(spec, weights=100_000)
+    assert plan.max_steps == max_steps
+    assert steps_per_execution in (None, plan.steps_per_execution)
+    assert plan.epoch_steps % plan.steps_per_execution == 0
+    # All epochs but the last are full, and the last is not empty.
+    before_last = (plan.epochs - 1) * plan.epoch_steps
+    assert before_last < max_steps <= before_last + plan.epoch_steps
+
+
+def test_steps_of_large_models_are_watched_one_by_one():
+    spec = TrainSpec(
+        input_fn=batches, max_steps=1000, epoch_steps=100, local_batch_size=64
+    )
+    assert Plan.of(spec, weights=100_000).steps_per_execution == 20
+    assert Plan.of(spec, weights=100_000_000).steps_per_execution == 1
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epoch_steps", "steps_per_execution"),
+    [(1, 100, 1), (7, 3, 3), (20, 7, 20), (23, 100, 5), (101, 25, 20)],
+)
+def test_number_of_steps_is_exact(max_steps, epoch_steps, steps_per_execution):
+    result, recorder = train(
+        max_steps, epoch_steps=epoch_steps, steps_per_execution=steps_per_execution
+    )
+    assert int(result.model.optimizer.iterations) == max_steps
+    assert recorder.progress[-1].step == max_steps
+    assert recorder.progress[-1].seconds_left == 0
+    assert recorder.evaluations[-1][0] == max_steps
+
+
+def test_result_is_that_of_plain_keras():
+    plain = model()
+    history = plain.fit(batches(0, 25), verbose=0).history
+    loss, accuracy = plain.evaluate(batches(0, 100), verbose=0)
+    result, recorder = train(25, epoch_steps=25, steps_per_execution=10)
+    for mine, theirs in zip(
+        result.model.get_weights(), plain.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    assert result.train_metrics["loss"] == pytest.approx(history["loss"][0], rel=1e-6)
+    assert result.test_metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert result.test_metrics["accuracy"] == pytest.approx(accuracy, rel=1e-6)
+    assert recorder.evaluations == [(25, result.test_metrics)]
+
+
+def test_evaluates_every_so_many_epochs_and_at_the_end():
+    _, recorder = train(50, epoch_steps=10, every_epochs=2, steps_per_execution=1)
+    assert [step for step, _ in recorder.evaluations] == [20, 40, 50]
+
+
+def test_broken_loss_ends_the_job():
+    with pytest.raises(JobError, match="loss became nan"):
+        train(100, model_fn=lambda: model(learning_rate=1e30), steps_per_execution=5)
+
+
+def test_speed_and_time():
+    result, _ = train(40, steps_per_execution=1)
+    assert result.train_seconds > 0
+    assert result.samples_per_second > 40 * BATCH / result.train_seconds
