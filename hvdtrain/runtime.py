@@ -16,11 +16,10 @@ import traceback
 
 from hvdtrain import cores
 
-# What makes Horovod fast on CPUs: its loop wakes often, and a waiting MPI thread leaves
-# its core to TensorFlow. And a rank that waits for a lost one ends the job.
+# A waiting MPI thread leaves its core to TensorFlow, and a rank that waits for a lost
+# one ends the job.
 _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
-    "HOROVOD_CYCLE_TIME": "0.1",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
     "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -104,16 +103,8 @@ def start(*, seed=0):
         JobError: the processes do not form one job, or there are more ranks than
             GPUs on this node.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     started = launch()
-    # When a rank is lost, each of the others would tell of its connection.
-    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal" if started.rank else "warning")
-    if not _has_rendezvous(os.environ):
-        check_one_job(started, size=1)
-        # Alone, MPI would have to start a daemon that may not be installed.
-        os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
-        os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
+    _set_environment(started)
     with _without_noise():
         import hvdtrain.keras as hvd
     hvd.init()
@@ -131,6 +122,23 @@ def start(*, seed=0):
         _set_gpu(world)
     _set_seed(seed)
     return world
+
+
+def _set_environment(started):
+    """Set what the user has not set. TensorFlow and Horovod read it when they start."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Milliseconds. Horovod's own 1 is long beside a small model's step; with Gloo each
+    # cycle costs a round of messages, whether there is work or not.
+    is_gloo = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.5" if is_gloo else "0.1")
+    # When a rank is lost, each of the others would tell of its connection.
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal" if started.rank else "warning")
+    if not _has_rendezvous(os.environ):
+        check_one_job(started, size=1)
+        # Alone, MPI would have to start a daemon that may not be installed.
+        os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
+        os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
 
 
 def stop(*, timeout_seconds):

@@ -146,7 +146,7 @@ stops_at_once() {
   local name=hvdtrain-test-stop start
   "$docker" run --detach --rm --network none --name "$name" "$image" \
     --dataset=digits --max_steps=100000000 >/dev/null
-  for _ in {1..120}; do
+  for _ in {1..300}; do
     ! "$docker" logs "$name" 2>&1 | grep -q step || break
     sleep 1
   done
@@ -159,7 +159,7 @@ stops_at_once() {
 
 compose() { $compose -p hvdtrain-test -f docker/compose.yaml "$@"; }
 # On host1, in its own session of commands.
-across() { timeout 400 $compose -p hvdtrain-test -f docker/compose.yaml exec -T host1 "$@"; }
+across() { timeout 900 $compose -p hvdtrain-test -f docker/compose.yaml exec -T host1 "$@"; }
 loss() { sed -n 's/.*test_loss": \([0-9.e-]*\).*/\1/p'; }
 
 program=(python -m hvdtrain.mnist --dataset=digits --max_steps=400)
@@ -179,11 +179,12 @@ trains_across() {
 # A host that is lost ends the job, within a minute and with a word on it.
 survives_no_host() {
   local log=$work/lost status=0 lost
+  : >"$log"
   compose up -d >/dev/null 2>&1
   across "$@" python -m hvdtrain.mnist --dataset=digits --max_steps=100000000 \
     >"$log" 2>&1 &
   lost=$!
-  for _ in {1..120}; do
+  for _ in {1..300}; do
     ! grep -q step "$log" || break
     sleep 1
   done

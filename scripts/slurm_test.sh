@@ -130,7 +130,7 @@ make_clone() {
 submit() {
   local name=$1
   shift
-  timeout 240 sbatch --quiet --wait --job-name="$name" --output="$name.log" "$@"
+  timeout 600 sbatch --quiet --wait --job-name="$name" --output="$name.log" "$@"
 }
 
 passed=0
@@ -169,18 +169,18 @@ print(*(json.dumps(summary[key]) for key in sys.argv[2:]))' "$@"
 
 # says NAME TEXT KEY...: those parts of the summary are TEXT.
 says() {
-  local found
+  local found=""
   found=$(summary "$1" "${@:3}") && [[ $found == "$2" ]] || ! echo "found $found"
 }
 
 same_model() {
-  local first second
+  local first="" second=""
   first=$(summary "$1" size steps test_loss) && second=$(summary "$2" size steps test_loss)
   [[ -n $first && $first == "$second" ]] || ! echo "$1: $first, $2: $second"
 }
 
 wait_for() {
-  for _ in {1..120}; do
+  for _ in {1..300}; do
     grep -qs "$1" "$2" && return
     sleep 1
   done
@@ -269,5 +269,5 @@ check_machine "${1:-}"
 work=$(mktemp -d "${TMPDIR:-/tmp}/slurm-test.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 # All processes end with the first of the inner namespace, and that one with this.
-timeout 1800 unshare --net --mount --uts --pid --fork --kill-child --mount-proc \
+timeout 2400 unshare --net --mount --uts --pid --fork --kill-child --mount-proc \
   "$0" --inside "$work"

@@ -1,0 +1,89 @@
+"""What images, job scripts and manifests say twice, they say alike."""
+
+import pathlib
+import re
+import subprocess
+
+import pytest
+import yaml
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCKERFILES = ["docker/Dockerfile", "docker/Dockerfile.gpu"]
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("docker/**/*.sh", "scripts/**/*.sh", "scripts/**/*.sbatch")
+    for path in ROOT.glob(pattern)
+)
+
+
+def text(name):
+    return (ROOT / name).read_text()
+
+
+def one(pattern, name):
+    [found] = set(re.findall(pattern, text(name), re.MULTILINE))
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_of_its_shell(script):
+    shell = "bash" if "bash" in text(script).splitlines()[0] else "sh"
+    if script.endswith("slurm/job.sh"):
+        shell = "bash"
+    subprocess.run([shell, "-n", ROOT / script], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
+def test_the_image_takes_the_open_mpi_of_the_set_up(dockerfile):
+    assert one(r"^ARG OPENMPI=(\S+)", dockerfile) == one(
+        r"^openmpi=(openmpi\S+)", "scripts/setup.sh"
+    )
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
+def test_what_the_image_leaves_out_is_in_the_set_up(dockerfile):
+    names = one(r"grep -vE '\^\(([^)]*)\)==", dockerfile).split("|")
+    for name in names:
+        assert re.search(rf"^{name}==", text("scripts/requirements.txt"), re.MULTILINE)
+
+
+def test_what_a_dockerfile_copies_is_not_ignored():
+    allowed = [
+        line[1:]
+        for line in text("docker/Dockerfile.dockerignore").splitlines()
+        if line.startswith("!")
+    ]
+    for dockerfile in DOCKERFILES:
+        lines = text(dockerfile).replace("\\\n", " ").splitlines()
+        for line in lines:
+            if line.startswith("COPY ") and "--from" not in line:
+                for source in line.split()[1:-1]:
+                    assert (ROOT / source).exists(), source
+                    assert any(pathlib.PurePath(source).match(p) for p in allowed)
+
+
+def test_the_pods_of_kubernetes_fit_the_image():
+    job = yaml.safe_load(text("scripts/kubernetes/mpijob.yaml"))
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    spec = job["spec"]
+    assert spec["sshAuthMountPath"] == "/home/hvdtrain/.ssh"
+    user = int(one(r"useradd .*--uid (\d+)", "docker/Dockerfile"))
+    port = int(one(r"^port=(\d+)", "docker/host.sh"))
+    pods = spec["mpiReplicaSpecs"]
+    assert set(pods) == {"Launcher", "Worker"}
+    for pod in pods.values():
+        [container] = pod["template"]["spec"]["containers"]
+        assert pod["restartPolicy"] in ("Never", "OnFailure")
+        assert container["securityContext"]["runAsUser"] == user
+        assert container["command"][:3] == ["tini", "-g", "--"]
+    [worker] = pods["Worker"]["template"]["spec"]["containers"]
+    assert worker["readinessProbe"]["tcpSocket"]["port"] == port
+    [launcher] = pods["Launcher"]["template"]["spec"]["containers"]
+    assert f"-p {port} " in launcher["args"][launcher["args"].index("plm_rsh_args") + 1]
+
+
+def test_the_hosts_of_compose_share_one_key():
+    services = yaml.safe_load(text("docker/compose.yaml"))["services"]
+    for name, service in services.items():
+        assert service["volumes"] == ["ssh:/home/hvdtrain/.ssh"]
+        assert "ports" not in service, f"{name} is reachable from outside"
