@@ -47,20 +47,23 @@ lint() {
 
 unit() { run unit 900 python -m pytest -q tests/unit; }
 
-# Ranks share the folder: no cache of pytest's.
+# launched CONTROLLER RANKS TESTS...; ranks share the folder: no cache of pytest's.
 launched() {
-  run "parallel $1 -np $2" 900 horovodrun "--$1" -np "$2" \
-    python -m pytest -q -p no:cacheprovider tests/parallel
+  local controller=$1 ranks=$2
+  shift 2
+  run "parallel $controller -np $ranks" 1500 horovodrun "--$controller" -np "$ranks" \
+    python -m pytest -q -p no:cacheprovider "$@"
 }
 
+# All of it on two ranks, and the oracle on more.
 parallel() {
-  launched mpi 2
-  launched gloo 2
-  launched gloo 3
-  launched mpi 4
+  local oracle=(tests/parallel/test_{optimizer,mixed_precision,callbacks_broadcast}.py)
+  launched mpi 2 tests/parallel
+  launched gloo 3 "${oracle[@]}"
+  launched mpi 4 "${oracle[@]}" tests/parallel/test_process_sets.py
 }
 
-commands() { run commands 1800 python -m pytest -q tests/commands; }
+commands() { run commands 2400 python -m pytest -q tests/commands; }
 
 for tier in "${tiers[@]}"; do "$tier"; done
 echo

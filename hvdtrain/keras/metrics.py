@@ -70,9 +70,11 @@ def reduce_states(variables, snapshots, *, device="", process_set=global_process
     Returns:
         The combined snapshots, the same on every rank.
     """
-    if not variables or not reduction.participates(process_set):
+    if not reduction.participates(process_set):
         return snapshots
     _check_same_number(variables, process_set)
+    if not variables:
+        return snapshots
     is_first = process_set.rank() == 0
     sent = [
         state
