@@ -62,6 +62,17 @@ def test_what_a_dockerfile_copies_is_not_ignored():
                     assert any(pathlib.PurePath(source).match(p) for p in allowed)
 
 
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
+def test_what_a_dockerfile_mounts_is_committed(dockerfile):
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is not a clone")
+    for source in set(re.findall(r"type=bind,source=([^,]+)", text(dockerfile))):
+        for path in (ROOT / source).iterdir():
+            command = ["git", "check-ignore", "-q", path]
+            ignored = subprocess.run(command, cwd=ROOT, timeout=30, check=False)
+            assert ignored.returncode == 1, f"{path} is ignored"
+
+
 def test_the_pods_of_kubernetes_fit_the_image():
     job = yaml.safe_load(text("scripts/kubernetes/mpijob.yaml"))
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")

@@ -1,0 +1,47 @@
+"""The README's commands and its example run as they stand there."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+README = ROOT.joinpath("README.md").read_text()
+PROGRAMS = re.findall(r"```bash\n(.*hvdtrain\.mnist.*)\n```", README)
+
+
+@pytest.fixture
+def _no_network(monkeypatch, tmp_path):
+    # auto then takes the embedded digits.
+    monkeypatch.setenv("HVDTRAIN_MNIST_URLS", "http://127.0.0.1:9/")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_the_three_ways_are_in_the_readme():
+    starts = [command.split()[0] for command in PROGRAMS]
+    assert starts == ["horovodrun", "mpirun", "python"]
+
+
+@pytest.mark.usefixtures("_no_network")
+@pytest.mark.parametrize("command", PROGRAMS)
+def test_a_way_to_run_it(run, command, tmp_path):
+    command = command.replace("/tmp/digits", str(tmp_path))
+    job = run([], program=["sh", "-c", command])
+    assert job.returncode == 0, job.text
+    assert "test accuracy" in job.text
+
+
+@pytest.mark.parametrize("launcher", ["alone", "gloo"])
+def test_the_example(run, launcher, tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    job = run([], program=[sys.executable, str(script)], launcher=launcher)
+    assert job.returncode == 0, job.text
+    assert "Epoch 2/2" in job.text
+
+
+def test_ci_calls_the_readmes_test_command():
+    assert "./scripts/test.sh" in README
+    assert "./scripts/test.sh" in ROOT.joinpath(".ci/run").read_text()
