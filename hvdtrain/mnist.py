@@ -182,16 +182,18 @@ def _train_spec(dataset, world):
         max_steps=steps,
         epoch_steps=shard.steps(1),
         local_batch_size=shard.local_batch_size,
-        callbacks=_callbacks(world, epochs=max(1, round(steps / shard.steps(1)))),
+        callbacks=functools.partial(_callbacks, world, shard.steps(1)),
         steps_per_execution=_STEPS_PER_EXECUTION.value or None,
     )
 
 
-def _callbacks(world, *, epochs):
+def _callbacks(world, pass_steps, plan):
     from hvdtrain.keras import callbacks
 
     rate = _local_learning_rate() * world.size
-    warmup = _WARMUP_EPOCHS.value
+    # Callbacks count the epochs of fit, which are not quite passes over the data.
+    warmup = _WARMUP_EPOCHS.value * pass_steps / plan.epoch_steps
+    epochs = plan.max_steps / plan.epoch_steps
     found = []
     if warmup:
         found.append(callbacks.LearningRateWarmupCallback(rate, warmup))

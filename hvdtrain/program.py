@@ -42,7 +42,9 @@ def run(main, *, page):
         if arguments[1:]:
             raise flags.Error(f"Unexpected argument: {arguments[1]}")
     except flags.Error as error:
-        _leave(f"{' '.join(str(error).split())} (see --help)", code=2)
+        _leave(
+            f"{' '.join(str(error).split())} (see --help)", code=2, is_everywhere=True
+        )
     if _HELP.value:
         if runtime.launch().rank == 0:
             print(_help(page))

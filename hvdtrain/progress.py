@@ -32,6 +32,15 @@ class Progress:
     seconds_left: float
 
 
+def check_loss(loss, step):
+    """Raise `JobError` if `loss`, a mean over all ranks, is not finite."""
+    if not math.isfinite(loss):
+        raise JobError(
+            f"The loss became {loss} before step {step}: training has diverged. Lower "
+            "--learning_rate, or add --warmup_epochs."
+        )
+
+
 class Watch(keras.callbacks.Callback):
     """Measures training; tells observers on the chief every few seconds.
 
@@ -94,11 +103,7 @@ class Watch(keras.callbacks.Callback):
 
     def _tell(self, means):
         recent = self._average(self._since_last(means))
-        if not math.isfinite(recent["loss"]):
-            raise JobError(
-                f"The loss became {recent['loss']} before step {self._steps}: training "
-                "has diverged. Lower --learning_rate, or add --warmup_epochs."
-            )
+        check_loss(recent["loss"], self._steps)
         samples_left = (self._plan.max_steps - self._steps) * self._global_batch_size
         progress = Progress(
             step=self._steps,

@@ -1,6 +1,7 @@
 """What a run is, for its first lines, and what came of it, for its summary."""
 
 import os
+import pathlib
 import platform
 import socket
 
@@ -52,7 +53,7 @@ def banner(facts, dataset, *, warning=""):
     accumulated = f" x {window} accumulated" if window > 1 else ""
     lines = [
         versions,
-        f"ranks          {hosts}; {facts['controller']}; {threads} threads per rank",
+        f"ranks          {hosts}; {facts['controller']}; threads per rank: {threads}",
         f"data           {dataset.name}: {len(dataset.x_train):,} images to train, "
         f"{len(dataset.x_test):,} to test, {dataset.num_classes} classes",
         f"model          {facts['model']}, {facts['optimizer']}",
@@ -80,5 +81,7 @@ def summarize(result, facts):
 
 def write(model_dir, *, model, summary):
     """Write `model.keras`, then `summary.json`: who sees the second has both."""
+    # An earlier run's summary must not stand beside this run's model.
+    pathlib.Path(model_dir, "summary.json").unlink(missing_ok=True)
     checkpoint.save_model(model, os.path.join(model_dir, "model.keras"))
     checkpoint.save_json(summary, os.path.join(model_dir, "summary.json"))

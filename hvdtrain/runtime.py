@@ -191,7 +191,7 @@ def _set_threads(count):
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(count)
-    # One thread more than cores: a step that waits in a collective must not keep the
+    # At least two: a step that waits in a collective must not keep the
     # input pipeline from running.
     tf.config.threading.set_inter_op_parallelism_threads(max(2, count))
 

@@ -3,14 +3,14 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.keras import callbacks as hvd_callbacks
 from hvdtrain.keras import metrics
-from hvdtrain.progress import Watch
+from hvdtrain.progress import Watch, check_loss
 from hvdtrain.runtime import JobError
 
 # Python looks at a step that takes a millisecond only once in so many steps, ...
@@ -30,7 +30,7 @@ class TrainSpec:
         epoch_steps: batches per pass over the data; training metrics start anew
             about that often.
         local_batch_size: samples in a batch of one rank.
-        callbacks: more Keras callbacks.
+        callbacks: `callbacks(plan)` returns more Keras callbacks, for the `Plan`.
         steps_per_execution: steps between two looks of Python, None to choose.
     """
 
@@ -38,7 +38,7 @@ class TrainSpec:
     max_steps: int
     epoch_steps: int
     local_batch_size: int
-    callbacks: Sequence = ()
+    callbacks: Callable = lambda plan: ()
     steps_per_execution: int | None = None
 
 
@@ -105,7 +105,7 @@ def train_and_evaluate(model_fn, train_spec, eval_spec, *, world, observers=()):
         callbacks=[
             hvd_callbacks.BroadcastGlobalVariablesCallback(0),
             hvd_callbacks.MetricAverageCallback(),
-            *train_spec.callbacks,
+            *train_spec.callbacks(plan),
             watch,
             evaluation,
         ],
@@ -209,5 +209,7 @@ class _Evaluation(keras.callbacks.Callback):
             return
         self.metrics = evaluate(self.model, self._spec.input_fn())
         step = min(done * self._plan.epoch_steps, self._plan.max_steps)
+        # What the last steps before it did to the weights shows here first.
+        check_loss(self.metrics["loss"], step)
         for observer in self._observers:
             observer.on_evaluation(step, self.metrics)

@@ -148,7 +148,7 @@ class _ReductionHook:
         self._variables = []
         self._has_reduced = False
         self._is_outermost = False
-        self._shares_finite_check = False
+        self._settled_scale = None
         self._apply_gradients = optimizer.apply_gradients
         self._apply = optimizer.apply
         self._clip_gradients = optimizer._clip_gradients
@@ -185,9 +185,10 @@ class _ReductionHook:
 
     def share_finite_check(self, loss_scale_optimizer):
         """Makes all ranks skip a step together when one of them overflows."""
-        if self._shares_finite_check:
+        if self._settled_scale is loss_scale_optimizer:
             return
-        self._shares_finite_check = True
+        # Compiling again puts a new LossScaleOptimizer around the same optimizer.
+        self._settled_scale = loss_scale_optimizer
         check_locally = loss_scale_optimizer.check_finite
         process_set = self._reducer.process_set
 
@@ -212,7 +213,7 @@ class _ReductionHook:
         # is traced here would run on the ranks without overflow only.
         graph = tf.compat.v1.get_default_graph()
         in_branch = type(graph).__name__ == "CondBranchFuncGraph"
-        if in_branch and not (self._is_outermost or self._shares_finite_check):
+        if in_branch and not (self._is_outermost or self._settled_scale):
             raise ValueError(
                 "compile() has put the distributed optimizer into a LossScaleOptimizer "
                 "that checks for overflow on each rank alone. Add "

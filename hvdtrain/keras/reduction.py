@@ -1,4 +1,4 @@
-"""How tensors cross ranks: the one module that calls Horovod's collectives.
+"""How gradients, weights and metrics cross ranks.
 
 Horovod's operations take TensorFlow tensors. The functions here take whatever a
 Keras script holds (Keras variables, TensorFlow variables and tensors, NumPy

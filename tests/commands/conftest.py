@@ -26,7 +26,8 @@ _LAUNCHERS = {
     "mpi": lambda ranks: ["horovodrun", "--mpi", "-np", str(ranks)],
     "mpirun": lambda ranks: ["mpirun", "-np", str(ranks)],
 }
-_TAG = re.compile(r"^\[(?:1,)?\d+\]<(?:stdout|stderr)>:")
+# mpirun tags each piece that it reads, also in the middle of a line.
+_TAG = re.compile(r"\[(?:1,)?\d+\]<(?:stdout|stderr)>:")
 # What launchers, and TensorFlow inside of horovodrun, say about themselves.
 _LAUNCHER_SPEECH = re.compile(
     r"^(Process \d+ exit|Process name|Exit code|Terminating remaining|Primary job|"

@@ -90,15 +90,6 @@ TAIL = """
         json.dump(result, file)
 """
 
-LONELY_SCRIPT = """
-    if hvd.rank() == 0:
-        hvd.allreduce(1.0, name="lonely")
-    else:
-        import signal
-
-        signal.pause()
-"""
-
 XLA_SCRIPT = """
     model.compile(
         hvd.DistributedOptimizer(tf.keras.optimizers.SGD()),
@@ -148,19 +139,3 @@ def test_a_mistake_is_an_error(run, tmp_path, script, words):
     job = run([], program=write(tmp_path, HEAD, script), launcher="gloo")
     assert job.returncode != 0
     assert words in job.text
-
-
-def test_a_collective_on_one_rank_only_ends_within_the_stall_limit(run, tmp_path):
-    limit = {
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4",
-    }
-    job = run(
-        [],
-        program=write(tmp_path, HEAD, LONELY_SCRIPT),
-        launcher="gloo",
-        environment=limit,
-    )
-    assert job.returncode != 0
-    assert "lonely" in job.text
-    assert "Horovod has been shut down" in job.text
