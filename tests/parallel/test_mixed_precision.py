@@ -13,6 +13,11 @@ OVERFLOWING_STEP = 5
 def fit(optimizer, callbacks=(), *, overflows=True, **compile_args):
     model = oracle.build_model()
     model.compile(optimizer, oracle.LOSS, **compile_args)
+    train(model, callbacks, overflows=overflows)
+    return model
+
+
+def train(model, callbacks, *, overflows):
     inputs, labels = (oracle.shard(array).copy() for array in oracle.samples())
     if overflows and hvd.rank() == hvd.size() - 1:
         inputs[OVERFLOWING_STEP * oracle.LOCAL_BATCH_SIZE] = 1e30
@@ -24,7 +29,6 @@ def fit(optimizer, callbacks=(), *, overflows=True, **compile_args):
         verbose=0,
         callbacks=list(callbacks),
     )
-    return model
 
 
 def check_one_more_step_was_skipped_by_all(model, smooth_model):
@@ -73,3 +77,18 @@ def test_a_local_finite_check_is_refused_with_a_remedy():
     keras.config.set_dtype_policy("mixed_float16")
     with pytest.raises(ValueError, match="BroadcastGlobalVariablesCallback"):
         fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+
+
+def test_a_model_that_is_compiled_again():
+    """compile() then puts a new scale around the same optimizer."""
+    keras.config.set_dtype_policy("mixed_float16")
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    model = fit(optimizer, [start], overflows=False)
+    model.compile(optimizer, oracle.LOSS)
+    train(model, [start], overflows=True)
+    scale = model.optimizer
+    assert scale.inner_optimizer is optimizer
+    state = [v.numpy() for v in (*model.weights, *scale.variables)]
+    assert all(np.isfinite(array).all() for array in state)
+    oracle.assert_bitwise_equal_over_ranks(state)
