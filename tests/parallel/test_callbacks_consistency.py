@@ -157,3 +157,21 @@ def test_the_type_counts():
         check_consistency([keras.Variable([0, 0], dtype=dtype)])
     check_consistency([keras.Variable([1, 0], dtype="bfloat16")])
     check_consistency([keras.Variable(1.0), keras.Variable(np.zeros((0, 3)))])
+
+
+def test_an_incomplete_window_of_accumulation_is_no_drift():
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(optimizer), oracle.LOSS)
+    inputs, labels = (oracle.shard(array) for array in oracle.samples())
+    check = hvd.callbacks.ConsistencyCheckCallback(every_steps=1)
+    model.fit(
+        inputs,
+        labels,
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        shuffle=False,
+        verbose=0,
+        callbacks=[check],
+    )
+    assert int(optimizer.iterations) == oracle.STEPS // 3
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())

@@ -18,7 +18,9 @@ def fit(optimizer, callbacks=(), *, overflows=True, **compile_args):
 
 
 def train(model, callbacks, *, overflows):
-    inputs, labels = (oracle.shard(array).copy() for array in oracle.samples())
+    inputs, labels = (oracle.shard(array) for array in oracle.samples())
+    # Small enough that nothing overflows by itself at Keras' first scale, 2**15.
+    inputs = 0.1 * inputs
     if overflows and hvd.rank() == hvd.size() - 1:
         inputs[OVERFLOWING_STEP * oracle.LOCAL_BATCH_SIZE] = 1e30
     model.fit(
@@ -32,14 +34,21 @@ def train(model, callbacks, *, overflows):
 
 
 def check_one_more_step_was_skipped_by_all(model, smooth_model):
-    """Compared with a training that overflows only where its first scale is too big."""
+    """Compared with a training without overflow."""
     scale, smooth = model.optimizer, smooth_model.optimizer
-    assert float(scale.dynamic_scale) == float(smooth.dynamic_scale) / 2
+    assert float(smooth.dynamic_scale) == 2.0**15
+    assert float(scale.dynamic_scale) == 2.0**14
     steps, smooth_steps = (
         int(optimizer.inner_optimizer._iterations) for optimizer in (scale, smooth)
     )
     assert steps == smooth_steps - 1
-    state = [v.numpy() for v in (*model.weights, *scale.variables)]
+    check_ranks_agree(model)
+
+
+def check_ranks_agree(model):
+    # Not the optimizer's accumulated gradients: they are each rank's own.
+    scale = model.optimizer
+    state = [v.numpy() for v in (*model.weights, scale.dynamic_scale)]
     assert all(np.isfinite(array).all() for array in state)
     oracle.assert_bitwise_equal_over_ranks(state)
 
@@ -87,8 +96,5 @@ def test_a_model_that_is_compiled_again():
     model = fit(optimizer, [start], overflows=False)
     model.compile(optimizer, oracle.LOSS)
     train(model, [start], overflows=True)
-    scale = model.optimizer
-    assert scale.inner_optimizer is optimizer
-    state = [v.numpy() for v in (*model.weights, *scale.variables)]
-    assert all(np.isfinite(array).all() for array in state)
-    oracle.assert_bitwise_equal_over_ranks(state)
+    assert model.optimizer.inner_optimizer is optimizer
+    check_ranks_agree(model)
