@@ -55,43 +55,9 @@ def native(value):
     return tf.convert_to_tensor(value)
 
 
-def allreduce(
-    value,
-    name=None,
-    average=None,
-    prescale_factor=1.0,
-    postscale_factor=1.0,
-    op=None,
-    compression=Compression.none,
-    process_set=global_process_set,
-):
-    """Reduces `value` over all ranks; as `horovod.tensorflow.keras.allreduce`.
-
-    Args:
-        value: tensor-compatible, of the same shape and dtype on every rank, or
-            `tf.IndexedSlices`.
-        name: names the operation; ranks are matched by it.
-        average: Horovod's deprecated switch between Average and Sum; use `op`.
-        prescale_factor: multiplies the input before the reduction.
-        postscale_factor: multiplies the result.
-        op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
-        compression: how the tensor travels: `Compression.none`, `fp16` or `bf16`.
-        process_set: the ranks that take part.
-
-    Returns:
-        A tensor (or `IndexedSlices`) of `value`'s shape and dtype, the same on
-        every rank.
-    """
-    op = hvd.handle_average_backwards_compatibility(op, average)
-    return grouped_allreduce(
-        [value],
-        name=name,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        process_set=process_set,
-    )[0]
+def allreduce(value, *, name, op=Average, process_set=global_process_set):
+    """Reduces one `value` over all ranks: `grouped_allreduce` of a list of one."""
+    return grouped_allreduce([value], name=name, op=op, process_set=process_set)[0]
 
 
 def grouped_allreduce(
@@ -114,11 +80,11 @@ def grouped_allreduce(
         values: list of tensor-compatible values or `tf.IndexedSlices`; position,
             shape and dtype agree on all ranks.
         name: prefix of the operations' names.
-        op: as in `allreduce`.
-        prescale_factor: as in `allreduce`; not applied to `IndexedSlices`.
-        postscale_factor: as in `allreduce`; not applied to `IndexedSlices`.
-        compression: as in `allreduce`.
-        process_set: as in `allreduce`.
+        op: `Average`, `Sum`, `Adasum`, `Min`, `Max` or `Product`.
+        prescale_factor: multiplies the inputs; not applied to `IndexedSlices`.
+        postscale_factor: multiplies the results; not applied to `IndexedSlices`.
+        compression: how tensors travel: `Compression.none`, `fp16` or `bf16`.
+        process_set: the ranks that take part.
 
     Returns:
         The reduced values, in the order given.
