@@ -24,41 +24,32 @@ def prepare_directory(model_dir, *, needed_bytes):
 
 def save_model(model, path):
     """Write `model` to `path`, which ends in `.keras`, in one piece."""
-    with _atomic(path, suffix=".keras") as temporary:
+    with _atomic(path) as temporary:
         model.save(temporary)
 
 
 def save_json(values, path):
     """Write a dict to `path` as JSON in one piece."""
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
     with _atomic(path) as temporary:
-        pathlib.Path(temporary).write_text(json.dumps(values, indent=2) + "\n")
+        temporary.write_text(text)
 
 
 @contextlib.contextmanager
-def _atomic(path, *, suffix=""):
-    """Yield a temporary name in `path`'s directory that becomes `path` at the end."""
+def _atomic(path):
+    """Yield a temporary path beside `path` that becomes `path` at the end."""
     path = pathlib.Path(path)
+    # Always the same: what a killed process has left is overwritten by the next.
+    temporary = path.with_name(f".partial-{path.name}")
     with _one_line_errors(path):
-        handle, temporary = tempfile.mkstemp(
-            dir=path.parent, prefix=f".{path.name}-", suffix=suffix
-        )
         try:
             yield temporary
-            os.fsync(handle)
-            # mkstemp's files are private; results are for everybody whom umask allows.
-            os.fchmod(handle, 0o666 & ~_umask())
-            os.replace(temporary, path)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
         except BaseException:
-            pathlib.Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(handle)
-
-
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""How many cores a rank may really use, by affinity, launcher and control groups."""
+"""The cores of a rank: how many it may really use, and a part of the node for each."""
 
 import contextlib
 import os
@@ -25,6 +25,43 @@ def usable(local_size):
     cores = min(mine, _launcher_cores(mine) / local_size)
     shares = [quota / local_size for quota in quotas()]
     return max(1, int(min([cores, *shares])))
+
+
+def bind(local_rank, local_size, *, topology="/sys/devices/system/cpu"):
+    """Keep this process to its part of the node's cores, neighbours together.
+
+    Ranks that wander from core to core lose some 10 % of their speed. The parts cover
+    all cores that the job has, as its thread pools do together; so jobs that share a
+    node meet no more than they would anyhow. Nothing happens where the launcher has
+    bound the ranks, or where there are more ranks than cores.
+
+    Args:
+        local_rank: number of this rank on its node, from 0.
+        local_size: number of ranks on this node.
+        topology: where Linux tells of its cores.
+    """
+    mine = os.sched_getaffinity(0)
+    is_bound = _launcher_cores(len(mine)) > len(mine)
+    if local_size < 2 or is_bound or len(mine) < local_size:
+        return
+    mine = sorted(mine, key=lambda cpu: (*_place(cpu, topology), cpu))
+    start, end = (
+        len(mine) * rank // local_size for rank in (local_rank, local_rank + 1)
+    )
+    # Threads that run already, such as Horovod's, too; new ones inherit it.
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), mine[start:end])
+
+
+def _place(cpu, topology):
+    """Return the socket and the core of a logical CPU."""
+    try:
+        directory = pathlib.Path(topology, f"cpu{cpu}", "topology")
+        names = ("physical_package_id", "core_id")
+        return tuple(int((directory / name).read_text()) for name in names)
+    except OSError:
+        return 0, 0
 
 
 def _launcher_cores(default):

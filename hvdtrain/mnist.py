@@ -132,6 +132,7 @@ def main():
         eval_spec = _eval_spec(dataset, world)
         if world.is_chief and _MODEL_DIR.value:
             checkpoint.prepare_directory(_MODEL_DIR.value, needed_bytes=_NEEDED_BYTES)
+        observers = _observers() if world.is_chief else ()
     facts = report.describe(world) | _facts(dataset, world, train_spec)
     if world.is_chief:
         print(report.banner(facts, dataset, warning=warning), flush=True)
@@ -140,7 +141,7 @@ def main():
         train_spec,
         eval_spec,
         world=world,
-        observers=_observers() if world.is_chief else (),
+        observers=observers,
     )
     with runtime.together(world):
         if world.is_chief:

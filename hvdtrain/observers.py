@@ -1,7 +1,9 @@
 """Observers of a training: they show a person, or TensorBoard, how it goes."""
 
+import contextlib
 import math
 import os
+import re
 import time
 
 import tensorflow as tf
@@ -86,10 +88,11 @@ class EventLog:
 
     def __init__(self, directory):
         self._directory = directory
-        self._writers = {
-            part: tf.summary.create_file_writer(os.path.join(directory, part))
-            for part in ("train", "test")
-        }
+        with self._one_line_errors():
+            self._writers = {
+                part: tf.summary.create_file_writer(os.path.join(directory, part))
+                for part in ("train", "test")
+            }
         # tf.summary.scalar would need the package tensorboard, to write a number.
         self._metadata = tf.compat.v1.SummaryMetadata(data_class=1)
         self._metadata.plugin_data.plugin_name = "scalars"
@@ -104,14 +107,21 @@ class EventLog:
         self._write("test", step, metrics)
 
     def _write(self, part, step, values):
-        try:
+        with self._one_line_errors():
             with self._writers[part].as_default(step=step):
                 for name, value in values.items():
                     value = tf.constant(value, tf.float32)
                     tf.summary.write(name, value, metadata=self._metadata)
             self._writers[part].flush()
+
+    @contextlib.contextmanager
+    def _one_line_errors(self):
+        try:
+            yield
         except tf.errors.OpError as error:
-            reason = error.message.splitlines()[0].rpartition("; ")[2]
+            # Without TensorFlow's words about its graph.
+            reason = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", error.message.splitlines()[0])
+            reason = reason.rpartition("; ")[2]
             raise JobError(
                 f"Cannot write TensorBoard's logs to {self._directory}: {reason}."
             ) from None

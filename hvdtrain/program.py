@@ -79,12 +79,11 @@ def _leave_after_bug(error):
 
 
 def _is_loss_of_a_rank(error):
-    # Either Horovod's own class, or what TensorFlow makes of it inside of a graph.
-    kind = type(error)
-    is_tensorflows = kind.__module__.startswith("tensorflow") and "Horovod" in str(
-        error
-    )
-    return kind.__name__ == "HorovodInternalError" or is_tensorflows
+    if not type(error).__module__.startswith(("tensorflow", "horovod")):
+        return False
+    from hvdtrain.keras.elastic import running
+
+    return running.is_collective_failure(error)
 
 
 def _leave(text, *, code, is_everywhere=False):

@@ -91,7 +91,8 @@ def start(*, seed=0):
     """Start Horovod and TensorFlow for this rank.
 
     Sets environment variables that the user has not set, calls `hvd.init`, sizes
-    TensorFlow's thread pools by `cores.usable`, picks the GPU and seeds Keras.
+    TensorFlow's thread pools by `cores.usable`, binds the rank to its part of the node
+    unless `HVDTRAIN_BIND=0`, picks the GPU and seeds Keras.
 
     Args:
         seed: 0 to 2**32 - 1, the same on all ranks.
@@ -117,7 +118,10 @@ def start(*, seed=0):
         node=hvd.cross_rank(),
         nodes=hvd.cross_size(),
     )
-    _set_threads(cores.usable(world.local_size))
+    threads = cores.usable(world.local_size)
+    if os.environ.get("HVDTRAIN_BIND") != "0":
+        cores.bind(world.local_rank, world.local_size)
+    _set_threads(threads)
     with together(world):
         _set_gpu(world)
     _set_seed(seed)

@@ -29,6 +29,52 @@ def test_usable(monkeypatch, mine, launcher, quotas, local_size, expected):
     assert cores.usable(local_size) == expected
 
 
+# Linux numbers the second threads of all cores after the first ones.
+SOCKETS = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
+SOCKETS |= {cpu + 4: place for cpu, place in SOCKETS.items()}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "launcher", "local_size", "expected"),
+    [
+        (range(8), 8, 2, [{0, 4, 1, 5}, {2, 6, 3, 7}]),
+        (range(8), 8, 4, [{0, 4}, {1, 5}, {2, 6}, {3, 7}]),
+        (range(8), 8, 3, [{0, 4}, {1, 5, 2}, {6, 3, 7}]),
+        ((1, 6), 2, 2, [{1}, {6}]),
+        (range(8), 8, 1, [None]),
+        (range(2), 2, 3, [None, None, None]),
+        (range(2), 8, 2, [None, None]),  # bound by the launcher
+    ],
+)
+def test_bind(monkeypatch, tmp_path, cpus, launcher, local_size, expected):
+    for cpu, place in SOCKETS.items():
+        directory = tmp_path / f"cpu{cpu}" / "topology"
+        directory.mkdir(parents=True)
+        for name, value in zip(("physical_package_id", "core_id"), place, strict=True):
+            (directory / name).write_text(f"{value}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cpus))
+    monkeypatch.setattr(cores, "_launcher_cores", lambda default: launcher)
+    monkeypatch.setattr(os, "listdir", lambda path: ["4321"])
+    for local_rank, part in enumerate(expected):
+        bound = {}
+        monkeypatch.setattr(os, "sched_setaffinity", bound.__setitem__)
+        cores.bind(local_rank, local_size, topology=tmp_path)
+        assert {thread: set(cpus) for thread, cpus in bound.items()} == (
+            {4321: part} if part else {}
+        )
+
+
+def test_bind_binds_this_process():
+    everything = os.sched_getaffinity(0)
+    try:
+        cores.bind(0, len(everything))
+        assert os.sched_getaffinity(0) <= everything
+        assert len(os.sched_getaffinity(0)) == 1
+    finally:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), everything)
+
+
 @pytest.mark.parametrize(
     ("membership", "files", "expected"),
     [

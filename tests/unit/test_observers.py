@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hvdtrain.observers import Console, EventLog
 from hvdtrain.progress import Progress
+from hvdtrain.runtime import JobError
 
 
 def progress(step, **changes):
@@ -74,6 +75,12 @@ def test_tensorboard_reads_the_event_log(tmp_path):
     read = [(event.step, number(event)) for event in train.Tensors("loss")]
     assert read == [(100, 1.25), (200, 0.5)]
     assert number(test.Tensors("loss")[0]) == pytest.approx(0.75)
+
+
+def test_event_log_that_cannot_be_made(tmp_path):
+    (tmp_path / "train").write_text("a file")
+    with pytest.raises(JobError, match=rf"logs to {tmp_path}: Not a directory\."):
+        EventLog(tmp_path)
 
 
 def number(event):

@@ -59,16 +59,27 @@ def _run_to_the_end(func, state, *args, **kwargs):
         state.on_reset()
 
 
+def is_collective_failure(error):
+    """Return whether a rank was lost, as far as an error of a collective tells.
+
+    TensorFlow knows a failed collective as an error like any other. Horovod's
+    operations are told by their kernel ("Op:Horovod..."), by where a graph's node was
+    defined, or by what Horovod says at shutdown, never by the node's name, which is
+    the user's. Ranks that disagree, about a shape for instance, raise another error.
+    """
+    if isinstance(error, HorovodInternalError):
+        return True
+    signs = ("Op:Horovod", "horovod/tensorflow/mpi_ops", "Horovod has been shut")
+    return isinstance(error, (tf.errors.UnknownError, tf.errors.AbortedError)) and any(
+        sign in str(error) for sign in signs
+    )
+
+
 @contextlib.contextmanager
 def _collective_failures():
-    # TensorFlow knows a failed collective as an error like any other. Horovod's
-    # operations are told by their kernel ("Op:Horovod..."), by where a graph's node
-    # was defined, or by what Horovod says at shutdown, never by the node's name,
-    # which is the user's.
     try:
         yield
-    except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
-        signs = ("Op:Horovod", "horovod/tensorflow/mpi_ops", "Horovod has been shut")
-        if any(sign in str(error) for sign in signs):
+    except tf.errors.OpError as error:
+        if is_collective_failure(error):
             raise HorovodInternalError(str(error)) from error
         raise
