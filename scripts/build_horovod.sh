@@ -51,6 +51,16 @@ tar -xzf "horovod-$version.tar.gz"
 # It serves XLA on GPUs alone, and needs headers that TensorFlow's wheel has no more.
 sed -i '/xla_mpi_ops\.cc/d' "horovod-$version/horovod/tensorflow/CMakeLists.txt"
 
+# horovodrun shows a trace of itself when a job under Gloo fails, and what TensorFlow's
+# C++ says in processes that only look for Horovod's extensions.
+(
+  cd "horovod-$version/horovod"
+  sed -i 's/^    _run(args)$/    try:\n        _run(args)\n    except RuntimeError as error:\n'\
+'        raise SystemExit(f"horovodrun: {error}")/' runner/launch.py
+  sed -i 's/^\( *\)# Suppress output$/\1os.dup2(os.open(os.devnull, os.O_WRONLY), 2)/' \
+    common/util.py
+)
+
 # An argument for make that ninja takes for a target.
 [[ ${CMAKE_GENERATOR:-} != Ninja ]] ||
   sed -i "s/make_args.append('VERBOSE=1')/pass/" "horovod-$version/setup.py"

@@ -5,83 +5,85 @@
 #     scripts/docker_test.sh [--install]
 #
 # Needs a Docker engine with BuildKit, and Compose for the two hosts. --install, as root
-# on Debian: installs the packages below with apt-get where there is no engine, and runs
-# one for the time of the test.
+# on Debian: where no engine runs, installs the packages below with apt-get and runs one
+# of its own, which ends with the test and leaves nothing behind.
 #
 #     BASE_IMAGE   instead of the public Debian; where that one cannot be pulled either,
 #                  debootstrap makes one
 #     PIP_CONFIG_FILE, SSL_CERT_FILE   are used for the build, and left out of the image
 set -euo pipefail
 
-packages=(ca-certificates debootstrap docker-compose docker.io iptables)
-root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
-image=hvdtrain-test
-export DOCKER_BUILDKIT=1
-cd "$root"
-
-skip() {
-  echo "docker test: skipped: $*"
-  exit 0
-}
+packages=(debootstrap docker-compose docker.io)
+install=${1:-}
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 die() {
   echo "docker test: $*" >&2
   exit 1
 }
 
-# The first docker on the PATH that can build with secrets: not all of them can.
+# What may be missing on a user's machine is an error where --install promised it.
+skip() {
+  [[ -z $install ]] || die "$*"
+  echo "docker test: skipped: $*"
+  exit 0
+}
+
+# Docker of this test: the first one on the PATH that can build with secrets.
 find_docker() {
   local candidate
+  docker=''
   while read -r candidate; do
     if "$candidate" build --help 2>/dev/null | grep -q -- --secret; then
-      echo "$candidate"
+      docker=$candidate
       return
     fi
   done < <(type -aP docker)
 }
 
 find_compose() {
-  if "$docker" compose version >/dev/null 2>&1; then
-    echo "$docker compose"
-  elif command -v docker-compose >/dev/null; then
-    echo docker-compose
-  fi
+  compose=("$docker" compose)
+  "${compose[@]}" version >/dev/null 2>&1 || compose=(docker-compose)
+  "${compose[@]}" version >/dev/null 2>&1 || skip "there is no Docker Compose"
+  compose+=(-p "$name" -f docker/compose.yaml)
 }
 
-stop_engine() {
-  kill "$engine" 2>/dev/null || true
-  for _ in {1..30}; do
-    kill -0 "$engine" 2>/dev/null || return 0
+# wait_for SECONDS COMMAND...: until it succeeds.
+wait_for() {
+  local end=$((SECONDS + $1))
+  shift
+  until "$@" >/dev/null 2>&1; do
+    ((SECONDS < end)) || return 1
     sleep 1
   done
 }
 
+# A session of its own: clean needs the engine after a Ctrl-C. Builds use the machine's
+# network and the hosts a bridge of their own; nothing of the machine's is changed.
 start_engine() {
-  dockerd --host "unix://$work/docker.sock" --pidfile "$work/dockerd.pid" \
-    --exec-root "$work/exec" >"$work/dockerd.log" 2>&1 &
+  export DOCKER_HOST=unix://$work/engine/socket
+  mkdir "$work/engine"
+  setsid dockerd --host "$DOCKER_HOST" --data-root "$work/engine/data" \
+    --exec-root "$work/engine/exec" --pidfile "$work/engine/pid" --bridge none \
+    --iptables=false --ip-forward=false >"$work/engine.log" 2>&1 &
   engine=$!
-  export DOCKER_HOST=unix://$work/docker.sock
-  for _ in {1..60}; do
-    "$docker" info >/dev/null 2>&1 && return
-    sleep 1
-  done
-  tail -n 5 "$work/dockerd.log" >&2
+  wait_for 60 "$docker" info && return
+  tail -n 5 "$work/engine.log" >&2
   die "the Docker engine did not come up within a minute"
 }
 
 prepare_engine() {
-  docker=$(find_docker)
+  find_docker
   if [[ -n $docker ]] && "$docker" info >/dev/null 2>&1; then
     return
   fi
-  [[ $1 == --install ]] ||
-    skip "no Docker engine with BuildKit runs here (or call it with --install)"
+  [[ -n $install ]] || skip "no Docker engine with BuildKit runs here; see --install"
   ((EUID == 0)) || die "--install needs root"
   echo "docker test: apt-get install ${packages[*]}"
   apt-get update -qq >/dev/null
   DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends \
-    "${packages[@]}" >/dev/null
-  docker=$(find_docker)
+    "${packages[@]}" >/dev/null </dev/null
+  find_docker
   start_engine
 }
 
@@ -92,11 +94,11 @@ prepare_base() {
     return
   fi
   base=hvdtrain-base:bookworm
-  "$docker" image inspect "$base" >/dev/null 2>&1 && return
-  command -v debootstrap >/dev/null || die "no base image can be pulled: set BASE_IMAGE"
-  ((EUID == 0)) || die "no base image can be pulled, and debootstrap needs root"
-  echo "docker test: making a base image by debootstrap"
-  debootstrap --variant=minbase bookworm "$work/base" >"$work/base.log" 2>&1 ||
+  if "$docker" image inspect "$base" >/dev/null 2>&1; then return; fi
+  command -v debootstrap >/dev/null && ((EUID == 0)) ||
+    die "no base image can be pulled: set BASE_IMAGE, or call this as root with --install"
+  echo "docker test: no base image can be pulled, debootstrap makes one"
+  timeout 600 debootstrap --variant=minbase bookworm "$work/base" >"$work/base.log" 2>&1 ||
     { tail -n 5 "$work/base.log" >&2 && die "debootstrap failed"; }
   tar -C "$work/base" --exclude='./usr/share/doc/*' --exclude='./usr/share/man/*' \
     --exclude='./usr/share/locale/*' --exclude='./usr/share/info/*' \
@@ -108,9 +110,10 @@ build() {
   local secrets=() certificates=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
   [[ ! -e $certificates ]] || secrets+=(--secret "id=ca_certificates,src=$certificates")
   [[ ! -e ${PIP_CONFIG_FILE:-} ]] || secrets+=(--secret "id=pip_conf,src=$PIP_CONFIG_FILE")
-  "$docker" build --network=host --progress=plain "${secrets[@]}" \
-    --build-arg "BASE_IMAGE=$base" --tag "$image" --file docker/Dockerfile . \
-    >"$work/build.log" 2>&1 || { tail -n 40 "$work/build.log" >&2 && return 1; }
+  DOCKER_BUILDKIT=1 timeout 1200 "$docker" build --network=host --progress=plain \
+    "${secrets[@]}" --build-arg "BASE_IMAGE=$base" --tag "$name" \
+    --file docker/Dockerfile . >"$work/build.log" 2>&1 ||
+    { tail -n 40 "$work/build.log" >&2 && die "the image cannot be built"; }
 }
 
 passed=0
@@ -131,7 +134,13 @@ check() {
   fi
 }
 
-run() { timeout 900 "$docker" run --rm --network none "$image" "$@"; }
+# The least that a container may be given: no network, no capability, no way to another
+# process' memory, 64 MB of shared memory.
+run() {
+  timeout 600 "$docker" run --rm --label "$name" --network none --cap-drop ALL \
+    --security-opt no-new-privileges --security-opt "seccomp=$work/no_ptrace.json" \
+    --shm-size 64m "$name" "$@"
+}
 
 holds_no_build() {
   # shellcheck disable=SC2016
@@ -142,98 +151,110 @@ holds_no_build() {
     [ -z "$(find / -xdev -name "ssh_host*key*" 2>/dev/null)" ]'
 }
 
+trains_by_default() {
+  run | tee "$work/default"
+  grep -q '^ranks  *2 on' "$work/default" && grep -q '^test accuracy 0.9' "$work/default"
+}
+
+refuses_a_flag() {
+  local status=0
+  run --epochs=none || status=$?
+  ((status == 2))
+}
+
+is_training() { "$docker" logs "$1" 2>&1 | grep -q 'step [0-9]'; }
+
 stops_at_once() {
-  local name=hvdtrain-test-stop start
-  "$docker" run --detach --rm --network none --name "$name" "$image" \
-    --dataset=digits --max_steps=100000000 >/dev/null
-  for _ in {1..300}; do
-    ! "$docker" logs "$name" 2>&1 | grep -q step || break
-    sleep 1
-  done
-  "$docker" logs "$name" 2>&1 | grep step | tail -n 1
+  local start
+  "$docker" run --detach --rm --label "$name" --network none --name "$name" "$name" \
+    "${endless[@]}"
+  wait_for 120 is_training "$name" || return
   start=$SECONDS
-  "$docker" stop --time 30 "$name" >/dev/null
-  echo "stopped within $((SECONDS - start)) s"
+  "$docker" stop --time 30 "$name"
+  echo "stopped after $((SECONDS - start)) s"
   ((SECONDS - start < 25))
 }
 
-compose() { $compose -p hvdtrain-test -f docker/compose.yaml "$@"; }
 # On host1, in its own session of commands.
-across() { timeout 900 $compose -p hvdtrain-test -f docker/compose.yaml exec -T host1 "$@"; }
-loss() { sed -n 's/.*test_loss": \([0-9.e-]*\).*/\1/p'; }
+across() { timeout 300 "${compose[@]}" exec -T host1 "$@"; }
 
-program=(python -m hvdtrain.mnist --dataset=digits --max_steps=400)
-hosts=(-np 2 -H "host1:1,host2:1")
-
-trains_across() {
-  local one two
-  across "$@" "${program[@]}" --model_dir=/tmp/two || return
-  across horovodrun -np 2 "${program[@]}" --model_dir=/tmp/one || return
-  one=$(across cat /tmp/one/summary.json | loss)
-  two=$(across cat /tmp/two/summary.json | loss)
-  across cat /tmp/two/summary.json
-  echo "test loss of one host $one, of two $two"
-  [[ -n $one && $one == "$two" ]] && across grep -q host2 /tmp/two/summary.json
+# trains NAME COMMAND...: its summary is kept in $work/NAME.
+trains() {
+  across "${@:2}" python -m hvdtrain.mnist "${quick[@]}" "--model_dir=/tmp/$1" &&
+    across cat "/tmp/$1/summary.json" >"$work/$1"
 }
 
-# A host that is lost ends the job, within a minute and with a word on it.
-survives_no_host() {
-  local log=$work/lost status=0 lost
-  : >"$log"
-  compose up -d >/dev/null 2>&1
-  across "$@" python -m hvdtrain.mnist --dataset=digits --max_steps=100000000 \
-    >"$log" 2>&1 &
-  lost=$!
-  for _ in {1..300}; do
-    ! grep -q step "$log" || break
-    sleep 1
-  done
-  compose kill host2 >/dev/null 2>&1
-  wait "$lost" || status=$?
-  tail -n 12 "$log"
-  ((status)) && grep -q host2 "$log"
+# What one host computed, to the last digit, is what two compute.
+trains_across() {
+  trains two "$@" && grep '"test_loss"' "$work/one" "$work/two" && grep host2 "$work/two" &&
+    cmp <(grep '"test_loss"' "$work/one") <(grep '"test_loss"' "$work/two")
+}
+
+no_rank_is_left() { ! "${compose[@]}" top host1 | grep hvdtrain.mnist; }
+
+# A host that is lost ends the job on the other one too, and is named.
+ends_with_a_host() {
+  local status=0 log=$work/lost job
+  "${compose[@]}" up -d
+  across "$@" python -m hvdtrain.mnist "${endless[@]}" >"$log" 2>&1 &
+  job=$!
+  wait_for 120 grep -q 'step [0-9]' "$log" || return
+  "${compose[@]}" kill host2
+  wait "$job" || status=$?
+  tail -n 15 "$log"
+  ((status && status != 124)) && grep -qE 'host2' <(sed '1,/step [0-9]/d' "$log") &&
+    wait_for 30 no_rank_is_left
 }
 
 two_hosts() {
-  export IMAGE=$image
-  compose down -v >/dev/null 2>&1 || true
-  compose up -d >"$work/up.log" 2>&1 || { tail "$work/up.log" && return 1; }
-  check "two hosts train by horovodrun with MPI" trains_across horovodrun --mpi "${hosts[@]}"
-  check "two hosts train by horovodrun with Gloo" \
-    trains_across horovodrun --gloo "${hosts[@]}"
-  check "two hosts train by mpirun" trains_across mpirun "${hosts[@]}"
-  check "a lost host ends a job of mpirun" survives_no_host mpirun "${hosts[@]}"
-  check "a lost host ends a job of Gloo" survives_no_host horovodrun --gloo "${hosts[@]}"
+  local hosts=(-np 2 -H "host1:1,host2:1")
+  check "two hosts start" "${compose[@]}" up -d
+  check "one host of the cluster trains" trains one horovodrun -np 2
+  check "two hosts equal it by horovodrun with MPI" \
+    trains_across horovodrun --mpi "${hosts[@]}"
+  check "by horovodrun with Gloo" trains_across horovodrun --gloo "${hosts[@]}"
+  check "by mpirun" trains_across mpirun "${hosts[@]}"
+  check "a lost host ends a job of mpirun" ends_with_a_host mpirun "${hosts[@]}"
+  check "a lost host ends a job of Gloo" ends_with_a_host horovodrun --gloo "${hosts[@]}"
 }
 
+# Runs on every way out, as far as things have come.
 clean() {
-  [[ -z ${compose:-} ]] || compose down -v -t 1 >/dev/null 2>&1 || true
-  "$docker" rm -f hvdtrain-test-stop >/dev/null 2>&1 || true
-  [[ -z $engine ]] || stop_engine
-  rm -rf "$work"
-}
+  set +e
+  if [[ -n ${compose:-} ]]; then "${compose[@]}" down -v -t 1; fi
+  if [[ -n ${docker:-} ]]; then
+    "$docker" ps -aq --filter "label=$name" | xargs -r "$docker" rm -f
+    "$docker" rmi "$name"
+  fi
+  if [[ -n $engine ]]; then
+    kill "$engine"
+    wait "$engine"
+  fi
+  rm -rf --one-file-system "$work"
+} >/dev/null 2>&1
 
 engine=''
-work=$(mktemp -d "${TMPDIR:-/tmp}/docker-test.XXXXXX")
-docker=docker
+work=$(mktemp -d "${TMPDIR:-/tmp}/hvdtrain-test.XXXXXX")
+name=$(basename "$work" | tr '[:upper:].' '[:lower:]-')
+export IMAGE=$name
+quick=(--dataset=digits --max_steps=400)
+endless=(--dataset=digits --max_steps=100000000)
+echo '{"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"action": "SCMP_ACT_ERRNO",
+  "names": ["ptrace", "process_vm_readv", "process_vm_writev"]}]}' >"$work/no_ptrace.json"
 trap clean EXIT
-prepare_engine "${1:-}"
-compose=$(find_compose)
-start=$SECONDS
+prepare_engine
+find_compose
 prepare_base
-build || die "the image cannot be built"
-size=$("$docker" image inspect --format '{{.Size}}' "$image")
-echo "docker test: built in $((SECONDS - start)) s, $((size / 1000000)) MB"
+build
+size=$("$docker" image inspect --format '{{.Size}}' "$name")
+tensorflow=$(run sh -c 'du -sk /opt/hvdtrain/lib/python3*/site-packages/tensorflow')
+echo "docker test: built in $SECONDS s, $((size / 1000000)) MB, of which TensorFlow" \
+  "$((${tensorflow%%[[:space:]]*} * 1024 / 1000000)) MB"
 check "the image holds no compiler, secret or key" holds_no_build
-check "the image tests itself without a network" run test
-check "docker run trains" run --dataset=digits --max_steps=400
-check "a flag that is wrong ends with 2" bash -c "
-  '$docker' run --rm --network none $image --epochs=none; [[ \$? == 2 ]]"
+check "docker run IMAGE trains two ranks" trains_by_default
+check "docker run IMAGE test" run test
+check "a flag that is wrong ends with 2" refuses_a_flag
 check "docker stop ends all ranks" stops_at_once
-if [[ -n $compose ]]; then
-  two_hosts
-else
-  echo "docker test: skipped: two hosts, there is no docker compose"
-fi
+two_hosts
 echo "$passed passed, $failed failed"
 ((failed == 0))

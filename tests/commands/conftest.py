@@ -28,11 +28,11 @@ _LAUNCHERS = {
 }
 # mpirun tags each piece that it reads, also in the middle of a line.
 _TAG = re.compile(r"\[(?:1,)?\d+\]<(?:stdout|stderr)>:")
-# What launchers, and TensorFlow inside of horovodrun, say about themselves.
+# What launchers say about themselves.
 _LAUNCHER_SPEECH = re.compile(
     r"^(Process \d+ exit|Process name|Exit code|Terminating remaining|Primary job|"
     r"a non-zero exit code|mpirun|the job to be terminated|  Process name|-{20,}|"
-    r"  Exit code|WARNING: All log messages|I0000|To enable the following|Terminated)"
+    r"  Exit code|horovodrun: |Terminated)"
 )
 
 
@@ -66,9 +66,7 @@ class Job:
     @property
     def lines(self):
         """What the ranks wrote, without tags and without the launchers' speech."""
-        # horovodrun --gloo ends with a trace of its own, which has no rank's tag.
-        text = self.text.split("\nTraceback", 1)[0] if self.is_gloo else self.text
-        lines = [_TAG.sub("", line).rstrip() for line in text.splitlines()]
+        lines = [_TAG.sub("", line).rstrip() for line in self.text.splitlines()]
         return [line for line in lines if line and not _LAUNCHER_SPEECH.match(line)]
 
     def processes(self):
