@@ -21,7 +21,7 @@ from hvdtrain import cores
 _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 # Variables of the number of ranks and the rank, by launcher. The inner launcher comes

@@ -51,6 +51,10 @@ tar -xzf "horovod-$version.tar.gz"
 # It serves XLA on GPUs alone, and needs headers that TensorFlow's wheel has no more.
 sed -i '/xla_mpi_ops\.cc/d' "horovod-$version/horovod/tensorflow/CMakeLists.txt"
 
+# Under Gloo the list of ranks has no size, so that no stalled rank is ever found.
+sed -i 's/global_ranks_\.reserve(size_)/global_ranks_.resize(size_)/' \
+  "horovod-$version/horovod/common/gloo/gloo_controller.cc"
+
 # horovodrun shows a trace of itself when a job under Gloo fails, and what TensorFlow's
 # C++ says in processes that only look for Horovod's extensions.
 (

@@ -12,7 +12,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdtrain.keras import reduction, wire
-from hvdtrain.keras.reduction import Average, Compression, Sum, global_process_set
+from hvdtrain.keras.reduction import Average, Sum, global_process_set
+from hvdtrain.keras.wire import Compression
 
 
 def allreduce(
@@ -91,20 +92,18 @@ def grouped_allreduce(
         "prescale_factor": prescale_factor,
         "postscale_factor": postscale_factor,
         "compression": compression,
+        "device_dense": device_dense,
+        "device_sparse": device_sparse,
         "process_set": process_set,
     }
-    values = [reduction.native(tensor) for tensor in tensors]
-    reduced = list(values)
-    for is_sparse, device in ((False, device_dense), (True, device_sparse)):
-        places = [i for i, v in enumerate(values) if _is_sparse(v) == is_sparse]
-        if not places:
-            continue
-        reduce = reduction.grouped_allreduce if is_sparse else _reduce_dense
-        with tf.device(device):
-            results = reduce([values[i] for i in places], **options)
-        for i, result in zip(places, results, strict=True):
-            reduced[i] = result
-    return reduced
+
+    def reduce(group):
+        is_sparse = reduction.is_sparse(group[0])
+        exchange = reduction.grouped_allreduce if is_sparse else _reduce_dense
+        return exchange(group, **options)
+
+    values = [wire.native(tensor) for tensor in tensors]
+    return reduction.in_groups(values, reduction.is_sparse, reduce)
 
 
 def reducescatter(
@@ -225,13 +224,9 @@ def _reduce_dense(tensors, **options):
     return reduce(*dense(tensors))
 
 
-def _is_sparse(value):
-    return isinstance(value, tf.IndexedSlices)
-
-
 def dense(values):
     """Returns the tensors of a list of tensor-compatible values."""
-    return [tf.convert_to_tensor(reduction.native(value)) for value in values]
+    return [tf.convert_to_tensor(wire.native(value)) for value in values]
 
 
 def backward_name(name, part="gradient"):

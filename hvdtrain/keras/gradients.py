@@ -5,7 +5,8 @@ import itertools
 import tensorflow as tf
 
 from hvdtrain.keras import reduction, wire
-from hvdtrain.keras.reduction import Average, Compression, Sum, global_process_set
+from hvdtrain.keras.reduction import Average, Sum, global_process_set
+from hvdtrain.keras.wire import Compression
 
 
 class GradientReducer:
@@ -52,23 +53,24 @@ class GradientReducer:
         _check_predivide_factor(gradient_predivide_factor, op)
         _check_groups(groups)
         self._name = name
-        self._devices = {False: device_dense, True: device_sparse}
+        self._device_dense = device_dense
+        self._device_sparse = device_sparse
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
         self._op = op
         self._predivide_factor = gradient_predivide_factor
         self._groups = groups
         self._scale_local_gradients = scale_local_gradients
-        self._local_keys = set()
+        self.local_keys = set()
         self.process_set = process_set
 
     def register_local(self, variable):
         """Leaves `variable`'s gradients to this rank: they are not reduced."""
-        self._local_keys.add(variable_key(variable))
+        self.local_keys.add(variable_key(variable))
 
     def is_local(self, variable):
         """Whether `variable` was registered as local."""
-        return variable_key(variable) in self._local_keys
+        return variable_key(variable) in self.local_keys
 
     def __call__(self, gradients, variables):
         """Returns the combined gradients, in the order of `variables`.
@@ -100,29 +102,17 @@ class GradientReducer:
         return combined
 
     def _reduce(self, gradients, name):
-        gradients = [self._densify(gradient) for gradient in gradients]
-        reduced = list(gradients)
-        for is_sparse, device in self._devices.items():
-            places = [
-                i
-                for i, gradient in enumerate(gradients)
-                if isinstance(gradient, tf.IndexedSlices) == is_sparse
-            ]
-            if not places:
-                continue
-            with tf.device(device):
-                results = reduction.grouped_allreduce(
-                    [gradients[i] for i in places],
-                    name=name,
-                    op=self._op,
-                    prescale_factor=1.0 / self._predivide_factor,
-                    postscale_factor=self._predivide_factor,
-                    compression=self._compression,
-                    process_set=self.process_set,
-                )
-            for i, result in zip(places, results, strict=True):
-                reduced[i] = result
-        return reduced
+        return reduction.grouped_allreduce(
+            [self._densify(gradient) for gradient in gradients],
+            name=name,
+            op=self._op,
+            prescale_factor=1.0 / self._predivide_factor,
+            postscale_factor=self._predivide_factor,
+            compression=self._compression,
+            device_dense=self._device_dense,
+            device_sparse=self._device_sparse,
+            process_set=self.process_set,
+        )
 
     def _densify(self, gradient):
         if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
@@ -162,7 +152,7 @@ class GradientReducer:
 
 def variable_key(variable):
     """A hashable that is equal for a Keras variable and the TensorFlow one in it."""
-    return reduction.native(variable).ref()
+    return wire.native(variable).ref()
 
 
 def _check_predivide_factor(factor, op):

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras import reduction
+from hvdtrain.keras import reduction, wire
 from hvdtrain.keras.reduction import Sum, global_process_set
 
 
@@ -135,6 +135,6 @@ def _flatten(results_by_name):
         if isinstance(value, dict):
             flat.update(_flatten(value))
             continue
-        value = reduction.native(value).numpy()
+        value = wire.native(value).numpy()
         flat[name] = float(value) if value.ndim == 0 else value
     return flat

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from hvdtrain.keras import reduction
 from hvdtrain.keras.gradients import GradientReducer
-from hvdtrain.keras.reduction import Average, Compression, Sum, global_process_set
+from hvdtrain.keras.reduction import Average, Sum, global_process_set
+from hvdtrain.keras.wire import Compression
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -112,6 +113,18 @@ def is_distributed(optimizer):
     return _hook_of(optimizer) is not None
 
 
+def process_set_of(optimizer):
+    """The ranks that train with `optimizer`: all, unless it was told otherwise."""
+    hook = _hook_of(optimizer)
+    return hook.reducer.process_set if hook else global_process_set
+
+
+def local_keys_of(optimizer):
+    """The `variable_key`s of the variables that were registered as local."""
+    hook = _hook_of(optimizer)
+    return hook.reducer.local_keys if hook else frozenset()
+
+
 def settle(model):
     """Adapts what `model.compile` decided without knowing of ranks.
 
@@ -143,7 +156,7 @@ class _ReductionHook:
 
     def __init__(self, optimizer, reducer, *, window_factor):
         self._optimizer = optimizer
-        self._reducer = reducer
+        self.reducer = reducer
         self._window_factor = window_factor
         self._variables = []
         self._has_reduced = False
@@ -181,7 +194,7 @@ class _ReductionHook:
         self._has_reduced = True
         if self._window_factor != 1:
             grads = [gradient * self._window_factor for gradient in grads]
-        return self._clip_gradients(self._reducer(grads, self._variables))
+        return self._clip_gradients(self.reducer(grads, self._variables))
 
     def share_finite_check(self, loss_scale_optimizer):
         """Makes all ranks skip a step together when one of them overflows."""
@@ -190,7 +203,7 @@ class _ReductionHook:
         # Compiling again puts a new LossScaleOptimizer around the same optimizer.
         self._settled_scale = loss_scale_optimizer
         check_locally = loss_scale_optimizer.check_finite
-        process_set = self._reducer.process_set
+        process_set = self.reducer.process_set
 
         def check_finite(grads):
             finite = check_locally(grads)
@@ -269,13 +282,14 @@ def _accumulate(optimizer, passes):
         raise ValueError(
             f"backward_passes_per_step must be a positive integer. Received: {passes}"
         )
-    if passes == 1:
+    # Equal numbers: an optimizer that was saved with backward_passes_per_step.
+    if passes in (1, optimizer.gradient_accumulation_steps):
         return
     if optimizer.gradient_accumulation_steps:
         raise ValueError(
-            "Give either backward_passes_per_step or the optimizer's "
-            f"gradient_accumulation_steps. Received: {passes} and "
-            f"{optimizer.gradient_accumulation_steps}"
+            "backward_passes_per_step and the optimizer's gradient_accumulation_steps "
+            f"are one number. Received: {passes} and "
+            f"{optimizer.gradient_accumulation_steps}. Give one of them."
         )
     if optimizer.built:
         raise ValueError(

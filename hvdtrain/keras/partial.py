@@ -3,8 +3,9 @@
 import keras
 
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras.reduction import Average, Compression, global_process_set
+from hvdtrain.keras.reduction import Average, global_process_set
 from hvdtrain.keras.tape import DistributedGradientTape
+from hvdtrain.keras.wire import Compression
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name

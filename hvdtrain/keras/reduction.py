@@ -8,51 +8,15 @@ arrays, Python numbers) and keep Horovod's own names and meaning.
 import os
 
 import horovod.tensorflow as hvd
-import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdtrain.keras import wire
+from hvdtrain.keras.wire import Compression, native
 
 Average, Sum, Adasum = hvd.Average, hvd.Sum, hvd.Adasum
 Min, Max, Product = hvd.Min, hvd.Max, hvd.Product
 global_process_set = hvd.global_process_set
-
-
-class BF16Compressor(hvd.compression.Compressor):
-    """Sends floating point tensors as bfloat16: float32's range, half its bytes."""
-
-    @staticmethod
-    def compress(tensor):
-        """Rounds `tensor` to bfloat16; returns it and its original dtype."""
-        if tensor.dtype.is_floating:
-            return tf.cast(tensor, tf.bfloat16), tensor.dtype
-        return tensor, tensor.dtype
-
-    @staticmethod
-    def decompress(tensor, ctx):
-        """Restores the dtype that `compress` returned as `ctx`."""
-        return tf.cast(tensor, ctx)
-
-
-class Compression(hvd.Compression):
-    """Horovod's compressors (`none`, `fp16`) and `bf16`."""
-
-    bf16 = BF16Compressor
-
-
-def native(value):
-    """Returns the TensorFlow object behind `value`.
-
-    Args:
-        value: a Keras variable, a TensorFlow variable, tensor or `IndexedSlices`,
-            or anything that `tf.convert_to_tensor` takes.
-    """
-    if isinstance(value, keras.Variable):
-        return value.value
-    if isinstance(value, tf.IndexedSlices | tf.Variable | tf.Tensor):
-        return value
-    return tf.convert_to_tensor(value)
 
 
 def allreduce(value, *, name, op=Average, process_set=global_process_set):
@@ -68,6 +32,8 @@ def grouped_allreduce(
     prescale_factor=1.0,
     postscale_factor=1.0,
     compression=Compression.none,
+    device_dense="",
+    device_sparse="",
     process_set=global_process_set,
 ):
     """Reduces a list of tensors in one communication per dtype.
@@ -84,30 +50,24 @@ def grouped_allreduce(
         prescale_factor: multiplies the inputs; not applied to `IndexedSlices`.
         postscale_factor: multiplies the results; not applied to `IndexedSlices`.
         compression: how tensors travel: `Compression.none`, `fp16` or `bf16`.
+        device_dense: device of the reduction of dense tensors; "" is the default.
+        device_sparse: the same for `tf.IndexedSlices`.
         process_set: the ranks that take part.
 
     Returns:
         The reduced values, in the order given.
     """
     wire.check_not_compiled_by_xla()
-    values = [native(value) for value in values]
-    reduced = list(values)
-    sparse = [i for i, v in enumerate(values) if isinstance(v, tf.IndexedSlices)]
-    if sparse:
-        gathered = _allgather_slices([values[i] for i in sparse], name, op, process_set)
-        for i, slices in zip(sparse, gathered, strict=True):
-            reduced[i] = slices
-    dense = [i for i in range(len(values)) if i not in sparse]
-    sent, contexts = [], []
-    for i in dense:
-        tensor, context = compression.compress(tf.convert_to_tensor(values[i]))
-        sent.append(tensor)
-        contexts.append(context)
     scale = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    results = _reduce_by_dtype(sent, name, op, process_set, scale)
-    for i, result, context in zip(dense, results, contexts, strict=True):
-        reduced[i] = compression.decompress(result, context)
-    return reduced
+
+    def reduce(group):
+        if is_sparse(group[0]):
+            with tf.device(device_sparse):
+                return _allgather_slices(group, name, op, process_set)
+        with tf.device(device_dense):
+            return _reduce_dense(group, name, op, process_set, scale, compression)
+
+    return in_groups([native(value) for value in values], is_sparse, reduce)
 
 
 def allgather(value, name=None, process_set=global_process_set):
@@ -201,24 +161,41 @@ def process_set_size(process_set, dtype):
     return tf.constant(process_set.size(), dtype)
 
 
-def _reduce_by_dtype(tensors, name, op, process_set, scale):
-    def reduce(group):
-        if group[0].dtype == tf.bfloat16:
-            return _reduce_bfloat16(group, name, op, process_set, scale)
-        return _reduce_group(group, name, op, process_set, scale)
+def is_sparse(value):
+    """Whether `value` is a `tf.IndexedSlices`."""
+    return isinstance(value, tf.IndexedSlices)
 
-    return _by_dtype(tensors, reduce)
+
+def in_groups(values, key, exchange):
+    """Applies `exchange` to each list of values with one `key(value)`.
+
+    Returns:
+        Its results, in the order of `values`.
+    """
+    results = [None] * len(values)
+    keys = [key(value) for value in values]
+    for group in dict.fromkeys(keys):
+        places = [i for i, other in enumerate(keys) if other == group]
+        exchanged = exchange([values[i] for i in places])
+        for i, result in zip(places, exchanged, strict=True):
+            results[i] = result
+    return results
 
 
 def _by_dtype(tensors, exchange):
     # One Horovod group holds one dtype.
-    results = [None] * len(tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        exchanged = exchange([tensors[i] for i in places])
-        for i, result in zip(places, exchanged, strict=True):
-            results[i] = result
-    return results
+    return in_groups(tensors, lambda tensor: tensor.dtype, exchange)
+
+
+def _reduce_dense(values, name, op, process_set, scale, compression):
+    def reduce(group):
+        is_bfloat16 = group[0].dtype == tf.bfloat16
+        exchange = _reduce_bfloat16 if is_bfloat16 else _reduce_group
+        return exchange(group, name, op, process_set, scale)
+
+    tensors = [tf.convert_to_tensor(value) for value in values]
+    sent, contexts = zip(*map(compression.compress, tensors), strict=True)
+    return list(map(compression.decompress, _by_dtype(sent, reduce), contexts))
 
 
 def _gather_group(tensors, name, process_set):

@@ -6,7 +6,7 @@ import h5py
 import keras
 
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras.reduction import Compression
+from hvdtrain.keras.wire import Compression
 
 
 def load_model(
@@ -15,14 +15,14 @@ def load_model(
     custom_objects=None,
     compression=Compression.none,
     legacy_opts=False,
+    **distribution,
 ):
     """Loads a saved Keras model and makes its optimizer distributed.
 
     The optimizer keeps the state that was saved (step, momentum, loss scale and so
     on), so that training goes on where it was. A model that was saved without
     `hvdtrain.keras` will do. What the file does not hold is how the optimizer was
-    distributed (`op`, `groups`, `process_set`, local variables): for anything but
-    the defaults, use `keras.models.load_model` and `DistributedOptimizer`.
+    distributed: give the arguments that `DistributedOptimizer` had.
 
     Args:
         filepath: a `.keras` or `.h5` file, or an open `h5py.File`.
@@ -33,6 +33,8 @@ def load_model(
         compression: as in `DistributedOptimizer`.
         legacy_opts: Horovod's switch to `keras.optimizers.legacy`, which Keras 3
             does not have: True is an error.
+        **distribution: further arguments of `DistributedOptimizer`: `op`, `groups`,
+            `backward_passes_per_step` and so on.
 
     Returns:
         A Keras model, compiled if it was saved so.
@@ -55,7 +57,7 @@ def load_model(
     if str(filepath).endswith((".h5", ".hdf5")):
         with h5py.File(filepath) as file, keras.saving.custom_object_scope(objects):
             _restore_optimizer(model, file)
-    DistributedOptimizer(model.optimizer, compression=compression)
+    DistributedOptimizer(model.optimizer, compression=compression, **distribution)
     return model
 
 

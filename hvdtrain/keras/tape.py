@@ -5,7 +5,8 @@ import warnings
 import tensorflow as tf
 
 from hvdtrain.keras.gradients import GradientReducer
-from hvdtrain.keras.reduction import Average, Compression, global_process_set
+from hvdtrain.keras.reduction import Average, global_process_set
+from hvdtrain.keras.wire import Compression
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name

@@ -6,6 +6,8 @@ a group, and cannot be compiled by XLA. Here stands what makes up for it.
 
 import zlib
 
+import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
 # Moved as bits: an allgather, a broadcast or an alltoall computes nothing.
@@ -29,6 +31,42 @@ _MOVABLE = (
 )
 _SCATTERABLE = (tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
 _REDUCIBLE = (tf.uint8, tf.int8, *_SCATTERABLE)
+
+
+class BF16Compressor(hvd.compression.Compressor):
+    """Sends floating point tensors as bfloat16: float32's range, half its bytes."""
+
+    @staticmethod
+    def compress(tensor):
+        """Rounds `tensor` to bfloat16; returns it and its original dtype."""
+        if tensor.dtype.is_floating:
+            return tf.cast(tensor, tf.bfloat16), tensor.dtype
+        return tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        """Restores the dtype that `compress` returned as `ctx`."""
+        return tf.cast(tensor, ctx)
+
+
+class Compression(hvd.Compression):
+    """Horovod's compressors (`none`, `fp16`) and `bf16`."""
+
+    bf16 = BF16Compressor
+
+
+def native(value):
+    """Returns the TensorFlow object behind `value`.
+
+    Args:
+        value: a Keras variable, a TensorFlow variable, tensor or `IndexedSlices`,
+            or anything that `tf.convert_to_tensor` takes.
+    """
+    if isinstance(value, keras.Variable):
+        return value.value
+    if isinstance(value, tf.IndexedSlices | tf.Variable | tf.Tensor):
+        return value
+    return tf.convert_to_tensor(value)
 
 
 def pack(tensor):

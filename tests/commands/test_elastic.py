@@ -1,18 +1,23 @@
-"""A real elastic job on two names of this machine, one worker killed in mid-epoch."""
+"""Real elastic jobs on this machine: a worker is killed, a worker joins late."""
 
 import json
 import sys
 import textwrap
 
+import keras
+import numpy as np
 import pytest
 
 STEPS_PER_EPOCH, EPOCHS = 6, 3
+EVERY_BATCH = [(e, b) for e in range(EPOCHS) for b in range(STEPS_PER_EPOCH)]
+RATE = 0.01
 
 SCRIPT = """
     import json
     import os
     import signal
     import sys
+    import time
     from pathlib import Path
 
     import keras
@@ -23,34 +28,34 @@ SCRIPT = """
 
     STEPS, EPOCHS, folder = {steps}, {epochs}, Path(sys.argv[1])
     hvd.init()
-    start_size, host = hvd.size(), os.environ["HOROVOD_HOSTNAME"]
+    worker = os.environ["HOROVOD_HOSTNAME"] + "-" + os.environ["HOROVOD_LOCAL_RANK"]
+    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.Adam(0.01 * start_size), name="own_name"
+        keras.optimizers.Adam({rate} * hvd.size()), name="own_name"
     )
     model.compile(optimizer, "mse")
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(8, 4)).astype("float32")
-    data = tf.data.Dataset.from_tensors((x, x.sum(1, keepdims=True))).repeat()
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 
 
     class Record(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            with (folder / f"steps.{{host}}").open("a") as file:
-                line = [state.epoch, batch, hvd.size(), int(optimizer.iterations)]
-                file.write(json.dumps(line) + "\\n")
-
         def on_train_batch_begin(self, batch, logs=None):
-            victim = state.epoch == 1 and batch == 3 and hvd.size() == 2
-            if victim and host == "127.0.0.1" and not (folder / "killed").exists():
-                (folder / "killed").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.before = int(optimizer.iterations)
 
+        def on_train_batch_end(self, batch, logs=None):
+            if int(optimizer.iterations) > self.before:
+                with (folder / f"steps.{{worker}}").open("a") as file:
+                    file.write(json.dumps([hvd.size(), state.epoch, batch]) + "\\n")
+
+
+    class Event(keras.callbacks.Callback):
+        {event}
 
     @hvd.elastic.run
     def train(state):
+        mine = x[hvd.rank() :: hvd.size()]
         state.model.fit(
-            data,
+            tf.data.Dataset.from_tensors((mine, mine.sum(1, keepdims=True))).repeat(),
             steps_per_epoch=STEPS,
             epochs=EPOCHS - state.epoch,
             verbose=0,
@@ -59,6 +64,7 @@ SCRIPT = """
                 hvd.elastic.UpdateBatchStateCallback(state),
                 hvd.elastic.UpdateEpochStateCallback(state),
                 Record(),
+                Event(),
             ],
         )
         return "done"
@@ -69,41 +75,101 @@ SCRIPT = """
         "result": train(state),
         "size": hvd.size(),
         "iterations": int(optimizer.iterations),
-        "learning_rate": float(optimizer.learning_rate),
         "weights": [w.ravel().tolist() for w in model.get_weights()],
     }}
-    (folder / f"result.{{host}}").write_text(json.dumps(result))
+    (folder / f"result.{{worker}}").write_text(json.dumps(result))
+"""
+
+KILL = """
+        def on_train_batch_begin(self, batch, logs=None):
+            is_time = state.epoch == 1 and batch == 3 and hvd.size() == 2
+            if is_time and worker == "127.0.0.1-0":
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# The lone worker goes no further until the launcher knows of the second place.
+GROW = """
+        def on_train_batch_end(self, batch, logs=None):
+            if state.epoch == 1 and batch == 2 and hvd.size() == 1:
+                (folder / "new_hosts").write_text("localhost:2")
+                (folder / "new_hosts").replace(folder / "hosts")
+                while True:
+                    state.check_host_updates()
+                    time.sleep(0.1)
 """
 
 
-def test_a_worker_killed_in_mid_epoch(run, tmp_path):
-    folder = tmp_path
-    (folder / "train.py").write_text(
-        textwrap.dedent(SCRIPT).format(steps=STEPS_PER_EPOCH, epochs=EPOCHS)
+def run_elastic(run, folder, *, hosts, event):
+    script = textwrap.dedent(SCRIPT).format(
+        steps=STEPS_PER_EPOCH,
+        epochs=EPOCHS,
+        rate=RATE,
+        event=textwrap.indent(textwrap.dedent(event), " " * 4).strip(),
     )
+    (folder / "train.py").write_text(script)
+    (folder / "hosts").write_text(hosts)
     discover = folder / "discover.sh"
-    discover.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    discover.write_text(f"#!/bin/sh\ncat '{folder}/hosts'\n")
     discover.chmod(0o755)
     launcher = [
-        *("horovodrun", "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"),
-        *("--host-discovery-script", str(discover), "--network-interface", "lo"),
+        *("horovodrun", "--gloo", "-np", str(hosts.count(":"))),
+        *("--min-np", "1", "--max-np", "2", "--network-interface", "lo"),
+        *("--host-discovery-script", str(discover)),
     ]
     job = run([sys.executable, str(folder / "train.py"), str(folder)], program=launcher)
-    code, log = job.returncode, job.text
-    assert (folder / "killed").exists(), log
-    assert code == 0, log
-    result = json.loads((folder / "result.localhost").read_text())
+    assert job.returncode == 0, job.text
+
+
+def read_steps(folder, worker):
+    lines = (folder / f"steps.{worker}").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def one_process(rates):
+    """Weights after one step on all samples with each of `rates`."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(), "mse")
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    for rate in rates:
+        model.optimizer.learning_rate.assign(rate)
+        model.train_on_batch(x, x.sum(1, keepdims=True))
+    return [w.ravel() for w in model.get_weights()]
+
+
+def check_result(folder, worker, *, size, rates):
+    result = json.loads((folder / f"result.{worker}").read_text())
     assert result["result"] == "done"
-    assert result["size"] == 1
-    # Half the ranks, half the learning rate.
-    assert result["learning_rate"] == pytest.approx(0.01)
-    # No step is lost and none is taken twice in what remains.
-    assert result["iterations"] == STEPS_PER_EPOCH * EPOCHS
-    lines = (folder / "steps.localhost").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    alone = [step for step in steps if step[2] == 1]
+    assert result["size"] == size
+    assert result["iterations"] == len(EVERY_BATCH)
+    for mine, expected in zip(result["weights"], one_process(rates), strict=True):
+        assert mine == pytest.approx(expected, abs=1e-5)
+    return result["weights"]
+
+
+def test_a_worker_killed_in_mid_epoch(run, tmp_path):
+    run_elastic(run, tmp_path, hosts="localhost:1\n127.0.0.1:1\n", event=KILL)
+    assert (tmp_path / "killed").exists()
     # The last commit before the loss was after batch 1 of epoch 1: from there on,
-    # every batch of the epoch is taken once, by the lone survivor.
-    trained = [(epoch, batch) for epoch, batch, _, count in alone if count > 8]
-    everything = [(e, b) for e in range(EPOCHS) for b in range(STEPS_PER_EPOCH)]
-    assert trained == everything[8:]
+    # every batch is taken once by the lone survivor, at half the learning rate.
+    steps = read_steps(tmp_path, "localhost-0")
+    alone = [(epoch, batch) for size, epoch, batch in steps if size == 1]
+    assert alone == EVERY_BATCH[8:]
+    check_result(tmp_path, "localhost-0", size=1, rates=[2 * RATE] * 8 + [RATE] * 10)
+
+
+def test_a_worker_that_joins_late(run, tmp_path):
+    run_elastic(run, tmp_path, hosts="localhost:1\n", event=GROW)
+    # Nothing is lost, nothing is taken twice; the new worker comes in at the tenth
+    # batch, with the state of the optimizer that it has not trained.
+    steps = [tuple(step) for step in read_steps(tmp_path, "localhost-0")]
+    together = [(2, *place) for place in EVERY_BATCH[9:]]
+    assert steps == [(1, *place) for place in EVERY_BATCH[:9]] + together
+    assert [tuple(s) for s in read_steps(tmp_path, "localhost-1")] == together
+    rates = [RATE] * 9 + [2 * RATE] * 9
+    weights = [
+        check_result(tmp_path, f"localhost-{slot}", size=2, rates=rates)
+        for slot in (0, 1)
+    ]
+    assert weights[0] == weights[1]

@@ -90,6 +90,15 @@ TAIL = """
         json.dump(result, file)
 """
 
+LONELY_SCRIPT = """
+    if hvd.rank() == {rank}:
+        hvd.allreduce(1.0, name="lonely")
+    else:
+        import signal
+
+        signal.pause()
+"""
+
 XLA_SCRIPT = """
     model.compile(
         hvd.DistributedOptimizer(tf.keras.optimizers.SGD()),
@@ -104,10 +113,10 @@ STRING_SCRIPT = """
 """
 
 
-def write(folder, *parts, module="hvdtrain.keras"):
+def write(folder, *parts, **fields):
     path = folder / "script.py"
     text = "".join(textwrap.dedent(part) for part in parts)
-    path.write_text(text.format(module=module))
+    path.write_text(text.format(module="hvdtrain.keras", **fields))
     return [sys.executable, str(path)]
 
 
@@ -139,3 +148,20 @@ def test_a_mistake_is_an_error(run, tmp_path, script, words):
     job = run([], program=write(tmp_path, HEAD, script), launcher="gloo")
     assert job.returncode != 0
     assert words in job.text
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [("gloo", 0), ("gloo", 1), ("mpi", 0)])
+def test_a_collective_of_one_rank_is_an_error_within_the_limit(
+    run, tmp_path, launcher, rank
+):
+    limits = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4",
+    }
+    program = write(tmp_path, HEAD, LONELY_SCRIPT, rank=rank)
+    job = run([], program=program, launcher=launcher, environment=limits)
+    assert job.returncode != 0
+    # Who is missing, and what; then the error where it was called.
+    assert f"{1 - rank}!: [HorovodGroupedAllreduce" in job.text
+    assert 'hvd.allreduce(1.0, name="lonely")' in job.text
+    assert "Horovod has been shut down" in job.text

@@ -129,6 +129,20 @@ def test_local_variables_may_differ():
     fit(model, check, change)
 
 
+def test_what_the_optimizer_knows_as_local_may_differ():
+    model = oracle.build_model()
+    local, shared = model.layers
+    local.bias.assign(local.bias + float(hvd.rank()))
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(
+        hvd.PartialDistributedOptimizer(optimizer, local_layers=local), oracle.LOSS
+    )
+    fit(model, hvd.callbacks.ConsistencyCheckCallback(every_steps=1))
+    oracle.assert_bitwise_equal_over_ranks(shared.get_weights())
+    biases = hvd.allgather_object(local.bias.numpy().tolist(), name="biases")
+    assert len({tuple(bias) for bias in biases}) == hvd.size()
+
+
 @pytest.mark.parametrize("is_built", [True, False])
 def test_moving_averages_are_each_rank_s_own(is_built):
     model = keras.Sequential(

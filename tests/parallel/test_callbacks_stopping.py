@@ -116,6 +116,32 @@ def test_rank_0_writes_the_best_model(tmp_path):
         assert oracle.difference(restored.get_weights(), model.get_weights()) == 0
 
 
+class FullDisk(keras.layers.Dense):
+    is_full = False
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        if self.is_full:
+            raise OSError("No space left on device")
+
+
+@pytest.mark.skipif(hvd.rank() > 0, reason="rank 0 writes")
+def test_a_failure_leaves_the_best_model_before(tmp_path):
+    path = tmp_path / "best.keras"
+    layer = FullDisk(1)
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.compile("sgd", "mse")
+    best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=path)
+    samples = np.ones((4, 2)), np.ones((4, 1))
+    model.fit(*samples, verbose=0, callbacks=[best])
+    written = path.read_bytes()
+    layer.is_full = True
+    with pytest.raises(OSError, match="No space left"):
+        model.fit(*samples, verbose=0, callbacks=[best])
+    assert [file.name for file in tmp_path.iterdir()] == ["best.keras"]
+    assert path.read_bytes() == written
+
+
 def test_a_worse_epoch_is_not_written(tmp_path):
     class Worse(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

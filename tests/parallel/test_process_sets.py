@@ -5,6 +5,8 @@ import oracle
 import pytest
 
 import hvdtrain.keras as hvd
+from hvdtrain.keras.callbacks.consistency import check_consistency
+from hvdtrain.keras.metrics import reduce_metrics
 
 RANK, SIZE = hvd.rank(), hvd.size()
 
@@ -68,3 +70,90 @@ def test_collectives_of_a_set(halves):
     hvd.broadcast_variables([variable], members[0], process_set=mine)
     assert float(variable) == members[0]
     assert hvd.global_process_set.size() == SIZE
+
+
+class StopAtFourthBatch(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training |= batch == 3
+
+
+@pytest.mark.skipif(SIZE < 3, reason="a set of two ranks beside another one")
+def test_callbacks_act_within_a_set(halves):
+    sets, number = halves
+    mine = sets[number]
+    inputs, labels = oracle.samples(steps=8)
+    samples = 8 * oracle.LOCAL_BATCH_SIZE * mine.size()
+    inputs, labels = inputs[:samples], labels[:samples]
+    # The last rank of the lower set wishes to stop: its whole set does, no other.
+    stops = sets[0].ranks[-1] == RANK
+    taken = samples if number else samples * 6 // 8
+    expected = oracle.train_by_fit(
+        optimizers(number),
+        inputs[:taken],
+        labels[:taken],
+        oracle.LOCAL_BATCH_SIZE * mine.size(),
+        metrics=["accuracy"],
+    )
+
+    model = oracle.build_model()
+    if mine.ranks[0] != RANK:
+        model.set_weights([weight + 1.0 for weight in model.get_weights()])
+    model.compile(
+        hvd.DistributedOptimizer(optimizers(number), process_set=mine),
+        oracle.LOSS,
+        metrics=["accuracy"],
+    )
+    history = model.fit(
+        inputs[mine.rank() :: mine.size()],
+        labels[mine.rank() :: mine.size()],
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            hvd.callbacks.BroadcastGlobalVariablesCallback(mine.ranks[0]),
+            hvd.callbacks.MetricAverageCallback(),
+            hvd.callbacks.ConsistencyCheckCallback(every_steps=2),
+            *([StopAtFourthBatch()] if stops else []),
+            hvd.callbacks.StopTogetherCallback(every_steps=3),
+        ],
+    ).history
+    assert oracle.difference(model.get_weights(), expected.get_weights()) < 1e-6
+    for name, values in expected.history.history.items():
+        assert history[name] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.skipif(SIZE < 3, reason="a set of two ranks beside another one")
+def test_drift_within_a_set_is_found_and_names_the_ranks_of_the_job(halves):
+    sets, number = halves
+    mine = sets[number]
+    check_consistency([keras.Variable(float(number))], process_set=mine)
+    if mine.size() > 1:
+        words = f"rank {mine.ranks[0]} and rank {mine.ranks[1]} hold different"
+        with pytest.raises(hvd.callbacks.DesynchronizedError, match=words):
+            check_consistency([keras.Variable(float(RANK))], process_set=mine)
+
+
+@pytest.mark.skipif(SIZE < 3, reason="a set of two ranks beside another one")
+def test_the_root_of_a_broadcast_is_one_of_the_set(halves):
+    sets, number = halves
+    mine, other = sets[number], sets[1 - number]
+    if mine.size() == 1:
+        return
+    model = oracle.build_model()
+    model.compile(
+        hvd.DistributedOptimizer(optimizers(number), process_set=mine), oracle.LOSS
+    )
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(other.ranks[0])
+    with pytest.raises(ValueError, match="root_rank must be one of the ranks"):
+        model.fit(*oracle.samples(1), verbose=0, callbacks=[broadcast])
+
+
+@pytest.mark.skipif(SIZE < 2, reason="two sets need two ranks")
+def test_metrics_of_a_set(halves):
+    sets, number = halves
+    mine = sets[number]
+    metric = keras.metrics.Mean()
+    metric.update_state([float(RANK)] * (1 + mine.rank()))
+    weights = [1 + place for place in range(mine.size())]
+    mean = sum(w * r for w, r in zip(weights, mine.ranks, strict=True)) / sum(weights)
+    assert reduce_metrics([metric], process_set=mine) == {"mean": pytest.approx(mean)}

@@ -48,10 +48,10 @@ def uninterrupted(make_optimizer, loss=oracle.LOSS):
     return model.get_weights()
 
 
-def save_half_way(make_optimizer, path, loss=oracle.LOSS):
+def save_half_way(make_optimizer, path, loss=oracle.LOSS, part=FIRST, **distribution):
     model = oracle.build_model()
-    model.compile(hvd.DistributedOptimizer(make_optimizer()), loss)
-    fit(model, FIRST)
+    model.compile(hvd.DistributedOptimizer(make_optimizer(), **distribution), loss)
+    fit(model, part)
     model.save(path)
     return model
 
@@ -137,6 +137,28 @@ def test_a_compressed_model(tmp_path):
         model.get_weights(), uninterrupted(keras.optimizers.SGD)
     )
     assert difference < 1e-4
+
+
+@pytest.mark.parametrize("extension", ["keras", "h5"])
+def test_arguments_of_the_distributed_optimizer(tmp_path, extension):
+    path = tmp_path / f"{hvd.rank()}.{extension}"
+    distribution = {"op": hvd.Sum, "groups": 2, "backward_passes_per_step": 2}
+    rate, windows = 0.01, slice(0, 4 * GLOBAL_BATCH_SIZE)
+    save_half_way(
+        lambda: keras.optimizers.SGD(rate, momentum=0.9),
+        path,
+        part=windows,
+        **distribution,
+    )
+    model = hvd.load_model(path, **distribution)
+    fit(model, slice(windows.stop, None))
+    # A sum over ranks and passes is that many times the mean.
+    expected = uninterrupted(
+        lambda: keras.optimizers.SGD(
+            rate * hvd.size() * 2, momentum=0.9, gradient_accumulation_steps=2
+        )
+    )
+    assert oracle.difference(model.get_weights(), expected) < 1e-6
 
 
 def test_a_built_optimizer_keeps_its_state():

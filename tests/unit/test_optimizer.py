@@ -50,10 +50,10 @@ def test_an_optimizer_is_distributed_once():
         hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))
 
 
-def test_two_ways_to_accumulate_exclude_each_other():
-    with pytest.raises(ValueError, match="either backward_passes_per_step or"):
+def test_two_windows_of_accumulation_contradict_each_other():
+    with pytest.raises(ValueError, match="are one number"):
         hvd.DistributedOptimizer(
-            sgd(gradient_accumulation_steps=2), backward_passes_per_step=2
+            sgd(gradient_accumulation_steps=2), backward_passes_per_step=3
         )
 
 

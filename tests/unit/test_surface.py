@@ -81,6 +81,13 @@ def test_no_name_is_missing(module, name):
         assert name in hvd.__all__
 
 
+def test_all_holds_public_names_only():
+    assert len(set(hvd.__all__)) == len(hvd.__all__)
+    assert all(hasattr(hvd, name) for name in hvd.__all__)
+    modules = [name for name in hvd.__all__ if inspect.ismodule(getattr(hvd, name))]
+    assert modules == ["callbacks", "elastic"]
+
+
 @pytest.mark.parametrize(("module", "name"), offered())
 def test_every_name_stands_in_the_page(module, name):
     assert f"`{name}`" in PAGE

@@ -2,19 +2,21 @@
 
 import itertools
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras import optimizer as distributed_optimizer
 from hvdtrain.keras import reduction
 from hvdtrain.keras.gradients import variable_key
 from hvdtrain.keras.objects import allgather_object
+from hvdtrain.keras.optimizer import local_keys_of, process_set_of, settle
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank `root_rank`'s weights and optimizer state when training starts.
+
+    The ranks are those of the optimizer's `process_set`, and local variables that
+    the optimizer knows are left as they are.
 
     Put it first in the list of callbacks. It acts once, in the first `fit`, before
     the first step. (Horovod's callback acts after the first step, which then is the
@@ -26,14 +28,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     `separate_seeds`. It also calls `hvdtrain.keras.optimizer.settle(model)`.
 
     Args:
-        root_rank: the rank whose values are taken.
+        root_rank: the rank whose values are taken; one of the process set.
         device: where the broadcast runs; "" is the default device.
         local_variables: a variable, or a list of variables, that each rank keeps
             for itself. Their slots in the optimizer (momentum, say) stay as well.
 
     Raises:
         ValueError: in `fit`, if the ranks' models or optimizers have different
-            variables.
+            variables, or if `root_rank` does not train with them.
     """
 
     def __init__(self, root_rank, device="", local_variables=None):
@@ -59,7 +61,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def set_model(self, model):
         """Takes the model, and settles what `compile` decided without ranks."""
         super().set_model(model)
-        distributed_optimizer.settle(model)
+        settle(model)
 
     def on_train_begin(self, logs=None):
         """Broadcasts, or has it done as soon as the first batch builds the model."""
@@ -74,10 +76,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         model, optimizer = self.model, self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        variables = shared_variables(model, self._local_keys)
-        _check_same_structure(variables)
-        with tf.device(self.device):
-            reduction.broadcast_variables(variables, self.root_rank)
+        process_set = process_set_of(optimizer)
+        if reduction.participates(process_set):
+            _check_root(self.root_rank, process_set)
+            variables = shared_variables(model, self._local_keys)
+            _check_same_structure(variables, process_set)
+            with tf.device(self.device):
+                reduction.broadcast_variables(variables, self.root_rank, process_set)
         separate_seeds(model)
         self.broadcast_done = True
 
@@ -102,9 +107,11 @@ def shared_variables(model, local_keys=frozenset()):
 
     Args:
         model: a model that is built, compiled or not.
-        local_keys: set of `gradients.variable_key(variable)` of local variables.
-            The optimizer's slots of a local variable are local, too.
+        local_keys: set of `gradients.variable_key(variable)` of local variables,
+            beside those that the optimizer knows. The optimizer's slots of a local
+            variable are local, too.
     """
+    local_keys = local_keys | local_keys_of(model.optimizer)
     weights = [w for w in model.weights if variable_key(w) not in local_keys]
     if model.optimizer is None:
         return weights
@@ -126,15 +133,16 @@ def separate_seeds(model):
     resumed with rank 0's, all ranks get the seeds that they had.
     """
     states = seed_states(model)
-    if not states or not reduction.participates(reduction.global_process_set):
+    process_set = process_set_of(model.optimizer)
+    if not states or not reduction.participates(process_set):
         return
     mine = np.array([[int(state.numpy()[0]) for state in states]], "int64")
-    everyone = reduction.allgather(mine, name="SeedStates").numpy()
-    below = everyone[: hvd.rank()]
+    everyone = reduction.allgather(mine, "SeedStates", process_set).numpy()
+    rank = process_set.rank()
     for i, state in enumerate(states):
-        seed = everyone[hvd.rank(), i]
-        if seed in below[:, i]:
-            entropy = np.random.SeedSequence([abs(int(seed)), hvd.rank()])
+        seed = everyone[rank, i]
+        if seed in everyone[:rank, i]:
+            entropy = np.random.SeedSequence([abs(int(seed)), rank])
             # 31 bits: the state is a signed integer on some devices.
             new_seed = int(entropy.generate_state(1)[0] >> 1)
             state.assign([new_seed, int(state.numpy()[1])])
@@ -161,23 +169,34 @@ def _slots(optimizer, local, trainable):
     return slots
 
 
-def _check_same_structure(variables):
+def _check_root(root_rank, process_set):
+    if root_rank not in process_set.ranks:
+        raise ValueError(
+            "root_rank must be one of the ranks that train with this optimizer. "
+            f"Received: {root_rank}, expected one of {list(process_set.ranks)}."
+        )
+
+
+def _check_same_structure(variables, process_set):
     # Else a rank would wait for a tensor that another never sends.
     mine = [(v.path, tuple(v.shape), v.dtype) for v in variables]
-    everyone = allgather_object(mine, name="BroadcastStructure")
+    everyone = allgather_object(
+        mine, name="BroadcastStructure", process_set=process_set
+    )
     first = [described[1:] for described in everyone[0]]
-    for rank, theirs in enumerate(everyone):
+    lowest = process_set.ranks[0]
+    for rank, theirs in zip(process_set.ranks, everyone, strict=True):
         if len(theirs) != len(first):
             raise ValueError(
-                f"The ranks' models differ: rank 0 has {len(first)} variables to "
-                f"broadcast, rank {rank} has {len(theirs)}. Build and compile the "
+                f"The ranks' models differ: rank {lowest} has {len(first)} variables "
+                f"to broadcast, rank {rank} has {len(theirs)}. Build and compile the "
                 "same model on every rank."
             )
         for number, (path, shape, dtype) in enumerate(theirs):
             if (shape, dtype) != first[number]:
                 raise ValueError(
                     f"The ranks' models differ: {everyone[0][number][0]} is "
-                    f"{first[number][1]}{list(first[number][0])} on rank 0, and "
-                    f"{path} is {dtype}{list(shape)} on rank {rank}. Build and "
+                    f"{first[number][1]}{list(first[number][0])} on rank {lowest}, "
+                    f"and {path} is {dtype}{list(shape)} on rank {rank}. Build and "
                     "compile the same model on every rank."
                 )

@@ -1,5 +1,8 @@
 """The best model so far, written by rank 0."""
 
+import os
+import pathlib
+
 import horovod.tensorflow as hvd
 import keras
 
@@ -8,7 +11,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keeps the best model of a run in one file, which rank 0 writes.
 
     A `keras.callbacks.ModelCheckpoint(save_best_only=True)` for all ranks. Put it
-    after `MetricAverageCallback`, so that "best" is that of all ranks' samples.
+    after `MetricAverageCallback`, so that "best" is that of all ranks' samples. A job
+    that is killed leaves the best model before, never half a file.
     As in Horovod, where the file is named later, `filepath` may be set as an
     attribute before `fit`.
 
@@ -44,6 +48,10 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         if filepath is None:
             self.filepath = None
 
+    def set_model(self, model):
+        """Takes the model, which is going to be written in one piece."""
+        super().set_model(_WrittenAtOnce(model))
+
     def on_train_begin(self, logs=None):
         """Checks that there is a file to write."""
         super().on_train_begin(logs)
@@ -62,3 +70,34 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         """Saves after an epoch, if `save_freq` is "epoch"."""
         if hvd.rank() == 0:
             super().on_epoch_end(epoch, logs)
+
+
+class _WrittenAtOnce:
+    """A model whose files appear whole or not at all; else the model itself."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def save(self, path, **options):
+        self._write(self._model.save, path, options)
+
+    def save_weights(self, path, **options):
+        self._write(self._model.save_weights, path, options)
+
+    def _write(self, save, path, options):
+        if "://" in str(path):  # Keras uploads a file that it has finished.
+            save(path, **options)
+            return
+        path = pathlib.Path(path)
+        # Always the same: what a killed process has left is overwritten by the next.
+        partial = path.with_name(f".partial-{path.name}")
+        try:
+            save(partial, **options)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)

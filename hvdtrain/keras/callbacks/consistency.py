@@ -10,6 +10,8 @@ from hvdtrain.keras.callbacks.broadcast import shared_variables
 from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.gradients import variable_key
 from hvdtrain.keras.objects import allgather_object
+from hvdtrain.keras.optimizer import process_set_of
+from hvdtrain.keras.reduction import global_process_set
 
 
 class DesynchronizedError(RuntimeError):
@@ -19,10 +21,11 @@ class DesynchronizedError(RuntimeError):
 class ConsistencyCheckCallback(keras.callbacks.Callback):
     """Checks that all ranks hold the same weights and optimizer state.
 
-    Ranks compare a checksum (CRC-32) of the variables' bytes: before the first
-    step, before every `every_steps`-th, and at the end. Gradients that were not
-    reduced, weights that were not broadcast, a rate set on one rank only: all of
-    them raise `DesynchronizedError`, with the same text on every rank.
+    The ranks of the optimizer's `process_set` compare a checksum (CRC-32) of the
+    variables' bytes: before the first step, before every `every_steps`-th, and at
+    the end. Gradients that were not reduced, weights that were not broadcast, a rate
+    set on one rank only: all of them raise `DesynchronizedError`, with the same text
+    on every rank. Variables that the optimizer knows as local are left out.
 
     The first check covers all weights (but if `fit` still has to build the model, it
     is left out). Later ones leave out weights that are not trainable, since the
@@ -30,7 +33,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
 
     Args:
         every_steps: training steps from one check to the next.
-        local_variables: list of variables that each rank keeps for itself.
+        local_variables: list of further variables that each rank keeps for itself.
     """
 
     def __init__(self, every_steps=1000, *, local_variables=()):
@@ -48,7 +51,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         elif self.model.built:
             # Here, and not in on_train_begin: by now all other callbacks have
             # restored and broadcast, in whatever order they stand.
-            check_consistency(shared_variables(self.model, self._local_keys))
+            self._check(shared_variables(self.model, self._local_keys))
         self._has_started = True
 
     def on_train_end(self, logs=None):
@@ -62,30 +65,37 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         partial = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
-        check_consistency([v for v in variables if id(v) not in partial])
+        self._check([v for v in variables if id(v) not in partial])
+
+    def _check(self, variables):
+        check_consistency(variables, process_set=process_set_of(self.model.optimizer))
 
 
-def check_consistency(variables):
+def check_consistency(variables, *, process_set=global_process_set):
     """Raises an error on every rank unless `variables` are equal on all of them.
 
     Args:
         variables: list of Keras variables, the same on every rank.
+        process_set: the ranks that take part.
 
     Raises:
         DesynchronizedError: names the first variable that differs, and the ranks
             that agree on it among each other.
     """
-    if not reduction.participates(reduction.global_process_set):
+    if not reduction.participates(process_set):
         return
     checksums = [_checksum(variable) for variable in variables]
     digest = zlib.crc32(np.array(checksums, "uint32").tobytes())
-    digests = reduction.allgather(np.array([digest], "int64"), name="Consistency")
+    mine = np.array([digest], "int64")
+    digests = reduction.allgather(mine, "Consistency", process_set)
     # One number a rank says whether all is well. Only if not, details travel.
     if len(set(digests.numpy().tolist())) > 1:
         paths = [variable.path for variable in variables]
         described = list(zip(paths, checksums, strict=True))
-        everyone = allgather_object(described, name="ConsistencyDetails")
-        raise DesynchronizedError(_explain(everyone))
+        everyone = allgather_object(
+            described, name="ConsistencyDetails", process_set=process_set
+        )
+        raise DesynchronizedError(_explain(everyone, process_set.ranks))
 
 
 def _checksum(variable):
@@ -94,8 +104,8 @@ def _checksum(variable):
     return zlib.crc32(value.view("uint8").reshape(-1), zlib.crc32(header))
 
 
-def _explain(everyone):
-    counts = {rank: len(described) for rank, described in enumerate(everyone)}
+def _explain(everyone, ranks):
+    counts = dict(zip(ranks, map(len, everyone), strict=True))
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
         return (
@@ -105,14 +115,14 @@ def _explain(everyone):
     differing = []
     for entries in zip(*everyone, strict=True):
         ranks_by_checksum = {}
-        for rank, (_, checksum) in enumerate(entries):
+        for rank, (_, checksum) in zip(ranks, entries, strict=True):
             ranks_by_checksum.setdefault(checksum, []).append(str(rank))
         if len(ranks_by_checksum) > 1:
             differing.append((entries[0][0], ranks_by_checksum.values()))
     path, groups = differing[0]
     return (
-        f"The ranks have drifted apart: {len(differing)} of {counts[0]} variables "
-        f"differ. First: {path}, where "
+        f"The ranks have drifted apart: {len(differing)} of {len(everyone[0])} "
+        f"variables differ. First: {path}, where "
         + " and ".join(_name_group(ranks) for ranks in groups)
         + " hold different values. Check that the optimizer is a DistributedOptimizer "
         "and that BroadcastGlobalVariablesCallback(0) is the first callback, and name "

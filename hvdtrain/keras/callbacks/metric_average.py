@@ -12,6 +12,7 @@ from hvdtrain.keras.metrics import (
     results,
 )
 from hvdtrain.keras.objects import allgather_object
+from hvdtrain.keras.optimizer import process_set_of
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -21,7 +22,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     states, so that AUC, precision, F1 or IoU are right too, and ranks may have seen
     different numbers of samples. That holds for the training metrics and for those
     of `validation_data`, with their prefix `val_`; a rank without validation data
-    gets the others' results.
+    gets the others' results. The ranks are those of the optimizer's `process_set`.
 
     Put it before the callbacks that read logs (`ReduceLROnPlateau`,
     `EarlyStopping`, `ModelCheckpoint`, `TensorBoard`, ...): they then see the same
@@ -74,15 +75,23 @@ class MetricAverageCallback(keras.callbacks.Callback):
             for key, value in logs.items()
         }
         # Ranks may hold different keys: agree before anything depends on them.
-        everyone = allgather_object((list(states), report), name="MetricLogs")
+        process_set = process_set_of(self.model.optimizer)
+        everyone = allgather_object(
+            (list(states), report), name="MetricLogs", process_set=process_set
+        )
         if any("val_" in prefixes for prefixes, _ in everyone):
             states.setdefault("val_", [np.zeros_like(s) for s in states[""]])
-        exact = self._results(self._reduce(states))
+        exact = self._results(self._reduce(states, process_set))
         return _merge([report for _, report in everyone], exact)
 
-    def _reduce(self, states):
+    def _reduce(self, states, process_set):
         variables = metric_variables(self.model.metrics)
-        snapshots = reduce_states(variables, list(states.values()), device=self._device)
+        snapshots = reduce_states(
+            variables,
+            list(states.values()),
+            device=self._device,
+            process_set=process_set,
+        )
         return dict(zip(states, snapshots, strict=True))
 
     def _results(self, states):

@@ -5,6 +5,7 @@ import numpy as np
 
 from hvdtrain.keras import reduction
 from hvdtrain.keras.callbacks.every import EverySteps
+from hvdtrain.keras.optimizer import process_set_of
 
 
 class StopTogetherCallback(keras.callbacks.Callback):
@@ -13,7 +14,8 @@ class StopTogetherCallback(keras.callbacks.Callback):
     A callback that decides on what its own rank sees (`TerminateOnNaN` on the local
     loss, a time limit, a signal) sets `model.stop_training` on that rank alone; the
     others would wait for it for ever. With this callback the wish is held back, and
-    granted on every rank at the next step at which the ranks ask each other.
+    granted on every rank of the optimizer's `process_set` at the next step at which
+    the ranks ask each other.
 
     Put it last in the list of callbacks. Callbacks that decide on the logs of an
     epoch need nothing but `MetricAverageCallback` before them.
@@ -43,10 +45,14 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self.model.stop_training = self._agree()
 
     def _agree(self):
-        if not reduction.participates(reduction.global_process_set):
+        process_set = process_set_of(self.model.optimizer)
+        if not reduction.participates(process_set):
             return self._wants_to_stop
         wishes = reduction.allreduce(
-            np.int32(self._wants_to_stop), name="StopTogether", op=reduction.Max
+            np.int32(self._wants_to_stop),
+            name="StopTogether",
+            op=reduction.Max,
+            process_set=process_set,
         )
         self._wants_to_stop = bool(wishes.numpy())
         return self._wants_to_stop

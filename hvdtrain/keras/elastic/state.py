@@ -65,8 +65,12 @@ class KerasState(ObjectState):
         super().restore()
 
     def sync(self):
-        """Takes rank 0's model, optimizer and objects, and keeps a copy of them."""
-        reduction.broadcast_variables(self._variables(), root_rank=0)
+        """Takes rank 0's model, optimizer and objects, and keeps a copy of them.
+
+        Not the states of random layers, or all ranks would drop the same units.
+        """
+        shared = [*self.model.weights, *self.optimizer.variables]
+        reduction.broadcast_variables(shared, root_rank=0)
         self._save_variables()
         super().sync()
 

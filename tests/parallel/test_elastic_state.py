@@ -1,0 +1,63 @@
+"""What an elastic job shares and takes back, without a launcher that changes it."""
+
+import keras
+import numpy as np
+import oracle
+
+import hvdtrain.keras as hvd
+
+
+def train(model, steps=1):
+    inputs, labels = oracle.samples(steps)
+    for _ in range(steps):
+        model.train_on_batch(inputs, labels)
+
+
+def model_and_state(**objects):
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential(
+        [
+            keras.Input((oracle.FEATURES,)),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(oracle.CLASSES, activation="softmax"),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.1), oracle.LOSS)
+    return model, hvd.elastic.KerasState(model, **objects)
+
+
+def values(variables):
+    return [np.array(variable) for variable in variables]
+
+
+def assert_equal(arrays, others):
+    for mine, theirs in zip(arrays, others, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_worker_that_has_not_trained_takes_rank_0s_state():
+    model, state = model_and_state(epoch=10 * hvd.rank())
+    if hvd.rank() == 0:
+        train(model, steps=3)
+    seeds = model.layers[0].seed_generator.state.numpy()
+    shared = [*model.weights, *model.optimizer.variables]
+    expected = hvd.broadcast_object(values(shared), name="expected")
+    state.sync()
+    assert_equal(values(shared), expected)
+    assert int(model.optimizer.iterations) == 3
+    assert state.epoch == 0
+    # Ranks that shared the seed as well would drop the same units.
+    np.testing.assert_array_equal(model.layers[0].seed_generator.state, seeds)
+
+
+def test_restore_goes_back_to_the_last_commit():
+    model, state = model_and_state(batch=0)
+    train(model)
+    state.batch = 1
+    state.save()
+    committed = values([*model.variables, *model.optimizer.variables])
+    train(model, steps=2)
+    state.batch = 3
+    state.restore()
+    assert state.batch == 1
+    assert_equal(values([*model.variables, *model.optimizer.variables]), committed)
