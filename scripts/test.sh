@@ -52,7 +52,7 @@ launched() {
   local controller=$1 ranks=$2
   shift 2
   run "parallel $controller -np $ranks" 1500 horovodrun "--$controller" -np "$ranks" \
-    python -m pytest -q -p no:cacheprovider "$@"
+    python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
 # All of it on two ranks, and the oracle on more.

@@ -83,7 +83,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             _check_same_structure(variables, process_set)
             with tf.device(self.device):
                 reduction.broadcast_variables(variables, self.root_rank, process_set)
-        separate_seeds(model)
+        separate_seeds(model, process_set)
         self.broadcast_done = True
 
     def _broadcast_on_first_batch(self):
@@ -111,16 +111,18 @@ def shared_variables(model, local_keys=frozenset()):
             beside those that the optimizer knows. The optimizer's slots of a local
             variable are local, too.
     """
-    local_keys = local_keys | local_keys_of(model.optimizer)
+    # A model that was never compiled has no such attribute.
+    optimizer = getattr(model, "optimizer", None)
+    local_keys = local_keys | local_keys_of(optimizer)
     weights = [w for w in model.weights if variable_key(w) not in local_keys]
-    if model.optimizer is None:
+    if optimizer is None:
         return weights
     local = [w for w in model.weights if variable_key(w) in local_keys]
-    slots = _slots(model.optimizer, local, model.trainable_variables)
-    return weights + [v for v in model.optimizer.variables if id(v) not in slots]
+    slots = _slots(optimizer, local, model.trainable_variables)
+    return weights + [v for v in optimizer.variables if id(v) not in slots]
 
 
-def separate_seeds(model):
+def separate_seeds(model, process_set=reduction.global_process_set):
     """Gives ranks that would draw the same random numbers different ones.
 
     Ranks that are seeded alike (`keras.utils.set_random_seed(1)` everywhere) would
@@ -133,7 +135,6 @@ def separate_seeds(model):
     resumed with rank 0's, all ranks get the seeds that they had.
     """
     states = seed_states(model)
-    process_set = process_set_of(model.optimizer)
     if not states or not reduction.participates(process_set):
         return
     mine = np.array([[int(state.numpy()[0]) for state in states]], "int64")
