@@ -34,7 +34,7 @@ find_docker() {
   local candidate
   docker=''
   while read -r candidate; do
-    if "$candidate" build --help 2>/dev/null | grep -q -- --secret; then
+    if [[ $("$candidate" build --help 2>/dev/null) == *--secret* ]]; then
       docker=$candidate
       return
     fi
@@ -58,18 +58,23 @@ wait_for() {
   done
 }
 
-# A session of its own: clean needs the engine after a Ctrl-C. Builds use the machine's
-# network and the hosts a bridge of their own; nothing of the machine's is changed.
+# start_engine [COMMAND...]: it is run by COMMAND. In a session of its own, since clean
+# needs it after a Ctrl-C; and without a change to the machine's network.
 start_engine() {
   export DOCKER_HOST=unix://$work/engine/socket
-  mkdir "$work/engine"
-  setsid dockerd --host "$DOCKER_HOST" --data-root "$work/engine/data" \
+  mkdir -p "$work/engine"
+  setsid "$@" dockerd --host "$DOCKER_HOST" --data-root "$work/engine/data" \
     --exec-root "$work/engine/exec" --pidfile "$work/engine/pid" --bridge none \
-    --iptables=false --ip-forward=false >"$work/engine.log" 2>&1 &
+    --iptables=false --ip-forward=false >>"$work/engine.log" 2>&1 &
   engine=$!
   wait_for 60 "$docker" info && return
   tail -n 5 "$work/engine.log" >&2
   die "the Docker engine did not come up within a minute"
+}
+
+stop_engine() {
+  kill "$engine"
+  wait_for 60 eval "! kill -0 $engine"
 }
 
 prepare_engine() {
@@ -80,9 +85,9 @@ prepare_engine() {
   [[ -n $install ]] || skip "no Docker engine with BuildKit runs here; see --install"
   ((EUID == 0)) || die "--install needs root"
   echo "docker test: apt-get install ${packages[*]}"
-  apt-get update -qq >/dev/null
-  DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends \
-    "${packages[@]}" >/dev/null </dev/null
+  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes \
+    --no-install-recommends "${packages[@]}"; } </dev/null >"$work/apt.log" 2>&1 ||
+    { tail -n 5 "$work/apt.log" >&2 && die "apt-get failed"; }
   find_docker
   start_engine
 }
@@ -95,24 +100,26 @@ prepare_base() {
   fi
   base=hvdtrain-base:bookworm
   if "$docker" image inspect "$base" >/dev/null 2>&1; then return; fi
-  command -v debootstrap >/dev/null && ((EUID == 0)) ||
-    die "no base image can be pulled: set BASE_IMAGE, or call this as root with --install"
+  { command -v debootstrap >/dev/null && ((EUID == 0)); } ||
+    die "no base image can be pulled: set BASE_IMAGE, or be root and call --install"
   echo "docker test: no base image can be pulled, debootstrap makes one"
-  timeout 600 debootstrap --variant=minbase bookworm "$work/base" >"$work/base.log" 2>&1 ||
+  timeout 600 debootstrap --variant=minbase bookworm "$work/base" \
+    >"$work/base.log" 2>&1 ||
     { tail -n 5 "$work/base.log" >&2 && die "debootstrap failed"; }
   tar -C "$work/base" --exclude='./usr/share/doc/*' --exclude='./usr/share/man/*' \
     --exclude='./usr/share/locale/*' --exclude='./usr/share/info/*' \
-    --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' --exclude='./dev/*' \
-    -c . | "$docker" import - "$base" >/dev/null
+    --exclude='./var/cache/apt/*' --exclude='./var/lib/apt/lists/*' \
+    --exclude='./dev/*' -c . | "$docker" import - "$base" >/dev/null
 }
 
 build() {
   local secrets=() certificates=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
   [[ ! -e $certificates ]] || secrets+=(--secret "id=ca_certificates,src=$certificates")
-  [[ ! -e ${PIP_CONFIG_FILE:-} ]] || secrets+=(--secret "id=pip_conf,src=$PIP_CONFIG_FILE")
-  DOCKER_BUILDKIT=1 timeout 1200 "$docker" build --network=host --progress=plain \
-    "${secrets[@]}" --build-arg "BASE_IMAGE=$base" --tag "$name" \
-    --file docker/Dockerfile . >"$work/build.log" 2>&1 ||
+  [[ ! -e ${PIP_CONFIG_FILE:-} ]] ||
+    secrets+=(--secret "id=pip_conf,src=$PIP_CONFIG_FILE")
+  timeout 1200 "$docker" build --network=host --progress=plain "${secrets[@]}" \
+    --build-arg "BASE_IMAGE=$base" --tag "$name" --file docker/Dockerfile . \
+    >"$work/build.log" 2>&1 ||
     { tail -n 40 "$work/build.log" >&2 && die "the image cannot be built"; }
 }
 
@@ -153,7 +160,8 @@ holds_no_build() {
 
 trains_by_default() {
   run | tee "$work/default"
-  grep -q '^ranks  *2 on' "$work/default" && grep -q '^test accuracy 0.9' "$work/default"
+  grep -q 'ranks  *2 on' "$work/default" &&
+    grep -q 'test accuracy 0.9' "$work/default"
 }
 
 refuses_a_flag() {
@@ -162,7 +170,7 @@ refuses_a_flag() {
   ((status == 2))
 }
 
-is_training() { "$docker" logs "$1" 2>&1 | grep -q 'step [0-9]'; }
+is_training() { grep -q 'step [0-9]' <("$docker" logs "$1" 2>&1); }
 
 stops_at_once() {
   local start
@@ -186,36 +194,55 @@ trains() {
 
 # What one host computed, to the last digit, is what two compute.
 trains_across() {
-  trains two "$@" && grep '"test_loss"' "$work/one" "$work/two" && grep host2 "$work/two" &&
-    cmp <(grep '"test_loss"' "$work/one") <(grep '"test_loss"' "$work/two")
+  trains "$@" && grep host2 "$work/$1" &&
+    diff <(grep '"test_loss"' "$work/one") <(grep '"test_loss"' "$work/$1")
+}
+
+kill_host2() { "${compose[@]}" kill host2; }
+
+# As when its power fails: nothing closes its connections.
+cut_host2_off() {
+  "$docker" network disconnect --force \
+    "$("$docker" network ls -q --filter "label=com.docker.compose.project=$name")" \
+    "$("${compose[@]}" ps -q host2)"
 }
 
 no_rank_is_left() { ! "${compose[@]}" top host1 | grep hvdtrain.mnist; }
 
-# A host that is lost ends the job on the other one too, and is named.
-ends_with_a_host() {
-  local status=0 log=$work/lost job
-  "${compose[@]}" up -d
+# ends_when LOST COMMAND...: the job ends on the other host too, and names the lost one.
+ends_when() {
+  local lose=$1 status=0 log=$work/lost job
+  shift
+  : >"$log"
+  "${compose[@]}" up -d --no-deps --force-recreate host2
   across "$@" python -m hvdtrain.mnist "${endless[@]}" >"$log" 2>&1 &
   job=$!
   wait_for 120 grep -q 'step [0-9]' "$log" || return
-  "${compose[@]}" kill host2
+  "$lose"
   wait "$job" || status=$?
-  tail -n 15 "$log"
-  ((status && status != 124)) && grep -qE 'host2' <(sed '1,/step [0-9]/d' "$log") &&
+  tail -n 25 "$log"
+  ((status && status != 124)) && grep -q host2 <(sed '1,/step [0-9]/d' "$log") &&
     wait_for 30 no_rank_is_left
 }
 
 two_hosts() {
   local hosts=(-np 2 -H "host1:1,host2:1")
+  # Builds need the machine's network. The hosts' own does not mind a firewall there.
+  if [[ -n $engine ]]; then
+    stop_engine
+    start_engine unshare --net
+  fi
   check "two hosts start" "${compose[@]}" up -d
   check "one host of the cluster trains" trains one horovodrun -np 2
   check "two hosts equal it by horovodrun with MPI" \
-    trains_across horovodrun --mpi "${hosts[@]}"
-  check "by horovodrun with Gloo" trains_across horovodrun --gloo "${hosts[@]}"
-  check "by mpirun" trains_across mpirun "${hosts[@]}"
-  check "a lost host ends a job of mpirun" ends_with_a_host mpirun "${hosts[@]}"
-  check "a lost host ends a job of Gloo" ends_with_a_host horovodrun --gloo "${hosts[@]}"
+    trains_across mpi horovodrun --mpi "${hosts[@]}"
+  check "by horovodrun with Gloo" trains_across gloo horovodrun --gloo "${hosts[@]}"
+  check "by mpirun" trains_across mpirun mpirun "${hosts[@]}"
+  check "a killed host ends a job of mpirun" ends_when kill_host2 mpirun "${hosts[@]}"
+  check "a silent host, too" ends_when cut_host2_off mpirun "${hosts[@]}"
+  check "a killed host ends a job of Gloo" \
+    ends_when kill_host2 horovodrun --gloo "${hosts[@]}"
+  check "a silent host, too" ends_when cut_host2_off horovodrun --gloo "${hosts[@]}"
 }
 
 # Runs on every way out, as far as things have come.
@@ -226,21 +253,19 @@ clean() {
     "$docker" ps -aq --filter "label=$name" | xargs -r "$docker" rm -f
     "$docker" rmi "$name"
   fi
-  if [[ -n $engine ]]; then
-    kill "$engine"
-    wait "$engine"
-  fi
+  if [[ -n $engine ]]; then stop_engine; fi
   rm -rf --one-file-system "$work"
 } >/dev/null 2>&1
 
 engine=''
 work=$(mktemp -d "${TMPDIR:-/tmp}/hvdtrain-test.XXXXXX")
 name=$(basename "$work" | tr '[:upper:].' '[:lower:]-')
-export IMAGE=$name
+export IMAGE=$name DOCKER_BUILDKIT=1
 quick=(--dataset=digits --max_steps=400)
 endless=(--dataset=digits --max_steps=100000000)
 echo '{"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"action": "SCMP_ACT_ERRNO",
-  "names": ["ptrace", "process_vm_readv", "process_vm_writev"]}]}' >"$work/no_ptrace.json"
+  "names": ["ptrace", "process_vm_readv", "process_vm_writev"]}]}' \
+  >"$work/no_ptrace.json"
 trap clean EXIT
 prepare_engine
 find_compose

@@ -26,8 +26,8 @@ program=(python -m hvdtrain.mnist "--model_dir=$run"
 mkdir -p "$run"
 
 warn_of_time_limit() {
-  echo "$SLURM_JOB_NAME: the time limit is two minutes away, and Slurm will end the job" \
-    "there; a larger one: sbatch --time=..." >&2
+  echo "$SLURM_JOB_NAME: the time limit is near, and Slurm will end the job there;" \
+    "a larger one: sbatch --time=..." >&2
 }
 
 # launch COMMAND...: runs it, its exit code is the job's. In the background, since the

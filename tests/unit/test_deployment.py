@@ -98,3 +98,60 @@ def test_the_hosts_of_compose_share_one_key():
     for name, service in services.items():
         assert service["volumes"] == ["ssh:/home/hvdtrain/.ssh"]
         assert "ports" not in service, f"{name} is reachable from outside"
+
+
+# MPIJobSpec, RunPolicy and ReplicaSpec of kubeflow/mpi-operator,
+# pkg/apis/kubeflow/v2beta1/types.go; a set holds the values allowed. A cluster drops
+# a field that it does not know without an error.
+RUN_POLICY = {
+    "cleanPodPolicy": {"All", "Running", "None"},
+    "ttlSecondsAfterFinished": int,
+    "activeDeadlineSeconds": int,
+    "backoffLimit": int,
+    "schedulingPolicy": dict,
+    "suspend": bool,
+    "managedBy": str,
+}
+REPLICA = {
+    "replicas": int,
+    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
+    "template": dict,
+}
+SPEC = {
+    "slotsPerWorker": int,
+    "runLauncherAsWorker": bool,
+    "runPolicy": RUN_POLICY,
+    "mpiReplicaSpecs": {"Launcher": REPLICA, "Worker": REPLICA},
+    "sshAuthMountPath": str,
+    "launcherCreationPolicy": {"AtStartup", "WaitForWorkersReady"},
+    "mpiImplementation": {"OpenMPI", "Intel", "MPICH"},
+}
+
+
+def misfits(value, published, path="spec"):
+    """Yields what in `value` the published type does not allow."""
+    if isinstance(published, set):
+        if value not in published:
+            yield f"{path}: {value!r}"
+    elif isinstance(published, type):
+        if type(value) is not published:
+            yield f"{path}: {value!r} is not {published.__name__}"
+    else:
+        for name, part in value.items():
+            if name not in published:
+                yield f"{path}.{name}: unknown"
+            else:
+                yield from misfits(part, published[name], f"{path}.{name}")
+
+
+def test_the_mpi_operator_knows_every_field():
+    job = yaml.safe_load(text("scripts/kubernetes/mpijob.yaml"))
+    assert list(misfits(job["spec"], SPEC)) == []
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [{"slotPerWorker": 1}, {"slotsPerWorker": "1"}, {"runPolicy": {"suspended": True}}],
+)
+def test_a_slip_in_a_field_is_found(slip):
+    assert list(misfits(slip, SPEC))
