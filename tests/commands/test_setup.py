@@ -93,9 +93,15 @@ def test_set_up_notices_each_change(clone, tmp_path, changed):
         stamp = re.sub(f"(?m)^{changed}: .*", f"{changed}: another", stamp)
     (clone / ".venv/.set-up").write_text(stamp)
     path = os.environ["PATH"].split(os.pathsep)
+    path = [folder for folder in path if not folder.startswith(f"{ROOT}/.venv")]
+    # Another environment that is active, with an MPI in it, is no change.
+    other = tmp_path / "other"
+    other.joinpath("bin").mkdir(parents=True)
+    other.joinpath("bin/mpicxx").symlink_to("/bin/false")
     result = call(
         clone / "scripts/setup.sh",
-        PATH=os.pathsep.join(p for p in path if not p.startswith(f"{ROOT}/.venv")),
+        VIRTUAL_ENV=str(other),
+        PATH=os.pathsep.join([f"{other}/bin", *path]),
         CXX="/bin/false",
         HVDTRAIN_CACHE_DIR=str(tmp_path / "cache"),
     )
