@@ -133,11 +133,12 @@ def main():
         if world.is_chief and _MODEL_DIR.value:
             checkpoint.prepare_directory(_MODEL_DIR.value, needed_bytes=_NEEDED_BYTES)
         observers = _observers() if world.is_chief else ()
+        model = _model(dataset, world)
     facts = report.describe(world) | _facts(dataset, world, train_spec)
     if world.is_chief:
         print(report.banner(facts, dataset, warning=warning), flush=True)
     result = training.train_and_evaluate(
-        functools.partial(_model, dataset, world),
+        model,
         train_spec,
         eval_spec,
         world=world,
@@ -191,24 +192,13 @@ def _train_spec(dataset, world):
 def _callbacks(world, pass_steps, plan):
     from hvdtrain.keras import callbacks
 
-    rate = _local_learning_rate() * world.size
-    # Callbacks count the epochs of fit, which are not quite passes over the data.
-    warmup = _WARMUP_EPOCHS.value * pass_steps / plan.epoch_steps
-    epochs = plan.max_steps / plan.epoch_steps
-    found = []
-    if warmup:
-        found.append(callbacks.LearningRateWarmupCallback(rate, warmup))
-    if _DECAY.value == "cosine":
-        # Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.
-        def cosine(epoch):
-            done = (epoch - warmup) / max(epochs - warmup, 1e-9)
-            return (1 + math.cos(math.pi * min(1, done))) / 2
-
-        found.append(
-            callbacks.LearningRateScheduleCallback(
-                rate, cosine, start_epoch=warmup, staircase=False
-            )
-        )
+    found = optimizers.schedule(
+        _local_learning_rate() * world.size,
+        # Callbacks count the epochs of fit, which are not quite passes over the data.
+        warmup_epochs=_WARMUP_EPOCHS.value * pass_steps / plan.epoch_steps,
+        epochs=plan.max_steps / plan.epoch_steps,
+        decay=_DECAY.value,
+    )
     if _CONSISTENCY_CHECK_STEPS.value:
         every_steps = _CONSISTENCY_CHECK_STEPS.value
         found.append(callbacks.ConsistencyCheckCallback(every_steps))

@@ -21,6 +21,9 @@ from hvdtrain import runtime
 # all ranks when one has failed, will have ended them: one message, not one per rank.
 _PATIENCE_SECONDS = 3.0
 
+# As it was at the start: runtime holds fd 2 back while TensorFlow loads.
+_STDERR = os.dup(2)
+
 _INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 # Whether this process knows already why it ends; a launcher's signal is no news then.
 _is_leaving = threading.Event()
@@ -112,7 +115,8 @@ def _say(text):
     rank = runtime.launch().rank
     prefix = f"rank {rank} on {socket.gethostname()}: " if rank else ""
     sys.stdout.flush()
-    print(f"{prefix}{text}", file=sys.stderr, flush=True)
+    sys.stderr.flush()
+    os.write(_STDERR, f"{prefix}{text}\n".encode())
 
 
 def _leave_on_signal():

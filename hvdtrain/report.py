@@ -51,6 +51,7 @@ def banner(facts, dataset, *, warning=""):
     threads = " or ".join(str(count) for count in sorted(set(facts["threads"])))
     window = facts["accumulation_steps"]
     accumulated = f" x {window} accumulated" if window > 1 else ""
+    updates = "updates" if window > 1 else "steps"
     lines = [
         versions,
         f"ranks          {hosts}; {facts['controller']}; threads per rank: {threads}",
@@ -58,7 +59,7 @@ def banner(facts, dataset, *, warning=""):
         f"{len(dataset.x_test):,} to test, {dataset.num_classes} classes",
         f"model          {facts['model']}, {facts['optimizer']}",
         f"batch          {facts['local_batch_size']} per rank x {facts['size']} ranks"
-        f"{accumulated} = {facts['global_batch_size']}; {facts['steps']:,} steps",
+        f"{accumulated} = {facts['global_batch_size']}; {facts['steps']:,} {updates}",
         f"learning rate  {facts['local_learning_rate']:g} x {facts['size']} ranks = "
         f"{facts['learning_rate']:g}",
     ]

@@ -53,16 +53,12 @@ class World:
         size: number of processes in the job.
         local_rank: number of this process on its node, from 0.
         local_size: number of processes on this node.
-        node: number of this node in the job, from 0.
-        nodes: number of nodes.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    node: int = 0
-    nodes: int = 1
 
     @property
     def is_chief(self):
@@ -115,8 +111,6 @@ def start(*, seed=0):
         size=hvd.size(),
         local_rank=hvd.local_rank(),
         local_size=hvd.local_size(),
-        node=hvd.cross_rank(),
-        nodes=hvd.cross_size(),
     )
     threads = cores.usable(world.local_size)
     if os.environ.get("HVDTRAIN_BIND") != "0":

@@ -74,11 +74,11 @@ class Result:
     samples_per_second: float
 
 
-def train_and_evaluate(model_fn, train_spec, eval_spec, *, world, observers=()):
+def train_and_evaluate(model, train_spec, eval_spec, *, world, observers=()):
     """Train a model on all ranks, then evaluate it over the whole test set.
 
     Args:
-        model_fn: returns a compiled model whose optimizer is distributed.
+        model: a compiled model whose optimizer is distributed.
         train_spec: a `TrainSpec`.
         eval_spec: an `EvalSpec`.
         world: the `World`.
@@ -92,7 +92,6 @@ def train_and_evaluate(model_fn, train_spec, eval_spec, *, world, observers=()):
     Raises:
         JobError: on all ranks, when the loss is not finite.
     """
-    model = model_fn()
     plan = Plan.of(train_spec, weights=model.count_params())
     model.steps_per_execution = plan.steps_per_execution
     observers = observers if world.is_chief else ()

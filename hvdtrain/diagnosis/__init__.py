@@ -3,5 +3,3 @@
 A check is a function that returns a list of `Finding`s and raises nothing: what it
 cannot find out is a finding too. `hvdtrain.doctor` runs them and prints the page.
 """
-
-from hvdtrain.diagnosis.finding import Finding, broken, fine, warning

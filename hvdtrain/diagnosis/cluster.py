@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -19,6 +20,8 @@ _SCHEDULERS = {
 _SET_BY_USERS = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_")
 _SSH_SECONDS = 10
 _CLOCK_SECONDS = 2.0
+# Before what is ours in an answer: a login may print greetings first.
+_MARK = "hvdtrain-clock"
 
 
 def check(hosts, *, ssh_port):
@@ -78,24 +81,32 @@ def check_host(host, ssh_port):
     except OSError as error:
         remedy = "correct the name, or add it to the DNS or /etc/hosts"
         return broken(topic, f"has no address: {error.strerror}", remedy)
-    remote = "date +%s.%N; cat /proc/loadavg; python -m hvdtrain.doctor --version"
+    remote = f"date +{_MARK}%s.%N; python -m hvdtrain.doctor --version"
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}"]
     command += ["-p", str(ssh_port), host, remote]
     before = time.time()
     answer = ask(command, timeout_seconds=3 * _SSH_SECONDS)
     after = time.time()
-    lines = answer.output.splitlines()
-    if not lines:
+    clock, lines = _parse(answer.output)
+    if clock is None:
         remedy = f"it must work without a password: {shlex.join(command[:-1])} true"
         return broken(topic, f"ssh fails: {answer.last_words}", remedy)
-    return _compare(topic, lines, answer, before=before, after=after)
-
-
-def _compare(topic, lines, answer, *, before, after):
-    """Judge what a host said that answered."""
-    clock = float(lines[0])
     offset = max(before - clock, clock - after, 0.0)
-    detail = f"ssh works, its clock is within {offset + after - before:.1f} s of ours"
+    return _compare(topic, lines, answer, offset=offset, seconds=after - before)
+
+
+def _parse(output):
+    """Return the clock of a host, None where it told none, and the lines after it."""
+    _, found, ours = output.partition(_MARK)
+    lines = ours.splitlines()
+    # Some systems' date knows no nanoseconds: "1700000000.N".
+    seconds = re.match(r"\d+(\.\d+)?", lines[0]) if found and lines else None
+    return (float(seconds[0]), lines[1:]) if seconds else (None, [])
+
+
+def _compare(topic, lines, answer, *, offset, seconds):
+    """Judge what a host said that answered, `seconds` after it was asked."""
+    detail = f"ssh works, its clock is within {offset + seconds:.1f} s of ours"
     if answer.code:
         remedy = (
             "install the same environment at the same path there; ssh does not read "
@@ -103,8 +114,9 @@ def _compare(topic, lines, answer, *, before, after):
         )
         detail = f"ssh works, but python -m hvdtrain.doctor fails: {answer.last_words}"
         return broken(topic, detail, remedy)
-    if lines[-1] != __version__:
-        detail += f"; hvdtrain {lines[-1]} there and {__version__} here"
+    version = lines[-1] if lines else "nothing"
+    if version != __version__:
+        detail += f"; hvdtrain {version} there and {__version__} here"
         return broken(topic, detail, "install the same version on all hosts")
     if offset > _CLOCK_SECONDS:
         detail = f"ssh works, its clock differs from ours by {offset:.1f} s"

@@ -109,7 +109,7 @@ def _check_mpirun(mpirun):
     if answer.code:
         remedy = "repair the MPI, or launch by horovodrun --gloo"
         return broken("mpirun", f"{mpirun} fails: {answer.last_words}", remedy)
-    return fine("mpirun", f"{mpirun}, {answer.output.splitlines()[0]}")
+    return fine("mpirun", f"{mpirun}, {answer.output.strip().partition(chr(10))[0]}")
 
 
 def _check_mpi4py(horovod):

@@ -92,6 +92,15 @@ class Job:
             assert time.monotonic() < deadline, f"{text} did not come:\n{self.text}"
             time.sleep(0.1)
 
+    def wait_for_import(self, library):
+        """Wait until this process has files of `library` open or mapped."""
+        maps = pathlib.Path(f"/proc/{self.process.pid}/maps")
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while f"/{library}/" not in maps.read_text():
+            assert self.process.poll() is None, f"ended early:\n{self.text}"
+            assert time.monotonic() < deadline, f"{library} was not loaded"
+            time.sleep(0.01)
+
     def kill(self):
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -153,16 +162,6 @@ def _environment(mark):
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
-
-
-@pytest.fixture(scope="session")
-def real_mnist():
-    """The directory of the real MNIST."""
-    given = os.environ.get("HVDTRAIN_MNIST_DIR")
-    directory = pathlib.Path(given) if given else ROOT.parent / "shared" / "data"
-    if not (directory / "mnist.npz").exists():
-        pytest.skip("no MNIST: set HVDTRAIN_MNIST_DIR to the directory of mnist.npz")
-    return directory
 
 
 def interrupt(process):

@@ -77,6 +77,21 @@ def test_fewer_steps_than_ranks(run):
     fails_with(job, "--max_steps=1", "2 ranks")
 
 
+def test_images_too_small_for_the_model(run, tmp_path):
+    images = {part: np.zeros((40, 5, 5), "uint8") for part in ("x_train", "x_test")}
+    save_npz(tmp_path / "data", **images, y_test=np.arange(40) % 4)
+    flags = ["--model=cnn", "--dataset=custom", f"--data_dir={tmp_path / 'data'}"]
+    job = fails_with(run(flags, launcher="gloo"), "5x5", "6x6")
+    assert len(job.lines) == 1, job.text
+
+
+def test_interrupt_while_tensorflow_loads(start):
+    job = start(ENDLESS)
+    job.wait_for_import("tensorflow")
+    os.killpg(job.process.pid, signal.SIGINT)
+    fails_with(job.wait(), "Stopped by SIGINT", code=130)
+
+
 def test_fewer_samples_than_ranks(run, tmp_path):
     save_npz(tmp_path / "data", train=1, y_test=np.zeros(12, int))
     job = run(

@@ -2,16 +2,20 @@
 
 import json
 import os
+import pathlib
 import pty
 import re
 import subprocess
 import sys
 import termios
+import threading
 
 import keras
 import numpy as np
 import pytest
 
+ROOT = pathlib.Path(__file__).parents[2]
+TIMEOUT_SECONDS = 240
 NOISE = re.compile(r"I0000|E0000|W0000|oneDNN|cuda|CUDA|Warning|InitializeLog")
 
 
@@ -131,9 +135,12 @@ def test_bar_on_a_terminal():
     termios.tcsetwinsize(theirs, (24, 120))
     process = subprocess.Popen(
         [sys.executable, "-m", "hvdtrain.mnist", "--dataset=digits", "--max_steps=60"],
+        cwd=ROOT,
         stdout=theirs,
         stderr=theirs,
     )
+    limit = threading.Timer(TIMEOUT_SECONDS, process.kill)
+    limit.start()
     os.close(theirs)
     shown = b""
     try:
@@ -141,6 +148,7 @@ def test_bar_on_a_terminal():
             shown += chunk
         assert process.wait(60) == 0, shown
     finally:
+        limit.cancel()
         process.kill()
         os.close(ours)
     assert b"100%|" in shown

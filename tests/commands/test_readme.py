@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import socket
 import sys
 
 import pytest
@@ -13,9 +14,13 @@ PROGRAMS = re.findall(r"```bash\n(.*hvdtrain\.mnist.*)\n```", README)
 
 @pytest.fixture
 def _no_network(monkeypatch, tmp_path):
-    # auto then takes the embedded digits.
-    monkeypatch.setenv("HVDTRAIN_MNIST_URLS", "http://127.0.0.1:9/")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # auto then takes the embedded digits. A port that is bound and does not listen.
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}/"
+        monkeypatch.setenv("HVDTRAIN_MNIST_URLS", url)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        yield
 
 
 def test_the_three_ways_are_in_the_readme():

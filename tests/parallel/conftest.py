@@ -46,9 +46,11 @@ def pytest_unconfigure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if report.when != "call":
+    if report.when == "teardown":
         return report
-    text = str(report.longrepr) if report.failed else None
+    # A test that one rank does not even start would leave the others alone in it.
+    is_missing = report.skipped and report.when == "setup"
+    text = str(report.longrepr) if report.failed or is_missing else None
     failures = hvd.allgather_object(text, name="test_outcome")
     elsewhere = [
         f"on rank {rank}:\n{failure}"

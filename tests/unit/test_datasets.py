@@ -66,19 +66,8 @@ def same(dataset, arrays):
 
 
 @pytest.fixture(scope="module")
-def mnist_dir():
-    """Return the directory of the real MNIST, which the project does not ship."""
-    root = pathlib.Path(__file__).resolve().parents[2]
-    default = root.parent / "shared" / "data"
-    directory = pathlib.Path(os.environ.get("HVDTRAIN_MNIST_DIR", default))
-    if not (directory / "mnist.npz").is_file():
-        pytest.skip("no real MNIST here: set HVDTRAIN_MNIST_DIR")
-    return directory
-
-
-@pytest.fixture(scope="module")
-def mnist_arrays(mnist_dir):
-    with np.load(mnist_dir / "mnist.npz") as archive:
+def mnist_arrays(real_mnist):
+    with np.load(real_mnist / "mnist.npz") as archive:
         return {key: archive[key] for key in IDX}
 
 
@@ -210,12 +199,12 @@ def test_labels_of_any_integer_type_and_images_in_any_order(tmp_path):
     assert same(data.load("custom", data_dir=tmp_path), arrays)
 
 
-def test_mnist_from_npz(mnist_dir, mnist_arrays):
-    dataset = data.load("mnist", data_dir=mnist_dir)
+def test_mnist_from_npz(real_mnist, mnist_arrays):
+    dataset = data.load("mnist", data_dir=real_mnist)
     assert same(dataset, mnist_arrays)
     assert dataset.num_classes == 10
     assert dataset.image_shape == (28, 28, 1)
-    assert data.prepare("auto", data_dir=mnist_dir) == data.Choice("mnist")
+    assert data.prepare("auto", data_dir=real_mnist) == data.Choice("mnist")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -479,8 +468,8 @@ def test_other_data_from_a_mirror_are_refused(tmp_path, path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_download_of_the_npz_file_happens_once(tmp_path, mnist_dir, refused):
-    content = (mnist_dir / "mnist.npz").read_bytes()
+def test_download_of_the_npz_file_happens_once(tmp_path, real_mnist, refused):
+    content = (real_mnist / "mnist.npz").read_bytes()
     with server(answer(content)) as url:
         urls = [refused, url + "mnist.npz"]
         choice = data.prepare("auto", cache_dir=tmp_path / "a" / "b", urls=urls)
@@ -514,9 +503,9 @@ def test_download_of_idx_files_mends_a_broken_cache(
     assert same(data.load("mnist"), mnist_arrays)
 
 
-def test_cache_that_cannot_be_written(tmp_path, mnist_dir):
+def test_cache_that_cannot_be_written(tmp_path, real_mnist):
     (tmp_path / "file").write_text("x")
-    content = (mnist_dir / "mnist.npz").read_bytes()
+    content = (real_mnist / "mnist.npz").read_bytes()
     with server(answer(content)) as url:
         urls = [url + "mnist.npz"]
         with pytest.raises(data.DataError, match="Cannot write"):
@@ -524,10 +513,10 @@ def test_cache_that_cannot_be_written(tmp_path, mnist_dir):
         assert data.prepare("auto", cache_dir=tmp_path / "file", urls=urls).warning
 
 
-def test_full_disk_leaves_nothing_behind(tmp_path, mnist_dir):
+def test_full_disk_leaves_nothing_behind(tmp_path, real_mnist):
     import resource
 
-    content = (mnist_dir / "mnist.npz").read_bytes()
+    content = (real_mnist / "mnist.npz").read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with server(answer(content)) as url:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))

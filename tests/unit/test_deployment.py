@@ -49,9 +49,7 @@ def test_what_the_image_leaves_out_is_in_the_set_up(dockerfile):
 
 def test_what_a_dockerfile_copies_is_not_ignored():
     allowed = [
-        line[1:]
-        for line in text("docker/Dockerfile.dockerignore").splitlines()
-        if line.startswith("!")
+        line[1:] for line in text(".dockerignore").splitlines() if line.startswith("!")
     ]
     for dockerfile in DOCKERFILES:
         lines = text(dockerfile).replace("\\\n", " ").splitlines()

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 import time
 
 import pytest
@@ -138,3 +139,27 @@ def test_a_host_without_an_address_is_broken():
     assert finding.status == "broken"
     assert finding.topic == "host no-such-host.invalid"
     assert "has no address" in finding.detail
+
+
+# In place of ssh: what a login on the other host would print and run.
+@pytest.mark.parametrize(
+    ("login", "status", "words"),
+    [
+        ('echo Welcome; shift $(($# - 1)); PATH={python}:$PATH sh -c "$1"', "fine", ""),
+        ('echo Welcome; shift $(($# - 1)); PATH=/bin sh -c "$1"', "broken", "doctor"),
+        ("echo hvdtrain-clock1700000000.N; echo 0.0.0", "broken", "0.0.0 there"),
+        ("echo hvdtrain-clock1700000000.N", "broken", "nothing there"),
+        ("echo Welcome", "broken", "ssh fails"),
+        ("echo Permission denied >&2; exit 255", "broken", "Permission denied"),
+    ],
+)
+def test_what_another_host_says(monkeypatch, tmp_path, login, status, words):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\n" + login.replace("{python}", os.path.dirname(sys.executable))
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    finding = cluster.check_host("localhost", 22)
+    assert finding.status == status, finding
+    assert words in finding.detail

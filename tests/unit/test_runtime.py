@@ -11,7 +11,7 @@ from hvdtrain.runtime import JobError, Launch, World
 
 
 def test_world_is_a_value():
-    world = World(rank=1, size=4, local_rank=1, local_size=2, node=0, nodes=2)
+    world = World(rank=1, size=4, local_rank=1, local_size=2)
     assert not world.is_chief
     assert World().is_chief
     with pytest.raises(dataclasses.FrozenInstanceError):

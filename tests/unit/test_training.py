@@ -56,7 +56,7 @@ def batches(start_step, end_step):
 def train(max_steps, *, epoch_steps=100, model_fn=model, every_epochs=0, **options):
     recorder = Recorder()
     result = training.train_and_evaluate(
-        model_fn,
+        model_fn(),
         TrainSpec(
             input_fn=batches,
             max_steps=max_steps,
