@@ -24,15 +24,21 @@ _EXPECTED = (JobError, data.DataError)
 _DATASET = flags.DEFINE_enum(
     "dataset", "auto", data.NAMES, "auto is mnist if it can be had, else digits."
 )
-_DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "Directory of an npz file or the four IDX files of the data set."
+_DATA_DIR = flags.DEFINE(
+    program.Path(),
+    "data_dir",
+    None,
+    "Directory of an npz file or the four IDX files of the data set.",
 )
 _MODEL = flags.DEFINE_enum("model", "mlp", ("mlp", "cnn"), "The network.")
-_MODEL_DIR = flags.DEFINE_string(
-    "model_dir", None, "Where summary.json, model.keras and TensorBoard's logs go."
+_MODEL_DIR = flags.DEFINE(
+    program.Path(),
+    "model_dir",
+    None,
+    "Where summary.json, model.keras and TensorBoard's logs go.",
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 64, "Images per rank and step.", lower_bound=1
+    "batch_size", 64, "Images per rank and step.", lower_bound=1, upper_bound=1 << 20
 )
 _MAX_STEPS = flags.DEFINE_integer(
     "max_steps",
@@ -41,7 +47,11 @@ _MAX_STEPS = flags.DEFINE_integer(
     lower_bound=1,
 )
 _EPOCHS = flags.DEFINE_integer(
-    "epochs", None, "Passes over the data, instead of --max_steps.", lower_bound=1
+    "epochs",
+    None,
+    "Passes over the data, instead of --max_steps.",
+    lower_bound=1,
+    upper_bound=1_000_000,
 )
 _OPTIMIZER = flags.DEFINE_enum(
     "optimizer", "sgd", list(optimizers.LEARNING_RATES), "The optimizer."
@@ -70,6 +80,7 @@ _ACCUMULATION_STEPS = flags.DEFINE_integer(
     1,
     "Average the gradients of so many steps, then update the weights.",
     lower_bound=1,
+    upper_bound=1_000_000,
 )
 _COMPRESSION = flags.DEFINE_enum(
     "compression", "none", ("none", "fp16", "bf16"), "How gradients travel."
@@ -281,6 +292,7 @@ def _facts(dataset, world, train_spec):
         "local_learning_rate": _local_learning_rate(),
         "learning_rate": _local_learning_rate() * world.size,
         "seed": _SEED.value,
+        "flags": program.flag_values(),
     }
 
 

@@ -4,6 +4,8 @@ The only place that ends processes. Exit codes: 0, 1 for a failure, 2 for wrong
 flags, 128 + its number for a signal: 130 for Ctrl-C.
 """
 
+import contextlib
+import errno
 import os
 import signal
 import socket
@@ -21,9 +23,6 @@ from hvdtrain import runtime
 # all ranks when one has failed, will have ended them: one message, not one per rank.
 _PATIENCE_SECONDS = 3.0
 
-# As it was at the start: runtime holds fd 2 back while TensorFlow loads.
-_STDERR = os.dup(2)
-
 _INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 # Whether this process knows already why it ends; a launcher's signal is no news then.
 _is_leaving = threading.Event()
@@ -39,6 +38,7 @@ def run(main, *, page):
             exception, a bug, the trace is shown.
         page: text of --help, above the list of the flags.
     """
+    _open_closed_streams()
     _leave_on_signal()
     try:
         arguments = flags.FLAGS(sys.argv)
@@ -54,11 +54,38 @@ def run(main, *, page):
         return
     try:
         main()
+        sys.stdout.flush()
     except runtime.JobError as error:
         _leave(str(error), code=1, is_everywhere=True)
     except Exception as error:
         _leave_after_bug(error)
-    sys.stdout.flush()
+
+
+class Path(flags.ArgumentParser):
+    """Parser of flags that hold a path.
+
+    Takes ~ for the home directory, as shells do, though not after a "=".
+    """
+
+    syntactic_help = "a path"
+
+    def parse(self, argument):
+        """Return the path with ~ expanded."""
+        return os.path.expanduser(argument)
+
+
+def flag_values():
+    """Return the program's own flags and their values, as a dict."""
+    defined = flags.FLAGS.flags_by_module_dict()[sys.argv[0]]
+    return {flag.name: flag.value for flag in defined}
+
+
+def _open_closed_streams():
+    # Closed by whoever started this, who does not care for them.
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 def _help(page):
@@ -78,6 +105,8 @@ def _leave_after_bug(error):
         _is_leaving.set()
         time.sleep(_PATIENCE_SECONDS)
         _leave("Another rank has left the job, or does not answer.", code=1)
+    if getattr(error, "errno", None) in (errno.EPIPE, errno.ENOSPC):
+        _leave(f"Cannot write the output: {error.strerror}.", code=1)
     _leave(traceback.format_exc().rstrip(), code=1)
 
 
@@ -114,9 +143,10 @@ def _leave(text, *, code, is_everywhere=False):
 def _say(text):
     rank = runtime.launch().rank
     prefix = f"rank {rank} on {socket.gethostname()}: " if rank else ""
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     sys.stderr.flush()
-    os.write(_STDERR, f"{prefix}{text}\n".encode())
+    os.write(runtime.standard_error(), f"{prefix}{text}\n".encode())
 
 
 def _leave_on_signal():

@@ -50,17 +50,19 @@ def banner(facts, dataset, *, warning=""):
     hosts = ", ".join(f"{count} on {host}" for host, count in facts["hosts"].items())
     threads = " or ".join(str(count) for count in sorted(set(facts["threads"])))
     window = facts["accumulation_steps"]
+    controller = f"{facts['controller']}; " if facts["size"] > 1 else ""
+    ranks = f"{facts['size']} {'ranks' if facts['size'] > 1 else 'rank'}"
     accumulated = f" x {window} accumulated" if window > 1 else ""
     updates = "updates" if window > 1 else "steps"
     lines = [
         versions,
-        f"ranks          {hosts}; {facts['controller']}; threads per rank: {threads}",
+        f"ranks          {hosts}; {controller}threads per rank: {threads}",
         f"data           {dataset.name}: {len(dataset.x_train):,} images to train, "
         f"{len(dataset.x_test):,} to test, {dataset.num_classes} classes",
         f"model          {facts['model']}, {facts['optimizer']}",
-        f"batch          {facts['local_batch_size']} per rank x {facts['size']} ranks"
+        f"batch          {facts['local_batch_size']} per rank x {ranks}"
         f"{accumulated} = {facts['global_batch_size']}; {facts['steps']:,} {updates}",
-        f"learning rate  {facts['local_learning_rate']:g} x {facts['size']} ranks = "
+        f"learning rate  {facts['local_learning_rate']:g} x {ranks} = "
         f"{facts['learning_rate']:g}",
     ]
     if warning:

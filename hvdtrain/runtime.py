@@ -19,7 +19,7 @@ from hvdtrain import cores
 # A waiting MPI thread leaves its core to TensorFlow, and a rank that waits for a lost
 # one ends the job.
 _ENVIRONMENT = {
-    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300",
     "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -33,6 +33,7 @@ _LAUNCHERS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
 # TensorFlow's remarks on itself; no log level silences them.
+_real_stderr = None
 _NOISE = re.compile(rb"absl::InitializeLog|^I0000 |oneDNN|cpu_feature_guard")
 
 
@@ -167,17 +168,24 @@ def check_one_job(launched, *, size):
     )
 
 
+def standard_error():
+    """Return the file descriptor of stderr, also while what is written to 2 is held."""
+    return _real_stderr or 2
+
+
 @contextlib.contextmanager
 def _without_noise():
     """Hold back what is written to stderr, and pass on what is not noise."""
+    global _real_stderr
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
-        stderr = os.dup(2)
+        stderr = _real_stderr = os.dup(2)
         os.dup2(held.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(stderr, 2)
+            _real_stderr = None
             os.close(stderr)
             held.seek(0)
             for line in held:

@@ -172,7 +172,10 @@ install_horovod() {
     "$venv/bin/python" -m pip install --no-deps --force-reinstall --no-index \
       "$wheels"/horovod-*.whl &&
     link_mpi &&
-    "$venv/bin/python" -m pip install --no-deps --no-build-isolation -e "$root" &&
+    # A path in a .pth file: setuptools' other way gives in to a directory without an
+    # __init__.py, such as the clone itself, seen from above.
+    "$venv/bin/python" -m pip install --no-deps --no-build-isolation \
+      --config-settings editable_mode=compat -e "$root" &&
     describe >"$venv/.packages"
 }
 
@@ -225,7 +228,7 @@ fi
   die "$venv was not made by this script; move it away and call again"
 
 tensorflow=$(sed -n 's/^tensorflow==\([^;]*\);.*/\1/p' "$root/scripts/requirements.txt")
-key=$(digest <(echo "$abi $mpi_is") "$root/scripts/build_horovod.sh")
+key=$(digest <(echo "$abi $mpi_is" && grep -v '^ *#' "$root/scripts/build_horovod.sh"))
 wheels=$cache/horovod/0.28.1-tensorflow-$tensorflow-$key
 mkdir -p "$cache/horovod"
 check_tools

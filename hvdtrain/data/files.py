@@ -59,7 +59,12 @@ def read_directory(directory, *, npz_pattern="*.npz"):
     """
     directory = pathlib.Path(directory)
     try:
-        names = sorted(entry.name for entry in directory.iterdir())
+        # Hidden files are notes of file managers; to read a pipe is to wait for ever.
+        names = sorted(
+            entry.name
+            for entry in directory.iterdir()
+            if not entry.name.startswith(".") and not entry.is_fifo()
+        )
     except OSError as error:
         raise DataError(
             f"Cannot use {directory} as data directory: {error.strerror}; expected a "

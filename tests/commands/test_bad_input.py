@@ -92,6 +92,22 @@ def test_interrupt_while_tensorflow_loads(start):
     fails_with(job.wait(), "Stopped by SIGINT", code=130)
 
 
+@pytest.mark.parametrize(
+    ("redirection", "code", "words"),
+    [
+        (">/dev/full", 1, "No space left"),
+        (">&-", 0, ""),  # closed on purpose: nobody wants to read it
+        ("2>&-", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written(run, redirection, code, words):
+    program = f"{sys.executable} -m hvdtrain.mnist --dataset=digits --max_steps=20"
+    job = run([], program=["sh", "-c", f"exec {program} {redirection}"])
+    assert job.returncode == code, job.text
+    assert words in job.text
+    assert "Traceback" not in job.text
+
+
 def test_fewer_samples_than_ranks(run, tmp_path):
     save_npz(tmp_path / "data", train=1, y_test=np.zeros(12, int))
     job = run(

@@ -51,6 +51,16 @@ SCRIPT = """
     class Event(keras.callbacks.Callback):
         {event}
 
+    # Of several trainings of a worker: they know what the others before have done.
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        Record(),
+        Event(),
+        hvd.callbacks.ConsistencyCheckCallback(4),
+        hvd.callbacks.StopTogetherCallback(4),
+    ]
+
+
     @hvd.elastic.run
     def train(state):
         mine = x[hvd.rank() :: hvd.size()]
@@ -63,8 +73,7 @@ SCRIPT = """
                 hvd.elastic.CommitStateCallback(state, 2),
                 hvd.elastic.UpdateBatchStateCallback(state),
                 hvd.elastic.UpdateEpochStateCallback(state),
-                Record(),
-                Event(),
+                *callbacks,
             ],
         )
         return "done"

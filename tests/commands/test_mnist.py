@@ -130,6 +130,15 @@ def test_all_flags_together(train):
     assert summary["test_accuracy"] > 0.7
 
 
+def test_home_directory_is_known_by_its_sign(run, tmp_path):
+    flags = ["--dataset=digits", "--max_steps=20", "--model_dir=~/run"]
+    job = run(flags, environment={"HOME": str(tmp_path)})
+    assert job.returncode == 0, job.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["flags"]["max_steps"] == 20
+    assert summary["flags"]["model_dir"] == str(tmp_path / "run")
+
+
 def test_bar_on_a_terminal():
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))

@@ -118,6 +118,15 @@ def test_installed_packages_are_within_the_declared_ranges():
     assert result.returncode == 0, result.stdout
 
 
+@is_set_up
+def test_a_directory_of_its_name_does_not_hide_the_package(tmp_path):
+    # The clone's own, where people stand above it.
+    (tmp_path / "hvdtrain").mkdir()
+    python = ROOT / ".venv/bin/python"
+    result = call(python, "-m", "hvdtrain.doctor", "--version", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 def test_missing_compiler_is_one_line_and_changes_nothing(clone, bare_path, tmp_path):
     result = call(
         clone / "scripts/setup.sh",

@@ -32,7 +32,7 @@ FLOORS = [
     ["keras.elastic.callbacks", "keras.elastic.running", "keras.elastic.state"],
     ["keras.optimizer", "keras.tape", "keras.layers", "keras.exchange"],
     ["keras.gradients", "keras.collectives", "keras.metrics", "keras.objects"],
-    ["keras.reduction", "keras.basics"],
+    ["keras.reduction", "keras.basics", "keras.rates"],
     ["keras.wire"],
     [""],
 ]
