@@ -19,8 +19,10 @@ def reduce_metrics(metrics, *, device="", process_set=global_process_set):
     Every rank of `process_set` must call it. The metrics themselves keep their
     local states. To evaluate a model on unequal shards, exactly:
 
+        from hvdtrain.keras import metrics
+
         model.evaluate(shard, verbose=0)
-        results = hvd.metrics.reduce_metrics(model.metrics)
+        results = metrics.reduce_metrics(model.metrics)
 
     Each state variable is combined as its Keras `aggregation` says: "sum" (what
     `Metric.add_variable` gives) and "none" are added, "mean" is averaged,

@@ -134,7 +134,8 @@ def settle(model):
     `compile` chooses XLA by itself, XLA is switched off: it cannot compile Horovod's
     operations.
 
-    Call it before the first training step; `BroadcastGlobalVariablesCallback` does.
+    Call it before the first training step; `BroadcastGlobalVariablesCallback` and
+    `elastic.KerasState` do.
     """
     hook = _hook_of(getattr(model, "optimizer", None))
     if hook is None:
@@ -231,7 +232,8 @@ class _ReductionHook:
                 "compile() has put the distributed optimizer into a LossScaleOptimizer "
                 "that checks for overflow on each rank alone. Add "
                 "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, "
-                "or pass hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer"
+                "make an hvd.elastic.KerasState of the model after compile(), or "
+                "pass hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer"
                 "(optimizer)) to compile()."
             )
 

@@ -8,6 +8,7 @@ arrays, Python numbers) and keep Horovod's own names and meaning.
 import os
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
@@ -153,6 +154,14 @@ def _is_elastic():
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
+def on_all_ranks(flag, *, name, process_set=global_process_set):
+    """Whether `flag` is true on every rank of `process_set`; all get one answer."""
+    if not participates(process_set):
+        return bool(flag)
+    flags = allreduce(np.int32(bool(flag)), name=name, op=Min, process_set=process_set)
+    return bool(flags.numpy())
+
+
 def process_set_size(process_set, dtype):
     """The number of ranks in `process_set`, as a scalar of `dtype`."""
     # An elastic job changes size under a function that was traced before.
@@ -241,7 +250,8 @@ def _reduce_bfloat16(tensors, name, op, process_set, scale):
 
     Each rank receives its share of every rank's buffer, adds the shares in
     float32, and the rounded sums are gathered: the bytes of a bfloat16 ring
-    allreduce, with one rounding instead of one per hop. Horovod sees uint16.
+    allreduce, with one rounding instead of one per hop. Horovod sees uint16. Lengths
+    that differ between ranks fail in the first exchange, other shapes in the second.
     """
     if op not in (Average, Sum) or _is_elastic():
         wide = [tf.cast(tensor, tf.float32) for tensor in tensors]
@@ -250,18 +260,17 @@ def _reduce_bfloat16(tensors, name, op, process_set, scale):
     ranks = process_set.size()
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
     length = tf.size(flat)
-    flat = tf.pad(flat, [[0, -length % ranks]])
+    flat = tf.reshape(tf.pad(flat, [[0, -length % ranks]]), [ranks, -1])
     options = {"process_set": process_set, "ignore_name_scope": name is not None}
     shares = mpi_ops.alltoall(
         tf.bitcast(flat, tf.uint16), name=name and f"{name}_scatter", **options
     )
-    shares = tf.reshape(tf.bitcast(shares, tf.bfloat16), [ranks, -1])
-    total = tf.reduce_sum(
-        tf.cast(shares, tf.float32) * scale["prescale_factor"], axis=0
-    )
+    shares = tf.cast(tf.bitcast(shares, tf.bfloat16), tf.float32)
+    total = tf.reduce_sum(shares * scale["prescale_factor"], axis=0)
     total *= scale["postscale_factor"] / (ranks if op == Average else 1)
-    gathered = mpi_ops.allgather(
-        tf.bitcast(tf.cast(total, tf.bfloat16), tf.uint16),
+    sums = tf.cast(total, tf.bfloat16)
+    gathered, _ = mpi_ops.grouped_allgather(
+        [wire.pack(sums), wire.pack(wire.shape_guard(tensors))],
         name=name and f"{name}_gather",
         **options,
     )

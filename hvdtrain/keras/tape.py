@@ -103,6 +103,9 @@ class DistributedTape:
 
     def __getattr__(self, name):
         """Everything else is the tape's own."""
+        # copy and pickle ask for special methods before there is a tape to ask.
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._tape, name)
 
     def register_local_source(self, source):

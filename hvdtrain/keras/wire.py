@@ -4,8 +4,6 @@ Horovod's kernels know some dtypes and not others, report only the last failure 
 a group, and cannot be compiled by XLA. Here stands what makes up for it.
 """
 
-import zlib
-
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
@@ -109,12 +107,15 @@ def shape_guard(tensors, *, free_axes=0):
 
     Returns:
         A tensor without elements, of shape
-        `[0, number of tensors, number of elements, checksum of their shapes]`.
+        `[0, number of tensors, checksum of their shapes]`.
     """
-    shapes = [tensor.shape.as_list()[free_axes:] for tensor in tensors]
-    elements = sum(tensor.shape[free_axes:].num_elements() or 0 for tensor in tensors)
-    checksum = zlib.crc32(repr(shapes).encode()) >> 1
-    return tf.zeros([0, len(tensors), elements, checksum], tensors[0].dtype)
+    # A rank that knows a shape when it traces and one that does not must find the
+    # same checksum. For shapes that are known, it costs one hash a step.
+    shapes = [_shape_text(tensor, free_axes) for tensor in tensors]
+    is_known = all(isinstance(shape, str) for shape in shapes)
+    joined = ";".join(shapes) if is_known else tf.strings.join(shapes, ";")
+    checksum = tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
+    return tf.zeros([0, len(tensors), checksum], tensors[0].dtype)
 
 
 def unique_name(base):
@@ -148,6 +149,15 @@ def check_not_compiled_by_xla():
             "with jit_compile=True. Pass jit_compile=False to model.compile() or "
             "tf.function()."
         )
+
+
+def _shape_text(tensor, free_axes):
+    if tensor.shape.rank is not None:
+        sizes = tensor.shape[free_axes:]
+        if sizes.is_fully_defined():
+            return ",".join(map(str, sizes))
+    sizes = tf.shape(tensor, out_type=tf.int64)[free_axes:]
+    return tf.strings.reduce_join(tf.strings.as_string(sizes), separator=",")
 
 
 def _check_dtype(tensor, known, purpose):

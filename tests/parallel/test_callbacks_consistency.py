@@ -173,6 +173,35 @@ def test_the_type_counts():
     check_consistency([keras.Variable(1.0), keras.Variable(np.zeros((0, 3)))])
 
 
+def test_a_rank_whose_callbacks_are_new_keeps_step_with_the_others():
+    # As in an elastic job that a worker joins late: the others have trained 10 steps,
+    # a multiple of neither number.
+    def new_callbacks():
+        return [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.ConsistencyCheckCallback(every_steps=4),
+            hvd.callbacks.StopTogetherCallback(every_steps=3),
+        ]
+
+    def set_apart():
+        model.layers[0].bias.assign(np.full(8, hvd.rank(), "float32"))
+
+    model, callbacks = adam_model(), new_callbacks()
+    fit(model, *callbacks, broadcast=False)
+    if hvd.rank() == hvd.size() - 1:
+        callbacks = new_callbacks()
+    set_apart()
+    fit(model, *callbacks, broadcast=False)
+    assert int(model.optimizer.iterations) == 20
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+    # None of them is new now: no broadcast, and no first check.
+    set_apart()
+    seen = ChangeAfter(0, 0, lambda: None)
+    with pytest.raises(DriftedApart, match=model.layers[0].bias.path):
+        fit(model, *callbacks, seen, broadcast=False)
+    assert seen.batches_seen == 3
+
+
 def test_an_incomplete_window_of_accumulation_is_no_drift():
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
     model = oracle.build_model()

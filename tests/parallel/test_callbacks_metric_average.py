@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import oracle
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
 
@@ -172,11 +173,18 @@ def sgd_model(model_class=keras.Sequential):
 
 def test_other_numbers_are_averaged_over_the_ranks_that_log_them():
     entries = {"rank": float(hvd.rank()), "lr": 0.1, "text": "as it is"}
+    kept = {"flag": True, "list": [[1], [2, 3]]}
+    entries |= kept
+    for kind in (int, np.int64, np.float32, np.array, tf.constant):
+        entries[kind.__name__] = kind(hvd.rank())
     if hvd.rank() == 1:
         entries["mine"] = 7.0
     logs = logs_of_one_epoch(sgd_model(), Put(**entries))
     assert logs["rank"] == (hvd.size() - 1) / 2
+    for kind in ("int", "int64", "float32", "array", "constant"):
+        assert logs[kind] == (hvd.size() - 1) / 2
     assert (logs["lr"], logs["mine"], logs["text"]) == (0.1, 7.0, "as it is")
+    assert {key: logs[key] for key in kept} == kept
 
 
 def test_a_number_under_a_metric_s_name_is_not_taken_for_the_metric():

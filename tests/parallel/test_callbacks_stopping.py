@@ -1,5 +1,7 @@
 """No rank stops alone; rank 0 alone writes the best model."""
 
+import copy
+
 import keras
 import numpy as np
 import oracle
@@ -141,6 +143,17 @@ def test_a_failure_leaves_the_best_model_before(tmp_path):
         model.fit(*samples, verbose=0, callbacks=[best])
     assert [file.name for file in tmp_path.iterdir()] == ["best.keras"]
     assert path.read_bytes() == written
+
+
+def test_a_callback_can_be_copied(tmp_path):
+    best = hvd.callbacks.BestModelCheckpoint(
+        monitor="loss", filepath=tmp_path / f"{hvd.rank()}.keras"
+    )
+    best.set_model(oracle.build_model())
+    copied = copy.copy(best)
+    assert copied.filepath == best.filepath
+    # What stands for the model is copied with it.
+    assert copy.copy(best.model).layers == best.model.layers
 
 
 def test_a_worse_epoch_is_not_written(tmp_path):

@@ -261,18 +261,70 @@ def test_objects_of_different_types_on_different_ranks():
     assert hvd.allgather_object(mine) == expected
 
 
+BFLOAT16_ON_THE_WIRE = [
+    ("float32", hvd.Compression.none),
+    ("bfloat16", hvd.Compression.none),
+    ("float32", hvd.Compression.bf16),
+]
+
+
+@pytest.mark.parametrize(("dtype", "compression"), BFLOAT16_ON_THE_WIRE)
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("in_function", [False, True])
-def test_shapes_that_differ_between_ranks_are_an_error(place, in_function):
+def test_shapes_that_differ_between_ranks_are_an_error(
+    place, in_function, dtype, compression
+):
     # Horovod's own grouped operation reports the last tensor's error only, and
     # returns uninitialised memory for the others.
-    tensors = [tf.ones([2 + RANK if i == place else 2, 3]) for i in range(3)]
-    reduce = functools.partial(hvd.grouped_allreduce, name=f"shapes_{place}")
+    tensors = [tf.ones([2 + RANK if i == place else 2, 3], dtype) for i in range(3)]
+    reduce = functools.partial(
+        hvd.grouped_allreduce, name=f"shapes_{place}", compression=compression
+    )
     reduce = tf.function(reduce) if in_function else reduce
-    with pytest.raises(tf.errors.OpError, match="Mismatched ALLREDUCE tensor shapes"):
+    with pytest.raises(tf.errors.OpError, match=r"Mismatched ALL\w+ tensor shapes"):
         reduce(tensors)
     with pytest.raises(tf.errors.OpError, match="Mismatched ALLGATHER tensor shapes"):
         hvd.grouped_allgather([tf.transpose(t) for t in tensors])
+
+
+@pytest.mark.parametrize(("dtype", "compression"), BFLOAT16_ON_THE_WIRE)
+@pytest.mark.parametrize(
+    ("mine", "others"), [((2, 3), (3, 2)), ((3,), (4,)), ((6,), (2, 3)), ((2,), (4,))]
+)
+def test_shapes_that_fill_the_same_space_are_an_error(mine, others, dtype, compression):
+    # bfloat16 is padded to a multiple of the ranks, and travels flat.
+    value = tf.ones(mine if RANK == 0 else others, dtype)
+    with pytest.raises(tf.errors.OpError, match=r"Mismatched ALL\w+ tensor shapes"):
+        hvd.allreduce(value, compression=compression)
+
+
+@pytest.mark.parametrize(("dtype", "compression"), BFLOAT16_ON_THE_WIRE)
+@pytest.mark.parametrize("signature", [None, [None, 3], [2, None]])
+def test_shapes_that_one_rank_knows_only_when_it_runs(signature, dtype, compression):
+    mine = signature if RANK == 0 else [2, 3]
+
+    @tf.function(input_signature=[tf.TensorSpec(mine, dtype)])
+    def exchange(x):
+        mean = hvd.allreduce(x, compression=compression)
+        (rows,) = hvd.grouped_allgather([x], name="rows")
+        return mean, rows
+
+    mean, rows = exchange(tf.fill([2, 3], tf.cast(RANK, dtype)))
+    np.testing.assert_array_equal(mean, np.full((2, 3), (SIZE - 1) / 2))
+    np.testing.assert_array_equal(rows, np.repeat(np.arange(SIZE), 6).reshape(-1, 3))
+
+
+def test_shapes_that_nobody_knows_and_that_differ_are_an_error():
+    @tf.function
+    def mean(rows):
+        ones = tf.numpy_function(
+            lambda n: np.ones((n, 3), "float32"), [rows], tf.float32
+        )
+        return hvd.allreduce(ones)
+
+    np.testing.assert_array_equal(mean(tf.constant(2)), np.ones((2, 3)))
+    with pytest.raises(tf.errors.OpError, match="Mismatched ALLREDUCE tensor shapes"):
+        mean(tf.constant(2 + RANK))
 
 
 def test_shapes_that_differ_in_single_collectives_are_an_error():

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import oracle
+import pytest
 
 import hvdtrain.keras as hvd
 
@@ -61,3 +62,25 @@ def test_restore_goes_back_to_the_last_commit():
     state.restore()
     assert state.batch == 1
     assert_equal(values([*model.variables, *model.optimizer.variables]), committed)
+
+
+def test_a_new_rate_carries_the_momentum_along():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign([[0.0]])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse")
+    state = hvd.elastic.KerasState(model)
+    # The loss of x = 1, y = 1 is (w - 1)^2. Step 1: u = 2 * (0 - 1) = -2, w = 0.2.
+    one = np.ones((1, 1), "float32")
+    model.train_on_batch(one, one)
+    (velocity,) = model.optimizer.momentums
+    assert float(velocity[0, 0]) == pytest.approx(0.2)
+    # As if half as many ranks had trained until now: the rate is 0.2 from here on.
+    state._size = hvd.size() / 2
+    state.reset()
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.2)
+    # Step 2: u = 0.5 * -2 + 2 * (0.2 - 1) = -2.6, w = 0.2 + 0.2 * 2.6.
+    model.train_on_batch(one, one)
+    assert float(model.layers[0].kernel[0, 0]) == pytest.approx(0.72)
+    # What was kept is of the new rate, too.
+    state.restore()
+    assert float(velocity[0, 0]) == pytest.approx(0.4)

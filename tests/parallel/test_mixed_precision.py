@@ -82,6 +82,19 @@ def test_scale_made_by_the_user():
     check_one_more_step_was_skipped_by_all(*models)
 
 
+def test_an_elastic_state_settles_the_scale():
+    keras.config.set_dtype_policy("mixed_float16")
+    models = []
+    for overflows in (True, False):
+        model = oracle.build_model()
+        optimizer = keras.optimizers.SGD(0.01)
+        model.compile(hvd.DistributedOptimizer(optimizer), oracle.LOSS)
+        hvd.elastic.KerasState(model)
+        train(model, [], overflows=overflows)
+        models.append(model)
+    check_one_more_step_was_skipped_by_all(*models)
+
+
 def test_a_local_finite_check_is_refused_with_a_remedy():
     keras.config.set_dtype_policy("mixed_float16")
     with pytest.raises(ValueError, match="BroadcastGlobalVariablesCallback"):

@@ -1,5 +1,7 @@
 """The distributed tape and local layers, against one process with the big batch."""
 
+import copy
+
 import keras
 import numpy as np
 import oracle
@@ -186,6 +188,16 @@ def test_local_layers_must_be_built_keras_layers():
 def test_a_tape_is_wanted():
     with pytest.raises(TypeError, match="DistributedGradientTape takes"):
         hvd.DistributedGradientTape(None)
+
+
+def test_a_copy_of_a_tape_is_a_tape():
+    x = tf.Variable(2.0)
+    with tf.GradientTape() as tape:
+        loss = x * (hvd.rank() + 1)
+    copied = copy.copy(hvd.DistributedGradientTape(tape))
+    assert float(copied.gradient(loss, x)) == (SIZE + 1) / 2
+    with pytest.raises(AttributeError, match="_no_such"):
+        _ = copied._no_such
 
 
 @pytest.mark.skipif(

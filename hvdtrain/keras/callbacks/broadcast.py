@@ -23,6 +23,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     step of as many different models as there are ranks.) A model that has not been
     built is built on the first batch.
 
+    In a later `fit` it acts again if it is new on some rank, such as one that has
+    come late to an elastic job and would wait for the others. To find out costs one
+    small reduction, where to repeat the broadcast would cost all of the weights.
+
     Metrics stay as they are. So do the states of random layers such as Dropout,
     except that ranks which would draw the same numbers are moved apart: see
     `separate_seeds`. It also calls `hvdtrain.keras.optimizer.settle(model)`.
@@ -65,6 +69,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Broadcasts, or has it done as soon as the first batch builds the model."""
+        self.broadcast_done = reduction.on_all_ranks(
+            self.broadcast_done,
+            name="BroadcastDone",
+            process_set=process_set_of(self.model.optimizer),
+        )
         if self.broadcast_done:
             return
         if self.model.built:

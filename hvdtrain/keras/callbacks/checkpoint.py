@@ -79,6 +79,9 @@ class _WrittenAtOnce:
         self._model = model
 
     def __getattr__(self, name):
+        # copy and pickle ask for special methods before there is a model to ask.
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._model, name)
 
     def save(self, path, **options):

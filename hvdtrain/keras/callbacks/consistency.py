@@ -29,7 +29,9 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
 
     The first check covers all weights (but if `fit` still has to build the model, it
     is left out). Later ones leave out weights that are not trainable, since the
-    moving averages of `BatchNormalization` are each rank's own.
+    moving averages of `BatchNormalization` are each rank's own. Another `fit` has a
+    first check only if this callback is new on some rank, such as one that has come
+    late to an elastic job: the ranks ask each other when training begins.
 
     Args:
         every_steps: training steps from one check to the next.
@@ -41,6 +43,15 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         self._is_due = EverySteps(every_steps)
         self._local_keys = {variable_key(variable) for variable in local_variables}
         self._has_started = False
+
+    def on_train_begin(self, logs=None):
+        """Starts counting anew, and lets all ranks have a first check or none."""
+        self._is_due.reset()
+        self._has_started = reduction.on_all_ranks(
+            self._has_started,
+            name="ConsistencyHasStarted",
+            process_set=process_set_of(self.model.optimizer),
+        )
 
     def on_train_batch_begin(self, batch, logs=None):
         """Checks the state that the steps before have left."""

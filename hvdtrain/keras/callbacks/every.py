@@ -14,6 +14,13 @@ class EverySteps:
                 f"every_steps must be a positive integer. Received: {every_steps!r}"
             )
         self._every_steps = every_steps
+        self.reset()
+
+    def reset(self):
+        """Starts counting anew, when training begins.
+
+        Of the ranks of an elastic job some have trained before, and some have not.
+        """
         self._last_batch = -1
         self._steps = 0
 

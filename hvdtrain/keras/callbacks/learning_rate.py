@@ -10,6 +10,8 @@ import horovod.tensorflow as hvd
 import keras
 from keras.src.utils import io_utils
 
+from hvdtrain.keras.rates import set_learning_rate
+
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier(epoch)`.
@@ -29,7 +31,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             `steps_per_execution=k`, Keras asks once in k steps, and the rate is that
             of the first of them.
         momentum_correction: keep the momentum of SGD and RMSprop in proportion to
-            the learning rate: see `set_learning_rate`.
+            the learning rate: see `rates.set_learning_rate`.
         steps_per_epoch: by default as `fit` knows it. Needed for a data set of
             unknown length when `staircase` is False.
 
@@ -61,12 +63,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
+        self._asks_fit = not staircase and not steps_per_epoch
         self._epoch = None
 
     def on_train_begin(self, logs=None):
         """Checks the optimizer, and finds out the number of steps in an epoch."""
         _check_adjustable(self.model.optimizer)
-        if not self.staircase and not self.steps_per_epoch:
+        # In every fit: the next one may have other data.
+        if self._asks_fit:
             self.steps_per_epoch = self._steps_of_fit()
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -161,44 +165,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         end = min(epoch + steps / self.steps_per_epoch, math.floor(epoch) + 1)
         progress = min(1.0, end / self.end_epoch)
         return (1 + (hvd.size() - 1) * progress) / hvd.size()
-
-
-def set_learning_rate(optimizer, learning_rate, *, momentum_correction=True):
-    """Sets an optimizer's learning rate, and corrects its momentum for the change.
-
-    Args:
-        optimizer: a Keras optimizer whose learning rate is a number, or a
-            `LossScaleOptimizer` around one.
-        learning_rate: the new rate.
-        momentum_correction: scale the velocities of SGD and RMSprop by
-            new rate / old rate. Other optimizers keep no velocity that contains
-            the learning rate, and need no correction.
-    """
-    before = float(optimizer.learning_rate.numpy())
-    optimizer.learning_rate = learning_rate
-    # As stored, in float32: the velocities will be built from that number.
-    after = float(optimizer.learning_rate.numpy())
-    if not momentum_correction or before in (0.0, after):
-        return
-    # Keras' velocity holds the rate: v = m * v - lr * g, w += v. So v = -lr * u,
-    # with u = m * u + g free of it. A step at a new rate must continue u, that is
-    # m * u + g with the old u: v has to become -lr_new * u = v * lr_new / lr_old
-    # (Goyal et al., equation 10), once for each change. Horovod raises m for one
-    # step instead, to the same effect; Keras 3 bakes m into the compiled step.
-    for velocity in _velocities(optimizer):
-        velocity.assign(velocity.value * (after / before))
-
-
-def _velocities(optimizer):
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    if not optimizer.built:
-        return []
-    if isinstance(optimizer, keras.optimizers.SGD):
-        return optimizer.momentums
-    if isinstance(optimizer, keras.optimizers.RMSprop):
-        return optimizer._momentums
-    return []
 
 
 def _check_adjustable(optimizer):

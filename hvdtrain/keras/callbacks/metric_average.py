@@ -1,5 +1,6 @@
 """Metrics of an epoch over the samples of all ranks, for every callback after it."""
 
+import numbers
 import statistics
 
 import keras
@@ -109,9 +110,15 @@ def _merge(reports, exact):
         values = [value for value, _ in entries]
         if all(is_tracked for _, is_tracked in entries):
             merged[key] = exact[key]
-        elif all(isinstance(value, float) for value in values):
-            merged[key] = statistics.mean(values)
+        elif all(_is_number(value) for value in values):
+            merged[key] = statistics.mean(map(float, values))
     return merged
+
+
+def _is_number(value):
+    # Python's and NumPy's, and arrays and tensors without axes; no flags, no texts.
+    is_scalar = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+    return is_scalar and np.asarray(value).dtype.kind in "iuf"
 
 
 def _same(a, b):

@@ -32,6 +32,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Forgets a `fit` before."""
+        self._is_due.reset()
         self._wants_to_stop = False
 
     def on_train_batch_end(self, batch, logs=None):

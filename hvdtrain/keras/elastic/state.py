@@ -9,6 +9,8 @@ from horovod.common.elastic import ObjectState
 
 from hvdtrain.keras import reduction
 from hvdtrain.keras.objects import broadcast_object
+from hvdtrain.keras.optimizer import settle
+from hvdtrain.keras.rates import set_learning_rate
 
 
 class KerasState(ObjectState):
@@ -18,7 +20,7 @@ class KerasState(ObjectState):
     has all of the state that the others send it. When the number of ranks changes,
     a learning rate that is a number is multiplied by new ranks / old ranks (Goyal et
     al. 2017); one that a callback or a reset callback sets is what they say, and a
-    `LearningRateSchedule` stays.
+    `LearningRateSchedule` stays. `hvdtrain.keras.optimizer.settle(model)` is called.
 
     Args:
         model: a Keras model that has been built.
@@ -43,6 +45,7 @@ class KerasState(ObjectState):
             )
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
+        settle(model)
         self.model = model
         self.optimizer = optimizer
         self._size = hvd.size()
@@ -75,10 +78,12 @@ class KerasState(ObjectState):
         super().sync()
 
     def reset(self):
-        """Adapts the learning rate to a new number of ranks."""
+        """Adapts the learning rate, and its momentum, to a new number of ranks."""
         rate = getattr(self.optimizer, "learning_rate", None)
         if isinstance(rate, keras.Variable) and hvd.size() != self._size:
-            rate.assign(rate * (hvd.size() / self._size))
+            set_learning_rate(
+                self.optimizer, float(rate.numpy()) * hvd.size() / self._size
+            )
         self._size = hvd.size()
         self.save()
 
