@@ -1,6 +1,7 @@
 """Files of a run, written so that nobody ever sees half of one."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -9,14 +10,25 @@ import tempfile
 from hvdtrain.runtime import JobError
 
 
-def prepare_directory(model_dir, *, needed_bytes):
-    """Create `model_dir`, and make sure that so many bytes can be written to it.
+def prepare_directory(model_dir, *, files, needed_bytes):
+    """Create `model_dir`, and make sure that it takes these files.
+
+    Args:
+        model_dir: the directory.
+        files: names of the files that will be written or replaced.
+        needed_bytes: what they may take.
 
     Raises:
-        JobError: the directory cannot be created or written, or is too full.
+        JobError: the directory cannot be created or written, or is too full; or it
+            has directories by these names.
     """
+    directory = pathlib.Path(model_dir)
+    for name in files:
+        with _one_line_errors(directory / name):
+            if (directory / name).is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     with _one_line_errors(model_dir):
-        pathlib.Path(model_dir).mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         # Reserved for real: neither permissions nor free space tell the whole truth.
         with tempfile.TemporaryFile(dir=model_dir) as file:
             os.posix_fallocate(file.fileno(), 0, needed_bytes)

@@ -57,6 +57,8 @@ def main():
     if broken:
         topics = ", ".join(finding.topic for finding in broken)
         raise runtime.JobError(f"{len(broken)} broken: {topics}.")
+    if not _JSON.value:
+        print("Nothing is broken.")
 
 
 def _line(finding):

@@ -16,8 +16,6 @@ from hvdtrain.runtime import JobError
 
 _DEFAULT_MAX_STEPS = 10_000
 _EVALUATION_BATCH_SIZE = 256
-# Room for the largest model with the largest optimizer state, and some logs.
-_NEEDED_BYTES = 32 << 20
 # What a user can mend; anything else is a bug and is shown with its trace.
 _EXPECTED = (JobError, data.DataError)
 
@@ -135,14 +133,14 @@ def _check_data_dir(values):
 def main():
     """Trains, evaluates, and writes what came out."""
     world = runtime.start(seed=_SEED.value)
-    from hvdtrain import checkpoint, report, training
+    from hvdtrain import report, training
 
     dataset, warning = _load(world)
     with runtime.together(world, expected=_EXPECTED):
         train_spec = _train_spec(dataset, world)
         eval_spec = _eval_spec(dataset, world)
         if world.is_chief and _MODEL_DIR.value:
-            checkpoint.prepare_directory(_MODEL_DIR.value, needed_bytes=_NEEDED_BYTES)
+            report.prepare(_MODEL_DIR.value)
         observers = _observers() if world.is_chief else ()
         model = _model(dataset, world)
     facts = report.describe(world) | _facts(dataset, world, train_spec)
@@ -184,6 +182,7 @@ def _train_spec(dataset, world):
         size=world.size,
     )
     steps = _steps(shard)
+    _check_warmup(epochs=steps / shard.steps(1))
     return training.TrainSpec(
         input_fn=lambda start_step, end_step: data.stream(
             dataset.x_train,
@@ -245,6 +244,15 @@ def _steps(shard):
             "for one update of the weights."
         )
     return steps
+
+
+def _check_warmup(*, epochs):
+    if _WARMUP_EPOCHS.value > epochs:
+        raise JobError(
+            f"Received --warmup_epochs={_WARMUP_EPOCHS.value:g} for a run of "
+            f"{epochs:.3g} epochs; expected fewer: the learning rate would never "
+            "reach its full size."
+        )
 
 
 def _model(dataset, world):

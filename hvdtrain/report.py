@@ -1,11 +1,14 @@
 """What a run is, for its first lines, and what came of it, for its summary."""
 
-import os
 import pathlib
 import platform
 import socket
 
 from hvdtrain import __version__, checkpoint, runtime
+
+_MODEL, _SUMMARY = "model.keras", "summary.json"
+# Room for the largest model with the largest optimizer state, and some logs.
+_NEEDED_BYTES = 32 << 20
 
 
 def describe(world):
@@ -82,9 +85,21 @@ def summarize(result, facts):
     }
 
 
+def prepare(model_dir):
+    """Make sure, before the run, that `write` will be able to write.
+
+    Raises:
+        JobError: the directory cannot be created or written, or is too full.
+    """
+    checkpoint.prepare_directory(
+        model_dir, files=(_MODEL, _SUMMARY), needed_bytes=_NEEDED_BYTES
+    )
+
+
 def write(model_dir, *, model, summary):
     """Write `model.keras`, then `summary.json`: who sees the second has both."""
+    directory = pathlib.Path(model_dir)
     # An earlier run's summary must not stand beside this run's model.
-    pathlib.Path(model_dir, "summary.json").unlink(missing_ok=True)
-    checkpoint.save_model(model, os.path.join(model_dir, "model.keras"))
-    checkpoint.save_json(summary, os.path.join(model_dir, "summary.json"))
+    (directory / _SUMMARY).unlink(missing_ok=True)
+    checkpoint.save_model(model, directory / _MODEL)
+    checkpoint.save_json(summary, directory / _SUMMARY)

@@ -13,21 +13,12 @@
 #     PIP_CONFIG_FILE, SSL_CERT_FILE   are used for the build, and left out of the image
 set -euo pipefail
 
+title='docker test'
 packages=(debootstrap docker-compose docker.io)
 install=${1:-}
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
-
-die() {
-  echo "docker test: $*" >&2
-  exit 1
-}
-
-# What may be missing on a user's machine is an error where --install promised it.
-skip() {
-  [[ -z $install ]] || die "$*"
-  echo "docker test: skipped: $*"
-  exit 0
-}
+# shellcheck source=scripts/testing.sh
+source scripts/testing.sh
 
 # Docker of this test: the first one on the PATH that can build with secrets.
 find_docker() {
@@ -46,16 +37,6 @@ find_compose() {
   "${compose[@]}" version >/dev/null 2>&1 || compose=(docker-compose)
   "${compose[@]}" version >/dev/null 2>&1 || skip "there is no Docker Compose"
   compose+=(-p "$name" -f docker/compose.yaml)
-}
-
-# wait_for SECONDS COMMAND...: until it succeeds.
-wait_for() {
-  local end=$((SECONDS + $1))
-  shift
-  until "$@" >/dev/null 2>&1; do
-    ((SECONDS < end)) || return 1
-    sleep 1
-  done
 }
 
 # start_engine [COMMAND...]: it is run by COMMAND. In a session of its own, since clean
@@ -84,10 +65,7 @@ prepare_engine() {
   fi
   [[ -n $install ]] || skip "no Docker engine with BuildKit runs here; see --install"
   ((EUID == 0)) || die "--install needs root"
-  echo "docker test: apt-get install ${packages[*]}"
-  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes \
-    --no-install-recommends "${packages[@]}"; } </dev/null >"$work/apt.log" 2>&1 ||
-    { tail -n 5 "$work/apt.log" >&2 && die "apt-get failed"; }
+  install_packages
   find_docker
   start_engine
 }
@@ -102,7 +80,7 @@ prepare_base() {
   if "$docker" image inspect "$base" >/dev/null 2>&1; then return; fi
   { command -v debootstrap >/dev/null && ((EUID == 0)); } ||
     die "no base image can be pulled: set BASE_IMAGE, or be root and call --install"
-  echo "docker test: no base image can be pulled, debootstrap makes one"
+  echo "$title: no base image can be pulled, debootstrap makes one"
   timeout 600 debootstrap --variant=minbase bookworm "$work/base" \
     >"$work/base.log" 2>&1 ||
     { tail -n 5 "$work/base.log" >&2 && die "debootstrap failed"; }
@@ -121,24 +99,6 @@ build() {
     --build-arg "BASE_IMAGE=$base" --tag "$name" --file docker/Dockerfile . \
     >"$work/build.log" 2>&1 ||
     { tail -n 40 "$work/build.log" >&2 && die "the image cannot be built"; }
-}
-
-passed=0
-failed=0
-
-# check TEXT COMMAND...: one line; the output of a command that failed follows.
-check() {
-  local text=$1 start=$SECONDS status=0
-  shift
-  "$@" >"$work/output" 2>&1 || status=$?
-  if ((status == 0)); then
-    echo "docker test: passed: $text, $((SECONDS - start)) s"
-    passed=$((passed + 1))
-  else
-    echo "docker test: FAILED: $text (exit code $status): $*"
-    tail -n 40 "$work/output"
-    failed=$((failed + 1))
-  fi
 }
 
 # The least that a container may be given: no network, no capability, no way to another
@@ -273,7 +233,7 @@ prepare_base
 build
 size=$("$docker" image inspect --format '{{.Size}}' "$name")
 tensorflow=$(run sh -c 'du -sk /opt/hvdtrain/lib/python3*/site-packages/tensorflow')
-echo "docker test: built in $SECONDS s, $((size / 1000000)) MB, of which TensorFlow" \
+echo "$title: built in $SECONDS s, $((size / 1000000)) MB, of which TensorFlow" \
   "$((${tensorflow%%[[:space:]]*} * 1024 / 1000000)) MB"
 check "the image holds no compiler, secret or key" holds_no_build
 check "docker run IMAGE trains two ranks" trains_by_default
@@ -281,5 +241,4 @@ check "docker run IMAGE test" run test
 check "a flag that is wrong ends with 2" refuses_a_flag
 check "docker stop ends all ranks" stops_at_once
 two_hosts
-echo "$passed passed, $failed failed"
-((failed == 0))
+report

@@ -8,23 +8,14 @@
 # and the packages below; --install lets it install them with apt-get.
 set -euo pipefail
 
+title='slurm test'
 # Slurm opens PMIx's library by the name that only the development package has.
 packages=(iproute2 libpmix-dev slurm-wlm)
 install=${1:-}
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 network=10.99.0
-
-die() {
-  echo "slurm test: $*" >&2
-  exit 1
-}
-
-# What may be missing on a user's machine is an error where --install promised it.
-skip() {
-  [[ -z $install ]] || die "$*"
-  echo "slurm test: skipped: $*"
-  exit 0
-}
+# shellcheck source=scripts/testing.sh
+source "$root/scripts/testing.sh"
 
 has_packages() { dpkg-query --show "${packages[@]}" >/dev/null 2>&1; }
 
@@ -34,20 +25,7 @@ check_machine() {
     skip "no namespaces may be made here"
   has_packages && return
   [[ -n $install ]] || skip "these are missing (see --install): ${packages[*]}"
-  echo "slurm test: apt-get install ${packages[*]}"
-  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes \
-    --no-install-recommends "${packages[@]}"; } </dev/null >"$work/apt.log" 2>&1 ||
-    { tail -n 5 "$work/apt.log" >&2 && die "apt-get failed"; }
-}
-
-# wait_for SECONDS COMMAND...: until it succeeds.
-wait_for() {
-  local end=$((SECONDS + $1))
-  shift
-  until "$@" >/dev/null 2>&1; do
-    ((SECONDS < end)) || return 1
-    sleep 1
-  done
+  install_packages
 }
 
 configure() {
@@ -134,24 +112,6 @@ submit() {
   local name=$1
   shift
   timeout 180 sbatch --quiet --wait --job-name="$name" --output="$name.log" "$@"
-}
-
-passed=0
-failed=0
-
-# check TEXT COMMAND...: one line; what failed also shows the end of all logs.
-check() {
-  local text=$1 output
-  shift
-  if output=$("$@" 2>&1); then
-    echo "slurm test: passed: $text"
-    passed=$((passed + 1))
-  else
-    printf 'slurm test: FAILED: %s\n' "$text: $*" "$output"
-    failed=$((failed + 1))
-    tail -v -n 15 ./*.log 2>/dev/null || true
-    echo
-  fi
 }
 
 exits_with() {
@@ -251,14 +211,13 @@ main() {
   configure
   start_cluster
   make_clone
-  echo "slurm test: $(slurmctld -V), two nodes"
+  echo "$title: $(slurmctld -V), two nodes"
   trains
   trains_by_srun
   fails
   is_an_array
   is_managed
-  echo "$passed passed, $failed failed"
-  ((failed == 0))
+  report
 }
 
 if [[ $install == --inside ]]; then

@@ -1,6 +1,7 @@
 """Reduction of gradients: what the distributed optimizer and tape share."""
 
 import itertools
+import warnings
 
 import tensorflow as tf
 
@@ -79,6 +80,9 @@ class GradientReducer:
             gradients: list of tensors, `tf.IndexedSlices` or None.
             variables: list of the variables that they belong to; it decides which
                 gradients are local and how they are grouped.
+
+        Raises:
+            ValueError: with `op=Sum`, for gradients that have been reduced before.
         """
         if not reduction.participates(self.process_set):
             return list(gradients)
@@ -94,12 +98,24 @@ class GradientReducer:
             if self.is_local(variable):
                 combined[i] = self._scale_local(gradient)
             else:
+                self._check_not_summed_twice(gradient)
                 shared.append(i)
         for number, members in enumerate(self._split(shared, variables)):
             reduced = self._reduce([gradients[i] for i in members], f"{name}_{number}")
             for i, gradient in zip(members, reduced, strict=True):
+                gradient._is_reduced = True
                 combined[i] = gradient
         return combined
+
+    def _check_not_summed_twice(self, gradient):
+        # The mean of equal gradients is harmless; their sum is too large by the number
+        # of ranks, and nobody would see it.
+        if self._op == Sum and getattr(gradient, "_is_reduced", False):
+            raise ValueError(
+                "These gradients have been reduced over the ranks already, and op=Sum "
+                "would add them up again. Use DistributedGradientTape with the plain "
+                "optimizer, or DistributedOptimizer with tf.GradientTape."
+            )
 
     def _reduce(self, gradients, name):
         return reduction.grouped_allreduce(
@@ -148,6 +164,16 @@ class GradientReducer:
             key = variable_key(variables[i])
             groups.setdefault(group_of.get(key, key), []).append(i)
         return list(groups.values())
+
+
+def groups_of(groups, num_groups):
+    """The argument `groups`, also where it was given by its deprecated name."""
+    if num_groups:
+        # Of whoever called the function that has these arguments.
+        warnings.warn(
+            "num_groups is deprecated: use groups.", DeprecationWarning, stacklevel=3
+        )
+    return groups if groups is not None else num_groups or None
 
 
 def variable_key(variable):

@@ -7,13 +7,12 @@ and then clips them inside one method: no wrapper around the optimizer can reach
 point between. So a hook is composed into the optimizer, at that point.
 """
 
-import warnings
-
 import keras
 import tensorflow as tf
 
 from hvdtrain.keras import reduction
-from hvdtrain.keras.gradients import GradientReducer
+from hvdtrain.keras.gradients import GradientReducer, groups_of
+from hvdtrain.keras.rates import without_loss_scale
 from hvdtrain.keras.reduction import Average, Sum, global_process_set
 from hvdtrain.keras.wire import Compression
 
@@ -77,14 +76,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             optimizer that is distributed already.
     """
     _check_optimizer(optimizer)
-    if num_groups:
-        warnings.warn(
-            "num_groups is deprecated: use groups.", DeprecationWarning, stacklevel=2
-        )
-        groups = groups if groups is not None else num_groups
     if op not in (Average, Sum):
         raise ValueError(f"op must be hvd.Average or hvd.Sum. Received: op={op}")
-    base = _without_loss_scale(optimizer)
+    base = without_loss_scale(optimizer)
     reducer = GradientReducer(
         name or f"Distributed{type(base).__name__}",
         device_dense=device_dense,
@@ -93,7 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         op=op,
         gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups,
+        groups=groups_of(groups, num_groups),
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
@@ -255,15 +249,9 @@ class _ReductionHook:
 def _hook_of(optimizer):
     if optimizer is None:
         return None
-    bound = vars(_without_loss_scale(optimizer)).get("apply")
+    bound = vars(without_loss_scale(optimizer)).get("apply")
     owner = getattr(bound, "__self__", None)
     return owner if isinstance(owner, _ReductionHook) else None
-
-
-def _without_loss_scale(optimizer):
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer.inner_optimizer
-    return optimizer
 
 
 def _check_optimizer(optimizer):

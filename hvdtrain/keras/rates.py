@@ -29,9 +29,15 @@ def set_learning_rate(optimizer, learning_rate, *, momentum_correction=True):
         velocity.assign(velocity.value * (after / before))
 
 
-def _velocities(optimizer):
+def without_loss_scale(optimizer):
+    """The optimizer inside a `LossScaleOptimizer`, or `optimizer` itself."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
+        return optimizer.inner_optimizer
+    return optimizer
+
+
+def _velocities(optimizer):
+    optimizer = without_loss_scale(optimizer)
     if not optimizer.built:
         return []
     if isinstance(optimizer, keras.optimizers.SGD):

@@ -1,10 +1,8 @@
 """A gradient tape whose gradients are combined over all ranks."""
 
-import warnings
-
 import tensorflow as tf
 
-from hvdtrain.keras.gradients import GradientReducer
+from hvdtrain.keras.gradients import GradientReducer, groups_of
 from hvdtrain.keras.reduction import Average, global_process_set
 from hvdtrain.keras.wire import Compression
 
@@ -56,11 +54,6 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
             "DistributedGradientTape takes a tf.GradientTape. Received: "
             f"{gradtape!r} of type {type(gradtape).__name__}"
         )
-    if num_groups:
-        warnings.warn(
-            "num_groups is deprecated: use groups.", DeprecationWarning, stacklevel=2
-        )
-        groups = groups if groups is not None else num_groups
     reducer = GradientReducer(
         "DistributedGradientTape",
         device_dense=device_dense,
@@ -69,7 +62,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         op=op,
         gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups,
+        groups=groups_of(groups, num_groups),
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )

@@ -47,10 +47,10 @@ def save_npz(directory, *, train=40, labels=None, **arrays):
     [
         (["--no_such_flag"], ["no_such_flag"]),
         (["surplus"], ["surplus"]),
-        (["--batch_size=0"], ["--batch_size=0", "positive"]),
+        (["--batch_size=0"], ["--batch_size=0", "[1, "]),
         (["--batch_size=many"], ["--batch_size=many"]),
         (["--max_steps=-1"], ["--max_steps=-1", "positive"]),
-        (["--epochs=0"], ["--epochs=0", "positive"]),
+        (["--epochs=0"], ["--epochs=0", "[1, "]),
         (["--epochs=1", "--max_steps=10"], ["epochs=1", "max_steps=10"]),
         (["--learning_rate=0"], ["--learning_rate=0", "positive"]),
         (["--learning_rate=nan"], ["--learning_rate=nan", "positive"]),
@@ -68,13 +68,19 @@ def test_wrong_flags(run, arguments, words):
 
 @pytest.mark.parametrize("launcher", ["gloo", "mpi", "mpirun"])
 def test_wrong_flag_on_all_ranks_is_told_once(run, launcher):
-    job = fails_with(run(["--batch_size=0"], launcher=launcher), "positive", code=2)
+    job = fails_with(run(["--batch_size=0"], launcher=launcher), "[1, ", code=2)
     assert len(job.lines) == 1, job.text
 
 
 def test_fewer_steps_than_ranks(run):
     job = run(["--dataset=digits", "--max_steps=1"], launcher="mpirun")
     fails_with(job, "--max_steps=1", "2 ranks")
+
+
+def test_warmup_beyond_the_end(run):
+    job = run(["--dataset=digits", "--epochs=2", "--warmup_epochs=2.5"], launcher="mpi")
+    fails_with(job, "--warmup_epochs=2.5", "2 epochs")
+    assert len(job.lines) == 1, job.text
 
 
 def test_images_too_small_for_the_model(run, tmp_path):

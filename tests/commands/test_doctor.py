@@ -33,6 +33,7 @@ def examine(*arguments, **environment):
         timeout=TIMEOUT_SECONDS,
         check=False,
     )
+    assert done.stdout, done.stderr
     findings = json.loads(done.stdout)["findings"]
     return done.returncode, {f["topic"]: f for f in findings}, done.stderr
 

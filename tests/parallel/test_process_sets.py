@@ -138,7 +138,7 @@ def test_the_root_of_a_broadcast_is_one_of_the_set(halves):
     sets, number = halves
     mine, other = sets[number], sets[1 - number]
     if mine.size() == 1:
-        return
+        pytest.skip("alone in its set")
     model = oracle.build_model()
     model.compile(
         hvd.DistributedOptimizer(optimizers(number), process_set=mine), oracle.LOSS

@@ -120,6 +120,24 @@ def test_sparse_gradients():
     np.testing.assert_allclose(tf.convert_to_tensor(gradient), expected, rtol=1e-6)
 
 
+@pytest.mark.skipif(SIZE < 2, reason="nothing is reduced")
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
+def test_a_sum_of_sums_is_an_error(wrap):
+    model = oracle.build_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)
+
+    @wrap
+    def step(inputs, labels):
+        tape = hvd.DistributedGradientTape(tf.GradientTape())
+        gradients = gradients_of(model, tape, inputs, labels)
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
+
+    with pytest.raises(ValueError, match="reduced over the ranks already"):
+        step(*shard())
+
+
 def test_jacobian_and_watched_variables_are_the_tapes_own():
     x = tf.Variable([1.0, 2.0])
     tape = hvd.DistributedGradientTape(tf.GradientTape(persistent=True))

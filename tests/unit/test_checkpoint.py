@@ -69,17 +69,27 @@ def test_model_is_whole_and_obeys_umask(tmp_path):
 
 
 def test_directory_is_made_and_tried(tmp_path):
-    checkpoint.prepare_directory(tmp_path / "a" / "b", needed_bytes=1000)
+    checkpoint.prepare_directory(
+        tmp_path / "a" / "b", files=["model.keras"], needed_bytes=1000
+    )
     assert names(tmp_path / "a" / "b") == []
 
 
 def test_directory_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(JobError, match=r"file.*--model_dir"):
-        checkpoint.prepare_directory(tmp_path / "file" / "run", needed_bytes=1)
+        checkpoint.prepare_directory(
+            tmp_path / "file" / "run", files=["model.keras"], needed_bytes=1
+        )
+
+
+def test_a_directory_in_the_place_of_a_file(tmp_path):
+    (tmp_path / "model.keras").mkdir()
+    with pytest.raises(JobError, match=r"model\.keras: Is a directory"):
+        checkpoint.prepare_directory(tmp_path, files=["model.keras"], needed_bytes=1)
 
 
 def test_too_little_room(tmp_path):
     with pytest.raises(JobError, match=r"No space left|File too large"):
-        checkpoint.prepare_directory(tmp_path, needed_bytes=1 << 60)
+        checkpoint.prepare_directory(tmp_path, files=[], needed_bytes=1 << 60)
     assert names(tmp_path) == []

@@ -11,6 +11,7 @@ from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.gradients import variable_key
 from hvdtrain.keras.objects import allgather_object
 from hvdtrain.keras.optimizer import process_set_of
+from hvdtrain.keras.rates import without_loss_scale
 from hvdtrain.keras.reduction import global_process_set
 
 
@@ -73,8 +74,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         untrained = {variable_key(v) for v in self.model.non_trainable_weights}
         variables = shared_variables(self.model, self._local_keys | untrained)
         # Until a window of accumulation is complete, its gradients are each rank's own.
-        optimizer = self.model.optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        optimizer = without_loss_scale(self.model.optimizer)
         partial = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
         self._check([v for v in variables if id(v) not in partial])
 

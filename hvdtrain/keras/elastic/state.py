@@ -91,4 +91,4 @@ class KerasState(ObjectState):
         return [*self.model.variables, *self.optimizer.variables]
 
     def _save_variables(self):
-        self._saved = [np.array(variable) for variable in self._variables()]
+        self._saved = [np.array(variable.numpy()) for variable in self._variables()]
