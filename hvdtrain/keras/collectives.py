@@ -97,7 +97,7 @@ def grouped_allreduce(
         "process_set": process_set,
     }
 
-    def reduce(group):
+    def reduce(group, _):
         is_sparse = reduction.is_sparse(group[0])
         exchange = reduction.grouped_allreduce if is_sparse else _reduce_dense
         return exchange(group, **options)
@@ -165,7 +165,7 @@ def grouped_reducescatter(
     with tf.device(device_dense):
         for i, tensor in enumerate(dense(tensors)):
             scatter = _scatter(
-                name and f"{name}_{i}",
+                wire.unique_name(f"{name or 'Reducescatter'}_{i}"),
                 op,
                 process_set,
                 {
@@ -199,7 +199,7 @@ def _scatter(name, op, process_set, scale):
             name=name,
             op=op,
             process_set=process_set,
-            ignore_name_scope=name is not None,
+            ignore_name_scope=True,
             **scale,
         )
         return share, gradient

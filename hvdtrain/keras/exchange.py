@@ -120,11 +120,17 @@ def alltoall(
         `splits` is given: a pair of that and the number of rows from each rank.
     """
     wire.check_not_compiled_by_xla()
-    options = {"process_set": process_set, "ignore_name_scope": name is not None}
+    _check_splits(splits)
+    name = name or "Alltoall"
 
     def exchange(rows, counts, name):
+        wire.check_has_rows(rows)
         output, received = mpi_ops.alltoall(
-            wire.pack(rows), splits=counts, name=name, **options
+            wire.pack(rows),
+            splits=counts,
+            name=wire.unique_name(name),
+            process_set=process_set,
+            ignore_name_scope=True,
         )
         return wire.unpack(output, rows.dtype), received
 
@@ -141,6 +147,15 @@ def alltoall(
     counts = tf.constant([], tf.int32) if splits is None else tf.cast(splits, tf.int32)
     output, received = scatter(*dense([tensor]), counts)
     return output if splits is None else (output, received)
+
+
+def _check_splits(splits):
+    if splits is None:
+        return
+    known = tf.get_static_value(tf.convert_to_tensor(splits))
+    # Horovod's core would abort the process.
+    if known is not None and (known < 0).any():
+        raise ValueError(f"splits must be 0 or more. Received: {known.tolist()}")
 
 
 def join():

@@ -86,8 +86,6 @@ class GradientReducer:
         """
         if not reduction.participates(self.process_set):
             return list(gradients)
-        # Two reducers in one step may have one name: two tapes, two Adams.
-        name = wire.unique_name(self._name)
         combined = list(gradients)
         shared = []
         for i, (gradient, variable) in enumerate(
@@ -101,7 +99,7 @@ class GradientReducer:
                 self._check_not_summed_twice(gradient)
                 shared.append(i)
         for number, members in enumerate(self._split(shared, variables)):
-            reduced = self._reduce([gradients[i] for i in members], f"{name}_{number}")
+            reduced = self._reduce(gradients, members, f"{self._name}_{number}")
             for i, gradient in zip(members, reduced, strict=True):
                 gradient._is_reduced = True
                 combined[i] = gradient
@@ -117,10 +115,12 @@ class GradientReducer:
                 "optimizer, or DistributedOptimizer with tf.GradientTape."
             )
 
-    def _reduce(self, gradients, name):
+    def _reduce(self, gradients, members, name):
         return reduction.grouped_allreduce(
-            [self._densify(gradient) for gradient in gradients],
+            [self._densify(gradients[i]) for i in members],
             name=name,
+            # Where ranks lack gradients of different variables, the shapes may agree.
+            label=f"gradients {members} of {len(gradients)}",
             op=self._op,
             prescale_factor=1.0 / self._predivide_factor,
             postscale_factor=self._predivide_factor,

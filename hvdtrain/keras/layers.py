@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras import reduction, wire
+from hvdtrain.keras import reduction
 from hvdtrain.keras.reduction import Sum, global_process_set
 
 
@@ -64,7 +64,7 @@ def global_moments(inputs, axes, process_set, *, weights=None):
     Returns:
         Two tensors, of the shape of the axes that are left.
     """
-    name = wire.unique_name("SyncBatchNormalization")
+    name = "SyncBatchNormalization"
     epsilon = 0.0 if weights is None else keras.config.epsilon()
 
     @tf.custom_gradient

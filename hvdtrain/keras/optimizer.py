@@ -47,8 +47,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Args:
         optimizer: a `keras.optimizers.Optimizer`, built or not. Under mixed
             precision: the plain optimizer or a `LossScaleOptimizer` around it.
-        name: prefix of the operations' names. Ranks are matched by it; give one
-            each if two optimizers of one class run in the same step.
+        name: prefix of the operations' names, as Horovod's timeline and messages
+            show them. By default Distributed and the optimizer's class.
         device_dense: device of the reduction of dense gradients.
         device_sparse: the same for `tf.IndexedSlices`.
         compression: `Compression.none`, `Compression.fp16` or `Compression.bf16`.
@@ -153,7 +153,7 @@ class _ReductionHook:
         self._optimizer = optimizer
         self.reducer = reducer
         self._window_factor = window_factor
-        self._variables = []
+        self._variables, self._places = [], []
         self._has_reduced = False
         self._is_outermost = False
         self._settled_scale = None
@@ -179,7 +179,10 @@ class _ReductionHook:
             return
         self._check_not_conditional()
         variables = list(trainable_variables or self._optimizer._trainable_variables)
-        self._variables = _reducible(grads, variables)
+        _check_reducible(grads, variables)
+        # Keras leaves out gradients that are None before it clips.
+        self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
+        self._variables = variables
         self._has_reduced = False
         self._apply(grads, trainable_variables)
         self._check_reduced()
@@ -189,7 +192,11 @@ class _ReductionHook:
         self._has_reduced = True
         if self._window_factor != 1:
             grads = [gradient * self._window_factor for gradient in grads]
-        return self._clip_gradients(self.reducer(grads, self._variables))
+        gradients = [None] * len(self._variables)
+        for place, gradient in zip(self._places, grads, strict=True):
+            gradients[place] = gradient
+        reduced = self.reducer(gradients, self._variables)
+        return self._clip_gradients([reduced[place] for place in self._places])
 
     def share_finite_check(self, loss_scale_optimizer):
         """Makes all ranks skip a step together when one of them overflows."""
@@ -290,12 +297,11 @@ def _accumulate(optimizer, passes):
     optimizer.gradient_accumulation_steps = passes
 
 
-def _reducible(grads, variables):
-    # Keras drops gradients that are None before it reaches the hook.
-    kept = [v for g, v in zip(grads, variables, strict=True) if g is not None]
-    if any(getattr(variable, "overwrite_with_gradient", False) for variable in kept):
+def _check_reducible(grads, variables):
+    # Unequal numbers are for Keras to complain of.
+    given = [v for g, v in zip(grads, variables, strict=False) if g is not None]
+    if any(getattr(variable, "overwrite_with_gradient", False) for variable in given):
         raise NotImplementedError(
             "float8 training overwrites variables with their gradients, which cannot "
             "be reduced over ranks. Use float32, mixed_bfloat16 or mixed_float16."
         )
-    return kept

@@ -84,6 +84,15 @@ def unpack(tensor, dtype):
     return tf.bitcast(tensor, dtype) if dtype in _CARRIERS else tensor
 
 
+def check_has_rows(tensor):
+    """Raises a ValueError for a scalar: it has no axis to gather or split."""
+    if tensor.shape.rank == 0:
+        raise ValueError(
+            "Ranks gather and exchange rows: a tensor needs one axis or more. Received "
+            "a scalar; pass tf.reshape(value, [1])."
+        )
+
+
 def check_reducible(tensor):
     """Raises a TypeError unless an allreduce can add up `tensor`'s dtype."""
     _check_dtype(tensor, _REDUCIBLE, "be reduced over ranks")
@@ -94,7 +103,7 @@ def check_scatterable(tensor):
     _check_dtype(tensor, _SCATTERABLE, "be reduced and scattered over ranks")
 
 
-def shape_guard(tensors, *, free_axes=0):
+def shape_guard(tensors, *, free_axes=0, label=""):
     """An empty tensor whose shape tells the shapes of all `tensors` of a group.
 
     Of a group, Horovod reports the status of the last tensor alone: where another
@@ -104,14 +113,15 @@ def shape_guard(tensors, *, free_axes=0):
     Args:
         tensors: non-empty list of tensors of one dtype.
         free_axes: how many leading axes may differ between ranks.
+        label: a text that must agree, too.
 
     Returns:
         A tensor without elements, of shape
-        `[0, number of tensors, checksum of their shapes]`.
+        `[0, number of tensors, checksum of their shapes and the label]`.
     """
     # A rank that knows a shape when it traces and one that does not must find the
     # same checksum. For shapes that are known, it costs one hash a step.
-    shapes = [_shape_text(tensor, free_axes) for tensor in tensors]
+    shapes = [label, *(_shape_text(tensor, free_axes) for tensor in tensors)]
     is_known = all(isinstance(shape, str) for shape in shapes)
     joined = ";".join(shapes) if is_known else tf.strings.join(shapes, ";")
     checksum = tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
@@ -119,18 +129,23 @@ def shape_guard(tensors, *, free_axes=0):
 
 
 def unique_name(base):
-    """`base`, made unique among the operations of the graph that is being traced.
+    """`base`, made unique within the outermost function that is being traced.
 
     Ranks are matched by the names of operations. Names that Keras gives to layers
     count up with every model that a process has built, and differ between ranks as
     soon as one of them has built a model more. Those counted within one function
-    agree, since every rank traces the same function.
+    agree, since every rank traces the same function. Functions and branches inside
+    of it count with it: they may run side by side.
     """
     if tf.executing_eagerly():
         return base
     graph = tf.compat.v1.get_default_graph()
-    with graph.name_scope(None):
-        return graph.unique_name(base)
+    while isinstance(getattr(graph, "outer_graph", None), tf.__internal__.FuncGraph):
+        graph = graph.outer_graph
+    taken = graph.get_collection_ref("hvdtrain.names")
+    taken.append(base)
+    number = taken.count(base)
+    return base if number == 1 else f"{base}.{number}"
 
 
 def check_not_compiled_by_xla():

@@ -349,6 +349,31 @@ def test_dtypes_that_cannot_be_reduced_are_an_error(dtype):
         hvd.reducescatter(value)
 
 
+@pytest.mark.parametrize(
+    ("prescale", "postscale"), [(2.0**15, 1.0), (2.0**16, 1.0), (1.0, 2.0**16), (0, 1)]
+)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_factors_that_are_large_for_the_dtype(dtype, prescale, postscale):
+    mean = hvd.allreduce(
+        tf.constant([2.0**-20], dtype),
+        prescale_factor=prescale,
+        postscale_factor=postscale,
+    )
+    np.testing.assert_array_equal(mean, [2.0**-20 * prescale * postscale])
+
+
+@pytest.mark.parametrize("collective", [hvd.allgather, hvd.alltoall])
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
+def test_scalars_have_no_rows(collective, wrap):
+    with pytest.raises(ValueError, match=r"tf\.reshape\(value, \[1\]\)"):
+        wrap(collective)(tf.constant(1.0))
+
+
+def test_splits_below_zero():
+    with pytest.raises(ValueError, match="splits must be 0 or more"):
+        hvd.alltoall(tf.zeros([3]), splits=[-1, 4])
+
+
 def test_strings_cannot_be_moved():
     for move in (hvd.allgather, hvd.alltoall, lambda x: hvd.broadcast(x, 0)):
         with pytest.raises(TypeError, match="string cannot be moved"):

@@ -148,6 +148,29 @@ def test_the_root_of_a_broadcast_is_one_of_the_set(halves):
         model.fit(*oracle.samples(1), verbose=0, callbacks=[broadcast])
 
 
+@pytest.mark.skipif(SIZE < 2, reason="somebody must be outside")
+def test_callbacks_leave_a_rank_alone_that_is_outside_of_the_set(halves):
+    (lower, _), number = halves
+    model = oracle.build_model()
+    model.compile(
+        hvd.DistributedOptimizer(optimizers(0), process_set=lower), oracle.LOSS
+    )
+    before = model.get_weights()
+    if number == 1:
+        model.optimizer.learning_rate = 0.0
+    history = model.fit(
+        *oracle.samples(1),
+        verbose=0,
+        callbacks=[
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+            hvd.callbacks.ConsistencyCheckCallback(every_steps=1),
+        ],
+    ).history
+    assert set(history) == {"loss"}
+    assert (oracle.difference(model.get_weights(), before) == 0) == (number == 1)
+
+
 @pytest.mark.skipif(SIZE < 2, reason="two sets need two ranks")
 def test_metrics_of_a_set(halves):
     sets, number = halves

@@ -102,15 +102,17 @@ def test_loss_scale_survives(tmp_path, extension):
     model = oracle.build_model()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), oracle.LOSS)
     fit(model, FIRST)
+    # The first scale may be too large for the data.
+    steps = int(model.optimizer.inner_optimizer.iterations)
     model.optimizer.dynamic_scale.assign(1024.0)
     model.save(path)
     loaded = hvd.load_model(path)
     assert isinstance(loaded.optimizer, keras.optimizers.LossScaleOptimizer)
     assert is_distributed(loaded.optimizer)
     assert float(loaded.optimizer.dynamic_scale) == 1024.0
-    assert int(loaded.optimizer.inner_optimizer.iterations) == 3
+    assert int(loaded.optimizer.inner_optimizer.iterations) == steps
     fit(loaded, SECOND)
-    assert int(loaded.optimizer.inner_optimizer.iterations) == 6
+    assert int(loaded.optimizer.inner_optimizer.iterations) == steps + 3
     oracle.assert_bitwise_equal_over_ranks(loaded.get_weights())
 
 

@@ -33,6 +33,7 @@ FLOORS = [
     ["keras.optimizer", "keras.tape", "keras.layers", "keras.exchange"],
     ["keras.gradients", "keras.collectives", "keras.metrics", "keras.objects"],
     ["keras.reduction", "keras.basics", "keras.rates"],
+    ["keras.groups"],
     ["keras.wire"],
     [""],
 ]

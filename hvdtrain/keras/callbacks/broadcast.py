@@ -21,7 +21,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Put it first in the list of callbacks. It acts once, in the first `fit`, before
     the first step. (Horovod's callback acts after the first step, which then is the
     step of as many different models as there are ranks.) A model that has not been
-    built is built on the first batch.
+    built is called on the first batch, unless all its layers are. Optimizers that a
+    `train_step` keeps beside the compiled one are yours to broadcast.
 
     In a later `fit` it acts again if it is new on some rank, such as one that has
     come late to an elastic job and would wait for the others. To find out costs one
@@ -39,7 +40,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Raises:
         ValueError: in `fit`, if the ranks' models or optimizers have different
-            variables, or if `root_rank` does not train with them.
+            variables, if `root_rank` does not train with them, or for a model without
+            `call` whose layers have not been built.
     """
 
     def __init__(self, root_rank, device="", local_variables=None):
@@ -76,9 +78,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         )
         if self.broadcast_done:
             return
-        if self.model.built:
+        if _has_all_weights(self.model):
             self._broadcast()
         else:
+            _check_can_be_called(self.model)
             self._broadcast_on_first_batch()
 
     def _broadcast(self):
@@ -109,6 +112,25 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return train_function(itertools.chain([batch], iterator))
 
         model.train_function = first_call
+
+
+def _has_all_weights(model):
+    # Models whose train_step calls their parts, GANs for one, are never built as such.
+    has_own_build = type(model).build is not keras.Model.build
+    return model.built or (
+        not has_own_build
+        and bool(model.layers)
+        and all(layer.built for layer in model.layers)
+    )
+
+
+def _check_can_be_called(model):
+    if type(model).call is keras.Model.call:
+        unbuilt = [layer.name for layer in model.layers if not layer.built]
+        raise ValueError(
+            f"{type(model).__name__} has no call(), so that its layers cannot be built "
+            f"before the first step. Build them before fit: {', '.join(unbuilt)}."
+        )
 
 
 def shared_variables(model, local_keys=frozenset()):

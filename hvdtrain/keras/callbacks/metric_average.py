@@ -6,6 +6,7 @@ import statistics
 import keras
 import numpy as np
 
+from hvdtrain.keras import reduction
 from hvdtrain.keras.metrics import (
     local_states,
     metric_variables,
@@ -53,6 +54,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Replaces the values in `logs` by those of the whole job."""
+        if not reduction.participates(process_set_of(self.model.optimizer)):
+            return
         logs = {} if logs is None else logs
         current = local_states(metric_variables(self.model.metrics))
         if self._training_states is None:

@@ -1,0 +1,176 @@
+"""Several models in one step: their tensors must not be taken for each other's."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+
+RANK, SIZE = hvd.rank(), hvd.size()
+SHAPE = (64, 64)
+MEAN = (SIZE + 1) / 2
+
+
+def filled(value):
+    return keras.Variable(np.full(SHAPE, value, "float32"))
+
+
+def late(value, factor):
+    """`value`, after work that takes longer on rank 0 for 1, on the others for 100."""
+    steps = 30 if (factor == 1) == (RANK == 0) else 1
+    work = tf.while_loop(
+        lambda i, x: i < steps, lambda i, x: (i + 1, x @ x), (0, tf.eye(64))
+    )
+    return value * work[1][0, 0]
+
+
+def apply(optimizer, variable, factor):
+    gradient = tf.fill(SHAPE, factor * (1.0 + RANK))
+    optimizer.apply_gradients([(late(gradient, factor), variable)])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
+def test_two_optimizers_of_one_class(wrap, passes):
+    first, second = filled(0.0), filled(0.0)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0),
+            backward_passes_per_step=passes,
+            average_aggregated_gradients=True,
+        )
+        for _ in range(2)
+    ]
+    for optimizer, variable in zip(optimizers, (first, second), strict=True):
+        optimizer.build([variable])
+    apply_first = wrap(lambda: apply(optimizers[0], first, 1.0))
+    apply_second = wrap(lambda: apply(optimizers[1], second, 100.0))
+
+    @tf.function
+    def step():
+        apply_first()
+        apply_second()
+
+    for _ in range(passes):
+        step()
+    np.testing.assert_allclose(first, np.full(SHAPE, -MEAN), rtol=1e-6)
+    np.testing.assert_allclose(second, np.full(SHAPE, -100 * MEAN), rtol=1e-6)
+
+
+def test_two_functions_with_a_tape_each():
+    def gradient_function(factor):
+        @tf.function
+        def gradient():
+            x = tf.ones(SHAPE)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(x) * late(factor * (1.0 + RANK), factor)
+            return hvd.DistributedGradientTape(tape).gradient(loss, x)
+
+        return gradient
+
+    of_first, of_second = gradient_function(1.0), gradient_function(100.0)
+
+    @tf.function
+    def step():
+        return of_first(), of_second()
+
+    first, second = step()
+    np.testing.assert_allclose(first, np.full(SHAPE, MEAN), rtol=1e-6)
+    np.testing.assert_allclose(second, np.full(SHAPE, 100 * MEAN), rtol=1e-6)
+
+
+def test_two_broadcasts_of_variables_in_one_function():
+    first, second = filled(1.0 + 10 * RANK), filled(2.0 + 10 * RANK)
+
+    @tf.function
+    def step():
+        first.assign(late(first.value, 1))
+        second.assign(late(second.value, 100))
+        hvd.broadcast_variables([first], root_rank=0)
+        hvd.broadcast_variables([second], root_rank=0)
+
+    step()
+    np.testing.assert_array_equal(first, np.full(SHAPE, 1.0))
+    np.testing.assert_array_equal(second, np.full(SHAPE, 2.0))
+
+
+@pytest.mark.skipif(SIZE < 2, reason="ranks that differ")
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_gradients_of_different_variables_are_not_mixed(clip):
+    variables = [keras.Variable(np.zeros(3)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, clipnorm=clip))
+    gradients = [None, None]
+    gradients[min(RANK, 1)] = tf.ones(3)
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched"):
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+
+class Pair(keras.Model):
+    """Two networks and two optimizers, and no call: how GANs are written."""
+
+    def __init__(self, optimizers):
+        super().__init__()
+        self.networks = [oracle.build_model() for _ in range(2)]
+        self.optimizers = optimizers
+
+    def train_step(self, data):
+        inputs, labels = data
+        for network, optimizer in zip(self.networks, self.optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                outputs = network(inputs)
+                loss = tf.reduce_mean(
+                    keras.losses.sparse_categorical_crossentropy(labels, outputs)
+                )
+            gradients = tape.gradient(loss, network.trainable_variables)
+            optimizer.apply(gradients, network.trainable_variables)
+        return {"loss": loss}
+
+
+def train_pair(optimizers, inputs, labels, batch_size, callbacks=()):
+    pair = Pair(optimizers)
+    pair.compile()
+    pair.fit(
+        inputs,
+        labels,
+        batch_size=batch_size,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    )
+    return pair.get_weights()
+
+
+def test_a_model_without_call_equals_the_big_batch():
+    inputs, labels = oracle.samples(steps=5)
+
+    def optimizers():
+        return [keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)]
+
+    expected = oracle.on_one_process(
+        lambda: train_pair(optimizers(), inputs, labels, oracle.LOCAL_BATCH_SIZE * SIZE)
+    )
+    weights = train_pair(
+        [hvd.DistributedOptimizer(optimizer) for optimizer in optimizers()],
+        oracle.shard(inputs),
+        oracle.shard(labels),
+        oracle.LOCAL_BATCH_SIZE,
+        callbacks=[
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.ConsistencyCheckCallback(2),
+        ],
+    )
+    assert oracle.difference(weights, expected) < 1e-6
+    oracle.assert_bitwise_equal_over_ranks(weights)
+
+
+def test_a_model_without_call_whose_layers_are_not_built():
+    pair = Pair([keras.optimizers.SGD()])
+    pair.networks = [keras.Sequential([keras.layers.Dense(2)], name="late")]
+    pair.compile()
+    inputs, labels = oracle.samples(steps=1)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    with pytest.raises(ValueError, match="Build them before fit: late"):
+        pair.fit(inputs, labels, verbose=0, callbacks=[broadcast])
