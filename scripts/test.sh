@@ -55,12 +55,12 @@ launched() {
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
-# All of it on two ranks, and the oracle on more.
+# All of it on two and three ranks, and the oracle on four.
 parallel() {
   local oracle=(tests/parallel/test_{optimizer,mixed_precision,callbacks_broadcast}.py)
   launched mpi 2 tests/parallel
-  launched gloo 3 "${oracle[@]}"
-  launched mpi 4 "${oracle[@]}" tests/parallel/test_process_sets.py
+  launched gloo 3 tests/parallel
+  launched mpi 4 "${oracle[@]}" tests/parallel/test_{process_sets,several_models}.py
 }
 
 commands() { run commands 2400 python -m pytest -q tests/commands; }

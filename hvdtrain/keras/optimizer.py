@@ -10,8 +10,8 @@ point between. So a hook is composed into the optimizer, at that point.
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras import reduction
 from hvdtrain.keras.gradients import GradientReducer, groups_of
+from hvdtrain.keras.hook import ReductionHook, hook_of
 from hvdtrain.keras.rates import without_loss_scale
 from hvdtrain.keras.reduction import Average, Sum, global_process_set
 from hvdtrain.keras.wire import Compression
@@ -93,7 +93,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     _accumulate(base, backward_passes_per_step)
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
-    hook = _ReductionHook(
+    hook = ReductionHook(
         base, reducer, window_factor=backward_passes_per_step if sums_window else 1
     )
     optimizer.register_local_var = reducer.register_local
@@ -104,18 +104,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 def is_distributed(optimizer):
     """Whether `optimizer` went through `DistributedOptimizer`."""
-    return _hook_of(optimizer) is not None
+    return hook_of(optimizer) is not None
 
 
 def process_set_of(optimizer):
     """The ranks that train with `optimizer`: all, unless it was told otherwise."""
-    hook = _hook_of(optimizer)
+    hook = hook_of(optimizer)
     return hook.reducer.process_set if hook else global_process_set
 
 
 def local_keys_of(optimizer):
     """The `variable_key`s of the variables that were registered as local."""
-    hook = _hook_of(optimizer)
+    hook = hook_of(optimizer)
     return hook.reducer.local_keys if hook else frozenset()
 
 
@@ -131,7 +131,7 @@ def settle(model):
     Call it before the first training step; `BroadcastGlobalVariablesCallback` and
     `elastic.KerasState` do.
     """
-    hook = _hook_of(getattr(model, "optimizer", None))
+    hook = hook_of(getattr(model, "optimizer", None))
     if hook is None:
         return
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
@@ -139,126 +139,6 @@ def settle(model):
     if model.jit_compile and tf.config.list_physical_devices("GPU"):
         model.jit_compile = False
         model.train_function = None
-
-
-class _ReductionHook:
-    """Reduces an optimizer's gradients between accumulation and clipping.
-
-    Keras calls, in this order: `apply_gradients`, `apply`, and inside of it
-    `_clip_gradients` with the gradients of a complete window, also when nothing is
-    to be clipped. The hook takes the place of these three methods on one instance.
-    """
-
-    def __init__(self, optimizer, reducer, *, window_factor):
-        self._optimizer = optimizer
-        self.reducer = reducer
-        self._window_factor = window_factor
-        self._variables, self._places = [], []
-        self._has_reduced = False
-        self._is_outermost = False
-        self._settled_scale = None
-        self._apply_gradients = optimizer.apply_gradients
-        self._apply = optimizer.apply
-        self._clip_gradients = optimizer._clip_gradients
-        optimizer.apply_gradients = self.apply_gradients
-        optimizer.apply = self.apply
-        optimizer._clip_gradients = self.clip_gradients
-
-    def apply_gradients(self, grads_and_vars):
-        """As `keras.optimizers.Optimizer.apply_gradients`."""
-        self._is_outermost = True
-        try:
-            return self._apply_gradients(grads_and_vars)
-        finally:
-            self._is_outermost = False
-
-    def apply(self, grads, trainable_variables=None):
-        """As `keras.optimizers.Optimizer.apply`."""
-        grads = list(grads)
-        if not grads:
-            return
-        self._check_not_conditional()
-        variables = list(trainable_variables or self._optimizer._trainable_variables)
-        _check_reducible(grads, variables)
-        # Keras leaves out gradients that are None before it clips.
-        self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
-        self._variables = variables
-        self._has_reduced = False
-        self._apply(grads, trainable_variables)
-        self._check_reduced()
-
-    def clip_gradients(self, grads):
-        """Combines `grads` over all ranks, then clips them as the optimizer does."""
-        self._has_reduced = True
-        if self._window_factor != 1:
-            grads = [gradient * self._window_factor for gradient in grads]
-        gradients = [None] * len(self._variables)
-        for place, gradient in zip(self._places, grads, strict=True):
-            gradients[place] = gradient
-        reduced = self.reducer(gradients, self._variables)
-        return self._clip_gradients([reduced[place] for place in self._places])
-
-    def share_finite_check(self, loss_scale_optimizer):
-        """Makes all ranks skip a step together when one of them overflows."""
-        if self._settled_scale is loss_scale_optimizer:
-            return
-        # Compiling again puts a new LossScaleOptimizer around the same optimizer.
-        self._settled_scale = loss_scale_optimizer
-        check_locally = loss_scale_optimizer.check_finite
-        process_set = self.reducer.process_set
-
-        def check_finite(grads):
-            finite = check_locally(grads)
-            if not reduction.participates(process_set):
-                return finite
-            # Overflows are counted, not the lack of one: a rank that has joined
-            # contributes zeros.
-            overflows = reduction.allreduce(
-                tf.cast(tf.logical_not(finite), tf.int32),
-                name="LossScaleOverflow",
-                op=Sum,
-                process_set=process_set,
-            )
-            return tf.equal(overflows, 0)
-
-        loss_scale_optimizer.check_finite = check_finite
-
-    def _check_not_conditional(self):
-        # Reached through a LossScaleOptimizer that nobody settled: the branch that
-        # is traced here would run on the ranks without overflow only.
-        graph = tf.compat.v1.get_default_graph()
-        in_branch = type(graph).__name__ == "CondBranchFuncGraph"
-        if in_branch and not (self._is_outermost or self._settled_scale):
-            raise ValueError(
-                "compile() has put the distributed optimizer into a LossScaleOptimizer "
-                "that checks for overflow on each rank alone. Add "
-                "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, "
-                "make an hvd.elastic.KerasState of the model after compile(), or "
-                "pass hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer"
-                "(optimizer)) to compile()."
-            )
-
-    def _check_reduced(self):
-        # Training on without a reduction would look right and be wrong: never be
-        # silent about it, whatever a custom optimizer or a later Keras overrides.
-        between_updates = (
-            tf.executing_eagerly() and self._optimizer.gradient_accumulation_steps
-        )
-        if not self._has_reduced and not between_updates:
-            raise RuntimeError(
-                f"The optimizer {type(self._optimizer).__name__} applied gradients "
-                "that were not reduced over the ranks: it does not call Keras' own "
-                f"_clip_gradients. Keras version: {keras.__version__}. Use "
-                "hvd.DistributedGradientTape with the plain optimizer instead."
-            )
-
-
-def _hook_of(optimizer):
-    if optimizer is None:
-        return None
-    bound = vars(without_loss_scale(optimizer)).get("apply")
-    owner = getattr(bound, "__self__", None)
-    return owner if isinstance(owner, _ReductionHook) else None
 
 
 def _check_optimizer(optimizer):
@@ -295,13 +175,3 @@ def _accumulate(optimizer, passes):
             f"gradient_accumulation_steps={passes} instead."
         )
     optimizer.gradient_accumulation_steps = passes
-
-
-def _check_reducible(grads, variables):
-    # Unequal numbers are for Keras to complain of.
-    given = [v for g, v in zip(grads, variables, strict=False) if g is not None]
-    if any(getattr(variable, "overwrite_with_gradient", False) for variable in given):
-        raise NotImplementedError(
-            "float8 training overwrites variables with their gradients, which cannot "
-            "be reduced over ranks. Use float32, mixed_bfloat16 or mixed_float16."
-        )
