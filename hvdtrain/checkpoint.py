@@ -1,7 +1,6 @@
 """Files of a run, written so that nobody ever sees half of one."""
 
 import contextlib
-import errno
 import json
 import os
 import pathlib
@@ -23,11 +22,13 @@ def prepare_directory(model_dir, *, files, needed_bytes):
             has directories by these names.
     """
     directory = pathlib.Path(model_dir)
-    for name in files:
-        with _one_line_errors(directory / name):
-            if (directory / name).is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     with _one_line_errors(model_dir):
+        for name in files:
+            if (directory / name).is_dir():
+                raise JobError(
+                    f"{directory / name} is a directory, expected a file or nothing: "
+                    "remove it or choose another --model_dir."
+                )
         directory.mkdir(parents=True, exist_ok=True)
         # Reserved for real: neither permissions nor free space tell the whole truth.
         with tempfile.TemporaryFile(dir=model_dir) as file:

@@ -182,7 +182,7 @@ def _train_spec(dataset, world):
         size=world.size,
     )
     steps = _steps(shard)
-    _check_warmup(epochs=steps / shard.steps(1))
+    _check_warmup(_EPOCHS.value or steps * shard.global_batch_size / shard.num_samples)
     return training.TrainSpec(
         input_fn=lambda start_step, end_step: data.stream(
             dataset.x_train,
@@ -246,12 +246,12 @@ def _steps(shard):
     return steps
 
 
-def _check_warmup(*, epochs):
+def _check_warmup(epochs):
     if _WARMUP_EPOCHS.value > epochs:
         raise JobError(
             f"Received --warmup_epochs={_WARMUP_EPOCHS.value:g} for a run of "
-            f"{epochs:.3g} epochs; expected fewer: the learning rate would never "
-            "reach its full size."
+            f"{epochs:.3g} epochs; expected no more than these: the learning rate "
+            "would never reach its full size."
         )
 
 

@@ -89,7 +89,7 @@ def prepare(model_dir):
     """Make sure, before the run, that `write` will be able to write.
 
     Raises:
-        JobError: the directory cannot be created or written, or is too full.
+        JobError: as `checkpoint.prepare_directory`.
     """
     checkpoint.prepare_directory(
         model_dir, files=(_MODEL, _SUMMARY), needed_bytes=_NEEDED_BYTES

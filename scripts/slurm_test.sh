@@ -104,6 +104,7 @@ make_clone() {
   mkdir "$work/clone"
   ln -s "$root"/{hvdtrain,scripts,.venv} "$work/clone"
   cd "$work/clone"
+  logs=$work/clone
 }
 
 # submit NAME [OPTIONS of sbatch] SCRIPT [FLAGS]: waits for the end; the log is

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # What docker_test.sh and slurm_test.sh share. They source it, after they have set
-# `title`, `install` (--install or nothing) and `packages`; `work` is a directory.
+# `title`, `install` (--install or nothing) and `packages`, and before they install or
+# check anything `work`, a directory for output.
 
 die() {
   echo "$title: $*" >&2
@@ -34,8 +35,8 @@ wait_for() {
 passed=0
 failed=0
 
-# check TEXT COMMAND...: one line; the ends of the output and of the logs in the current
-# directory follow where the command failed.
+# check TEXT COMMAND...: one line; where the command failed, the ends of its output and
+# of the logs in `logs` follow, or in `work`.
 check() {
   local text=$1 start=$SECONDS status=0
   shift
@@ -46,7 +47,7 @@ check() {
   else
     echo "$title: FAILED: $text (exit code $status): $*"
     tail -n 40 "$work/output"
-    tail -v -n 15 ./*.log 2>/dev/null || true
+    tail -v -n 15 "${logs:-$work}"/*.log 2>/dev/null || true
     failed=$((failed + 1))
   fi
 }

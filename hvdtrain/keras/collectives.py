@@ -165,7 +165,7 @@ def grouped_reducescatter(
     with tf.device(device_dense):
         for i, tensor in enumerate(dense(tensors)):
             scatter = _scatter(
-                wire.unique_name(f"{name or 'Reducescatter'}_{i}"),
+                wire.operation_name(f"{name or 'Reducescatter'}_{i}", process_set),
                 op,
                 process_set,
                 {
@@ -194,13 +194,15 @@ def _scatter(name, op, process_set, scale):
                 factor /= reduction.process_set_size(process_set, gathered.dtype)
             return gathered * factor
 
-        share = mpi_ops._reducescatter(
-            tensor,
-            name=name,
-            op=op,
-            process_set=process_set,
-            ignore_name_scope=True,
-            **scale,
+        share = wire.in_turn(
+            lambda: mpi_ops._reducescatter(
+                tensor,
+                name=name,
+                op=op,
+                process_set=process_set,
+                ignore_name_scope=True,
+                **scale,
+            )
         )
         return share, gradient
 

@@ -121,25 +121,28 @@ def alltoall(
     """
     wire.check_not_compiled_by_xla()
     _check_splits(splits)
-    name = name or "Alltoall"
+    operation = name or "Alltoall"
 
-    def exchange(rows, counts, name):
+    def exchange(rows, counts, operation):
         wire.check_has_rows(rows)
-        output, received = mpi_ops.alltoall(
-            wire.pack(rows),
-            splits=counts,
-            name=wire.unique_name(name),
-            process_set=process_set,
-            ignore_name_scope=True,
+        name = wire.operation_name(operation, process_set)
+        output, received = wire.in_turn(
+            lambda: mpi_ops.alltoall(
+                wire.pack(rows),
+                splits=counts,
+                name=name,
+                process_set=process_set,
+                ignore_name_scope=True,
+            )
         )
         return wire.unpack(output, rows.dtype), received
 
     @tf.custom_gradient
     def scatter(rows, counts):
-        output, received = exchange(rows, counts, name)
+        output, received = exchange(rows, counts, operation)
 
         def gradient(upstream, _):
-            return exchange(upstream, received, backward_name(name))[0], None
+            return exchange(upstream, received, backward_name(operation))[0], None
 
         return (output, received), gradient
 

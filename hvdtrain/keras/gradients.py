@@ -88,39 +88,30 @@ class GradientReducer:
             return list(gradients)
         combined = list(gradients)
         shared = []
-        for i, (gradient, variable) in enumerate(
-            zip(gradients, variables, strict=True)
-        ):
-            if gradient is None:
-                continue
-            if self.is_local(variable):
-                combined[i] = self._scale_local(gradient)
-            else:
-                self._check_not_summed_twice(gradient)
+        for i, variable in enumerate(variables):
+            if not self.is_local(variable):
                 shared.append(i)
-        for number, members in enumerate(self._split(shared, variables)):
-            reduced = self._reduce(gradients, members, f"{self._name}_{number}")
+            elif gradients[i] is not None:
+                combined[i] = self._scale_local(gradients[i])
+        # Where ranks lack gradients of different variables, the shapes may agree, and
+        # the gradient of one would be added to that of another.
+        must_agree = str([gradients[i] is not None for i in shared])
+        groups = self._split([i for i in shared if gradients[i] is not None], variables)
+        # Gradients of the last layers come first: they need not wait for the others.
+        for number, members in reversed(list(enumerate(groups))):
+            reduced = self._reduce(
+                [gradients[i] for i in members], f"{self._name}_{number}", must_agree
+            )
             for i, gradient in zip(members, reduced, strict=True):
-                gradient._is_reduced = True
+                gradient._reduced_over = self.process_set.process_set_id
                 combined[i] = gradient
         return combined
 
-    def _check_not_summed_twice(self, gradient):
-        # The mean of equal gradients is harmless; their sum is too large by the number
-        # of ranks, and nobody would see it.
-        if self._op == Sum and getattr(gradient, "_is_reduced", False):
-            raise ValueError(
-                "These gradients have been reduced over the ranks already, and op=Sum "
-                "would add them up again. Use DistributedGradientTape with the plain "
-                "optimizer, or DistributedOptimizer with tf.GradientTape."
-            )
-
-    def _reduce(self, gradients, members, name):
+    def _reduce(self, gradients, name, must_agree):
         return reduction.grouped_allreduce(
-            [self._densify(gradients[i]) for i in members],
+            [self._prepared(gradient) for gradient in gradients],
             name=name,
-            # Where ranks lack gradients of different variables, the shapes may agree.
-            label=f"gradients {members} of {len(gradients)}",
+            must_agree=must_agree,
             op=self._op,
             prescale_factor=1.0 / self._predivide_factor,
             postscale_factor=self._predivide_factor,
@@ -130,7 +121,16 @@ class GradientReducer:
             process_set=self.process_set,
         )
 
-    def _densify(self, gradient):
+    def _prepared(self, gradient):
+        # The mean of equal gradients is harmless; their sum is too large by the number
+        # of ranks. Seen unless something was computed with the gradients in between.
+        reduced_over = getattr(gradient, "_reduced_over", None)
+        if self._op == Sum and reduced_over == self.process_set.process_set_id:
+            raise ValueError(
+                "These gradients have been reduced over the ranks already, and op=Sum "
+                "would add them up again. Use DistributedGradientTape with the plain "
+                "optimizer, or DistributedOptimizer with tf.GradientTape."
+            )
         if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
             return tf.convert_to_tensor(gradient)
         return gradient
@@ -159,14 +159,14 @@ class GradientReducer:
             for number, group in enumerate(self._groups)
             for variable in group
         }
-        groups = {}
+        by_group = {}
         for i in places:
             key = variable_key(variables[i])
-            groups.setdefault(group_of.get(key, key), []).append(i)
-        return list(groups.values())
+            by_group.setdefault(group_of.get(key, key), []).append(i)
+        return list(by_group.values())
 
 
-def groups_of(groups, num_groups):
+def groups_argument(groups, num_groups):
     """The argument `groups`, also where it was given by its deprecated name."""
     if num_groups:
         # Of whoever called the function that has these arguments.

@@ -1,7 +1,7 @@
 """One group of tensors of one dtype, which Horovod negotiates and moves together.
 
-The tensors agree on all ranks in number, position and shape; `label` is a text that
-must agree, too. Results come in the order of the tensors.
+The tensors agree on all ranks in number, position and shape; `must_agree` is a text
+that has to, as well. Results come in the order of the tensors.
 """
 
 import os
@@ -20,34 +20,38 @@ def is_elastic():
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def gather(tensors, name, label, process_set):
+def gather(tensors, name, must_agree, process_set):
     """Concatenates each tensor's rows over the ranks of `process_set`."""
     return mpi_ops.grouped_allgather(
-        [*tensors, *_guards(tensors, label, free_axes=1)],
+        [*tensors, *_guard(tensors, must_agree, free_axes=1)],
         name=name,
         process_set=process_set,
         ignore_name_scope=True,
     )[: len(tensors)]
 
 
-def reduce(tensors, name, label, op, process_set, scale):
+def reduce(tensors, name, must_agree, op, process_set, scale):
     """Reduces each tensor; `scale` holds Horovod's two factors by their names."""
     wire.check_reducible(tensors[0])
-    guards = _guards(tensors, label)
-    # A rank that has joined adds nothing, yet Horovod divides by all ranks: count
-    # those that add something. Only the global set can be joined.
+    guard = _guard(tensors, must_agree)
+    # Only the global set can be joined.
     is_global = process_set.process_set_id == 0
     if op == Average and is_global and tensors[0].dtype.is_floating:
-        # Horovod would scale the count as well.
-        sent = [_scaled(tensor, scale["prescale_factor"]) for tensor in tensors]
-        one = tf.ones([1], sent[0].dtype)
-        count, *sums = _allreduce([one, *sent, *guards], name, Sum, process_set)
-        return [
-            _scaled(total / count[0], scale["postscale_factor"])
-            for total in sums[: len(tensors)]
-        ]
-    return _allreduce([*tensors, *guards], name, op, process_set, **scale)[
-        : len(tensors)
+        return _mean_of_those_present(tensors, guard, name, process_set, **scale)
+    reduced = _allreduce([*tensors, *guard], name, op, process_set, **scale)
+    return reduced[: len(tensors)]
+
+
+def _mean_of_those_present(
+    tensors, guard, name, process_set, *, prescale_factor, postscale_factor
+):
+    # A rank that has joined adds nothing, yet Horovod divides by all ranks: count
+    # those that add something. Horovod would scale the count as well.
+    sent = [_scaled(tensor, prescale_factor) for tensor in tensors]
+    one = tf.ones([1], sent[0].dtype)
+    count, *sums = _allreduce([one, *sent, *guard], name, Sum, process_set)
+    return [
+        _scaled(total / count[0], postscale_factor) for total in sums[: len(tensors)]
     ]
 
 
@@ -64,11 +68,12 @@ def _allreduce(tensors, name, op, process_set, **scale):
     )
 
 
-def _guards(tensors, label, *, free_axes=0):
-    # Of one tensor, Horovod itself reports the shapes, and more clearly.
-    if len(tensors) == 1 and not label:
+def _guard(tensors, must_agree, *, free_axes=0):
+    """The shape guard in a list, or an empty list where none is needed."""
+    # Of a single tensor Horovod itself tells the shapes, and more clearly.
+    if len(tensors) == 1 and not must_agree:
         return []
-    return [wire.shape_guard(tensors, free_axes=free_axes, label=label)]
+    return [wire.shape_guard(tensors, free_axes=free_axes, must_agree=must_agree)]
 
 
 def _scaled(tensor, factor):
@@ -76,10 +81,10 @@ def _scaled(tensor, factor):
         return tensor
     # A loss scale, say, is too large for float16, what it scales is not.
     wide = tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor
-    return tf.cast(wide * tf.cast(factor, wide.dtype), tensor.dtype)
+    return tf.cast(wide * factor, tensor.dtype)
 
 
-def reduce_bfloat16(tensors, name, label, op, process_set, scale):
+def reduce_bfloat16(tensors, name, must_agree, op, process_set, scale):
     """Sums bfloat16 tensors, which Horovod's allreduce does not know.
 
     Each rank receives its share of every rank's buffer, adds the shares in
@@ -89,7 +94,7 @@ def reduce_bfloat16(tensors, name, label, op, process_set, scale):
     """
     if op not in (Average, Sum) or is_elastic():
         wide = [tf.cast(tensor, tf.float32) for tensor in tensors]
-        reduced = reduce(wide, name, label, op, process_set, scale)
+        reduced = reduce(wide, name, must_agree, op, process_set, scale)
         return [tf.cast(tensor, tf.bfloat16) for tensor in reduced]
     ranks = process_set.size()
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
@@ -104,7 +109,7 @@ def reduce_bfloat16(tensors, name, label, op, process_set, scale):
     total *= scale["postscale_factor"] / (ranks if op == Average else 1)
     sums = tf.cast(total, tf.bfloat16)
     gathered, _ = mpi_ops.grouped_allgather(
-        [wire.pack(sums), wire.pack(wire.shape_guard(tensors, label=label))],
+        [wire.pack(sums), wire.pack(wire.shape_guard(tensors, must_agree=must_agree))],
         name=f"{name}_gather",
         **options,
     )

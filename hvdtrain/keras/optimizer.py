@@ -10,7 +10,7 @@ point between. So a hook is composed into the optimizer, at that point.
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.gradients import GradientReducer, groups_of
+from hvdtrain.keras.gradients import GradientReducer, groups_argument
 from hvdtrain.keras.hook import ReductionHook, hook_of
 from hvdtrain.keras.rates import without_loss_scale
 from hvdtrain.keras.reduction import Average, Sum, global_process_set
@@ -87,7 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         op=op,
         gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups_of(groups, num_groups),
+        groups=groups_argument(groups, num_groups),
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )

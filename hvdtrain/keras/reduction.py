@@ -26,7 +26,7 @@ def grouped_allreduce(
     values,
     *,
     name=None,
-    label="",
+    must_agree="",
     op=Average,
     prescale_factor=1.0,
     postscale_factor=1.0,
@@ -44,9 +44,8 @@ def grouped_allreduce(
     Args:
         values: list of tensor-compatible values or `tf.IndexedSlices`; position,
             shape and dtype agree on all ranks.
-        name: prefix of the operations' names; where it was taken before within a
-            function, a number follows.
-        label: a text that must agree on all ranks, or there is an error.
+        name: prefix of the operations' names.
+        must_agree: a text; there is an error where it differs between ranks.
         op: `Average`, `Sum`, `Adasum`, `Min`, `Max` or `Product`.
         prescale_factor: multiplies the inputs; not applied to `IndexedSlices`.
         postscale_factor: multiplies the results; not applied to `IndexedSlices`.
@@ -59,19 +58,20 @@ def grouped_allreduce(
         The reduced values, in the order given.
     """
     wire.check_not_compiled_by_xla()
-    name = wire.unique_name(name or "Allreduce")
+    name = wire.operation_name(name or "Allreduce", process_set)
     scale = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
 
     def reduce(group, _):
         if is_sparse(group[0]):
             with tf.device(device_sparse):
-                return _allgather_slices(group, name, label, op, process_set)
+                return _allgather_slices(group, name, must_agree, op, process_set)
         with tf.device(device_dense):
             return _reduce_dense(
-                group, name, label, op, process_set, scale, compression
+                group, name, must_agree, op, process_set, scale, compression
             )
 
-    return in_groups([native(value) for value in values], is_sparse, reduce)
+    values = [native(value) for value in values]
+    return wire.in_turn(lambda: in_groups(values, is_sparse, reduce))
 
 
 def allgather(value, name=None, process_set=global_process_set):
@@ -85,10 +85,14 @@ def allgather(value, name=None, process_set=global_process_set):
     return grouped_allgather([value], name=name, process_set=process_set)[0]
 
 
-def grouped_allgather(values, *, name=None, label="", process_set=global_process_set):
+def grouped_allgather(values, *, name=None, process_set=global_process_set):
     """Gathers a list of tensors in one communication per dtype; see `allgather`."""
     wire.check_not_compiled_by_xla()
-    name = wire.unique_name(name or "Allgather")
+    name = wire.operation_name(name or "Allgather", process_set)
+    return wire.in_turn(lambda: _gather(values, name, "", process_set))
+
+
+def _gather(values, name, must_agree, process_set):
     tensors = [tf.convert_to_tensor(native(value)) for value in values]
     for tensor in tensors:
         wire.check_has_rows(tensor)
@@ -96,7 +100,7 @@ def grouped_allgather(values, *, name=None, label="", process_set=global_process
     gathered = _by_dtype(
         packed,
         lambda group, number: groups.gather(
-            group, f"{name}_{number}", label, process_set
+            group, f"{name}_{number}", must_agree, process_set
         ),
     )
     return [
@@ -108,11 +112,16 @@ def grouped_allgather(values, *, name=None, label="", process_set=global_process
 def broadcast(value, root_rank, name=None, process_set=global_process_set):
     """Returns `root_rank`'s `value` on every rank; shape and dtype agree."""
     wire.check_not_compiled_by_xla()
+    name = wire.operation_name(name or "Broadcast", process_set)
+    return wire.in_turn(lambda: _broadcast(value, root_rank, name, process_set))
+
+
+def _broadcast(value, root_rank, name, process_set):
     tensor = tf.convert_to_tensor(native(value))
     received = hvd.broadcast(
         wire.pack(tensor),
         root_rank,
-        name=wire.unique_name(name or "Broadcast"),
+        name=name,
         process_set=process_set,
         ignore_name_scope=True,
     )
@@ -140,14 +149,15 @@ def broadcast_variables(
 
     # Horovod's own names each by its variable; Keras' names of slots hold the layer's
     # number in its process, which differs where one rank has built a model more.
+    def receive_all():
+        name = wire.operation_name("BroadcastVariables", process_set)
+        return [
+            _broadcast(variable, root_rank, f"{name}_{i}", process_set)
+            for i, variable in enumerate(variables)
+        ]
+
     def assign_all():
-        for i, variable in enumerate(variables):
-            value = broadcast(
-                variable,
-                root_rank,
-                name=f"BroadcastVariables_{i}",
-                process_set=process_set,
-            )
+        for variable, value in zip(variables, wire.in_turn(receive_all), strict=True):
             variable.assign(value)
 
     # Within a function, the broadcasts share a negotiation.
@@ -204,34 +214,31 @@ def _by_dtype(tensors, exchange):
     return in_groups(tensors, lambda tensor: tensor.dtype, exchange)
 
 
-def _reduce_dense(values, name, label, op, process_set, scale, compression):
+def _reduce_dense(values, name, must_agree, op, process_set, scale, compression):
     def reduce(group, number):
         is_bfloat16 = group[0].dtype == tf.bfloat16
         exchange = groups.reduce_bfloat16 if is_bfloat16 else groups.reduce
-        return exchange(group, f"{name}_{number}", label, op, process_set, scale)
+        return exchange(group, f"{name}_{number}", must_agree, op, process_set, scale)
 
     tensors = [tf.convert_to_tensor(value) for value in values]
     sent, contexts = zip(*map(compression.compress, tensors), strict=True)
     return list(map(compression.decompress, _by_dtype(sent, reduce), contexts))
 
 
-def _allgather_slices(slices, name, label, op, process_set):
+def _allgather_slices(slices, name, must_agree, op, process_set):
     if op not in (Average, Sum):
         raise NotImplementedError(
             "Sparse gradients (tf.IndexedSlices) can be reduced with op=Average or "
             f"op=Sum only. Received: op={op}. Pass sparse_as_dense=True instead."
         )
-    values = grouped_allgather(
-        [s.values for s in slices],
-        name=f"{name}_values",
-        label=label,
-        process_set=process_set,
-    )
-    indices = grouped_allgather(
-        [s.indices for s in slices],
-        name=f"{name}_indices",
-        label=label,
-        process_set=process_set,
+    values, indices = (
+        _gather(
+            [getattr(s, part) for s in slices],
+            f"{name}_{part}",
+            must_agree,
+            process_set,
+        )
+        for part in ("values", "indices")
     )
     if op == Average:
         values = [v / process_set_size(process_set, v.dtype) for v in values]

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from hvdtrain.keras.gradients import GradientReducer, groups_of
+from hvdtrain.keras.gradients import GradientReducer, groups_argument
 from hvdtrain.keras.reduction import Average, global_process_set
 from hvdtrain.keras.wire import Compression
 
@@ -62,7 +62,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         op=op,
         gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups_of(groups, num_groups),
+        groups=groups_argument(groups, num_groups),
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )

@@ -4,6 +4,8 @@ Horovod's kernels know some dtypes and not others, report only the last failure 
 a group, and cannot be compiled by XLA. Here stands what makes up for it.
 """
 
+import functools
+
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
@@ -103,7 +105,7 @@ def check_scatterable(tensor):
     _check_dtype(tensor, _SCATTERABLE, "be reduced and scattered over ranks")
 
 
-def shape_guard(tensors, *, free_axes=0, label=""):
+def shape_guard(tensors, *, free_axes=0, must_agree=""):
     """An empty tensor whose shape tells the shapes of all `tensors` of a group.
 
     Of a group, Horovod reports the status of the last tensor alone: where another
@@ -113,39 +115,63 @@ def shape_guard(tensors, *, free_axes=0, label=""):
     Args:
         tensors: non-empty list of tensors of one dtype.
         free_axes: how many leading axes may differ between ranks.
-        label: a text that must agree, too.
+        must_agree: a text that must agree, too.
 
     Returns:
         A tensor without elements, of shape
-        `[0, number of tensors, checksum of their shapes and the label]`.
+        `[0, number of tensors, checksum of shapes and must_agree]`.
     """
     # A rank that knows a shape when it traces and one that does not must find the
     # same checksum. For shapes that are known, it costs one hash a step.
-    shapes = [label, *(_shape_text(tensor, free_axes) for tensor in tensors)]
+    shapes = [must_agree, *(_shape_text(tensor, free_axes) for tensor in tensors)]
     is_known = all(isinstance(shape, str) for shape in shapes)
     joined = ";".join(shapes) if is_known else tf.strings.join(shapes, ";")
     checksum = tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
     return tf.zeros([0, len(tensors), checksum], tensors[0].dtype)
 
 
-def unique_name(base):
-    """`base`, made unique within the outermost function that is being traced.
+def operation_name(base, process_set):
+    """`base`, made unique among the operations of the graph that is being traced.
 
     Ranks are matched by the names of operations. Names that Keras gives to layers
     count up with every model that a process has built, and differ between ranks as
     soon as one of them has built a model more. Those counted within one function
-    agree, since every rank traces the same function. Functions and branches inside
-    of it count with it: they may run side by side.
+    agree, since every rank of the process set traces the same function.
     """
+    if process_set.process_set_id:
+        # A rank outside of the set does not count its operations.
+        base = f"{base}_set{process_set.process_set_id}"
     if tf.executing_eagerly():
         return base
     graph = tf.compat.v1.get_default_graph()
-    while isinstance(getattr(graph, "outer_graph", None), tf.__internal__.FuncGraph):
-        graph = graph.outer_graph
-    taken = graph.get_collection_ref("hvdtrain.names")
-    taken.append(base)
-    number = taken.count(base)
-    return base if number == 1 else f"{base}.{number}"
+    with graph.name_scope(None):
+        return graph.unique_name(base)
+
+
+def in_turn(communicate):
+    """Returns `communicate()`; collectives run one after the other, as in Python.
+
+    TensorFlow starts whatever is ready. Two functions, or two calls of one, have
+    operations of the same name: those that run side by side would be taken for each
+    other on another rank, where they are ready in another order. So each waits for a
+    variable that the one before has written; TensorFlow keeps the order of reads and
+    writes through functions, branches and loops.
+    """
+    if tf.executing_eagerly():
+        return communicate()
+    turn = _turn()
+    with tf.control_dependencies([turn.read_value()]):
+        results = communicate()
+    with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+        done = turn.assign_add(1)
+    with tf.control_dependencies([done]):
+        return tf.nest.map_structure(tf.identity, results, expand_composites=True)
+
+
+@functools.cache
+def _turn():
+    with tf.init_scope(), tf.device("CPU"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64)
 
 
 def check_not_compiled_by_xla():

@@ -3,6 +3,7 @@
 import keras
 import oracle
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.keras.callbacks.consistency import check_consistency
@@ -169,6 +170,39 @@ def test_callbacks_leave_a_rank_alone_that_is_outside_of_the_set(halves):
     ).history
     assert set(history) == {"loss"}
     assert (oracle.difference(model.get_weights(), before) == 0) == (number == 1)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="two sets need two ranks")
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
+def test_a_set_before_everybody_in_one_function(halves, wrap):
+    sets, number = halves
+
+    @wrap
+    def step(x):
+        if number == 0:
+            x = hvd.allreduce(x, op=hvd.Sum, process_set=sets[0])
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    lower, upper = sets[0].size(), SIZE - sets[0].size()
+    assert float(step(tf.constant(1.0))) == lower * lower + upper
+
+
+@pytest.mark.skipif(SIZE != 4, reason="two rows and two columns of ranks")
+def test_a_sum_over_rows_and_columns_counts_every_rank_once():
+    rows = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
+    columns = [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])]
+    x = tf.Variable([0.0, 0.0])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(x * (1.0 + RANK))
+    options = {"op": hvd.Sum, "process_set": rows[RANK // 2]}
+    (gradient,) = hvd.DistributedGradientTape(tape, **options).gradient(loss, [x])
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), op=hvd.Sum, process_set=columns[RANK % 2]
+    )
+    optimizer.apply_gradients([(gradient, x)])
+    assert x.numpy().tolist() == [-10.0, -10.0]
+    for process_set in rows + columns:
+        hvd.remove_process_set(process_set)
 
 
 @pytest.mark.skipif(SIZE < 2, reason="two sets need two ranks")

@@ -97,6 +97,68 @@ def test_two_broadcasts_of_variables_in_one_function():
     np.testing.assert_array_equal(second, np.full(SHAPE, 2.0))
 
 
+def test_a_function_that_one_rank_traces_again():
+    @tf.function
+    def mean_of(batch):
+        return hvd.allreduce(tf.reduce_sum(batch))
+
+    @tf.function
+    def step(first, second):
+        return mean_of(first), mean_of(second)
+
+    rows = 5 if RANK == 0 else 8  # of the last batch
+    first, second = step(tf.ones([8]), tf.ones([rows]))
+    assert float(first) == 8
+    assert float(second) == pytest.approx(8 - 3 / SIZE)
+
+
+def test_branches_that_ranks_do_not_share():
+    @tf.function
+    def step(x, is_first):
+        if is_first:
+            return hvd.allreduce(x, name="loss")
+        return hvd.allreduce(x * 10, name="loss")
+
+    factors = [1.0 if rank == 0 else 10.0 for rank in range(SIZE)]
+    mean = float(step(tf.constant(1.0), tf.constant(RANK == 0)))
+    assert mean == pytest.approx(np.mean(factors))
+
+
+def test_one_function_twice_and_a_loop():
+    @tf.function
+    def total(x):
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    @tf.function
+    def step(x):
+        twice = total(late(x, 1.0)), total(late(x * 100, 100.0))
+        squares = tf.TensorArray(tf.float32, size=5)
+        for i in tf.range(5):
+            square = tf.cast(i * i, tf.float32)
+            squares = squares.write(i, hvd.allreduce(x * square, op=hvd.Sum))
+        return *twice, squares.stack()
+
+    small, large, squares = step(tf.constant(1.0))
+    assert (float(small), float(large)) == (SIZE, 100 * SIZE)
+    np.testing.assert_allclose(squares, SIZE * np.arange(5) ** 2)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="ranks that differ")
+def test_ranks_with_different_local_variables():
+    variables = [keras.Variable(np.zeros(3)) for _ in range(2 + min(RANK, 1) + 1)]
+    shared, local = variables[-2:], variables[:-2]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    for variable in local:
+        optimizer.register_local_var(variable)
+    gradient = tf.fill([3], 1.0 + RANK)
+    optimizer.apply_gradients([(gradient, variable) for variable in variables])
+    for variable in shared:
+        np.testing.assert_allclose(variable, np.full(3, -MEAN), rtol=1e-6)
+    for variable in local:
+        expected = np.full(3, -(1.0 + RANK) / SIZE)
+        np.testing.assert_allclose(variable, expected, rtol=1e-6)
+
+
 @pytest.mark.skipif(SIZE < 2, reason="ranks that differ")
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_gradients_of_different_variables_are_not_mixed(clip):
@@ -172,5 +234,5 @@ def test_a_model_without_call_whose_layers_are_not_built():
     pair.compile()
     inputs, labels = oracle.samples(steps=1)
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    with pytest.raises(ValueError, match="Build them before fit: late"):
+    with pytest.raises(ValueError, match="Build its parts before fit: late"):
         pair.fit(inputs, labels, verbose=0, callbacks=[broadcast])

@@ -85,7 +85,7 @@ def test_directory_that_cannot_be(tmp_path):
 
 def test_a_directory_in_the_place_of_a_file(tmp_path):
     (tmp_path / "model.keras").mkdir()
-    with pytest.raises(JobError, match=r"model\.keras: Is a directory"):
+    with pytest.raises(JobError, match=r"model\.keras is a directory"):
         checkpoint.prepare_directory(tmp_path, files=["model.keras"], needed_bytes=1)
 
 

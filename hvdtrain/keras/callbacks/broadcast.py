@@ -41,7 +41,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Raises:
         ValueError: in `fit`, if the ranks' models or optimizers have different
             variables, if `root_rank` does not train with them, or for a model without
-            `call` whose layers have not been built.
+            `call` that has not been built.
     """
 
     def __init__(self, root_rank, device="", local_variables=None):
@@ -78,11 +78,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         )
         if self.broadcast_done:
             return
-        if _has_all_weights(self.model):
+        unbuilt = _unbuilt_parts(self.model)
+        if not unbuilt and self.model.weights:
             self._broadcast()
-        else:
-            _check_can_be_called(self.model)
+        elif _is_callable(self.model):
             self._broadcast_on_first_batch()
+        else:
+            # Of GANs, for one, train_step calls the parts.
+            raise ValueError(
+                f"{type(self.model).__name__} has no call(): before the first step it "
+                f"cannot be built. Build its parts before fit: {', '.join(unbuilt)}."
+            )
 
     def _broadcast(self):
         model, optimizer = self.model, self.model.optimizer
@@ -114,23 +120,19 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         model.train_function = first_call
 
 
-def _has_all_weights(model):
-    # Models whose train_step calls their parts, GANs for one, are never built as such.
-    has_own_build = type(model).build is not keras.Model.build
-    return model.built or (
-        not has_own_build
-        and bool(model.layers)
-        and all(layer.built for layer in model.layers)
-    )
+def _unbuilt_parts(model):
+    """Names of the layers of `model`, and of itself, that have yet to make weights."""
+    layers = [] if model.built else [model, *model._flatten_layers(include_self=False)]
+    return [
+        layer.name
+        for layer in layers
+        if not layer.built
+        and type(layer).build not in (keras.layers.Layer.build, keras.Model.build)
+    ]
 
 
-def _check_can_be_called(model):
-    if type(model).call is keras.Model.call:
-        unbuilt = [layer.name for layer in model.layers if not layer.built]
-        raise ValueError(
-            f"{type(model).__name__} has no call(), so that its layers cannot be built "
-            f"before the first step. Build them before fit: {', '.join(unbuilt)}."
-        )
+def _is_callable(model):
+    return type(model).call is not keras.Model.call
 
 
 def shared_variables(model, local_keys=frozenset()):
