@@ -138,8 +138,10 @@ step() {
   ((status != 124)) || echo -n "timed out, "
   echo "failed after $((SECONDS - start)) s (exit code $status):"
   tail -c "+$size" "$log" >"$log.step"
+  # Of pip's retries the last is enough.
+  sed -i '/Retrying (Retry(total=[1-9]/d' "$log.step"
   { grep -iE '(error|fatal|killed|no space left)\b' "$log.step" || cat "$log.step"; } |
-    tail -n 8 | cut -c 1-200
+    tail -n 8 | cut -c 1-300
   rm -f "$log.step"
   die "$text failed; everything it said is in $log"
 }

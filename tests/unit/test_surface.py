@@ -125,7 +125,7 @@ def leading():
             yield module, name
 
 
-@pytest.mark.parametrize(("module", "name"), leading())
+@pytest.mark.parametrize(("module", "name"), list(leading()))
 def test_parameters_by_position_are_the_same(module, name):
     theirs = list(parameters(getattr(importlib.import_module(module), name)))
     mine = list(parameters(getattr(MODULES[module], name)))
