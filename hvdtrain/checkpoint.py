@@ -6,6 +6,7 @@ import os
 import pathlib
 import tempfile
 
+from hvdtrain.keras.files import written_at_once
 from hvdtrain.runtime import JobError
 
 
@@ -29,6 +30,10 @@ def prepare_directory(model_dir, *, files, needed_bytes):
                     f"{directory / name} is a directory, expected a file or nothing: "
                     "remove it or choose another --model_dir."
                 )
+        if os.path.lexists(directory) and not directory.is_dir():
+            raise JobError(
+                f"{directory} is not a directory: choose another --model_dir."
+            )
         directory.mkdir(parents=True, exist_ok=True)
         # Reserved for real: neither permissions nor free space tell the whole truth.
         with tempfile.TemporaryFile(dir=model_dir) as file:
@@ -37,32 +42,15 @@ def prepare_directory(model_dir, *, files, needed_bytes):
 
 def save_model(model, path):
     """Write `model` to `path`, which ends in `.keras`, in one piece."""
-    with _atomic(path) as temporary:
+    with _one_line_errors(path), written_at_once(path) as temporary:
         model.save(temporary)
 
 
 def save_json(values, path):
     """Write a dict to `path` as JSON in one piece."""
     text = json.dumps(values, indent=2, allow_nan=False) + "\n"
-    with _atomic(path) as temporary:
+    with _one_line_errors(path), written_at_once(path) as temporary:
         temporary.write_text(text)
-
-
-@contextlib.contextmanager
-def _atomic(path):
-    """Yield a temporary path beside `path` that becomes `path` at the end."""
-    path = pathlib.Path(path)
-    # Always the same: what a killed process has left is overwritten by the next.
-    temporary = path.with_name(f".partial-{path.name}")
-    with _one_line_errors(path):
-        try:
-            yield temporary
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ _MAX_STEPS = flags.DEFINE_integer(
     None,
     "Steps of one rank: N ranks take max_steps // N. 10000 without --epochs.",
     lower_bound=1,
+    upper_bound=1_000_000_000_000,
 )
 _EPOCHS = flags.DEFINE_integer(
     "epochs",
@@ -84,7 +85,10 @@ _COMPRESSION = flags.DEFINE_enum(
     "compression", "none", ("none", "fp16", "bf16"), "How gradients travel."
 )
 _MIXED_PRECISION = flags.DEFINE_enum(
-    "mixed_precision", "none", ("none", "float16", "bfloat16"), "What layers compute."
+    "mixed_precision",
+    "none",
+    ("none", "float16", "bfloat16"),
+    "The precision that layers compute in.",
 )
 _EVALUATE_EVERY = flags.DEFINE_integer(
     "evaluate_every", 0, "Epochs; 0 evaluates at the end only.", lower_bound=0
@@ -100,6 +104,7 @@ _STEPS_PER_EXECUTION = flags.DEFINE_integer(
     0,
     "Steps that TensorFlow takes at a stretch, 0 to choose.",
     lower_bound=0,
+    upper_bound=1_000_000,
 )
 
 
@@ -133,6 +138,7 @@ def _check_data_dir(values):
 def main():
     """Trains, evaluates, and writes what came out."""
     world = runtime.start(seed=_SEED.value)
+    program.check_same_flags(world, but=("data_dir", "model_dir"))
     from hvdtrain import report, training
 
     dataset, warning = _load(world)
@@ -234,7 +240,13 @@ def _steps(shard):
     """Return the number of batches of each rank: whole accumulation windows."""
     window = _ACCUMULATION_STEPS.value
     if _EPOCHS.value:
-        return math.ceil(shard.steps(_EPOCHS.value) / window) * window
+        steps = shard.steps(_EPOCHS.value)
+        if window > steps:
+            raise JobError(
+                f"Received --accumulation_steps={window} for a run of {steps} steps; "
+                "expected no more than these, for one update of the weights."
+            )
+        return math.ceil(steps / window) * window
     max_steps = _MAX_STEPS.value or _DEFAULT_MAX_STEPS
     steps = max_steps // (shard.size * window) * window
     if not steps:

@@ -71,6 +71,8 @@ class Path(flags.ArgumentParser):
 
     def parse(self, argument):
         """Return the path with ~ expanded."""
+        if not argument:
+            raise ValueError("expected a path; a variable may be unset")
         return os.path.expanduser(argument)
 
 
@@ -78,6 +80,23 @@ def flag_values():
     """Return the program's own flags and their values, as a dict."""
     defined = flags.FLAGS.flags_by_module_dict()[sys.argv[0]]
     return {flag.name: flag.value for flag in defined}
+
+
+def check_same_flags(world, *, but=()):
+    """Raise `JobError` on all ranks if a flag differs between them. A collective.
+
+    Args:
+        world: the `World`.
+        but: names of flags that may differ.
+    """
+    everyone = runtime.gather(world, flag_values())
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if name not in but and value != everyone[0][name]:
+                raise runtime.JobError(
+                    f"Received --{name}={everyone[0][name]} on rank 0 and --{name}="
+                    f"{value} on rank {rank}; expected the same on all ranks."
+                )
 
 
 def _open_closed_streams():

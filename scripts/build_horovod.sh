@@ -55,10 +55,12 @@ sed -i '/xla_mpi_ops\.cc/d' "horovod-$version/horovod/tensorflow/CMakeLists.txt"
 sed -i 's/global_ranks_\.reserve(size_)/global_ranks_.resize(size_)/' \
   "horovod-$version/horovod/common/gloo/gloo_controller.cc"
 
-# horovodrun shows a trace of itself when a job under Gloo fails, and what TensorFlow's
-# C++ says in processes that only look for Horovod's extensions.
+# horovodrun leaves a signal that it receives to a shell, and mpirun goes on; it shows a
+# trace of itself when a job under Gloo fails, and what TensorFlow's C++ says in
+# processes that only look for Horovod's extensions.
 (
   cd "horovod-$version/horovod"
+  sed -i "s/'-c', mpirun_command\]/'-c', 'exec ' + mpirun_command]/" runner/mpi_run.py
   sed -i 's/^    _run(args)$/    try:\n        _run(args)\n    except RuntimeError as error:\n'\
 '        raise SystemExit(f"horovodrun: {error}")/' runner/launch.py
   sed -i 's/^\( *\)# Suppress output$/\1os.dup2(os.open(os.devnull, os.O_WRONLY), 2)/' \

@@ -196,7 +196,7 @@ def _scatter(name, op, process_set, scale):
 
         share = wire.in_turn(
             lambda: mpi_ops._reducescatter(
-                tensor,
+                wire.not_folded(tensor),
                 name=name,
                 op=op,
                 process_set=process_set,

@@ -47,7 +47,7 @@ def grouped_allgather(
                 op=Sum,
                 process_set=process_set,
             )
-            me = process_set.rank()
+            me = reduction.process_set_rank(process_set)
             starts = tf.reduce_sum(sizes[:me], axis=0)
             return [
                 total[starts[i] : starts[i] + sizes[me, i]]
@@ -128,7 +128,7 @@ def alltoall(
         name = wire.operation_name(operation, process_set)
         output, received = wire.in_turn(
             lambda: mpi_ops.alltoall(
-                wire.pack(rows),
+                wire.not_folded(wire.pack(rows)),
                 splits=counts,
                 name=name,
                 process_set=process_set,
@@ -171,5 +171,8 @@ def join():
         A scalar tensor: the last rank that joined.
     """
     # Horovod has not told TensorFlow that the operation has an effect. Within one
-    # function it would run once, and later calls return at once with its old result.
-    return tf.function(hvd.join)()
+    # function it would run once, and later calls return at once with its old result:
+    # so each call makes a function of its own, when it runs.
+    return wire.in_turn(
+        lambda: tf.py_function(lambda: tf.function(hvd.join)(), [], tf.int32)
+    )

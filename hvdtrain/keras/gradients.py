@@ -93,25 +93,28 @@ class GradientReducer:
                 shared.append(i)
             elif gradients[i] is not None:
                 combined[i] = self._scale_local(gradients[i])
-        # Where ranks lack gradients of different variables, the shapes may agree, and
-        # the gradient of one would be added to that of another.
-        must_agree = str([gradients[i] is not None for i in shared])
-        groups = self._split([i for i in shared if gradients[i] is not None], variables)
+        sent = {
+            i: _absent(place, variables[i])
+            if gradients[i] is None
+            else self._prepared(gradients[i])
+            for place, i in enumerate(shared)
+        }
+        groups = self._split(shared, variables)
         # Gradients of the last layers come first: they need not wait for the others.
         for number, members in reversed(list(enumerate(groups))):
-            reduced = self._reduce(
-                [gradients[i] for i in members], f"{self._name}_{number}", must_agree
-            )
+            reduced = self._reduce([sent[i] for i in members], f"{self._name}_{number}")
             for i, gradient in zip(members, reduced, strict=True):
+                if gradients[i] is None:
+                    wire.keep(gradient)
+                    continue
                 gradient._reduced_over = self.process_set.process_set_id
                 combined[i] = gradient
         return combined
 
-    def _reduce(self, gradients, name, must_agree):
+    def _reduce(self, gradients, name):
         return reduction.grouped_allreduce(
-            [self._prepared(gradient) for gradient in gradients],
+            gradients,
             name=name,
-            must_agree=must_agree,
             op=self._op,
             prescale_factor=1.0 / self._predivide_factor,
             postscale_factor=self._predivide_factor,
@@ -164,6 +167,16 @@ class GradientReducer:
             key = variable_key(variables[i])
             by_group.setdefault(group_of.get(key, key), []).append(i)
         return list(by_group.values())
+
+
+def _absent(place, variable):
+    """What travels for a gradient that is None: nothing, in a shape that tells so.
+
+    Ranks that lack gradients of different variables send equally many tensors, and no
+    two that agree: the gradient of one is never added to that of another.
+    """
+    dtype = tf.as_dtype(variable.dtype)
+    return tf.zeros([0, place + 1], dtype if dtype.is_floating else tf.float32)
 
 
 def groups_argument(groups, num_groups):

@@ -1,7 +1,7 @@
 """One group of tensors of one dtype, which Horovod negotiates and moves together.
 
-The tensors agree on all ranks in number, position and shape; `must_agree` is a text
-that has to, as well. Results come in the order of the tensors.
+The tensors agree on all ranks in number, position and shape. Results come in the order
+of the tensors.
 """
 
 import os
@@ -20,20 +20,21 @@ def is_elastic():
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def gather(tensors, name, must_agree, process_set):
+def gather(tensors, name, process_set):
     """Concatenates each tensor's rows over the ranks of `process_set`."""
+    first, *others = tensors
     return mpi_ops.grouped_allgather(
-        [*tensors, *_guard(tensors, must_agree, free_axes=1)],
+        [wire.not_folded(first), *others, *_guard(tensors, free_axes=1)],
         name=name,
         process_set=process_set,
         ignore_name_scope=True,
     )[: len(tensors)]
 
 
-def reduce(tensors, name, must_agree, op, process_set, scale):
+def reduce(tensors, name, op, process_set, scale):
     """Reduces each tensor; `scale` holds Horovod's two factors by their names."""
     wire.check_reducible(tensors[0])
-    guard = _guard(tensors, must_agree)
+    guard = _guard(tensors)
     # Only the global set can be joined.
     is_global = process_set.process_set_id == 0
     if op == Average and is_global and tensors[0].dtype.is_floating:
@@ -47,17 +48,18 @@ def _mean_of_those_present(
 ):
     # A rank that has joined adds nothing, yet Horovod divides by all ranks: count
     # those that add something. Horovod would scale the count as well.
-    sent = [_scaled(tensor, prescale_factor) for tensor in tensors]
+    sent = [scaled(tensor, prescale_factor) for tensor in tensors]
     one = tf.ones([1], sent[0].dtype)
     count, *sums = _allreduce([one, *sent, *guard], name, Sum, process_set)
     return [
-        _scaled(total / count[0], postscale_factor) for total in sums[: len(tensors)]
+        scaled(total / count[0], postscale_factor) for total in sums[: len(tensors)]
     ]
 
 
 def _allreduce(tensors, name, op, process_set, **scale):
+    first, *others = tensors
     return mpi_ops._grouped_allreduce(
-        tensors,
+        [wire.not_folded(first), *others],
         name=name,
         op=op,
         process_set=process_set,
@@ -68,15 +70,16 @@ def _allreduce(tensors, name, op, process_set, **scale):
     )
 
 
-def _guard(tensors, must_agree, *, free_axes=0):
+def _guard(tensors, *, free_axes=0):
     """The shape guard in a list, or an empty list where none is needed."""
     # Of a single tensor Horovod itself tells the shapes, and more clearly.
-    if len(tensors) == 1 and not must_agree:
+    if len(tensors) == 1:
         return []
-    return [wire.shape_guard(tensors, free_axes=free_axes, must_agree=must_agree)]
+    return [wire.shape_guard(tensors, free_axes=free_axes)]
 
 
-def _scaled(tensor, factor):
+def scaled(tensor, factor):
+    """Returns `tensor * factor` in the dtype of `tensor`."""
     if factor == 1.0:
         return tensor
     # A loss scale, say, is too large for float16, what it scales is not.
@@ -84,7 +87,7 @@ def _scaled(tensor, factor):
     return tf.cast(wide * factor, tensor.dtype)
 
 
-def reduce_bfloat16(tensors, name, must_agree, op, process_set, scale):
+def reduce_bfloat16(tensors, name, op, process_set, scale):
     """Sums bfloat16 tensors, which Horovod's allreduce does not know.
 
     Each rank receives its share of every rank's buffer, adds the shares in
@@ -94,7 +97,7 @@ def reduce_bfloat16(tensors, name, must_agree, op, process_set, scale):
     """
     if op not in (Average, Sum) or is_elastic():
         wide = [tf.cast(tensor, tf.float32) for tensor in tensors]
-        reduced = reduce(wide, name, must_agree, op, process_set, scale)
+        reduced = reduce(wide, name, op, process_set, scale)
         return [tf.cast(tensor, tf.bfloat16) for tensor in reduced]
     ranks = process_set.size()
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
@@ -102,14 +105,14 @@ def reduce_bfloat16(tensors, name, must_agree, op, process_set, scale):
     flat = tf.reshape(tf.pad(flat, [[0, -length % ranks]]), [ranks, -1])
     options = {"process_set": process_set, "ignore_name_scope": True}
     shares = mpi_ops.alltoall(
-        tf.bitcast(flat, tf.uint16), name=f"{name}_scatter", **options
+        wire.not_folded(tf.bitcast(flat, tf.uint16)), name=f"{name}_scatter", **options
     )
     shares = tf.cast(tf.bitcast(shares, tf.bfloat16), tf.float32)
     total = tf.reduce_sum(shares * scale["prescale_factor"], axis=0)
     total *= scale["postscale_factor"] / (ranks if op == Average else 1)
     sums = tf.cast(total, tf.bfloat16)
     gathered, _ = mpi_ops.grouped_allgather(
-        [wire.pack(sums), wire.pack(wire.shape_guard(tensors, must_agree=must_agree))],
+        [wire.pack(sums), wire.pack(wire.shape_guard(tensors))],
         name=f"{name}_gather",
         **options,
     )

@@ -24,6 +24,7 @@ class ReductionHook:
         self._has_reduced = False
         self._is_outermost = False
         self._settled_scale = None
+        self._has_shared_check = False
         self._apply_gradients = optimizer.apply_gradients
         self._apply = optimizer.apply
         self._clip_gradients = optimizer._clip_gradients
@@ -45,6 +46,7 @@ class ReductionHook:
         if not grads:
             return
         self._check_not_conditional()
+        self._has_shared_check = False
         variables = list(trainable_variables or self._optimizer._trainable_variables)
         _check_reducible(grads, variables)
         # Keras leaves out gradients that are None before it clips.
@@ -75,6 +77,8 @@ class ReductionHook:
         process_set = self.reducer.process_set
 
         def check_finite(grads):
+            # Seen by `apply`, which the LossScaleOptimizer calls next.
+            self._has_shared_check = True
             finite = check_locally(grads)
             if not reduction.participates(process_set):
                 return finite
@@ -95,7 +99,7 @@ class ReductionHook:
         # is traced here would run on the ranks without overflow only.
         graph = tf.compat.v1.get_default_graph()
         in_branch = type(graph).__name__ == "CondBranchFuncGraph"
-        if in_branch and not (self._is_outermost or self._settled_scale):
+        if in_branch and not (self._is_outermost or self._has_shared_check):
             raise ValueError(
                 "compile() has put the distributed optimizer into a LossScaleOptimizer "
                 "that checks for overflow on each rank alone. Add "

@@ -26,7 +26,6 @@ def grouped_allreduce(
     values,
     *,
     name=None,
-    must_agree="",
     op=Average,
     prescale_factor=1.0,
     postscale_factor=1.0,
@@ -45,10 +44,9 @@ def grouped_allreduce(
         values: list of tensor-compatible values or `tf.IndexedSlices`; position,
             shape and dtype agree on all ranks.
         name: prefix of the operations' names.
-        must_agree: a text; there is an error where it differs between ranks.
         op: `Average`, `Sum`, `Adasum`, `Min`, `Max` or `Product`.
-        prescale_factor: multiplies the inputs; not applied to `IndexedSlices`.
-        postscale_factor: multiplies the results; not applied to `IndexedSlices`.
+        prescale_factor: multiplies the inputs.
+        postscale_factor: multiplies the results.
         compression: how tensors travel: `Compression.none`, `fp16` or `bf16`.
         device_dense: device of the reduction of dense tensors; "" is the default.
         device_sparse: the same for `tf.IndexedSlices`.
@@ -64,11 +62,9 @@ def grouped_allreduce(
     def reduce(group, _):
         if is_sparse(group[0]):
             with tf.device(device_sparse):
-                return _allgather_slices(group, name, must_agree, op, process_set)
+                return _allgather_slices(group, name, op, process_set, scale)
         with tf.device(device_dense):
-            return _reduce_dense(
-                group, name, must_agree, op, process_set, scale, compression
-            )
+            return _reduce_dense(group, name, op, process_set, scale, compression)
 
     values = [native(value) for value in values]
     return wire.in_turn(lambda: in_groups(values, is_sparse, reduce))
@@ -89,19 +85,17 @@ def grouped_allgather(values, *, name=None, process_set=global_process_set):
     """Gathers a list of tensors in one communication per dtype; see `allgather`."""
     wire.check_not_compiled_by_xla()
     name = wire.operation_name(name or "Allgather", process_set)
-    return wire.in_turn(lambda: _gather(values, name, "", process_set))
+    return wire.in_turn(lambda: _gather(values, name, process_set))
 
 
-def _gather(values, name, must_agree, process_set):
+def _gather(values, name, process_set):
     tensors = [tf.convert_to_tensor(native(value)) for value in values]
     for tensor in tensors:
         wire.check_has_rows(tensor)
     packed = [wire.pack(tensor) for tensor in tensors]
     gathered = _by_dtype(
         packed,
-        lambda group, number: groups.gather(
-            group, f"{name}_{number}", must_agree, process_set
-        ),
+        lambda group, number: groups.gather(group, f"{name}_{number}", process_set),
     )
     return [
         wire.unpack(result, tensor.dtype)
@@ -119,7 +113,7 @@ def broadcast(value, root_rank, name=None, process_set=global_process_set):
 def _broadcast(value, root_rank, name, process_set):
     tensor = tf.convert_to_tensor(native(value))
     received = hvd.broadcast(
-        wire.pack(tensor),
+        wire.not_folded(wire.pack(tensor)),
         root_rank,
         name=name,
         process_set=process_set,
@@ -188,6 +182,14 @@ def process_set_size(process_set, dtype):
     return tf.constant(process_set.size(), dtype)
 
 
+def process_set_rank(process_set):
+    """This rank's number among the ranks of `process_set`."""
+    # An elastic job gives a process another rank under a function traced before.
+    if groups.is_elastic() and process_set.process_set_id == 0:
+        return hvd.rank_op()
+    return process_set.rank()
+
+
 def is_sparse(value):
     """Whether `value` is a `tf.IndexedSlices`."""
     return isinstance(value, tf.IndexedSlices)
@@ -214,32 +216,29 @@ def _by_dtype(tensors, exchange):
     return in_groups(tensors, lambda tensor: tensor.dtype, exchange)
 
 
-def _reduce_dense(values, name, must_agree, op, process_set, scale, compression):
+def _reduce_dense(values, name, op, process_set, scale, compression):
     def reduce(group, number):
         is_bfloat16 = group[0].dtype == tf.bfloat16
         exchange = groups.reduce_bfloat16 if is_bfloat16 else groups.reduce
-        return exchange(group, f"{name}_{number}", must_agree, op, process_set, scale)
+        return exchange(group, f"{name}_{number}", op, process_set, scale)
 
     tensors = [tf.convert_to_tensor(value) for value in values]
     sent, contexts = zip(*map(compression.compress, tensors), strict=True)
     return list(map(compression.decompress, _by_dtype(sent, reduce), contexts))
 
 
-def _allgather_slices(slices, name, must_agree, op, process_set):
+def _allgather_slices(slices, name, op, process_set, scale):
     if op not in (Average, Sum):
         raise NotImplementedError(
             "Sparse gradients (tf.IndexedSlices) can be reduced with op=Average or "
             f"op=Sum only. Received: op={op}. Pass sparse_as_dense=True instead."
         )
     values, indices = (
-        _gather(
-            [getattr(s, part) for s in slices],
-            f"{name}_{part}",
-            must_agree,
-            process_set,
-        )
+        _gather([getattr(s, part) for s in slices], f"{name}_{part}", process_set)
         for part in ("values", "indices")
     )
+    factor = scale["prescale_factor"] * scale["postscale_factor"]
+    values = [groups.scaled(v, factor) for v in values]
     if op == Average:
         values = [v / process_set_size(process_set, v.dtype) for v in values]
     return [

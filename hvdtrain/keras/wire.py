@@ -105,7 +105,7 @@ def check_scatterable(tensor):
     _check_dtype(tensor, _SCATTERABLE, "be reduced and scattered over ranks")
 
 
-def shape_guard(tensors, *, free_axes=0, must_agree=""):
+def shape_guard(tensors, *, free_axes=0):
     """An empty tensor whose shape tells the shapes of all `tensors` of a group.
 
     Of a group, Horovod reports the status of the last tensor alone: where another
@@ -115,15 +115,13 @@ def shape_guard(tensors, *, free_axes=0, must_agree=""):
     Args:
         tensors: non-empty list of tensors of one dtype.
         free_axes: how many leading axes may differ between ranks.
-        must_agree: a text that must agree, too.
 
     Returns:
-        A tensor without elements, of shape
-        `[0, number of tensors, checksum of shapes and must_agree]`.
+        A tensor without elements: `[0, number of tensors, checksum of shapes]`.
     """
     # A rank that knows a shape when it traces and one that does not must find the
     # same checksum. For shapes that are known, it costs one hash a step.
-    shapes = [must_agree, *(_shape_text(tensor, free_axes) for tensor in tensors)]
+    shapes = [_shape_text(tensor, free_axes) for tensor in tensors]
     is_known = all(isinstance(shape, str) for shape in shapes)
     joined = ";".join(shapes) if is_known else tf.strings.join(shapes, ";")
     checksum = tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
@@ -146,6 +144,29 @@ def operation_name(base, process_set):
     graph = tf.compat.v1.get_default_graph()
     with graph.name_scope(None):
         return graph.unique_name(base)
+
+
+def not_folded(tensor):
+    """Returns `tensor`; TensorFlow does not see whether it is a constant.
+
+    A collective whose inputs are all constants would be run once, when the graph of a
+    function is optimized, and its result be taken for a constant from then on. Horovod
+    has not told TensorFlow that other ranks have a say in it.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    # True, but only the variable knows.
+    return tf.where(_turn().read_value() >= 0, tensor, tf.zeros_like(tensor))
+
+
+def keep(tensor):
+    """Has the collective that computes `tensor` run, though nobody uses the result.
+
+    TensorFlow would leave it out, and the other ranks would wait for this one.
+    """
+    if not tf.executing_eagerly():
+        # True, but only the variable knows.
+        tf.raw_ops.Assert(condition=_turn().read_value() >= 0, data=[tensor])
 
 
 def in_turn(communicate):

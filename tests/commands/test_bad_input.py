@@ -49,7 +49,8 @@ def save_npz(directory, *, train=40, labels=None, **arrays):
         (["surplus"], ["surplus"]),
         (["--batch_size=0"], ["--batch_size=0", "[1, "]),
         (["--batch_size=many"], ["--batch_size=many"]),
-        (["--max_steps=-1"], ["--max_steps=-1", "positive"]),
+        (["--max_steps=-1"], ["--max_steps=-1", "[1, "]),
+        (["--model_dir="], ["--model_dir", "expected a path"]),
         (["--epochs=0"], ["--epochs=0", "[1, "]),
         (["--epochs=1", "--max_steps=10"], ["epochs=1", "max_steps=10"]),
         (["--learning_rate=0"], ["--learning_rate=0", "positive"]),
@@ -75,6 +76,23 @@ def test_wrong_flag_on_all_ranks_is_told_once(run, launcher):
 def test_fewer_steps_than_ranks(run):
     job = run(["--dataset=digits", "--max_steps=1"], launcher="mpirun")
     fails_with(job, "--max_steps=1", "2 ranks")
+
+
+def test_fewer_steps_than_an_update_takes(run):
+    flags = ["--dataset=digits", "--epochs=1", "--accumulation_steps=100"]
+    fails_with(run(flags), "--accumulation_steps=100", "24 steps")
+
+
+def test_flags_that_differ_between_ranks(run):
+    program = [sys.executable, "-m", "hvdtrain.mnist"]
+    flags = ["--dataset=digits", "--max_steps=20"]
+    job = run(
+        [*flags, ":", "-np", "1", *program, *flags, "--seed=1"],
+        launcher="mpirun",
+        ranks=1,
+    )
+    fails_with(job, "--seed=0 on rank 0", "--seed=1 on rank 1")
+    assert len(job.lines) == 1, job.text
 
 
 def test_warmup_beyond_the_end(run):
@@ -224,6 +242,13 @@ def test_interrupt(start, launcher, name):
     os.killpg(job.process.pid, signal.SIGINT)
     fails_with(job.wait(), "Stopped by", name, code=None)
     assert launcher != "alone" or job.returncode == 130
+
+
+def test_a_signal_to_horovodrun_ends_the_ranks(start):
+    job = start(ENDLESS, launcher="mpi")
+    job.wait_for("samples/s")
+    job.process.terminate()
+    fails_with(job.wait(), "Stopped by SIGTERM", code=None)
 
 
 @pytest.mark.parametrize("launcher", ["gloo", "mpirun"])

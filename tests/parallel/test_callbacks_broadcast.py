@@ -1,5 +1,7 @@
 """All ranks start from one state, before the first step."""
 
+import contextlib
+
 import keras
 import numpy as np
 import oracle
@@ -7,6 +9,8 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain.keras.callbacks import broadcast
+from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.variables import shared_variables
 
 
 def randomize(model):
@@ -131,6 +135,58 @@ def test_an_unbuilt_model_takes_every_step_once(steps_per_execution):
     assert model.optimizer.iterations.numpy() == 3
 
 
+class FailsFirst(keras.callbacks.Callback):
+    """Ends a `fit` before its first step."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        raise RuntimeError("left")
+
+
+def test_a_fit_that_fails_before_the_first_step_leaves_nothing_behind():
+    model = keras.Sequential([keras.layers.Dense(3, activation="softmax")])
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
+    failing = [FailsFirst()] if hvd.rank() == 0 else []
+    with contextlib.suppress(RuntimeError):
+        if failing:
+            fit_shard(model, *failing)
+        else:
+            callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            callback.set_model(model)
+            callback.on_train_begin()
+            model.train_function = None
+    fit_shard(model)
+    assert int(model.optimizer.iterations) == 3
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_an_incomplete_window_of_accumulation_goes_on_in_another_fit(is_new):
+    def optimizer():
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+    single = oracle.build_model()
+    single.compile(optimizer(), oracle.LOSS)
+    inputs, labels = oracle.samples(steps=3)
+    size = oracle.LOCAL_BATCH_SIZE * hvd.size()
+    for _ in range(2):
+        single.fit(inputs, labels, batch_size=size, shuffle=False, verbose=0)
+
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(optimizer()), oracle.LOSS)
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    for _ in range(2):
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(
+            oracle.shard(inputs),
+            oracle.shard(labels),
+            batch_size=oracle.LOCAL_BATCH_SIZE,
+            shuffle=False,
+            verbose=0,
+            callbacks=[callback if is_new else first],
+        )
+    assert oracle.difference(model.get_weights(), single.get_weights()) < 1e-6
+
+
 def test_it_broadcasts_once():
     model = oracle.build_model()
     model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
@@ -177,10 +233,11 @@ def test_slots_go_to_the_longest_name_that_fits():
     model.compile(keras.optimizers.Adam(), "mse")
     model.optimizer.build(model.trainable_variables)
     first, _ = model.trainable_variables
-    slots = broadcast._slots(model.optimizer, [first], model.trainable_variables)
-    found = [v.name for v in model.optimizer.variables if id(v) in slots]
-    assert len(found) == 2
-    assert not any("kernel_2" in name for name in found)
+    shared = shared_variables(model, local_keys={variable_key(first)})
+    names = [variable.name for variable in shared]
+    # iteration, learning rate; the second weight and its two moments.
+    assert len(names) == 2 + 3
+    assert sum("kernel_2" in name for name in names) == 3
 
 
 def test_ranks_with_different_names_are_matched_by_position():

@@ -86,7 +86,7 @@ def test_drift_is_found_at_the_next_check_and_named():
     check = hvd.callbacks.ConsistencyCheckCallback(every_steps=6)
     with pytest.raises(DriftedApart) as error:
         fit(model, check, change)
-    assert change.batches_seen == 5
+    assert change.batches_seen == 6
     others = "ranks 0, 2 and rank 1" if hvd.size() == 3 else "rank 0 and rank 1"
     if hvd.size() < 4:
         assert f"{bias.path}, where {others} hold" in str(error.value)
@@ -199,7 +199,7 @@ def test_a_rank_whose_callbacks_are_new_keeps_step_with_the_others():
     seen = ChangeAfter(0, 0, lambda: None)
     with pytest.raises(DriftedApart, match=model.layers[0].bias.path):
         fit(model, *callbacks, seen, broadcast=False)
-    assert seen.batches_seen == 3
+    assert seen.batches_seen == 4
 
 
 def test_an_incomplete_window_of_accumulation_is_no_drift():
@@ -218,3 +218,37 @@ def test_an_incomplete_window_of_accumulation_is_no_drift():
     )
     assert int(optimizer.iterations) == oracle.STEPS // 3
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+def test_a_new_callback_takes_an_incomplete_window_for_no_drift():
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(optimizer), oracle.LOSS)
+    # Ten steps: the fourth window has one of its three.
+    for _ in range(2):
+        fit(model, hvd.callbacks.ConsistencyCheckCallback(every_steps=1))
+    assert int(optimizer.iterations) == 20 // 3
+
+
+def test_checks_are_as_frequent_when_steps_are_taken_at_a_stretch():
+    model = oracle.build_model()
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)),
+        oracle.LOSS,
+        steps_per_execution=5,
+    )
+    bias = model.layers[1].bias
+    # Two executions an epoch; drift after the third.
+    drifts = iter([False, False, True] + [False] * 10)
+    change = ChangeAfter(
+        None, None, lambda: next(drifts) and hvd.rank() == 1 and bias.assign(bias + 1.0)
+    )
+    change.on_train_batch_end = lambda batch, logs=None: (
+        setattr(change, "batches_seen", change.batches_seen + 1),
+        change.change(),
+    )
+    check = hvd.callbacks.ConsistencyCheckCallback(every_steps=10)
+    with pytest.raises(DriftedApart):
+        fit(model, check, change, epochs=6)
+    # 10 steps are two executions: found after the fourth.
+    assert change.batches_seen == 4

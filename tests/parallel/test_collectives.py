@@ -183,6 +183,22 @@ def test_gradient_of_allgather_of_unequal_parts():
     )
 
 
+def test_gradient_of_allgather_in_an_elastic_job(monkeypatch):
+    # Its functions outlive a change of ranks: they ask for the rank when they run.
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+
+    @tf.function
+    def step(x):
+        gathered = tf.reshape(hvd.allgather(x), [SIZE * x.shape[0], *x.shape[1:]])
+        return tf.gradients(loss_of(RANK, gathered), [x])[0]
+
+    x = tf.constant(tensor_of(RANK))
+    expected = gradient_on_one_process(lambda xs: [tf.concat(xs, 0)] * SIZE, everyone())
+    np.testing.assert_allclose(step(x), expected, rtol=1e-4, atol=1e-4)
+    nodes = step.get_concrete_function(x).graph.get_operations()
+    assert any(node.type == "HorovodRank" for node in nodes)
+
+
 def test_gradient_of_grouped_allgather():
     assert_gradient(
         lambda x: tf.concat(hvd.grouped_allgather([x, 2 * x], name="gathers"), 0),
@@ -362,6 +378,15 @@ def test_factors_that_are_large_for_the_dtype(dtype, prescale, postscale):
     np.testing.assert_array_equal(mean, [2.0**-20 * prescale * postscale])
 
 
+def test_factors_of_sparse_tensors():
+    rows = tf.IndexedSlices(tf.fill([1, 2], 1.0 + RANK), tf.constant([RANK]), [SIZE, 2])
+    total = hvd.allreduce(rows, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    expected = 2.0 * (1.0 + np.arange(SIZE))
+    np.testing.assert_array_equal(
+        tf.convert_to_tensor(total), np.tile(expected[:, np.newaxis], 2)
+    )
+
+
 @pytest.mark.parametrize("collective", [hvd.allgather, hvd.alltoall])
 @pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
 def test_scalars_have_no_rows(collective, wrap):
@@ -396,7 +421,10 @@ def test_xla_is_an_error_at_trace_time(collective):
         compiled(tf.ones([2 * SIZE]))
 
 
-def test_mean_over_the_ranks_that_have_not_joined():
+@pytest.mark.parametrize("wrap", [lambda join: join, tf.function])
+def test_mean_over_the_ranks_that_have_not_joined(wrap):
+    join = wrap(hvd.join)
+
     # Rank r takes part in r + 1 reductions, then joins.
     @tf.function
     def mean(value):
@@ -409,8 +437,48 @@ def test_mean_over_the_ranks_that_have_not_joined():
             present = range(step, SIZE)
             expected = sum(10.0 * (rank + 1) for rank in present) / len(present)
             assert float(mean(mine)) == pytest.approx(expected)
-        assert int(hvd.join()) == SIZE - 1
+        assert int(join()) == SIZE - 1
     assert float(mean(mine)) == pytest.approx(10 * (SIZE + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("collective", "expected"),
+    [
+        (hvd.allreduce, lambda xs: sum(xs) / SIZE),
+        (lambda x: hvd.allreduce(x, op=hvd.Max), max),
+        (lambda x: hvd.allreduce(tf.cast(x, tf.bfloat16)), lambda xs: sum(xs) / SIZE),
+        (hvd.allgather, lambda xs: [x for x in xs for _ in range(2 * SIZE)]),
+        (lambda x: hvd.broadcast(x, SIZE - 1), lambda xs: xs[-1]),
+        (hvd.alltoall, lambda xs: [x for x in xs for _ in range(2)]),
+        (lambda x: hvd.reducescatter(x, op=hvd.Sum), sum),
+    ],
+)
+def test_what_is_constant_on_one_rank_is_asked_anew_each_time(collective, expected):
+    @tf.function
+    def step(value):
+        return collective(tf.ones([2 * SIZE]) if RANK == 0 else value)
+
+    for number in range(1, 4):
+        values = [1.0] + [number + rank / 4.0 for rank in range(1, SIZE)]
+        received = step(tf.fill([2 * SIZE], values[RANK]))
+        wanted = np.broadcast_to(np.array(expected(values), "float32"), received.shape)
+        np.testing.assert_allclose(tf.cast(received, tf.float32), wanted, rtol=1e-2)
+
+
+def test_join_waits_for_the_collectives_before_it_in_a_function():
+    # Rank 0 is slow to have its value; its join must not overtake its mean.
+    @tf.function
+    def step(rounds):
+        value = tf.ones([300, 300])
+        for _ in tf.range(rounds):
+            value = tf.tanh(value @ value)
+        mean = hvd.allreduce(tf.reduce_mean(value) * 0 + 1.0 + RANK, name="slow")
+        return mean, hvd.join()
+
+    for _ in range(3):
+        mean, last = step(300 if RANK == 0 else 1)
+        assert float(mean) == pytest.approx((SIZE + 1) / 2)
+        assert 0 <= int(last) < SIZE
 
 
 def test_names_of_tensorflow_1_say_what_to_use_instead():

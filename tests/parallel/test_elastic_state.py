@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import oracle
 import pytest
+from horovod.common.exceptions import HostsUpdatedInterrupt
 
 import hvdtrain.keras as hvd
 
@@ -84,3 +85,60 @@ def test_a_new_rate_carries_the_momentum_along():
     # What was kept is of the new rate, too.
     state.restore()
     assert float(velocity[0, 0]) == pytest.approx(0.4)
+
+
+def test_each_rank_keeps_what_is_its_own():
+    keras.utils.set_random_seed(hvd.rank())
+    model = oracle.build_model()
+    local, shared = model.layers
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    model.compile(
+        hvd.PartialDistributedOptimizer(optimizer, local_layers=local), oracle.LOSS
+    )
+    state = hvd.elastic.KerasState(model)
+    local.kernel.assign(local.kernel + float(hvd.rank()))
+    shared.kernel.assign(shared.kernel + float(hvd.rank()))
+    inputs, labels = oracle.samples(steps=1)
+    model.train_on_batch(oracle.shard(inputs), oracle.shard(labels))
+    own = [local.kernel, local.bias, *optimizer._accumulated_gradients]
+    before = values(own)
+    state.sync()
+    assert_equal(values(own), before)
+    oracle.assert_bitwise_equal_over_ranks(shared.get_weights())
+
+
+class Leave(keras.callbacks.Callback):
+    """Ends `fit` at a batch, as a change of hosts does."""
+
+    def __init__(self, at_batch):
+        super().__init__()
+        self.at_batch = at_batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.at_batch:
+            raise HostsUpdatedInterrupt(False)
+
+
+def test_a_change_while_batches_are_passed_over_leaves_nothing_behind():
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS)
+    state = hvd.elastic.KerasState(model, batch=4)
+    inputs, labels = (oracle.shard(array) for array in oracle.samples(steps=6))
+
+    def fit(*callbacks, epochs):
+        model.fit(
+            inputs,
+            labels,
+            batch_size=oracle.LOCAL_BATCH_SIZE,
+            shuffle=False,
+            verbose=0,
+            epochs=epochs,
+            callbacks=[*callbacks, hvd.elastic.UpdateBatchStateCallback(state)],
+        )
+
+    with pytest.raises(HostsUpdatedInterrupt):
+        fit(Leave(1), epochs=1)
+    assert state.batch == 4
+    fit(epochs=2)
+    # Two batches of the epoch that went on, and six of the next.
+    assert int(model.optimizer.iterations) == 2 + 6

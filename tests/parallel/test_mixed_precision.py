@@ -111,3 +111,13 @@ def test_a_model_that_is_compiled_again():
     train(model, [start], overflows=True)
     assert model.optimizer.inner_optimizer is optimizer
     check_ranks_agree(model)
+
+
+def test_a_scale_that_another_compile_made_is_refused_too():
+    keras.config.set_dtype_policy("mixed_float16")
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    model = fit(optimizer, [start], overflows=False)
+    model.compile(optimizer, oracle.LOSS)
+    with pytest.raises(ValueError, match="BroadcastGlobalVariablesCallback"):
+        train(model, [], overflows=False)

@@ -170,6 +170,37 @@ def test_gradients_of_different_variables_are_not_mixed(clip):
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
 
+@pytest.mark.skipif(SIZE < 2, reason="ranks that differ")
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_gradient_that_only_one_rank_lacks_is_an_error(grouped, wrap):
+    variables = [keras.Variable(np.zeros(3, "float32")) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0),
+        groups=[variables[:1], variables[1:]] if grouped else None,
+    )
+    optimizer.build(variables)
+    gradients = [None if RANK == 0 else tf.ones(3), tf.ones(3), tf.ones(3)]
+    step = wrap(
+        lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    )
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched"):
+        step()
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_a_gradient_that_all_ranks_lack_stays_none(compression):
+    variables = [keras.Variable(np.zeros(3, "float32")) for _ in range(3)]
+    with hvd.DistributedGradientTape(
+        tf.GradientTape(), compression=getattr(hvd.Compression, compression)
+    ) as tape:
+        loss = tf.reduce_sum(variables[1].value * (1.0 + RANK))
+    first, second, third = tape.gradient(loss, variables)
+    assert first is None
+    assert third is None
+    np.testing.assert_allclose(second, np.full(3, MEAN), rtol=1e-2)
+
+
 class Pair(keras.Model):
     """Two networks and two optimizers, and no call: how GANs are written."""
 

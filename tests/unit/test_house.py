@@ -30,6 +30,7 @@ FLOORS = [
     ["keras.callbacks.metric_average", "keras.callbacks.every"],
     ["keras.callbacks.checkpoint", "keras.callbacks.learning_rate"],
     ["keras.elastic.callbacks", "keras.elastic.running", "keras.elastic.state"],
+    ["keras.variables"],
     ["keras.optimizer", "keras.tape", "keras.layers", "keras.exchange"],
     [
         "keras.hook",
@@ -40,7 +41,7 @@ FLOORS = [
     ],
     ["keras.reduction", "keras.basics", "keras.rates"],
     ["keras.groups"],
-    ["keras.wire"],
+    ["keras.wire", "keras.files"],
     [""],
 ]
 FLOOR_OF = {module: i for i, floor in enumerate(FLOORS) for module in floor}

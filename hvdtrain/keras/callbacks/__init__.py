@@ -1,8 +1,9 @@
 """Callbacks for `model.fit` across ranks.
 
 In this order, where several are used: `BroadcastGlobalVariablesCallback` first, then
-`MetricAverageCallback`, then learning rates and whatever reads the logs of an epoch,
-`ConsistencyCheckCallback`, and `StopTogetherCallback` last.
+`JoinCallback`, `MetricAverageCallback`, learning rates and whatever reads the logs of
+an epoch (`BestModelCheckpoint`, say), `ConsistencyCheckCallback`, and
+`StopTogetherCallback` last.
 """
 
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback

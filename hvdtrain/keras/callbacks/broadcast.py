@@ -9,7 +9,8 @@ import tensorflow as tf
 from hvdtrain.keras import reduction
 from hvdtrain.keras.gradients import variable_key
 from hvdtrain.keras.objects import allgather_object
-from hvdtrain.keras.optimizer import local_keys_of, process_set_of, settle
+from hvdtrain.keras.optimizer import process_set_of, settle
+from hvdtrain.keras.variables import shared_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -97,7 +98,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         process_set = process_set_of(optimizer)
         if reduction.participates(process_set):
             _check_root(self.root_rank, process_set)
-            variables = shared_variables(model, self._local_keys)
+            variables = shared_variables(model, local_keys=self._local_keys)
             _check_same_structure(variables, process_set)
             with tf.device(self.device):
                 reduction.broadcast_variables(variables, self.root_rank, process_set)
@@ -107,16 +108,21 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast_on_first_batch(self):
         # fit builds such a model inside its first step. That would be too late:
         # look at the first batch, then hand it on to the step.
-        model, train_function = self.model, self.model.train_function
+        model = self.model
+        # A fit that failed before its first step has left its first call in the model.
+        train_function = getattr(
+            model.train_function, "stands_for", model.train_function
+        )
 
         def first_call(iterator):
+            model.train_function = train_function
             batch = next(iterator)
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             model(inputs)
             self._broadcast()
-            model.train_function = train_function
             return train_function(itertools.chain([batch], iterator))
 
+        first_call.stands_for = train_function
         model.train_function = first_call
 
 
@@ -133,26 +139,6 @@ def _unbuilt_parts(model):
 
 def _is_callable(model):
     return type(model).call is not keras.Model.call
-
-
-def shared_variables(model, local_keys=frozenset()):
-    """The weights of `model` and its optimizer's variables, but the local ones.
-
-    Args:
-        model: a model that is built, compiled or not.
-        local_keys: set of `gradients.variable_key(variable)` of local variables,
-            beside those that the optimizer knows. The optimizer's slots of a local
-            variable are local, too.
-    """
-    # A model that was never compiled has no such attribute.
-    optimizer = getattr(model, "optimizer", None)
-    local_keys = local_keys | local_keys_of(optimizer)
-    weights = [w for w in model.weights if variable_key(w) not in local_keys]
-    if optimizer is None:
-        return weights
-    local = [w for w in model.weights if variable_key(w) in local_keys]
-    slots = _slots(optimizer, local, model.trainable_variables)
-    return weights + [v for v in optimizer.variables if id(v) not in slots]
 
 
 def separate_seeds(model, process_set=reduction.global_process_set):
@@ -186,21 +172,6 @@ def seed_states(model):
     """The state variables of the `SeedGenerator`s in `model`'s layers."""
     weights = {id(weight) for weight in model.weights}
     return [v for v in model.variables if id(v) not in weights]
-
-
-def _slots(optimizer, local, trainable):
-    # Keras names a slot after its variable's path. Of several paths that fit, the
-    # longest is the variable's own: "a/kernel_2" has "a_kernel_2_momentum".
-    local = {id(v) for v in local} & {id(v) for v in trainable}
-    if not local:
-        return set()
-    prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
-    slots = set()
-    for slot in optimizer.variables:
-        owners = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
-        if owners and id(prefixes[max(owners, key=len)]) in local:
-            slots.add(id(slot))
-    return slots
 
 
 def _check_root(root_rank, process_set):

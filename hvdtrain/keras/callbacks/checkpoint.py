@@ -1,10 +1,9 @@
 """The best model so far, written by rank 0."""
 
-import os
-import pathlib
-
 import horovod.tensorflow as hvd
 import keras
+
+from hvdtrain.keras.files import written_at_once
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -94,13 +93,5 @@ class _WrittenAtOnce:
         if "://" in str(path):  # Keras uploads a file that it has finished.
             save(path, **options)
             return
-        path = pathlib.Path(path)
-        # Always the same: what a killed process has left is overwritten by the next.
-        partial = path.with_name(f".partial-{path.name}")
-        try:
-            save(partial, **options)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with written_at_once(path) as temporary:
+            save(temporary, **options)

@@ -6,13 +6,12 @@ import keras
 import numpy as np
 
 from hvdtrain.keras import reduction
-from hvdtrain.keras.callbacks.broadcast import shared_variables
 from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.gradients import variable_key
 from hvdtrain.keras.objects import allgather_object
 from hvdtrain.keras.optimizer import process_set_of
-from hvdtrain.keras.rates import without_loss_scale
 from hvdtrain.keras.reduction import global_process_set
+from hvdtrain.keras.variables import shared_variables
 
 
 class DesynchronizedError(RuntimeError):
@@ -23,8 +22,8 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
     """Checks that all ranks hold the same weights and optimizer state.
 
     The ranks of the optimizer's `process_set` compare a checksum (CRC-32) of the
-    variables' bytes: before the first step, before every `every_steps`-th, and at
-    the end. Gradients that were not reduced, weights that were not broadcast, a rate
+    variables' bytes: before the first step, after every `every_steps`, and at the
+    end. Gradients that were not reduced, weights that were not broadcast, a rate
     set on one rank only: all of them raise `DesynchronizedError`, with the same text
     on every rank. Variables that the optimizer knows as local are left out.
 
@@ -41,13 +40,15 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
 
     def __init__(self, every_steps=1000, *, local_variables=()):
         super().__init__()
-        self._is_due = EverySteps(every_steps)
+        self._has_come = EverySteps(every_steps)
+        self._is_due = False
         self._local_keys = {variable_key(variable) for variable in local_variables}
         self._has_started = False
 
     def on_train_begin(self, logs=None):
         """Starts counting anew, and lets all ranks have a first check or none."""
-        self._is_due.reset()
+        self._has_come.reset()
+        self._is_due = False
         self._has_started = reduction.on_all_ranks(
             self._has_started,
             name="ConsistencyHasStarted",
@@ -56,15 +57,19 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         """Checks the state that the steps before have left."""
-        is_due = self._is_due(batch)
         if self._has_started:
-            if is_due:
+            if self._is_due:
                 self._check_trained()
         elif self.model.built:
             # Here, and not in on_train_begin: by now all other callbacks have
             # restored and broadcast, in whatever order they stand.
-            self._check(shared_variables(self.model, self._local_keys))
+            self._check(shared_variables(self.model, local_keys=self._local_keys))
         self._has_started = True
+        self._is_due = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Counts; the check waits until all callbacks have seen the batch."""
+        self._is_due |= self._has_come(batch)
 
     def on_train_end(self, logs=None):
         """Checks the state that training has reached."""
@@ -72,11 +77,9 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
 
     def _check_trained(self):
         untrained = {variable_key(v) for v in self.model.non_trainable_weights}
-        variables = shared_variables(self.model, self._local_keys | untrained)
-        # Until a window of accumulation is complete, its gradients are each rank's own.
-        optimizer = without_loss_scale(self.model.optimizer)
-        partial = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
-        self._check([v for v in variables if id(v) not in partial])
+        self._check(
+            shared_variables(self.model, local_keys=self._local_keys | untrained)
+        )
 
     def _check(self, variables):
         check_consistency(variables, process_set=process_set_of(self.model.optimizer))

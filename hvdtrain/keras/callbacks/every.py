@@ -25,7 +25,7 @@ class EverySteps:
         self._steps = 0
 
     def __call__(self, batch):
-        """Counts the steps up to `batch`, its number in the epoch, from 0 on."""
+        """Counts the steps up to `batch`, the last one done, from 0 on in its epoch."""
         is_new_epoch = batch <= self._last_batch
         self._steps += batch + 1 if is_new_epoch else batch - self._last_batch
         self._last_batch = batch

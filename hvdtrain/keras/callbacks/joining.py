@@ -3,7 +3,7 @@
 import keras
 
 from hvdtrain.keras import exchange, reduction
-from hvdtrain.keras.callbacks.broadcast import shared_variables
+from hvdtrain.keras.variables import shared_variables
 
 
 class JoinCallback(keras.callbacks.Callback):
@@ -14,10 +14,10 @@ class JoinCallback(keras.callbacks.Callback):
     done, every rank takes its weights and optimizer state: what a waiting rank
     missed. It happens before validation, and at the end of an epoch without one.
 
-    Put it first in the list of callbacks. While a rank waits, the others may only
-    reduce dense tensors: use `sparse_as_dense=True` with embeddings, no bfloat16
-    compression, no `SyncBatchNormalization`, no process sets, and callbacks that
-    talk between epochs only.
+    Put it before callbacks that talk at the end of an epoch. While a rank waits, the
+    others may only reduce dense tensors: use `sparse_as_dense=True` with embeddings,
+    no bfloat16 compression, no `SyncBatchNormalization`, no process sets, and
+    callbacks that talk between epochs only.
 
     Source: `join` and its cost are Horovod's; see `horovod.tensorflow.join`.
     """

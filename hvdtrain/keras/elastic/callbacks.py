@@ -71,7 +71,11 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Passes over the batches that are done."""
-        self._stop_skipping()
+        # A fit that an interrupt ended while it skipped has left that in the model, and
+        # what comes after a restart may be another callback.
+        skipping = getattr(self.model.train_function, "__self__", None)
+        if isinstance(skipping, UpdateBatchStateCallback):
+            skipping._stop_skipping()
         if self.state.batch:
             self._train_function = self.model.train_function
             self.model.train_function = self._skip

@@ -11,6 +11,7 @@ from hvdtrain.keras import reduction
 from hvdtrain.keras.objects import broadcast_object
 from hvdtrain.keras.optimizer import settle
 from hvdtrain.keras.rates import set_learning_rate
+from hvdtrain.keras.variables import shared_variables
 
 
 class KerasState(ObjectState):
@@ -70,9 +71,10 @@ class KerasState(ObjectState):
     def sync(self):
         """Takes rank 0's model, optimizer and objects, and keeps a copy of them.
 
-        Not the states of random layers, or all ranks would drop the same units.
+        Not the states of random layers, or all ranks would drop the same units; nor
+        what is each rank's own: local variables, and accumulated gradients.
         """
-        shared = [*self.model.weights, *self.optimizer.variables]
+        shared = shared_variables(self.model, optimizer=self.optimizer)
         reduction.broadcast_variables(shared, root_rank=0)
         self._save_variables()
         super().sync()
