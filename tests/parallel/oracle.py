@@ -32,6 +32,18 @@ def shard(array):
     return array[hvd.rank() :: hvd.size()]
 
 
+def fit_shard(model, inputs, labels, **options):
+    """Trains `model` under `fit` on this rank's part of arrays of global batches."""
+    model.fit(
+        shard(inputs),
+        shard(labels),
+        batch_size=LOCAL_BATCH_SIZE,
+        shuffle=False,
+        verbose=0,
+        **options,
+    )
+
+
 def on_one_process(train):
     """Calls `train` on rank 0 alone; returns its result on every rank."""
     return hvd.broadcast_object(train() if hvd.rank() == 0 else None, name="oracle")

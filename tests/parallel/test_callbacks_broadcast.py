@@ -28,14 +28,8 @@ def weights_and_state(model):
 
 def fit_shard(model, *extra_callbacks):
     inputs, labels = oracle.samples(steps=3)
-    model.fit(
-        oracle.shard(inputs),
-        oracle.shard(labels),
-        batch_size=oracle.LOCAL_BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
-        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), *extra_callbacks],
-    )
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    oracle.fit_shard(model, inputs, labels, callbacks=[first, *extra_callbacks])
 
 
 def test_training_continues_from_the_state_of_rank_0():
@@ -174,14 +168,8 @@ def test_an_incomplete_window_of_accumulation_goes_on_in_another_fit(is_new):
     first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     for _ in range(2):
         callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        model.fit(
-            oracle.shard(inputs),
-            oracle.shard(labels),
-            batch_size=oracle.LOCAL_BATCH_SIZE,
-            shuffle=False,
-            verbose=0,
-            callbacks=[callback if is_new else first],
-        )
+        callbacks = [callback if is_new else first]
+        oracle.fit_shard(model, inputs, labels, callbacks=callbacks)
     assert oracle.difference(model.get_weights(), single.get_weights()) < 1e-6
 
 

@@ -36,15 +36,7 @@ def fit(model, *callbacks, broadcast=True, epochs=1):
     if broadcast:
         first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         callbacks = (first, *callbacks)
-    model.fit(
-        oracle.shard(inputs),
-        oracle.shard(labels),
-        batch_size=oracle.LOCAL_BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
-        epochs=epochs,
-        callbacks=callbacks,
-    )
+    oracle.fit_shard(model, inputs, labels, epochs=epochs, callbacks=callbacks)
 
 
 def assert_same_text_everywhere(error):
@@ -206,16 +198,8 @@ def test_an_incomplete_window_of_accumulation_is_no_drift():
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
     model = oracle.build_model()
     model.compile(hvd.DistributedOptimizer(optimizer), oracle.LOSS)
-    inputs, labels = (oracle.shard(array) for array in oracle.samples())
     check = hvd.callbacks.ConsistencyCheckCallback(every_steps=1)
-    model.fit(
-        inputs,
-        labels,
-        batch_size=oracle.LOCAL_BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
-        callbacks=[check],
-    )
+    oracle.fit_shard(model, *oracle.samples(), callbacks=[check])
     assert int(optimizer.iterations) == oracle.STEPS // 3
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
 
@@ -238,15 +222,13 @@ def test_checks_are_as_frequent_when_steps_are_taken_at_a_stretch():
         steps_per_execution=5,
     )
     bias = model.layers[1].bias
-    # Two executions an epoch; drift after the third.
-    drifts = iter([False, False, True] + [False] * 10)
-    change = ChangeAfter(
-        None, None, lambda: next(drifts) and hvd.rank() == 1 and bias.assign(bias + 1.0)
-    )
-    change.on_train_batch_end = lambda batch, logs=None: (
-        setattr(change, "batches_seen", change.batches_seen + 1),
-        change.change(),
-    )
+
+    def drift():
+        # Two executions an epoch, of which the first ends with batch 4: the third.
+        if int(model.optimizer.iterations) == 15:
+            bias.assign(bias + 1.0)
+
+    change = ChangeAfter(4, 1, drift)
     check = hvd.callbacks.ConsistencyCheckCallback(every_steps=10)
     with pytest.raises(DriftedApart):
         fit(model, check, change, epochs=6)

@@ -123,15 +123,11 @@ def test_a_change_while_batches_are_passed_over_leaves_nothing_behind():
     model = oracle.build_model()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS)
     state = hvd.elastic.KerasState(model, batch=4)
-    inputs, labels = (oracle.shard(array) for array in oracle.samples(steps=6))
 
     def fit(*callbacks, epochs):
-        model.fit(
-            inputs,
-            labels,
-            batch_size=oracle.LOCAL_BATCH_SIZE,
-            shuffle=False,
-            verbose=0,
+        oracle.fit_shard(
+            model,
+            *oracle.samples(steps=6),
             epochs=epochs,
             callbacks=[*callbacks, hvd.elastic.UpdateBatchStateCallback(state)],
         )

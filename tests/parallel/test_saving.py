@@ -29,15 +29,8 @@ def own_loss(labels, outputs):
 
 
 def fit(model, part):
-    inputs, labels = oracle.shard(INPUTS[part]), oracle.shard(LABELS[part])
-    model.fit(
-        inputs,
-        labels,
-        batch_size=oracle.LOCAL_BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
-        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
-    )
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    oracle.fit_shard(model, INPUTS[part], LABELS[part], callbacks=[first])
 
 
 def uninterrupted(make_optimizer, loss=oracle.LOSS):
