@@ -155,8 +155,7 @@ def not_folded(tensor):
     """
     if tf.executing_eagerly():
         return tensor
-    # True, but only the variable knows.
-    return tf.where(_turn().read_value() >= 0, tensor, tf.zeros_like(tensor))
+    return tf.where(_true(), tensor, tf.zeros_like(tensor))
 
 
 def keep(tensor):
@@ -165,8 +164,7 @@ def keep(tensor):
     TensorFlow would leave it out, and the other ranks would wait for this one.
     """
     if not tf.executing_eagerly():
-        # True, but only the variable knows.
-        tf.raw_ops.Assert(condition=_turn().read_value() >= 0, data=[tensor])
+        tf.raw_ops.Assert(condition=_true(), data=[tensor])
 
 
 def in_turn(communicate):
@@ -187,6 +185,11 @@ def in_turn(communicate):
         done = turn.assign_add(1)
     with tf.control_dependencies([done]):
         return tf.nest.map_structure(tf.identity, results, expand_composites=True)
+
+
+def _true():
+    """True, but only the variable knows: TensorFlow cannot leave out what asks it."""
+    return _turn().read_value() >= 0
 
 
 @functools.cache
