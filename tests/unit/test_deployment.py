@@ -47,6 +47,24 @@ def test_what_the_image_leaves_out_is_in_the_set_up(dockerfile):
         assert re.search(rf"^{name}==", text("scripts/requirements.txt"), re.MULTILINE)
 
 
+def test_cpus_and_gpus_get_the_same_tensorflow():
+    version = r"^tensorflow==([\d.]+)"
+    names = ("scripts/requirements.txt", "scripts/requirements_gpu.txt")
+    assert len({one(version, name) for name in names}) == 1
+    cpu = one(r"^tensorflow-cpu==([\d.]+)", "scripts/requirements.txt")
+    assert cpu == one(version, "scripts/requirements.txt")
+
+
+def test_each_patch_says_why_and_where_it_is_from():
+    patches = sorted(ROOT.glob("scripts/patches/*.patch"))
+    numbers = [int(patch.name[:2]) for patch in patches]
+    assert numbers == list(range(1, len(patches) + 1))
+    for patch in patches:
+        head, _, change = patch.read_text().partition("\n--- a/")
+        assert re.fullmatch(r"[A-Z][^\n]{20,78}\.\n\n.{40,}\n\nOrigin: .+", head, re.S)
+        assert re.search(r"^[+-][^+-]", change, re.M)
+
+
 def test_what_a_dockerfile_copies_is_not_ignored():
     allowed = [
         line[1:] for line in text(".dockerignore").splitlines() if line.startswith("!")
