@@ -103,8 +103,13 @@ def start(*, seed=0):
     """
     started = launch()
     _set_environment(started)
+    is_alone = not _has_rendezvous(os.environ)
+    if is_alone:
+        check_one_job(started, size=1)
     with _without_noise():
         import hvdtrain.keras as hvd
+    if is_alone and hvd.gloo_built():
+        _use_gloo()
     hvd.init()
     check_one_job(started, size=hvd.size())
     world = World(
@@ -133,11 +138,16 @@ def _set_environment(started):
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.5" if is_gloo else "0.1")
     # When a rank is lost, each of the others would tell of its connection.
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal" if started.rank else "warning")
-    if not _has_rendezvous(os.environ):
-        check_one_job(started, size=1)
-        # Alone, MPI would have to start a daemon that may not be installed.
-        os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
-        os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
+
+
+def _use_gloo():
+    """Initialize Horovod without MPI, unless the user has chosen a controller.
+
+    Without a launcher, MPI_Init starts a daemon of Open MPI, which may not be
+    installed.
+    """
+    os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
+    os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
 
 
 def stop(*, timeout_seconds):

@@ -1,11 +1,14 @@
 """The start of a job, as far as one process shows it."""
 
 import dataclasses
+import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
+import hvdtrain.keras as hvd
 from hvdtrain import runtime
 from hvdtrain.runtime import JobError, Launch, World
 
@@ -51,6 +54,26 @@ def test_ranks_that_do_not_see_each_other_are_refused():
         runtime.check_one_job(Launch("srun", 4, 2), size=1)
     runtime.check_one_job(Launch("mpirun", 4, 2), size=4)
     runtime.check_one_job(Launch(), size=1)
+
+
+class StartedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("is_built", "chosen", "controller"),
+    [(True, None, "gloo"), (False, None, None), (True, "mpi", "mpi")],
+)
+def test_a_rank_without_a_launcher_takes_gloo_where_it_is_built(
+    monkeypatch, is_built, chosen, controller
+):
+    """Horovod is stopped where it would start, by then the variable counts."""
+    monkeypatch.setattr(os, "environ", {"HOROVOD_CONTROLLER": chosen} if chosen else {})
+    monkeypatch.setattr(hvd, "gloo_built", lambda: is_built)
+    monkeypatch.setattr(hvd, "init", mock.Mock(side_effect=StartedError))
+    with pytest.raises(StartedError):
+        runtime.start()
+    assert os.environ.get("HOROVOD_CONTROLLER") == controller
 
 
 def test_elastic_jobs_may_change_size(monkeypatch):
