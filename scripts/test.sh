@@ -2,6 +2,11 @@
 # Runs the tests; sets everything up first if needed.
 #
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
+#     scripts/test.sh [oracle] [oldest]
+#
+# oracle: only those of the parallel tests that compare a training on two ranks with one
+# process. oldest: unit tests and oracle with the oldest Keras of setup.cfg, which is
+# downloaded.
 set -uo pipefail
 
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
@@ -9,8 +14,9 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands)$ ]] || {
-    echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands" >&2
+  [[ $tier =~ ^(lint|unit|parallel|commands|oracle|oldest)$ ]] || {
+    echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
+      "oracle and oldest" >&2
     exit 2
   }
 done
@@ -22,6 +28,7 @@ export PATH="$root/.venv/bin:$PATH"
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
 
+oracles=(tests/parallel/test_{optimizer,mixed_precision,callbacks_broadcast}.py)
 summary=()
 failed=0
 
@@ -57,11 +64,22 @@ launched() {
 
 # All of it on two and three ranks, and the oracle on four.
 parallel() {
-  local oracle=(tests/parallel/test_{optimizer,mixed_precision,callbacks_broadcast}.py)
   launched mpi 2 tests/parallel
   launched gloo 3 tests/parallel
-  launched mpi 4 "${oracle[@]}" tests/parallel/test_{process_sets,several_models}.py
+  launched mpi 4 "${oracles[@]}" tests/parallel/test_{process_sets,several_models}.py
 }
+
+oracle() { launched mpi 2 "${oracles[@]}"; }
+
+# Found before the Keras of the environment.
+oldest() (
+  overlay=$(mktemp -d)
+  trap 'rm -rf "$overlay"' EXIT
+  keras=$(sed -n 's/^ *keras>=\([0-9.]*\),.*/\1/p' setup.cfg)
+  python -m pip install --quiet --no-deps --target "$overlay" "keras==$keras.0" || exit
+  export PYTHONPATH=$overlay
+  unit && oracle
+)
 
 commands() { run commands 2400 python -m pytest -q tests/commands; }
 

@@ -12,8 +12,8 @@ from hvdtrain.diagnosis.finding import ask, broken, fine, warning
 
 _LOAD_SECONDS = 120
 _SET_UP = "scripts/setup.sh sets up an environment that fits together"
-# The lines of these that hvdtrain is written for; setup.cfg says the same to pip.
-_KERAS_LINE = "3.15."
+# The versions that hvdtrain is tested with. setup.cfg has the same ranges.
+_KERAS_FIRST, _KERAS_LAST = (3, 12), (3, 15)
 _TENSORFLOW_LINE = "2.21."
 
 
@@ -48,8 +48,10 @@ def load(topic, library):
 
 def _check_tensorflow(tensorflow):
     detail = f"{tensorflow['version']}, Keras {tensorflow['keras']}"
-    if not tensorflow["keras"].startswith(_KERAS_LINE):
-        remedy = f"hvdtrain hooks into Keras {_KERAS_LINE}x: install that; {_SET_UP}"
+    keras = tuple(int(number) for number in tensorflow["keras"].split(".")[:2])
+    if not _KERAS_FIRST <= keras <= _KERAS_LAST:
+        first, last = (".".join(map(str, v)) for v in (_KERAS_FIRST, _KERAS_LAST))
+        remedy = f"hvdtrain hooks into Keras {first} to {last}: install one; {_SET_UP}"
         return [broken("TensorFlow", detail, remedy)]
     if not tensorflow["version"].startswith(_TENSORFLOW_LINE):
         remedy = f"hvdtrain is tested with {_TENSORFLOW_LINE}x"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hvdtrain.diagnosis import cluster, machine
+from hvdtrain.diagnosis import cluster, installation, machine
 from hvdtrain.diagnosis.finding import ask
 
 
@@ -163,3 +163,23 @@ def test_what_another_host_says(monkeypatch, tmp_path, login, status, words):
     finding = cluster.check_host("localhost", 22)
     assert finding.status == status, finding
     assert words in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("keras", "status"),
+    [
+        ("3.11.9", "broken"),
+        ("3.12.0", "fine"),
+        ("3.15.1", "fine"),
+        ("3.16.0", "broken"),
+    ],
+)
+def test_a_keras_outside_the_range_of_the_package_is_broken(monkeypatch, keras, status):
+    declared = pathlib.Path(__file__).parents[2].joinpath("setup.cfg").read_text()
+    assert "keras>=3.12,<3.16" in declared
+    installed = {"version": "2.21.0", "keras": keras, "gpus": 0}
+    found = {"TensorFlow": installed, "Horovod": None}
+    monkeypatch.setattr(installation, "load", lambda topic, _: (found[topic], []))
+    [finding] = [f for f in installation.check() if f.topic == "TensorFlow"]
+    assert finding.status == status
+    assert "3.12 to 3.15" in finding.remedy or status == "fine"
