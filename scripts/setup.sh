@@ -59,7 +59,7 @@ find_python() {
     [[ -z ${PYTHON:-} ]] || die "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13"
   done
   die "Python 3.11, 3.12 or 3.13 is missing, found $(python3 -V 2>&1 || true):" \
-    "$(how_to_install python3 python3.12), or set PYTHON to its path"
+    "$(how_to_install python3.13-venv python3.13), or set PYTHON to the path of another"
 }
 
 # The MPI compiler on the PATH that is not .venv's own; nothing if there is none.

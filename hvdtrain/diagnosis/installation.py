@@ -12,6 +12,7 @@ from hvdtrain.diagnosis.finding import ask, broken, fine, warning
 
 _LOAD_SECONDS = 120
 _SET_UP = "scripts/setup.sh sets up an environment that fits together"
+_SET_UP_GPU = "HOROVOD_GPU_OPERATIONS=NCCL scripts/setup.sh"
 # The versions that hvdtrain is tested with. setup.cfg has the same ranges.
 _KERAS_FIRST, _KERAS_LAST = (3, 12), (3, 15)
 _TENSORFLOW_LINE = "2.21."
@@ -133,14 +134,10 @@ def _check_gpus(tensorflow, horovod):
     seen = tensorflow["gpus"] if tensorflow else 0
     if seen < there and not os.environ.get("CUDA_VISIBLE_DEVICES"):
         detail = f"{there} in the machine, TensorFlow sees {seen}"
-        remedy = (
-            "install the GPU build: pip install 'tensorflow[and-cuda]', then Horovod"
-        )
+        remedy = f"install TensorFlow with CUDA: {_SET_UP_GPU}"
         return [warning("GPU", detail, remedy)]
     if seen and horovod and not horovod["nccl"]:
         detail = f"TensorFlow sees {seen}, Horovod was built without NCCL"
-        remedy = (
-            "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL, or it copies by the CPU"
-        )
+        remedy = f"build Horovod with it, or it copies by the CPU: {_SET_UP_GPU}"
         return [warning("GPU", detail, remedy)]
     return [fine("GPU", f"{seen} of {there}" if there else "none, training on CPUs")]

@@ -59,6 +59,7 @@ METRICS = {
         "TruePositives": {},
         "FalseNegatives": {},
         "BinaryAccuracy": {},
+        "BinaryIoU": {"target_class_ids": [1]},
         "BinaryCrossentropy": {},
         "Hinge": {},
         "PrecisionAtRecall": {"recall": 0.5},
@@ -81,7 +82,6 @@ METRICS = {
     },
     classes: {
         "Accuracy": {},
-        "BinaryIoU": {"target_class_ids": [1]},
         "IoU": {"num_classes": 4, "target_class_ids": [0, 2]},
         "MeanIoU": {"num_classes": 4},
     },

@@ -1,0 +1,164 @@
+#!/usr/bin/env bash
+# Runs the README's first commands in bare Debians, as a user without root.
+#
+#     scripts/debian_test.sh [--install] [trixie] [testing] [gpu]      (all three)
+#
+# A bare Debian has what debootstrap installs and the packages that the README asks for.
+# trixie is Debian 13; testing has the newest compiler and C library; gpu, in Debian 13,
+# compiles Horovod for NVIDIA GPUs and loads it, on a machine that may have none. All is
+# downloaded and built: nothing comes from a cache of this machine. Needs root and
+# debootstrap; --install lets it install debootstrap with apt-get.
+#
+#     PIP_CONFIG_FILE, SSL_CERT_FILE   are used inside, too
+set -euo pipefail
+
+title='debian test'
+packages=(debootstrap)
+install=''
+if [[ ${1:-} == --install ]]; then
+  install=$1
+  shift
+fi
+parts=("$@")
+((${#parts[@]})) || parts=(trixie testing gpu)
+root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+# shellcheck source=scripts/testing.sh
+source "$root/scripts/testing.sh"
+asked_for=(ca-certificates g++ patch python3.13-venv)
+clone=/home/somebody/hvdtrain
+quick=(-np 2 --dataset=digits --max_steps=400)
+
+check_machine() {
+  ((EUID == 0)) || skip "it needs root, for debootstrap and chroot"
+  unshare --mount --pid --fork true 2>/dev/null || skip "no namespaces may be made here"
+  command -v debootstrap >/dev/null && return
+  [[ -n $install ]] || skip "debootstrap is missing (see --install)"
+  install_packages
+}
+
+# inside COMMAND...: as root in the Debian. All that it started ends with the command,
+# the first process of its namespace.
+inside() {
+  # shellcheck disable=SC2016
+  unshare --mount --pid --fork --kill-child sh -c '
+    mount -t proc proc "$1/proc" && mount -t sysfs -o ro sysfs "$1/sys" &&
+      mount -t tmpfs -o mode=1777 tmpfs "$1/dev/shm" && exec chroot "$@"' \
+    sh "$debian" env -i LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+    DEBIAN_FRONTEND=noninteractive "$@"
+}
+
+# as_user SECONDS COMMAND...: in the clone.
+as_user() {
+  inside timeout -k 30 "$1" setpriv --reuid=somebody --regid=somebody --clear-groups \
+    env -C "$clone" HOME=/home/somebody "${site[@]}" "${@:2}"
+}
+
+# Chains of &&: the callers look at the exit code, and `set -e` does not act there.
+install_debian() {
+  # The lists of a mirror may be older than their dates allow.
+  debootstrap --variant=minbase "$1" "$debian" && cp /etc/resolv.conf "$debian/etc" &&
+    echo 'Acquire::Check-Valid-Until "false";' >"$debian/etc/apt/apt.conf.d/90mirror" &&
+    inside apt-get update &&
+    inside apt-get install --yes --no-install-recommends "${asked_for[@]}" &&
+    inside useradd --create-home somebody
+}
+
+# What this machine needs to reach a package index.
+copy_site() {
+  local certificates=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
+  site=()
+  if [[ -e $certificates ]]; then
+    cp "$certificates" "$debian/etc/site.crt"
+    site+=(PIP_CERT=/etc/site.crt SSL_CERT_FILE=/etc/site.crt)
+  fi
+  if [[ -e ${PIP_CONFIG_FILE:-} ]]; then
+    cp "$PIP_CONFIG_FILE" "$debian/etc/site.conf"
+    site+=(PIP_CONFIG_FILE=/etc/site.conf)
+  fi
+}
+
+copy_clone() {
+  mkdir "$debian$clone"
+  tar -C "$root" --exclude='./.git' --exclude='./.venv*' -c . | tar -C "$debian$clone" -x
+  inside chown -R somebody: /home/somebody
+}
+
+# make_machine SUITE: with a clone and no more, unless it is there.
+make_machine() {
+  debian=$work/$1
+  [[ ! -d $debian ]] || return 0
+  install_debian "$1" >"$work/$1.log" 2>&1 ||
+    { tail -n 5 "$work/$1.log" >&2 && die "debootstrap or apt-get failed for $1"; }
+  copy_site
+  copy_clone
+  # shellcheck disable=SC2016
+  inside sh -c '. /etc/os-release && echo "'"$title"': $PRETTY_NAME;" \
+    "$(python3.13 --version); $(g++ --version | head -n 1)"'
+}
+
+names_a_patch_that_does_not_apply() {
+  local patches=$debian$clone/scripts/patches status=0
+  cp "$patches"/01-*.patch "$patches/00-twice.patch"
+  as_user 300 scripts/build_horovod.sh .venv/bin/python /tmp/wheels || status=$?
+  rm "$patches/00-twice.patch"
+  ((status == 1)) && grep 'error: 01-.*.patch does not apply' "$work/output"
+}
+
+shows_the_error_of_the_compiler() {
+  local status=0
+  as_user 300 env HVDTRAIN_CACHE_DIR=/tmp/empty HOROVOD_DEBUG=1 \
+    CXXFLAGS='-include no_such.h' scripts/setup.sh || status=$?
+  ((status == 1)) && grep 'fatal error: no_such.h' "$work/output"
+}
+
+trains_and_computes() {
+  check "$1: the README's first command sets up and trains" \
+    as_user 1200 ./scripts/train.sh "${quick[@]}"
+  check "$1: two ranks compute what one process computes" \
+    as_user 1200 ./scripts/test.sh oracle
+}
+
+trixie() {
+  make_machine trixie
+  trains_and_computes trixie
+  check "trixie: a patch that does not apply ends the build" \
+    names_a_patch_that_does_not_apply
+  check "trixie: set-up shows the compiler's error" shows_the_error_of_the_compiler
+}
+
+testing() {
+  make_machine testing
+  trains_and_computes testing
+}
+
+# The compiler and headers of CUDA from wheels, laid out as an installer would.
+install_cuda() {
+  # shellcheck disable=SC2016
+  as_user 600 python3.13 -m venv /home/somebody/cuda &&
+    as_user 600 /home/somebody/cuda/bin/pip install \
+      nvidia-cuda-{cccl,crt,nvcc,runtime}==13.0.* nvidia-nvvm==13.0.* &&
+    as_user 60 sh -c 'cd ~/cuda/lib/python3.13/site-packages/nvidia/cu13 &&
+      ln -s lib lib64 && ln -s libcudart.so.13 lib/libcudart.so &&
+      ln -s "$PWD" ~/cuda/home'
+}
+
+gpu() {
+  make_machine trixie
+  check "gpu: CUDA's compiler comes from wheels" install_cuda
+  # One architecture: kernels of all take minutes more.
+  check "gpu: set-up compiles Horovod for GPUs, and loads it" \
+    as_user 1800 env HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_BUILD_CUDA_CC_LIST=80 \
+    HOROVOD_CUDA_HOME=/home/somebody/cuda/home ./scripts/setup.sh
+  check "gpu: the same set-up trains, here on CPUs" \
+    as_user 300 ./scripts/train.sh "${quick[@]}"
+}
+
+for part in "${parts[@]}"; do
+  [[ $part =~ ^(trixie|testing|gpu)$ ]] ||
+    die "unknown part '$part'; there are trixie, testing and gpu"
+done
+check_machine
+work=$(mktemp -d "${TMPDIR:-/var/tmp}/debian-test.XXXXXX")
+trap 'rm -rf --one-file-system "$work"' EXIT
+for part in "${parts[@]}"; do "$part"; done
+report
