@@ -45,6 +45,7 @@ run() {
   esac
   ((status == 0)) || failed=1
   summary+=("$(printf '%-18s %s, %d s' "$name" "$result" $((SECONDS - start)))")
+  return "$status"
 }
 
 lint() {
@@ -71,15 +72,18 @@ parallel() {
 
 oracle() { launched mpi 2 "${oracles[@]}"; }
 
-# Found before the Keras of the environment.
-oldest() (
+oldest() {
+  local keras
+  keras=$(sed -n 's/^ *keras>=\([0-9.]*\),.*/\1.0/p' setup.cfg)
   overlay=$(mktemp -d)
   trap 'rm -rf "$overlay"' EXIT
-  keras=$(sed -n 's/^ *keras>=\([0-9.]*\),.*/\1/p' setup.cfg)
-  python -m pip install --quiet --no-deps --target "$overlay" "keras==$keras.0" || exit
-  export PYTHONPATH=$overlay
-  unit && oracle
-)
+  run "keras $keras" 120 python -m pip install --quiet --no-deps --target "$overlay" \
+    "keras==$keras" || return
+  # Found before the Keras of the environment.
+  local -x PYTHONPATH=$overlay
+  unit
+  oracle
+}
 
 commands() { run commands 2400 python -m pytest -q tests/commands; }
 
