@@ -141,13 +141,14 @@ def _set_environment(started):
 
 
 def _use_gloo():
-    """Initialize Horovod without MPI, unless the user has chosen a controller.
+    """Let Horovod start without MPI, unless the user has chosen a controller.
 
     Without a launcher, MPI_Init starts a daemon of Open MPI, which may not be
     installed.
     """
-    os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
-    os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
+    if "HOROVOD_CONTROLLER" not in os.environ:
+        os.environ["HOROVOD_CONTROLLER"] = "gloo"
+        os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
 
 
 def stop(*, timeout_seconds):

@@ -37,8 +37,12 @@ ln -s "$prefix" "$work/python"
 python=$work/python/bin/python3
 export PATH="$PATH:$work/python/bin"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Messages of compilers in English, for scripts/first_errors.sh.
+export LC_ALL=C
+# Of Horovod's runtime, but its build takes them for defaults of the library.
+unset HOROVOD_CPU_OPERATIONS HOROVOD_LOCAL_VERSION CCL_ROOT
 
-# Horovod wants CMake 3.13, its CUDA kernels 3.18; and make or ninja. Fetched for this
+# Horovod needs CMake 3.13, its CUDA kernels 3.18; and make or ninja. Fetched for this
 # build where missing.
 tools=()
 cmake_version=$(cmake --version 2>/dev/null | awk 'NR == 1 { print $3 }') || true
@@ -60,7 +64,7 @@ echo "horovod==$version --hash=sha256:$sha256" >requirements.txt
 "$python" -m pip download --no-deps --no-binary :all: --no-build-isolation \
   --require-hashes -r requirements.txt
 tar -xzf "horovod-$version.tar.gz"
-# Without fuzz, so that a patch never lands beside the place that it was made for.
+# --fuzz=0: every line of context must match.
 for file in "$patches"/*.patch; do
   patch --directory="horovod-$version" -p1 --fuzz=0 --batch --forward <"$file" ||
     die "${file##*/} does not apply to Horovod $version"
@@ -74,18 +78,18 @@ export CMAKE_POLICY_VERSION_MINIMUM=3.5
 # shellcheck disable=SC2016
 rpath='\$ORIGIN/../../../..'
 if [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]]; then
-  # Horovod asks the nvcc on the PATH for the architectures, and compiles with the one of
-  # HOROVOD_CUDA_HOME.
+  # Horovod reads the list of architectures from the nvcc on the PATH, and compiles with
+  # the one of HOROVOD_CUDA_HOME.
   export PATH="${HOROVOD_CUDA_HOME:+$HOROVOD_CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin"
 fi
 if [[ ${HOROVOD_GPU_OPERATIONS:-} == NCCL && -z ${HOROVOD_NCCL_HOME:-} ]]; then
-  # The wheel of NCCL lacks the name that a linker looks for. Two NCCLs in a process would
-  # hold their buffers on the GPU twice: it is shared with TensorFlow.
+  # TensorFlow's NCCL: a second copy would allocate buffers of its own on the GPU. The
+  # wheel lacks the name that a linker looks for.
   nccl=$(echo "$prefix"/lib/python3*/site-packages/nvidia/nccl)
-  mkdir -p "$work/nccl/lib"
-  ln -s "$nccl/include" "$work/nccl/include"
-  ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
-  export HOROVOD_NCCL_HOME=$work/nccl HOROVOD_NCCL_LINK=SHARED
+  [[ -e $nccl/lib/libnccl.so.2 ]] ||
+    die "$prefix has no NCCL: install scripts/requirements_gpu.txt or set HOROVOD_NCCL_HOME"
+  ln -sf libnccl.so.2 "$nccl/lib/libnccl.so"
+  export HOROVOD_NCCL_HOME=$nccl HOROVOD_NCCL_LINK=SHARED
   # shellcheck disable=SC2016
   rpath+=':\$ORIGIN/../../nvidia/nccl/lib'
 fi

@@ -8,13 +8,13 @@
 # errors, or the last lines.
 set -uo pipefail
 
-compiler=': (fatal )?error: |undefined reference to|cannot find -l'
+compiler=': (fatal )?error: |\bld: .*(cannot|not recognized|undefined)|^ *nvcc fatal'
 cmake='^ *CMake Error'
 # Of pip's retries the last is enough.
-log=$(sed '/Retrying (Retry(total=[1-9]/d' "$1")
+log=$(LC_ALL=C sed '/Retrying (Retry(total=[1-9]/d' "$1" | tr -d '\000')
 {
-  grep -E -m 5 "$compiler" <<<"$log" ||
-    grep -E -m 1 -A 4 "$cmake" <<<"$log" | grep . ||
-    grep -iE '(error|fatal|killed|no space left)\b' <<<"$log" | tail -n 8 | grep . ||
+  grep -aE -m 5 "$compiler" <<<"$log" ||
+    grep -aE -m 1 -A 4 "$cmake" <<<"$log" | grep -a . ||
+    grep -aiE '(error|fatal|killed|no space left)\b' <<<"$log" | tail -n 8 | grep -a . ||
     tail -n 8 <<<"$log"
 } | sed -E 's/^ +//; s#[^ ]*/build-horovod\.[^/]*/##' | cut -c 1-300

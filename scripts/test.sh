@@ -81,6 +81,8 @@ oldest() {
     "keras==$keras" || return
   # Found before the Keras of the environment.
   local -x PYTHONPATH=$overlay
+  run "keras is $keras" 60 python -c \
+    "import keras; assert keras.__version__ == '$keras', keras.__version__" || return
   unit
   oracle
 }

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What docker_test.sh and slurm_test.sh share. They source it, after they have set
+# What debian_test.sh, docker_test.sh and slurm_test.sh share. They source it, after they have set
 # `title`, `install` (--install or nothing) and `packages`, and before they install or
 # check anything `work`, a directory for output.
 

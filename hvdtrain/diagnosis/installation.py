@@ -13,7 +13,7 @@ from hvdtrain.diagnosis.finding import ask, broken, fine, warning
 _LOAD_SECONDS = 120
 _SET_UP = "scripts/setup.sh sets up an environment that fits together"
 _SET_UP_GPU = "HOROVOD_GPU_OPERATIONS=NCCL scripts/setup.sh"
-# The versions that hvdtrain is tested with. setup.cfg has the same ranges.
+# The versions that hvdtrain supports. setup.cfg has the same ranges.
 _KERAS_FIRST, _KERAS_LAST = (3, 12), (3, 15)
 _TENSORFLOW_LINE = "2.21."
 
@@ -138,6 +138,6 @@ def _check_gpus(tensorflow, horovod):
         return [warning("GPU", detail, remedy)]
     if seen and horovod and not horovod["nccl"]:
         detail = f"TensorFlow sees {seen}, Horovod was built without NCCL"
-        remedy = f"build Horovod with it, or it copies by the CPU: {_SET_UP_GPU}"
+        remedy = f"build Horovod with NCCL, it copies through the CPU: {_SET_UP_GPU}"
         return [warning("GPU", detail, remedy)]
     return [fine("GPU", f"{seen} of {there}" if there else "none, training on CPUs")]

@@ -29,6 +29,7 @@ def call(script, *arguments, cwd=None, **environment):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        errors="surrogateescape",
         timeout=240,
     )
 
@@ -101,11 +102,11 @@ def set_up(clone, tmp_path):
     path = os.environ["PATH"].split(os.pathsep)
     path = [folder for folder in path if not folder.startswith(f"{ROOT}/.venv")]
 
-    def call_it(*, path=path, **environment):
+    def call_it(*, path=path, cxx="/bin/false", **environment):
         return call(
             clone / "scripts/setup.sh",
             PATH=os.pathsep.join(path),
-            CXX="/bin/false",
+            CXX=cxx,
             HVDTRAIN_CACHE_DIR=str(tmp_path / "cache"),
             **environment,
         )
@@ -153,7 +154,17 @@ def test_later_calls_keep_the_build_variables_of_the_set_up(record, set_up):
     )
     assert set_up().stdout == NOTHING_TO_DO
     assert set_up(HOROVOD_DEBUG="1").stdout == NOTHING_TO_DO
+    # Clusters set those of CUDA for everybody.
+    assert set_up(HOROVOD_CUDA_HOME="/opt/cuda").stdout == NOTHING_TO_DO
     assert_one_line(set_up(HOROVOD_DEBUG=""), "missing: a C++ compiler")
+
+
+@is_set_up
+def test_an_interrupted_set_up_goes_on_with_its_build_variables(record, set_up):
+    record(lambda text: "horovod: HOROVOD_GPU_OPERATIONS=NCCL\n")
+    cuda = {"cxx": "/bin/true", "HOROVOD_CUDA_HOME": "/nonexistent"}
+    assert_one_line(set_up(**cuda), "HOROVOD_GPU_OPERATIONS=NCCL needs CUDA's compiler")
+    assert_one_line(set_up(HOROVOD_GPU_OPERATIONS=""), "missing: a C++ compiler.")
 
 
 def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_path):
@@ -181,10 +192,13 @@ def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_p
     first = wheels(**base)
     assert wheels(**base) == first
     assert wheels(**base, HOROVOD_CYCLE_TIME="1") == first
+    assert wheels(**base, HOROVOD_CUDA_HOME="/opt/cuda") == first
+    gpu = {"HOROVOD_GPU_OPERATIONS": "NCCL"}
     changed = [
         {"CXX": "g++-b"},
         {"CXXFLAGS": "-march=native"},
-        {"HOROVOD_GPU_OPERATIONS": "NCCL"},
+        {"CPATH": "/opt/include"},
+        gpu,
         {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "STATIC"},
         {"HOROVOD_WITHOUT_GLOO": "1"},
     ]
@@ -193,6 +207,12 @@ def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_p
         file.write("\n")
     names.append(wheels(**base))
     compiler("g++-a", "13.3")
+    names.append(wheels(**base))
+    compiler("nvcc", "12.9")
+    names.append(wheels(**base, **gpu))
+    requirements = clone / "scripts/requirements.txt"
+    tensorflow = re.sub(r"(tensorflow.*==2\.21)\.0", r"\1.1", requirements.read_text())
+    requirements.write_text(tensorflow)
     names.append(wheels(**base))
     assert len({first, *names}) == 1 + len(names)
 
@@ -300,6 +320,14 @@ LOGS = {
         "make: *** [all] Error 2\nERROR: Failed building wheel for horovod\n",
         "ld: cannot find -lmpi: No such file\ncollect2: error: ld returned 1\n",
     ),
+    "binary": (
+        "\udcff: error: no such \udcfe\n",
+        "\udcff: error: no such \udcfe\n",
+    ),
+    "cuda": (
+        "nvcc fatal   : Unsupported gpu architecture\nCMake Error at a:1 (message):\n",
+        "nvcc fatal   : Unsupported gpu architecture\n",
+    ),
     "cmake": (
         "  -- Configuring\n  CMake Error at CMakeLists.txt:7 (message):\n    no CUDA\n",
         "CMake Error at CMakeLists.txt:7 (message):\nno CUDA\n",
@@ -316,7 +344,7 @@ LOGS = {
 @pytest.mark.parametrize("kind", LOGS)
 def test_the_reason_is_found_in_the_log(tmp_path, kind):
     log, reason = LOGS[kind]
-    (tmp_path / "log").write_text(log)
+    (tmp_path / "log").write_text(log, errors="surrogateescape")
     result = call(ROOT / "scripts/first_errors.sh", str(tmp_path / "log"))
     assert result.stdout == reason
 

@@ -55,7 +55,7 @@ def test_cpus_and_gpus_get_the_same_tensorflow():
     assert cpu == one(version, "scripts/requirements.txt")
 
 
-def test_each_patch_says_why_and_where_it_is_from():
+def test_each_patch_has_its_reason_and_origin():
     patches = sorted(ROOT.glob("scripts/patches/*.patch"))
     numbers = [int(patch.name[:2]) for patch in patches]
     assert numbers == list(range(1, len(patches) + 1))

@@ -67,13 +67,15 @@ class StartedError(Exception):
 def test_a_rank_without_a_launcher_takes_gloo_where_it_is_built(
     monkeypatch, is_built, chosen, controller
 ):
-    """Horovod is stopped where it would start, by then the variable counts."""
+    """`hvd.init` raises: it reads the variables, which must be set before it."""
     monkeypatch.setattr(os, "environ", {"HOROVOD_CONTROLLER": chosen} if chosen else {})
     monkeypatch.setattr(hvd, "gloo_built", lambda: is_built)
     monkeypatch.setattr(hvd, "init", mock.Mock(side_effect=StartedError))
     with pytest.raises(StartedError):
         runtime.start()
     assert os.environ.get("HOROVOD_CONTROLLER") == controller
+    operations = "gloo" if controller == "gloo" else None
+    assert os.environ.get("HOROVOD_CPU_OPERATIONS") == operations
 
 
 def test_elastic_jobs_may_change_size(monkeypatch):
