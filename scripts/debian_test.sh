@@ -54,27 +54,33 @@ as_user() {
     env -C "$clone" HOME=/home/somebody "${@:2}"
 }
 
+# What this machine needs to reach a package index: variables, and files in /etc/site.
+find_site() {
+  local name certificates=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
+  site=()
+  for name in http_proxy https_proxy no_proxy PIP_INDEX_URL; do
+    [[ -z ${!name:-} ]] || site+=("$name=${!name}")
+  done
+  mkdir "$work/site"
+  if [[ -e $certificates ]]; then
+    cp "$certificates" "$work/site/ca.crt"
+    site+=(PIP_CERT=/etc/site/ca.crt SSL_CERT_FILE=/etc/site/ca.crt)
+  fi
+  if [[ -e ${PIP_CONFIG_FILE:-} ]]; then
+    cp "$PIP_CONFIG_FILE" "$work/site/pip.conf"
+    site+=(PIP_CONFIG_FILE=/etc/site/pip.conf)
+  fi
+}
+
 # Chains of &&: the callers look at the exit code, and `set -e` does not act there.
 install_debian() {
   # The lists of a mirror may be older than their dates allow.
-  debootstrap --variant=minbase "$1" "$debian" && cp /etc/resolv.conf "$debian/etc" &&
+  debootstrap --variant=minbase "$1" "$debian" &&
+    cp -r /etc/resolv.conf "$work/site" "$debian/etc" &&
     echo 'Acquire::Check-Valid-Until "false";' >"$debian/etc/apt/apt.conf.d/90mirror" &&
     inside apt-get update &&
     inside apt-get install --yes --no-install-recommends "${asked_for[@]}" &&
     inside useradd --create-home somebody
-}
-
-# What this machine needs to reach a package index.
-copy_site() {
-  local certificates=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
-  if [[ -e $certificates ]]; then
-    cp "$certificates" "$debian/etc/site.crt"
-    site+=(PIP_CERT=/etc/site.crt SSL_CERT_FILE=/etc/site.crt)
-  fi
-  if [[ -e ${PIP_CONFIG_FILE:-} ]]; then
-    cp "$PIP_CONFIG_FILE" "$debian/etc/site.conf"
-    site+=(PIP_CONFIG_FILE=/etc/site.conf)
-  fi
 }
 
 copy_clone() {
@@ -85,16 +91,10 @@ copy_clone() {
 
 # make_machine SUITE: with a clone and no more, unless it is there.
 make_machine() {
-  local name
   debian=$work/$1
   [[ ! -d $debian ]] || return 0
-  site=()
-  for name in http_proxy https_proxy no_proxy PIP_INDEX_URL; do
-    [[ -z ${!name:-} ]] || site+=("$name=${!name}")
-  done
   install_debian "$1" >"$work/$1.log" 2>&1 ||
     { tail -n 5 "$work/$1.log" >&2 && die "debootstrap or apt-get failed for $1"; }
-  copy_site
   copy_clone
   # shellcheck disable=SC2016
   inside sh -c '. /etc/os-release && echo "'"$title"': $PRETTY_NAME;" \
@@ -169,5 +169,6 @@ done
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/debian-test.XXXXXX")
 trap 'rm -rf --one-file-system "$work"' EXIT
 check_machine
+find_site
 for part in "${parts[@]}"; do "$part"; done
 report

@@ -63,11 +63,13 @@ launched() {
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
-# All of it on two and three ranks, and the oracle on four.
+# All of it on two and three ranks, and the oracle on four: there with two of the six
+# optimizers, since how they step does not depend on the number of ranks.
 parallel() {
   launched mpi 2 tests/parallel
   launched gloo 3 tests/parallel
-  launched mpi 4 "${oracles[@]}" tests/parallel/test_{process_sets,several_models}.py
+  launched mpi 4 -k 'not test_fit_equals_the_big_batch or momentum or adamw' \
+    "${oracles[@]}" tests/parallel/test_{process_sets,several_models}.py
 }
 
 oracle() { launched mpi 2 "${oracles[@]}"; }
