@@ -37,13 +37,14 @@ check_machine() {
   install_packages
 }
 
-# inside COMMAND...: as root in the Debian. All that it started ends with the command,
-# the first process of its namespace.
+# inside COMMAND...: as root in the Debian. All that it started ends with the shell, the
+# first process of its namespace; `timeout` of coreutils 9.10 cannot be that one.
 inside() {
   # shellcheck disable=SC2016
   unshare --mount --pid --fork --kill-child sh -c '
     mount -t proc proc "$1/proc" && mount -t sysfs -o ro sysfs "$1/sys" &&
-      mount -t tmpfs -o mode=1777 tmpfs "$1/dev/shm" && exec chroot "$@"' \
+      mount -t tmpfs -o mode=1777 tmpfs "$1/dev/shm" && chroot "$@"
+    exit' \
     sh "$debian" env -i LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin \
     DEBIAN_FRONTEND=noninteractive "${site[@]}" "$@"
 }
