@@ -141,13 +141,12 @@ def _set_environment(started):
 
 
 def _use_gloo():
-    """Let Horovod start without MPI, unless the user has chosen a controller.
+    """Let Horovod start without MPI, unless the user has chosen MPI.
 
     Without a launcher, MPI_Init starts a daemon of Open MPI, which may not be
     installed.
     """
-    if "HOROVOD_CONTROLLER" not in os.environ:
-        os.environ["HOROVOD_CONTROLLER"] = "gloo"
+    if os.environ.setdefault("HOROVOD_CONTROLLER", "gloo") == "gloo":
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
 
 

@@ -31,7 +31,7 @@ directory=$(cd "$2" && pwd)
 work=$(mktemp -d "${TMPDIR:-/tmp}/build-horovod.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
-# CMake and the MPI compiler stumble over spaces in paths, hence the link.
+# CMake fails where PYTHON's path has spaces, hence the link.
 prefix=$("$1" -c 'import sys; print(sys.prefix)')
 ln -s "$prefix" "$work/python"
 python=$work/python/bin/python3
@@ -64,9 +64,10 @@ echo "horovod==$version --hash=sha256:$sha256" >requirements.txt
 "$python" -m pip download --no-deps --no-binary :all: --no-build-isolation \
   --require-hashes -r requirements.txt
 tar -xzf "horovod-$version.tar.gz"
-# --fuzz=0: every line of context must match.
+# --fuzz=0: every line of context must match. An empty file would apply, too.
 for file in "$patches"/*.patch; do
-  patch --directory="horovod-$version" -p1 --fuzz=0 --batch --forward <"$file" ||
+  { grep -q '^@@ ' "$file" &&
+    patch --directory="horovod-$version" -p1 --fuzz=0 --batch --forward <"$file"; } ||
     die "${file##*/} does not apply to Horovod $version"
 done
 

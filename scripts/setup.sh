@@ -106,7 +106,9 @@ keep_build_variables() {
   local variable
   [[ -e $venv/.set-up ]] || return 0
   while read -r variable; do
-    [[ -v ${variable%%=*} ]] || export "${variable?}"
+    [[ ! -v ${variable%%=*} ]] || continue
+    export "${variable?}"
+    kept+=("$variable")
   done < <(sed -n 's/^horovod: //p' "$venv/.set-up")
 }
 
@@ -219,7 +221,7 @@ step() {
   fi
   ((status != 124)) || echo -n "timed out, "
   echo "failed after $((SECONDS - start)) s (exit code $status):"
-  "$root/scripts/first_errors.sh" <(tail -c "+$size" "$log")
+  "$root/scripts/first_errors.sh" <(tail -c "+$((size + 1))" "$log")
   die "$text failed; its output is in $log"
 }
 
@@ -300,7 +302,7 @@ check_tools() {
     redhat+=(python3-libs)
   }
   [[ -d $wheels ]] || compiles || {
-    missing+=('a C++ compiler')
+    missing+=("a C++ compiler${CXX:+ (CXX=$CXX does not compile)}")
     debian+=(g++)
     redhat+=(gcc-c++)
   }
@@ -314,9 +316,14 @@ check_tools() {
       "To install: $(how_to_install "${debian[*]}" "${redhat[*]}");" \
       "or load the modules of your cluster"
   [[ -d $wheels || -z ${HOROVOD_GPU_OPERATIONS:-} || -n $(find_nvcc) ]] ||
-    die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS needs CUDA's compiler, nvcc:" \
-      "load the CUDA module of your cluster or set HOROVOD_CUDA_HOME;" \
-      "for CPUs: HOROVOD_GPU_OPERATIONS= $0"
+    die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS needs CUDA's compiler, and" \
+      "${HOROVOD_CUDA_HOME:+$HOROVOD_CUDA_HOME/bin/}nvcc is missing: load the CUDA module" \
+      "of your cluster, or correct HOROVOD_CUDA_HOME; for CPUs: HOROVOD_GPU_OPERATIONS= $0"
+  [[ -d $wheels || -n $mpicxx || $root != *[[:space:]]* ]] ||
+    die "Horovod cannot be built in '$root': Open MPI's compiler fails in a path with" \
+      "spaces. Move the clone, or put the MPI of your system on the PATH"
+  mkdir -p "$cache/horovod" 2>/dev/null && [[ -w $cache/horovod ]] ||
+    die "$cache cannot be written: set HVDTRAIN_CACHE_DIR to another directory"
 }
 
 case $* in
@@ -327,9 +334,13 @@ python=$(find_python)
 mpicxx=$(find_mpicxx)
 { read -r python_is && read -r abi; } < <(python_identity)
 mpi_is=$(mpi_identity)
+kept=()
 keep_build_variables
 [[ ${HOROVOD_GPU_OPERATIONS:-} =~ ^(|NCCL|MPI)$ ]] ||
   die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS: expected NCCL or MPI, or none for CPUs"
+alone=$(build_variables | grep -m 1 '^HOROVOD_GPU') || true
+[[ -n ${HOROVOD_GPU_OPERATIONS:-} || -z $alone ]] ||
+  die "$alone needs HOROVOD_GPU_OPERATIONS=NCCL beside it"
 if nothing_to_do; then
   [[ $* == --quiet ]] || echo "set-up: .venv is ready, nothing to do"
   exit
@@ -346,11 +357,13 @@ fi
   die "$venv was not made by this script; move it away and call again"
 
 wheels=$(find_wheels)
-mkdir -p "$cache/horovod"
 check_tools
 
 : >"$log"
 echo "set-up of $root: Python ${python_is%% *}, MPI ${mpicxx:-$openmpi}"
+for variable in "${kept[@]}"; do
+  echo "  kept from last time: $variable; to drop it: ${variable%%=*}= $0"
+done
 if grep -q '^clone: ' "$venv/.set-up" 2>/dev/null; then
   diff <(describe_all) "$venv/.set-up" | sed -n 's/^> /  changed since last time: /p' || true
   grep -qxF "installed: $(installed)" "$venv/.set-up" || rm -f "$venv/.packages"

@@ -163,8 +163,11 @@ def test_later_calls_keep_the_build_variables_of_the_set_up(record, set_up):
 def test_an_interrupted_set_up_goes_on_with_its_build_variables(record, set_up):
     record(lambda text: "horovod: HOROVOD_GPU_OPERATIONS=NCCL\n")
     cuda = {"cxx": "/bin/true", "HOROVOD_CUDA_HOME": "/nonexistent"}
-    assert_one_line(set_up(**cuda), "HOROVOD_GPU_OPERATIONS=NCCL needs CUDA's compiler")
-    assert_one_line(set_up(HOROVOD_GPU_OPERATIONS=""), "missing: a C++ compiler.")
+    words = ("HOROVOD_GPU_OPERATIONS=NCCL needs", "/nonexistent/bin/nvcc is missing")
+    assert_one_line(set_up(**cuda), *words)
+    assert_one_line(
+        set_up(HOROVOD_GPU_OPERATIONS=""), "missing: a C++ compiler (CXX=/bin/false"
+    )
 
 
 def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_path):
@@ -284,6 +287,32 @@ def test_a_venv_of_somebody_else_is_left_alone(clone, tmp_path):
 def test_unknown_gpu_operations_are_one_line(clone):
     result = call(clone / "scripts/setup.sh", HOROVOD_GPU_OPERATIONS="CUDA")
     assert_one_line(result, "HOROVOD_GPU_OPERATIONS=CUDA", "expected NCCL or MPI")
+
+
+def test_gpu_operations_of_one_kind_alone_are_one_line(clone):
+    result = call(clone / "scripts/setup.sh", HOROVOD_GPU_ALLREDUCE="NCCL")
+    assert_one_line(result, "HOROVOD_GPU_ALLREDUCE=NCCL needs HOROVOD_GPU_OPERATIONS")
+
+
+def test_a_path_that_open_mpi_cannot_be_used_in_is_one_line(clone, bare_path, tmp_path):
+    for name in ("c++", "patch"):
+        (bare_path / name).symlink_to("/bin/true")
+    cache = str(tmp_path / "cache")
+    environment = {"PATH": str(bare_path), "CXX": "", "HVDTRAIN_CACHE_DIR": cache}
+    result = call(clone / "scripts/setup.sh", **environment)
+    assert_one_line(result, f"'{clone}'", "spaces")
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(clone, bare_path, tmp_path):
+    for name in ("c++", "patch"):
+        (bare_path / name).symlink_to("/bin/true")
+    (tmp_path / "file").touch()
+    without_space = tmp_path / "clone"
+    clone.rename(without_space)
+    cache = str(tmp_path / "file/cache")
+    environment = {"PATH": str(bare_path), "CXX": "", "HVDTRAIN_CACHE_DIR": cache}
+    result = call(without_space / "scripts/setup.sh", **environment)
+    assert_one_line(result, cache, "set HVDTRAIN_CACHE_DIR")
 
 
 def test_missing_cuda_compiler_is_one_line(clone, bare_path, tmp_path):

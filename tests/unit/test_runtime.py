@@ -62,7 +62,12 @@ class StartedError(Exception):
 
 @pytest.mark.parametrize(
     ("is_built", "chosen", "controller"),
-    [(True, None, "gloo"), (False, None, None), (True, "mpi", "mpi")],
+    [
+        (True, None, "gloo"),
+        (True, "gloo", "gloo"),
+        (True, "mpi", "mpi"),
+        (False, None, None),
+    ],
 )
 def test_a_rank_without_a_launcher_takes_gloo_where_it_is_built(
     monkeypatch, is_built, chosen, controller
