@@ -88,7 +88,8 @@ if [[ ${HOROVOD_GPU_OPERATIONS:-} == NCCL && -z ${HOROVOD_NCCL_HOME:-} ]]; then
   # wheel lacks the name that a linker looks for.
   nccl=$(echo "$prefix"/lib/python3*/site-packages/nvidia/nccl)
   [[ -e $nccl/lib/libnccl.so.2 ]] ||
-    die "$prefix has no NCCL: install scripts/requirements_gpu.txt or set HOROVOD_NCCL_HOME"
+    die "no NCCL in $prefix: install scripts/requirements_gpu.txt," \
+      "or set HOROVOD_NCCL_HOME"
   ln -sf libnccl.so.2 "$nccl/lib/libnccl.so"
   export HOROVOD_NCCL_HOME=$nccl HOROVOD_NCCL_LINK=SHARED
   # shellcheck disable=SC2016

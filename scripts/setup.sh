@@ -317,8 +317,8 @@ check_tools() {
       "or load the modules of your cluster"
   [[ -d $wheels || -z ${HOROVOD_GPU_OPERATIONS:-} || -n $(find_nvcc) ]] ||
     die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS needs CUDA's compiler, and" \
-      "${HOROVOD_CUDA_HOME:+$HOROVOD_CUDA_HOME/bin/}nvcc is missing: load the CUDA module" \
-      "of your cluster, or correct HOROVOD_CUDA_HOME; for CPUs: HOROVOD_GPU_OPERATIONS= $0"
+      "${HOROVOD_CUDA_HOME:+$HOROVOD_CUDA_HOME/bin/}nvcc is missing: load the module of" \
+      "CUDA or correct HOROVOD_CUDA_HOME; for CPUs: HOROVOD_GPU_OPERATIONS= $0"
   [[ -d $wheels || -n $mpicxx || $root != *[[:space:]]* ]] ||
     die "Horovod cannot be built in '$root': Open MPI's compiler fails in a path with" \
       "spaces. Move the clone, or put the MPI of your system on the PATH"
@@ -337,7 +337,8 @@ mpi_is=$(mpi_identity)
 kept=()
 keep_build_variables
 [[ ${HOROVOD_GPU_OPERATIONS:-} =~ ^(|NCCL|MPI)$ ]] ||
-  die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS: expected NCCL or MPI, or none for CPUs"
+  die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS: expected NCCL or MPI," \
+    "or none for CPUs"
 alone=$(build_variables | grep -m 1 '^HOROVOD_GPU') || true
 [[ -n ${HOROVOD_GPU_OPERATIONS:-} || -z $alone ]] ||
   die "$alone needs HOROVOD_GPU_OPERATIONS=NCCL beside it"
@@ -365,7 +366,8 @@ for variable in "${kept[@]}"; do
   echo "  kept from last time: $variable; to drop it: ${variable%%=*}= $0"
 done
 if grep -q '^clone: ' "$venv/.set-up" 2>/dev/null; then
-  diff <(describe_all) "$venv/.set-up" | sed -n 's/^> /  changed since last time: /p' || true
+  diff <(describe_all) "$venv/.set-up" |
+    sed -n 's/^> /  changed since last time: /p' || true
   grep -qxF "installed: $(installed)" "$venv/.set-up" || rm -f "$venv/.packages"
 fi
 [[ ! -e $venv ]] || mark_incomplete "$venv"
