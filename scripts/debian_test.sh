@@ -77,7 +77,7 @@ find_site() {
 install_debian() {
   # The lists of a mirror may be older than their dates allow.
   debootstrap --variant=minbase "$1" "$debian" &&
-    cp -r /etc/resolv.conf "$work/site" "$debian/etc" &&
+    cp -rL /etc/resolv.conf "$work/site" "$debian/etc" &&
     echo 'Acquire::Check-Valid-Until "false";' >"$debian/etc/apt/apt.conf.d/90mirror" &&
     inside apt-get update &&
     inside apt-get install --yes --no-install-recommends "${asked_for[@]}" &&
