@@ -56,6 +56,14 @@ def bare_path(tmp_path):
     return folder
 
 
+@pytest.fixture
+def build_path(bare_path):
+    """The same with a compiler and patch, as far as set-up looks."""
+    for name in ("c++", "patch"):
+        (bare_path / name).symlink_to("/bin/true")
+    return bare_path
+
+
 def assert_one_line(result, *words):
     """The call failed, with one line for the user that holds all the words."""
     assert result.returncode != 0
@@ -202,7 +210,7 @@ def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_p
         {"CXXFLAGS": "-march=native"},
         {"CPATH": "/opt/include"},
         gpu,
-        {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "STATIC"},
+        {**gpu, "HOROVOD_NCCL_LINK": "STATIC"},
         {"HOROVOD_WITHOUT_GLOO": "1"},
     ]
     names = [wheels(**{**base, **change}) for change in changed]
@@ -294,33 +302,29 @@ def test_gpu_operations_of_one_kind_alone_are_one_line(clone):
     assert_one_line(result, "HOROVOD_GPU_ALLREDUCE=NCCL needs HOROVOD_GPU_OPERATIONS")
 
 
-def test_a_path_that_open_mpi_cannot_be_used_in_is_one_line(clone, bare_path, tmp_path):
-    for name in ("c++", "patch"):
-        (bare_path / name).symlink_to("/bin/true")
+def test_a_path_that_open_mpi_cannot_be_used_in_is_one_line(
+    clone, build_path, tmp_path
+):
     cache = str(tmp_path / "cache")
-    environment = {"PATH": str(bare_path), "CXX": "", "HVDTRAIN_CACHE_DIR": cache}
+    environment = {"PATH": str(build_path), "CXX": "", "HVDTRAIN_CACHE_DIR": cache}
     result = call(clone / "scripts/setup.sh", **environment)
     assert_one_line(result, f"'{clone}'", "spaces")
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(clone, bare_path, tmp_path):
-    for name in ("c++", "patch"):
-        (bare_path / name).symlink_to("/bin/true")
+def test_a_cache_that_cannot_be_written_is_one_line(clone, build_path, tmp_path):
     (tmp_path / "file").touch()
     without_space = tmp_path / "clone"
     clone.rename(without_space)
     cache = str(tmp_path / "file/cache")
-    environment = {"PATH": str(bare_path), "CXX": "", "HVDTRAIN_CACHE_DIR": cache}
+    environment = {"PATH": str(build_path), "CXX": "", "HVDTRAIN_CACHE_DIR": cache}
     result = call(without_space / "scripts/setup.sh", **environment)
     assert_one_line(result, cache, "set HVDTRAIN_CACHE_DIR")
 
 
-def test_missing_cuda_compiler_is_one_line(clone, bare_path, tmp_path):
-    for name in ("c++", "patch"):
-        (bare_path / name).symlink_to("/bin/true")
+def test_missing_cuda_compiler_is_one_line(clone, build_path, tmp_path):
     result = call(
         clone / "scripts/setup.sh",
-        PATH=str(bare_path),
+        PATH=str(build_path),
         CXX="",
         HOROVOD_GPU_OPERATIONS="NCCL",
         HOROVOD_CUDA_HOME=str(tmp_path / "cuda"),
