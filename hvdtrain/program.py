@@ -132,9 +132,9 @@ def _leave_after_bug(error):
 def _is_loss_of_a_rank(error):
     if not type(error).__module__.startswith(("tensorflow", "horovod")):
         return False
-    from hvdtrain.keras.elastic import running
+    from hvdtrain.collectives import failures
 
-    return running.is_collective_failure(error)
+    return failures.is_collective_failure(error)
 
 
 def _leave(text, *, code, is_everywhere=False):

@@ -7,7 +7,7 @@ import time
 import keras
 import numpy as np
 
-from hvdtrain.keras import reduction
+from hvdtrain.collectives import ops
 from hvdtrain.runtime import JobError
 
 _REPORT_SECONDS = 1.0
@@ -141,9 +141,7 @@ class Watch(keras.callbacks.Callback):
         pause = max(1, int(self._recent_speed() * _REPORT_SECONDS))
         if self._world.size > 1:
             sent = [*values.values(), pause if self._world.is_chief else 0]
-            sums = reduction.allreduce(
-                np.array(sent, "float64"), name="Progress", op=reduction.Sum
-            )
+            sums = ops.allreduce(np.array(sent, "float64"), name="Progress", op=ops.Sum)
             *totals, pause = sums.numpy().tolist()
             means = [total / self._world.size for total in totals]
             values = dict(zip(values, means, strict=True))
