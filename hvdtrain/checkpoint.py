@@ -6,8 +6,8 @@ import os
 import pathlib
 import tempfile
 
-from hvdtrain.keras.files import written_at_once
-from hvdtrain.runtime import JobError
+from hvdtrain.job import JobError
+from hvdtrain.job.files import atomic_write
 
 
 def prepare_directory(model_dir, *, files, needed_bytes):
@@ -42,14 +42,14 @@ def prepare_directory(model_dir, *, files, needed_bytes):
 
 def save_model(model, path):
     """Write `model` to `path`, which ends in `.keras`, in one piece."""
-    with _one_line_errors(path), written_at_once(path) as temporary:
+    with _one_line_errors(path), atomic_write(path) as temporary:
         model.save(temporary)
 
 
 def save_json(values, path):
     """Write a dict to `path` as JSON in one piece."""
     text = json.dumps(values, indent=2, allow_nan=False) + "\n"
-    with _one_line_errors(path), written_at_once(path) as temporary:
+    with _one_line_errors(path), atomic_write(path) as temporary:
         temporary.write_text(text)
 
 

@@ -13,8 +13,9 @@ import textwrap
 
 from absl import flags
 
-from hvdtrain import __version__, program, runtime
+from hvdtrain import __version__, program
 from hvdtrain.diagnosis import cluster, installation, machine, ranks
+from hvdtrain.job import JobError, launchers
 
 _HOSTS = flags.DEFINE_list("hosts", [], "Other hosts of the job, to be tried by ssh.")
 _SSH_PORT = flags.DEFINE_integer(
@@ -32,9 +33,9 @@ def main():
     if _VERSION.value:
         print(__version__)
         return
-    launched = runtime.launch()
+    launched = launchers.launch()
     if launched.size > 1:
-        raise runtime.JobError(
+        raise JobError(
             f"Received {launched.size} ranks from {launched.launcher}; expected none: "
             "start python -m hvdtrain.doctor by itself, it starts two ranks of its own."
         )
@@ -56,7 +57,7 @@ def main():
         print(json.dumps({"broken": len(broken), "findings": listed}, indent=2))
     if broken:
         topics = ", ".join(finding.topic for finding in broken)
-        raise runtime.JobError(f"{len(broken)} broken: {topics}.")
+        raise JobError(f"{len(broken)} broken: {topics}.")
     if not _JSON.value:
         print("Nothing is broken.")
 

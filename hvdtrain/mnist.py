@@ -11,8 +11,8 @@ import sys
 
 from absl import flags
 
-from hvdtrain import data, optimizers, program, runtime
-from hvdtrain.runtime import JobError
+from hvdtrain import data, job, optimizers, program
+from hvdtrain.job import JobError, launchers
 
 _DEFAULT_MAX_STEPS = 10_000
 _EVALUATION_BATCH_SIZE = 256
@@ -137,12 +137,15 @@ def _check_data_dir(values):
 
 def main():
     """Trains, evaluates, and writes what came out."""
-    world = runtime.start(seed=_SEED.value)
-    program.check_same_flags(world, but=("data_dir", "model_dir"))
+    world = job.start(seed=_SEED.value)
     from hvdtrain import report, training
+    from hvdtrain.job import agreement
+
+    flag_values = program.flag_values()
+    agreement.check_same_flags(world, flag_values, but=("data_dir", "model_dir"))
 
     dataset, warning = _load(world)
-    with runtime.together(world, expected=_EXPECTED):
+    with agreement.fail_together(world, expected=_EXPECTED):
         train_spec = _train_spec(dataset, world)
         eval_spec = _eval_spec(dataset, world)
         if world.is_chief and _MODEL_DIR.value:
@@ -159,20 +162,22 @@ def main():
         world=world,
         observers=observers,
     )
-    with runtime.together(world):
+    with agreement.fail_together(world):
         if world.is_chief:
             _finish(result, report.summarize(result, facts))
 
 
 def _load(world):
     """Return the data set, and a warning if it is not what the user hoped for."""
+    from hvdtrain.job import agreement
+
     choice = None
-    with runtime.together(world, expected=_EXPECTED):
+    with agreement.fail_together(world, expected=_EXPECTED):
         if world.local_rank == 0:
             choice = data.prepare(_DATASET.value, data_dir=_DATA_DIR.value)
-    choices = [choice for choice in runtime.gather(world, choice) if choice]
+    choices = [choice for choice in agreement.gather(world, choice) if choice]
     choice = data.agree(choices)
-    with runtime.together(world, expected=_EXPECTED):
+    with agreement.fail_together(world, expected=_EXPECTED):
         dataset = data.load(choice.name, data_dir=_DATA_DIR.value)
     return dataset, choice.warning
 
@@ -320,7 +325,7 @@ def _observers():
     from hvdtrain import observers
 
     # Launchers put a pseudo terminal before what may be a file: no bar there.
-    has_bar = sys.stdout.isatty() and not runtime.launch().launcher
+    has_bar = sys.stdout.isatty() and not launchers.launch().launcher
     found = [observers.Console(sys.stdout, has_bar=has_bar)]
     if _MODEL_DIR.value:
         found.append(observers.EventLog(_MODEL_DIR.value))

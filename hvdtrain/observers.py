@@ -9,7 +9,7 @@ import time
 import tensorflow as tf
 import tqdm
 
-from hvdtrain.runtime import JobError
+from hvdtrain.job import JobError
 
 
 class Console:

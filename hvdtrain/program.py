@@ -17,7 +17,10 @@ import traceback
 
 from absl import flags
 
-from hvdtrain import runtime
+from hvdtrain.job import JobError
+from hvdtrain.job.launchers import launch
+from hvdtrain.job.output import standard_error
+from hvdtrain.job.start import stop
 
 # Rank 0 speaks at once; the others wait so long first. By then the launcher, which ends
 # all ranks when one has failed, will have ended them: one message, not one per rank.
@@ -49,13 +52,13 @@ def run(main, *, page):
             f"{' '.join(str(error).split())} (see --help)", code=2, is_everywhere=True
         )
     if _HELP.value:
-        if runtime.launch().rank == 0:
+        if launch().rank == 0:
             print(_help(page))
         return
     try:
         main()
         sys.stdout.flush()
-    except runtime.JobError as error:
+    except JobError as error:
         _leave(str(error), code=1, is_everywhere=True)
     except Exception as error:
         _leave_after_bug(error)
@@ -80,23 +83,6 @@ def flag_values():
     """Return the program's own flags and their values, as a dict."""
     defined = flags.FLAGS.flags_by_module_dict()[sys.argv[0]]
     return {flag.name: flag.value for flag in defined}
-
-
-def check_same_flags(world, *, but=()):
-    """Raise `JobError` on all ranks if a flag differs between them. A collective.
-
-    Args:
-        world: the `World`.
-        but: names of flags that may differ.
-    """
-    everyone = runtime.gather(world, flag_values())
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if name not in but and value != everyone[0][name]:
-                raise runtime.JobError(
-                    f"Received --{name}={everyone[0][name]} on rank 0 and --{name}="
-                    f"{value} on rank {rank}; expected the same on all ranks."
-                )
 
 
 def _open_closed_streams():
@@ -149,23 +135,23 @@ def _leave(text, *, code, is_everywhere=False):
         is_everywhere: all ranks are about to say the same, so that rank 0 is enough.
     """
     _is_leaving.set()
-    rank = runtime.launch().rank
+    rank = launch().rank
     if rank:
         # Not to exit before rank 0 has spoken: the launcher would end it.
         time.sleep(_PATIENCE_SECONDS)
     if not (rank and is_everywhere):
         _say(text)
-    runtime.stop(timeout_seconds=_PATIENCE_SECONDS)
+    stop(timeout_seconds=_PATIENCE_SECONDS)
     os._exit(code)
 
 
 def _say(text):
-    rank = runtime.launch().rank
+    rank = launch().rank
     prefix = f"rank {rank} on {socket.gethostname()}: " if rank else ""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     sys.stderr.flush()
-    os.write(runtime.standard_error(), f"{prefix}{text}\n".encode())
+    os.write(standard_error(), f"{prefix}{text}\n".encode())
 
 
 def _leave_on_signal():
@@ -179,7 +165,7 @@ def _leave_on_signal():
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     watched = [signal.SIGINT]
-    if runtime.launch().rank == 0:
+    if launch().rank == 0:
         watched.append(signal.SIGTERM)
     for number in watched:
         signal.signal(number, lambda *_: None)

@@ -7,8 +7,8 @@ import time
 import keras
 import numpy as np
 
+from hvdtrain.job import JobError
 from hvdtrain.keras import reduction
-from hvdtrain.runtime import JobError
 
 _REPORT_SECONDS = 1.0
 

@@ -4,7 +4,8 @@ import pathlib
 import platform
 import socket
 
-from hvdtrain import __version__, checkpoint, runtime
+from hvdtrain import __version__, checkpoint
+from hvdtrain.job import agreement
 
 _MODEL, _SUMMARY = "model.keras", "summary.json"
 # Room for the largest model with the largest optimizer state, and some logs.
@@ -24,7 +25,7 @@ def describe(world):
     import hvdtrain.keras as hvd
 
     threads = tf.config.threading.get_intra_op_parallelism_threads()
-    everyone = runtime.gather(world, (socket.gethostname(), threads))
+    everyone = agreement.gather(world, (socket.gethostname(), threads))
     hosts = [host for host, _ in everyone]
     return {
         "size": world.size,

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from hvdtrain.job import JobError
 from hvdtrain.keras import callbacks as hvd_callbacks
 from hvdtrain.keras import metrics
 from hvdtrain.progress import Watch, check_loss
-from hvdtrain.runtime import JobError
 
 # Python looks at a step that takes a millisecond only once in so many steps, ...
 _MAX_STEPS_PER_EXECUTION = 20

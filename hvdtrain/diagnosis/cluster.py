@@ -10,13 +10,8 @@ import time
 
 from hvdtrain import __version__
 from hvdtrain.diagnosis.finding import ask, broken, fine, warning
+from hvdtrain.job.launchers import SCHEDULERS
 
-_SCHEDULERS = {
-    "Slurm": "SLURM_JOB_ID",
-    "PBS": "PBS_JOBID",
-    "LSF": "LSB_JOBID",
-    "Kubernetes": "KUBERNETES_SERVICE_HOST",
-}
 _SET_BY_USERS = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_")
 _SSH_SECONDS = 10
 _CLOCK_SECONDS = 2.0
@@ -45,7 +40,7 @@ def check_scheduler(environ):
     """Say which scheduler's job this is, and whether it gives room for ranks."""
     jobs = {
         scheduler: environ[variable]
-        for scheduler, variable in _SCHEDULERS.items()
+        for scheduler, variable in SCHEDULERS.items()
         if variable in environ
     }
     if not jobs:

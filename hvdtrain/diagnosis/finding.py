@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 
-# What a launcher around us has told us: the programs that a check starts would take
-# themselves for its ranks.
-_LAUNCHED = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HOROVOD_RANK", "HOROVOD_SIZE")
+from hvdtrain.job.launchers import without_launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +68,8 @@ def ask(command, *, timeout_seconds):
         command: list of words.
         timeout_seconds: after it the command is killed, with all that it started.
     """
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_LAUNCHED)
-    }
+    # Otherwise the command would take itself for a rank of the job around us.
+    environ = without_launch(os.environ)
     try:
         process = subprocess.Popen(
             command,

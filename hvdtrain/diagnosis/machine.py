@@ -10,8 +10,8 @@ import time
 
 import psutil
 
-from hvdtrain import cores
 from hvdtrain.diagnosis.finding import broken, fine, warning
+from hvdtrain.job import cores
 
 _GIB = 1 << 30
 _MIB = 1 << 20

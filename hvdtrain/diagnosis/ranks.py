@@ -12,8 +12,10 @@ import sys
 import tempfile
 import time
 
+from hvdtrain import job
 from hvdtrain.diagnosis import installation
 from hvdtrain.diagnosis.finding import ask, broken, fine
+from hvdtrain.job import cores
 
 _LIMIT_SECONDS = 180
 # The gradients of MNIST's small model.
@@ -60,9 +62,7 @@ def _run(horovodrun, controller):
 
 def main(path):
     """Reduce, and write to `path` what came out and how long it took."""
-    from hvdtrain import cores, runtime
-
-    world = runtime.start()
+    world = job.start()
     import tensorflow as tf
 
     import hvdtrain.keras as hvd

@@ -5,13 +5,13 @@ horovodrun -np 2 python tests/commands/broken_program.py --on_rank=1
 
 from absl import flags
 
-from hvdtrain import program, runtime
+from hvdtrain import job, program
 
 _ON_RANK = flags.DEFINE_integer("on_rank", 0, "The rank that raises.")
 
 
 def main():
-    world = runtime.start()
+    world = job.start()
     import hvdtrain.keras as hvd
 
     hvd.allreduce(1.0, name="all_ranks")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import checkpoint
-from hvdtrain.runtime import JobError
+from hvdtrain.job import JobError
 
 
 def names(directory):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hvdtrain import cores
+from hvdtrain.job import cores
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hvdtrain.job import JobError
 from hvdtrain.observers import Console, EventLog
 from hvdtrain.progress import Progress
-from hvdtrain.runtime import JobError
 
 
 def progress(step, **changes):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from hvdtrain.job import JobError, World
 from hvdtrain.progress import Watch
-from hvdtrain.runtime import JobError, World
 from hvdtrain.training import Plan
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import training
-from hvdtrain.runtime import JobError, World
+from hvdtrain.job import JobError, World
 from hvdtrain.training import EvalSpec, Plan, TrainSpec
 
 RANDOM = np.random.RandomState(0)

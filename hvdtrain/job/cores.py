@@ -4,11 +4,7 @@ import contextlib
 import os
 import pathlib
 
-# Processes that start ranks and are not bound themselves.
-_LAUNCHER_PROCESSES = (
-    *("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "prte"),
-    *("hydra_pmi_proxy", "slurmstepd", "horovodrun"),
-)
+from hvdtrain.job import launchers
 
 
 def usable(local_size):
@@ -71,7 +67,7 @@ def _launcher_cores(default):
         try:
             stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
             name = stat[stat.index("(") + 1 : stat.rindex(")")]
-            if name in _LAUNCHER_PROCESSES:
+            if name in launchers.PROCESSES:
                 return max(default, len(os.sched_getaffinity(pid)))
         except OSError:
             break

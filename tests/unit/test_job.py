@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain import runtime
-from hvdtrain.runtime import JobError, Launch, World
+from hvdtrain import job
+from hvdtrain.job import JobError, World, agreement, launchers
+from hvdtrain.job.launchers import Launch
 
 
 def test_world_is_a_value():
@@ -46,14 +47,14 @@ def test_world_is_a_value():
     ],
 )
 def test_launch_is_read_from_the_innermost_launcher(environ, expected):
-    assert runtime.launch(environ) == expected
+    assert launchers.launch(environ) == expected
 
 
 def test_ranks_that_do_not_see_each_other_are_refused():
     with pytest.raises(JobError, match=r"4 processes from srun.* jobs of 1"):
-        runtime.check_one_job(Launch("srun", 4, 2), size=1)
-    runtime.check_one_job(Launch("mpirun", 4, 2), size=4)
-    runtime.check_one_job(Launch(), size=1)
+        launchers.check_one_job(Launch("srun", 4, 2), size=1)
+    launchers.check_one_job(Launch("mpirun", 4, 2), size=4)
+    launchers.check_one_job(Launch(), size=1)
 
 
 class StartedError(Exception):
@@ -77,7 +78,7 @@ def test_a_rank_without_a_launcher_takes_gloo_where_it_is_built(
     monkeypatch.setattr(hvd, "gloo_built", lambda: is_built)
     monkeypatch.setattr(hvd, "init", mock.Mock(side_effect=StartedError))
     with pytest.raises(StartedError):
-        runtime.start()
+        job.start()
     assert os.environ.get("HOROVOD_CONTROLLER") == controller
     operations = "gloo" if controller == "gloo" else None
     assert os.environ.get("HOROVOD_CPU_OPERATIONS") == operations
@@ -85,20 +86,20 @@ def test_a_rank_without_a_launcher_takes_gloo_where_it_is_built(
 
 def test_elastic_jobs_may_change_size(monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    runtime.check_one_job(Launch("horovodrun", 4, 2), size=3)
+    launchers.check_one_job(Launch("horovodrun", 4, 2), size=3)
 
 
-def test_together_passes_on_messages_and_shows_bugs_whole():
-    with runtime.together(World()):
+def test_fail_together_passes_on_messages_and_shows_bugs_whole():
+    with agreement.fail_together(World()):
         pass
     with (
         pytest.raises(JobError, match=r"^a mistake$"),
-        runtime.together(World(), expected=(OSError,)),
+        agreement.fail_together(World(), expected=(OSError,)),
     ):
         raise OSError("a mistake")
     with (
         pytest.raises(JobError, match=r"(?s)Traceback.*KeyError: 'a bug'"),
-        runtime.together(World(), expected=(OSError,)),
+        agreement.fail_together(World(), expected=(OSError,)),
     ):
         raise KeyError("a bug")
 
@@ -112,18 +113,18 @@ def test_together_passes_on_messages_and_shows_bugs_whole():
         ([("disk 1", "a"), ("disk 2", "b")], "rank 0 on a: disk 1"),
     ],
 )
-def test_together_names_the_rank_unless_all_fail_alike(monkeypatch, answers, message):
-    monkeypatch.setattr(runtime, "gather", lambda world, value: answers)
-    with pytest.raises(JobError) as caught, runtime.together(World(0, 2)):
+def test_the_rank_is_named_unless_all_fail_alike(monkeypatch, answers, message):
+    monkeypatch.setattr(agreement, "gather", lambda world, value: answers)
+    with pytest.raises(JobError) as caught, agreement.fail_together(World(0, 2)):
         pass
     assert str(caught.value) == message
 
 
 def test_gather_alone_needs_no_horovod():
-    assert runtime.gather(World(), {"a": 1}) == [{"a": 1}]
+    assert agreement.gather(World(), {"a": 1}) == [{"a": 1}]
 
 
-@pytest.mark.parametrize("module", ["runtime", "program", "cores", "optimizers"])
+@pytest.mark.parametrize("module", ["job", "program", "job.cores", "optimizers"])
 def test_import_loads_no_tensorflow(module):
     code = f"import sys, hvdtrain.{module}; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
