@@ -4,7 +4,7 @@ import contextlib
 import socket
 import traceback
 
-from hvdtrain.job.world import JobError
+from hvdtrain.job.world import JobError, SharedJobError
 from hvdtrain.keras.objects import allgather_object
 
 
@@ -25,7 +25,7 @@ def fail_together(world, *, expected=(JobError,)):
             is shown.
 
     Raises:
-        JobError: on every rank, with the first failing rank's message.
+        SharedJobError: on every rank, with the first failing rank's message.
     """
     text = ""
     try:
@@ -37,14 +37,14 @@ def fail_together(world, *, expected=(JobError,)):
     failures = gather(world, (text, socket.gethostname()))
     texts = [text for text, _ in failures]
     if texts[0] and len(set(texts)) == 1:
-        raise JobError(texts[0])
+        raise SharedJobError(texts[0])
     for rank, (text, host) in enumerate(failures):
         if text:
-            raise JobError(f"rank {rank} on {host}: {text}")
+            raise SharedJobError(f"rank {rank} on {host}: {text}")
 
 
 def check_same_flags(world, values, *, but=()):
-    """Raise `JobError` on all ranks if a flag differs between them. A collective.
+    """Raise `SharedJobError` if a flag differs between them. A collective.
 
     Args:
         world: the `World`.
@@ -55,7 +55,7 @@ def check_same_flags(world, values, *, but=()):
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
             if name not in but and value != everyone[0][name]:
-                raise JobError(
+                raise SharedJobError(
                     f"Received --{name}={everyone[0][name]} on rank 0 and --{name}="
                     f"{value} on rank {rank}; expected the same on all ranks."
                 )

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from hvdtrain.job.world import JobError
+from hvdtrain.job.world import SharedJobError
 
 # Launcher, variable of the number of ranks, variable of the rank. The inner launcher
 # comes first: in an allocation mpirun starts its daemons by srun.
@@ -64,10 +64,10 @@ def without_launch(environ):
 
 
 def check_one_job(launched, *, size):
-    """Raise `JobError` unless the launcher's number of ranks is Horovod's `size`."""
+    """Raise `SharedJobError` unless Horovod's `size` is the launcher's."""
     if launched.size == size or os.environ.get("HOROVOD_ELASTIC") == "1":
         return
-    raise JobError(
+    raise SharedJobError(
         f"Received {launched.size} processes from {launched.launcher}, but Horovod "
         f"sees jobs of {size}: they would train apart. Start them with horovodrun, or "
         "with the mpirun of the MPI that Horovod was built with (srun: --mpi=pmix)."

@@ -4,11 +4,11 @@ import dataclasses
 
 
 class JobError(Exception):
-    """The job cannot continue. The message is one line: the reason and the remedy.
+    """The job cannot continue. The message is one line: the reason and the remedy."""
 
-    Raised on every rank, by a check that all ranks make alike or in `fail_together`,
-    or on some ranks only: then the message is that of the first rank that failed.
-    """
+
+class SharedJobError(JobError):
+    """A `JobError` that is raised on every rank alike: rank 0 alone prints it."""
 
 
 @dataclasses.dataclass(frozen=True)
