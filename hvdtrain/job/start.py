@@ -42,7 +42,7 @@ def start(*, seed=0):
     with output.without_noise():
         # Not at the top: TensorFlow and Horovod read the environment at their import.
         from hvdtrain.job import backend
-    world = backend.init_horovod(is_alone=is_alone)
+    world = backend.init_world(is_alone=is_alone)
     launchers.check_one_job(launched, size=world.size)
     threads = cores.usable(world.local_size)
     if os.environ.get("HVDTRAIN_BIND") != "0":

@@ -36,8 +36,8 @@ from horovod.tensorflow import (
     stop_timeline,
 )
 
+from hvdtrain.job.backend import init
 from hvdtrain.keras import callbacks, elastic
-from hvdtrain.keras.basics import init
 from hvdtrain.keras.collectives import (
     allreduce,
     grouped_allreduce,

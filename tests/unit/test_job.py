@@ -8,9 +8,8 @@ from unittest import mock
 
 import pytest
 
-import hvdtrain.keras as hvd
 from hvdtrain import job
-from hvdtrain.job import JobError, World, agreement, launchers
+from hvdtrain.job import JobError, World, agreement, backend, launchers
 from hvdtrain.job.launchers import Launch
 
 
@@ -73,15 +72,25 @@ class StartedError(Exception):
 def test_a_rank_without_a_launcher_takes_gloo_where_it_is_built(
     monkeypatch, is_built, chosen, controller
 ):
-    """`hvd.init` raises: it reads the variables, which must be set before it."""
+    """Horovod reads the variables in its `init`, which raises here."""
     monkeypatch.setattr(os, "environ", {"HOROVOD_CONTROLLER": chosen} if chosen else {})
-    monkeypatch.setattr(hvd, "gloo_built", lambda: is_built)
-    monkeypatch.setattr(hvd, "init", mock.Mock(side_effect=StartedError))
+    monkeypatch.setattr(backend.hvd, "gloo_built", lambda: is_built)
+    monkeypatch.setattr(backend.hvd, "init", mock.Mock(side_effect=StartedError))
     with pytest.raises(StartedError):
         job.start()
     assert os.environ.get("HOROVOD_CONTROLLER") == controller
     operations = "gloo" if controller == "gloo" else None
     assert os.environ.get("HOROVOD_CPU_OPERATIONS") == operations
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1800"), ("7", "7")])
+def test_a_lone_collective_does_not_wait_for_ever(monkeypatch, given, expected):
+    environ = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": given} if given else {}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(backend.hvd, "init", mock.Mock())
+    backend.init()
+    assert environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == expected
+    assert backend.hvd.init.called
 
 
 def test_elastic_jobs_may_change_size(monkeypatch):

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -38,14 +39,17 @@ def start(script, **options):
 
 def signalled(script, *numbers):
     """Return exit code and output of a script that got these signals, one by one."""
-    process = start(script)
-    output = process.stdout.readline()
-    assert output == "ready\n", process.communicate()
-    for number in numbers:
-        process.send_signal(number)
-        output += process.stdout.readline()
-    rest, errors = process.communicate(timeout=TIMEOUT_SECONDS)
-    return process.returncode, (output + rest).split(), errors
+    with start(script) as process:
+        timer = threading.Timer(TIMEOUT_SECONDS, process.kill)
+        timer.start()
+        output = process.stdout.readline()
+        for number in numbers:
+            process.send_signal(number)
+            output += process.stdout.readline()
+        output += process.stdout.read()
+        errors = process.stderr.read()
+    timer.cancel()
+    return process.returncode, output.split(), errors
 
 
 def test_a_callback_gets_the_signal_of_a_blocked_main_thread():

@@ -8,7 +8,7 @@ import tensorflow as tf
 from horovod.common.elastic import notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-from hvdtrain.keras.basics import init
+from hvdtrain.job.backend import init
 
 
 def run(func):
