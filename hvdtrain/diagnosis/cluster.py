@@ -109,7 +109,7 @@ def _compare(topic, lines, done, *, offset, seconds):
         offset: seconds by which the clocks differ at least.
         seconds: time that the command took, the uncertainty of `offset`.
     """
-    detail = f"ssh works, its clock is within {offset + seconds:.1f} s of ours"
+    detail = f"ssh works, its clock is within {offset + seconds:.1f} s of this one"
     if done.code:
         remedy = (
             "install the same environment at the same path there; ssh does not run a "
@@ -122,7 +122,7 @@ def _compare(topic, lines, done, *, offset, seconds):
         detail += f"; hvdtrain {version} there and {__version__} here"
         return broken(topic, detail, "install the same version on all hosts")
     if offset > _CLOCK_SECONDS:
-        detail = f"ssh works, its clock differs from ours by {offset:.1f} s"
+        detail = f"ssh works, its clock differs by {offset:.1f} s"
         return warning(
             topic, detail, "set the clocks by NTP: logs are compared by time"
         )

@@ -1,4 +1,4 @@
-"""The start of a job, as far as one process shows it."""
+"""The start and the agreement of a job, in one process."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ def test_world_is_a_value():
             Launch("mpirun", 2, 1),
         ),
         ({"PMI_SIZE": "8", "PMI_RANK": "0"}, Launch("mpiexec", 8, 0)),
-        # mpirun in an allocation reaches the nodes with srun: two tasks, eight ranks.
+        # In an allocation mpirun starts its daemons by srun: two tasks, eight ranks.
         (
             {
                 "SLURM_STEP_NUM_TASKS": "2",
@@ -41,7 +41,7 @@ def test_world_is_a_value():
             },
             Launch("mpirun", 8, 5),
         ),
-        # A batch script of four tasks is itself no task of them.
+        # A batch script of a job of four tasks is itself none of these tasks.
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch("", 1, 0)),
     ],
 )
@@ -98,7 +98,7 @@ def test_elastic_jobs_may_change_size(monkeypatch):
     launchers.check_one_job(Launch("horovodrun", 4, 2), size=3)
 
 
-def test_fail_together_passes_on_messages_and_shows_bugs_whole():
+def test_fail_together_keeps_messages_and_the_traceback_of_bugs():
     with agreement.fail_together(World()):
         pass
     with (
