@@ -84,12 +84,13 @@ class Path(flags.ArgumentParser):
 def flag_values():
     """Return the flags of the program and of the modules that it imports, as a dict.
 
-    Without those of absl itself, and without --help.
+    Without those of absl and TensorFlow themselves, and without --help.
     """
+    not_ours = (__name__, "absl.", "tensorflow.")
     return {
         flag.name: flag.value
         for module, defined in flags.FLAGS.flags_by_module_dict().items()
-        if module != __name__ and not module.startswith("absl.")
+        if not module.startswith(not_ours)
         for flag in defined
     }
 

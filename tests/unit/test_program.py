@@ -123,6 +123,7 @@ def test_flags_of_imported_modules_belong_to_the_program(tmp_path):
         "from absl import flags, logging\n"
         "from hvdtrain import program\n"
         "flags.DEFINE_integer('own', 4, 'Ours.')\n"
+        "flags.DEFINE_integer('oom', 1, '', module_name='tensorflow.python.tpu')\n"
         "program.run(lambda: print(program.flag_values()), page='')\n"
     )
     output = subprocess.check_output(
