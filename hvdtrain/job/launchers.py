@@ -1,4 +1,4 @@
-"""All that is known of launchers and schedulers: environment variables, processes."""
+"""Environment variables and process names of launchers and schedulers."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ _LAUNCHERS = (
 # Prefixes of the variables by which the ranks of a job find each other.
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 _RANK = ("HOROVOD_RANK", "HOROVOD_SIZE")
-# Variable that is set in a job of the scheduler, and holds the job's number.
+# Variable that is set in a job of the scheduler.
 SCHEDULERS = {
     "Slurm": "SLURM_JOB_ID",
     "PBS": "PBS_JOBID",

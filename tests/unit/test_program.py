@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from hvdtrain.job import output
+
 TIMEOUT_SECONDS = 60
 PROGRAM = """
 from hvdtrain import program
@@ -112,6 +114,23 @@ def test_only_a_reason_that_rank_0_prints_is_left_out(rank, body, flag, code, re
     prefix = f"rank 1 on {socket.gethostname()}: " if rank and reason else ""
     assert errors.startswith(prefix + reason)
     assert len(errors.splitlines()) == bool(reason), errors
+
+
+def test_stderr_is_held_back_and_errors_are_not(capfd):
+    with output.without_noise():
+        os.write(2, b"I0000 a message of TensorFlow\na warning\n")
+        output.write_error("an error\n", timeout_seconds=1)
+    assert capfd.readouterr().err == "an error\na warning\n"
+
+
+def test_a_long_error_is_written_in_whole_lines(monkeypatch):
+    reader, writer = os.pipe2(os.O_DIRECT)
+    monkeypatch.setattr(output, "_real_stderr", writer)
+    output.write_error("x" * 4000 + "\n" + "y" * 4000 + "\n", timeout_seconds=1)
+    os.close(writer)
+    packets = list(iter(lambda: os.read(reader, 8192), b""))
+    os.close(reader)
+    assert packets == [b"x" * 4000 + b"\n", b"y" * 4000 + b"\n"]
 
 
 def test_flags_of_imported_modules_belong_to_the_program(tmp_path):
