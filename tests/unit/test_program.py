@@ -21,6 +21,7 @@ from hvdtrain.job import JobError
 def main():
 {body}
 
+program._PATIENCE_SECONDS = 0.1
 program.run(main, page="")
 """
 
