@@ -35,7 +35,8 @@ def subscribe(numbers, callback):
     _start_thread()
     _subscribers = (*_subscribers, (frozenset(numbers), callback))
     for number in numbers:
-        _replaced.setdefault(number, signal.getsignal(number))
+        # None is a handler that C code has installed, which Python cannot restore.
+        _replaced.setdefault(number, signal.getsignal(number) or signal.SIG_DFL)
         signal.signal(number, _ignore)
 
 
@@ -63,6 +64,15 @@ def _start_thread():
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         _thread = threading.Thread(target=_deliver, args=(reader,), daemon=True)
         _thread.start()
+        os.register_at_fork(after_in_child=_reset)
+
+
+def _reset():
+    # A forked child has no thread, and its file descriptor is this process' own: a
+    # signal to the child would be delivered here.
+    signal.set_wakeup_fd(-1)
+    for number, handler in _replaced.items():
+        signal.signal(number, handler)
 
 
 def _deliver(reader):

@@ -107,6 +107,23 @@ block()
     assert signalled(script, signal.SIGTERM)[0] == -signal.SIGTERM
 
 
+def test_a_signal_to_a_forked_child_is_not_ours():
+    script = """
+signals.subscribe([signal.SIGTERM], lambda number: write("ours"))
+reader, writer = os.pipe()
+child = os.fork()
+if not child:
+    os.write(writer, b"x")
+    time.sleep(60)
+    os._exit(1)
+os.read(reader, 1)
+os.kill(child, signal.SIGTERM)
+assert os.waitpid(child, 0)[1] == signal.SIGTERM
+block()
+"""
+    assert signalled(script, signal.SIGTERM)[1] == ["ready", "ours"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_signals_of_others_are_left_alone(number):
     script = """
