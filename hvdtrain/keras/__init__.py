@@ -51,12 +51,8 @@ from hvdtrain.collectives.ops import (
     reducescatter,
 )
 from hvdtrain.collectives.transport import Adasum, Average, Max, Min, Product, Sum
+from hvdtrain.job.backend import init
 from hvdtrain.keras import callbacks, elastic
-from hvdtrain.keras.basics import (
-    broadcast_global_variables,
-    broadcast_object_fn,
-    init,
-)
 from hvdtrain.keras.layers import SyncBatchNormalization
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras.partial import (
@@ -65,6 +61,10 @@ from hvdtrain.keras.partial import (
 )
 from hvdtrain.keras.saving import load_model
 from hvdtrain.keras.tape import DistributedGradientTape
+from hvdtrain.keras.tensorflow1 import (
+    broadcast_global_variables,
+    broadcast_object_fn,
+)
 
 __all__ = [
     "Adasum",

@@ -9,7 +9,7 @@ from horovod.common.elastic import notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from hvdtrain.collectives.failures import is_collective_failure
-from hvdtrain.keras.basics import init
+from hvdtrain.job.backend import init
 
 
 def run(func):
