@@ -5,6 +5,7 @@ rank's input, adds the losses up, and differentiates the sum.
 """
 
 import functools
+import time
 
 import horovod.tensorflow as raw
 import keras
@@ -354,6 +355,94 @@ def test_shapes_that_differ_in_single_collectives_are_an_error():
     ):
         with pytest.raises(tf.errors.OpError, match="Mismatched"):
             collective(value)
+
+
+def sparse(value):
+    return tf.IndexedSlices(value, tf.range(2), tf.constant([2, 3]))
+
+
+def by_rank(first, other):
+    return first if RANK == 0 else other
+
+
+ONES = tf.ones([2, 3])
+# What rank 0 calls, and what the others call under the same name.
+DIFFERENT_CALLS = {
+    "dtype": (
+        lambda: hvd.allreduce(ONES, name="x"),
+        lambda: hvd.allreduce(tf.cast(ONES, tf.int32), name="x"),
+    ),
+    "bfloat16": (
+        lambda: hvd.allreduce(ONES, name="x"),
+        lambda: hvd.allreduce(tf.cast(ONES, tf.bfloat16), name="x"),
+    ),
+    "op": (
+        lambda: hvd.allreduce(ONES, name="x"),
+        lambda: hvd.allreduce(ONES, name="x", op=hvd.Sum),
+    ),
+    "maximum": (
+        lambda: hvd.allreduce(ONES, name="x", op=hvd.Max),
+        lambda: hvd.allreduce(ONES, name="x", op=hvd.Sum),
+    ),
+    "kind": (
+        lambda: hvd.allreduce(ONES, name="x"),
+        lambda: hvd.allreduce(sparse(ONES), name="x"),
+    ),
+    "length": (
+        lambda: hvd.grouped_allreduce([ONES], name="x"),
+        lambda: hvd.grouped_allreduce([ONES, ONES], name="x"),
+    ),
+    "length_of_large": (
+        lambda: hvd.grouped_allreduce([tf.ones([1 << 19])] * 2, name="x"),
+        lambda: hvd.grouped_allreduce([tf.ones([1 << 19])], name="x"),
+    ),
+    "dtype_in_a_list": (
+        lambda: hvd.grouped_allreduce([ONES, ONES], name="x"),
+        lambda: hvd.grouped_allreduce([ONES, tf.cast(ONES, tf.int32)], name="x"),
+    ),
+    "length_of_gathered": (
+        lambda: hvd.grouped_allgather([ONES], name="x"),
+        lambda: hvd.grouped_allgather([ONES, ONES, ONES], name="x"),
+    ),
+    "dtype_of_gathered": (
+        lambda: hvd.allgather(ONES, name="x"),
+        lambda: hvd.allgather(tf.cast(ONES, tf.int32), name="x"),
+    ),
+    "length_of_scattered": (
+        lambda: hvd.grouped_reducescatter([ONES], name="x"),
+        lambda: hvd.grouped_reducescatter([ONES, ONES], name="x"),
+    ),
+    "length_of_variables": (
+        lambda: hvd.broadcast_variables([tf.Variable(ONES)], 0),
+        lambda: hvd.broadcast_variables([tf.Variable(ONES)] * 2, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENT_CALLS)
+@pytest.mark.parametrize("in_function", [False, True])
+def test_calls_that_differ_between_ranks_are_an_error_at_once(difference, in_function):
+    call = by_rank(*DIFFERENT_CALLS[difference])
+    if in_function and difference == "length_of_variables":
+        pytest.skip("a function makes no variables")
+    step = tf.function(call) if in_function else call
+    start = time.monotonic()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched") as info:
+        step()
+    # The stall limit of these tests is a minute.
+    assert time.monotonic() - start < 30
+    if not in_function:
+        assert "rank 0: " in str(info.value)
+        assert f"rank {SIZE - 1}: " in str(info.value)
+
+
+def test_the_error_names_what_each_rank_sent():
+    value = by_rank(ONES, tf.cast(ONES, tf.int32))
+    with pytest.raises(tf.errors.FailedPreconditionError) as info:
+        hvd.allreduce(value)
+    assert "rank 0: Average of float32[2, 3]; rank 1: Average of int32[2, 3]" in str(
+        info.value
+    )
 
 
 @pytest.mark.parametrize("dtype", ["string", "bool", "uint16", "complex64"])

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import oracle
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
 
@@ -121,3 +122,11 @@ def test_a_scale_that_another_compile_made_is_refused_too():
     model.compile(optimizer, oracle.LOSS)
     with pytest.raises(ValueError, match="BroadcastGlobalVariablesCallback"):
         train(model, [], overflows=False)
+
+
+def test_an_eager_local_finite_check_is_refused_too():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    scale = keras.optimizers.LossScaleOptimizer(optimizer)
+    variable = keras.Variable([0.0])
+    with pytest.raises(ValueError, match="LossScaleOptimizer that checks"):
+        scale.apply([tf.constant([1.0])], [variable])

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import oracle
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
 
@@ -268,3 +269,51 @@ def test_a_built_optimizer_keeps_its_state():
 def test_xla_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match="jit_compile=False"):
         train_shard(distributed("sgd"), jit_compile=True)
+
+
+def constant_loss_step(optimizer, variable, gradient, apply):
+    """Applies `gradient` to `variable` in a way of a user's own."""
+    optimizer.build([variable])
+    apply(optimizer, [tf.constant(gradient)], [variable])
+    return float(variable[0])
+
+
+@pytest.mark.parametrize("wrap", [lambda apply: apply, tf.function])
+def test_variables_may_be_an_iterator(wrap):
+    variable = keras.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+    def apply(optimizer, gradients, variables):
+        optimizer.apply(iter(gradients), (v for v in variables))
+
+    mean = (hvd.size() + 1) / 2
+    moved = constant_loss_step(optimizer, variable, [1.0 + hvd.rank()], wrap(apply))
+    assert moved == pytest.approx(-mean)
+
+
+@pytest.mark.parametrize("method", ["apply", "apply_gradients"])
+def test_a_step_in_a_users_own_branch(method):
+    """All ranks take the same branch, so the reduction in it is right."""
+    variable = keras.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+    @tf.function
+    def apply(optimizer, gradients, variables):
+        def step():
+            if method == "apply":
+                optimizer.apply(gradients, variables)
+            else:
+                optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            return 0
+
+        tf.cond(optimizer.iterations < 1, step, lambda: 1)
+
+    mean = (hvd.size() + 1) / 2
+    for _ in range(2):
+        moved = constant_loss_step(optimizer, variable, [1.0 + hvd.rank()], apply)
+        assert moved == pytest.approx(-mean)
+
+
+def test_adasum_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"op=hvd\.Adasum.*DistributedGradientTape"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Adasum)
