@@ -110,9 +110,9 @@ class ReductionHook:
             "The distributed optimizer is inside a LossScaleOptimizer that checks for "
             "overflow on each rank alone: ranks without overflow would wait for one "
             "that skips the step. Add "
-            "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, make an hvd.elastic.KerasState of the model after "
-            "compile(), or use hvd.DistributedOptimizer("
-            "keras.optimizers.LossScaleOptimizer(optimizer))."
+            "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, make "
+            "an hvd.elastic.KerasState of the model after compile(), or use "
+            "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
         )
 
     def _check_reduced(self):
