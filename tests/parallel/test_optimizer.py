@@ -1,6 +1,8 @@
 """N ranks take the steps of one process with the N-times batch."""
 
 import functools
+import inspect
+import pathlib
 
 import horovod.tensorflow.keras as upstream
 import keras
@@ -8,8 +10,12 @@ import numpy as np
 import oracle
 import pytest
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 
 import hvdtrain.keras as hvd
+from hvdtrain.collectives import transport
+
+PACKAGE = str(pathlib.Path(transport.__file__).parents[2])
 
 OPTIMIZERS = {
     "sgd": lambda **args: keras.optimizers.SGD(0.1, **args),
@@ -317,3 +323,33 @@ def test_a_step_in_a_users_own_branch(method):
 def test_adasum_is_refused_by_name():
     with pytest.raises(ValueError, match=r"op=hvd\.Adasum.*DistributedGradientTape"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Adasum)
+
+
+@pytest.fixture
+def frames(monkeypatch):
+    """Per operation of Horovod, the names of the package's functions on the stack."""
+    seen = []
+    operation = mpi_ops._grouped_allreduce
+
+    def spy(*args, **options):
+        stack = [frame for frame in inspect.stack() if PACKAGE in frame.filename]
+        seen.append([frame.function for frame in stack])
+        return operation(*args, **options)
+
+    monkeypatch.setattr(mpi_ops, "_grouped_allreduce", spy)
+    return seen
+
+
+def test_a_gradient_is_explained_in_nine_frames(frames):
+    variable = keras.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([variable])
+    optimizer.apply_gradients([(tf.constant([1.0]), variable)])
+    (stack,) = frames
+    assert len(stack) <= 9, stack
+
+
+def test_a_public_allreduce_adds_two_frames_to_the_transport(frames):
+    transport.allreduce([1.0], transport.Reduction())
+    hvd.allreduce(1.0)
+    assert len(frames[1]) == len(frames[0]) + 2, frames
