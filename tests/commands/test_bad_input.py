@@ -6,8 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 
 HERE = pathlib.Path(__file__).parent
@@ -145,6 +147,38 @@ def test_output_that_cannot_be_written(run, redirection, code, words):
     assert job.returncode == code, job.text
     assert words in job.text
     assert "Traceback" not in job.text
+
+
+@pytest.mark.parametrize(
+    ("launcher", "reason"),
+    [
+        ("", "Cannot write the output: Broken pipe."),
+        ("horovodrun --gloo -np 2", "horovodrun: cannot write the output: Broken pipe"),
+    ],
+)
+def test_output_that_nobody_reads(run, launcher, reason):
+    program = f"{launcher} {sys.executable} -m hvdtrain.mnist {' '.join(ENDLESS)}"
+    job = run([], program=["bash", "-c", f"set -o pipefail; {program} | head -n 1"])
+    assert job.returncode == 1, job.text
+    first, last = job.text.splitlines()
+    assert "hvdtrain" in first
+    assert last == reason
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_interrupt_before_the_ranks_are_started(start, launcher):
+    job = start(ENDLESS, launcher=launcher)
+    # A child of horovodrun loads TensorFlow, to see what Horovod was built with.
+    while not any(map(has_tensorflow, psutil.Process(job.process.pid).children())):
+        assert job.process.poll() is None, job.text
+        time.sleep(0.05)
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.wait().returncode == 130, job.text
+    assert job.text == "horovodrun: stopped by SIGINT\n"
+
+
+def has_tensorflow(process):
+    return "/tensorflow/" in pathlib.Path(f"/proc/{process.pid}/maps").read_text()
 
 
 def test_fewer_samples_than_ranks(run, tmp_path):
