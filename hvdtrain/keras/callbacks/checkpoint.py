@@ -10,10 +10,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keeps the best model of a run in one file, which rank 0 writes.
 
     A `keras.callbacks.ModelCheckpoint(save_best_only=True)` for all ranks. Put it
-    after `MetricAverageCallback`, so that "best" is that of all ranks' samples. A job
-    that is killed leaves the best model before, never half a file.
-    As in Horovod, where the file is named later, `filepath` may be set as an
-    attribute before `fit`.
+    after `MetricAverageCallback`: "best" is then measured on the samples of all ranks.
+    Files are replaced by an atomic rename, so a job that is killed leaves a complete
+    one. As in Horovod, `filepath` may be set as an attribute before `fit`.
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as in
@@ -35,7 +34,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         filepath=None,
     ):
         super().__init__(
-            # Keras insists on a name here; on_train_begin sees to it that it is real.
+            # Keras requires a name here; on_train_begin checks that one was given.
             filepath or (".weights.h5" if save_weights_only else ".keras"),
             monitor=monitor,
             verbose=verbose,
@@ -48,8 +47,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             self.filepath = None
 
     def set_model(self, model):
-        """Takes the model, which is going to be written in one piece."""
-        super().set_model(_WrittenAtOnce(model))
+        """Takes the model, to be written by an atomic rename."""
+        super().set_model(_AtomicallySaved(model))
 
     def on_train_begin(self, logs=None):
         """Checks that there is a file to write."""
@@ -71,14 +70,14 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             super().on_epoch_end(epoch, logs)
 
 
-class _WrittenAtOnce:
-    """A model whose files appear whole or not at all; else the model itself."""
+class _AtomicallySaved:
+    """A model whose `save` methods write by an atomic rename."""
 
     def __init__(self, model):
         self._model = model
 
     def __getattr__(self, name):
-        # copy and pickle ask for special methods before there is a model to ask.
+        # copy and pickle look up special methods before __init__ has set the model.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._model, name)
@@ -90,7 +89,7 @@ class _WrittenAtOnce:
         self._write(self._model.save_weights, path, options)
 
     def _write(self, save, path, options):
-        if "://" in str(path):  # Keras uploads a file that it has finished.
+        if "://" in str(path):  # Keras writes a local file and uploads it.
             save(path, **options)
             return
         with atomic_write(path) as temporary:
