@@ -16,8 +16,6 @@ from hvdtrain.job import JobError, launchers
 
 _DEFAULT_MAX_STEPS = 10_000
 _EVALUATION_BATCH_SIZE = 256
-# What a user can mend; anything else is a bug and is shown with its trace.
-_EXPECTED = (JobError, data.DataError)
 
 _DATASET = flags.DEFINE_enum(
     "dataset", "auto", data.NAMES, "auto is mnist if it can be had, else digits."
@@ -145,7 +143,7 @@ def main():
     agreement.check_same_flags(world, flag_values, but=("data_dir", "model_dir"))
 
     dataset, warning = _load(world)
-    with agreement.fail_together(world, expected=_EXPECTED):
+    with agreement.fail_together(world):
         train_spec = _train_spec(dataset, world)
         eval_spec = _eval_spec(dataset, world)
         if world.is_chief and _MODEL_DIR.value:
@@ -169,21 +167,14 @@ def main():
 
 def _load(world):
     """Return the data set, and a warning if it is not what the user hoped for."""
-    from hvdtrain.job import agreement
+    from hvdtrain.data import loading
 
-    choice = None
-    with agreement.fail_together(world, expected=_EXPECTED):
-        if world.local_rank == 0:
-            choice = data.prepare(_DATASET.value, data_dir=_DATA_DIR.value)
-    choices = [choice for choice in agreement.gather(world, choice) if choice]
-    choice = data.agree(choices)
-    with agreement.fail_together(world, expected=_EXPECTED):
-        dataset = data.load(choice.name, data_dir=_DATA_DIR.value)
-    return dataset, choice.warning
+    return loading.load_everywhere(world, _DATASET.value, data_dir=_DATA_DIR.value)
 
 
 def _train_spec(dataset, world):
     from hvdtrain import training
+    from hvdtrain.data import streams
 
     shard = data.Shard(
         num_samples=len(dataset.x_train),
@@ -195,7 +186,7 @@ def _train_spec(dataset, world):
     steps = _steps(shard)
     _check_warmup(_EPOCHS.value or steps * shard.global_batch_size / shard.num_samples)
     return training.TrainSpec(
-        input_fn=lambda start_step, end_step: data.stream(
+        input_fn=lambda start_step, end_step: streams.train_batches(
             dataset.x_train,
             dataset.y_train,
             shard=shard,
@@ -211,9 +202,10 @@ def _train_spec(dataset, world):
 
 
 def _callbacks(world, pass_steps, plan):
+    from hvdtrain import schedules
     from hvdtrain.keras import callbacks
 
-    found = optimizers.schedule(
+    found = schedules.schedule(
         _local_learning_rate() * world.size,
         # Callbacks count the epochs of fit, which are not quite passes over the data.
         warmup_epochs=_WARMUP_EPOCHS.value * pass_steps / plan.epoch_steps,
@@ -228,8 +220,9 @@ def _callbacks(world, pass_steps, plan):
 
 def _eval_spec(dataset, world):
     from hvdtrain import training
+    from hvdtrain.data import streams
 
-    batches = data.evaluation_stream(
+    batches = streams.evaluation_batches(
         dataset.x_test,
         dataset.y_test,
         rank=world.rank,

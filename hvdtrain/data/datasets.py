@@ -1,10 +1,11 @@
-"""Data sets by name: make them available on a node, then load them on every rank."""
+"""Data sets by name: prepared once per node, then loaded on every rank."""
 
 import dataclasses
 
 import numpy as np
 
-from hvdtrain.data import download, files
+from hvdtrain.data import files
+from hvdtrain.data.download import cached_mnist, default_cache_dir
 from hvdtrain.data.files import DataError
 
 NAMES = ("auto", "mnist", "digits", "synthetic", "custom")
@@ -15,7 +16,7 @@ class Dataset:
     """Images and labels in memory, as they are stored.
 
     Attributes:
-        name: what the data really are: mnist, digits, synthetic or custom.
+        name: mnist, digits, synthetic or custom; never `auto`.
         x_train: uint8 (n, height, width, channels).
         y_train: int32 (n,), 0 to num_classes - 1.
         x_test: like x_train.
@@ -38,32 +39,38 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The data set to load, and a warning if it is not what the user hoped for."""
+    """The data set to load.
+
+    Attributes:
+        name: mnist, digits, synthetic or custom.
+        warning: for the user, if this is a fallback.
+        dataset: the `Dataset` where `prepare` has read it: not to be read again.
+    """
 
     name: str
     warning: str = ""
+    dataset: Dataset | None = dataclasses.field(default=None, compare=False)
 
 
 def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=12.0):
-    """Make a data set available on this node, and say which one it is.
+    """Make a data set available on this node, and choose which one it is.
 
-    Call it on one rank of each node. It may download; `load` never does. Pass the
-    choices of all nodes to `agree`, then call `load` on every rank.
+    Called on one rank of each node. It may download; `load` never does.
 
     Args:
-        name: one of `NAMES`. `auto` is mnist if it can be had, else digits.
+        name: one of `NAMES`. `auto` is mnist if it is available, else digits.
         data_dir: directory of the files of mnist or custom; never a download then,
             and never a fallback.
-        cache_dir: where a download goes, see `download_mnist`.
-        urls: mirrors, see `download_mnist`.
-        timeout_seconds: when a silent network is given up, see `download_mnist`.
+        cache_dir: where a download goes, see `cached_mnist`.
+        urls: mirrors, see `cached_mnist`.
+        timeout_seconds: limit for a silent network, see `cached_mnist`.
 
     Returns:
         A `Choice`, whose name is never `auto`.
 
     Raises:
         DataError: an unknown name, one that does not go with `data_dir`, or MNIST
-            was asked for and cannot be had.
+            was asked for and is not available.
     """
     _check_name(name, data_dir=data_dir)
     if name not in ("auto", "mnist"):
@@ -71,12 +78,12 @@ def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=1
     if data_dir:
         return Choice("mnist")
     try:
-        download.download_mnist(cache_dir, urls=urls, timeout_seconds=timeout_seconds)
+        arrays = cached_mnist(cache_dir, urls=urls, timeout_seconds=timeout_seconds)
     except DataError as error:
         if name == "mnist":
             raise
         return Choice("digits", f"Training on digits, NOT on MNIST. {error}")
-    return Choice("mnist")
+    return Choice("mnist", dataset=_checked("mnist", arrays, label="the cache"))
 
 
 def agree(choices):
@@ -106,7 +113,7 @@ def load(name, *, data_dir=None, cache_dir=None):
         return synthetic()
     if name not in ("mnist", "custom"):
         raise DataError(f"Received {name} to load; call prepare first, it decides.")
-    directory = data_dir or cache_dir or download.default_cache_dir()
+    directory = data_dir or cache_dir or default_cache_dir()
     pattern = "mnist.npz" if name == "mnist" else "*.npz"
     arrays = files.read_directory(directory, npz_pattern=pattern)
     dataset = _checked(name, arrays, label=directory)

@@ -38,13 +38,6 @@ def test_numbers_that_json_does_not_know_are_refused(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_what_a_killed_run_left_is_overwritten(tmp_path):
-    (tmp_path / ".partial-summary.json").write_text("half" * 1000)
-    checkpoint.save_json({"steps": 5}, tmp_path / "summary.json")
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 5}
-    assert names(tmp_path) == ["summary.json"]
-
-
 def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     def full(handle):
         raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""Which rank sees which sample when: the shards and the streams."""
+"""Which rank sees which sample at which step: the shards and the streams."""
 
 import itertools
 import subprocess
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import data
+from hvdtrain.data import streams
 
 # Odd sizes, a batch larger than the data, a batch of the size of the data.
 CASES = [
@@ -145,7 +146,7 @@ def batches_of(dataset):
 def test_stream_is_the_indexed_images_scaled():
     x, y = pictures(40)
     mine = shard(40, 12, seed=3, rank=1, size=2)
-    got = batches_of(data.stream(x, y, shard=mine, start_step=0, end_step=11))
+    got = batches_of(streams.train_batches(x, y, shard=mine, start_step=0, end_step=11))
     assert len(got) == 11
     for (images, labels), chosen in zip(got, mine.indices(0, 11), strict=True):
         assert images.dtype == np.float32
@@ -157,7 +158,9 @@ def test_stream_is_the_indexed_images_scaled():
 
 def test_stream_has_fixed_shapes_and_a_known_length():
     x, y = pictures(40)
-    batches = data.stream(x, y, shard=shard(40, 8), start_step=3, end_step=200)
+    batches = streams.train_batches(
+        x, y, shard=shard(40, 8), start_step=3, end_step=200
+    )
     images, labels = batches.element_spec
     assert images.shape == (8, 2, 3, 1)
     assert labels.shape == (8,)
@@ -168,8 +171,12 @@ def test_stream_has_fixed_shapes_and_a_known_length():
 def test_resumed_stream_is_the_rest_of_the_uninterrupted_one(start):
     x, y = pictures(50)
     mine = shard(50, 8, seed=1, rank=0, size=2)
-    whole = batches_of(data.stream(x, y, shard=mine, start_step=0, end_step=140))
-    rest = batches_of(data.stream(x, y, shard=mine, start_step=start, end_step=140))
+    whole = batches_of(
+        streams.train_batches(x, y, shard=mine, start_step=0, end_step=140)
+    )
+    rest = batches_of(
+        streams.train_batches(x, y, shard=mine, start_step=start, end_step=140)
+    )
     assert len(rest) == 140 - start
     for (images, labels), (same_images, same_labels) in zip(
         whole[start:], rest, strict=True
@@ -181,7 +188,7 @@ def test_resumed_stream_is_the_rest_of_the_uninterrupted_one(start):
 def test_stream_of_images_larger_than_a_block():
     x, y = pictures(6, shape=(700, 500, 3))
     mine = shard(6, 2, seed=2)
-    got = batches_of(data.stream(x, y, shard=mine, start_step=0, end_step=4))
+    got = batches_of(streams.train_batches(x, y, shard=mine, start_step=0, end_step=4))
     assert [labels.tolist() for _, labels in got] == mine.indices(0, 4).tolist()
     assert all(images.shape == (2, 700, 500, 3) for images, _ in got)
 
@@ -189,18 +196,18 @@ def test_stream_of_images_larger_than_a_block():
 def test_empty_stream():
     x, y = pictures(6)
     assert not batches_of(
-        data.stream(x, y, shard=shard(6, 2), start_step=4, end_step=4)
+        streams.train_batches(x, y, shard=shard(6, 2), start_step=4, end_step=4)
     )
 
 
 def test_stream_refuses_what_does_not_fit():
     x, y = pictures(6)
     with pytest.raises(data.DataError, match="6 images and 5 labels"):
-        data.stream(x, y[:5], shard=shard(6, 2), start_step=0, end_step=1)
+        streams.train_batches(x, y[:5], shard=shard(6, 2), start_step=0, end_step=1)
     with pytest.raises(data.DataError, match="expected 7"):
-        data.stream(x, y, shard=shard(7, 7), start_step=0, end_step=1)
+        streams.train_batches(x, y, shard=shard(7, 7), start_step=0, end_step=1)
     with pytest.raises(data.DataError, match="steps 3 to 2"):
-        data.stream(x, y, shard=shard(6, 2), start_step=3, end_step=2)
+        streams.train_batches(x, y, shard=shard(6, 2), start_step=3, end_step=2)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -209,7 +216,7 @@ def test_evaluation_sees_each_image_once(n, size, batch):
     x, y = pictures(n)
     seen = []
     for rank in range(size):
-        part = data.evaluation_stream(
+        part = streams.evaluation_batches(
             x, y, rank=rank, size=size, local_batch_size=batch
         )
         for images, labels in batches_of(part):
@@ -222,9 +229,9 @@ def test_evaluation_sees_each_image_once(n, size, batch):
 def test_evaluation_refuses_what_does_not_fit():
     x, y = pictures(3)
     with pytest.raises(data.DataError, match="3 samples for 4 ranks"):
-        data.evaluation_stream(x, y, rank=0, size=4, local_batch_size=1)
+        streams.evaluation_batches(x, y, rank=0, size=4, local_batch_size=1)
     with pytest.raises(data.DataError, match="batch of 0"):
-        data.evaluation_stream(x, y, rank=0, size=1, local_batch_size=0)
+        streams.evaluation_batches(x, y, rank=0, size=1, local_batch_size=0)
 
 
 def test_keras_takes_every_sample_of_the_streams():
@@ -239,10 +246,10 @@ def test_keras_takes_every_sample_of_the_streams():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # 10 steps and 7 batches: neither is a multiple of the steps per execution.
     model.compile("sgd", loss, metrics=[accuracy], steps_per_execution=4)
-    batches = data.stream(x, y, shard=shard(50, 6), start_step=0, end_step=10)
+    batches = streams.train_batches(x, y, shard=shard(50, 6), start_step=0, end_step=10)
     model.fit(batches, shuffle=False, verbose=0)
     assert int(accuracy.count) == 60
     assert int(model.optimizer.iterations) == 10
-    part = data.evaluation_stream(x, y, rank=0, size=1, local_batch_size=8)
+    part = streams.evaluation_batches(x, y, rank=0, size=1, local_batch_size=8)
     model.evaluate(part, verbose=0)
     assert int(accuracy.count) == 50

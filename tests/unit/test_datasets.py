@@ -1,5 +1,6 @@
 """Data sets: read from files in every form, downloaded, refused when they are bad."""
 
+import collections
 import contextlib
 import gzip
 import http.server
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 from hvdtrain import data
+from hvdtrain.data import files, loading
+from hvdtrain.job import World
 
 IDX = {
     "x_train": "train-images-idx3-ubyte",
@@ -272,6 +275,33 @@ def test_pickles_are_never_opened(tmp_path):
     assert not marker.exists()
 
 
+def test_arrays_of_objects_get_their_own_advice(tmp_path):
+    labels = np.array([0, 1, 2, 0, 1, 2, None], dtype=object)
+    np.savez(tmp_path / "a.npz", **{**small(), "y_test": labels})
+    message = error_of("custom", data_dir=tmp_path)
+    assert f"y_test in {tmp_path / 'a.npz'} as an array of Python objects" in message
+    assert "integer labels" in message
+    assert "permissions" not in message
+
+
+@pytest.mark.parametrize("name", ["mnist.npz", IDX["x_train"], IDX["y_test"]])
+def test_a_directory_in_the_place_of_a_file(tmp_path, name):
+    if name in IDX.values():
+        write_idx(tmp_path, small())
+        (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    for dataset in ("custom", "mnist"):
+        message = error_of(dataset, data_dir=tmp_path)
+        assert f"the directory {tmp_path / name}; expected a file" in message
+        assert "permissions" not in message
+
+
+def test_a_directory_in_the_place_of_the_cached_file(tmp_path, refused):
+    (tmp_path / "mnist.npz").mkdir()
+    with pytest.raises(data.DataError, match="expected a file of this name"):
+        data.prepare("mnist", cache_dir=tmp_path, urls=[refused])
+
+
 @pytest.mark.parametrize("form", ["npz", "idx", "idx.gz"])
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
 def test_truncated_files(tmp_path, form, part):
@@ -428,7 +458,7 @@ def test_a_trickling_server_is_given_up(tmp_path):
 
     with server(trickle) as url:
         with pytest.raises(data.DataError, match="without progress"):
-            data.download_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=0.5)
+            data.cached_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=0.5)
         done.set()
 
 
@@ -449,7 +479,7 @@ def test_what_is_not_mnist_never_enters_the_cache(
         server(answer(content, status=status)) as url,
         pytest.raises(data.DataError) as caught,
     ):
-        data.download_mnist(tmp_path, urls=[url + path])
+        data.cached_mnist(tmp_path, urls=[url + path])
     assert url in str(caught.value)
     assert path == "" or words in str(caught.value)
     assert not list(tmp_path.iterdir())
@@ -464,7 +494,7 @@ def test_other_data_from_a_mirror_are_refused(tmp_path, path):
         answer((tmp_path / request.path[1:]).read_bytes())(request)
 
     with server(handle) as url, pytest.raises(data.DataError, match="MD5"):
-        data.download_mnist(tmp_path / "cache", urls=[url + path])
+        data.cached_mnist(tmp_path / "cache", urls=[url + path])
     assert not (tmp_path / "cache").exists()
 
 
@@ -497,8 +527,8 @@ def test_download_of_idx_files_mends_a_broken_cache(
     with server(lambda request: answer(packed[request.path])(request)) as url:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setenv("HVDTRAIN_MNIST_URLS", f"{url}none.npz {url}")
-        path = data.download_mnist()
-    assert path == cache / "mnist.npz"
+        data.cached_mnist()
+    assert os.listdir(cache) == ["mnist.npz"]
     assert (tmp_path / "old").read_bytes() == b"PK half a file"
     assert same(data.load("mnist"), mnist_arrays)
 
@@ -522,10 +552,69 @@ def test_full_disk_leaves_nothing_behind(tmp_path, real_mnist):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
         try:
             with pytest.raises(data.DataError, match="Cannot write"):
-                data.download_mnist(tmp_path, urls=[url + "mnist.npz"])
+                data.cached_mnist(tmp_path, urls=[url + "mnist.npz"])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Count how often an npz file is decompressed and MNIST's digests computed."""
+    counts = collections.Counter()
+
+    def counted(name):
+        function = getattr(files, name)
+
+        def wrapper(*arguments, **options):
+            counts[name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(files, name, wrapper)
+
+    counted("read_npz")
+    counted("check_mnist")
+    return counts
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_every_rank_reads_mnist_once(
+    tmp_path, real_mnist, monkeypatch, counts, local_rank, is_given
+):
+    (tmp_path / "hvdtrain").symlink_to(real_mnist)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choices = [data.Choice("mnist"), None]
+    monkeypatch.setattr(loading, "gather", lambda world, value: choices)
+    monkeypatch.setattr(loading, "fail_together", contextlib.nullcontext)
+    dataset, warning = loading.load_everywhere(
+        World(rank=local_rank, size=2, local_rank=local_rank, local_size=2),
+        "auto",
+        data_dir=real_mnist if is_given else None,
+    )
+    assert (dataset.name, warning) == ("mnist", "")
+    assert counts == {"read_npz": 1, "check_mnist": 1}
+
+
+def test_a_node_with_mnist_loads_what_the_nodes_agreed_on(
+    tmp_path, real_mnist, monkeypatch
+):
+    pytest.importorskip("sklearn")
+    sent = []
+    other = data.Choice("digits", "no network")
+
+    def gather(world, value):
+        sent.append(value)
+        return [value, other]
+
+    (tmp_path / "hvdtrain").symlink_to(real_mnist)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loading, "gather", gather)
+    monkeypatch.setattr(loading, "fail_together", contextlib.nullcontext)
+    dataset, warning = loading.load_everywhere(World(size=2), "auto")
+    assert (dataset.name, warning) == ("digits", "no network")
+    # The arrays stay on the node.
+    assert [(choice.name, choice.dataset) for choice in sent] == [("mnist", None)]
 
 
 def test_nodes_agree_on_what_all_of_them_have():
