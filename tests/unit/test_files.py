@@ -45,14 +45,14 @@ def test_an_error_names_the_file_the_reason_and_the_remedy(tmp_path):
         pytest.raises(DataError) as caught,
         one_line_errors("read x", remedy="do y", raises=DataError),
     ):
-        open(tmp_path / "none")
+        (tmp_path / "none").read_bytes()
     assert str(caught.value) == "Cannot read x: No such file or directory; do y."
     assert isinstance(caught.value, (JobError, ValueError))
 
 
 def test_errors_that_are_explained_already_pass():
     with (
-        pytest.raises(DataError, match="^explained$"),
+        pytest.raises(DataError, match=r"^explained$"),
         one_line_errors("read x", remedy="do y", errors=(ValueError,)),
     ):
         raise DataError("explained")
