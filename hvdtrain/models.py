@@ -1,4 +1,4 @@
-"""Image classifiers: plain Keras models without a word of ranks.
+"""Image classifiers: plain Keras models, which do not depend on ranks.
 
 They take float32 images in [0, 1], (batch, height, width, channels), and return
 logits, float32, (batch, num_classes).
@@ -51,7 +51,8 @@ def cnn(image_shape, *, num_classes):
 
 
 def _logits(num_classes):
-    # float32 under mixed precision too: a loss of half precision logits is too coarse.
+    # float32 under mixed precision too: the softmax of the loss loses small
+    # probabilities in half precision.
     return layers.Dense(num_classes, dtype="float32")
 
 

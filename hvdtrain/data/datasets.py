@@ -59,9 +59,9 @@ def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=1
 
     Args:
         name: one of `NAMES`. `auto` is mnist if it is available, else digits.
-        data_dir: directory of the files of mnist or custom; never a download then,
-            and never a fallback.
-        cache_dir: where a download goes, see `cached_mnist`.
+        data_dir: directory of the files of mnist or custom. With it there is neither
+            a download nor a fallback.
+        cache_dir: the directory of downloads, see `cached_mnist`.
         urls: mirrors, see `cached_mnist`.
         timeout_seconds: limit for a silent network, see `cached_mnist`.
 
@@ -69,8 +69,8 @@ def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=1
         A `Choice`, whose name is never `auto`.
 
     Raises:
-        DataError: an unknown name, one that does not go with `data_dir`, or MNIST
-            was asked for and is not available.
+        DataError: an unknown name, one that contradicts `data_dir`, or `mnist` where
+            MNIST is not available.
     """
     _check_name(name, data_dir=data_dir)
     if name not in ("auto", "mnist"):
@@ -83,7 +83,7 @@ def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=1
         if name == "mnist":
             raise
         return Choice("digits", f"Training on digits, NOT on MNIST. {error}")
-    return Choice("mnist", dataset=_checked("mnist", arrays, label="the cache"))
+    return Choice("mnist", dataset=_checked("mnist", label="the cache", **arrays))
 
 
 def agree(choices):
@@ -104,7 +104,7 @@ def load(name, *, data_dir=None, cache_dir=None):
         A `Dataset`, checked.
 
     Raises:
-        DataError: the data are missing, unreadable, or not what they should be.
+        DataError: the data are missing, unreadable or invalid.
     """
     _check_name(name, data_dir=data_dir)
     if name == "digits":
@@ -116,7 +116,7 @@ def load(name, *, data_dir=None, cache_dir=None):
     directory = data_dir or cache_dir or default_cache_dir()
     pattern = "mnist.npz" if name == "mnist" else "*.npz"
     arrays = files.read_directory(directory, npz_pattern=pattern)
-    dataset = _checked(name, arrays, label=directory)
+    dataset = _checked(name, label=directory, **arrays)
     if name == "mnist":
         files.check_mnist(arrays, label=directory)
     return dataset
@@ -126,9 +126,7 @@ def _check_name(name, *, data_dir):
     if name not in NAMES:
         raise DataError(f"Received the data set {name}; expected {', '.join(NAMES)}.")
     if name == "custom" and not data_dir:
-        raise DataError(
-            "The data set custom needs the directory of its files: data_dir."
-        )
+        raise DataError("The data set custom needs its directory: data_dir.")
     if name in ("digits", "synthetic") and data_dir:
         raise DataError(
             f"Received the data set {name} and the data directory {data_dir}; expected "
@@ -136,28 +134,27 @@ def _check_name(name, *, data_dir):
         )
 
 
-def _checked(name, arrays, *, label):
-    """Check four arrays and make a `Dataset` of them."""
-    images, labels = {}, {}
+def _checked(name, *, label, **arrays):
+    """Return a `Dataset` of four arrays, after all checks."""
+    images = {}
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
         _check_images(x, label=f"x_{part} in {label}")
         _check_labels(y, count=len(x), label=f"y_{part} in {label}")
         images[part] = np.ascontiguousarray(x if x.ndim == 4 else x[..., None])
-        labels[part] = y
     if images["train"].shape[1:] != images["test"].shape[1:]:
         raise DataError(
             f"Received images of shape {images['train'].shape[1:]} to train and "
             f"{images['test'].shape[1:]} to test in {label}; expected one shape."
         )
-    num_classes = _count_classes(labels["train"], labels["test"], label=label)
+    y_train, y_test = arrays["y_train"], arrays["y_test"]
     return Dataset(
         name=name,
         x_train=images["train"],
-        y_train=labels["train"].astype(np.int32),
+        y_train=y_train.astype(np.int32),
         x_test=images["test"],
-        y_test=labels["test"].astype(np.int32),
-        num_classes=num_classes,
+        y_test=y_test.astype(np.int32),
+        num_classes=_count_classes(y_train, y_test, label=label),
     )
 
 
@@ -225,13 +222,11 @@ def _digits():
     test[np.argsort(y, kind="stable")[::6]] = True
     return _checked(
         "digits",
-        {
-            "x_train": x[~test],
-            "y_train": y[~test],
-            "x_test": x[test],
-            "y_test": y[test],
-        },
         label="scikit-learn",
+        x_train=x[~test],
+        y_train=y[~test],
+        x_test=x[test],
+        y_test=y[test],
     )
 
 
@@ -246,10 +241,11 @@ def synthetic(*, seed=0, train_samples=8192, test_samples=1024, num_classes=10):
 
     x_train, y_train = draw(train_samples)
     x_test, y_test = draw(test_samples)
-    arrays = {
-        "x_train": x_train,
-        "y_train": y_train,
-        "x_test": x_test,
-        "y_test": y_test,
-    }
-    return _checked("synthetic", arrays, label="the generator")
+    return _checked(
+        "synthetic",
+        label="the generator",
+        x_train=x_train,
+        y_train=y_train,
+        x_test=x_test,
+        y_test=y_test,
+    )

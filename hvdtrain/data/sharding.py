@@ -6,7 +6,7 @@ positions `s * G` to `(s + 1) * G` of it; rank `r` of `size` takes every `size`-
 these, from the `r`-th on. Hence:
 
 - every global batch is full, so the mean over ranks is the mean over the batch;
-- a remainder at the end of an epoch opens the first batch of the next epoch;
+- a batch may contain the end of one epoch and the start of the next;
 - the samples of a global batch are the same for any number of ranks;
 - a run resumed at step `s` needs the number `s` and nothing else.
 """

@@ -370,10 +370,10 @@ BAD_ARRAYS = {
 
 @pytest.mark.parametrize("case", BAD_ARRAYS)
 def test_bad_arrays(tmp_path, case):
-    key, change, words = BAD_ARRAYS[case]
+    key, change, reason = BAD_ARRAYS[case]
     arrays = small()
     np.savez(tmp_path / "a.npz", **{**arrays, key: change(arrays[key])})
-    assert words in error_of("custom", data_dir=tmp_path)
+    assert reason in error_of("custom", data_dir=tmp_path)
 
 
 def test_names_and_directories_that_contradict_each_other(tmp_path):
@@ -400,7 +400,7 @@ def no_proxy(monkeypatch):
 
 @pytest.fixture
 def refused():
-    """Return an address where nobody listens."""
+    """Return an address that refuses connections."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/mnist.npz"
@@ -408,7 +408,7 @@ def refused():
 
 @pytest.fixture
 def silent():
-    """Return an address that takes connections and never says a word."""
+    """Return an address that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/mnist.npz"
 
@@ -451,7 +451,7 @@ def test_a_trickling_server_is_given_up(tmp_path):
     def trickle(request):
         request.send_response(200)
         request.end_headers()
-        for _ in range(400):  # 20 s, if nobody gives up
+        for _ in range(400):  # 20 s without a timeout
             if done.wait(0.05):
                 return
             request.wfile.write(b"x")
@@ -463,7 +463,7 @@ def test_a_trickling_server_is_given_up(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "words"),
+    ("content", "status", "reason"),
     [
         (b"", 404, "Not Found"),
         (b"", 200, "not an npz file"),
@@ -473,7 +473,7 @@ def test_a_trickling_server_is_given_up(tmp_path):
 )
 @pytest.mark.parametrize("path", ["mnist.npz", ""])
 def test_what_is_not_mnist_never_enters_the_cache(
-    tmp_path, content, status, words, path
+    tmp_path, content, status, reason, path
 ):
     with (
         server(answer(content, status=status)) as url,
@@ -481,7 +481,7 @@ def test_what_is_not_mnist_never_enters_the_cache(
     ):
         data.cached_mnist(tmp_path, urls=[url + path])
     assert url in str(caught.value)
-    assert path == "" or words in str(caught.value)
+    assert path == "" or reason in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -505,14 +505,14 @@ def test_download_of_the_npz_file_happens_once(tmp_path, real_mnist, refused):
         choice = data.prepare("auto", cache_dir=tmp_path / "a" / "b", urls=urls)
     assert choice == data.Choice("mnist")
     assert os.listdir(tmp_path / "a" / "b") == ["mnist.npz"]
-    # The server is gone; the cache serves.
+    # Without the server, from the cache.
     again = data.prepare("mnist", cache_dir=tmp_path / "a" / "b", urls=[refused])
     assert again == choice
     dataset = data.load(choice.name, cache_dir=tmp_path / "a" / "b")
     assert dataset.x_train.shape == (60000, 28, 28, 1)
 
 
-def test_download_of_idx_files_mends_a_broken_cache(
+def test_download_of_idx_files_replaces_a_broken_cache(
     tmp_path, mnist_arrays, monkeypatch
 ):
     packed = {
@@ -522,7 +522,7 @@ def test_download_of_idx_files_mends_a_broken_cache(
     cache = tmp_path / "hvdtrain"
     cache.mkdir()
     (cache / "mnist.npz").write_bytes(b"PK half a file")
-    # Whoever has the old file open keeps it: the new one takes its name, no more.
+    # A rename, not a change of the file, which another process may have open.
     os.link(cache / "mnist.npz", tmp_path / "old")
     with server(lambda request: answer(packed[request.path])(request)) as url:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

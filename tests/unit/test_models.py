@@ -1,4 +1,4 @@
-"""The models: what goes in, what comes out, how many weights."""
+"""The models: shapes, dtypes and number of weights."""
 
 import keras
 import numpy as np
