@@ -7,7 +7,7 @@ logits, float32, (batch, num_classes).
 import keras
 from keras import layers
 
-from hvdtrain.data import DataError
+from hvdtrain.job import JobError
 
 
 def mlp(image_shape, *, num_classes):
@@ -27,10 +27,10 @@ def cnn(image_shape, *, num_classes):
     """Two 3x3 convolutions, pooling, dropout; 1,199,882 weights on MNIST.
 
     Raises:
-        DataError: images smaller than 6x6 leave nothing to pool.
+        JobError: images smaller than 6x6 leave nothing to pool.
     """
     if min(image_shape[:2]) < 6:
-        raise DataError(
+        raise JobError(
             f"Received images of {image_shape[0]}x{image_shape[1]}; the cnn expects "
             "6x6 or more: use the mlp."
         )

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdtrain.job import JobError
-from hvdtrain.training.observers import Console, EventLog
+from hvdtrain.training.observers import Console, EventLog, make_observers
 from hvdtrain.training.progress import Progress
 
 
@@ -62,6 +62,32 @@ def test_bar_shows_the_same():
     assert "1000/1000" in shown
     assert "loss 1.2500  accuracy 0.5000  12,346 samples/s" in shown
     assert shown.endswith("evaluation at step 1000: loss 1.0000\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "size", "has_bar"),
+    [(Terminal(), None, True), (Terminal(), "2", False), (io.StringIO(), None, False)],
+)
+def test_a_bar_only_on_terminals_without_a_launcher(monkeypatch, file, size, has_bar):
+    for name, value in (("HOROVOD_SIZE", size), ("HOROVOD_RANK", size and "0")):
+        if value:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    (console,) = make_observers(file)
+    console.on_progress(progress(500))
+    assert ("50%" in file.getvalue()) == has_bar
+
+
+def test_logs_only_with_a_directory(tmp_path):
+    _, log = make_observers(io.StringIO(), model_dir=tmp_path)
+    log.on_evaluation(5, {"loss": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "train"]
 
 
 def test_tensorboard_reads_the_event_log(tmp_path):
