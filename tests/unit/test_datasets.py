@@ -11,6 +11,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -460,6 +461,34 @@ def test_a_trickling_server_is_given_up(tmp_path):
         with pytest.raises(data.DataError, match="without progress"):
             data.cached_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=0.5)
         done.set()
+
+
+def test_a_server_that_stops_is_given_up(tmp_path):
+    done = threading.Event()
+
+    def stop(request):
+        request.send_response(200)
+        request.end_headers()
+        request.wfile.write(bytes(300_000))
+        done.wait(20)
+
+    with server(stop) as url:
+        with pytest.raises(data.DataError, match="given up after 300000 bytes"):
+            data.cached_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=0.5)
+        done.set()
+
+
+def test_a_name_look_up_that_hangs_is_given_up(tmp_path, monkeypatch):
+    done = threading.Event()
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: done.wait(20))
+    start = time.monotonic()
+    with pytest.raises(data.DataError, match="given up after 0 bytes"):
+        data.cached_mnist(
+            tmp_path, urls=["http://mnist.invalid/m.npz"], timeout_seconds=0.5
+        )
+    assert time.monotonic() - start < 10
+    done.set()
 
 
 @pytest.mark.parametrize(
