@@ -111,12 +111,14 @@ def _check_data_dir(values):
 
 def main():
     """Trains, evaluates, and writes the model and the summary."""
-    world = job.start(seed=flags.FLAGS.seed)
+    # Before `start` imports TensorFlow, which defines flags of its own.
+    values = program.flag_values()
+    world = job.start(seed=values["seed"])
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
     from hvdtrain import report, training
 
-    options = training.image_classifier.Options(**program.flag_values())
+    options = training.image_classifier.Options(**values)
     run = training.image_classifier.build(options, world)
     info = report.run_info(world, options, run)
     if world.is_chief:
