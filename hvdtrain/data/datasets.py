@@ -110,7 +110,7 @@ def load(name, *, data_dir=None, cache_dir=None):
     if name == "digits":
         return _digits()
     if name == "synthetic":
-        return synthetic()
+        return _synthetic()
     if name not in ("mnist", "custom"):
         raise DataError(f"Received {name} to load; call prepare first, it decides.")
     directory = data_dir or cache_dir or default_cache_dir()
@@ -230,17 +230,16 @@ def _digits():
     )
 
 
-def synthetic(*, seed=0, train_samples=8192, test_samples=1024, num_classes=10):
+def _synthetic():
     """Return noisy 28x28 images around one random pattern per class: learnable."""
-    random = np.random.RandomState(seed)
-    patterns = random.randint(0, 128, (num_classes, 28, 28))
+    random = np.random.RandomState(0)
+    patterns = random.randint(0, 128, (10, 28, 28))
 
     def draw(count):
-        y = np.arange(count) % num_classes
+        y = np.arange(count) % 10
         return (patterns[y] + random.randint(0, 128, (count, 28, 28))).astype("u1"), y
 
-    x_train, y_train = draw(train_samples)
-    x_test, y_test = draw(test_samples)
+    (x_train, y_train), (x_test, y_test) = draw(8192), draw(1024)
     return _checked(
         "synthetic",
         label="the generator",
