@@ -106,8 +106,8 @@ def grouped_allreduce(
 def _reducing(values, reduction, name):
     """Returns a function of no arguments that reduces `values`, with a gradient."""
     values = [as_tensorflow(value) for value in values]
-    if any(isinstance(value, tf.IndexedSlices) for value in values):
-        # Sparse tensors are gradients: their reduction is not differentiated.
+    if not values or any(isinstance(value, tf.IndexedSlices) for value in values):
+        # Sparse tensors are gradients themselves: no gradient of theirs is needed.
         return lambda: transport.allreduce(values, reduction, name=name)
 
     @tf.custom_gradient

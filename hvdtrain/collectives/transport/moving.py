@@ -15,6 +15,8 @@ from hvdtrain.collectives.transport.signature import Signature
 
 def allgather(values, *, name=None, process_set=global_process_set):
     """Concatenates each value's rows over the ranks; all axes but the first agree."""
+    if not values:
+        return []
     graph.check_not_compiled_by_xla()
     name = graph.operation_name(name or "Allgather", process_set)
     tensors = dtypes.as_tensors(values)
@@ -37,6 +39,8 @@ def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
 
 def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
     """Returns `root_rank`'s list of values on every rank, in one negotiation."""
+    if not values:
+        return []
     graph.check_not_compiled_by_xla()
     name = graph.operation_name(name, process_set)
     tensors = dtypes.as_tensors(values)

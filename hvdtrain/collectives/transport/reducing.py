@@ -26,6 +26,8 @@ def allreduce(values, reduction, *, name=None):
         tensorflow.errors.FailedPreconditionError: on every rank, if the ranks' lists
             or options differ.
     """
+    if not values:
+        return []
     graph.check_not_compiled_by_xla()
     name = graph.operation_name(name or "Allreduce", reduction.process_set)
     values = [_as_dense_or_slices(value) for value in values]
@@ -61,7 +63,7 @@ def _as_dense_or_slices(value):
 
 
 def _compress(value, reduction):
-    # Of sparse tensors, the indices must arrive exactly, and the values are few.
+    # As in Horovod, which compresses dense tensors only.
     return (value, None) if is_slices(value) else reduction.compression.compress(value)
 
 
