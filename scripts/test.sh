@@ -63,15 +63,11 @@ launched() {
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
-# All of it on two ranks and on three, and the oracle on four. Of the matrix of optimizers
-# and their features three and four ranks take two optimizers: how the others step does
-# not depend on the number of ranks.
+# All of it on two ranks, and on three and four what the markers of pyproject.toml name.
 parallel() {
-  local fewer='not test_fit_equals_the_big_batch or momentum or adamw'
   launched mpi 2 tests/parallel
-  launched gloo 3 -k "$fewer" tests/parallel
-  launched mpi 4 -k "$fewer" "${oracles[@]}" \
-    tests/parallel/test_{process_sets,several_models}.py
+  launched gloo 3 -m ranks tests/parallel
+  launched mpi 4 -m four_ranks tests/parallel
 }
 
 oracle() { launched mpi 2 "${oracles[@]}"; }
@@ -91,7 +87,18 @@ oldest() {
   oracle
 }
 
-commands() { run commands 2400 python -m pytest -q tests/commands; }
+# Two streams of tests: what a program does here is load TensorFlow, on one core.
+commands() {
+  local first=(tests/commands/test_{bad_input,scripts}.py)
+  # shellcheck disable=SC2016
+  run commands 1200 bash -c '
+    second=$(mktemp)
+    trap "cat \"$second\"; rm \"$second\"" EXIT
+    python -m pytest -q tests/commands "${@/#/--ignore=}" >"$second" 2>&1 &
+    python -m pytest -q "$@"
+    status=$?
+    wait $! && exit "$status"' bash "${first[@]}"
+}
 
 for tier in "${tiers[@]}"; do "$tier"; done
 echo

@@ -36,6 +36,7 @@ def train_on_one_process(optimizer, epochs):
     return model.get_weights()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize("make", [keras.optimizers.SGD, keras.optimizers.Adam])
 def test_unequal_numbers_of_batches(make, validates):
@@ -43,12 +44,10 @@ def test_unequal_numbers_of_batches(make, validates):
     model = oracle.build_model()
     model.compile(hvd.DistributedOptimizer(make(0.01)), oracle.LOSS)
     data = part_of(hvd.rank())
-    history = model.fit(
+    history = oracle.fit(
+        model,
         *data,
-        batch_size=BATCH,
         epochs=2,
-        shuffle=False,
-        verbose=0,
         validation_data=part_of(0) if validates else None,
         callbacks=[hvd.callbacks.JoinCallback(), hvd.callbacks.MetricAverageCallback()],
     )

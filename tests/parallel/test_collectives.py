@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 
+pytestmark = pytest.mark.ranks
 RANK, SIZE = hvd.rank(), hvd.size()
 
 

@@ -23,14 +23,7 @@ def train(model, callbacks, *, overflows):
     inputs = 0.1 * inputs
     if overflows and hvd.rank() == hvd.size() - 1:
         inputs[OVERFLOWING_STEP * oracle.LOCAL_BATCH_SIZE] = 1e30
-    model.fit(
-        inputs,
-        labels,
-        batch_size=oracle.LOCAL_BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
-        callbacks=list(callbacks),
-    )
+    oracle.fit(model, inputs, labels, callbacks=list(callbacks))
 
 
 def check_one_more_step_was_skipped_by_all(model, smooth_model):
@@ -71,6 +64,7 @@ def test_scale_made_by_compile(accumulation, steps_per_execution):
     check_one_more_step_was_skipped_by_all(*models)
 
 
+@pytest.mark.ranks
 def test_scale_made_by_the_user():
     keras.config.set_dtype_policy("mixed_float16")
 

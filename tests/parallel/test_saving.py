@@ -37,7 +37,7 @@ def uninterrupted(make_optimizer, loss=oracle.LOSS):
     """One process, the big batch, never saved."""
     model = oracle.build_model()
     model.compile(make_optimizer(), loss)
-    model.fit(INPUTS, LABELS, batch_size=GLOBAL_BATCH_SIZE, shuffle=False, verbose=0)
+    oracle.fit_big_batch(model, INPUTS, LABELS)
     return model.get_weights()
 
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 
+pytestmark = pytest.mark.ranks
 RANK, SIZE = hvd.rank(), hvd.size()
 SHAPE = (64, 64)
 MEAN = (SIZE + 1) / 2
@@ -225,14 +226,7 @@ class Pair(keras.Model):
 def train_pair(optimizers, inputs, labels, batch_size, callbacks=()):
     pair = Pair(optimizers)
     pair.compile()
-    pair.fit(
-        inputs,
-        labels,
-        batch_size=batch_size,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-    )
+    oracle.fit(pair, inputs, labels, batch_size, callbacks=callbacks)
     return pair.get_weights()
 
 
