@@ -53,13 +53,14 @@ lint() {
   run "ruff format" 60 ruff format --check .
 }
 
-unit() { run unit 900 python -m pytest -q tests/unit; }
+# unit [FILES]
+unit() { run unit 300 python -m pytest -q "${@:-tests/unit}"; }
 
 # launched CONTROLLER RANKS TESTS...; ranks share the folder: no cache of pytest's.
 launched() {
   local controller=$1 ranks=$2
   shift 2
-  run "parallel $controller -np $ranks" 1500 horovodrun "--$controller" -np "$ranks" \
+  run "parallel $controller -np $ranks" 600 horovodrun "--$controller" -np "$ranks" \
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
@@ -73,7 +74,7 @@ parallel() {
 oracle() { launched mpi 2 "${oracles[@]}"; }
 
 oldest() {
-  local keras
+  local keras files
   keras=$(sed -n 's/^ *keras>=\([0-9.]*\),.*/\1.0/p' setup.cfg)
   overlay=$(mktemp -d)
   trap 'rm -rf "$overlay"' EXIT
@@ -83,7 +84,8 @@ oldest() {
   local -x PYTHONPATH=$overlay
   run "keras is $keras" 60 python -c \
     "import keras; assert keras.__version__ == '$keras', keras.__version__" || return
-  unit
+  mapfile -t files < <(grep -lE '^(import|from) (hvdtrain\.)?keras' tests/unit/test_*.py)
+  unit "${files[@]}"
   oracle
 }
 
