@@ -46,8 +46,7 @@ def check_ranks_agree(model):
     oracle.assert_bitwise_equal_over_ranks(state)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
-@pytest.mark.parametrize("accumulation", [None, 2])
+@pytest.mark.parametrize(("accumulation", "steps_per_execution"), [(None, 1), (2, 4)])
 def test_scale_made_by_compile(accumulation, steps_per_execution):
     keras.config.set_dtype_policy("mixed_float16")
     models = [
