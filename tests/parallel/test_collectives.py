@@ -14,7 +14,6 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 
-pytestmark = pytest.mark.ranks
 RANK, SIZE = hvd.rank(), hvd.size()
 
 
@@ -31,6 +30,7 @@ def everyone(rows=None):
     return [tensor_of(rank, rows) for rank in range(SIZE)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("op", "oracle"),
     [
@@ -90,6 +90,7 @@ def test_grouped_allreduce_sums_small_integers_exactly(dtype, count):
         )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["bool", "uint32", "bfloat16", "complex64", "int8"])
 def test_values_move_without_a_bit_changed(dtype):
     mine = tf.cast(tf.constant([0, 1, RANK % 2]), dtype)
@@ -102,12 +103,14 @@ def test_values_move_without_a_bit_changed(dtype):
     assert tf.reduce_all(hvd.alltoall(sent) == tf.repeat(sent[RANK], SIZE))
 
 
+@pytest.mark.ranks
 def test_allgather_of_unequal_parts():
     gathered = hvd.allgather(tensor_of(RANK, rows_of(RANK)))
     parts = [tensor_of(rank, rows_of(rank)) for rank in range(SIZE)]
     np.testing.assert_array_equal(gathered, np.concatenate(parts))
 
 
+@pytest.mark.ranks
 def test_alltoall_with_splits():
     # Rank r sends r + 1 rows of its own number to each rank.
     sent = tf.fill([SIZE * (RANK + 1)], float(RANK))
@@ -118,6 +121,7 @@ def test_alltoall_with_splits():
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("op", "divisor"), [(hvd.Sum, 1), (hvd.Average, SIZE)])
 def test_reducescatter(dtype, op, divisor):
@@ -166,6 +170,7 @@ def assert_gradient(compute, compute_all, inputs):
         np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_gradient_of_allreduce(op):
     divisor = SIZE if op == hvd.Average else 1
@@ -176,6 +181,7 @@ def test_gradient_of_allreduce(op):
     )
 
 
+@pytest.mark.ranks
 def test_gradient_of_allgather_of_unequal_parts():
     assert_gradient(
         lambda x: hvd.allgather(x, name="gather"),
@@ -200,6 +206,7 @@ def test_gradient_of_allgather_in_an_elastic_job(monkeypatch):
     assert any(node.type == "HorovodRank" for node in nodes)
 
 
+@pytest.mark.ranks
 def test_gradient_of_grouped_allgather():
     assert_gradient(
         lambda x: tf.concat(hvd.grouped_allgather([x, 2 * x], name="gathers"), 0),
@@ -208,6 +215,7 @@ def test_gradient_of_grouped_allgather():
     )
 
 
+@pytest.mark.ranks
 def test_gradient_of_broadcast():
     root = SIZE - 1
     assert_gradient(
@@ -217,6 +225,7 @@ def test_gradient_of_broadcast():
     )
 
 
+@pytest.mark.ranks
 def test_gradient_of_alltoall():
     assert_gradient(
         lambda x: hvd.alltoall(x, name="exchange"),
@@ -228,6 +237,7 @@ def test_gradient_of_alltoall():
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_gradient_of_reducescatter(op):
     divisor = SIZE if op == hvd.Average else 1
@@ -245,6 +255,7 @@ def test_maximum_has_no_gradient():
         gradient_over_ranks(lambda x: hvd.allreduce(x, op=hvd.Max), tensor_of(RANK))
 
 
+@pytest.mark.ranks
 def test_broadcast_variables_though_a_rank_has_built_a_model_more():
     if RANK == 0:
         keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -268,6 +279,7 @@ def test_broadcast_variables_writes_into_variables(inplace):
     assert float(variables[1][0]) == SIZE
 
 
+@pytest.mark.ranks
 def test_objects_of_different_types_on_different_ranks():
     received = hvd.broadcast_object(
         {"a": [1, 2]} if RANK == SIZE - 1 else None, SIZE - 1
@@ -304,6 +316,7 @@ def test_shapes_that_differ_between_ranks_are_an_error(
         hvd.grouped_allgather([tf.transpose(t) for t in tensors])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("dtype", "compression"), BFLOAT16_ON_THE_WIRE)
 @pytest.mark.parametrize(
     ("mine", "others"), [((2, 3), (3, 2)), ((3,), (4,)), ((6,), (2, 3)), ((2,), (4,))]
@@ -379,6 +392,7 @@ def test_factors_that_are_large_for_the_dtype(dtype, prescale, postscale):
     np.testing.assert_array_equal(mean, [2.0**-20 * prescale * postscale])
 
 
+@pytest.mark.ranks
 def test_factors_of_sparse_tensors():
     rows = tf.IndexedSlices(tf.fill([1, 2], 1.0 + RANK), tf.constant([RANK]), [SIZE, 2])
     total = hvd.allreduce(rows, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
@@ -422,6 +436,7 @@ def test_xla_is_an_error_at_trace_time(collective):
         compiled(tf.ones([2 * SIZE]))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("wrap", [lambda join: join, tf.function])
 def test_mean_over_the_ranks_that_have_not_joined(wrap):
     join = wrap(hvd.join)
@@ -442,6 +457,7 @@ def test_mean_over_the_ranks_that_have_not_joined(wrap):
     assert float(mean(mine)) == pytest.approx(10 * (SIZE + 1) / 2)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("collective", "expected"),
     [

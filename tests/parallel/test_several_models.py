@@ -8,7 +8,6 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 
-pytestmark = pytest.mark.ranks
 RANK, SIZE = hvd.rank(), hvd.size()
 SHAPE = (64, 64)
 MEAN = (SIZE + 1) / 2
@@ -32,6 +31,7 @@ def apply(optimizer, variable, factor):
     optimizer.apply_gradients([(late(gradient, factor), variable)])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("wrap", "passes"), [(lambda step: step, 1), (tf.function, 1), (tf.function, 2)]
 )
@@ -114,6 +114,7 @@ def test_a_function_that_one_rank_traces_again():
     assert float(second) == pytest.approx(8 - 3 / SIZE)
 
 
+@pytest.mark.ranks
 def test_branches_that_ranks_do_not_share():
     @tf.function
     def step(x, is_first):
@@ -145,6 +146,7 @@ def test_one_function_twice_and_a_loop():
     np.testing.assert_allclose(squares, SIZE * np.arange(5) ** 2)
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(SIZE < 2, reason="ranks that differ")
 def test_ranks_with_different_local_variables():
     variables = [keras.Variable(np.zeros(3)) for _ in range(2 + min(RANK, 1) + 1)]
@@ -161,6 +163,7 @@ def test_ranks_with_different_local_variables():
         np.testing.assert_allclose(variable, expected, rtol=1e-6)
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(SIZE < 2, reason="ranks that differ")
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_gradients_of_different_variables_are_not_mixed(clip):
