@@ -36,7 +36,6 @@ def train_on_one_process(optimizer, epochs):
     return model.get_weights()
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "validates"),
     [(keras.optimizers.SGD, True), (keras.optimizers.Adam, False)],

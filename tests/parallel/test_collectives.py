@@ -170,7 +170,6 @@ def assert_gradient(compute, compute_all, inputs):
         np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_gradient_of_allreduce(op):
     divisor = SIZE if op == hvd.Average else 1
@@ -206,7 +205,6 @@ def test_gradient_of_allgather_in_an_elastic_job(monkeypatch):
     assert any(node.type == "HorovodRank" for node in nodes)
 
 
-@pytest.mark.ranks
 def test_gradient_of_grouped_allgather():
     assert_gradient(
         lambda x: tf.concat(hvd.grouped_allgather([x, 2 * x], name="gathers"), 0),
@@ -225,7 +223,6 @@ def test_gradient_of_broadcast():
     )
 
 
-@pytest.mark.ranks
 def test_gradient_of_alltoall():
     assert_gradient(
         lambda x: hvd.alltoall(x, name="exchange"),

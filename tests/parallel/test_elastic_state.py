@@ -37,7 +37,6 @@ def assert_equal(arrays, others):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.ranks
 def test_a_worker_that_has_not_trained_takes_rank_0s_state():
     model, state = model_and_state(epoch=10 * hvd.rank())
     if hvd.rank() == 0:

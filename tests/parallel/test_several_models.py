@@ -31,7 +31,6 @@ def apply(optimizer, variable, factor):
     optimizer.apply_gradients([(late(gradient, factor), variable)])
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("wrap", "passes"), [(lambda step: step, 1), (tf.function, 1), (tf.function, 2)]
 )
