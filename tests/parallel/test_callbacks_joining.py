@@ -38,7 +38,10 @@ def train_on_one_process(optimizer, epochs):
 
 @pytest.mark.parametrize(
     ("make", "validates"),
-    [(keras.optimizers.SGD, True), (keras.optimizers.Adam, False)],
+    [
+        pytest.param(keras.optimizers.SGD, True, marks=pytest.mark.ranks),
+        (keras.optimizers.Adam, False),
+    ],
 )
 def test_unequal_numbers_of_batches(make, validates):
     expected = train_on_one_process(make(0.01), epochs=2)
