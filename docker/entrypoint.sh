@@ -4,8 +4,8 @@ set -eu
 
 train() { horovodrun -np 2 python -m hvdtrain.mnist "$@"; }
 
-# Needs no network, and proves the image: two ranks equal the big batch, and MNIST's
-# program trains.
+# Needs no network. Compares two ranks with one process on the big batch, and runs the
+# program for MNIST.
 smoke_test() {
   cd /opt/hvdtrain/test
   horovodrun -np 2 python -m pytest -q -p no:cacheprovider test_optimizer.py \

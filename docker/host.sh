@@ -1,8 +1,8 @@
 #!/bin/sh
-# A container as a host of a cluster: mpirun and horovodrun reach it by ssh.
+# A container as a host of a cluster: mpirun and horovodrun start ranks in it by ssh.
 #
 #     host.sh keys       makes the cluster's key in ~/.ssh, a volume that the hosts share
-#     host.sh [KEY]      waits for ssh at port 2222; its own key is ~/.ssh/KEY (cluster)
+#     host.sh [KEY]      runs sshd on port 2222; its host key is ~/.ssh/KEY (cluster)
 set -eu
 port=2222
 cd "$HOME/.ssh"
@@ -13,7 +13,8 @@ make_keys() {
   ssh-keygen -q -t ed25519 -N '' -C cluster -f cluster
   cp cluster.pub authorized_keys
   echo "* $(cat cluster.pub)" >known_hosts
-  # A host that is gone does not close its connections: ask whether it is there.
+  # A host that loses power does not close its connections: without keep-alive probes a
+  # job would wait for it.
   cat >config <<-CONFIG
 	Port $port
 	IdentityFile ~/.ssh/cluster
@@ -27,7 +28,7 @@ make_keys() {
 if [ "${1-}" = keys ]; then
   make_keys
 else
-  # StrictModes minds the modes of a volume, which are not ours to choose.
+  # StrictModes=no: sshd would refuse keys in a volume whose modes the engine sets.
   exec /usr/sbin/sshd -D -e -f /dev/null -p "$port" -h "$PWD/${1:-cluster}" \
     -o PidFile=none -o PasswordAuthentication=no -o KbdInteractiveAuthentication=no \
     -o StrictModes=no -o "SetEnv=PATH=$PATH"

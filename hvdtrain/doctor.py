@@ -1,4 +1,4 @@
-"""Tells on one page why training does not work here, and what to do about it.
+"""Finds out why training does not work here, and what to do about it, on one page.
 
 python -m hvdtrain.doctor
 python -m hvdtrain.doctor --hosts=node1,node2
@@ -13,12 +13,13 @@ import textwrap
 
 from absl import flags
 
-from hvdtrain import __version__, program, runtime
+from hvdtrain import __version__, program
 from hvdtrain.diagnosis import cluster, installation, machine, ranks
+from hvdtrain.job import JobError, launchers
 
-_HOSTS = flags.DEFINE_list("hosts", [], "Other hosts of the job, to be tried by ssh.")
+_HOSTS = flags.DEFINE_list("hosts", [], "Other hosts of the job, checked by ssh.")
 _SSH_PORT = flags.DEFINE_integer(
-    "ssh_port", 22, "Where their sshd listens.", lower_bound=1, upper_bound=65535
+    "ssh_port", 22, "The port of their sshd.", lower_bound=1, upper_bound=65535
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the findings as JSON.")
 _VERSION = flags.DEFINE_bool("version", False, "Print hvdtrain's version alone.")
@@ -32,11 +33,11 @@ def main():
     if _VERSION.value:
         print(__version__)
         return
-    launched = runtime.launch()
+    launched = launchers.launch()
     if launched.size > 1:
-        raise runtime.JobError(
+        raise JobError(
             f"Received {launched.size} ranks from {launched.launcher}; expected none: "
-            "start python -m hvdtrain.doctor by itself, it starts two ranks of its own."
+            "start python -m hvdtrain.doctor alone, it starts two ranks of its own."
         )
     findings = []
     for check in (
@@ -49,20 +50,20 @@ def main():
         findings += found
         if not _JSON.value:
             for finding in found:
-                print(_line(finding), flush=True)
+                print(_text(finding))
     broken = [finding for finding in findings if finding.status == "broken"]
     if _JSON.value:
         listed = [dataclasses.asdict(finding) for finding in findings]
         print(json.dumps({"broken": len(broken), "findings": listed}, indent=2))
     if broken:
         topics = ", ".join(finding.topic for finding in broken)
-        raise runtime.JobError(f"{len(broken)} broken: {topics}.")
+        raise JobError(f"{len(broken)} broken: {topics}.")
     if not _JSON.value:
         print("Nothing is broken.")
 
 
-def _line(finding):
-    """Return a finding as a person reads it; the remedy in a line of its own."""
+def _text(finding):
+    """Return a finding as text, the remedy on a line of its own."""
     indent = " " * 20
     lines = textwrap.wrap(
         f"{_MARKS[finding.status]}{finding.topic:<16} {finding.detail}",

@@ -1,4 +1,4 @@
-"""Image classifiers: plain Keras models without a word of ranks.
+"""Image classifiers: plain Keras models, which do not depend on ranks.
 
 They take float32 images in [0, 1], (batch, height, width, channels), and return
 logits, float32, (batch, num_classes).
@@ -7,7 +7,7 @@ logits, float32, (batch, num_classes).
 import keras
 from keras import layers
 
-from hvdtrain.data import DataError
+from hvdtrain.job import JobError
 
 
 def mlp(image_shape, *, num_classes):
@@ -27,10 +27,10 @@ def cnn(image_shape, *, num_classes):
     """Two 3x3 convolutions, pooling, dropout; 1,199,882 weights on MNIST.
 
     Raises:
-        DataError: images smaller than 6x6 leave nothing to pool.
+        JobError: images smaller than 6x6 leave nothing to pool.
     """
     if min(image_shape[:2]) < 6:
-        raise DataError(
+        raise JobError(
             f"Received images of {image_shape[0]}x{image_shape[1]}; the cnn expects "
             "6x6 or more: use the mlp."
         )
@@ -51,7 +51,8 @@ def cnn(image_shape, *, num_classes):
 
 
 def _logits(num_classes):
-    # float32 under mixed precision too: a loss of half precision logits is too coarse.
+    # float32 under mixed precision too: the softmax of the loss loses small
+    # probabilities in half precision.
     return layers.Dense(num_classes, dtype="float32")
 
 

@@ -1,6 +1,4 @@
-"""Optimizers by name, their learning rates to start from, and how these change."""
-
-import math
+"""Optimizers by name, and their default learning rates."""
 
 # For one rank with batches of 64.
 LEARNING_RATES = {
@@ -18,9 +16,10 @@ def make(name, *, learning_rate, accumulation_steps=1):
 
     Args:
         name: a key of `LEARNING_RATES`.
-        learning_rate: the rate that it uses.
+        learning_rate: its rate.
         accumulation_steps: average the gradients of so many steps before each update.
     """
+    # Not at the top: flags list the names above, and --help loads no TensorFlow.
     from keras import optimizers
 
     maker, options = {
@@ -34,32 +33,3 @@ def make(name, *, learning_rate, accumulation_steps=1):
     if accumulation_steps > 1:
         options["gradient_accumulation_steps"] = accumulation_steps
     return maker(learning_rate, **options)
-
-
-def schedule(learning_rate, *, warmup_epochs, epochs, decay="none"):
-    """Return the callbacks that change the learning rate while `fit` runs.
-
-    Args:
-        learning_rate: the rate after the warm-up.
-        warmup_epochs: epochs of rise from one rank's rate, 0 for none.
-        epochs: epochs in all.
-        decay: "none", or "cosine" for a fall to 0 (Loshchilov and Hutter 2017,
-            arXiv:1608.03983, without restarts).
-    """
-    from hvdtrain.keras import callbacks
-
-    found = []
-    if warmup_epochs:
-        found.append(callbacks.LearningRateWarmupCallback(learning_rate, warmup_epochs))
-    if decay == "cosine":
-
-        def cosine(epoch):
-            done = (epoch - warmup_epochs) / max(epochs - warmup_epochs, 1e-9)
-            return (1 + math.cos(math.pi * min(1, done))) / 2
-
-        found.append(
-            callbacks.LearningRateScheduleCallback(
-                learning_rate, cosine, start_epoch=warmup_epochs, staircase=False
-            )
-        )
-    return found

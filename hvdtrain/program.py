@@ -1,6 +1,6 @@
-"""What every program shares: flags in, one line for a mistake, an exit code.
+"""What all programs share: flags, one line for a mistake, exit codes.
 
-The only place that ends processes. Exit codes: 0, 1 for a failure, 2 for wrong
+The only module that ends processes. Exit codes: 0, 1 for a failure, 2 for wrong
 flags, 128 + its number for a signal: 130 for Ctrl-C.
 """
 
@@ -17,14 +17,21 @@ import traceback
 
 from absl import flags
 
-from hvdtrain import runtime
+from hvdtrain.job import JobError, output, signals
+from hvdtrain.job.launchers import launch
+from hvdtrain.job.start import stop
+from hvdtrain.job.world import SharedJobError
 
-# Rank 0 speaks at once; the others wait so long first. By then the launcher, which ends
-# all ranks when one has failed, will have ended them: one message, not one per rank.
+# Rank 0 prints its error at once; the others wait this long first. When rank 0 has
+# failed alike, the launcher ends them in this time: one message, not one per rank.
 _PATIENCE_SECONDS = 3.0
+# For a pipe that nobody reads.
+_WRITE_SECONDS = 10.0
+_SIGNAL_WRITE_SECONDS = 1.0
 
 _INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-# Whether this process knows already why it ends; a launcher's signal is no news then.
+# Set when this process has a reason to end. The launcher's signal, which follows when
+# another rank has ended first, is then not printed.
 _is_leaving = threading.Event()
 
 _HELP = flags.DEFINE_bool("help", False, "Print this page and exit.", short_name="h")
@@ -34,29 +41,27 @@ def run(main, *, page):
     """Parse the flags, call `main()`, and exit.
 
     Args:
-        main: the program; it raises `JobError` for what a user can mend. Of another
-            exception, a bug, the trace is shown.
+        main: the program; it raises `JobError` for what a user can correct. Any other
+            exception is a bug, and its traceback is shown.
         page: text of --help, above the list of the flags.
     """
     _open_closed_streams()
+    output.write_whole_lines()
     _leave_on_signal()
     try:
         arguments = flags.FLAGS(sys.argv)
         if arguments[1:]:
             raise flags.Error(f"Unexpected argument: {arguments[1]}")
     except flags.Error as error:
-        _leave(
-            f"{' '.join(str(error).split())} (see --help)", code=2, is_everywhere=True
-        )
-    if _HELP.value:
-        if runtime.launch().rank == 0:
-            print(_help(page))
-        return
+        _leave(f"{' '.join(str(error).split())} (see --help)", code=2)
     try:
-        main()
+        if not _HELP.value:
+            main()
+        elif launch().rank == 0:
+            print(_help(page))
         sys.stdout.flush()
-    except runtime.JobError as error:
-        _leave(str(error), code=1, is_everywhere=True)
+    except JobError as error:
+        _leave(str(error), code=1, is_shared=isinstance(error, SharedJobError))
     except Exception as error:
         _leave_after_bug(error)
 
@@ -64,7 +69,7 @@ def run(main, *, page):
 class Path(flags.ArgumentParser):
     """Parser of flags that hold a path.
 
-    Takes ~ for the home directory, as shells do, though not after a "=".
+    Expands ~ to the home directory: shells do not, after a "=".
     """
 
     syntactic_help = "a path"
@@ -77,30 +82,21 @@ class Path(flags.ArgumentParser):
 
 
 def flag_values():
-    """Return the program's own flags and their values, as a dict."""
-    defined = flags.FLAGS.flags_by_module_dict()[sys.argv[0]]
-    return {flag.name: flag.value for flag in defined}
+    """Return the flags of the program and of the modules that it imports, as a dict.
 
-
-def check_same_flags(world, *, but=()):
-    """Raise `JobError` on all ranks if a flag differs between them. A collective.
-
-    Args:
-        world: the `World`.
-        but: names of flags that may differ.
+    Without those of absl and TensorFlow themselves, and without --help.
     """
-    everyone = runtime.gather(world, flag_values())
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if name not in but and value != everyone[0][name]:
-                raise runtime.JobError(
-                    f"Received --{name}={everyone[0][name]} on rank 0 and --{name}="
-                    f"{value} on rank {rank}; expected the same on all ranks."
-                )
+    not_ours = (__name__, "absl.", "tensorflow.")
+    return {
+        flag.name: flag.value
+        for module, defined in flags.FLAGS.flags_by_module_dict().items()
+        if not module.startswith(not_ours)
+        for flag in defined
+    }
 
 
 def _open_closed_streams():
-    # Closed by whoever started this, who does not care for them.
+    # Closed by the parent process, which does not want the output.
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
@@ -118,9 +114,9 @@ def _help(page):
 
 
 def _leave_after_bug(error):
-    if _is_loss_of_a_rank(error):
-        # The rank that failed says why, and the launcher ends the others. Unless there
-        # is no launcher that does: then somebody has to speak.
+    if _is_collective_failure(error):
+        # The rank that failed prints the reason, and the launcher ends the others. A
+        # launcher that does not leaves it to this rank.
         _is_leaving.set()
         time.sleep(_PATIENCE_SECONDS)
         _leave("Another rank has left the job, or does not answer.", code=1)
@@ -129,43 +125,42 @@ def _leave_after_bug(error):
     _leave(traceback.format_exc().rstrip(), code=1)
 
 
-def _is_loss_of_a_rank(error):
-    if not type(error).__module__.startswith(("tensorflow", "horovod")):
-        return False
-    from hvdtrain.keras.elastic import running
+def _is_collective_failure(error):
+    # Not imported here, as it loads TensorFlow. A program that has not loaded it has
+    # started no collective.
+    failures = sys.modules.get("hvdtrain.collectives.failures")
+    return failures is not None and failures.is_collective_failure(error)
 
-    return running.is_collective_failure(error)
 
+def _leave(text, *, code, is_shared=False):
+    """Print the reason, once for the job, and end this process.
 
-def _leave(text, *, code, is_everywhere=False):
-    """Say why, once for the job, and end this process.
-
-    Without Python's usual end, which waits for other threads: they may be waiting for
-    ranks that wait for this one.
+    By `os._exit`: the usual exit of Python joins threads, which may be blocked in a
+    collective of ranks that are blocked by this one.
 
     Args:
-        text: what to say.
+        text: the reason.
         code: exit code.
-        is_everywhere: all ranks are about to say the same, so that rank 0 is enough.
+        is_shared: every rank has the same reason, and rank 0 prints it.
     """
     _is_leaving.set()
-    rank = runtime.launch().rank
-    if rank:
-        # Not to exit before rank 0 has spoken: the launcher would end it.
+    is_chief = launch().rank == 0
+    if not is_chief:
+        # The launcher ends all ranks when the first exits, perhaps before rank 0 has
+        # printed.
         time.sleep(_PATIENCE_SECONDS)
-    if not (rank and is_everywhere):
-        _say(text)
-    runtime.stop(timeout_seconds=_PATIENCE_SECONDS)
+    if is_chief or not is_shared:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        _write_reason(text, timeout_seconds=_WRITE_SECONDS)
+    stop(timeout_seconds=_PATIENCE_SECONDS)
     os._exit(code)
 
 
-def _say(text):
-    rank = runtime.launch().rank
+def _write_reason(text, *, timeout_seconds):
+    rank = launch().rank
     prefix = f"rank {rank} on {socket.gethostname()}: " if rank else ""
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    sys.stderr.flush()
-    os.write(runtime.standard_error(), f"{prefix}{text}\n".encode())
+    output.write_error(f"{prefix}{text}\n", timeout_seconds=timeout_seconds)
 
 
 def _leave_on_signal():
@@ -173,22 +168,16 @@ def _leave_on_signal():
 
     Launchers turn Ctrl-C into SIGTERM for their ranks.
     """
-    # A Python handler would wait until the main thread is back from TensorFlow, which
-    # may be never. The C handler's byte reaches the thread at once.
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    watched = [signal.SIGINT]
-    if runtime.launch().rank == 0:
-        watched.append(signal.SIGTERM)
-    for number in watched:
-        signal.signal(number, lambda *_: None)
+    numbers = {signal.SIGINT}
+    if launch().rank == 0:
+        numbers.add(signal.SIGTERM)
+    signals.subscribe(numbers, _report_signal)
 
-    def watch():
-        while (number := os.read(reader, 1)[0]) not in watched:
-            pass
-        if not _is_leaving.is_set():
-            _say(f"Stopped by {signal.Signals(number).name}.")
-        os._exit(128 + number)
 
-    threading.Thread(target=watch, daemon=True).start()
+def _report_signal(number):
+    # Without a flush of stdout: the main thread may be blocked in a write to a full
+    # pipe, and holds the lock of the stream.
+    if not _is_leaving.is_set():
+        reason = f"Stopped by {signal.Signals(number).name}."
+        _write_reason(reason, timeout_seconds=_SIGNAL_WRITE_SECONDS)
+    os._exit(128 + number)

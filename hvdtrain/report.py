@@ -1,36 +1,58 @@
-"""What a run is, for its first lines, and what came of it, for its summary."""
+"""The first lines, the last line and the summary of a run."""
 
-import pathlib
+import dataclasses
 import platform
 import socket
 
-from hvdtrain import __version__, checkpoint, runtime
+import horovod
+import keras
+import tensorflow as tf
 
-_MODEL, _SUMMARY = "model.keras", "summary.json"
-# Room for the largest model with the largest optimizer state, and some logs.
-_NEEDED_BYTES = 32 << 20
+import hvdtrain.keras as hvd
+from hvdtrain import __version__
+from hvdtrain.job.agreement import gather
+
+
+def run_info(world, options, run):
+    """Return the part of the summary that is known before training. A collective.
+
+    Args:
+        world: the `World`.
+        options: the `Options` of the run.
+        run: the `Run` built from them.
+    """
+    window = options.accumulation_steps
+    return {
+        **describe(world),
+        "dataset": run.dataset.name,
+        "requested_dataset": options.dataset,
+        "model": options.model,
+        "optimizer": options.optimizer,
+        "local_batch_size": options.batch_size,
+        "accumulation_steps": window,
+        "global_batch_size": options.batch_size * world.size * window,
+        "steps": run.train_spec.max_steps // window,
+        "local_learning_rate": options.local_learning_rate,
+        "learning_rate": options.local_learning_rate * world.size,
+        "seed": options.seed,
+        "flags": dataclasses.asdict(options),
+    }
 
 
 def describe(world):
-    """Return where a run runs, as a dict for its summary. A collective.
+    """Return the environment of a run, for its summary. A collective.
 
     Its keys: size, hosts (name to number of ranks), controller (MPI or Gloo), threads
     (of each rank), versions.
     """
-    import horovod
-    import keras
-    import tensorflow as tf
-
-    import hvdtrain.keras as hvd
-
     threads = tf.config.threading.get_intra_op_parallelism_threads()
-    everyone = runtime.gather(world, (socket.gethostname(), threads))
-    hosts = [host for host, _ in everyone]
+    ranks = gather(world, (socket.gethostname(), threads))
+    hosts = [host for host, _ in ranks]
     return {
         "size": world.size,
         "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
         "controller": "MPI" if hvd.mpi_enabled() else "Gloo",
-        "threads": [threads for _, threads in everyone],
+        "threads": [threads for _, threads in ranks],
         "versions": {
             "hvdtrain": __version__,
             "TensorFlow": tf.__version__,
@@ -41,20 +63,20 @@ def describe(world):
     }
 
 
-def banner(facts, dataset, *, warning=""):
+def banner(info, dataset, *, warning=""):
     """Return the first lines of a run.
 
     Args:
-        facts: the summary so far: `describe`, and what was asked for.
+        info: the dict of `run_info`.
         dataset: the `Dataset`.
-        warning: what cannot be overlooked.
+        warning: for the user, in a frame.
     """
-    versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
-    hosts = ", ".join(f"{count} on {host}" for host, count in facts["hosts"].items())
-    threads = " or ".join(str(count) for count in sorted(set(facts["threads"])))
-    window = facts["accumulation_steps"]
-    controller = f"{facts['controller']}; " if facts["size"] > 1 else ""
-    ranks = f"{facts['size']} {'ranks' if facts['size'] > 1 else 'rank'}"
+    versions = ", ".join(f"{name} {value}" for name, value in info["versions"].items())
+    hosts = ", ".join(f"{count} on {host}" for host, count in info["hosts"].items())
+    threads = " or ".join(str(count) for count in sorted(set(info["threads"])))
+    window = info["accumulation_steps"]
+    controller = f"{info['controller']}; " if info["size"] > 1 else ""
+    ranks = f"{info['size']} {'ranks' if info['size'] > 1 else 'rank'}"
     accumulated = f" x {window} accumulated" if window > 1 else ""
     updates = "updates" if window > 1 else "steps"
     lines = [
@@ -62,11 +84,11 @@ def banner(facts, dataset, *, warning=""):
         f"ranks          {hosts}; {controller}threads per rank: {threads}",
         f"data           {dataset.name}: {len(dataset.x_train):,} images to train, "
         f"{len(dataset.x_test):,} to test, {dataset.num_classes} classes",
-        f"model          {facts['model']}, {facts['optimizer']}",
-        f"batch          {facts['local_batch_size']} per rank x {ranks}"
-        f"{accumulated} = {facts['global_batch_size']}; {facts['steps']:,} {updates}",
-        f"learning rate  {facts['local_learning_rate']:g} x {ranks} = "
-        f"{facts['learning_rate']:g}",
+        f"model          {info['model']}, {info['optimizer']}",
+        f"batch          {info['local_batch_size']} per rank x {ranks}"
+        f"{accumulated} = {info['global_batch_size']}; {info['steps']:,} {updates}",
+        f"learning rate  {info['local_learning_rate']:g} x {ranks} = "
+        f"{info['learning_rate']:g}",
     ]
     if warning:
         rule = "!" * 72
@@ -74,10 +96,10 @@ def banner(facts, dataset, *, warning=""):
     return "\n".join(lines)
 
 
-def summarize(result, facts):
-    """Return the summary: `facts` and what a `training.Result` says."""
+def summarize(result, info):
+    """Return the summary: `run_info` and the numbers of a `training.Result`."""
     return {
-        **facts,
+        **info,
         **{f"train_{name}": value for name, value in result.train_metrics.items()},
         **{f"test_{name}": value for name, value in result.test_metrics.items()},
         "samples_per_second": result.samples_per_second,
@@ -85,21 +107,10 @@ def summarize(result, facts):
     }
 
 
-def prepare(model_dir):
-    """Make sure, before the run, that `write` will be able to write.
-
-    Raises:
-        JobError: as `checkpoint.prepare_directory`.
-    """
-    checkpoint.prepare_directory(
-        model_dir, files=(_MODEL, _SUMMARY), needed_bytes=_NEEDED_BYTES
+def last_line(summary):
+    """Return the line after training."""
+    return (
+        f"test accuracy {summary['test_accuracy']:.4f} after "
+        f"{summary['train_seconds']:.1f} s of training at "
+        f"{summary['samples_per_second']:,.0f} samples/s"
     )
-
-
-def write(model_dir, *, model, summary):
-    """Write `model.keras`, then `summary.json`: who sees the second has both."""
-    directory = pathlib.Path(model_dir)
-    # An earlier run's summary must not stand beside this run's model.
-    (directory / _SUMMARY).unlink(missing_ok=True)
-    checkpoint.save_model(model, directory / _MODEL)
-    checkpoint.save_json(summary, directory / _SUMMARY)

@@ -1,8 +1,8 @@
-"""Proves an installation: two ranks add up their numbers. Run it under horovodrun.
+"""Checks an installation by an allreduce over two ranks. Run it under horovodrun.
 
     horovodrun -np 2 python scripts/check_horovod.py
 
-Also holds Horovod and mpi4py to one MPI library, since two in a process crash it.
+Also checks that Horovod and mpi4py load one MPI library: two crash the process.
 """
 
 import re
@@ -25,7 +25,7 @@ def main() -> None:
     total = float(hvd.allreduce(tf.constant(hvd.rank() + 1.0), op=hvd.Sum))
     if total != size * (size + 1) / 2:
         raise SystemExit(f"allreduce gave {total} over {size} ranks")
-    # Beside the library itself, Open MPI 4 has one for C++.
+    # libmpi_cxx, Open MPI 4's C++ bindings, is no second MPI.
     maps = Path("/proc/self/maps").read_text()
     libraries = set(re.findall(r"/.*/libmpi(?!_?cxx)[^/\s]*$", maps, re.MULTILINE))
     if len(libraries) > 1:

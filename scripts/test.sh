@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests; sets everything up first if needed.
+# Runs the tests, after scripts/setup.sh if needed.
 #
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
 #     scripts/test.sh [oracle] [oldest]
@@ -23,8 +23,8 @@ done
 
 scripts/setup.sh --quiet || exit
 export PATH="$root/.venv/bin:$PATH"
-# More ranks than cores, perhaps as root, also where a test calls mpirun itself; ranks
-# that wait give their core to those that work.
+# For tests that call mpirun: allow root and more ranks than cores. A rank that waits
+# yields its core to one that computes.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
 

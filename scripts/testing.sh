@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# What debian_test.sh, docker_test.sh and slurm_test.sh share. They source it, after they have set
-# `title`, `install` (--install or nothing) and `packages`, and before they install or
-# check anything `work`, a directory for output.
+# Shared by debian_test.sh, docker_test.sh and slurm_test.sh, which source it. They set
+# `title`, `install` (--install or nothing) and `packages` before, and `work`, a directory
+# for output, before they install or check anything.
 
 die() {
   echo "$title: $*" >&2
   exit 1
 }
 
-# What may be missing on a user's machine is an error where --install promised it.
+# A missing requirement skips the test; with --install it is an error.
 skip() {
   [[ -z $install ]] || die "$*"
   echo "$title: skipped: $*"
@@ -35,8 +35,8 @@ wait_for() {
 passed=0
 failed=0
 
-# check TEXT COMMAND...: one line; where the command failed, the ends of its output and
-# of the logs in `logs` follow, or in `work`.
+# check TEXT COMMAND...: prints one line; if the command fails, also the ends of its
+# output and of the logs in `logs`, by default in `work`.
 check() {
   local text=$1 start=$SECONDS status=0
   shift

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains MNIST on four ranks, or N; sets everything up first if needed.
+# Trains MNIST on four ranks, or N, after scripts/setup.sh if needed.
 #
 #     scripts/train.sh [-np N] [FLAGS of hvdtrain.mnist, see --help]
 set -euo pipefail
@@ -10,7 +10,7 @@ flags=()
 while (($#)); do
   if [[ $1 == -np ]]; then
     [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || {
-      echo "train: -np takes a number of ranks, got '${2:-}'" >&2
+      echo "train: -np expects a number of ranks, received '${2:-}'" >&2
       exit 2
     }
     ranks=$2

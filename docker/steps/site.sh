@@ -1,4 +1,5 @@
-# Sourced by the steps of a Dockerfile that download: puts the site's secrets to use.
+# Sourced by the steps of a Dockerfile that download: configures apt and pip with the
+# site's build secrets.
 export DEBIAN_FRONTEND=noninteractive
 if [ -e /run/secrets/apt_conf ]; then cat /run/secrets/apt_conf >/tmp/apt.conf; fi
 if [ -e /run/secrets/ca_certificates ]; then

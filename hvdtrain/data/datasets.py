@@ -1,10 +1,11 @@
-"""Data sets by name: make them available on a node, then load them on every rank."""
+"""Data sets by name: prepared once per node, then loaded on every rank."""
 
 import dataclasses
 
 import numpy as np
 
-from hvdtrain.data import download, files
+from hvdtrain.data import files
+from hvdtrain.data.download import cached_mnist, default_cache_dir
 from hvdtrain.data.files import DataError
 
 NAMES = ("auto", "mnist", "digits", "synthetic", "custom")
@@ -15,7 +16,7 @@ class Dataset:
     """Images and labels in memory, as they are stored.
 
     Attributes:
-        name: what the data really are: mnist, digits, synthetic or custom.
+        name: mnist, digits, synthetic or custom; never `auto`.
         x_train: uint8 (n, height, width, channels).
         y_train: int32 (n,), 0 to num_classes - 1.
         x_test: like x_train.
@@ -38,32 +39,38 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The data set to load, and a warning if it is not what the user hoped for."""
+    """The data set to load.
+
+    Attributes:
+        name: mnist, digits, synthetic or custom.
+        warning: for the user, if this is a fallback.
+        dataset: the `Dataset` where `prepare` has read it: not to be read again.
+    """
 
     name: str
     warning: str = ""
+    dataset: Dataset | None = dataclasses.field(default=None, compare=False)
 
 
 def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=12.0):
-    """Make a data set available on this node, and say which one it is.
+    """Make a data set available on this node, and choose which one it is.
 
-    Call it on one rank of each node. It may download; `load` never does. Pass the
-    choices of all nodes to `agree`, then call `load` on every rank.
+    Called on one rank of each node. It may download; `load` never does.
 
     Args:
-        name: one of `NAMES`. `auto` is mnist if it can be had, else digits.
-        data_dir: directory of the files of mnist or custom; never a download then,
-            and never a fallback.
-        cache_dir: where a download goes, see `download_mnist`.
-        urls: mirrors, see `download_mnist`.
-        timeout_seconds: when a silent network is given up, see `download_mnist`.
+        name: one of `NAMES`. `auto` is mnist if it is available, else digits.
+        data_dir: directory of the files of mnist or custom. With it there is neither
+            a download nor a fallback.
+        cache_dir: the directory of downloads, see `cached_mnist`.
+        urls: mirrors, see `cached_mnist`.
+        timeout_seconds: limit for a silent network, see `cached_mnist`.
 
     Returns:
         A `Choice`, whose name is never `auto`.
 
     Raises:
-        DataError: an unknown name, one that does not go with `data_dir`, or MNIST
-            was asked for and cannot be had.
+        DataError: an unknown name, one that contradicts `data_dir`, or `mnist` where
+            MNIST is not available.
     """
     _check_name(name, data_dir=data_dir)
     if name not in ("auto", "mnist"):
@@ -71,12 +78,12 @@ def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=1
     if data_dir:
         return Choice("mnist")
     try:
-        download.download_mnist(cache_dir, urls=urls, timeout_seconds=timeout_seconds)
+        arrays = cached_mnist(cache_dir, urls=urls, timeout_seconds=timeout_seconds)
     except DataError as error:
         if name == "mnist":
             raise
         return Choice("digits", f"Training on digits, NOT on MNIST. {error}")
-    return Choice("mnist")
+    return Choice("mnist", dataset=_checked("mnist", label="the cache", **arrays))
 
 
 def agree(choices):
@@ -97,19 +104,19 @@ def load(name, *, data_dir=None, cache_dir=None):
         A `Dataset`, checked.
 
     Raises:
-        DataError: the data are missing, unreadable, or not what they should be.
+        DataError: the data are missing, unreadable or invalid.
     """
     _check_name(name, data_dir=data_dir)
     if name == "digits":
         return _digits()
     if name == "synthetic":
-        return synthetic()
+        return _synthetic()
     if name not in ("mnist", "custom"):
         raise DataError(f"Received {name} to load; call prepare first, it decides.")
-    directory = data_dir or cache_dir or download.default_cache_dir()
+    directory = data_dir or cache_dir or default_cache_dir()
     pattern = "mnist.npz" if name == "mnist" else "*.npz"
     arrays = files.read_directory(directory, npz_pattern=pattern)
-    dataset = _checked(name, arrays, label=directory)
+    dataset = _checked(name, label=directory, **arrays)
     if name == "mnist":
         files.check_mnist(arrays, label=directory)
     return dataset
@@ -119,9 +126,7 @@ def _check_name(name, *, data_dir):
     if name not in NAMES:
         raise DataError(f"Received the data set {name}; expected {', '.join(NAMES)}.")
     if name == "custom" and not data_dir:
-        raise DataError(
-            "The data set custom needs the directory of its files: data_dir."
-        )
+        raise DataError("The data set custom needs its directory: data_dir.")
     if name in ("digits", "synthetic") and data_dir:
         raise DataError(
             f"Received the data set {name} and the data directory {data_dir}; expected "
@@ -129,28 +134,27 @@ def _check_name(name, *, data_dir):
         )
 
 
-def _checked(name, arrays, *, label):
-    """Check four arrays and make a `Dataset` of them."""
-    images, labels = {}, {}
+def _checked(name, *, label, **arrays):
+    """Return a `Dataset` of four arrays, after all checks."""
+    images = {}
     for part in ("train", "test"):
         x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
         _check_images(x, label=f"x_{part} in {label}")
         _check_labels(y, count=len(x), label=f"y_{part} in {label}")
         images[part] = np.ascontiguousarray(x if x.ndim == 4 else x[..., None])
-        labels[part] = y
     if images["train"].shape[1:] != images["test"].shape[1:]:
         raise DataError(
             f"Received images of shape {images['train'].shape[1:]} to train and "
             f"{images['test'].shape[1:]} to test in {label}; expected one shape."
         )
-    num_classes = _count_classes(labels["train"], labels["test"], label=label)
+    y_train, y_test = arrays["y_train"], arrays["y_test"]
     return Dataset(
         name=name,
         x_train=images["train"],
-        y_train=labels["train"].astype(np.int32),
+        y_train=y_train.astype(np.int32),
         x_test=images["test"],
-        y_test=labels["test"].astype(np.int32),
-        num_classes=num_classes,
+        y_test=y_test.astype(np.int32),
+        num_classes=_count_classes(y_train, y_test, label=label),
     )
 
 
@@ -218,31 +222,29 @@ def _digits():
     test[np.argsort(y, kind="stable")[::6]] = True
     return _checked(
         "digits",
-        {
-            "x_train": x[~test],
-            "y_train": y[~test],
-            "x_test": x[test],
-            "y_test": y[test],
-        },
         label="scikit-learn",
+        x_train=x[~test],
+        y_train=y[~test],
+        x_test=x[test],
+        y_test=y[test],
     )
 
 
-def synthetic(*, seed=0, train_samples=8192, test_samples=1024, num_classes=10):
+def _synthetic():
     """Return noisy 28x28 images around one random pattern per class: learnable."""
-    random = np.random.RandomState(seed)
-    patterns = random.randint(0, 128, (num_classes, 28, 28))
+    random = np.random.RandomState(0)
+    patterns = random.randint(0, 128, (10, 28, 28))
 
     def draw(count):
-        y = np.arange(count) % num_classes
+        y = np.arange(count) % 10
         return (patterns[y] + random.randint(0, 128, (count, 28, 28))).astype("u1"), y
 
-    x_train, y_train = draw(train_samples)
-    x_test, y_test = draw(test_samples)
-    arrays = {
-        "x_train": x_train,
-        "y_train": y_train,
-        "x_test": x_test,
-        "y_test": y_test,
-    }
-    return _checked("synthetic", arrays, label="the generator")
+    (x_train, y_train), (x_test, y_test) = draw(8192), draw(1024)
+    return _checked(
+        "synthetic",
+        label="the generator",
+        x_train=x_train,
+        y_train=y_train,
+        x_test=x_test,
+        y_test=y_test,
+    )

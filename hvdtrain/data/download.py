@@ -1,23 +1,20 @@
-"""Download MNIST into a cache, so that nobody ever sees half a file."""
+"""MNIST from a mirror, kept in a cache."""
 
-import contextlib
 import http.client
 import io
 import os
 import pathlib
-import queue
-import tempfile
 import threading
-import time
 import urllib.request
 
 import numpy as np
 
 from hvdtrain.data import files
 from hvdtrain.data.files import DataError
+from hvdtrain.job.files import atomic_write, one_line_errors
 
-# Where MNIST is served: an npz file, or (with a slash at the end) a directory of the
-# four gzipped IDX files.
+# Mirrors of MNIST: an npz file, or (with a slash at the end) a directory of the four
+# gzipped IDX files.
 MIRRORS = (
     "https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -34,36 +31,39 @@ def default_cache_dir():
     return pathlib.Path(base) / "hvdtrain"
 
 
-def download_mnist(cache_dir=None, *, urls=None, timeout_seconds=12.0):
-    """Return the path of a checked `mnist.npz` in `cache_dir`; download it if needed.
-
-    The file appears in one piece: written under another name, then renamed.
+def cached_mnist(cache_dir=None, *, urls=None, timeout_seconds=12.0):
+    """Return the four arrays of MNIST from the cache; download them if needed.
 
     Args:
-        cache_dir: where the file is or goes; `default_cache_dir()` if None.
+        cache_dir: directory of `mnist.npz`; `default_cache_dir()` if None.
         urls: mirrors, tried in this order: npz files, or directories (a slash at the
             end) of the four gzipped IDX files. If None, those in the environment
             variable HVDTRAIN_MNIST_URLS (separated by spaces), else `MIRRORS`.
         timeout_seconds: silence, refusal or trickling of all mirrors together is
-            noticed within this time. A slow mirror that gets on may take longer.
+            noticed within this time. A slow mirror with progress may take longer.
 
     Raises:
         DataError: no mirror served MNIST, or the cache cannot be written.
     """
     path = pathlib.Path(cache_dir or default_cache_dir()) / "mnist.npz"
-    with contextlib.suppress(DataError, OSError), open(path, "rb") as file:
-        files.check_mnist(files.read_npz(file, label=path), label=path)
-        return path
+    try:
+        return files.read_mnist(path)
+    except DataError:
+        # A download could not replace a directory.
+        if path.is_dir():
+            raise
     urls = urls or os.environ.get("HVDTRAIN_MNIST_URLS", "").split() or MIRRORS
     failures = []
     for url in urls:
         try:
-            content = _fetch_mnist(url, patience_seconds=timeout_seconds / len(urls))
+            content, arrays = _fetch_mnist(
+                url, patience_seconds=timeout_seconds / len(urls)
+            )
         except DataError as error:
             failures.append(str(error))
         else:
-            _write_atomically(path, content)
-            return path
+            _write(path, content)
+            return arrays
     raise DataError(
         f"Cannot download MNIST ({'; '.join(failures)}). Give its files with "
         "--data_dir, a mirror with HVDTRAIN_MNIST_URLS, or take --dataset=digits."
@@ -71,11 +71,12 @@ def download_mnist(cache_dir=None, *, urls=None, timeout_seconds=12.0):
 
 
 def _fetch_mnist(url, *, patience_seconds):
-    """Return the bytes of an npz file that holds MNIST."""
+    """Return an npz file that holds MNIST, as bytes, and its arrays."""
     if not url.endswith("/"):
         content = _fetch(url, patience_seconds=patience_seconds)
-        files.check_mnist(files.read_npz(io.BytesIO(content), label=url), label=url)
-        return content
+        arrays = files.read_npz(io.BytesIO(content), label=url)
+        files.check_mnist(arrays, label=url)
+        return content, arrays
     arrays = {}
     for key, name in files.IDX_NAMES.items():
         packed = _fetch(f"{url}{name}.gz", patience_seconds=patience_seconds)
@@ -83,77 +84,57 @@ def _fetch_mnist(url, *, patience_seconds):
     files.check_mnist(arrays, label=url)
     archive = io.BytesIO()
     np.savez_compressed(archive, **arrays)
-    return archive.getvalue()
+    return archive.getvalue(), arrays
 
 
 def _fetch(url, *, patience_seconds):
-    """Return what `url` serves; give it up when it is silent or nearly so."""
-    # A thread, because no timeout of a socket covers the look-up of a name, nor a
-    # server that sends a byte now and then. The socket's own ends a thread given up.
-    chunks, given_up = queue.Queue(), threading.Event()
-    threading.Thread(
-        target=_pump, args=(url, chunks, given_up, 2 * patience_seconds), daemon=True
-    ).start()
+    """Return the content at `url`; abandon a server without progress."""
+    # A thread, because no timeout of a socket covers a name look-up that hangs, nor a
+    # server that sends a byte now and then.
+    content, errors = bytearray(), []
+    reader = threading.Thread(
+        target=_read_into, args=(content, errors, url, patience_seconds), daemon=True
+    )
+    reader.start()
+    reader.join(patience_seconds)
+    before = 0
+    while reader.is_alive():
+        if len(content) - before < _MIN_PROGRESS_BYTES:
+            raise DataError(
+                f"{url}: given up after {len(content)} bytes and "
+                f"{patience_seconds:.1f} s without progress"
+            )
+        before = len(content)
+        reader.join(patience_seconds)
     try:
-        return _collect(chunks, patience_seconds=patience_seconds)
+        for error in errors:
+            raise error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise DataError(f"{url}: {reason}") from None
-    finally:
-        given_up.set()
+    return bytes(content)
 
 
-def _pump(url, chunks, given_up, timeout_seconds):
+def _read_into(content, errors, url, patience_seconds):
     try:
+        # The longer timeout of the socket only ends this thread when it is abandoned.
+        timeout_seconds = 2 * patience_seconds
         with urllib.request.urlopen(url, timeout=timeout_seconds) as response:
-            while not given_up.is_set():
-                chunks.put(chunk := response.read1(_CHUNK_BYTES))
-                if not chunk:
-                    return
-    except Exception as error:  # raised again by the thread that collects
-        chunks.put(error)
+            while chunk := response.read1(_CHUNK_BYTES):
+                content += chunk
+                if len(content) > _MAX_BYTES:
+                    raise ValueError(f"more than {_MAX_BYTES} bytes, this is not MNIST")
+    except Exception as error:  # raised again by the thread that waits
+        errors.append(error)
 
 
-def _collect(chunks, *, patience_seconds):
-    content, goal = bytearray(), _MIN_PROGRESS_BYTES
-    deadline = time.monotonic() + patience_seconds
-    while True:
-        try:
-            chunk = chunks.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise TimeoutError(
-                f"given up after {len(content)} bytes and {patience_seconds:.1f} s "
-                "without progress"
-            ) from None
-        if isinstance(chunk, Exception):
-            raise chunk
-        content += chunk
-        if len(content) > _MAX_BYTES:
-            raise ValueError(f"more than {_MAX_BYTES} bytes, this is not MNIST")
-        if not chunk:
-            return bytes(content)
-        if len(content) >= goal:
-            goal = len(content) + _MIN_PROGRESS_BYTES
-            deadline = time.monotonic() + patience_seconds
-
-
-def _write_atomically(path, content):
-    # Two jobs may share the cache: each writes a file of its own, the rename decides,
-    # and both contents are the same.
-    temporary = None
-    try:
+def _write(path, content):
+    with one_line_errors(
+        f"write {path}",
+        remedy="free some space, or set XDG_CACHE_HOME to a directory that can be "
+        "written",
+        raises=DataError,
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".mnist-")
-        with open(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary:
-            pathlib.Path(temporary).unlink(missing_ok=True)
-        raise DataError(
-            f"Cannot write {path}: {error.strerror}; free some space, or set "
-            "XDG_CACHE_HOME to a directory that can be written."
-        ) from None
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(content)

@@ -1,11 +1,10 @@
-"""Image data sets as files: read npz and IDX, and tell MNIST by its digests.
+"""Image data sets as files: npz and IDX, and the digests of MNIST.
 
 IDX is the format of the original MNIST files (LeCun, Cortes, Burges): two zero bytes,
 a type (8: unsigned byte), the number of dimensions, each dimension as a big-endian
 32-bit number, then the values. The npz form has the array names of Keras' `mnist.npz`.
 """
 
-import contextlib
 import gzip
 import hashlib
 import math
@@ -16,9 +15,12 @@ import zlib
 
 import numpy as np
 
+from hvdtrain.job.files import one_line_errors
+from hvdtrain.job.world import JobError
 
-class DataError(ValueError):
-    """Bad or missing data; the message is one line and says what to do."""
+
+class DataError(JobError, ValueError):
+    """Bad or missing data. The message is one line: the reason and the remedy."""
 
 
 IDX_NAMES = {
@@ -38,8 +40,8 @@ _UNREADABLE = (
     OSError,
     EOFError,
     ValueError,
-    RuntimeError,  # zipfile: encrypted, or packed in a way that it does not know
-    MemoryError,  # a header that promises more than there can be
+    RuntimeError,  # zipfile: encrypted, or an unknown compression
+    MemoryError,  # a damaged header with too large a shape
     zipfile.BadZipFile,
     zlib.error,
 )
@@ -58,18 +60,7 @@ def read_directory(directory, *, npz_pattern="*.npz"):
         DataError: nothing usable is there, or a file cannot be read.
     """
     directory = pathlib.Path(directory)
-    try:
-        # Hidden files are notes of file managers; to read a pipe is to wait for ever.
-        names = sorted(
-            entry.name
-            for entry in directory.iterdir()
-            if not entry.name.startswith(".") and not entry.is_fifo()
-        )
-    except OSError as error:
-        raise DataError(
-            f"Cannot use {directory} as data directory: {error.strerror}; expected a "
-            "readable directory that holds the data set."
-        ) from None
+    names = _list_names(directory)
     archives = [name for name in names if pathlib.PurePath(name).match(npz_pattern)]
     if len(archives) > 1:
         raise DataError(
@@ -83,6 +74,20 @@ def read_directory(directory, *, npz_pattern="*.npz"):
         for key in IDX_NAMES
     }
     return {key: _read(path, read_idx) for key, path in paths.items()}
+
+
+def _list_names(directory):
+    with one_line_errors(
+        f"use {directory} as data directory",
+        remedy="expected a readable directory that holds the data set",
+        raises=DataError,
+    ):
+        # Hidden files are those of file managers. To open a pipe would block.
+        return sorted(
+            entry.name
+            for entry in directory.iterdir()
+            if not entry.name.startswith(".") and not entry.is_fifo()
+        )
 
 
 def _find_idx(directory, names, *, key, npz):
@@ -100,27 +105,36 @@ def _find_idx(directory, names, *, key, npz):
 
 
 def _read(path, reader):
-    with _one_line_errors(path), open(path, "rb") as file:
-        return reader(file, label=path)
+    with _reading(path):
+        if path.is_dir():
+            raise DataError(
+                f"Received the directory {path}; expected a file of this name: move "
+                "the directory away, or move the file out of it."
+            )
+        with open(path, "rb") as file:
+            return reader(file, label=path)
 
 
-@contextlib.contextmanager
-def _one_line_errors(label):
-    try:
-        yield
-    except DataError:
-        raise
-    except _UNREADABLE as error:
-        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise DataError(
-            f"Cannot read {label}: {text.splitlines()[0]}; expected a whole file that "
-            "this user may read: fetch it again, or mend its permissions."
-        ) from None
+def read_mnist(path):
+    """Return the four arrays of an npz file that holds exactly MNIST."""
+    arrays = _read(pathlib.Path(path), read_npz)
+    check_mnist(arrays, label=path)
+    return arrays
+
+
+def _reading(label):
+    return one_line_errors(
+        f"read {label}",
+        errors=_UNREADABLE,
+        remedy="expected a complete file that this user may read: fetch it again, or "
+        "change its permissions",
+        raises=DataError,
+    )
 
 
 def read_npz(file, *, label):
     """Return the four arrays in an open npz file; `label` names it in errors."""
-    with _one_line_errors(label):
+    with _reading(label):
         if file.read(2) != b"PK" or not zipfile.is_zipfile(file):
             raise ValueError("this is not an npz file, or not all of it")
         file.seek(0)
@@ -131,12 +145,29 @@ def read_npz(file, *, label):
                     f"Received {label} without {', '.join(missing)}; expected the "
                     f"arrays {', '.join(IDX_NAMES)}."
                 )
-            return {key: np.ascontiguousarray(archive[key]) for key in IDX_NAMES}
+            return {
+                key: np.ascontiguousarray(_member(archive, key, label=label))
+                for key in IDX_NAMES
+            }
+
+
+def _member(archive, key, *, label):
+    try:
+        return archive[key]
+    except ValueError as error:
+        # NumPy raises the same exception for damaged members.
+        if "Object arrays" not in str(error):
+            raise
+        raise DataError(
+            f"Received {key} in {label} as an array of Python objects, which only "
+            "pickle can read; expected uint8 images and integer labels: save it with "
+            "such a dtype."
+        ) from None
 
 
 def read_idx(file, *, label):
     """Return the array in an open IDX file, unpacked if `label` ends in `.gz`."""
-    with _one_line_errors(label):
+    with _reading(label):
         content = file.read()
         if str(label).endswith(".gz"):
             content = gzip.decompress(content)

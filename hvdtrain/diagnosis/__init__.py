@@ -1,5 +1,5 @@
-"""What can be wrong with an installation, a machine, a cluster; one module for each.
+"""Checks of the installation, the machine, the cluster and two ranks.
 
-A check is a function that returns a list of `Finding`s and raises nothing: what it
-cannot find out is a finding too. `hvdtrain.doctor` runs them and prints the page.
+A check is a function that returns a list of `Finding`s. It raises nothing: a failure
+of the check is a finding, too. `hvdtrain.doctor` runs them and prints the page.
 """

@@ -1,4 +1,4 @@
-"""The scheduler around us, and other hosts over ssh."""
+"""The scheduler of this job, and other hosts by ssh."""
 
 import concurrent.futures
 import os
@@ -9,18 +9,13 @@ import socket
 import time
 
 from hvdtrain import __version__
-from hvdtrain.diagnosis.finding import ask, broken, fine, warning
+from hvdtrain.diagnosis.finding import broken, fine, run, warning
+from hvdtrain.job.launchers import SCHEDULERS
 
-_SCHEDULERS = {
-    "Slurm": "SLURM_JOB_ID",
-    "PBS": "PBS_JOBID",
-    "LSF": "LSB_JOBID",
-    "Kubernetes": "KUBERNETES_SERVICE_HOST",
-}
 _SET_BY_USERS = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_")
 _SSH_SECONDS = 10
 _CLOCK_SECONDS = 2.0
-# Before what is ours in an answer: a login may print greetings first.
+# Starts the output of our command: a login shell may print a greeting before it.
 _MARK = "hvdtrain-clock"
 
 
@@ -29,7 +24,7 @@ def check(hosts, *, ssh_port):
 
     Args:
         hosts: names of other hosts of the job.
-        ssh_port: where their sshd listens.
+        ssh_port: the port of their sshd.
     """
     found = [check_scheduler(os.environ), check_variables(os.environ)]
     if not hosts:
@@ -42,10 +37,10 @@ def check(hosts, *, ssh_port):
 
 
 def check_scheduler(environ):
-    """Say which scheduler's job this is, and whether it gives room for ranks."""
+    """Describe the scheduler's job, and check that it has more than one task."""
     jobs = {
         scheduler: environ[variable]
-        for scheduler, variable in _SCHEDULERS.items()
+        for scheduler, variable in SCHEDULERS.items()
         if variable in environ
     }
     if not jobs:
@@ -74,7 +69,7 @@ def check_variables(environ):
 
 
 def check_host(host, ssh_port):
-    """Log in to a host as launchers do; compare its clock, address and hvdtrain."""
+    """Log in to a host by ssh; compare its clock, address and version of hvdtrain."""
     topic = f"host {host}"
     try:
         socket.getaddrinfo(host, ssh_port)
@@ -85,40 +80,50 @@ def check_host(host, ssh_port):
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}"]
     command += ["-p", str(ssh_port), host, remote]
     before = time.time()
-    answer = ask(command, timeout_seconds=3 * _SSH_SECONDS)
+    done = run(command, timeout_seconds=3 * _SSH_SECONDS)
     after = time.time()
-    clock, lines = _parse(answer.output)
+    clock, lines = _parse(done.output)
     if clock is None:
         remedy = f"it must work without a password: {shlex.join(command[:-1])} true"
-        return broken(topic, f"ssh fails: {answer.last_words}", remedy)
+        return broken(topic, f"ssh fails: {done.last_lines}", remedy)
     offset = max(before - clock, clock - after, 0.0)
-    return _compare(topic, lines, answer, offset=offset, seconds=after - before)
+    return _compare(topic, lines, done, offset=offset, seconds=after - before)
 
 
 def _parse(output):
-    """Return the clock of a host, None where it told none, and the lines after it."""
+    """Return the clock of a host, None if it is missing, and the lines after it."""
     _, found, ours = output.partition(_MARK)
     lines = ours.splitlines()
-    # Some systems' date knows no nanoseconds: "1700000000.N".
+    # On some systems date prints no nanoseconds: "1700000000.N".
     seconds = re.match(r"\d+(\.\d+)?", lines[0]) if found and lines else None
     return (float(seconds[0]), lines[1:]) if seconds else (None, [])
 
 
-def _compare(topic, lines, answer, *, offset, seconds):
-    """Judge what a host said that answered, `seconds` after it was asked."""
-    detail = f"ssh works, its clock is within {offset + seconds:.1f} s of ours"
-    if answer.code:
+def _compare(topic, lines, done, *, offset, seconds):
+    """Return the finding on a host by the output of our command.
+
+    Args:
+        topic: the topic of the finding.
+        lines: the output of `hvdtrain.doctor --version`.
+        done: the `Result` of ssh.
+        offset: seconds by which the clocks differ at least.
+        seconds: time that the command took, the uncertainty of `offset`.
+    """
+    detail = f"ssh works, its clock is within {offset + seconds:.1f} s of this one"
+    if done.code:
         remedy = (
-            "install the same environment at the same path there; ssh does not read "
-            ".bashrc's later lines: set the PATH in ~/.ssh/environment or sshd's SetEnv"
+            "install the same environment at the same path there; ssh does not run a "
+            "login shell: set the PATH in ~/.ssh/environment or by sshd's SetEnv"
         )
-        detail = f"ssh works, but python -m hvdtrain.doctor fails: {answer.last_words}"
+        detail = f"ssh works, but python -m hvdtrain.doctor fails: {done.last_lines}"
         return broken(topic, detail, remedy)
     version = lines[-1] if lines else "nothing"
     if version != __version__:
         detail += f"; hvdtrain {version} there and {__version__} here"
         return broken(topic, detail, "install the same version on all hosts")
     if offset > _CLOCK_SECONDS:
-        detail = f"ssh works, its clock differs from ours by {offset:.1f} s"
-        return warning(topic, detail, "set the clocks by NTP: logs will not line up")
+        detail = f"ssh works, its clock differs by {offset:.1f} s"
+        return warning(
+            topic, detail, "set the clocks by NTP: logs are compared by time"
+        )
     return fine(topic, detail)

@@ -1,22 +1,20 @@
-"""A finding, and how a command is asked with a limit on its time."""
+"""The finding of a check, and commands with a time limit."""
 
 import dataclasses
 import os
 import signal
 import subprocess
 
-# What a launcher around us has told us: the programs that a check starts would take
-# themselves for its ranks.
-_LAUNCHED = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HOROVOD_RANK", "HOROVOD_SIZE")
+from hvdtrain.job.launchers import without_launch
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        topic: what was looked at, a word or two.
-        status: fine, warning (it works, but not well, or not everywhere) or broken.
+        topic: the subject of the check, a word or two.
+        status: fine, warning (it works, but slowly, or not everywhere) or broken.
         detail: what was found.
         remedy: what to do about it; empty where all is fine.
     """
@@ -33,18 +31,18 @@ def fine(topic, detail):
 
 
 def warning(topic, detail, remedy):
-    """Return the finding that something works, but not well or not everywhere."""
+    """Return the finding that something works, but slowly or not everywhere."""
     return Finding(topic, "warning", detail, remedy)
 
 
 def broken(topic, detail, remedy):
-    """Return the finding that training cannot work like this."""
+    """Return the finding that training cannot work."""
     return Finding(topic, "broken", detail, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """What a command said.
+class Result:
+    """The result of a command.
 
     Attributes:
         code: its exit code; 127 if it does not exist, 124 if it took too long.
@@ -57,24 +55,19 @@ class Answer:
     errors: str
 
     @property
-    def last_words(self):
-        """The end of what it said, in one line."""
+    def last_lines(self):
+        """The last three lines of its errors, or else of its output, in one line."""
         lines = (self.errors.strip() or self.output.strip()).splitlines()
         return " ".join(line.strip() for line in lines[-3:]) or f"exit code {self.code}"
 
 
-def ask(command, *, timeout_seconds):
-    """Run a command and return its `Answer`.
+def run(command, *, timeout_seconds):
+    """Run a command and return its `Result`.
 
     Args:
-        command: list of words.
-        timeout_seconds: after it the command is killed, with all that it started.
+        command: a list of strings.
+        timeout_seconds: after it the command is killed, with its child processes.
     """
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_LAUNCHED)
-    }
     try:
         process = subprocess.Popen(
             command,
@@ -83,15 +76,16 @@ def ask(command, *, timeout_seconds):
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=environ,
+            # Under a launcher the command would join its job as one more rank.
+            env=without_launch(os.environ),
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(127, "", f"{command[0]}: {error.strerror}")
+        return Result(127, "", f"{command[0]}: {error.strerror}")
     try:
         output, errors = process.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return Answer(124, "", f"no answer within {timeout_seconds:g} s")
-    return Answer(process.returncode, output, errors)
+        return Result(124, "", f"no answer within {timeout_seconds:g} s")
+    return Result(process.returncode, output, errors)

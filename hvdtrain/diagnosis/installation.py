@@ -8,10 +8,10 @@ import platform
 import shutil
 import sys
 
-from hvdtrain.diagnosis.finding import ask, broken, fine, warning
+from hvdtrain.diagnosis.finding import broken, fine, run, warning
 
 _LOAD_SECONDS = 120
-_SET_UP = "scripts/setup.sh sets up an environment that fits together"
+_SET_UP = "scripts/setup.sh sets up an environment of matching versions"
 _SET_UP_GPU = "HOROVOD_GPU_OPERATIONS=NCCL scripts/setup.sh"
 # The versions that hvdtrain supports. setup.cfg has the same ranges.
 _KERAS_FIRST, _KERAS_LAST = (3, 12), (3, 15)
@@ -36,15 +36,21 @@ def check():
 
 @functools.cache
 def load(topic, library):
-    """Return what `probe` tells of a library, or None; and the findings of failure."""
+    """Return the dict of `probe` for a library, or None; and findings of failure.
+
+    Args:
+        topic: the topic of a finding.
+        library: the library, as `probe` takes it.
+    """
     command = [sys.executable, "-m", "hvdtrain.diagnosis.probe", library]
-    answer = ask(command, timeout_seconds=_LOAD_SECONDS)
-    if answer.code == 0:
-        return json.loads(answer.output.splitlines()[-1]), []
-    if answer.code < 0:
-        died = f"loading it ended Python by signal {-answer.code}"
-        return None, [broken(topic, died, _SET_UP)]
-    return None, [broken(topic, f"cannot be loaded: {answer.last_words}", _SET_UP)]
+    done = run(command, timeout_seconds=_LOAD_SECONDS)
+    if done.code == 0:
+        # The last line: libraries may print at their import.
+        return json.loads(done.output.splitlines()[-1]), []
+    if done.code < 0:
+        crashed = f"its import ended Python by signal {-done.code}"
+        return None, [broken(topic, crashed, _SET_UP)]
+    return None, [broken(topic, f"cannot be loaded: {done.last_lines}", _SET_UP)]
 
 
 def _check_tensorflow(tensorflow):
@@ -98,21 +104,21 @@ def _check_launchers(horovod):
 
 
 def _controller(horovod, mpirun):
-    """Say what horovodrun takes where it is not told."""
+    """Describe which controller horovodrun takes by default."""
     chosen = os.environ.get("HOROVOD_CONTROLLER")
     if chosen:
-        return f"takes {chosen}, as HOROVOD_CONTROLLER says"
+        return f"takes {chosen}, from HOROVOD_CONTROLLER"
     if horovod and horovod["mpi"] and mpirun:
-        return "takes MPI unless told --gloo"
+        return "takes MPI without --gloo"
     return "takes Gloo"
 
 
 def _check_mpirun(mpirun):
-    answer = ask([mpirun, "--version"], timeout_seconds=20)
-    if answer.code:
+    done = run([mpirun, "--version"], timeout_seconds=20)
+    if done.code:
         remedy = "repair the MPI, or launch by horovodrun --gloo"
-        return broken("mpirun", f"{mpirun} fails: {answer.last_words}", remedy)
-    return fine("mpirun", f"{mpirun}, {answer.output.strip().partition(chr(10))[0]}")
+        return broken("mpirun", f"{mpirun} fails: {done.last_lines}", remedy)
+    return fine("mpirun", f"{mpirun}, {done.output.strip().partition(chr(10))[0]}")
 
 
 def _check_mpi4py(horovod):
@@ -123,13 +129,13 @@ def _check_mpi4py(horovod):
     detail = f"{mpi4py['version']}, {mpi4py['mpi']}"
     if mpi4py["mpi_library"] != horovod["mpi_library"]:
         detail += f" of {mpi4py['mpi_library']}; Horovod's is {horovod['mpi_library']}"
-        remedy = f"two MPIs in a process crash it: build them with one; {_SET_UP}"
+        remedy = f"two MPIs crash a process: build both with one; {_SET_UP}"
         return [broken("mpi4py", detail, remedy)]
     return [fine("mpi4py", detail)]
 
 
 def _check_gpus(tensorflow, horovod):
-    nvidia = ask(["nvidia-smi", "--list-gpus"], timeout_seconds=30)
+    nvidia = run(["nvidia-smi", "--list-gpus"], timeout_seconds=30)
     there = len(nvidia.output.splitlines()) if nvidia.code == 0 else 0
     seen = tensorflow["gpus"] if tensorflow else 0
     if seen < there and not os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -138,6 +144,6 @@ def _check_gpus(tensorflow, horovod):
         return [warning("GPU", detail, remedy)]
     if seen and horovod and not horovod["nccl"]:
         detail = f"TensorFlow sees {seen}, Horovod was built without NCCL"
-        remedy = f"build Horovod with NCCL, it copies through the CPU: {_SET_UP_GPU}"
+        remedy = f"gradients are copied through the CPU; build it: {_SET_UP_GPU}"
         return [warning("GPU", detail, remedy)]
     return [fine("GPU", f"{seen} of {there}" if there else "none, training on CPUs")]

@@ -1,33 +1,27 @@
-"""Loads one library and prints what it is, as JSON; in a process of its own.
+"""Imports one library and prints its properties as JSON.
 
     python -m hvdtrain.diagnosis.probe tensorflow
 
-A broken library may end the process that loads it.
+A process of its own: a broken library may crash the process that imports it.
 """
 
+import importlib
 import json
 import pathlib
 import sys
 
 
-def tensorflow():
-    """Return what TensorFlow and Keras are, and what they see."""
-    import keras
-    import tensorflow as tf
-
+def _tensorflow():
+    tf, keras = _load("tensorflow"), _load("keras")
     return {
         "version": tf.__version__,
         "keras": keras.__version__,
-        "is_for_gpus": tf.test.is_built_with_cuda(),
         "gpus": len(tf.config.list_physical_devices("GPU")),
     }
 
 
-def horovod():
-    """Return what Horovod is and what it was built with."""
-    import horovod
-    import horovod.tensorflow as hvd
-
+def _horovod():
+    horovod, hvd = _load("horovod"), _load("horovod.tensorflow")
     built_with = pathlib.Path(horovod.__file__).with_name("metadata.json")
     return {
         "version": horovod.__version__,
@@ -39,26 +33,30 @@ def horovod():
     }
 
 
-def mpi4py():
-    """Return what mpi4py is and which MPI it loads."""
-    import mpi4py
-
+def _mpi4py():
+    mpi4py = _load("mpi4py")
+    # Otherwise the import of mpi4py.MPI calls MPI_Init.
     mpi4py.rc.initialize = False
-    from mpi4py import MPI
-
+    mpi = _load("mpi4py.MPI")
     return {
         "version": mpi4py.__version__,
         "mpi_library": _mpi_library(),
-        "mpi": MPI.Get_library_version().split(",")[0],
+        "mpi": mpi.Get_library_version().split(",")[0],
     }
 
 
+def _load(name):
+    return importlib.import_module(name)
+
+
 def _mpi_library():
+    """Return the path of the MPI that this process has loaded, None without one."""
     lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[-1] for line in lines if "/libmpi" in line}
     return min(paths, default=None)
 
 
+_PROBES = {"tensorflow": _tensorflow, "horovod": _horovod, "mpi4py": _mpi4py}
+
 if __name__ == "__main__":
-    _PROBES = {"tensorflow": tensorflow, "horovod": horovod, "mpi4py": mpi4py}
     print(json.dumps(_PROBES[sys.argv[1]]()))

@@ -1,7 +1,7 @@
-"""Two ranks that add up numbers, timed: the proof, by each controller there is.
+"""A timed sum over two ranks, with each controller that Horovod has.
 
-The check starts this module under horovodrun. Rank 0 writes to the file that it is
-told what came out, since launchers put words of their own between those of ranks.
+`check` starts this module under horovodrun. Rank 0 writes the result to a file, since
+launchers mix messages of their own into the output.
 """
 
 import json
@@ -12,8 +12,10 @@ import sys
 import tempfile
 import time
 
+from hvdtrain import job
 from hvdtrain.diagnosis import installation
-from hvdtrain.diagnosis.finding import ask, broken, fine
+from hvdtrain.diagnosis.finding import broken, fine, run
+from hvdtrain.job import cores
 
 _LIMIT_SECONDS = 180
 # The gradients of MNIST's small model.
@@ -39,48 +41,46 @@ def _run(horovodrun, controller):
     program = [sys.executable, "-m", "hvdtrain.diagnosis.ranks"]
     command = [horovodrun, f"--{controller.lower()}", "-np", "2", *program]
     with tempfile.NamedTemporaryFile() as file:
-        answer = ask([*command, file.name], timeout_seconds=_LIMIT_SECONDS)
+        done = run([*command, file.name], timeout_seconds=_LIMIT_SECONDS)
         result = file.read()
-    if answer.code or not result:
-        # Launchers end with words on themselves: the cause comes first.
-        remedy = f"see all it says: {' '.join(command)} /dev/stdout"
-        return broken(topic, f"fail: {answer.last_words}", remedy)
-    said = json.loads(result)
-    if said["sum"] != 3.0:
+    if done.code or not result:
+        remedy = f"see the whole output: {' '.join(command)} /dev/stdout"
+        return broken(topic, f"fail: {done.last_lines}", remedy)
+    measured = json.loads(result)
+    if measured["sum"] != 3.0:
         remedy = "build Horovod again: scripts/setup.sh"
-        return broken(topic, f"1 + 2 gave {said['sum']}", remedy)
+        return broken(topic, f"1 + 2 gave {measured['sum']}", remedy)
     detail = (
-        f"the sum is right, {said['milliseconds']:.2f} ms for 0.4 MB, "
-        f"{said['threads_per_rank']} threads per rank"
+        f"the sum is right, {measured['milliseconds']:.2f} ms for 0.4 MB, "
+        f"{measured['threads_per_rank']} threads per rank"
     )
-    if said["mpi_threads"] is not None:
-        detail += f", MPI threads {'shared' if said['mpi_threads'] else 'alone'}"
+    if measured["mpi_threads"] is not None:
+        shared = "shared" if measured["mpi_threads"] else "alone"
+        detail += f", MPI threads {shared}"
     return fine(topic, detail)
 
 
 def main(path):
-    """Reduce, and write to `path` what came out and how long it took."""
-    from hvdtrain import cores, runtime
-
-    world = runtime.start()
-    import tensorflow as tf
-
+    """Reduce, and write the sum and its time to `path`."""
+    world = job.start()
+    # After the start, which sets the environment that Horovod reads at its import.
     import hvdtrain.keras as hvd
 
-    numbers = tf.fill([_ELEMENTS], float(world.rank + 1))
+    ones = hvd.allreduce([1.0] * _ELEMENTS, op=hvd.Average, name="ones")
+    numbers = ones * (world.rank + 1)
     times = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
         total = hvd.allreduce(numbers, op=hvd.Sum, name="two_ranks")
         times.append(time.perf_counter() - start)
     if world.is_chief:
-        said = {
-            "sum": float(tf.reduce_max(total)),
+        measured = {
+            "sum": float(max(total.numpy())),
             "milliseconds": statistics.median(times) * 1000,
             "threads_per_rank": cores.usable(world.local_size),
             "mpi_threads": hvd.mpi_threads_supported() if hvd.mpi_enabled() else None,
         }
-        pathlib.Path(path).write_text(json.dumps(said) + "\n")
+        pathlib.Path(path).write_text(json.dumps(measured) + "\n")
 
 
 if __name__ == "__main__":

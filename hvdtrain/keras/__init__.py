@@ -36,45 +36,35 @@ from horovod.tensorflow import (
     stop_timeline,
 )
 
-from hvdtrain.keras import callbacks, elastic
-from hvdtrain.keras.basics import init
-from hvdtrain.keras.collectives import (
-    allreduce,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
-from hvdtrain.keras.exchange import (
+from hvdtrain.collectives.dtypes import Compression
+from hvdtrain.collectives.objects import allgather_object, broadcast_object
+from hvdtrain.collectives.ops import (
     allgather,
+    allreduce,
     alltoall,
     broadcast,
+    broadcast_variables,
     grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
     join,
+    reducescatter,
 )
+from hvdtrain.collectives.transport import Adasum, Average, Max, Min, Product, Sum
+from hvdtrain.job.backend import init
+from hvdtrain.keras import callbacks, elastic
 from hvdtrain.keras.layers import SyncBatchNormalization
-from hvdtrain.keras.objects import (
-    allgather_object,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-)
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras.partial import (
     PartialDistributedGradientTape,
     PartialDistributedOptimizer,
 )
-from hvdtrain.keras.reduction import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    broadcast_variables,
-)
 from hvdtrain.keras.saving import load_model
 from hvdtrain.keras.tape import DistributedGradientTape
-from hvdtrain.keras.wire import Compression
+from hvdtrain.keras.tensorflow1 import (
+    broadcast_global_variables,
+    broadcast_object_fn,
+)
 
 __all__ = [
     "Adasum",

@@ -1,31 +1,33 @@
 """Reduction of gradients: what the distributed optimizer and tape share."""
 
+import dataclasses
 import itertools
 import warnings
 
 import tensorflow as tf
 
-from hvdtrain.keras import reduction, wire
-from hvdtrain.keras.reduction import Average, Sum, global_process_set
-from hvdtrain.keras.wire import Compression
+from hvdtrain.collectives import graph, transport
+from hvdtrain.collectives.dtypes import Compression, as_tensorflow
+from hvdtrain.collectives.process_sets import (
+    global_process_set,
+    needs_communication,
+    size_of,
+)
+from hvdtrain.collectives.transport import Average, Sum, op_name
 
 
-class GradientReducer:
-    """Combines the gradients of one training step over all ranks.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientOptions:
+    """How the gradients of a training step are reduced.
 
-    Calling it exchanges the gradients that every rank computed on its own batch
-    and returns the same combined gradients on every rank. By default all dense
-    gradients travel as one group: one communication a call.
-
-    Args:
-        name: prefix of the operations' names; ranks are matched by it.
+    Attributes:
         device_dense: device of the reduction of dense gradients; "" is the default.
         device_sparse: the same for `tf.IndexedSlices`.
-        compression: how gradients travel, one of `Compression`.
-        sparse_as_dense: turn `tf.IndexedSlices` into dense tensors first.
+        compression: dtype on the wire, one of `Compression`.
+        sparse_as_dense: convert `tf.IndexedSlices` to dense tensors first.
         op: `Average`, `Sum` or `Adasum`.
         gradient_predivide_factor: with Average, gradients are divided by it before
-            the sum and multiplied by it after; guards a sum in float16.
+            the sum and multiplied by it after; prevents an overflow in float16.
         groups: None for one group of all, a number of groups, or a list of lists of
             variables; variables that appear in none of them are groups of their own.
         process_set: the ranks that take part.
@@ -33,115 +35,142 @@ class GradientReducer:
             of ranks, as Horovod does, so that they weigh as much as averaged ones.
 
     Raises:
-        ValueError: for an argument out of range, or arguments that exclude
+        ValueError: for an attribute out of range, or attributes that exclude
             each other.
     """
 
-    def __init__(
-        self,
-        name,
-        *,
-        device_dense="",
-        device_sparse="",
-        compression=Compression.none,
-        sparse_as_dense=False,
-        op=Average,
-        gradient_predivide_factor=1.0,
-        groups=None,
-        process_set=global_process_set,
-        scale_local_gradients=True,
-    ):
-        _check_predivide_factor(gradient_predivide_factor, op)
-        _check_groups(groups)
+    device_dense: str = ""
+    device_sparse: str = ""
+    compression: type = Compression.none
+    sparse_as_dense: bool = False
+    op: object = Average
+    gradient_predivide_factor: float = 1.0
+    groups: int | list | None = None
+    process_set: object = global_process_set
+    scale_local_gradients: bool = True
+
+    def __post_init__(self):
+        """Checks the attributes."""
+        _check_predivide_factor(self.gradient_predivide_factor, self.op)
+        _check_groups(self.groups)
+
+    def reduction(self, process_set):
+        """Returns these options as the `Reduction` over a process set."""
+        return transport.Reduction(
+            op=self.op,
+            prescale_factor=1.0 / self.gradient_predivide_factor,
+            postscale_factor=self.gradient_predivide_factor,
+            compression=self.compression,
+            device_dense=self.device_dense,
+            device_sparse=self.device_sparse,
+            process_set=process_set,
+        )
+
+
+class GradientReducer:
+    """Combines the gradients of one training step over the ranks.
+
+    The process set belongs to the variable: a gradient is reduced over the ranks that
+    hold a copy of its variable. By default these are the ranks of
+    `options.process_set`; a local variable has none but this rank. All gradients of a
+    process set are one group, reduced in one communication, unless `options.groups`
+    divides them.
+
+    Args:
+        name: prefix of the operations' names; ranks are matched by it.
+        options: `GradientOptions`.
+    """
+
+    def __init__(self, name, options):
         self._name = name
-        self._device_dense = device_dense
-        self._device_sparse = device_sparse
-        self._compression = compression
-        self._sparse_as_dense = sparse_as_dense
-        self._op = op
-        self._predivide_factor = gradient_predivide_factor
-        self._groups = groups
-        self._scale_local_gradients = scale_local_gradients
-        self.local_keys = set()
-        self.process_set = process_set
+        self.options = options
+        self._process_sets = {}
+
+    @property
+    def process_set(self):
+        """The ranks that train: those of every variable without ranks of its own."""
+        return self.options.process_set
+
+    @property
+    def local_keys(self):
+        """The `variable_key`s of the local variables."""
+        return {key for key, ranks in self._process_sets.items() if ranks is None}
 
     def register_local(self, variable):
-        """Leaves `variable`'s gradients to this rank: they are not reduced."""
-        self.local_keys.add(variable_key(variable))
+        """Leaves the gradient of `variable` unreduced: no other rank has a copy."""
+        self._process_sets[variable_key(variable)] = None
 
     def is_local(self, variable):
-        """Whether `variable` was registered as local."""
-        return variable_key(variable) in self.local_keys
+        """Whether no other rank holds a copy of `variable`."""
+        return self.process_set_of(variable) is None
+
+    def process_set_of(self, variable):
+        """The ranks that hold a copy of `variable`; None for a local variable."""
+        return self._process_sets.get(variable_key(variable), self.process_set)
 
     def __call__(self, gradients, variables):
         """Returns the combined gradients, in the order of `variables`.
 
         Args:
             gradients: list of tensors, `tf.IndexedSlices` or None.
-            variables: list of the variables that they belong to; it decides which
-                gradients are local and how they are grouped.
+            variables: list of the variables that they belong to.
 
         Raises:
             ValueError: with `op=Sum`, for gradients that have been reduced before.
         """
-        if not reduction.participates(self.process_set):
-            return list(gradients)
         combined = list(gradients)
-        shared = []
-        for i, variable in enumerate(variables):
-            if not self.is_local(variable):
-                shared.append(i)
-            elif gradients[i] is not None:
-                combined[i] = self._scale_local(gradients[i])
-        sent = {
-            i: _absent(place, variables[i])
-            if gradients[i] is None
-            else self._prepared(gradients[i])
-            for place, i in enumerate(shared)
-        }
-        groups = self._split(shared, variables)
-        # Gradients of the last layers come first: they need not wait for the others.
+        if not needs_communication(self.process_set):
+            return combined
+        sent = self._prepare(gradients, variables)
+        groups = self._split(list(sent), variables)
+        # Gradients of the last layers are computed first: they can be reduced while
+        # the backward pass goes on.
         for number, members in reversed(list(enumerate(groups))):
-            reduced = self._reduce([sent[i] for i in members], f"{self._name}_{number}")
+            process_set = self.process_set_of(variables[members[0]])
+            reduced = transport.allreduce(
+                [sent[i] for i in members],
+                self.options.reduction(process_set),
+                name=f"{self._name}_{number}",
+            )
             for i, gradient in zip(members, reduced, strict=True):
                 if gradients[i] is None:
-                    wire.keep(gradient)
+                    graph.prevent_pruning(gradient)
                     continue
-                gradient._reduced_over = self.process_set.process_set_id
+                gradient._reduced_over = process_set.process_set_id
                 combined[i] = gradient
+        for i, variable in enumerate(variables):
+            if self.is_local(variable) and gradients[i] is not None:
+                combined[i] = self._scale_local(gradients[i])
         return combined
 
-    def _reduce(self, gradients, name):
-        return reduction.grouped_allreduce(
-            gradients,
-            name=name,
-            op=self._op,
-            prescale_factor=1.0 / self._predivide_factor,
-            postscale_factor=self._predivide_factor,
-            compression=self._compression,
-            device_dense=self._device_dense,
-            device_sparse=self._device_sparse,
-            process_set=self.process_set,
-        )
+    def _prepare(self, gradients, variables):
+        """Returns what is sent for each shared variable, by its place."""
+        shared = [i for i, v in enumerate(variables) if not self.is_local(v)]
+        return {
+            i: _placeholder(place, variables[i])
+            if gradients[i] is None
+            else self._prepare_one(gradients[i], variables[i])
+            for place, i in enumerate(shared)
+        }
 
-    def _prepared(self, gradient):
+    def _prepare_one(self, gradient, variable):
         # The mean of equal gradients is harmless; their sum is too large by the number
-        # of ranks. Seen unless something was computed with the gradients in between.
-        reduced_over = getattr(gradient, "_reduced_over", None)
-        if self._op == Sum and reduced_over == self.process_set.process_set_id:
+        # of ranks. An operation on the gradient in between loses the mark.
+        ranks = self.process_set_of(variable).process_set_id
+        if self.options.op == Sum and getattr(gradient, "_reduced_over", None) == ranks:
             raise ValueError(
                 "These gradients have been reduced over the ranks already, and op=Sum "
                 "would add them up again. Use DistributedGradientTape with the plain "
                 "optimizer, or DistributedOptimizer with tf.GradientTape."
             )
-        if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
+        if self.options.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
             return tf.convert_to_tensor(gradient)
         return gradient
 
     def _scale_local(self, gradient):
-        if not self._scale_local_gradients:
+        if not self.options.scale_local_gradients:
             return gradient
-        size = reduction.process_set_size(self.process_set, gradient.dtype)
+        size = size_of(self.process_set, gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(
                 gradient.values / size, gradient.indices, gradient.dense_shape
@@ -149,40 +178,52 @@ class GradientReducer:
         return gradient / size
 
     def _split(self, places, variables):
-        if not places:
-            return []
-        if self._groups is None:
-            return [places]
-        if isinstance(self._groups, int):
-            count = min(self._groups, len(places))
-            bounds = [len(places) * i // count for i in range(count + 1)]
-            return [places[a:b] for a, b in itertools.pairwise(bounds)]
-        group_of = {
-            variable_key(variable): number
-            for number, group in enumerate(self._groups)
-            for variable in group
-        }
-        by_group = {}
+        """Returns lists of places that are reduced together: one process set each."""
+        by_process_set = {}
         for i in places:
-            key = variable_key(variables[i])
-            by_group.setdefault(group_of.get(key, key), []).append(i)
-        return list(by_group.values())
+            ranks = self.process_set_of(variables[i]).process_set_id
+            by_process_set.setdefault(ranks, []).append(i)
+        return [
+            group
+            for members in by_process_set.values()
+            for group in _split_into_groups(members, variables, self.options.groups)
+        ]
 
 
-def _absent(place, variable):
-    """What travels for a gradient that is None: nothing, in a shape that tells so.
+def _split_into_groups(places, variables, groups):
+    if groups is None:
+        return [places]
+    if isinstance(groups, int):
+        count = min(groups, len(places))
+        bounds = [len(places) * i // count for i in range(count + 1)]
+        return [places[a:b] for a, b in itertools.pairwise(bounds)]
+    group_of = {
+        variable_key(variable): number
+        for number, group in enumerate(groups)
+        for variable in group
+    }
+    by_group = {}
+    for i in places:
+        key = variable_key(variables[i])
+        by_group.setdefault(group_of.get(key, key), []).append(i)
+    return list(by_group.values())
 
-    Ranks that lack gradients of different variables send equally many tensors, and no
-    two that agree: the gradient of one is never added to that of another.
+
+def _placeholder(place, variable):
+    """Returns what is sent for a gradient that is None: an empty tensor.
+
+    Its shape holds its place. Ranks that lack the gradients of different variables
+    send equally many tensors, and no two of equal shape: the negotiation fails, where
+    else the gradient of one variable would be added to that of another.
     """
     dtype = tf.as_dtype(variable.dtype)
     return tf.zeros([0, place + 1], dtype if dtype.is_floating else tf.float32)
 
 
 def groups_argument(groups, num_groups):
-    """The argument `groups`, also where it was given by its deprecated name."""
+    """Returns the argument `groups`, also where its deprecated name was used."""
     if num_groups:
-        # Of whoever called the function that has these arguments.
+        # The line of the caller of the function that has these arguments.
         warnings.warn(
             "num_groups is deprecated: use groups.", DeprecationWarning, stacklevel=3
         )
@@ -190,8 +231,8 @@ def groups_argument(groups, num_groups):
 
 
 def variable_key(variable):
-    """A hashable that is equal for a Keras variable and the TensorFlow one in it."""
-    return wire.native(variable).ref()
+    """Returns a hashable, equal for a Keras variable and its TensorFlow variable."""
+    return as_tensorflow(variable).ref()
 
 
 def _check_predivide_factor(factor, op):
@@ -201,9 +242,8 @@ def _check_predivide_factor(factor, op):
         )
     if factor != 1.0 and op != Average:
         raise ValueError(
-            "gradient_predivide_factor splits the division of an average: it goes "
-            f"with op=Average only. Received: {factor} with "
-            f"op={'Sum' if op == Sum else op}"
+            "gradient_predivide_factor splits the division of an average: it requires "
+            f"op=hvd.Average. Received: {factor} with op=hvd.{op_name(op)}"
         )
 
 

@@ -3,9 +3,10 @@
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras import reduction
-from hvdtrain.keras.rates import without_loss_scale
-from hvdtrain.keras.reduction import Sum
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.transport import Sum
+from hvdtrain.keras.learning_rates import without_loss_scale
 
 
 class ReductionHook:
@@ -28,6 +29,7 @@ class ReductionHook:
         self._apply_gradients = optimizer.apply_gradients
         self._apply = optimizer.apply
         self._clip_gradients = optimizer._clip_gradients
+        optimizer.reduction_hook = self
         optimizer.apply_gradients = self.apply_gradients
         optimizer.apply = self.apply
         optimizer._clip_gradients = self.clip_gradients
@@ -80,11 +82,11 @@ class ReductionHook:
             # Seen by `apply`, which the LossScaleOptimizer calls next.
             self._has_shared_check = True
             finite = check_locally(grads)
-            if not reduction.participates(process_set):
+            if not needs_communication(process_set):
                 return finite
             # Overflows are counted, not the lack of one: a rank that has joined
             # contributes zeros.
-            overflows = reduction.allreduce(
+            overflows = ops.allreduce(
                 tf.cast(tf.logical_not(finite), tf.int32),
                 name="LossScaleOverflow",
                 op=Sum,
@@ -125,12 +127,8 @@ class ReductionHook:
 
 
 def hook_of(optimizer):
-    """The `ReductionHook` in `optimizer`, or None."""
-    if optimizer is None:
-        return None
-    bound = vars(without_loss_scale(optimizer)).get("apply")
-    owner = getattr(bound, "__self__", None)
-    return owner if isinstance(owner, ReductionHook) else None
+    """Returns the `ReductionHook` of `optimizer`, or None."""
+    return getattr(without_loss_scale(optimizer), "reduction_hook", None)
 
 
 def _check_reducible(grads, variables):

@@ -3,8 +3,9 @@
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras import reduction
-from hvdtrain.keras.reduction import Sum, global_process_set
+from hvdtrain.collectives import transport
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.collectives.transport import Reduction, Sum
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -36,7 +37,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self._process_set = process_set
 
     def _moments(self, inputs, mask):
-        if not reduction.participates(self._process_set):
+        if not needs_communication(self._process_set):
             return super()._moments(inputs, mask)
         axes = self._reduction_axes
         if mask is None:
@@ -70,20 +71,18 @@ def global_moments(inputs, axes, process_set, *, weights=None):
     @tf.custom_gradient
     def moments(x):
         statistics = _local_statistics(x, weights, axes)
-        everyone = reduction.allgather(
-            tf.stack(statistics)[tf.newaxis], name=name, process_set=process_set
+        (everyone,) = transport.allgather(
+            [tf.stack(statistics)[tf.newaxis]], name=name, process_set=process_set
         )
         total, mean, variance = _combine(everyone, epsilon)
 
         def gradient(*upstream):
-            by_mean, by_variance = tf.unstack(
-                reduction.allreduce(
-                    tf.stack(upstream),
-                    name=f"{name}_gradient",
-                    op=Sum,
-                    process_set=process_set,
-                )
+            (total_upstream,) = transport.allreduce(
+                [tf.stack(upstream)],
+                Reduction(op=Sum, process_set=process_set),
+                name=f"{name}_gradient",
             )
+            by_mean, by_variance = tf.unstack(total_upstream)
             distance = _masked(x - _expand(mean, axes), weights)
             constant = _masked(tf.ones_like(x) * _expand(by_mean, axes), weights)
             slope = constant + 2 * distance * _expand(by_variance, axes)

@@ -9,8 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras import reduction, wire
-from hvdtrain.keras.reduction import Sum, global_process_set
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.dtypes import as_tensorflow
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.collectives.transport import Sum
 
 
 def reduce_metrics(metrics, *, device="", process_set=global_process_set):
@@ -72,7 +74,7 @@ def reduce_states(variables, snapshots, *, device="", process_set=global_process
     Returns:
         The combined snapshots, the same on every rank.
     """
-    if not reduction.participates(process_set):
+    if not needs_communication(process_set):
         return snapshots
     _check_same_number(variables, process_set)
     if not variables:
@@ -86,7 +88,7 @@ def reduce_states(variables, snapshots, *, device="", process_set=global_process
         for variable, state in zip(variables, snapshot, strict=True)
     ]
     with tf.device(device):
-        totals = reduction.grouped_allreduce(
+        totals = ops.grouped_allreduce(
             sent, name="MetricStates", op=Sum, process_set=process_set
         )
     totals = iter([total.numpy() for total in totals])
@@ -121,7 +123,7 @@ def _combined(variable, total, process_set):
 
 def _check_same_number(variables, process_set):
     # Else a rank would wait for a state that another never sends.
-    counts = reduction.allgather([len(variables)], "MetricCounts", process_set)
+    counts = ops.allgather([len(variables)], "MetricCounts", process_set=process_set)
     counts = counts.numpy().tolist()
     if len(set(counts)) > 1:
         raise ValueError(
@@ -137,6 +139,6 @@ def _flatten(results_by_name):
         if isinstance(value, dict):
             flat.update(_flatten(value))
             continue
-        value = wire.native(value).numpy()
+        value = as_tensorflow(value).numpy()
         flat[name] = float(value) if value.ndim == 0 else value
     return flat

@@ -10,11 +10,12 @@ point between. So a hook is composed into the optimizer, at that point.
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.gradients import GradientReducer, groups_argument
+from hvdtrain.collectives.dtypes import Compression
+from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.transport import Average, Sum, op_name
+from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
 from hvdtrain.keras.hook import ReductionHook, hook_of
-from hvdtrain.keras.rates import without_loss_scale
-from hvdtrain.keras.reduction import Average, Sum, global_process_set
-from hvdtrain.keras.wire import Compression
+from hvdtrain.keras.learning_rates import without_loss_scale
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -51,7 +52,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             show them. By default Distributed and the optimizer's class.
         device_dense: device of the reduction of dense gradients.
         device_sparse: the same for `tf.IndexedSlices`.
-        compression: `Compression.none`, `Compression.fp16` or `Compression.bf16`.
+        compression: dtype on the wire: `Compression.none`, `fp16` or `bf16`.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense tensors.
         gradient_predivide_factor: with Average, divide by it before the sum and
             multiply after it.
@@ -75,12 +76,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ValueError: for arguments out of range or excluding each other, and for an
             optimizer that is distributed already.
     """
-    _check_optimizer(optimizer)
-    if op not in (Average, Sum):
-        raise ValueError(f"op must be hvd.Average or hvd.Sum. Received: op={op}")
-    base = without_loss_scale(optimizer)
-    reducer = GradientReducer(
-        name or f"Distributed{type(base).__name__}",
+    options = GradientOptions(
         device_dense=device_dense,
         device_sparse=device_sparse,
         compression=compression,
@@ -91,6 +87,31 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
+    return distribute(
+        optimizer,
+        options,
+        name=name,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+    )
+
+
+def distribute(
+    optimizer,
+    options,
+    *,
+    name=None,
+    backward_passes_per_step=1,
+    average_aggregated_gradients=False,
+):
+    """Hooks a reduction with these `GradientOptions` into `optimizer`; returns it."""
+    _check_optimizer(optimizer)
+    if options.op not in (Average, Sum):
+        raise ValueError(
+            f"op must be hvd.Average or hvd.Sum. Received: op=hvd.{op_name(options.op)}"
+        )
+    base = without_loss_scale(optimizer)
+    reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)
     _accumulate(base, backward_passes_per_step)
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
     hook = ReductionHook(
@@ -119,7 +140,7 @@ def local_keys_of(optimizer):
     return hook.reducer.local_keys if hook else frozenset()
 
 
-def settle(model):
+def configure_compiled_model(model):
     """Adapts what `model.compile` decided without knowing of ranks.
 
     Under the policy `mixed_float16`, `compile` puts a `LossScaleOptimizer` around

@@ -2,10 +2,12 @@
 
 import keras
 
-from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras.reduction import Average, global_process_set
-from hvdtrain.keras.tape import DistributedGradientTape
-from hvdtrain.keras.wire import Compression
+from hvdtrain.collectives.dtypes import Compression
+from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.transport import Average
+from hvdtrain.keras.gradients import GradientOptions, groups_argument
+from hvdtrain.keras.optimizer import distribute
+from hvdtrain.keras.tape import DistributedTape
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -44,19 +46,18 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         ValueError: for a local layer that is no Keras layer or has not been built.
     """
     variables = _variables(local_layers)
-    distributed = DistributedOptimizer(
-        optimizer,
-        name=name,
+    options = GradientOptions(
         device_dense=device_dense,
         device_sparse=device_sparse,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
         op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
         groups=groups,
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
+    distributed = distribute(optimizer, options, name=name)
     for variable in variables:
         distributed.register_local_var(variable)
     return distributed
@@ -93,19 +94,18 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         scale_local_gradients: as in `PartialDistributedOptimizer`.
     """
     variables = _variables(local_layers)
-    distributed = DistributedGradientTape(
-        gradtape,
+    options = GradientOptions(
         device_dense=device_dense,
         device_sparse=device_sparse,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
         op=op,
         gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
+        groups=groups_argument(groups, num_groups),
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
+    distributed = DistributedTape(gradtape, options)
     for variable in variables:
         distributed.register_local_source(variable)
     return distributed

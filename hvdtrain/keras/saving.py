@@ -5,8 +5,8 @@ import warnings
 import h5py
 import keras
 
+from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras.wire import Compression
 
 
 def load_model(

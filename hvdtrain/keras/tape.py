@@ -2,9 +2,10 @@
 
 import tensorflow as tf
 
-from hvdtrain.keras.gradients import GradientReducer, groups_argument
-from hvdtrain.keras.reduction import Average, global_process_set
-from hvdtrain.keras.wire import Compression
+from hvdtrain.collectives.dtypes import Compression
+from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.transport import Average
+from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
@@ -49,13 +50,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         TypeError: if `gradtape` is not a `tf.GradientTape`.
         ValueError: for arguments out of range or excluding each other.
     """
-    if not isinstance(gradtape, tf.GradientTape):
-        raise TypeError(
-            "DistributedGradientTape takes a tf.GradientTape. Received: "
-            f"{gradtape!r} of type {type(gradtape).__name__}"
-        )
-    reducer = GradientReducer(
-        "DistributedGradientTape",
+    options = GradientOptions(
         device_dense=device_dense,
         device_sparse=device_sparse,
         compression=compression,
@@ -66,7 +61,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    return DistributedTape(gradtape, reducer)
+    return DistributedTape(gradtape, options)
 
 
 class DistributedTape:
@@ -78,12 +73,20 @@ class DistributedTape:
 
     Args:
         tape: a `tf.GradientTape`.
-        reducer: a `GradientReducer`.
+        options: `GradientOptions`.
+
+    Raises:
+        TypeError: if `tape` is not a `tf.GradientTape`.
     """
 
-    def __init__(self, tape, reducer):
+    def __init__(self, tape, options):
+        if not isinstance(tape, tf.GradientTape):
+            raise TypeError(
+                "DistributedGradientTape takes a tf.GradientTape. Received: "
+                f"{tape!r} of type {type(tape).__name__}"
+            )
         self._tape = tape
-        self._reducer = reducer
+        self._reducer = GradientReducer("DistributedGradientTape", options)
 
     def __enter__(self):
         """Starts recording."""

@@ -1,11 +1,11 @@
 """Which variables of a model and its optimizer all ranks share."""
 
 from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer import local_keys_of
-from hvdtrain.keras.rates import without_loss_scale
 
 
-def shared_variables(model, *, optimizer=None, local_keys=frozenset()):
+def replicated_variables(model, *, optimizer=None, local_keys=frozenset()):
     """The weights of `model` and its optimizer's variables that are equal on all ranks.
 
     Without local weights and their slots in the optimizer; and without accumulated

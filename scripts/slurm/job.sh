@@ -1,4 +1,4 @@
-# What the job scripts beside this file share; sourced by them in the clone.
+# Shared by the job scripts in this directory, which source it in the clone.
 set -euo pipefail
 
 die() {
@@ -6,7 +6,7 @@ die() {
   exit 1
 }
 
-# The clone's own environment; without one, a python that is on the PATH of sbatch.
+# The environment of the clone; if there is none, the python on the PATH of sbatch.
 use_environment() {
   if [[ -x .venv/bin/python ]]; then
     PATH=$PWD/.venv/bin:$PATH
@@ -17,8 +17,8 @@ use_environment() {
 }
 
 # One directory per job, the same one after a requeue, and one per task of an array,
-# whose number is the seed: a --seed or --model_dir of the command line comes later, and
-# wins.
+# whose index is the seed. --seed or --model_dir on the command line overrides them, as
+# the later flag.
 run=runs/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
 run+=${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}
 program=(python -m hvdtrain.mnist "--model_dir=$run"
@@ -30,8 +30,8 @@ warn_of_time_limit() {
     "a larger one: sbatch --time=..." >&2
 }
 
-# launch COMMAND...: runs it, its exit code is the job's. In the background, since the
-# shell minds a signal only between commands and during `wait`.
+# launch COMMAND...: exits with its exit code. In the background: the shell runs a trap
+# only between commands and during `wait`.
 launch() {
   trap warn_of_time_limit USR1
   echo "$SLURM_JOB_NAME: $*"

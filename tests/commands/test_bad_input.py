@@ -1,4 +1,4 @@
-"""Bad input and bad luck: one clear line, exit code not 0, all ranks gone."""
+"""Bad input and failures: one line, exit code not 0, no rank left running."""
 
 import os
 import pathlib
@@ -16,20 +16,20 @@ ENDLESS = ["--dataset=digits", "--model=cnn", "--max_steps=1000000"]
 
 
 def fails_with(job, *words, code=1):
-    """Check that the job failed and that its last and only complaint has `words`."""
+    """Check that the job failed, and that its last line, printed once, has `words`."""
     assert job.returncode != 0, job.text
     if not job.is_gloo and code:  # horovodrun --gloo exits with 1, whatever happened
         assert job.returncode == code, job.text
-    complaint = job.lines[-1]
+    reason = job.lines[-1]
     for word in words:
-        assert word in complaint, job.text
-    assert job.text.count(complaint) == 1, job.text
+        assert word in reason, job.text
+    assert job.text.count(reason) == 1, job.text
     assert "Traceback" not in "\n".join(job.lines), job.text
     return job
 
 
 def save_npz(directory, *, train=40, labels=None, **arrays):
-    """Write a valid small data set with four classes, or what `arrays` make of it."""
+    """Write a small data set of four classes; `arrays` replace its valid arrays."""
     directory.mkdir(parents=True, exist_ok=True)
     random = np.random.RandomState(0)
     valid = {
@@ -68,9 +68,22 @@ def test_wrong_flags(run, arguments, words):
 
 
 @pytest.mark.parametrize("launcher", ["gloo", "mpi", "mpirun"])
-def test_wrong_flag_on_all_ranks_is_told_once(run, launcher):
+def test_wrong_flag_on_all_ranks_is_printed_once(run, launcher):
     job = fails_with(run(["--batch_size=0"], launcher=launcher), "[1, ", code=2)
     assert len(job.lines) == 1, job.text
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi", "mpirun"])
+def test_wrong_flag_on_one_rank_is_printed_with_its_rank(run, launcher):
+    script = (
+        f'[ "$HOROVOD_RANK$OMPI_COMM_WORLD_RANK" = 0 ] || set -- --batch_size=0; '
+        f'exec {sys.executable} -m hvdtrain.mnist --dataset=digits "$@"'
+    )
+    job = run([], program=["sh", "-c", script], launcher=launcher)
+    assert job.returncode == (1 if job.is_gloo else 2), job.text
+    reasons = [line for line in job.lines if "[1, " in line]
+    assert len(reasons) == 1, job.text
+    assert reasons[0].startswith(f"rank 1 on {socket.gethostname()}: "), job.text
 
 
 def test_fewer_steps_than_ranks(run):
@@ -122,7 +135,7 @@ def test_interrupt_while_tensorflow_loads(start):
     ("redirection", "code", "words"),
     [
         (">/dev/full", 1, "No space left"),
-        (">&-", 0, ""),  # closed on purpose: nobody wants to read it
+        (">&-", 0, ""),  # closed on purpose: the output is not wanted
         ("2>&-", 0, ""),
     ],
 )
@@ -180,9 +193,9 @@ def test_damaged_file_on_one_node(run, tmp_path, launcher):
 
 
 def test_refused_network(run, tmp_path):
-    with socket.socket() as unheard:  # bound, but nobody listens
-        unheard.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unheard.getsockname()[1]}/mnist.npz"
+    with socket.socket() as closed:  # bound, and not listening
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/mnist.npz"
         environment = {"HVDTRAIN_MNIST_URLS": url, "XDG_CACHE_HOME": str(tmp_path)}
         job = run(["--dataset=mnist"], environment=environment)
     fails_with(job, url, "--data_dir")
@@ -213,7 +226,7 @@ def test_full_disk(run, tmp_path):
 
 
 def test_lonely_ranks(start):
-    # What srun does without --mpi: processes that know of each other by number only.
+    # As of srun without --mpi: processes that know their number and have no rendezvous.
     jobs = [
         start(
             ["--dataset=digits"],
@@ -238,7 +251,7 @@ def test_loss_that_is_not_a_number(run):
 def test_interrupt(start, launcher, name):
     job = start(ENDLESS, launcher=launcher)
     job.wait_for("samples/s")
-    # As a terminal does: the signal goes to the group. Launchers hand on SIGTERM.
+    # As a terminal does: the signal goes to the group. Launchers send SIGTERM to ranks.
     os.killpg(job.process.pid, signal.SIGINT)
     fails_with(job.wait(), "Stopped by", name, code=None)
     assert launcher != "alone" or job.returncode == 130
@@ -269,3 +282,12 @@ def test_bug_on_one_rank_is_shown_with_its_rank(run, launcher):
     assert job.lines[0].startswith(f"rank 1 on {socket.gethostname()}: Traceback")
     assert job.lines[-1] == "KeyError: 'a bug on purpose'"
     assert "Another rank" not in job.text
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
+def test_mistake_on_one_rank_is_printed_with_its_rank(run, launcher):
+    program = [sys.executable, str(HERE / "broken_program.py")]
+    flags = ["--on_rank=1", "--error=mistake"]
+    job = run(flags, program=program, launcher=launcher)
+    fails_with(job, f"rank 1 on {socket.gethostname()}: a mistake on purpose")
+    assert len(job.lines) == 1, job.text

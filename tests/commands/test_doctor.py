@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 600
 
 
 def examine(*arguments, **environment):
-    """Run the doctor; return its exit code, the findings by topic, and its words."""
+    """Run the doctor; return its exit code, the findings by topic, and stderr."""
     command = [sys.executable, "-m", "hvdtrain.doctor", "--json", *arguments]
     bin_directory = pathlib.Path(sys.executable).parent
     defaults = {
@@ -49,16 +49,16 @@ def test_a_machine_that_works():
     for controller in ("MPI", "Gloo"):
         assert "the sum is right" in findings[f"2 ranks, {controller}"]["detail"]
     assert "with MPI, Gloo" in findings["Horovod"]["detail"]
-    assert findings["horovodrun"]["detail"].endswith("takes MPI unless told --gloo")
+    assert findings["horovodrun"]["detail"].endswith("takes MPI without --gloo")
 
 
-def test_much_that_is_broken_at_once(tmp_path):
+def test_several_faults_at_once(tmp_path):
     """A Horovod that does not load, no room for files, a wrong interface, no hosts."""
     (tmp_path / "horovod").mkdir()
     undefined = "raise ImportError('mpi_lib.so: undefined symbol: _ZN10tensorflow')"
     (tmp_path / "horovod" / "__init__.py").write_text(undefined)
     with socket.socket() as closed:
-        # Bound and not listening: nothing answers, and nobody else can take it.
+        # Bound and not listening: connections are refused, and no process can bind it.
         closed.bind(("127.0.0.1", 0))
         code, findings, errors = examine(
             "--hosts=localhost,no-such-host.invalid",

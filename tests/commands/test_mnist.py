@@ -56,11 +56,11 @@ def test_every_launcher_computes_what_one_process_does(train, tmp_path):
             assert summary[key] == pytest.approx(expected[key], rel=1e-4)
         for mine, theirs in zip(weights(tmp_path / launcher), reference, strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-5)
-        read_by_a_person(job.lines)
+        check_output(job.lines)
 
 
-def read_by_a_person(lines):
-    """One rank speaks, without noise: banner, progress, evaluation."""
+def check_output(lines):
+    """Check the output: that of one rank, without messages of TensorFlow."""
     assert not [line for line in lines if NOISE.search(line)], lines
     beginnings = ["hvdtrain 0", "ranks ", "data ", "model ", "batch ", "learning rate "]
     for line, beginning in zip(lines, beginnings, strict=False):
@@ -130,7 +130,7 @@ def test_all_flags_together(train):
     assert summary["test_accuracy"] > 0.7
 
 
-def test_home_directory_is_known_by_its_sign(run, tmp_path):
+def test_a_tilde_is_the_home_directory(run, tmp_path):
     flags = ["--dataset=digits", "--max_steps=20", "--model_dir=~/run"]
     job = run(flags, environment={"HOME": str(tmp_path)})
     assert job.returncode == 0, job.text

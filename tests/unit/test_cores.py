@@ -1,10 +1,10 @@
-"""Cores of a rank: affinity, what the launcher has bound, quotas."""
+"""Cores of a rank: affinity, binding by the launcher, quotas."""
 
 import os
 
 import pytest
 
-from hvdtrain import cores
+from hvdtrain.job import cores
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_bind_binds_this_process():
         ("0::/job/step\n", {"job/step/cpu.max": "max 100000"}, []),
         ("0::/job/step\n", {"job/step/cpu.max": "250000 100000"}, [2.5]),
         ("0::/job/step\n", {"job/cpu.max": "400000 100000"}, [4.0]),
-        # In a container the host's path means nothing, and the mount is the group.
+        # In a container the host's path does not exist, and the mount is the group.
         ("0::/docker/0123\n", {"cpu.max": "100000 50000"}, [2.0]),
         (
             "4:memory:/job\n2:cpu,cpuacct:/job\n",

@@ -1,5 +1,6 @@
 """Data sets: read from files in every form, downloaded, refused when they are bad."""
 
+import collections
 import contextlib
 import gzip
 import http.server
@@ -10,11 +11,14 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from hvdtrain import data
+from hvdtrain.data import files, loading
+from hvdtrain.job import World
 
 IDX = {
     "x_train": "train-images-idx3-ubyte",
@@ -272,6 +276,33 @@ def test_pickles_are_never_opened(tmp_path):
     assert not marker.exists()
 
 
+def test_arrays_of_objects_get_their_own_advice(tmp_path):
+    labels = np.array([0, 1, 2, 0, 1, 2, None], dtype=object)
+    np.savez(tmp_path / "a.npz", **{**small(), "y_test": labels})
+    message = error_of("custom", data_dir=tmp_path)
+    assert f"y_test in {tmp_path / 'a.npz'} as an array of Python objects" in message
+    assert "integer labels" in message
+    assert "permissions" not in message
+
+
+@pytest.mark.parametrize("name", ["mnist.npz", IDX["x_train"], IDX["y_test"]])
+def test_a_directory_in_the_place_of_a_file(tmp_path, name):
+    if name in IDX.values():
+        write_idx(tmp_path, small())
+        (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    for dataset in ("custom", "mnist"):
+        message = error_of(dataset, data_dir=tmp_path)
+        assert f"the directory {tmp_path / name}; expected a file" in message
+        assert "permissions" not in message
+
+
+def test_a_directory_in_the_place_of_the_cached_file(tmp_path, refused):
+    (tmp_path / "mnist.npz").mkdir()
+    with pytest.raises(data.DataError, match="expected a file of this name"):
+        data.prepare("mnist", cache_dir=tmp_path, urls=[refused])
+
+
 @pytest.mark.parametrize("form", ["npz", "idx", "idx.gz"])
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
 def test_truncated_files(tmp_path, form, part):
@@ -340,10 +371,10 @@ BAD_ARRAYS = {
 
 @pytest.mark.parametrize("case", BAD_ARRAYS)
 def test_bad_arrays(tmp_path, case):
-    key, change, words = BAD_ARRAYS[case]
+    key, change, reason = BAD_ARRAYS[case]
     arrays = small()
     np.savez(tmp_path / "a.npz", **{**arrays, key: change(arrays[key])})
-    assert words in error_of("custom", data_dir=tmp_path)
+    assert reason in error_of("custom", data_dir=tmp_path)
 
 
 def test_names_and_directories_that_contradict_each_other(tmp_path):
@@ -370,7 +401,7 @@ def no_proxy(monkeypatch):
 
 @pytest.fixture
 def refused():
-    """Return an address where nobody listens."""
+    """Return an address that refuses connections."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/mnist.npz"
@@ -378,7 +409,7 @@ def refused():
 
 @pytest.fixture
 def silent():
-    """Return an address that takes connections and never says a word."""
+    """Return an address that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/mnist.npz"
 
@@ -421,19 +452,47 @@ def test_a_trickling_server_is_given_up(tmp_path):
     def trickle(request):
         request.send_response(200)
         request.end_headers()
-        for _ in range(400):  # 20 s, if nobody gives up
+        for _ in range(400):  # 20 s without a timeout
             if done.wait(0.05):
                 return
             request.wfile.write(b"x")
 
     with server(trickle) as url:
         with pytest.raises(data.DataError, match="without progress"):
-            data.download_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=0.5)
+            data.cached_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=0.5)
         done.set()
 
 
+def test_a_server_that_stops_is_given_up(tmp_path):
+    done = threading.Event()
+
+    def stop(request):
+        request.send_response(200)
+        request.end_headers()
+        request.wfile.write(bytes(300_000))
+        done.wait(20)
+
+    with server(stop) as url:
+        with pytest.raises(data.DataError, match="given up after 300000 bytes"):
+            data.cached_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=0.5)
+        done.set()
+
+
+def test_a_name_look_up_that_hangs_is_given_up(tmp_path, monkeypatch):
+    done = threading.Event()
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: done.wait(20))
+    start = time.monotonic()
+    with pytest.raises(data.DataError, match="given up after 0 bytes"):
+        data.cached_mnist(
+            tmp_path, urls=["http://mnist.invalid/m.npz"], timeout_seconds=0.5
+        )
+    assert time.monotonic() - start < 10
+    done.set()
+
+
 @pytest.mark.parametrize(
-    ("content", "status", "words"),
+    ("content", "status", "reason"),
     [
         (b"", 404, "Not Found"),
         (b"", 200, "not an npz file"),
@@ -443,15 +502,15 @@ def test_a_trickling_server_is_given_up(tmp_path):
 )
 @pytest.mark.parametrize("path", ["mnist.npz", ""])
 def test_what_is_not_mnist_never_enters_the_cache(
-    tmp_path, content, status, words, path
+    tmp_path, content, status, reason, path
 ):
     with (
         server(answer(content, status=status)) as url,
         pytest.raises(data.DataError) as caught,
     ):
-        data.download_mnist(tmp_path, urls=[url + path])
+        data.cached_mnist(tmp_path, urls=[url + path])
     assert url in str(caught.value)
-    assert path == "" or words in str(caught.value)
+    assert path == "" or reason in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -464,7 +523,7 @@ def test_other_data_from_a_mirror_are_refused(tmp_path, path):
         answer((tmp_path / request.path[1:]).read_bytes())(request)
 
     with server(handle) as url, pytest.raises(data.DataError, match="MD5"):
-        data.download_mnist(tmp_path / "cache", urls=[url + path])
+        data.cached_mnist(tmp_path / "cache", urls=[url + path])
     assert not (tmp_path / "cache").exists()
 
 
@@ -475,14 +534,14 @@ def test_download_of_the_npz_file_happens_once(tmp_path, real_mnist, refused):
         choice = data.prepare("auto", cache_dir=tmp_path / "a" / "b", urls=urls)
     assert choice == data.Choice("mnist")
     assert os.listdir(tmp_path / "a" / "b") == ["mnist.npz"]
-    # The server is gone; the cache serves.
+    # Without the server, from the cache.
     again = data.prepare("mnist", cache_dir=tmp_path / "a" / "b", urls=[refused])
     assert again == choice
     dataset = data.load(choice.name, cache_dir=tmp_path / "a" / "b")
     assert dataset.x_train.shape == (60000, 28, 28, 1)
 
 
-def test_download_of_idx_files_mends_a_broken_cache(
+def test_download_of_idx_files_replaces_a_broken_cache(
     tmp_path, mnist_arrays, monkeypatch
 ):
     packed = {
@@ -492,13 +551,13 @@ def test_download_of_idx_files_mends_a_broken_cache(
     cache = tmp_path / "hvdtrain"
     cache.mkdir()
     (cache / "mnist.npz").write_bytes(b"PK half a file")
-    # Whoever has the old file open keeps it: the new one takes its name, no more.
+    # A rename, not a change of the file, which another process may have open.
     os.link(cache / "mnist.npz", tmp_path / "old")
     with server(lambda request: answer(packed[request.path])(request)) as url:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setenv("HVDTRAIN_MNIST_URLS", f"{url}none.npz {url}")
-        path = data.download_mnist()
-    assert path == cache / "mnist.npz"
+        data.cached_mnist()
+    assert os.listdir(cache) == ["mnist.npz"]
     assert (tmp_path / "old").read_bytes() == b"PK half a file"
     assert same(data.load("mnist"), mnist_arrays)
 
@@ -522,10 +581,69 @@ def test_full_disk_leaves_nothing_behind(tmp_path, real_mnist):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
         try:
             with pytest.raises(data.DataError, match="Cannot write"):
-                data.download_mnist(tmp_path, urls=[url + "mnist.npz"])
+                data.cached_mnist(tmp_path, urls=[url + "mnist.npz"])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Count how often an npz file is decompressed and MNIST's digests computed."""
+    counts = collections.Counter()
+
+    def counted(name):
+        function = getattr(files, name)
+
+        def wrapper(*arguments, **options):
+            counts[name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(files, name, wrapper)
+
+    counted("read_npz")
+    counted("check_mnist")
+    return counts
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_every_rank_reads_mnist_once(
+    tmp_path, real_mnist, monkeypatch, counts, local_rank, is_given
+):
+    (tmp_path / "hvdtrain").symlink_to(real_mnist)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choices = [data.Choice("mnist"), None]
+    monkeypatch.setattr(loading, "gather", lambda world, value: choices)
+    monkeypatch.setattr(loading, "fail_together", contextlib.nullcontext)
+    dataset, warning = loading.load_everywhere(
+        World(rank=local_rank, size=2, local_rank=local_rank, local_size=2),
+        "auto",
+        data_dir=real_mnist if is_given else None,
+    )
+    assert (dataset.name, warning) == ("mnist", "")
+    assert counts == {"read_npz": 1, "check_mnist": 1}
+
+
+def test_a_node_with_mnist_loads_what_the_nodes_agreed_on(
+    tmp_path, real_mnist, monkeypatch
+):
+    pytest.importorskip("sklearn")
+    sent = []
+    other = data.Choice("digits", "no network")
+
+    def gather(world, value):
+        sent.append(value)
+        return [value, other]
+
+    (tmp_path / "hvdtrain").symlink_to(real_mnist)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(loading, "gather", gather)
+    monkeypatch.setattr(loading, "fail_together", contextlib.nullcontext)
+    dataset, warning = loading.load_everywhere(World(size=2), "auto")
+    assert (dataset.name, warning) == ("digits", "no network")
+    # The arrays stay on the node.
+    assert [(choice.name, choice.dataset) for choice in sent] == [("mnist", None)]
 
 
 def test_nodes_agree_on_what_all_of_them_have():

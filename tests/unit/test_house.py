@@ -1,110 +1,141 @@
-"""Imports go down the house, never up, sideways or in a circle."""
+"""Imports go down the seven floors of the package, never up or in a circle."""
 
 import ast
+import graphlib
 import pathlib
+import re
 import subprocess
 import sys
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[2]
-# From top to bottom; modules of one line do not know each other.
+# Top floor first. The names are modules and packages of hvdtrain.
 FLOORS = [
-    ["mnist", "doctor"],
-    ["program", "report", "training", "diagnosis.ranks"],
-    ["diagnosis.cluster", "diagnosis.installation", "diagnosis.machine"],
-    ["diagnosis"],
-    ["diagnosis.finding", "diagnosis.probe"],
-    ["observers", "progress", "checkpoint"],
-    ["models", "optimizers"],
-    ["data"],
-    ["data.datasets", "data.sharding"],
-    ["data.download"],
-    ["data.files"],
-    ["runtime"],
-    ["cores"],
+    ["mnist", "benchmark", "doctor", "report", "program", "diagnosis"],
+    ["training"],
+    ["data", "models", "optimizers"],
+    ["parallel"],
     ["keras"],
-    ["keras.callbacks", "keras.elastic", "keras.saving", "keras.partial"],
-    ["keras.callbacks.consistency", "keras.callbacks.joining"],
-    ["keras.callbacks.broadcast", "keras.callbacks.stopping"],
-    ["keras.callbacks.metric_average", "keras.callbacks.every"],
-    ["keras.callbacks.checkpoint", "keras.callbacks.learning_rate"],
-    ["keras.elastic.callbacks", "keras.elastic.running", "keras.elastic.state"],
-    ["keras.variables"],
-    ["keras.optimizer", "keras.tape", "keras.layers", "keras.exchange"],
-    [
-        "keras.hook",
-        "keras.gradients",
-        "keras.collectives",
-        "keras.metrics",
-        "keras.objects",
-    ],
-    ["keras.reduction", "keras.basics", "keras.rates"],
-    ["keras.groups"],
-    ["keras.wire", "keras.files"],
-    [""],
+    ["job"],
+    ["collectives"],
 ]
-FLOOR_OF = {module: i for i, floor in enumerate(FLOORS) for module in floor}
+FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}
+MAX_LOCAL_IMPORTS = 5
+# Horovod's operations on tensors; the rest of horovod.tensorflow is topology.
+OPERATION = re.compile(
+    r"_?(grouped_)?(allreduce|allgather|broadcast|alltoall|reducescatter|join)"
+    r"(_async)?_?"
+)
 
 
 def module_name(path):
-    parts = path.relative_to(ROOT / "hvdtrain").with_suffix("").parts
+    parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
 
-MODULES = {
-    module_name(path): path for path in sorted((ROOT / "hvdtrain").rglob("*.py"))
+TREES = {
+    module_name(path): ast.parse(path.read_text())
+    for path in sorted((ROOT / "hvdtrain").rglob("*.py"))
 }
 
 
-def imported_modules(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported_modules(tree):
+    """Yield the names of all modules that are imported anywhere in a module."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # `from hvdtrain import data` imports a module, `from x import f` does not.
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [
-                name if name.removeprefix("hvdtrain.") in MODULES else node.module
-                for name in names
-            ]
-        else:
-            continue
-        for name in names:
-            if name.split(".")[0] == "hvdtrain":
-                yield name.removeprefix("hvdtrain").removeprefix(".")
+            for alias in node.names:
+                # `from hvdtrain import data` imports a module, `from x import f` not.
+                name = f"{node.module}.{alias.name}"
+                yield name if name in TREES else node.module
 
 
-def test_every_module_has_its_floor():
-    assert sorted(FLOOR_OF) == sorted(MODULES)
+def our_imports(tree):
+    return {name for name in imported_modules(tree) if name in TREES}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_down(module):
-    for imported in imported_modules(MODULES[module]):
-        assert FLOOR_OF[imported] > FLOOR_OF[module], f"{module} imports {imported}"
+def top(name):
+    """Return the module or package of hvdtrain that a module belongs to."""
+    return name.split(".")[1] if "." in name else ""
 
 
-def test_the_drop_in_stands_alone():
-    for module, path in MODULES.items():
-        if module.startswith("keras"):
-            outside = [
-                name
-                for name in imported_modules(path)
-                if name and not name.startswith("keras")
-            ]
-            assert not outside, f"{module} imports {outside}"
+def test_every_module_has_a_floor():
+    assert {top(name) for name in TREES} - {*FLOOR_OF, ""} == set()
 
 
-def test_data_knows_no_horovod():
-    for module, path in MODULES.items():
-        if module.startswith(("data", "models", "optimizers")):
-            assert "horovod" not in path.read_text().replace("horovodrun", "")
+def test_imports_go_down():
+    up = [
+        f"{name} imports {imported}"
+        for name, tree in TREES.items()
+        for imported in our_imports(tree)
+        if top(imported) not in ("", top(name)) and not is_below(imported, name)
+    ]
+    assert not up
+
+
+def is_below(name, other):
+    floor, other_floor = (FLOOR_OF.get(top(module), 0) for module in (name, other))
+    # Programs share modules of their own floor.
+    return floor > other_floor or floor == other_floor == FLOOR_OF["program"]
+
+
+def test_no_circle():
+    graph = {name: our_imports(tree) for name, tree in TREES.items()}
+    # Raises CycleError, which names the circle.
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_few_imports_stand_inside_of_functions():
+    local = {
+        f"{name}:{node.lineno}"
+        for name, tree in TREES.items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert len(local) <= MAX_LOCAL_IMPORTS, sorted(local)
+
+
+def test_only_transport_calls_horovods_operations():
+    calls = {
+        f"{name}:{line} {operation}"
+        for name, tree in TREES.items()
+        if not name.startswith("hvdtrain.collectives.transport")
+        for line, operation in horovod_operations(tree)
+    }
+    assert not calls, sorted(calls)
+
+
+def horovod_operations(tree):
+    """Yield line and name of each operation that a module uses."""
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                name = f"{getattr(node, 'module', None) or ''}.{alias.name}".lstrip(".")
+                if name.startswith("horovod."):
+                    modules.add(alias.asname or alias.name)
+                    if OPERATION.fullmatch(alias.name):
+                        yield node.lineno, alias.name
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=module), attr=name):
+                if module in modules and OPERATION.fullmatch(name):
+                    yield node.lineno, name
+
+
+def test_data_and_models_are_independent_of_horovod():
+    for name, tree in TREES.items():
+        if FLOOR_OF.get(top(name)) == FLOOR_OF["data"]:
+            for imported in imported_modules(tree):
+                assert not imported.startswith(("horovod", "hvdtrain.keras")), name
 
 
 def test_importing_the_package_loads_no_tensorflow():
     code = (
-        "import hvdtrain, hvdtrain.runtime, hvdtrain.data, sys;"
+        "import hvdtrain, hvdtrain.job, hvdtrain.job.signals, hvdtrain.data;"
+        "import hvdtrain.mnist, hvdtrain.doctor, sys;"
         "assert not {'tensorflow', 'keras', 'horovod'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

@@ -1,11 +1,11 @@
-"""The models: what goes in, what comes out, how many weights."""
+"""The models: shapes, dtypes and number of weights."""
 
 import keras
 import numpy as np
 import pytest
 
 from hvdtrain import models
-from hvdtrain.data import DataError
+from hvdtrain.job import JobError
 
 
 @pytest.mark.parametrize(("name", "weights"), [("mlp", 101_770), ("cnn", 1_199_882)])
@@ -26,7 +26,7 @@ def test_other_images_and_classes(name, shape):
 
 
 def test_images_too_small_for_the_cnn():
-    with pytest.raises(DataError, match=r"5x28.*6x6"):
+    with pytest.raises(JobError, match=r"5x28.*6x6"):
         models.cnn((5, 28, 1), num_classes=10)
 
 

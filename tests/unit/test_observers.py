@@ -1,4 +1,4 @@
-"""What a person, and TensorBoard, get to see."""
+"""The output of the observers: console, bar and TensorBoard's logs."""
 
 import io
 
@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hvdtrain.observers import Console, EventLog
-from hvdtrain.progress import Progress
-from hvdtrain.runtime import JobError
+from hvdtrain.job import JobError
+from hvdtrain.training.observers import Console, EventLog, make_observers
+from hvdtrain.training.progress import Progress
 
 
 def progress(step, **changes):
@@ -22,7 +22,7 @@ def progress(step, **changes):
     return Progress(**(values | changes))
 
 
-def test_line_tells_how_it_goes():
+def test_a_line_of_progress():
     file = io.StringIO()
     Console(file, has_bar=False).on_progress(progress(100))
     assert file.getvalue() == (
@@ -45,7 +45,7 @@ def test_lines_are_seconds_apart_and_the_last_step_is_one():
     assert steps == ["step 1", "step 4", "step 1000"]
 
 
-def test_evaluation_is_told():
+def test_a_line_of_evaluation():
     file = io.StringIO()
     Console(file, has_bar=False).on_evaluation(7, {"accuracy": 0.25, "loss": 2})
     assert file.getvalue() == "evaluation at step 7: loss 2.0000  accuracy 0.2500\n"
@@ -64,6 +64,32 @@ def test_bar_shows_the_same():
     assert shown.endswith("evaluation at step 1000: loss 1.0000\n")
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "size", "has_bar"),
+    [(Terminal(), None, True), (Terminal(), "2", False), (io.StringIO(), None, False)],
+)
+def test_a_bar_only_on_terminals_without_a_launcher(monkeypatch, file, size, has_bar):
+    for name, value in (("HOROVOD_SIZE", size), ("HOROVOD_RANK", size and "0")):
+        if value:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    (console,) = make_observers(file)
+    console.on_progress(progress(500))
+    assert ("50%" in file.getvalue()) == has_bar
+
+
+def test_logs_only_with_a_directory(tmp_path):
+    _, log = make_observers(io.StringIO(), model_dir=tmp_path)
+    log.on_evaluation(5, {"loss": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "train"]
+
+
 def test_tensorboard_reads_the_event_log(tmp_path):
     log = EventLog(tmp_path)
     log.on_progress(progress(100))
@@ -79,7 +105,7 @@ def test_tensorboard_reads_the_event_log(tmp_path):
 
 def test_event_log_that_cannot_be_made(tmp_path):
     (tmp_path / "train").write_text("a file")
-    with pytest.raises(JobError, match=rf"logs to {tmp_path}: Not a directory\."):
+    with pytest.raises(JobError, match=rf"logs to {tmp_path}: Not a directory; "):
         EventLog(tmp_path)
 
 

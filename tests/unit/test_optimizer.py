@@ -24,7 +24,7 @@ def sgd(**args):
     ("arguments", "message"),
     [
         ({"op": hvd.Max}, "hvd.Average or hvd.Sum"),
-        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "op=Average only"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "requires op=hvd.Average"),
         ({"gradient_predivide_factor": 0.0}, "must be positive"),
         ({"groups": 0}, "positive number of groups"),
         ({"groups": "all"}, "positive number of groups"),

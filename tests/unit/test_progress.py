@@ -1,12 +1,12 @@
-"""The watch over `fit`, under a clock that the test holds."""
+"""Reports of progress, with an injected clock."""
 
 import math
 
 import pytest
 
-from hvdtrain.progress import Watch
-from hvdtrain.runtime import JobError, World
-from hvdtrain.training import Plan
+from hvdtrain.job import JobError, World
+from hvdtrain.training.plan import Plan
+from hvdtrain.training.progress import ProgressCallback
 
 
 class Clock:
@@ -25,28 +25,28 @@ def clock():
     return Clock()
 
 
-def watch(clock, *, max_steps=100, epoch_steps=100, keeper):
+def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper):
     plan = Plan(
         max_steps=max_steps,
-        epochs=math.ceil(max_steps / epoch_steps),
-        epoch_steps=epoch_steps,
+        epochs=math.ceil(max_steps / fit_epoch_steps),
+        fit_epoch_steps=fit_epoch_steps,
         steps_per_execution=10,
     )
-    return Watch(plan, 32, World(), [keeper], clock=clock)
+    return ProgressCallback(plan, 32, World(), [keeper], clock=clock)
 
 
-def run(watched, clock, means, *, seconds=0.5, first=0):
+def run(callback, clock, means, *, seconds=0.5, first=0):
     """Go through executions of ten steps with these running means of the loss."""
     for number, mean in enumerate(means):
         clock.seconds += seconds
-        watched.on_train_batch_end(first + number * 10 + 9, {"loss": mean})
+        callback.on_train_batch_end(first + number * 10 + 9, {"loss": mean})
 
 
 def test_reports_are_about_a_second_apart_and_the_last_step_is_one(clock):
     keeper = Keeper()
-    watched = watch(clock, keeper=keeper)
-    watched.on_epoch_begin(0)
-    run(watched, clock, [1.0] * 10)
+    callback = make(clock, keeper=keeper)
+    callback.on_epoch_begin(0)
+    run(callback, clock, [1.0] * 10)
     # Not the first execution, in which TensorFlow traces; then every 20 steps.
     assert [progress.step for progress in keeper] == [20, 40, 60, 80, 100]
     assert [p.samples_per_second for p in keeper] == pytest.approx([640.0] * 5)
@@ -55,52 +55,52 @@ def test_reports_are_about_a_second_apart_and_the_last_step_is_one(clock):
 
 def test_metrics_are_means_since_the_last_report(clock):
     keeper = Keeper()
-    watched = watch(clock, keeper=keeper, max_steps=60)
-    watched.on_epoch_begin(0)
+    callback = make(clock, keeper=keeper, max_steps=60)
+    callback.on_epoch_begin(0)
     # Losses of 4, 2, 1, 1, 0, 0 in the six executions: their running means.
-    run(watched, clock, [4, 3, 7 / 3, 2, 8 / 5, 8 / 6])
+    run(callback, clock, [4, 3, 7 / 3, 2, 8 / 5, 8 / 6])
     assert [p.metrics["loss"] for p in keeper] == pytest.approx([3, 1, 0])
 
 
 def test_means_start_anew_with_each_epoch(clock):
     keeper = Keeper()
-    watched = watch(clock, keeper=keeper, max_steps=60, epoch_steps=40)
-    watched.on_epoch_begin(0)
-    run(watched, clock, [4.0, 4.0, 4.0, 4.0])
-    watched.on_epoch_begin(1)
-    run(watched, clock, [2.0, 2.0])
+    callback = make(clock, keeper=keeper, max_steps=60, fit_epoch_steps=40)
+    callback.on_epoch_begin(0)
+    run(callback, clock, [4.0, 4.0, 4.0, 4.0])
+    callback.on_epoch_begin(1)
+    run(callback, clock, [2.0, 2.0])
     assert [p.step for p in keeper] == [20, 40, 60]
     assert [p.metrics["loss"] for p in keeper] == [4.0, 4.0, 2.0]
 
 
 def test_time_between_epochs_is_not_training(clock):
-    watched = watch(clock, keeper=Keeper(), epoch_steps=50)
-    watched.on_epoch_begin(0)
-    run(watched, clock, [1.0] * 5)
+    callback = make(clock, keeper=Keeper(), fit_epoch_steps=50)
+    callback.on_epoch_begin(0)
+    run(callback, clock, [1.0] * 5)
     clock.seconds += 1000  # an evaluation
-    watched.on_epoch_begin(1)
-    run(watched, clock, [1.0] * 5)
-    assert watched.seconds == pytest.approx(5.0)
+    callback.on_epoch_begin(1)
+    run(callback, clock, [1.0] * 5)
+    assert callback.seconds == pytest.approx(5.0)
 
 
 def test_speed_leaves_out_the_first_execution(clock):
-    watched = watch(clock, keeper=Keeper())
-    watched.on_epoch_begin(0)
-    run(watched, clock, [1.0], seconds=60)
-    run(watched, clock, [1.0] * 9, first=10)
-    assert watched.samples_per_second == pytest.approx(32 * 10 / 0.5)
+    callback = make(clock, keeper=Keeper())
+    callback.on_epoch_begin(0)
+    run(callback, clock, [1.0], seconds=60)
+    run(callback, clock, [1.0] * 9, first=10)
+    assert callback.samples_per_second == pytest.approx(32 * 10 / 0.5)
 
 
 def test_speed_of_a_single_execution_is_that_of_the_execution(clock):
-    watched = watch(clock, keeper=Keeper(), max_steps=10, epoch_steps=10)
-    watched.on_epoch_begin(0)
-    run(watched, clock, [1.0])
-    assert watched.samples_per_second == pytest.approx(32 * 10 / 0.5)
+    callback = make(clock, keeper=Keeper(), max_steps=10, fit_epoch_steps=10)
+    callback.on_epoch_begin(0)
+    run(callback, clock, [1.0])
+    assert callback.samples_per_second == pytest.approx(32 * 10 / 0.5)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_broken_loss_is_an_error(clock, loss):
-    watched = watch(clock, keeper=Keeper())
-    watched.on_epoch_begin(0)
+    callback = make(clock, keeper=Keeper())
+    callback.on_epoch_begin(0)
     with pytest.raises(JobError, match=f"loss became {loss} before step 20"):
-        run(watched, clock, [1.0, loss])
+        run(callback, clock, [1.0, loss])

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import training
-from hvdtrain.runtime import JobError, World
-from hvdtrain.training import EvalSpec, Plan, TrainSpec
+from hvdtrain.job import JobError, World
+from hvdtrain.training import EvalSpec, TrainSpec
 
 RANDOM = np.random.RandomState(0)
 X = RANDOM.normal(size=(400, 6)).astype("float32")
@@ -53,14 +53,14 @@ def batches(start_step, end_step):
     return tf.data.Dataset.from_tensor_slices((X[places], Y[places])).batch(BATCH)
 
 
-def train(max_steps, *, epoch_steps=100, model_fn=model, every_epochs=0, **options):
+def train(max_steps, *, pass_steps=100, model_fn=model, every_epochs=0, **options):
     recorder = Recorder()
     result = training.train_and_evaluate(
         model_fn(),
         TrainSpec(
             input_fn=batches,
             max_steps=max_steps,
-            epoch_steps=epoch_steps,
+            pass_steps=pass_steps,
             local_batch_size=BATCH,
             **options,
         ),
@@ -71,41 +71,13 @@ def train(max_steps, *, epoch_steps=100, model_fn=model, every_epochs=0, **optio
     return result, recorder
 
 
-@pytest.mark.parametrize("max_steps", [1, 19, 20, 997, 5000, 10_007])
-@pytest.mark.parametrize("epoch_steps", [1, 7, 469, 100_000])
-@pytest.mark.parametrize("steps_per_execution", [None, 1, 3, 20])
-def test_plan_holds_together(max_steps, epoch_steps, steps_per_execution):
-    spec = TrainSpec(
-        input_fn=batches,
-        max_steps=max_steps,
-        epoch_steps=epoch_steps,
-        local_batch_size=64,
-        steps_per_execution=steps_per_execution,
-    )
-    plan = Plan.of(spec, weights=100_000)
-    assert plan.max_steps == max_steps
-    assert steps_per_execution in (None, plan.steps_per_execution)
-    assert plan.epoch_steps % plan.steps_per_execution == 0
-    # All epochs but the last are full, and the last is not empty.
-    before_last = (plan.epochs - 1) * plan.epoch_steps
-    assert before_last < max_steps <= before_last + plan.epoch_steps
-
-
-def test_steps_of_large_models_are_watched_one_by_one():
-    spec = TrainSpec(
-        input_fn=batches, max_steps=1000, epoch_steps=100, local_batch_size=64
-    )
-    assert Plan.of(spec, weights=100_000).steps_per_execution == 20
-    assert Plan.of(spec, weights=100_000_000).steps_per_execution == 1
-
-
 @pytest.mark.parametrize(
-    ("max_steps", "epoch_steps", "steps_per_execution"),
+    ("max_steps", "pass_steps", "steps_per_execution"),
     [(1, 100, 1), (7, 3, 3), (20, 7, 20), (23, 100, 5), (101, 25, 20)],
 )
-def test_number_of_steps_is_exact(max_steps, epoch_steps, steps_per_execution):
+def test_number_of_steps_is_exact(max_steps, pass_steps, steps_per_execution):
     result, recorder = train(
-        max_steps, epoch_steps=epoch_steps, steps_per_execution=steps_per_execution
+        max_steps, pass_steps=pass_steps, steps_per_execution=steps_per_execution
     )
     assert int(result.model.optimizer.iterations) == max_steps
     assert recorder.progress[-1].step == max_steps
@@ -117,7 +89,7 @@ def test_result_is_that_of_plain_keras():
     plain = model()
     history = plain.fit(batches(0, 25), verbose=0).history
     loss, accuracy = plain.evaluate(batches(0, 100), verbose=0)
-    result, recorder = train(25, epoch_steps=25, steps_per_execution=10)
+    result, recorder = train(25, pass_steps=25, steps_per_execution=10)
     for mine, theirs in zip(
         result.model.get_weights(), plain.get_weights(), strict=True
     ):
@@ -129,7 +101,7 @@ def test_result_is_that_of_plain_keras():
 
 
 def test_evaluates_every_so_many_epochs_and_at_the_end():
-    _, recorder = train(50, epoch_steps=10, every_epochs=2, steps_per_execution=1)
+    _, recorder = train(50, pass_steps=10, every_epochs=2, steps_per_execution=1)
     assert [step for step, _ in recorder.evaluations] == [20, 40, 50]
 
 

@@ -6,11 +6,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras import reduction
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.keras.gradients import variable_key
-from hvdtrain.keras.objects import allgather_object
-from hvdtrain.keras.optimizer import process_set_of, settle
-from hvdtrain.keras.variables import shared_variables
+from hvdtrain.keras.optimizer import configure_compiled_model, process_set_of
+from hvdtrain.keras.variables import replicated_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -31,7 +32,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Metrics stay as they are. So do the states of random layers such as Dropout,
     except that ranks which would draw the same numbers are moved apart: see
-    `separate_seeds`. It also calls `hvdtrain.keras.optimizer.settle(model)`.
+    `separate_seeds`. It also calls `optimizer.configure_compiled_model(model)`.
 
     Args:
         root_rank: the rank whose values are taken; one of the process set.
@@ -66,13 +67,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local_keys.add(variable_key(var))
 
     def set_model(self, model):
-        """Takes the model, and settles what `compile` decided without ranks."""
+        """Takes the model, and adapts what `compile` decided for one process."""
         super().set_model(model)
-        settle(model)
+        configure_compiled_model(model)
 
     def on_train_begin(self, logs=None):
         """Broadcasts, or has it done as soon as the first batch builds the model."""
-        self.broadcast_done = reduction.on_all_ranks(
+        self.broadcast_done = ops.is_true_on_all_ranks(
             self.broadcast_done,
             name="BroadcastDone",
             process_set=process_set_of(self.model.optimizer),
@@ -96,12 +97,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         process_set = process_set_of(optimizer)
-        if reduction.participates(process_set):
+        if needs_communication(process_set):
             _check_root(self.root_rank, process_set)
-            variables = shared_variables(model, local_keys=self._local_keys)
+            variables = replicated_variables(model, local_keys=self._local_keys)
             _check_same_structure(variables, process_set)
             with tf.device(self.device):
-                reduction.broadcast_variables(variables, self.root_rank, process_set)
+                ops.broadcast_variables(variables, self.root_rank, process_set)
         separate_seeds(model, process_set)
         self.broadcast_done = True
 
@@ -141,7 +142,7 @@ def _is_callable(model):
     return type(model).call is not keras.Model.call
 
 
-def separate_seeds(model, process_set=reduction.global_process_set):
+def separate_seeds(model, process_set=global_process_set):
     """Gives ranks that would draw the same random numbers different ones.
 
     Ranks that are seeded alike (`keras.utils.set_random_seed(1)` everywhere) would
@@ -154,10 +155,10 @@ def separate_seeds(model, process_set=reduction.global_process_set):
     resumed with rank 0's, all ranks get the seeds that they had.
     """
     states = seed_states(model)
-    if not states or not reduction.participates(process_set):
+    if not states or not needs_communication(process_set):
         return
     mine = np.array([[int(state.numpy()[0]) for state in states]], "int64")
-    everyone = reduction.allgather(mine, "SeedStates", process_set).numpy()
+    everyone = ops.allgather(mine, "SeedStates", process_set=process_set).numpy()
     rank = process_set.rank()
     for i, state in enumerate(states):
         seed = everyone[rank, i]

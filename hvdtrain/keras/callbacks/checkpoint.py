@@ -3,7 +3,7 @@
 import horovod.tensorflow as hvd
 import keras
 
-from hvdtrain.keras.files import written_at_once
+from hvdtrain.job.files import atomic_write
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -93,5 +93,5 @@ class _WrittenAtOnce:
         if "://" in str(path):  # Keras uploads a file that it has finished.
             save(path, **options)
             return
-        with written_at_once(path) as temporary:
+        with atomic_write(path) as temporary:
             save(temporary, **options)

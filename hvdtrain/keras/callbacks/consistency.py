@@ -5,13 +5,13 @@ import zlib
 import keras
 import numpy as np
 
-from hvdtrain.keras import reduction
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.gradients import variable_key
-from hvdtrain.keras.objects import allgather_object
 from hvdtrain.keras.optimizer import process_set_of
-from hvdtrain.keras.reduction import global_process_set
-from hvdtrain.keras.variables import shared_variables
+from hvdtrain.keras.variables import replicated_variables
 
 
 class DesynchronizedError(RuntimeError):
@@ -49,7 +49,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         """Starts counting anew, and lets all ranks have a first check or none."""
         self._has_come.reset()
         self._is_due = False
-        self._has_started = reduction.on_all_ranks(
+        self._has_started = ops.is_true_on_all_ranks(
             self._has_started,
             name="ConsistencyHasStarted",
             process_set=process_set_of(self.model.optimizer),
@@ -63,7 +63,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         elif self.model.built:
             # Here, and not in on_train_begin: by now all other callbacks have
             # restored and broadcast, in whatever order they stand.
-            self._check(shared_variables(self.model, local_keys=self._local_keys))
+            self._check(replicated_variables(self.model, local_keys=self._local_keys))
         self._has_started = True
         self._is_due = False
 
@@ -78,7 +78,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
     def _check_trained(self):
         untrained = {variable_key(v) for v in self.model.non_trainable_weights}
         self._check(
-            shared_variables(self.model, local_keys=self._local_keys | untrained)
+            replicated_variables(self.model, local_keys=self._local_keys | untrained)
         )
 
     def _check(self, variables):
@@ -96,12 +96,12 @@ def check_consistency(variables, *, process_set=global_process_set):
         DesynchronizedError: names the first variable that differs, and the ranks
             that agree on it among each other.
     """
-    if not reduction.participates(process_set):
+    if not needs_communication(process_set):
         return
     checksums = [_checksum(variable) for variable in variables]
     digest = zlib.crc32(np.array(checksums, "uint32").tobytes())
     mine = np.array([digest], "int64")
-    digests = reduction.allgather(mine, "Consistency", process_set)
+    digests = ops.allgather(mine, "Consistency", process_set=process_set)
     # One number a rank says whether all is well. Only if not, details travel.
     if len(set(digests.numpy().tolist())) > 1:
         paths = [variable.path for variable in variables]

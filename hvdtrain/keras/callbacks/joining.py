@@ -2,8 +2,9 @@
 
 import keras
 
-from hvdtrain.keras import exchange, reduction
-from hvdtrain.keras.variables import shared_variables
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.keras.variables import replicated_variables
 
 
 class JoinCallback(keras.callbacks.Callback):
@@ -42,7 +43,7 @@ class JoinCallback(keras.callbacks.Callback):
         if not self._is_training:
             return
         self._is_training = False
-        if not reduction.participates(reduction.global_process_set):
+        if not needs_communication(global_process_set):
             return
-        last_rank = int(exchange.join())
-        reduction.broadcast_variables(shared_variables(self.model), last_rank)
+        last_rank = int(ops.join())
+        ops.broadcast_variables(replicated_variables(self.model), last_rank)

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import keras
 from keras.src.utils import io_utils
 
-from hvdtrain.keras.rates import set_learning_rate
+from hvdtrain.keras.learning_rates import set_learning_rate
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -31,7 +31,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             `steps_per_execution=k`, Keras asks once in k steps, and the rate is that
             of the first of them.
         momentum_correction: keep the momentum of SGD and RMSprop in proportion to
-            the learning rate: see `rates.set_learning_rate`.
+            the learning rate: see `learning_rates.set_learning_rate`.
         steps_per_epoch: by default as `fit` knows it. Needed for a data set of
             unknown length when `staircase` is False.
 

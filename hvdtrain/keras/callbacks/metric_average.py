@@ -6,14 +6,14 @@ import statistics
 import keras
 import numpy as np
 
-from hvdtrain.keras import reduction
+from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.metrics import (
     local_states,
     metric_variables,
     reduce_states,
     results,
 )
-from hvdtrain.keras.objects import allgather_object
 from hvdtrain.keras.optimizer import process_set_of
 
 
@@ -54,7 +54,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Replaces the values in `logs` by those of the whole job."""
-        if not reduction.participates(process_set_of(self.model.optimizer)):
+        if not needs_communication(process_set_of(self.model.optimizer)):
             return
         logs = {} if logs is None else logs
         current = local_states(metric_variables(self.model.metrics))

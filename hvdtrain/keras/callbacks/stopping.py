@@ -3,7 +3,9 @@
 import keras
 import numpy as np
 
-from hvdtrain.keras import reduction
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.transport import Max
 from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.optimizer import process_set_of
 
@@ -47,12 +49,12 @@ class StopTogetherCallback(keras.callbacks.Callback):
 
     def _agree(self):
         process_set = process_set_of(self.model.optimizer)
-        if not reduction.participates(process_set):
+        if not needs_communication(process_set):
             return self._wants_to_stop
-        wishes = reduction.allreduce(
+        wishes = ops.allreduce(
             np.int32(self._wants_to_stop),
             name="StopTogether",
-            op=reduction.Max,
+            op=Max,
             process_set=process_set,
         )
         self._wants_to_stop = bool(wishes.numpy())

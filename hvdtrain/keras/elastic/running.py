@@ -8,7 +8,8 @@ import tensorflow as tf
 from horovod.common.elastic import notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-from hvdtrain.keras.basics import init
+from hvdtrain.collectives.failures import is_collective_failure
+from hvdtrain.job.backend import init
 
 
 def run(func):
@@ -57,22 +58,6 @@ def _run_to_the_end(func, state, *args, **kwargs):
         hvd.shutdown()
         init()
         state.on_reset()
-
-
-def is_collective_failure(error):
-    """Return whether a rank was lost, as far as an error of a collective tells.
-
-    TensorFlow knows a failed collective as an error like any other. Horovod's
-    operations are told by their kernel ("Op:Horovod..."), by where a graph's node was
-    defined, or by what Horovod says at shutdown, never by the node's name, which is
-    the user's. Ranks that disagree, about a shape for instance, raise another error.
-    """
-    if isinstance(error, HorovodInternalError):
-        return True
-    signs = ("Op:Horovod", "horovod/tensorflow/mpi_ops", "Horovod has been shut")
-    return isinstance(error, (tf.errors.UnknownError, tf.errors.AbortedError)) and any(
-        sign in str(error) for sign in signs
-    )
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ import keras
 import numpy as np
 from horovod.common.elastic import ObjectState
 
-from hvdtrain.keras import reduction
-from hvdtrain.keras.objects import broadcast_object
-from hvdtrain.keras.optimizer import settle
-from hvdtrain.keras.rates import set_learning_rate
-from hvdtrain.keras.variables import shared_variables
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.objects import broadcast_object
+from hvdtrain.keras.learning_rates import set_learning_rate
+from hvdtrain.keras.optimizer import configure_compiled_model
+from hvdtrain.keras.variables import replicated_variables
 
 
 class KerasState(ObjectState):
@@ -21,7 +21,8 @@ class KerasState(ObjectState):
     has all of the state that the others send it. When the number of ranks changes,
     a learning rate that is a number is multiplied by new ranks / old ranks (Goyal et
     al. 2017); one that a callback or a reset callback sets is what they say, and a
-    `LearningRateSchedule` stays. `hvdtrain.keras.optimizer.settle(model)` is called.
+    `LearningRateSchedule` stays. `optimizer.configure_compiled_model(model)` is
+    called.
 
     Args:
         model: a Keras model that has been built.
@@ -46,7 +47,7 @@ class KerasState(ObjectState):
             )
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
-        settle(model)
+        configure_compiled_model(model)
         self.model = model
         self.optimizer = optimizer
         self._size = hvd.size()
@@ -74,8 +75,8 @@ class KerasState(ObjectState):
         Not the states of random layers, or all ranks would drop the same units; nor
         what is each rank's own: local variables, and accumulated gradients.
         """
-        shared = shared_variables(self.model, optimizer=self.optimizer)
-        reduction.broadcast_variables(shared, root_rank=0)
+        shared = replicated_variables(self.model, optimizer=self.optimizer)
+        ops.broadcast_variables(shared, root_rank=0)
         self._save_variables()
         super().sync()
 

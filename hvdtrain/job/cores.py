@@ -1,14 +1,10 @@
-"""The cores of a rank: how many it may really use, and a part of the node for each."""
+"""The cores of a rank: how many it may use, and which ones it is bound to."""
 
 import contextlib
 import os
 import pathlib
 
-# Processes that start ranks and are not bound themselves.
-_LAUNCHER_PROCESSES = (
-    *("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "prte"),
-    *("hydra_pmi_proxy", "slurmstepd", "horovodrun"),
-)
+from hvdtrain.job import launchers
 
 
 def usable(local_size):
@@ -28,17 +24,18 @@ def usable(local_size):
 
 
 def bind(local_rank, local_size, *, topology="/sys/devices/system/cpu"):
-    """Keep this process to its part of the node's cores, neighbours together.
+    """Bind all threads of this process to its part of the node's cores.
 
-    Ranks that wander from core to core lose some 10 % of their speed. The parts cover
-    all cores that the job has, as its thread pools do together; so jobs that share a
-    node meet no more than they would anyhow. Nothing happens where the launcher has
-    bound the ranks, or where there are more ranks than cores.
+    Ranks that migrate between cores lose some 10 % of their speed. A part is made of
+    neighbouring cores. The parts of all ranks cover all cores of the job, as their
+    thread pools do together: binding adds no contention with other jobs of the node.
+    Nothing is bound where the launcher has bound the ranks, or where there are more
+    ranks than cores.
 
     Args:
         local_rank: number of this rank on its node, from 0.
         local_size: number of ranks on this node.
-        topology: where Linux tells of its cores.
+        topology: directory in which Linux describes its cores.
     """
     mine = os.sched_getaffinity(0)
     is_bound = _launcher_cores(len(mine)) > len(mine)
@@ -48,7 +45,7 @@ def bind(local_rank, local_size, *, topology="/sys/devices/system/cpu"):
     start, end = (
         len(mine) * rank // local_size for rank in (local_rank, local_rank + 1)
     )
-    # Threads that run already, such as Horovod's, too; new ones inherit it.
+    # New threads inherit the affinity; those that run, such as Horovod's, do not.
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), mine[start:end])
@@ -71,7 +68,7 @@ def _launcher_cores(default):
         try:
             stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
             name = stat[stat.index("(") + 1 : stat.rindex(")")]
-            if name in _LAUNCHER_PROCESSES:
+            if name in launchers.PROCESSES:
                 return max(default, len(os.sched_getaffinity(pid)))
         except OSError:
             break
@@ -92,7 +89,8 @@ def quotas(root="/sys/fs/cgroup", membership="/proc/self/cgroup"):
             continue
         base = pathlib.Path(root) / ("cpu" if controllers else "")
         inside = pathlib.PurePath(path.lstrip("/"))
-        # In a container the path may be the host's: then the mount itself is ours.
+        # In a container the path may be the host's, which does not exist here. The
+        # group of the container is then mounted at the root.
         for part in (inside, *inside.parents):
             found += _quota(base / part)
     return found

@@ -1,16 +1,14 @@
-"""The start of a job, as far as one process shows it."""
+"""The start and the agreement of a job, in one process."""
 
 import dataclasses
 import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 
-import hvdtrain.keras as hvd
-from hvdtrain import runtime
-from hvdtrain.runtime import JobError, Launch, World
+from hvdtrain import job
+from hvdtrain.job import JobError, World, agreement, backend, launchers
+from hvdtrain.job.launchers import Launch
 
 
 def test_world_is_a_value():
@@ -31,7 +29,7 @@ def test_world_is_a_value():
             Launch("mpirun", 2, 1),
         ),
         ({"PMI_SIZE": "8", "PMI_RANK": "0"}, Launch("mpiexec", 8, 0)),
-        # mpirun in an allocation reaches the nodes with srun: two tasks, eight ranks.
+        # In an allocation mpirun starts its daemons by srun: two tasks, eight ranks.
         (
             {
                 "SLURM_STEP_NUM_TASKS": "2",
@@ -41,19 +39,19 @@ def test_world_is_a_value():
             },
             Launch("mpirun", 8, 5),
         ),
-        # A batch script of four tasks is itself no task of them.
+        # A batch script of a job of four tasks is itself none of these tasks.
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch("", 1, 0)),
     ],
 )
 def test_launch_is_read_from_the_innermost_launcher(environ, expected):
-    assert runtime.launch(environ) == expected
+    assert launchers.launch(environ) == expected
 
 
 def test_ranks_that_do_not_see_each_other_are_refused():
     with pytest.raises(JobError, match=r"4 processes from srun.* jobs of 1"):
-        runtime.check_one_job(Launch("srun", 4, 2), size=1)
-    runtime.check_one_job(Launch("mpirun", 4, 2), size=4)
-    runtime.check_one_job(Launch(), size=1)
+        launchers.check_one_job(Launch("srun", 4, 2), size=1)
+    launchers.check_one_job(Launch("mpirun", 4, 2), size=4)
+    launchers.check_one_job(Launch(), size=1)
 
 
 class StartedError(Exception):
@@ -72,33 +70,43 @@ class StartedError(Exception):
 def test_a_rank_without_a_launcher_takes_gloo_where_it_is_built(
     monkeypatch, is_built, chosen, controller
 ):
-    """`hvd.init` raises: it reads the variables, which must be set before it."""
+    """Horovod reads the variables in its `init`, which raises here."""
     monkeypatch.setattr(os, "environ", {"HOROVOD_CONTROLLER": chosen} if chosen else {})
-    monkeypatch.setattr(hvd, "gloo_built", lambda: is_built)
-    monkeypatch.setattr(hvd, "init", mock.Mock(side_effect=StartedError))
+    monkeypatch.setattr(backend.hvd, "gloo_built", lambda: is_built)
+    monkeypatch.setattr(backend.hvd, "init", mock.Mock(side_effect=StartedError))
     with pytest.raises(StartedError):
-        runtime.start()
+        job.start()
     assert os.environ.get("HOROVOD_CONTROLLER") == controller
     operations = "gloo" if controller == "gloo" else None
     assert os.environ.get("HOROVOD_CPU_OPERATIONS") == operations
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "1800"), ("7", "7")])
+def test_a_lone_collective_does_not_wait_for_ever(monkeypatch, given, expected):
+    environ = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": given} if given else {}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(backend.hvd, "init", mock.Mock())
+    backend.init()
+    assert environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == expected
+    assert backend.hvd.init.called
+
+
 def test_elastic_jobs_may_change_size(monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    runtime.check_one_job(Launch("horovodrun", 4, 2), size=3)
+    launchers.check_one_job(Launch("horovodrun", 4, 2), size=3)
 
 
-def test_together_passes_on_messages_and_shows_bugs_whole():
-    with runtime.together(World()):
+def test_fail_together_keeps_messages_and_the_traceback_of_bugs():
+    with agreement.fail_together(World()):
         pass
     with (
         pytest.raises(JobError, match=r"^a mistake$"),
-        runtime.together(World(), expected=(OSError,)),
+        agreement.fail_together(World(), expected=(OSError,)),
     ):
         raise OSError("a mistake")
     with (
         pytest.raises(JobError, match=r"(?s)Traceback.*KeyError: 'a bug'"),
-        runtime.together(World(), expected=(OSError,)),
+        agreement.fail_together(World(), expected=(OSError,)),
     ):
         raise KeyError("a bug")
 
@@ -112,20 +120,12 @@ def test_together_passes_on_messages_and_shows_bugs_whole():
         ([("disk 1", "a"), ("disk 2", "b")], "rank 0 on a: disk 1"),
     ],
 )
-def test_together_names_the_rank_unless_all_fail_alike(monkeypatch, answers, message):
-    monkeypatch.setattr(runtime, "gather", lambda world, value: answers)
-    with pytest.raises(JobError) as caught, runtime.together(World(0, 2)):
+def test_the_rank_is_named_unless_all_fail_alike(monkeypatch, answers, message):
+    monkeypatch.setattr(agreement, "gather", lambda world, value: answers)
+    with pytest.raises(JobError) as caught, agreement.fail_together(World(0, 2)):
         pass
     assert str(caught.value) == message
 
 
 def test_gather_alone_needs_no_horovod():
-    assert runtime.gather(World(), {"a": 1}) == [{"a": 1}]
-
-
-@pytest.mark.parametrize("module", ["runtime", "program", "cores", "optimizers"])
-def test_import_loads_no_tensorflow(module):
-    code = f"import sys, hvdtrain.{module}; print(*sys.modules)"
-    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert f"hvdtrain.{module}" in loaded
-    assert not {"tensorflow", "keras", "horovod"} & set(loaded)
+    assert agreement.gather(World(), {"a": 1}) == [{"a": 1}]

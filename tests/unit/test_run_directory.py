@@ -1,5 +1,6 @@
-"""Files of a run appear whole, or not at all."""
+"""The directory of a run: its files are complete, or not there."""
 
+import contextlib
 import json
 import os
 
@@ -7,8 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain import checkpoint
-from hvdtrain.runtime import JobError
+from hvdtrain.job import JobError, World
+from hvdtrain.training import run_directory
 
 
 def names(directory):
@@ -18,7 +19,7 @@ def names(directory):
 def test_json_replaces_what_was_there(tmp_path):
     path = tmp_path / "summary.json"
     path.write_text("old")
-    checkpoint.save_json({"steps": 5}, path)
+    run_directory.save_json({"steps": 5}, path)
     assert json.loads(path.read_text()) == {"steps": 5}
     assert names(tmp_path) == ["summary.json"]
 
@@ -27,22 +28,15 @@ def test_failure_leaves_the_old_file_and_no_rubbish(tmp_path):
     path = tmp_path / "summary.json"
     path.write_text("old")
     with pytest.raises(TypeError):
-        checkpoint.save_json({"steps": object()}, path)
+        run_directory.save_json({"steps": object()}, path)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["summary.json"]
 
 
 def test_numbers_that_json_does_not_know_are_refused(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
-        checkpoint.save_json({"loss": float("nan")}, tmp_path / "summary.json")
+        run_directory.save_json({"loss": float("nan")}, tmp_path / "summary.json")
     assert names(tmp_path) == []
-
-
-def test_what_a_killed_run_left_is_overwritten(tmp_path):
-    (tmp_path / ".partial-summary.json").write_text("half" * 1000)
-    checkpoint.save_json({"steps": 5}, tmp_path / "summary.json")
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 5}
-    assert names(tmp_path) == ["summary.json"]
 
 
 def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
@@ -51,14 +45,14 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(JobError, match=r"summary\.json: No space left on device"):
-        checkpoint.save_json({}, tmp_path / "summary.json")
+        run_directory.save_json({}, tmp_path / "summary.json")
     assert names(tmp_path) == []
 
 
 def test_model_is_whole_and_obeys_umask(tmp_path):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     path = tmp_path / "model.keras"
-    checkpoint.save_model(model, path)
+    run_directory.save_model(model, path)
     assert names(tmp_path) == ["model.keras"]
     expected = model.get_weights()
     for a, b in zip(keras.models.load_model(path).get_weights(), expected, strict=True):
@@ -69,27 +63,43 @@ def test_model_is_whole_and_obeys_umask(tmp_path):
 
 
 def test_directory_is_made_and_tried(tmp_path):
-    checkpoint.prepare_directory(
-        tmp_path / "a" / "b", files=["model.keras"], needed_bytes=1000
-    )
+    run_directory.prepare(tmp_path / "a" / "b")
     assert names(tmp_path / "a" / "b") == []
 
 
 def test_directory_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(JobError, match=r"file.*--model_dir"):
-        checkpoint.prepare_directory(
-            tmp_path / "file" / "run", files=["model.keras"], needed_bytes=1
-        )
+        run_directory.prepare(tmp_path / "file" / "run")
 
 
-def test_a_directory_in_the_place_of_a_file(tmp_path):
-    (tmp_path / "model.keras").mkdir()
-    with pytest.raises(JobError, match=r"model\.keras is a directory"):
-        checkpoint.prepare_directory(tmp_path, files=["model.keras"], needed_bytes=1)
+@pytest.mark.parametrize("name", ["model.keras", "summary.json"])
+def test_a_directory_in_the_place_of_a_file(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(JobError, match=rf"{name} is a directory"):
+        run_directory.prepare(tmp_path)
 
 
 def test_too_little_room(tmp_path):
     with pytest.raises(JobError, match=r"No space left|File too large"):
-        checkpoint.prepare_directory(tmp_path, files=[], needed_bytes=1 << 60)
+        run_directory.prepare(tmp_path, needed_bytes=1 << 60)
+    assert names(tmp_path) == []
+
+
+def test_a_summary_never_stands_beside_the_model_of_another_run(tmp_path, monkeypatch):
+    (tmp_path / "summary.json").write_text("old")
+    (tmp_path / "model.keras").write_text("old")
+
+    def full(model, path):
+        raise JobError("full")
+
+    monkeypatch.setattr(run_directory, "save_model", full)
+    with pytest.raises(JobError, match="full"):
+        run_directory.write(World(), tmp_path, model=None, summary={})
+    assert names(tmp_path) == ["model.keras"]
+
+
+def test_only_the_chief_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "fail_together", contextlib.nullcontext)
+    run_directory.write(World(rank=1, size=2), tmp_path, model=None, summary={})
     assert names(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Watches `fit`: times it, tells how it goes, and stops it when the loss breaks."""
+"""Progress of `fit`: speed, metrics over all ranks, and the check of the loss."""
 
 import dataclasses
 import math
@@ -7,15 +7,15 @@ import time
 import keras
 import numpy as np
 
-from hvdtrain.keras import reduction
-from hvdtrain.runtime import JobError
+from hvdtrain.job import JobError
+from hvdtrain.keras import Sum, allreduce
 
 _REPORT_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where the training of the whole job stands.
+    """The state of the training of the whole job.
 
     Attributes:
         step: steps taken.
@@ -41,13 +41,13 @@ def check_loss(loss, step):
         )
 
 
-class Watch(keras.callbacks.Callback):
-    """Measures training; tells observers on the chief every few seconds.
+class ProgressCallback(keras.callbacks.Callback):
+    """Measures `fit`, and calls the observers on the chief about every second.
 
-    Now and then all ranks average what their metrics show, so that the numbers are
-    those of the job, and a loss that is not finite stops all ranks at one step. In
-    the same message the chief, whose clock decides, says at which step the next one
-    is due: no rank decides by a clock of its own.
+    A report averages the metrics over the ranks, which is a collective: all ranks must
+    report at the same steps. Clocks of ranks differ, so the chief's decides: the same
+    message has the number of steps until the next report. A loss that is not finite
+    stops all ranks at one step.
 
     Args:
         plan: the `Plan` of the training.
@@ -67,42 +67,39 @@ class Watch(keras.callbacks.Callback):
         self._observers = observers
         self._clock = clock
         self._next_step = 0
-        self._steps = self._first_steps = self._told_steps = 0
-        self._seconds = self._first_seconds = self._told_seconds = 0.0
+        self._steps = self._first_steps = self._reported_steps = 0
+        self._seconds = self._first_seconds = self._reported_seconds = 0.0
 
     @property
     def seconds(self):
-        """Seconds in the steps so far; without the ends of epochs: evaluations."""
+        """Seconds in the steps so far, without evaluation at the ends of epochs."""
         return self._seconds
 
     @property
     def samples_per_second(self):
         """Of all ranks, without the first execution, in which TensorFlow traces."""
-        steps, seconds = self._steps, self._seconds
-        if steps > self._first_steps:
-            steps, seconds = steps - self._first_steps, seconds - self._first_seconds
-        return steps * self._global_batch_size / seconds
+        speed = self._steps_per_second(self._first_steps, self._first_seconds)
+        return speed * self._global_batch_size
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the clock."""
-        self._epoch_start_step = epoch * self._plan.epoch_steps
+        self._epoch = epoch
         self._epoch_start_clock = self._clock() - self._seconds
-        self._told_means = None
+        self._reported_means = None
 
     def on_train_batch_end(self, batch, logs=None):
-        """Reads the clock, and tells when it is time."""
-        steps = self._epoch_start_step + batch + 1
-        self._steps = min(steps, self._plan.max_steps)
+        """Reads the clock, and reports if it is due."""
+        self._steps = self._plan.step(self._epoch, batch + 1)
         self._seconds = self._clock() - self._epoch_start_clock
         if not self._first_steps:
             self._first_steps, self._first_seconds = self._steps, self._seconds
-            self._told_steps, self._told_seconds = self._steps, self._seconds
+            self._reported_steps, self._reported_seconds = self._steps, self._seconds
             self._next_step = self._steps + 1
         if self._steps >= min(self._next_step, self._plan.max_steps):
-            self._tell({name: float(value) for name, value in (logs or {}).items()})
+            self._report({name: float(value) for name, value in (logs or {}).items()})
 
-    def _tell(self, means):
-        recent = self._average(self._since_last(means))
+    def _report(self, means):
+        recent = self._average(self._since_report(means))
         check_loss(recent["loss"], self._steps)
         samples_left = (self._plan.max_steps - self._steps) * self._global_batch_size
         progress = Progress(
@@ -112,21 +109,25 @@ class Watch(keras.callbacks.Callback):
             samples_per_second=self._recent_speed() * self._global_batch_size,
             seconds_left=samples_left / self.samples_per_second,
         )
-        self._told_steps, self._told_seconds = self._steps, self._seconds
+        self._reported_steps, self._reported_seconds = self._steps, self._seconds
         for observer in self._observers:
             observer.on_progress(progress)
 
     def _recent_speed(self):
         """Steps per second since the last report."""
+        return self._steps_per_second(self._reported_steps, self._reported_seconds)
+
+    def _steps_per_second(self, first_steps, first_seconds):
         steps, seconds = self._steps, self._seconds
-        if steps > self._told_steps:
-            steps, seconds = steps - self._told_steps, seconds - self._told_seconds
+        # A run of a single execution has no other speed than that with its tracing.
+        if steps > first_steps:
+            steps, seconds = steps - first_steps, seconds - first_seconds
         return steps / seconds
 
-    def _since_last(self, means):
-        """Turn means since the start of the epoch into means since the last report."""
-        count = self._steps - self._epoch_start_step
-        before, self._told_means = self._told_means, (count, means)
+    def _since_report(self, means):
+        """Convert means since the start of the epoch to means since the last report."""
+        count = self._steps - self._plan.step(self._epoch)
+        before, self._reported_means = self._reported_means, (count, means)
         if before is None:
             return means
         count_before, means_before = before
@@ -137,13 +138,12 @@ class Watch(keras.callbacks.Callback):
         }
 
     def _average(self, values):
-        """Average over the ranks, and learn from the chief when to do it again."""
+        """Average over the ranks, and receive the next step of a report."""
         pause = max(1, int(self._recent_speed() * _REPORT_SECONDS))
         if self._world.size > 1:
+            # A sum in which only the chief's pause is not zero broadcasts it.
             sent = [*values.values(), pause if self._world.is_chief else 0]
-            sums = reduction.allreduce(
-                np.array(sent, "float64"), name="Progress", op=reduction.Sum
-            )
+            sums = allreduce(np.array(sent, "float64"), name="Progress", op=Sum)
             *totals, pause = sums.numpy().tolist()
             means = [total / self._world.size for total in totals]
             values = dict(zip(values, means, strict=True))

@@ -1,6 +1,5 @@
-"""Observers of a training: they show a person, or TensorBoard, how it goes."""
+"""Observers of a training: the console, and TensorBoard's logs."""
 
-import contextlib
 import math
 import os
 import re
@@ -9,14 +8,27 @@ import time
 import tensorflow as tf
 import tqdm
 
-from hvdtrain.runtime import JobError
+from hvdtrain.job import launchers
+from hvdtrain.job.files import one_line_errors
+
+# TensorFlow's own additions to the reason of an error.
+_GRAPH_NAMES = re.compile(r"\{\{.*?\}\} | \[Op:.*")
+
+
+def make_observers(file, *, model_dir=None):
+    """Return the observers of a program: `Console` on `file`, and an `EventLog`."""
+    # Launchers connect their ranks to a pseudo terminal, also where their own output
+    # is a file. A bar would fill that file with control characters.
+    has_bar = file.isatty() and not launchers.launch().launcher
+    observers = [Console(file, has_bar=has_bar)]
+    return [*observers, EventLog(model_dir)] if model_dir else observers
 
 
 class Console:
-    """An observer that writes for people: a bar, or a line every few seconds.
+    """Prints a progress bar, or a line every few seconds.
 
     Args:
-        file: where to.
+        file: the text file to print to.
         has_bar: draw a bar, for terminals.
         every_seconds: pause between lines.
         clock: returns seconds.
@@ -27,19 +39,19 @@ class Console:
         self._has_bar = has_bar
         self._every_seconds = every_seconds
         self._clock = clock
-        self._last = -math.inf
+        self._last_seconds = -math.inf
         self._bar = None
 
     def on_progress(self, progress):
-        """Moves the bar, or writes a line if the last one is old enough."""
+        """Moves the bar, or prints a line if the last one is old enough."""
         if self._has_bar:
             self._draw(progress)
             return
         now = self._clock()
         is_last = progress.step == progress.max_steps
-        if not is_last and now - self._last < self._every_seconds:
+        if not is_last and now - self._last_seconds < self._every_seconds:
             return
-        self._last = now
+        self._last_seconds = now
         self._write(
             f"step {progress.step}/{progress.max_steps}  {_numbers(progress.metrics)}  "
             f"{progress.samples_per_second:,.0f} samples/s  "
@@ -47,7 +59,7 @@ class Console:
         )
 
     def on_evaluation(self, step, metrics):
-        """Writes a line."""
+        """Prints a line."""
         self._write(f"evaluation at step {step}: {_numbers(metrics)}")
 
     def _draw(self, progress):
@@ -77,13 +89,13 @@ class Console:
 
 
 class EventLog:
-    """An observer that writes TensorBoard's event files.
+    """Writes TensorBoard's event files.
 
     Args:
-        directory: `train` and `test` are made inside of it.
+        directory: the parent of the directories `train` and `test`.
 
     Raises:
-        JobError: the files cannot be written, for a full disk, say.
+        JobError: the files cannot be written, for example on a full disk.
     """
 
     def __init__(self, directory):
@@ -93,7 +105,7 @@ class EventLog:
                 part: tf.summary.create_file_writer(os.path.join(directory, part))
                 for part in ("train", "test")
             }
-        # tf.summary.scalar would need the package tensorboard, to write a number.
+        # tf.summary.scalar would need the package tensorboard.
         self._metadata = tf.compat.v1.SummaryMetadata(data_class=1)
         self._metadata.plugin_data.plugin_name = "scalars"
 
@@ -114,17 +126,18 @@ class EventLog:
                     tf.summary.write(name, value, metadata=self._metadata)
             self._writers[part].flush()
 
-    @contextlib.contextmanager
     def _one_line_errors(self):
-        try:
-            yield
-        except tf.errors.OpError as error:
-            # Without TensorFlow's words about its graph.
-            reason = re.sub(r"\{\{.*?\}\} | \[Op:.*", "", error.message.splitlines()[0])
-            reason = reason.rpartition("; ")[2]
-            raise JobError(
-                f"Cannot write TensorBoard's logs to {self._directory}: {reason}."
-            ) from None
+        return one_line_errors(
+            f"write TensorBoard's logs to {self._directory}",
+            errors=(tf.errors.OpError,),
+            remedy="choose another --model_dir",
+            reason_of=_reason,
+        )
+
+
+def _reason(error):
+    text = _GRAPH_NAMES.sub("", error.message.splitlines()[0])
+    return text.rpartition("; ")[2]
 
 
 def _numbers(metrics):

@@ -1,0 +1,132 @@
+"""Which dtypes Horovod's operations can move and reduce, and how others are carried."""
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+# Moved as the bits of another dtype: an allgather, a broadcast and an alltoall compute
+# nothing with them.
+_CARRIERS = {
+    tf.bfloat16: tf.uint16,
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.int64,
+}
+_MOVABLE = (
+    tf.bool,
+    tf.uint8,
+    tf.int8,
+    tf.uint16,
+    tf.int16,
+    tf.int32,
+    tf.int64,
+    tf.float16,
+    tf.float32,
+    tf.float64,
+)
+_SCATTERABLE = (tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
+_REDUCIBLE = (tf.uint8, tf.int8, *_SCATTERABLE)
+
+
+class BF16Compressor(hvd.compression.Compressor):
+    """Casts floating point tensors to bfloat16: float32's range, half its bytes."""
+
+    @staticmethod
+    def compress(tensor):
+        """Rounds `tensor` to bfloat16; returns it and its original dtype."""
+        if tensor.dtype.is_floating:
+            return tf.cast(tensor, tf.bfloat16), tensor.dtype
+        return tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        """Restores the dtype that `compress` returned as `ctx`."""
+        return tf.cast(tensor, ctx)
+
+
+class Compression(hvd.Compression):
+    """Horovod's compressors (`none`, `fp16`) and `bf16`."""
+
+    bf16 = BF16Compressor
+
+
+def as_tensorflow(value):
+    """Returns the TensorFlow object behind `value`.
+
+    Args:
+        value: a Keras variable, a TensorFlow variable, tensor or `IndexedSlices`,
+            or anything that `tf.convert_to_tensor` takes.
+    """
+    if isinstance(value, keras.Variable):
+        return value.value
+    if isinstance(value, tf.IndexedSlices | tf.Variable | tf.Tensor):
+        return value
+    return tf.convert_to_tensor(value)
+
+
+def as_tensors(values):
+    """Returns the dense tensors of a list of tensor-compatible values."""
+    return [tf.convert_to_tensor(as_tensorflow(value)) for value in values]
+
+
+def partition(values):
+    """Returns one list of places in `values` for each (sparse, dtype) among them."""
+    buckets = {}
+    for place, value in enumerate(values):
+        key = (isinstance(value, tf.IndexedSlices), value.dtype)
+        buckets.setdefault(key, []).append(place)
+    return list(buckets.values())
+
+
+def to_carrier(tensor):
+    """Returns `tensor` in a dtype that Horovod can move, with the same bits.
+
+    Raises:
+        TypeError: for a dtype without such a counterpart, such as strings.
+    """
+    if tensor.dtype in _CARRIERS:
+        return tf.bitcast(tensor, _CARRIERS[tensor.dtype])
+    _check_dtype(tensor, _MOVABLE, "be moved between ranks")
+    return tensor
+
+
+def from_carrier(tensor, dtype):
+    """Undoes `to_carrier`: returns `tensor` in `dtype`, with the same bits."""
+    return tf.bitcast(tensor, dtype) if dtype in _CARRIERS else tensor
+
+
+def scaled(tensor, factor):
+    """Returns `tensor * factor` in the dtype of `tensor`."""
+    if factor == 1.0:
+        return tensor
+    # A loss scale overflows float16 although the product does not.
+    wide = tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor
+    return tf.cast(wide * factor, tensor.dtype)
+
+
+def check_has_rows(tensor):
+    """Raises a ValueError for a scalar: it has no axis to gather or split."""
+    if tensor.shape.rank == 0:
+        raise ValueError(
+            "Ranks gather and exchange rows: a tensor needs one axis or more. Received "
+            "a scalar; pass tf.reshape(value, [1])."
+        )
+
+
+def check_reducible(tensor):
+    """Raises a TypeError unless an allreduce supports `tensor`'s dtype."""
+    _check_dtype(tensor, _REDUCIBLE, "be reduced over ranks")
+
+
+def check_scatterable(tensor):
+    """Raises a TypeError unless a reducescatter supports `tensor`'s dtype."""
+    _check_dtype(tensor, _SCATTERABLE, "be reduced and scattered over ranks")
+
+
+def _check_dtype(tensor, supported, purpose):
+    if tensor.dtype not in supported:
+        names = ", ".join(dtype.name for dtype in supported)
+        raise TypeError(
+            f"A tensor of dtype {tensor.dtype.name} cannot {purpose}. Cast it to one "
+            f"of {names}."
+        )

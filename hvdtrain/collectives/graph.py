@@ -1,0 +1,110 @@
+"""What a TensorFlow graph needs around a collective.
+
+TensorFlow treats Horovod's operations as stateless functions of their inputs. It may
+therefore start two of them in any order, fold one whose inputs are constants, and
+prune one whose result is unused. Other ranks take part in each of them: an operation
+that one rank reorders or leaves out is a deadlock on the others.
+"""
+
+import functools
+
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+
+def serialize(exchange, *args):
+    """Returns `exchange(*args)`, ordered after every collective traced before it.
+
+    TensorFlow starts every operation whose inputs are ready. Two functions, or two
+    calls of one function, hold operations of the same name: two that are in flight
+    together on one rank would be matched with each other's counterpart on another
+    rank, where they became ready in another order. So each exchange reads a variable,
+    the token, that the previous one has written. TensorFlow orders the reads and
+    writes of a variable across functions, branches and loops, where control
+    dependencies alone end at the function's boundary.
+
+    Args:
+        exchange: creates the operations of one collective; returns a nest of tensors.
+        *args: its arguments.
+    """
+    if tf.executing_eagerly():
+        return exchange(*args)
+    token = _token()
+    with tf.control_dependencies([token.read_value()]):
+        results = exchange(*args)
+    with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+        written = token.assign_add(1)
+    # A result is released after the write: whatever depends on it, also another
+    # collective, starts later than the next reader of the token may.
+    with tf.control_dependencies([written]):
+        return tf.nest.map_structure(tf.identity, results, expand_composites=True)
+
+
+def block_constant_folding(tensor):
+    """Returns `tensor` such that the optimizer of graphs cannot see it as a constant.
+
+    Grappler evaluates an operation whose inputs are all constants once, when it
+    optimizes the graph, and replaces it by the result. For a collective that is wrong:
+    the values of other ranks change from step to step. One input that is not a constant
+    is enough, so block a small one: the select copies its input.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    return tf.where(_unknown_true(), tensor, tf.zeros_like(tensor))
+
+
+def prevent_pruning(tensor):
+    """Keeps the collective that computes `tensor` in the graph, used or not.
+
+    Grappler prunes operations whose results are unused; the other ranks would wait
+    for this one until the stall limit. An Assert has a side effect and is kept.
+    """
+    if not tf.executing_eagerly():
+        tf.raw_ops.Assert(condition=_unknown_true(), data=[tensor])
+
+
+def operation_name(base, process_set):
+    """Returns `base`, made unique among the operations of the graph being traced.
+
+    Horovod matches ranks by the names of operations. Layer names in Keras count up with
+    every model that a process builds, so they differ between ranks as soon as one
+    rank has built one more model. Names counted within one function agree, since
+    every rank of the process set traces the same function.
+    """
+    if process_set.process_set_id:
+        # A rank outside the set traces none of its operations: counted together with
+        # those of other sets, the numbers would differ between ranks.
+        base = f"{base}_set{process_set.process_set_id}"
+    if tf.executing_eagerly():
+        return base
+    graph = tf.compat.v1.get_default_graph()
+    with graph.name_scope(None):
+        return graph.unique_name(base)
+
+
+def check_not_compiled_by_xla():
+    """Raises a ValueError inside a function that XLA is going to compile.
+
+    At trace time; XLA itself fails later, with "No registered OpKernel".
+    """
+    if tf.executing_eagerly():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise ValueError(
+            "Horovod's operations cannot be compiled by XLA. Received a function "
+            "with jit_compile=True. Pass jit_compile=False to model.compile() or "
+            "tf.function()."
+        )
+
+
+def _unknown_true():
+    # Always true, but read from a variable: no pass over the graph can evaluate it.
+    return _token().read_value() >= 0
+
+
+@functools.cache
+def _token():
+    # On the CPU: a token on a GPU would add a copy to every collective.
+    with tf.init_scope(), tf.device("CPU"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64)

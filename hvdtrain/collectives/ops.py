@@ -1,0 +1,396 @@
+"""The collectives that users call: any value in, and gradients.
+
+The gradient of a collective is that of the sum of all ranks' losses, as one process
+computes it that evaluates every rank's loss and adds them up. Averaged over ranks, as
+the distributed optimizer does, it is the gradient of the mean loss. Horovod's own
+gradients follow this for allreduce and alltoall; those of allgather and broadcast
+are too small by the number of ranks, and that of reducescatter is too large.
+"""
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives import transport
+from hvdtrain.collectives.dtypes import Compression, as_tensorflow, as_tensors
+from hvdtrain.collectives.process_sets import (
+    global_process_set,
+    needs_communication,
+    rank_in,
+    size_of,
+)
+from hvdtrain.collectives.transport import Average, Min, Reduction, Sum, op_name
+
+
+def allreduce(
+    value,
+    name=None,
+    average=None,
+    prescale_factor=1.0,
+    postscale_factor=1.0,
+    op=None,
+    compression=Compression.none,
+    device_dense="",
+    device_sparse="",
+    process_set=global_process_set,
+    ignore_name_scope=False,
+):
+    """Reduces `value` over all ranks; as `horovod.tensorflow.keras.allreduce`.
+
+    With op=Average, the mean of a floating point tensor is the mean over the ranks
+    that have not called `join`; Horovod itself divides by all.
+
+    Args:
+        value: tensor-compatible, of the same shape and dtype on every rank, or
+            `tf.IndexedSlices`.
+        name: names the operation; ranks are matched by it.
+        average: Horovod's deprecated switch between Average and Sum; use `op`.
+        prescale_factor: multiplies the input before the reduction.
+        postscale_factor: multiplies the result.
+        op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
+        compression: dtype on the wire: `Compression.none`, `fp16` or `bf16`.
+        device_dense: device of the reduction of a tensor; "" is the default.
+        device_sparse: the same for `tf.IndexedSlices`.
+        process_set: the ranks that take part.
+        ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
+
+    Returns:
+        A tensor (or `IndexedSlices`) of `value`'s shape and dtype, the same on
+        every rank.
+
+    Raises:
+        TypeError: for a dtype that cannot be reduced.
+        tensorflow.errors.FailedPreconditionError: on every rank, if shapes, dtypes,
+            kinds (dense or sparse) or `op` differ between ranks.
+    """
+    reduction = Reduction(
+        op=hvd.handle_average_backwards_compatibility(op, average),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        process_set=process_set,
+    )
+    return _differentiable_allreduce([value], reduction, name)[0]
+
+
+def grouped_allreduce(
+    tensors,
+    average=None,
+    device_dense="",
+    device_sparse="",
+    compression=Compression.none,
+    op=None,
+    prescale_factor=1.0,
+    postscale_factor=1.0,
+    process_set=global_process_set,
+    ignore_name_scope=False,
+    name=None,
+):
+    """Reduces a list of tensors in one communication per dtype; see `allreduce`."""
+    reduction = Reduction(
+        op=hvd.handle_average_backwards_compatibility(op, average),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        process_set=process_set,
+    )
+    return _differentiable_allreduce(tensors, reduction, name)
+
+
+def _differentiable_allreduce(values, reduction, name):
+    values = [as_tensorflow(value) for value in values]
+    if any(isinstance(value, tf.IndexedSlices) for value in values):
+        # Sparse tensors are gradients: nobody differentiates their reduction.
+        return transport.allreduce(values, reduction, name=name)
+
+    @tf.custom_gradient
+    def reduce(*inputs):
+        def gradient(*upstream):
+            if reduction.op not in (Average, Sum):
+                raise NotImplementedError(
+                    "Only op=hvd.Average and op=hvd.Sum have a gradient. Received: "
+                    f"op=hvd.{op_name(reduction.op)}. Use tf.stop_gradient around the "
+                    "allreduce."
+                )
+            return transport.allreduce(upstream, reduction, name=_gradient_name(name))
+
+        return transport.allreduce(inputs, reduction, name=name), gradient
+
+    return reduce(*as_tensors(values))
+
+
+def allgather(
+    value, name=None, ignore_name_scope=False, process_set=global_process_set
+):
+    """Concatenates every rank's `value` on the first axis, in the order of ranks.
+
+    Args:
+        value: tensor-compatible; all axes but the first agree on all ranks.
+        name: names the operation; ranks are matched by it.
+        ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
+        process_set: the ranks that take part.
+
+    Raises:
+        TypeError: for a dtype that cannot be moved.
+        tensorflow.errors.FailedPreconditionError: on every rank, if dtypes, or axes
+            other than the first, differ between ranks.
+    """
+    return grouped_allgather([value], name=name, process_set=process_set)[0]
+
+
+def grouped_allgather(
+    tensors, name=None, ignore_name_scope=False, process_set=global_process_set
+):
+    """Gathers a list of tensors; see `allgather`."""
+
+    @tf.custom_gradient
+    def gather(*inputs):
+        def gradient(*upstream):
+            (sizes,) = transport.allgather(
+                [tf.stack([tf.shape(x)[0] for x in inputs])[tf.newaxis]],
+                name=_gradient_name(name, "sizes"),
+                process_set=process_set,
+            )
+            totals = transport.allreduce(
+                upstream,
+                Reduction(op=Sum, process_set=process_set),
+                name=_gradient_name(name),
+            )
+            mine = rank_in(process_set)
+            starts = tf.reduce_sum(sizes[:mine], axis=0)
+            return [
+                total[starts[i] : starts[i] + sizes[mine, i]]
+                for i, total in enumerate(totals)
+            ]
+
+        gathered = transport.allgather(inputs, name=name, process_set=process_set)
+        return gathered, gradient
+
+    return gather(*as_tensors(tensors))
+
+
+def broadcast(
+    value,
+    root_rank,
+    name=None,
+    ignore_name_scope=False,
+    process_set=global_process_set,
+):
+    """Returns `root_rank`'s `value` on every rank; shape and dtype agree.
+
+    Args:
+        value: tensor-compatible.
+        root_rank: the rank whose value is taken.
+        name: names the operation; ranks are matched by it.
+        ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
+        process_set: the ranks that take part.
+    """
+
+    @tf.custom_gradient
+    def send(tensor):
+        def gradient(upstream):
+            (total,) = transport.allreduce(
+                [upstream],
+                Reduction(op=Sum, process_set=process_set),
+                name=_gradient_name(name),
+            )
+            # Compared in the graph: on ranks that are known not to be the root, the
+            # reduction would be pruned, and the root would wait for them.
+            is_root = tf.equal(hvd.rank_op(), root_rank)
+            return tf.where(is_root, total, tf.zeros_like(total))
+
+        received = transport.broadcast(
+            tensor, root_rank, name=name, process_set=process_set
+        )
+        return received, gradient
+
+    return send(*as_tensors([value]))
+
+
+def broadcast_variables(
+    variables, root_rank, process_set=global_process_set, inplace=False
+):
+    """Assigns `root_rank`'s values to the `variables` of every rank.
+
+    Args:
+        variables: Keras or TensorFlow variables, the same list on every rank.
+        root_rank: the rank whose values are taken.
+        process_set: the ranks that take part.
+        inplace: write into the variables' memory without a temporary copy.
+    """
+    variables = [as_tensorflow(variable) for variable in variables]
+    if inplace:
+        transport.broadcast_in_place(variables, root_rank, process_set=process_set)
+        return
+    # Horovod's own function names each operation by its variable. The names of Keras'
+    # slots hold a layer's number, which differs where a rank has built one more model.
+    received = transport.broadcast_all(
+        variables, root_rank, name="BroadcastVariables", process_set=process_set
+    )
+    for variable, value in zip(variables, received, strict=True):
+        variable.assign(value)
+
+
+def alltoall(
+    tensor,
+    splits=None,
+    name=None,
+    ignore_name_scope=False,
+    process_set=global_process_set,
+):
+    """Sends a slice of `tensor` to each rank; returns the slices received.
+
+    Args:
+        tensor: tensor-compatible; all axes but the first agree on all ranks.
+        splits: integers, in the order of ranks: how many rows of `tensor` go to
+            each. By default every rank gets the same number.
+        name: names the operation; ranks are matched by it.
+        ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
+        process_set: the ranks that take part.
+
+    Returns:
+        The slices that this rank received, concatenated on the first axis. If
+        `splits` is given: a pair of that and the number of rows from each rank.
+    """
+    _check_splits(splits)
+    name = name or "Alltoall"
+
+    @tf.custom_gradient
+    def scatter(rows, counts):
+        output, received = transport.alltoall(
+            rows, counts, name=name, process_set=process_set
+        )
+
+        def gradient(upstream, _):
+            returned, _ = transport.alltoall(
+                upstream, received, name=_gradient_name(name), process_set=process_set
+            )
+            return returned, None
+
+        return (output, received), gradient
+
+    # Horovod takes an empty tensor of splits as equal ones.
+    counts = tf.constant([], tf.int32) if splits is None else tf.cast(splits, tf.int32)
+    output, received = scatter(*as_tensors([tensor]), counts)
+    return output if splits is None else (output, received)
+
+
+def reducescatter(
+    value,
+    name=None,
+    op=Average,
+    device_dense="",
+    compression=Compression.none,
+    process_set=global_process_set,
+    ignore_name_scope=False,
+    prescale_factor=1.0,
+    postscale_factor=1.0,
+):
+    """Reduces `value` over all ranks and leaves each rank a slice of the result.
+
+    Args:
+        value: tensor-compatible, of the same shape and dtype on every rank.
+        name: names the operation; ranks are matched by it.
+        op: `Average` or `Sum`.
+        device_dense: device of the reduction; "" is the default.
+        compression: dtype on the wire: `Compression.none`, `fp16` or `bf16`.
+        process_set: the ranks that take part.
+        ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
+        prescale_factor: multiplies the input before the reduction.
+        postscale_factor: multiplies the result.
+
+    Returns:
+        This rank's share of the rows; the first ranks get one more where the number
+        of rows cannot be divided.
+    """
+    return grouped_reducescatter(
+        [value],
+        device_dense=device_dense,
+        compression=compression,
+        op=op,
+        process_set=process_set,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+    )[0]
+
+
+def grouped_reducescatter(
+    tensors,
+    device_dense="",
+    compression=Compression.none,
+    op=Average,
+    process_set=global_process_set,
+    prescale_factor=1.0,
+    postscale_factor=1.0,
+    name=None,
+):
+    """Reduces and scatters a list of tensors; see `reducescatter`."""
+    if op not in (Average, Sum):
+        raise ValueError(
+            f"op must be hvd.Average or hvd.Sum. Received: op=hvd.{op_name(op)}"
+        )
+    reduction = Reduction(
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        device_dense=device_dense,
+        process_set=process_set,
+    )
+
+    @tf.custom_gradient
+    def scatter(*inputs):
+        def gradient(*upstream):
+            gathered = transport.allgather(
+                upstream, name=_gradient_name(name), process_set=process_set
+            )
+            divisor = size_of(process_set, tf.float64) if op == Average else 1.0
+            return [
+                total * tf.cast(reduction.factor / divisor, total.dtype)
+                for total in gathered
+            ]
+
+        shares = transport.reducescatter(
+            inputs, reduction, name=name or "Reducescatter"
+        )
+        return shares, gradient
+
+    sent, contexts = zip(*map(compression.compress, as_tensors(tensors)), strict=True)
+    return list(map(compression.decompress, scatter(*sent), contexts))
+
+
+def join():
+    """Blocks until every rank has called it; until then, this rank adds zeros.
+
+    Meanwhile the others may reduce dense tensors over all ranks, and take means over
+    the ranks that have not joined: see `allreduce`.
+
+    Returns:
+        A scalar tensor: the last rank that joined.
+    """
+    return transport.join()
+
+
+def is_true_on_all_ranks(flag, *, name, process_set=global_process_set):
+    """Whether `flag` is true on every rank of `process_set`; a collective."""
+    if not needs_communication(process_set):
+        return bool(flag)
+    flags = allreduce(np.int32(bool(flag)), name=name, op=Min, process_set=process_set)
+    return bool(flags.numpy())
+
+
+def _check_splits(splits):
+    if splits is None:
+        return
+    known = tf.get_static_value(tf.convert_to_tensor(splits))
+    # Horovod's core aborts the process on a negative number.
+    if known is not None and (known < 0).any():
+        raise ValueError(f"splits must be 0 or more. Received: {known.tolist()}")
+
+
+def _gradient_name(name, part="gradient"):
+    return name and f"{name}_{part}"

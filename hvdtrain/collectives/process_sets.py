@@ -1,0 +1,36 @@
+"""Which ranks take part in a collective: membership, size and rank."""
+
+import os
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+global_process_set = hvd.global_process_set
+
+
+def is_elastic():
+    """Whether the job may lose and gain ranks while it runs."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def needs_communication(process_set):
+    """Whether a collective over `process_set` has another rank to exchange with."""
+    # A function traced on one rank of an elastic job is run again after growth: its
+    # graph must hold the collective.
+    return process_set.included() and (process_set.size() > 1 or is_elastic())
+
+
+def size_of(process_set, dtype):
+    """The number of ranks in `process_set`, as a scalar tensor of `dtype`."""
+    # The size of an elastic job changes under a function that is already traced.
+    if is_elastic():
+        return tf.cast(hvd.size_op(process_set.process_set_id), dtype)
+    return tf.constant(process_set.size(), dtype)
+
+
+def rank_in(process_set):
+    """The number of this rank among the ranks of `process_set`."""
+    # The rank of a process in an elastic job changes under a traced function.
+    if is_elastic() and process_set.process_set_id == 0:
+        return hvd.rank_op()
+    return process_set.rank()

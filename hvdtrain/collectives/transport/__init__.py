@@ -1,0 +1,27 @@
+"""How tensors move between ranks: the only package that calls Horovod's operations.
+
+A list of tensors is partitioned once, by (sparse, dtype), into buckets, and each
+bucket is moved as a whole. What stands above does not depend on how.
+"""
+
+from hvdtrain.collectives.transport.moving import (
+    allgather,
+    allgather_bytes,
+    alltoall,
+    broadcast,
+    broadcast_all,
+    broadcast_in_place,
+    join,
+    reducescatter,
+)
+from hvdtrain.collectives.transport.reducing import allreduce
+from hvdtrain.collectives.transport.reduction import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Reduction,
+    Sum,
+    op_name,
+)

@@ -1,0 +1,225 @@
+"""Collectives that move tensors, and the check that all ranks call them alike."""
+
+import contextlib
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvdtrain.collectives import dtypes, graph
+from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.transport.reduction import Sum
+from hvdtrain.collectives.transport.signature import Signature
+
+
+def allgather(values, *, name=None, process_set=global_process_set):
+    """Concatenates each value's rows over the ranks; all axes but the first agree."""
+    graph.check_not_compiled_by_xla()
+    name = graph.operation_name(name or "Allgather", process_set)
+    tensors = dtypes.as_tensors(values)
+    for tensor in tensors:
+        dtypes.check_has_rows(tensor)
+    signature = Signature("allgather", tensors, has_free_rows=True)
+    with mismatch_of_ranks(signature, process_set):
+        return graph.serialize(gather_all, tensors, f"{name}_0", process_set, signature)
+
+
+def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
+    """Returns `root_rank`'s value on every rank; shape and dtype agree."""
+    graph.check_not_compiled_by_xla()
+    name = graph.operation_name(name or "Broadcast", process_set)
+    (tensor,) = dtypes.as_tensors([value])
+    signature = Signature(f"broadcast from rank {root_rank}", [tensor])
+    with mismatch_of_ranks(signature, process_set):
+        return graph.serialize(_broadcast, tensor, root_rank, name, process_set)
+
+
+def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
+    """Returns `root_rank`'s list of values on every rank, in one negotiation."""
+    graph.check_not_compiled_by_xla()
+    name = graph.operation_name(name, process_set)
+    tensors = dtypes.as_tensors(values)
+    signature = Signature(f"broadcast from rank {root_rank}", tensors)
+
+    def exchange():
+        return graph.serialize(
+            _broadcast_all, tensors, root_rank, name, process_set, signature
+        )
+
+    # Run one by one, each operation would wait for a negotiation of its own.
+    if tf.executing_eagerly():
+        exchange = tf.function(exchange, autograph=False)
+    with mismatch_of_ranks(signature, process_set):
+        return exchange()
+
+
+def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
+    """Writes `root_rank`'s values into TensorFlow variables, without a copy."""
+    graph.check_not_compiled_by_xla()
+    hvd.broadcast_variables(variables, root_rank, process_set=process_set, inplace=True)
+
+
+def alltoall(tensor, splits, *, name, process_set=global_process_set):
+    """Sends `splits[r]` rows of `tensor` to each rank r.
+
+    Returns:
+        The rows received, and how many of them came from each rank.
+    """
+    graph.check_not_compiled_by_xla()
+    name = graph.operation_name(name, process_set)
+    dtypes.check_has_rows(tensor)
+    signature = Signature("alltoall", [tensor], has_free_rows=True)
+    with mismatch_of_ranks(signature, process_set):
+        return graph.serialize(_alltoall, tensor, splits, name, process_set)
+
+
+def reducescatter(tensors, reduction, *, name):
+    """Reduces a list of tensors and returns this rank's share of the rows of each."""
+    graph.check_not_compiled_by_xla()
+    name = graph.operation_name(name, reduction.process_set)
+    signature = Signature(f"reducescatter, {reduction.describe()}", tensors)
+    with mismatch_of_ranks(signature, reduction.process_set):
+        return graph.serialize(_reducescatter, tensors, reduction, name, signature)
+
+
+def join():
+    """Blocks until every rank has called it; returns the last rank that did."""
+    # TensorFlow takes the operation for a constant: within one function it would run
+    # once, and later calls would return at once with the old result. A py_function is
+    # stateful, and the function inside it is new in every call.
+    return graph.serialize(
+        lambda: tf.py_function(lambda: tf.function(hvd.join)(), [], tf.int32)
+    )
+
+
+def allgather_bytes(data, *, name, process_set=global_process_set):
+    """Returns the list of all ranks' `data`, bytes of any length; runs eagerly."""
+    content = tf.constant(np.frombuffer(data, np.uint8))
+    lengths, content = allgather(
+        [[len(data)], content], name=name, process_set=process_set
+    )
+    ends = np.cumsum(lengths.numpy())
+    content = content.numpy().tobytes()
+    return [content[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+
+
+@contextlib.contextmanager
+def mismatch_of_ranks(signature, process_set):
+    """Adds to Horovod's error of a mismatch what each rank has sent.
+
+    Only where operations run eagerly: within a function, the error is raised by the
+    caller's step, and Horovod's text remains as it is.
+    """
+    try:
+        yield
+    except tf.errors.FailedPreconditionError as error:
+        # Horovod reports a mismatch to every rank of the set: all of them get here.
+        if "Mismatched" not in error.message or not tf.executing_eagerly():
+            raise
+        described = allgather_bytes(
+            signature.describe().encode(), name="Mismatch", process_set=process_set
+        )
+        sent = "; ".join(
+            f"rank {rank}: {text.decode()}"
+            for rank, text in zip(process_set.ranks, described, strict=True)
+        )
+        raise tf.errors.FailedPreconditionError(
+            error.node_def,
+            error.op,
+            f"The ranks called one collective with different arguments. Sent by {sent}."
+            f" Call it alike on all ranks. Horovod: {error.message}",
+        ) from None
+
+
+def exchange_guard(signature, name, process_set, dtype=tf.float32):
+    """Compares the signatures in a negotiation of their own; see `signatures`."""
+    # A group of two under the names that `_reduce_flat` gives: a rank that takes the
+    # other path, for another dtype or size, fails in the same negotiation.
+    return mpi_ops._grouped_allreduce(
+        [tf.zeros([1], dtype), signature.guard(dtype)],
+        name=name,
+        op=Sum,
+        process_set=process_set,
+        ignore_name_scope=True,
+    )
+
+
+def gather_all(tensors, name, process_set, signature):
+    """Gathers the first tensor with the guard, then all others in one negotiation."""
+    packed = [dtypes.to_carrier(tensor) for tensor in tensors]
+    options = {"process_set": process_set, "ignore_name_scope": True}
+    group = [packed[0], signature.guard(packed[0].dtype)]
+    first, _ = mpi_ops.grouped_allgather(group, name=name, **options)
+    gathered = [first, *packed[1:]]
+    # After the guard, which knows that all ranks have as many tensors to gather.
+    with tf.control_dependencies([first]):
+        for number, places in enumerate(dtypes.partition(packed[1:])):
+            unfoldable = graph.block_constant_folding(
+                tf.zeros([0], packed[1 + places[0]].dtype)
+            )
+            results = mpi_ops.grouped_allgather(
+                [*(packed[1 + i] for i in places), unfoldable],
+                name=f"{name}_others_{number}",
+                **options,
+            )
+            for i, result in zip(places, results[:-1], strict=True):
+                gathered[1 + i] = result
+    return [
+        dtypes.from_carrier(result, tensor.dtype)
+        for result, tensor in zip(gathered, tensors, strict=True)
+    ]
+
+
+def _broadcast_all(tensors, root_rank, name, process_set, signature):
+    agreed = exchange_guard(signature, name, process_set)
+    with tf.control_dependencies(agreed):
+        return [
+            _broadcast(tensor, root_rank, f"{name}_{i}", process_set)
+            for i, tensor in enumerate(tensors)
+        ]
+
+
+def _broadcast(tensor, root_rank, name, process_set):
+    received = hvd.broadcast(
+        graph.block_constant_folding(dtypes.to_carrier(tensor)),
+        root_rank,
+        name=name,
+        process_set=process_set,
+        ignore_name_scope=True,
+    )
+    return dtypes.from_carrier(received, tensor.dtype)
+
+
+def _alltoall(tensor, splits, name, process_set):
+    received, counts = mpi_ops.alltoall(
+        graph.block_constant_folding(dtypes.to_carrier(tensor)),
+        splits=splits,
+        name=name,
+        process_set=process_set,
+        ignore_name_scope=True,
+    )
+    return dtypes.from_carrier(received, tensor.dtype), counts
+
+
+def _reducescatter(tensors, reduction, name, signature):
+    # One operation for each: of a group, Horovod reports the last one's status alone.
+    agreed = exchange_guard(signature, name, reduction.process_set)
+    shares = []
+    with tf.device(reduction.device_dense), tf.control_dependencies(agreed):
+        for i, tensor in enumerate(tensors):
+            # Horovod cannot add bfloat16.
+            is_bfloat16 = tensor.dtype == tf.bfloat16
+            wide = tf.cast(tensor, tf.float32) if is_bfloat16 else tensor
+            dtypes.check_scatterable(wide)
+            share = mpi_ops._reducescatter(
+                graph.block_constant_folding(wide),
+                name=f"{name}_{i}",
+                op=reduction.op,
+                prescale_factor=reduction.prescale_factor,
+                postscale_factor=reduction.postscale_factor,
+                process_set=reduction.process_set,
+                ignore_name_scope=True,
+            )
+            shares.append(tf.cast(share, tensor.dtype))
+    return shares

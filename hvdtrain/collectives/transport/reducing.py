@@ -1,0 +1,90 @@
+"""Reduction of a list of tensors: partitioned into buckets, each moved as a whole."""
+
+import tensorflow as tf
+
+from hvdtrain.collectives import dtypes, graph
+from hvdtrain.collectives.process_sets import size_of
+from hvdtrain.collectives.transport import dense, moving
+from hvdtrain.collectives.transport.reduction import Average, Sum, op_name
+from hvdtrain.collectives.transport.signature import Signature
+
+
+def allreduce(values, reduction, *, name=None):
+    """Reduces a list of tensors; `tf.IndexedSlices` are gathered instead.
+
+    Args:
+        values: list of tensor-compatible values or `tf.IndexedSlices`; number,
+            kinds, shapes and dtypes agree on all ranks.
+        reduction: a `Reduction`.
+        name: prefix of the operations' names.
+
+    Returns:
+        The reduced values, in the order given.
+
+    Raises:
+        TypeError: for a dtype that cannot be reduced.
+        tensorflow.errors.FailedPreconditionError: on every rank, if the ranks' lists
+            or options differ.
+    """
+    graph.check_not_compiled_by_xla()
+    name = graph.operation_name(name or "Allreduce", reduction.process_set)
+    values = [_as_dense_or_slices(value) for value in values]
+    signature = Signature(reduction.describe(), values)
+    with moving.mismatch_of_ranks(signature, reduction.process_set):
+        return graph.serialize(_allreduce_buckets, values, reduction, name, signature)
+
+
+def _allreduce_buckets(values, reduction, name, signature):
+    results, first = [None] * len(values), []
+    sent, contexts = zip(*(_compress(v, reduction) for v in values), strict=True)
+    for number, places in enumerate(dtypes.partition(sent)):
+        bucket = [sent[i] for i in places]
+        is_sparse = is_slices(bucket[0])
+        device = reduction.device_sparse if is_sparse else reduction.device_dense
+        exchange = _allgather_slices if is_sparse else dense.method(bucket, reduction)
+        # The guard of the first bucket holds the signature of the whole list. Other
+        # buckets start after it: of lists that differ, none may be in flight.
+        with tf.device(device), tf.control_dependencies(first):
+            reduced = exchange(bucket, f"{name}_{number}", reduction, signature)
+        first = first or [reduced[0].values if is_sparse else reduced[0]]
+        for i, result in zip(places, reduced, strict=True):
+            results[i] = result
+    return [
+        result if is_slices(result) else reduction.compression.decompress(result, c)
+        for result, c in zip(results, contexts, strict=True)
+    ]
+
+
+def _as_dense_or_slices(value):
+    value = dtypes.as_tensorflow(value)
+    return value if is_slices(value) else tf.convert_to_tensor(value)
+
+
+def _compress(value, reduction):
+    # Of sparse tensors, the indices must arrive exactly, and the values are few.
+    return (value, None) if is_slices(value) else reduction.compression.compress(value)
+
+
+def is_slices(value):
+    """Whether `value` is a sparse tensor: `tf.IndexedSlices`."""
+    return isinstance(value, tf.IndexedSlices)
+
+
+def _allgather_slices(slices, name, reduction, signature):
+    if reduction.op not in (Average, Sum):
+        raise NotImplementedError(
+            "Sparse gradients (tf.IndexedSlices) can be reduced with op=hvd.Average or "
+            f"op=hvd.Sum only. Received: op=hvd.{op_name(reduction.op)}. Pass "
+            "sparse_as_dense=True instead."
+        )
+    values, indices = [s.values for s in slices], [s.indices for s in slices]
+    gathered = moving.gather_all(
+        [*values, *indices], name, reduction.process_set, signature
+    )
+    values = [dtypes.scaled(v, reduction.factor) for v in gathered[: len(slices)]]
+    if reduction.op == Average:
+        values = [v / size_of(reduction.process_set, v.dtype) for v in values]
+    return [
+        tf.IndexedSlices(v, i, dense_shape=s.dense_shape)
+        for v, i, s in zip(values, gathered[len(slices) :], slices, strict=True)
+    ]

@@ -1,0 +1,58 @@
+"""The options of a reduction as one value."""
+
+import dataclasses
+
+import horovod.tensorflow as hvd
+
+from hvdtrain.collectives.dtypes import Compression
+from hvdtrain.collectives.process_sets import global_process_set
+
+Average, Sum, Adasum = hvd.Average, hvd.Sum, hvd.Adasum
+Min, Max, Product = hvd.Min, hvd.Max, hvd.Product
+_OP_NAMES = {
+    Average: "Average",
+    Sum: "Sum",
+    Adasum: "Adasum",
+    Min: "Min",
+    Max: "Max",
+    Product: "Product",
+}
+
+
+def op_name(op):
+    """Returns Horovod's name of a reduction operation: `op` itself is a number."""
+    return _OP_NAMES.get(op, str(op))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How tensors are reduced over ranks.
+
+    Attributes:
+        op: `Average`, `Sum`, `Adasum`, `Min`, `Max` or `Product`.
+        prescale_factor: multiplies the inputs.
+        postscale_factor: multiplies the results.
+        compression: the compressor of dense tensors, one of `Compression`.
+        device_dense: device of the reduction of dense tensors; "" is the default.
+        device_sparse: the same for `tf.IndexedSlices`.
+        process_set: the ranks that take part.
+    """
+
+    op: object = Average
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    compression: type = Compression.none
+    device_dense: str = ""
+    device_sparse: str = ""
+    process_set: hvd.ProcessSet = global_process_set
+
+    @property
+    def factor(self):
+        """The product of both factors."""
+        return self.prescale_factor * self.postscale_factor
+
+    def describe(self):
+        """Returns what ranks must agree on, as text."""
+        factors = (self.prescale_factor, self.postscale_factor)
+        scaled = "" if factors == (1.0, 1.0) else f" scaled by {factors}"
+        return op_name(self.op) + scaled

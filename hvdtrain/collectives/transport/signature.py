@@ -1,0 +1,75 @@
+"""What all ranks must agree on in one collective, checked while it is negotiated.
+
+Horovod matches the tensors of a group by "i of n" in their names and reports the
+status of the last one alone. Without a check, lists of different lengths wait for each
+other until the stall limit, and a shape that differs before the last tensor returns
+uninitialized memory. So the first operation of every collective is a group of two,
+whatever is reduced or gathered, and the second tensor is a guard: it has no elements,
+and its shape holds a checksum of the signature. Ranks whose signatures differ fail in
+the negotiation, at once and all of them.
+"""
+
+import dataclasses
+
+import tensorflow as tf
+
+from hvdtrain.collectives import graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """Dtypes and shapes of the tensors of one collective, and what is done to them.
+
+    Attributes:
+        kind: the collective, with the options on which ranks must agree.
+        tensors: list of tensors or `tf.IndexedSlices`.
+        has_free_rows: whether the length of the first axis may differ by rank.
+    """
+
+    kind: str
+    tensors: list
+    has_free_rows: bool = False
+
+    def guard(self, dtype):
+        """Returns the guard: an empty tensor of `dtype` whose shape is the checksum.
+
+        It also keeps the group that it is part of from being constant folded: see
+        `graph.block_constant_folding`. A select without elements costs nothing.
+        """
+        # A rank that knows a shape at trace time and one that does not must find the
+        # same checksum: both hash the same text.
+        texts = [self.kind, *(self._text(tensor) for tensor in self.tensors)]
+        is_static = all(isinstance(text, str) for text in texts)
+        joined = ";".join(texts) if is_static else tf.strings.join(texts, ";")
+        checksum = tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
+        guard = tf.zeros([0, len(self.tensors), checksum], dtype)
+        return graph.block_constant_folding(guard)
+
+    def describe(self):
+        """Returns the signature as one line of text for an error message."""
+        listed = ", ".join(map(_description, self.tensors[:4]))
+        more = f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else ""
+        return f"{self.kind} of {listed}{more}"
+
+    def _text(self, tensor):
+        if isinstance(tensor, tf.IndexedSlices):
+            header = f"sparse {tensor.values.dtype.name} {tensor.indices.dtype.name}"
+            return _shape_text(header, tensor.values, free_axes=1)
+        free_axes = 1 if self.has_free_rows else 0
+        return _shape_text(tensor.dtype.name, tensor, free_axes=free_axes)
+
+
+def _shape_text(header, tensor, *, free_axes):
+    if tensor.shape.rank is not None:
+        sizes = tensor.shape[free_axes:]
+        if sizes.is_fully_defined():
+            return f"{header} {','.join(map(str, sizes))}"
+    sizes = tf.shape(tensor, out_type=tf.int64)[free_axes:]
+    text = tf.strings.reduce_join(tf.strings.as_string(sizes), separator=",")
+    return tf.strings.join([f"{header} ", text])
+
+
+def _description(tensor):
+    if isinstance(tensor, tf.IndexedSlices):
+        return f"IndexedSlices of {_description(tensor.values)}"
+    return f"{tensor.dtype.name}{list(tensor.shape)}"

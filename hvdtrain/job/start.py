@@ -1,0 +1,76 @@
+"""The start of a job: environment, Horovod, cores, threads, device, seed."""
+
+import os
+import sys
+import threading
+
+from hvdtrain.job import cores, launchers, output
+
+# Where MPI threads spin while they wait, TensorFlow's threads lack their cores; and
+# a rank that waits for a lost one would wait for ever.
+_ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+def start(*, seed=0):
+    """Start Horovod and TensorFlow for this rank.
+
+    Called once, before TensorFlow is imported. Sets environment variables that the
+    user has not set, calls `hvd.init`, sizes TensorFlow's thread pools by
+    `cores.usable`, binds the rank to its part of the node unless `HVDTRAIN_BIND=0`,
+    selects the GPU and seeds Keras.
+
+    Args:
+        seed: 0 to 2**32 - 1, the same on all ranks.
+
+    Returns:
+        The `World`.
+
+    Raises:
+        JobError: the processes do not form one job, or there are more ranks than
+            GPUs on this node.
+    """
+    launched = launchers.launch()
+    _set_environment(launched)
+    is_alone = not launchers.has_rendezvous(os.environ)
+    if is_alone:
+        launchers.check_one_job(launched, size=1)
+    with output.without_noise():
+        # Not at the top: TensorFlow and Horovod read the environment at their import.
+        from hvdtrain.job import backend
+    world = backend.init_world(is_alone=is_alone)
+    launchers.check_one_job(launched, size=world.size)
+    threads = cores.usable(world.local_size)
+    if os.environ.get("HVDTRAIN_BIND") != "0":
+        cores.bind(world.local_rank, world.local_size)
+    backend.configure(world, threads=threads, seed=seed)
+    return world
+
+
+def _set_environment(launched):
+    """Set the variables that the user has not set."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Milliseconds. Horovod's default of 1 is long compared to a small model's step;
+    # with Gloo each cycle costs a round of messages, whether there is work or not.
+    cycle = "0.5" if launchers.is_gloo(os.environ) else "0.1"
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", cycle)
+    # When a rank is lost, every other rank would log its broken connection.
+    level = "fatal" if launched.rank else "warning"
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", level)
+
+
+def stop(*, timeout_seconds):
+    """Shut Horovod down, which ends the collectives that other ranks wait in.
+
+    Returns after `timeout_seconds` also where other ranks do not answer.
+    """
+    horovod = sys.modules.get("horovod.tensorflow")
+    if horovod and horovod.is_initialized():
+        stopper = threading.Thread(target=horovod.shutdown, daemon=True)
+        stopper.start()
+        stopper.join(timeout_seconds)

@@ -1,0 +1,11 @@
+"""Training of a Keras model on all ranks, with exact numbers of steps.
+
+Importing this package loads TensorFlow. Positions in a run are global steps: batches
+that each rank has taken since the start. Epochs of `fit` occur in `plan` only.
+"""
+
+from hvdtrain.training import image_classifier, observers, run_directory
+from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.loop import train_and_evaluate
+from hvdtrain.training.plan import Plan
+from hvdtrain.training.specs import EvalSpec, Result, TrainSpec

@@ -1,0 +1,177 @@
+"""An image classifier from options: data, model, optimizer and specs."""
+
+import dataclasses
+import sys
+
+import keras
+
+import hvdtrain.keras as hvd
+from hvdtrain import models, optimizers
+from hvdtrain.data import Dataset, Shard, streams
+from hvdtrain.data.loading import load_everywhere
+from hvdtrain.job.agreement import check_same_flags, fail_together
+from hvdtrain.training import run_directory, schedules
+from hvdtrain.training.observers import make_observers
+from hvdtrain.training.specs import EvalSpec, TrainSpec
+
+_EVALUATION_BATCH_SIZE = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run. They have the names and the meaning of `mnist`'s flags."""
+
+    dataset: str
+    data_dir: str | None
+    model: str
+    model_dir: str | None
+    batch_size: int
+    max_steps: int | None
+    epochs: int | None
+    optimizer: str
+    learning_rate: float | None
+    warmup_epochs: float
+    decay: str
+    seed: int
+    accumulation_steps: int
+    compression: str
+    mixed_precision: str
+    evaluate_every: int
+    consistency_check_steps: int
+    steps_per_execution: int
+
+    @property
+    def local_learning_rate(self):
+        """The learning rate for one rank."""
+        return self.learning_rate or optimizers.LEARNING_RATES[self.optimizer]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What `build` returns: the arguments of `train_and_evaluate`, and their data."""
+
+    dataset: Dataset
+    warning: str
+    model: keras.Model
+    train_spec: TrainSpec
+    eval_spec: EvalSpec
+    observers: list
+
+
+def build(options, world):
+    """Build a run on all ranks. A collective.
+
+    Args:
+        options: the `Options`; apart from paths the same on all ranks.
+        world: the `World`.
+
+    Returns:
+        The `Run`.
+
+    Raises:
+        JobError: on all ranks, if one of them cannot build it.
+    """
+    values = dataclasses.asdict(options)
+    check_same_flags(world, values, but=("data_dir", "model_dir"))
+    dataset, warning = load_everywhere(
+        world, options.dataset, data_dir=options.data_dir
+    )
+    with fail_together(world):
+        train_spec = _train_spec(options, dataset, world)
+        eval_spec = _eval_spec(options, dataset, world)
+        observers = ()
+        if world.is_chief:
+            if options.model_dir:
+                run_directory.prepare(options.model_dir)
+            observers = make_observers(sys.stdout, model_dir=options.model_dir)
+        model = _model(options, dataset, world)
+    return Run(
+        dataset=dataset,
+        warning=warning,
+        model=model,
+        train_spec=train_spec,
+        eval_spec=eval_spec,
+        observers=observers,
+    )
+
+
+def _train_spec(options, dataset, world):
+    shard = Shard(
+        num_samples=len(dataset.x_train),
+        global_batch_size=options.batch_size * world.size,
+        seed=options.seed,
+        rank=world.rank,
+        size=world.size,
+    )
+    max_steps = schedules.steps_of_run(
+        shard,
+        epochs=options.epochs,
+        max_steps=options.max_steps,
+        accumulation_steps=options.accumulation_steps,
+    )
+    epochs = options.epochs or max_steps * shard.global_batch_size / shard.num_samples
+    schedules.check_warmup(options.warmup_epochs, epochs=epochs)
+    schedule = schedules.Schedule(
+        learning_rate=options.local_learning_rate * world.size,
+        size=world.size,
+        max_steps=max_steps,
+        warmup_steps=options.warmup_epochs * shard.steps(1),
+        decay=options.decay,
+    )
+    return TrainSpec(
+        input_fn=lambda start_step, end_step: streams.train_batches(
+            dataset.x_train,
+            dataset.y_train,
+            shard=shard,
+            start_step=start_step,
+            end_step=end_step,
+        ),
+        max_steps=max_steps,
+        pass_steps=shard.steps(1),
+        local_batch_size=shard.local_batch_size,
+        callbacks=lambda plan: _callbacks(options, schedule, plan),
+        steps_per_execution=options.steps_per_execution or None,
+    )
+
+
+def _callbacks(options, schedule, plan):
+    callbacks = []
+    if not schedule.is_constant:
+        callbacks.append(schedules.LearningRateCallback(schedule, plan))
+    if options.consistency_check_steps:
+        every_steps = options.consistency_check_steps
+        callbacks.append(hvd.callbacks.ConsistencyCheckCallback(every_steps))
+    return callbacks
+
+
+def _eval_spec(options, dataset, world):
+    batches = streams.evaluation_batches(
+        dataset.x_test,
+        dataset.y_test,
+        rank=world.rank,
+        size=world.size,
+        local_batch_size=_EVALUATION_BATCH_SIZE,
+    )
+    return EvalSpec(input_fn=lambda: batches, every_epochs=options.evaluate_every)
+
+
+def _model(options, dataset, world):
+    if options.mixed_precision != "none":
+        keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
+    build = models.BY_NAME[options.model]
+    model = build(dataset.image_shape, num_classes=dataset.num_classes)
+    model.compile(
+        hvd.DistributedOptimizer(
+            optimizers.make(
+                options.optimizer,
+                learning_rate=options.local_learning_rate * world.size,
+                accumulation_steps=options.accumulation_steps,
+            ),
+            compression=getattr(hvd.Compression, options.compression),
+        ),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        # XLA cannot compile Horovod's operations.
+        jit_compile=False,
+    )
+    return model

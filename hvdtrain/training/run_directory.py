@@ -1,0 +1,85 @@
+"""The directory of a run: `model.keras` and `summary.json`, written atomically."""
+
+import json
+import os
+import pathlib
+import tempfile
+
+from hvdtrain.job import JobError
+from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.files import atomic_write, one_line_errors
+
+_MODEL, _SUMMARY = "model.keras", "summary.json"
+# The largest model with the largest optimizer state, and some logs.
+_NEEDED_BYTES = 32 << 20
+
+
+def prepare(model_dir, *, needed_bytes=_NEEDED_BYTES):
+    """Create `model_dir`, and check before the run that `write` will succeed.
+
+    Args:
+        model_dir: the directory.
+        needed_bytes: free space that the run may need.
+
+    Raises:
+        JobError: the directory cannot be created or written, or lacks free space; or
+            a directory has the name of one of the files.
+    """
+    directory = pathlib.Path(model_dir)
+    with _writing(directory):
+        for path in (directory / _MODEL, directory / _SUMMARY):
+            if path.is_dir():
+                raise JobError(
+                    f"{path} is a directory, expected a file or nothing: remove it or "
+                    "choose another --model_dir."
+                )
+        if os.path.lexists(directory) and not directory.is_dir():
+            raise JobError(
+                f"{directory} is not a directory: choose another --model_dir."
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        # Permissions and free space as reported do not include quotas and read-only
+        # mounts; an allocation does.
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, needed_bytes)
+
+
+def write(world, model_dir, *, model, summary):
+    """Write the model, then the summary, on the chief. A collective.
+
+    Raises:
+        JobError: on all ranks, if the chief cannot write them.
+    """
+    with fail_together(world):
+        if world.is_chief:
+            _write(pathlib.Path(model_dir), model=model, summary=summary)
+
+
+def _write(directory, *, model, summary):
+    # A summary implies the model of the same run: the old one is removed first, the
+    # new one is written last.
+    with _writing(directory / _SUMMARY):
+        (directory / _SUMMARY).unlink(missing_ok=True)
+    save_model(model, directory / _MODEL)
+    save_json(summary, directory / _SUMMARY)
+
+
+def save_model(model, path):
+    """Write `model` to `path`, which ends in `.keras`."""
+    with _writing(path), atomic_write(path) as temporary:
+        model.save(temporary)
+
+
+def save_json(values, path):
+    """Write a dict to `path` as JSON."""
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    with _writing(path), atomic_write(path) as temporary:
+        temporary.write_text(text)
+
+
+def _writing(path):
+    return one_line_errors(
+        f"write {path}",
+        remedy="expected a directory with free space that this user can write: choose "
+        "another --model_dir",
+    )

@@ -1,0 +1,154 @@
+"""What programs share, in programs of a few lines that load no TensorFlow."""
+
+import ast
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvdtrain.job import output
+
+TIMEOUT_SECONDS = 60
+PROGRAM = """
+from hvdtrain import program
+from hvdtrain.job import JobError
+
+def main():
+{body}
+
+program._PATIENCE_SECONDS = 0.1
+program.run(main, page="")
+"""
+
+
+def start(body, *, arguments=(), environment=(), **options):
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(body=lines), *arguments],
+        env=os.environ | dict(environment),
+        **options,
+    )
+
+
+def full_pipe():
+    """Return both ends of a pipe that has no room."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * 4096)
+    return reader, writer
+
+
+@pytest.mark.parametrize("streams", [["stdout"], ["stdout", "stderr"]])
+def test_a_pipe_that_nobody_reads_does_not_delay_a_signal(streams):
+    reader, writer = full_pipe()
+    body = """\
+open("/proc/self/comm", "w").write("prints")
+while True:
+    print("text")
+"""
+    with start(body, **dict.fromkeys(streams, writer)) as process:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not is_blocked_in_print(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(10) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    os.close(reader)
+    os.close(writer)
+
+
+def is_blocked_in_print(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        name, state = file.read().split(maxsplit=3)[1:3]
+    return (name, state) == ("(prints)", "S")
+
+
+# A pipe of packets: each read returns what one write has written.
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_print_is_one_write(unbuffered):
+    reader, writer = os.pipe2(os.O_DIRECT)
+    body = """\
+print("one line")
+print("several", "lines\\nof one text")
+print("flushed", flush=True)
+"""
+    environment = {"PYTHONUNBUFFERED": unbuffered}
+    with start(body, environment=environment, stdout=writer):
+        os.close(writer)
+    packets = list(iter(lambda: os.read(reader, 4096), b""))
+    os.close(reader)
+    assert packets == [b"one line\n", b"several lines\nof one text\n", b"flushed\n"]
+
+
+SHARED = "from hvdtrain.job.world import SharedJobError\nraise SharedJobError('why')"
+
+
+@pytest.mark.parametrize(
+    ("rank", "body", "flag", "code", "reason"),
+    [
+        (0, "raise JobError('why')", "--nohelp", 1, "why"),
+        (1, "raise JobError('why')", "--nohelp", 1, "why"),
+        (0, SHARED, "--nohelp", 1, "why"),
+        (1, SHARED, "--nohelp", 1, ""),
+        (1, "", "--wrong", 2, "Unknown command line flag 'wrong'"),
+    ],
+)
+def test_only_a_reason_that_rank_0_prints_is_left_out(rank, body, flag, code, reason):
+    environment = {"HOROVOD_SIZE": "2", "HOROVOD_RANK": str(rank)}
+    process = start(
+        body or "pass",
+        arguments=[flag],
+        environment=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
+    assert process.returncode == code
+    prefix = f"rank 1 on {socket.gethostname()}: " if rank and reason else ""
+    assert errors.startswith(prefix + reason)
+    assert len(errors.splitlines()) == bool(reason), errors
+
+
+def test_stderr_is_held_back_and_errors_are_not(capfd):
+    with output.without_noise():
+        os.write(2, b"I0000 a message of TensorFlow\na warning\n")
+        output.write_error("an error\n", timeout_seconds=1)
+    assert capfd.readouterr().err == "an error\na warning\n"
+
+
+def test_a_long_error_is_written_in_whole_lines(monkeypatch):
+    reader, writer = os.pipe2(os.O_DIRECT)
+    monkeypatch.setattr(output, "_real_stderr", writer)
+    output.write_error("x" * 4000 + "\n" + "y" * 4000 + "\n", timeout_seconds=1)
+    os.close(writer)
+    packets = list(iter(lambda: os.read(reader, 8192), b""))
+    os.close(reader)
+    assert packets == [b"x" * 4000 + b"\n", b"y" * 4000 + b"\n"]
+
+
+def test_flags_of_imported_modules_belong_to_the_program(tmp_path):
+    (tmp_path / "shared_flags.py").write_text(
+        "from absl import flags\nflags.DEFINE_integer('shared', 3, 'Theirs.')\n"
+    )
+    script = (
+        "import sys, shared_flags\n"
+        "from absl import flags, logging\n"
+        "from hvdtrain import program\n"
+        "flags.DEFINE_integer('own', 4, 'Ours.')\n"
+        "flags.DEFINE_integer('oom', 1, '', module_name='tensorflow.python.tpu')\n"
+        "program.run(lambda: print(program.flag_values()), page='')\n"
+    )
+    output = subprocess.check_output(
+        [sys.executable, "-c", script, "--own=5"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        text=True,
+    )
+    assert ast.literal_eval(output) == {"own": 5, "shared": 3}

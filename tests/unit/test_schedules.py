@@ -1,0 +1,122 @@
+"""The length of a run, and its learning rate at each step."""
+
+import math
+
+import keras
+import pytest
+
+from hvdtrain.data import Shard
+from hvdtrain.job import JobError
+from hvdtrain.training import Plan, schedules
+
+
+def shard(*, size=2):
+    return Shard(num_samples=1000, global_batch_size=10 * size, seed=0, size=size)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 5000),
+        ({"max_steps": 101}, 50),
+        ({"max_steps": 101, "accumulation_steps": 4}, 48),
+        ({"epochs": 3}, 150),
+        ({"epochs": 3, "accumulation_steps": 4}, 152),
+    ],
+)
+def test_steps_of_two_ranks(options, expected):
+    assert schedules.steps_of_run(shard(), **options) == expected
+
+
+def test_too_few_steps_for_an_update():
+    with pytest.raises(JobError, match=r"--max_steps=7 for 2 ranks .* expected 8"):
+        schedules.steps_of_run(shard(), max_steps=7, accumulation_steps=4)
+    with pytest.raises(JobError, match=r"--accumulation_steps=51 .* of 50 steps"):
+        schedules.steps_of_run(shard(), epochs=1, accumulation_steps=51)
+
+
+def test_warmup_longer_than_the_run():
+    schedules.check_warmup(1.5, epochs=1.5)
+    with pytest.raises(JobError, match=r"--warmup_epochs=1.5 for a run of 1 epochs"):
+        schedules.check_warmup(1.5, epochs=1)
+
+
+def rates(*, execution=1, fit_epoch_steps=10, **options):
+    """Set the learning rate through the steps of a run; return it by step."""
+    schedule = schedules.Schedule(**{"size": 4, "max_steps": 20, **options})
+    plan = Plan(
+        max_steps=schedule.max_steps,
+        epochs=math.ceil(schedule.max_steps / fit_epoch_steps),
+        fit_epoch_steps=fit_epoch_steps,
+        steps_per_execution=execution,
+    )
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(schedule.learning_rate / schedule.size))
+    callback = schedules.LearningRateCallback(schedule, plan)
+    callback.set_model(model)
+    found = []
+    for epoch in range(plan.epochs):
+        callback.on_epoch_begin(epoch)
+        for batch in range(0, fit_epoch_steps, execution):
+            # Keras calls it also for the execution that finds no more data.
+            callback.on_train_batch_begin(batch)
+            steps = plan.step(epoch, batch + execution) - plan.step(epoch, batch)
+            rate = float(model.optimizer.learning_rate.numpy())
+            found += steps * [rate]
+        logs = {}
+        callback.on_epoch_end(epoch, logs)
+        assert logs == {"lr": rate}
+    return found
+
+
+def test_warmup_by_hand():
+    # From a quarter of 0.8 in steps of 0.15 to 0.8, then constant.
+    expected = [0.35, 0.5, 0.65] + 17 * [0.8]
+    assert rates(learning_rate=0.8, warmup_steps=4) == pytest.approx(expected)
+
+
+def test_an_execution_has_the_rate_of_its_last_warmup_step():
+    found = rates(learning_rate=0.8, warmup_steps=4, execution=2)
+    assert found == pytest.approx([0.5, 0.5] + 18 * [0.8])
+
+
+def test_fraction_of_a_step_of_warmup():
+    found = rates(learning_rate=0.8, warmup_steps=1.5)
+    assert found == pytest.approx([0.2 + 0.6 / 1.5] + 19 * [0.8])
+
+
+def test_cosine_after_the_warmup_by_hand():
+    found = rates(learning_rate=0.8, warmup_steps=4, decay="cosine", execution=2)
+    # Sixteen steps of decay, in executions of two.
+    cosine = [0.4 * (1 + math.cos(math.pi * step / 16)) for step in range(0, 16, 2)]
+    expected = [0.5, 0.8, *cosine]
+    assert found == pytest.approx([rate for rate in expected for _ in range(2)])
+
+
+def test_a_run_that_ends_within_an_epoch_and_an_execution():
+    found = rates(learning_rate=0.8, decay="cosine", execution=4, fit_epoch_steps=12)
+    cosine = [0.4 * (1 + math.cos(math.pi * step / 20)) for step in range(0, 20, 4)]
+    assert found == pytest.approx([rate for rate in cosine for _ in range(4)])
+
+
+def test_a_warmup_to_the_last_step_leaves_nothing_to_decay():
+    found = rates(
+        learning_rate=0.8,
+        warmup_steps=4,
+        max_steps=4,
+        decay="cosine",
+        fit_epoch_steps=5,
+    )
+    assert found == pytest.approx([0.35, 0.5, 0.65, 0.8])
+
+
+def test_steps_do_not_depend_on_the_epochs_of_fit():
+    options = {"learning_rate": 0.8, "warmup_steps": 7.5, "decay": "cosine"}
+    assert rates(**options, fit_epoch_steps=20) == rates(**options, fit_epoch_steps=3)
+
+
+def test_constant_rate():
+    options = {"learning_rate": 0.8, "size": 4, "max_steps": 20}
+    assert schedules.Schedule(**options).is_constant
+    assert not schedules.Schedule(**options, warmup_steps=1).is_constant
+    assert not schedules.Schedule(**options, decay="cosine").is_constant

@@ -1,0 +1,138 @@
+"""Real signals to real processes."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+TIMEOUT_SECONDS = 60
+# A locked mutex, locked again: signals do not interrupt it, so that the main thread
+# never runs a Python handler.
+HEAD = """
+import ctypes, os, signal, time
+from hvdtrain.job import signals
+
+def write(text):
+    os.write(1, f"{text}\\n".encode())
+
+def block():
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_init(mutex, None)
+    libc.pthread_mutex_lock(mutex)
+    write("ready")
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+def start(script, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", HEAD + script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def signalled(script, *numbers):
+    """Return exit code and output of a script that got these signals, one by one."""
+    with start(script) as process:
+        timer = threading.Timer(TIMEOUT_SECONDS, process.kill)
+        timer.start()
+        output = process.stdout.readline()
+        for number in numbers:
+            process.send_signal(number)
+            output += process.stdout.readline()
+        output += process.stdout.read()
+        errors = process.stderr.read()
+    timer.cancel()
+    return process.returncode, output.split(), errors
+
+
+def test_a_callback_gets_the_signal_of_a_blocked_main_thread():
+    script = """
+signals.subscribe([signal.SIGTERM], lambda number: write(number))
+block()
+"""
+    code, lines, _ = signalled(script, signal.SIGTERM)
+    assert lines == ["ready", "15"]
+    assert code == 128 + signal.SIGTERM
+
+
+def test_the_newest_subscriber_may_postpone_the_end():
+    script = """
+signals.subscribe([signal.SIGTERM, signal.SIGINT], lambda number: write("old"))
+requests = []
+
+def postpone(number):
+    requests.append(number)
+    write(f"request-{len(requests)}")
+    return len(requests) == 1
+
+signals.subscribe([signal.SIGTERM], postpone)
+block()
+"""
+    code, lines, _ = signalled(script, signal.SIGTERM, signal.SIGTERM)
+    assert lines == ["ready", "request-1", "request-2", "old"]
+    assert code == 128 + signal.SIGTERM
+    # Of another signal the newest is not called.
+    assert signalled(script, signal.SIGINT)[:2] == (130, ["ready", "old"])
+
+
+def test_an_error_in_a_callback_does_not_make_the_process_deaf():
+    script = """
+signals.subscribe([signal.SIGTERM], lambda number: write("old"))
+signals.subscribe([signal.SIGTERM], lambda number: 1 / 0)
+block()
+"""
+    code, lines, errors = signalled(script, signal.SIGTERM)
+    assert lines == ["ready", "old"]
+    assert "ZeroDivisionError" in errors
+    assert code == 128 + signal.SIGTERM
+
+
+def test_the_former_handler_returns_after_the_last_subscriber():
+    script = """
+def callback(number):
+    return True
+
+signals.subscribe([signal.SIGTERM], callback)
+signals.unsubscribe(callback)
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+block()
+"""
+    assert signalled(script, signal.SIGTERM)[0] == -signal.SIGTERM
+
+
+def test_a_signal_to_a_forked_child_is_not_ours():
+    script = """
+signals.subscribe([signal.SIGTERM], lambda number: write("ours"))
+reader, writer = os.pipe()
+child = os.fork()
+if not child:
+    os.write(writer, b"x")
+    time.sleep(60)
+    os._exit(1)
+os.read(reader, 1)
+os.kill(child, signal.SIGTERM)
+assert os.waitpid(child, 0)[1] == signal.SIGTERM
+block()
+"""
+    assert signalled(script, signal.SIGTERM)[1] == ["ready", "ours"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_signals_of_others_are_left_alone(number):
+    script = """
+signals.subscribe([signal.SIGTERM], lambda number: write("ours"))
+signal.signal(signal.SIGUSR1, lambda *_: write("theirs"))
+signal.signal(signal.SIGINT, lambda *_: write("theirs"))
+write("ready")
+time.sleep(5)
+"""
+    code, lines, _ = signalled(script, number, signal.SIGTERM)
+    assert lines == ["ready", "theirs", "ours"]
+    assert code == 128 + signal.SIGTERM
