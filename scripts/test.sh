@@ -5,8 +5,8 @@
 #     scripts/test.sh [oracle] [oldest]
 #
 # oracle: only those of the parallel tests that compare a training on two ranks with one
-# process. oldest: unit tests and oracle with the oldest Keras of setup.cfg, which is
-# downloaded.
+# process. oldest: oracle, and the unit tests that import Keras, with the oldest Keras of
+# setup.cfg, which is downloaded.
 set -uo pipefail
 
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
