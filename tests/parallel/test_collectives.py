@@ -31,6 +31,7 @@ def everyone(rows=None):
     return [tensor_of(rank, rows) for rank in range(SIZE)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("op", "oracle"),
     [
@@ -90,6 +91,7 @@ def test_grouped_allreduce_sums_small_integers_exactly(dtype, count):
         )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["bool", "uint32", "bfloat16", "complex64", "int8"])
 def test_values_move_without_a_bit_changed(dtype):
     mine = tf.cast(tf.constant([0, 1, RANK % 2]), dtype)
@@ -102,12 +104,14 @@ def test_values_move_without_a_bit_changed(dtype):
     assert tf.reduce_all(hvd.alltoall(sent) == tf.repeat(sent[RANK], SIZE))
 
 
+@pytest.mark.ranks
 def test_allgather_of_unequal_parts():
     gathered = hvd.allgather(tensor_of(RANK, rows_of(RANK)))
     parts = [tensor_of(rank, rows_of(rank)) for rank in range(SIZE)]
     np.testing.assert_array_equal(gathered, np.concatenate(parts))
 
 
+@pytest.mark.ranks
 def test_alltoall_with_splits():
     # Rank r sends r + 1 rows of its own number to each rank.
     sent = tf.fill([SIZE * (RANK + 1)], float(RANK))
@@ -118,6 +122,7 @@ def test_alltoall_with_splits():
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("op", "divisor"), [(hvd.Sum, 1), (hvd.Average, SIZE)])
 def test_reducescatter(dtype, op, divisor):
@@ -176,6 +181,7 @@ def test_gradient_of_allreduce(op):
     )
 
 
+@pytest.mark.ranks
 def test_gradient_of_allgather_of_unequal_parts():
     assert_gradient(
         lambda x: hvd.allgather(x, name="gather"),
@@ -208,6 +214,7 @@ def test_gradient_of_grouped_allgather():
     )
 
 
+@pytest.mark.ranks
 def test_gradient_of_broadcast():
     root = SIZE - 1
     assert_gradient(
@@ -228,6 +235,7 @@ def test_gradient_of_alltoall():
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_gradient_of_reducescatter(op):
     divisor = SIZE if op == hvd.Average else 1
@@ -245,6 +253,7 @@ def test_maximum_has_no_gradient():
         gradient_over_ranks(lambda x: hvd.allreduce(x, op=hvd.Max), tensor_of(RANK))
 
 
+@pytest.mark.ranks
 def test_broadcast_variables_though_a_rank_has_built_a_model_more():
     if RANK == 0:
         keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -268,6 +277,7 @@ def test_broadcast_variables_writes_into_variables(inplace):
     assert float(variables[1][0]) == SIZE
 
 
+@pytest.mark.ranks
 def test_objects_of_different_types_on_different_ranks():
     received = hvd.broadcast_object(
         {"a": [1, 2]} if RANK == SIZE - 1 else None, SIZE - 1
@@ -304,6 +314,7 @@ def test_shapes_that_differ_between_ranks_are_an_error(
         hvd.grouped_allgather([tf.transpose(t) for t in tensors])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("dtype", "compression"), BFLOAT16_ON_THE_WIRE)
 @pytest.mark.parametrize(
     ("mine", "others"), [((2, 3), (3, 2)), ((3,), (4,)), ((6,), (2, 3)), ((2,), (4,))]
@@ -467,6 +478,7 @@ def test_factors_that_are_large_for_the_dtype(dtype, prescale, postscale):
     np.testing.assert_array_equal(mean, [2.0**-20 * prescale * postscale])
 
 
+@pytest.mark.ranks
 def test_factors_of_sparse_tensors():
     rows = tf.IndexedSlices(tf.fill([1, 2], 1.0 + RANK), tf.constant([RANK]), [SIZE, 2])
     total = hvd.allreduce(rows, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
@@ -510,6 +522,7 @@ def test_xla_is_an_error_at_trace_time(collective):
         compiled(tf.ones([2 * SIZE]))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("wrap", [lambda join: join, tf.function])
 def test_mean_over_the_ranks_that_have_not_joined(wrap):
     join = wrap(hvd.join)
@@ -530,6 +543,7 @@ def test_mean_over_the_ranks_that_have_not_joined(wrap):
     assert float(mean(mine)) == pytest.approx(10 * (SIZE + 1) / 2)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("collective", "expected"),
     [

@@ -24,14 +24,7 @@ def train(model, callbacks, *, overflows):
     inputs = 0.1 * inputs
     if overflows and hvd.rank() == hvd.size() - 1:
         inputs[OVERFLOWING_STEP * oracle.LOCAL_BATCH_SIZE] = 1e30
-    model.fit(
-        inputs,
-        labels,
-        batch_size=oracle.LOCAL_BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
-        callbacks=list(callbacks),
-    )
+    oracle.fit(model, inputs, labels, callbacks=list(callbacks))
 
 
 def check_one_more_step_was_skipped_by_all(model, smooth_model):
@@ -54,8 +47,7 @@ def check_ranks_agree(model):
     oracle.assert_bitwise_equal_over_ranks(state)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
-@pytest.mark.parametrize("accumulation", [None, 2])
+@pytest.mark.parametrize(("accumulation", "steps_per_execution"), [(None, 1), (2, 4)])
 def test_scale_made_by_compile(accumulation, steps_per_execution):
     keras.config.set_dtype_policy("mixed_float16")
     models = [
