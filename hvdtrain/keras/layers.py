@@ -34,17 +34,17 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 f"SyncBatchNormalization cannot be fused. Received: fused={fused}"
             )
         super().__init__(**kwargs)
-        self._process_set = process_set
+        self.process_set = process_set
 
     def _moments(self, inputs, mask):
-        if not needs_communication(self._process_set):
+        if not needs_communication(self.process_set):
             return super()._moments(inputs, mask)
         axes = self._reduction_axes
         if mask is None:
-            return global_moments(inputs, axes, self._process_set)
+            return global_moments(inputs, axes, self.process_set)
         weights = tf.cast(tf.cast(mask, tf.bool)[..., tf.newaxis], inputs.dtype)
         weights = tf.broadcast_to(weights, tf.shape(inputs))
-        return global_moments(inputs, axes, self._process_set, weights=weights)
+        return global_moments(inputs, axes, self.process_set, weights=weights)
 
 
 def global_moments(inputs, axes, process_set, *, weights=None):
