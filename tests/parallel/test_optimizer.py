@@ -284,47 +284,40 @@ def test_xla_is_refused_with_a_remedy():
         train_shard(distributed("sgd"), jit_compile=True)
 
 
-def constant_loss_step(optimizer, variable, gradient, apply):
-    """Applies `gradient` to `variable` in a way of a user's own."""
-    optimizer.build([variable])
-    apply(optimizer, [tf.constant(gradient)], [variable])
-    return float(variable[0])
-
-
-@pytest.mark.parametrize("wrap", [lambda apply: apply, tf.function])
-def test_variables_may_be_an_iterator(wrap):
+@pytest.fixture
+def one_variable():
+    """An optimizer and its variable, and the mean of the gradients 1, 2, ... by rank."""
     variable = keras.Variable([0.0])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([variable])
+    return optimizer, variable, tf.constant([1.0 + hvd.rank()]), (hvd.size() + 1) / 2
 
-    def apply(optimizer, gradients, variables):
-        optimizer.apply(iter(gradients), (v for v in variables))
 
-    mean = (hvd.size() + 1) / 2
-    moved = constant_loss_step(optimizer, variable, [1.0 + hvd.rank()], wrap(apply))
-    assert moved == pytest.approx(-mean)
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
+def test_variables_may_be_an_iterator(one_variable, wrap):
+    optimizer, variable, gradient, mean = one_variable
+    wrap(lambda: optimizer.apply(iter([gradient]), (v for v in [variable])))()
+    assert float(variable[0]) == pytest.approx(-mean)
 
 
 @pytest.mark.parametrize("method", ["apply", "apply_gradients"])
-def test_a_step_in_a_users_own_branch(method):
+def test_a_step_in_a_users_own_branch(one_variable, method):
     """All ranks take the same branch, so the reduction in it is right."""
-    variable = keras.Variable([0.0])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer, variable, gradient, mean = one_variable
 
-    @tf.function
-    def apply(optimizer, gradients, variables):
-        def step():
-            if method == "apply":
-                optimizer.apply(gradients, variables)
-            else:
-                optimizer.apply_gradients(zip(gradients, variables, strict=True))
-            return 0
+    def step():
+        if method == "apply":
+            optimizer.apply([gradient], [variable])
+        else:
+            optimizer.apply_gradients([(gradient, variable)])
+        return 0
 
-        tf.cond(optimizer.iterations < 1, step, lambda: 1)
-
-    mean = (hvd.size() + 1) / 2
+    function = tf.function(
+        lambda: tf.cond(optimizer.iterations.value < 1, step, lambda: 1)
+    )
     for _ in range(2):
-        moved = constant_loss_step(optimizer, variable, [1.0 + hvd.rank()], apply)
-        assert moved == pytest.approx(-mean)
+        function()
+        assert float(variable[0]) == pytest.approx(-mean)
 
 
 def test_adasum_is_refused_by_name():
@@ -347,11 +340,9 @@ def frames(monkeypatch):
     return seen
 
 
-def test_a_gradient_is_explained_in_nine_frames(frames):
-    variable = keras.Variable([0.0])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    optimizer.build([variable])
-    optimizer.apply_gradients([(tf.constant([1.0]), variable)])
+def test_a_gradient_is_explained_in_nine_frames(frames, one_variable):
+    optimizer, variable, gradient, _ = one_variable
+    optimizer.apply_gradients([(gradient, variable)])
     (stack,) = frames
     assert len(stack) <= 9, stack
 
