@@ -286,7 +286,7 @@ def test_xla_is_refused_with_a_remedy():
 
 @pytest.fixture
 def one_variable():
-    """An optimizer and its variable, and the mean of the gradients 1, 2, ... by rank."""
+    """An optimizer, its variable, a gradient that differs by rank, and their mean."""
     variable = keras.Variable([0.0])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     optimizer.build([variable])
