@@ -30,8 +30,8 @@ def average_moving_statistics(model, *, steps=None):
 
     - The result is exact after one step, or if the ranks' batch means differ by the
       same amount in each step.
-    - Otherwise it is too low, by at most 1/n of the variance on average for shuffled
-      data; n is the number of elements of a channel in a local batch.
+    - Otherwise it is too low: for shuffled data on average by less than 1/n of the
+      variance, with n samples in a local batch.
     - Without `steps` it is lower, by the factor 1 - momentum**steps in the variance
       between ranks.
 

@@ -5,6 +5,8 @@ and the weight starts at 0: with SGD at 0.1 it becomes 0.1 times the mean of the
 samples. The numbers are those of docs/horovod.md.
 """
 
+import inspect
+
 import keras
 import numpy as np
 import oracle
@@ -15,6 +17,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
 from hvdtrain.keras import moving_statistics
+from hvdtrain.keras.optimizer import is_distributed
 
 RANK, SIZE = hvd.rank(), hvd.size()
 SAMPLES = np.arange(1.0, 9.0, dtype="float32")
@@ -24,16 +27,24 @@ UNMASKED = np.array([1, 1, 1, 1, 1, 0, 0, 0], "float32")
 two_ranks = pytest.mark.skipif(SIZE != 2, reason="the numbers are those of two ranks")
 
 
+def broadcast_for(optimizer):
+    """Returns the first callbacks of `fit`: none on one process."""
+    if not is_distributed(optimizer):
+        return []
+    return [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+
+
 def step(model, optimizer, inputs, targets, *, loss="mae", weights=None):
-    """Takes one step with all of `inputs`, from the same weights on all ranks."""
-    model.compile(optimizer, loss)
+    """Takes one step with all of `inputs`."""
+    # Tracing would take longer than the step.
+    model.compile(optimizer, loss, run_eagerly=True)
     model.fit(
         inputs,
         targets,
         sample_weight=weights,
         batch_size=len(inputs),
         verbose=0,
-        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+        callbacks=broadcast_for(optimizer),
     )
 
 
@@ -172,7 +183,7 @@ class Normalizer:
             np.zeros((samples.size, 1)),
             shuffle=False,
             verbose=0,
-            callbacks=list(callbacks),
+            callbacks=[*broadcast_for(optimizer), *callbacks],
             **options,
         )
         return self.statistics()
@@ -181,9 +192,8 @@ class Normalizer:
         """Returns moving mean, moving variance, and what the model makes of an 8."""
         prediction = self.model(np.array([[8.0]], "float32"))
         layer = self.layer
-        return [float(v) for v in (layer.moving_mean[0], layer.moving_variance[0])] + [
-            float(prediction[0, 0])
-        ]
+        values = layer.moving_mean[0], layer.moving_variance[0], prediction[0, 0]
+        return [float(value) for value in values]
 
 
 # Samples 1 to 8 have the mean 4.5 and the variance 5.25; momentum is 0.5.
@@ -293,6 +303,21 @@ def test_averaging_twice_changes_nothing():
     moving_statistics.average_moving_statistics(normalizer.model, steps=1)
     assert normalizer.statistics() == once
     assert once[0] == pytest.approx(1e3 + (SIZE - 1) / 6, rel=1e-6)
+
+
+@pytest.mark.skipif(
+    "renorm" not in inspect.signature(keras.layers.BatchNormalization).parameters,
+    reason="Keras has it from 3.14 on",
+)
+def test_renormalisation_goes_on_from_the_averaged_variance():
+    layer = keras.layers.BatchNormalization(renorm=True, momentum=1.0)
+    model = keras.Sequential([keras.Input((1,)), layer])
+    layer.moving_variance.assign([1.0 + RANK])
+    moving_statistics.average_moving_statistics(model)
+    averaged = float(layer.moving_variance[0])
+    assert averaged == 1 + (SIZE - 1) / 2
+    layer(np.zeros((4, 1), "float32"), training=True)
+    assert float(layer.moving_variance[0]) == pytest.approx(averaged, rel=1e-5)
 
 
 def test_what_train_and_evaluate_evaluates_is_the_model_of_every_rank():
