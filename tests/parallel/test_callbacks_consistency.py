@@ -6,7 +6,7 @@ import oracle
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras.callbacks.consistency import check_consistency
+from hvdtrain.keras.consistency import check_consistency
 
 DriftedApart = hvd.callbacks.DesynchronizedError
 

@@ -8,10 +8,7 @@ an epoch (`BestModelCheckpoint`, say), `ConsistencyCheckCallback`, and
 
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from hvdtrain.keras.callbacks.checkpoint import BestModelCheckpoint
-from hvdtrain.keras.callbacks.consistency import (
-    ConsistencyCheckCallback,
-    DesynchronizedError,
-)
+from hvdtrain.keras.callbacks.consistency import ConsistencyCheckCallback
 from hvdtrain.keras.callbacks.joining import JoinCallback
 from hvdtrain.keras.callbacks.learning_rate import (
     LearningRateScheduleCallback,
@@ -19,6 +16,7 @@ from hvdtrain.keras.callbacks.learning_rate import (
 )
 from hvdtrain.keras.callbacks.metric_average import MetricAverageCallback
 from hvdtrain.keras.callbacks.stopping import StopTogetherCallback
+from hvdtrain.keras.consistency import DesynchronizedError
 
 __all__ = [
     "BestModelCheckpoint",
