@@ -7,13 +7,13 @@ from hvdtrain.job.files import atomic_write
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keeps the best model of a run in one file, which rank 0 writes.
+    """Writes the best model of a run to one file, on rank 0.
 
     A `keras.callbacks.ModelCheckpoint(save_best_only=True)` for all ranks. Put it
-    after `MetricAverageCallback`, so that "best" is that of all ranks' samples. A job
-    that is killed leaves the best model before, never half a file.
-    As in Horovod, where the file is named later, `filepath` may be set as an
-    attribute before `fit`.
+    after `MetricAverageCallback`, so that the monitored value is that of all ranks'
+    samples. The file is replaced by an atomic rename: a job that is killed leaves the
+    previous best model, never a partial file. As in Horovod, `filepath` may be set as
+    an attribute before `fit`.
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as in
@@ -22,7 +22,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             `save_weights_only`.
 
     Raises:
-        ValueError: for a name with another ending; in `fit`, if there is none.
+        ValueError: for another ending; in `fit`, if `filepath` is missing.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         filepath=None,
     ):
         super().__init__(
-            # Keras insists on a name here; on_train_begin sees to it that it is real.
+            # Keras requires a name here; on_train_begin checks that it was replaced.
             filepath or (".weights.h5" if save_weights_only else ".keras"),
             monitor=monitor,
             verbose=verbose,
@@ -48,37 +48,37 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             self.filepath = None
 
     def set_model(self, model):
-        """Takes the model, which is going to be written in one piece."""
-        super().set_model(_WrittenAtOnce(model))
+        """Takes the model, with atomic writes."""
+        super().set_model(_AtomicallyWritten(model))
 
     def on_train_begin(self, logs=None):
-        """Checks that there is a file to write."""
+        """Checks that `filepath` is set."""
         super().on_train_begin(logs)
         if self.filepath is None:
             raise ValueError(
-                "BestModelCheckpoint has no file to write. Pass filepath=... or set "
-                "its attribute filepath before fit."
+                "BestModelCheckpoint has no file to write. Received: filepath=None. "
+                "Pass filepath=... or set its attribute filepath before fit."
             )
 
     def on_train_batch_end(self, batch, logs=None):
-        """Saves after so many batches, if `save_freq` is a number."""
+        """Saves every `save_freq` batches, if it is a number."""
         if hvd.rank() == 0:
             super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Saves after an epoch, if `save_freq` is "epoch"."""
+        """Saves after each epoch, if `save_freq` is "epoch"."""
         if hvd.rank() == 0:
             super().on_epoch_end(epoch, logs)
 
 
-class _WrittenAtOnce:
-    """A model whose files appear whole or not at all; else the model itself."""
+class _AtomicallyWritten:
+    """A model whose files are written atomically; otherwise the model itself."""
 
     def __init__(self, model):
         self._model = model
 
     def __getattr__(self, name):
-        # copy and pickle ask for special methods before there is a model to ask.
+        # copy and pickle look up special methods before __init__ has set _model.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._model, name)
@@ -90,7 +90,7 @@ class _WrittenAtOnce:
         self._write(self._model.save_weights, path, options)
 
     def _write(self, save, path, options):
-        if "://" in str(path):  # Keras uploads a file that it has finished.
+        if "://" in str(path):  # Keras writes a local file and uploads it.
             save(path, **options)
             return
         with atomic_write(path) as temporary:
