@@ -9,7 +9,7 @@ train() { horovodrun -np 2 python -m hvdtrain.mnist "$@"; }
 smoke_test() {
   cd /opt/hvdtrain/test
   horovodrun -np 2 python -m pytest -q -p no:cacheprovider test_optimizer.py \
-    -k 'test_fit_equals_the_big_batch and (momentum or adamw) or missing_reduction'
+    -k 'test_fit_equals_the_big_batch and (plain or accumulation) or missing_reduction'
   train --dataset=digits --max_steps=400
 }
 

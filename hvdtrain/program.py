@@ -96,7 +96,7 @@ def flag_values():
 
 
 def _open_closed_streams():
-    # Closed by the parent process, which does not want the output.
+    # The parent process may have closed them; a print would raise an error.
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)

@@ -170,19 +170,31 @@ cut_host2_off() {
 
 no_rank_is_left() { ! "${compose[@]}" top host1 | grep hvdtrain.mnist; }
 
-# ends_when LOSE COMMAND...: the job ends on the other host too, with host2's name.
-ends_when() {
-  local lose=$1 status=0 log=$work/lost job
-  shift
-  : >"$log"
+# runs LOG COMMAND...: a training of both hosts, without an end.
+runs() { across "${@:2}" python -m hvdtrain.mnist "${endless[@]}" >"$1" 2>&1; }
+
+# ended JOB LOG: with an error, and the lost host's name.
+ended() {
+  local status=0
+  wait "$1" || status=$?
+  tail -n 25 "$2"
+  ((status && status != 124)) && grep -q host2 <(sed '1,/step [0-9]/d' "$2")
+}
+
+# end_when LOSE: a job of mpirun and one of Gloo, at once, end on the other host, too.
+end_when() {
+  local logs=("$work"/lost.{mpirun,gloo}) jobs=() log
+  rm -f "${logs[@]}"
   "${compose[@]}" up -d --no-deps --force-recreate host2
-  across "$@" python -m hvdtrain.mnist "${endless[@]}" >"$log" 2>&1 &
-  job=$!
-  wait_for 120 grep -q 'step [0-9]' "$log" || return
-  "$lose"
-  wait "$job" || status=$?
-  tail -n 25 "$log"
-  ((status && status != 124)) && grep -q host2 <(sed '1,/step [0-9]/d' "$log") &&
+  runs "${logs[0]}" mpirun "${hosts[@]}" &
+  jobs+=($!)
+  runs "${logs[1]}" horovodrun --gloo "${hosts[@]}" &
+  jobs+=($!)
+  for log in "${logs[@]}"; do
+    wait_for 120 grep -q 'step [0-9]' "$log" || return
+  done
+  "$1"
+  ended "${jobs[0]}" "${logs[0]}" && ended "${jobs[1]}" "${logs[1]}" &&
     wait_for 30 no_rank_is_left
 }
 
@@ -200,11 +212,8 @@ two_hosts() {
     trains_across mpi horovodrun --mpi "${hosts[@]}"
   check "by horovodrun with Gloo" trains_across gloo horovodrun --gloo "${hosts[@]}"
   check "by mpirun" trains_across mpirun mpirun "${hosts[@]}"
-  check "a killed host ends a job of mpirun" ends_when kill_host2 mpirun "${hosts[@]}"
-  check "a silent host, too" ends_when cut_host2_off mpirun "${hosts[@]}"
-  check "a killed host ends a job of Gloo" \
-    ends_when kill_host2 horovodrun --gloo "${hosts[@]}"
-  check "a silent host, too" ends_when cut_host2_off horovodrun --gloo "${hosts[@]}"
+  check "a killed host ends the jobs of mpirun and Gloo" end_when kill_host2
+  check "a silent host, too" end_when cut_host2_off
 }
 
 # Runs at every exit, also of an incomplete start.

@@ -28,6 +28,8 @@ check_machine() {
   install_packages
 }
 
+# A job that waits for a node to be cleared would start half a minute later by default:
+# hence SchedulerParameters.
 configure() {
   mkdir "$work"/{state,log,munge}
   # Only in this mount namespace.
@@ -52,6 +54,7 @@ configure() {
 	TaskPlugin=task/affinity
 	SelectType=select/cons_tres
 	SelectTypeParameters=CR_CPU
+	SchedulerParameters=bf_interval=1,sched_interval=1
 	ReturnToService=2
 	KillWait=5
 	MinJobAge=600

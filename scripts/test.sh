@@ -5,8 +5,8 @@
 #     scripts/test.sh [oracle] [oldest]
 #
 # oracle: only those of the parallel tests that compare a training on two ranks with one
-# process. oldest: unit tests and oracle with the oldest Keras of setup.cfg, which is
-# downloaded.
+# process. oldest: oracle, and the unit tests that import Keras, with the oldest Keras of
+# setup.cfg, which is downloaded.
 set -uo pipefail
 
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
@@ -53,31 +53,28 @@ lint() {
   run "ruff format" 60 ruff format --check .
 }
 
-unit() { run unit 900 python -m pytest -q tests/unit; }
+# unit [FILES]
+unit() { run unit 300 python -m pytest -q "${@:-tests/unit}"; }
 
 # launched CONTROLLER RANKS TESTS...; ranks share the folder: no cache of pytest's.
 launched() {
   local controller=$1 ranks=$2
   shift 2
-  run "parallel $controller -np $ranks" 1500 horovodrun "--$controller" -np "$ranks" \
+  run "parallel $controller -np $ranks" 600 horovodrun "--$controller" -np "$ranks" \
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
-# All of it on two ranks and on three, and the oracle on four. Of the matrix of optimizers
-# and their features three and four ranks take two optimizers: how the others step does
-# not depend on the number of ranks.
+# All of it on two ranks, and on three and four what the markers of pyproject.toml name.
 parallel() {
-  local fewer='not test_fit_equals_the_big_batch or momentum or adamw'
   launched mpi 2 tests/parallel
-  launched gloo 3 -k "$fewer" tests/parallel
-  launched mpi 4 -k "$fewer" "${oracles[@]}" \
-    tests/parallel/test_{process_sets,several_models}.py
+  launched gloo 3 -m ranks tests/parallel
+  launched mpi 4 -m four_ranks tests/parallel
 }
 
 oracle() { launched mpi 2 "${oracles[@]}"; }
 
 oldest() {
-  local keras
+  local keras files
   keras=$(sed -n 's/^ *keras>=\([0-9.]*\),.*/\1.0/p' setup.cfg)
   overlay=$(mktemp -d)
   trap 'rm -rf "$overlay"' EXIT
@@ -87,11 +84,23 @@ oldest() {
   local -x PYTHONPATH=$overlay
   run "keras is $keras" 60 python -c \
     "import keras; assert keras.__version__ == '$keras', keras.__version__" || return
-  unit
+  mapfile -t files < <(grep -lE '^(import|from) (hvdtrain\.)?keras' tests/unit/test_*.py)
+  unit "${files[@]}"
   oracle
 }
 
-commands() { run commands 2400 python -m pytest -q tests/commands; }
+# Two streams of tests: what a program does here is load TensorFlow, on one core.
+commands() {
+  local first=(tests/commands/test_{bad_input,scripts}.py)
+  # shellcheck disable=SC2016
+  run commands 1200 bash -c '
+    second=$(mktemp)
+    trap "cat \"$second\"; rm \"$second\"" EXIT
+    python -m pytest -q tests/commands "${@/#/--ignore=}" >"$second" 2>&1 &
+    python -m pytest -q "$@"
+    status=$?
+    wait $! && exit "$status"' bash "${first[@]}"
+}
 
 for tier in "${tiers[@]}"; do "$tier"; done
 echo

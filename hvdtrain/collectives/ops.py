@@ -7,6 +7,8 @@ gradients follow this for allreduce and alltoall; those of allgather and broadca
 are too small by the number of ranks, and that of reducescatter is too large.
 """
 
+import functools
+
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
@@ -72,7 +74,7 @@ def allreduce(
         device_sparse=device_sparse,
         process_set=process_set,
     )
-    return _differentiable_allreduce([value], reduction, name)[0]
+    return _reducing([value], reduction, name)()[0]
 
 
 def grouped_allreduce(
@@ -98,14 +100,15 @@ def grouped_allreduce(
         device_sparse=device_sparse,
         process_set=process_set,
     )
-    return _differentiable_allreduce(tensors, reduction, name)
+    return _reducing(tensors, reduction, name)()
 
 
-def _differentiable_allreduce(values, reduction, name):
+def _reducing(values, reduction, name):
+    """Returns a function of no arguments that reduces `values`, with a gradient."""
     values = [as_tensorflow(value) for value in values]
-    if any(isinstance(value, tf.IndexedSlices) for value in values):
-        # Sparse tensors are gradients: nobody differentiates their reduction.
-        return transport.allreduce(values, reduction, name=name)
+    if not values or any(isinstance(value, tf.IndexedSlices) for value in values):
+        # Sparse tensors are gradients themselves: no gradient of theirs is needed.
+        return lambda: transport.allreduce(values, reduction, name=name)
 
     @tf.custom_gradient
     def reduce(*inputs):
@@ -120,7 +123,7 @@ def _differentiable_allreduce(values, reduction, name):
 
         return transport.allreduce(inputs, reduction, name=name), gradient
 
-    return reduce(*as_tensors(values))
+    return functools.partial(reduce, *as_tensors(values))
 
 
 def allgather(

@@ -104,6 +104,10 @@ class GradientReducer:
         """Whether no other rank holds a copy of `variable`."""
         return self.process_set_of(variable) is None
 
+    def is_divided(self, variables):
+        """Whether the ranks hold copies of different ones of these variables."""
+        return any(self.process_set_of(v) is not self.process_set for v in variables)
+
     def process_set_of(self, variable):
         """The ranks that hold a copy of `variable`; None for a local variable."""
         return self._process_sets.get(variable_key(variable), self.process_set)
@@ -142,6 +146,36 @@ class GradientReducer:
             if self.is_local(variable) and gradients[i] is not None:
                 combined[i] = self._scale_local(gradients[i])
         return combined
+
+    def global_norm(self, gradients, variables):
+        """Returns the norm of the gradients of all variables of all ranks.
+
+        Every copy of a variable is counted in proportion to the number of its copies,
+        so that a variable counts once, and each rank's local variables count as well.
+
+        Args:
+            gradients: list of combined gradients, without None.
+            variables: list of the variables that they belong to.
+        """
+        by_copies = {}
+        for gradient, variable in zip(gradients, variables, strict=True):
+            square = tf.reduce_sum(tf.square(tf.convert_to_tensor(gradient)))
+            ranks = self.process_set_of(variable)
+            key = None if ranks is None else ranks.process_set_id
+            by_copies.setdefault(key, (ranks, []))[1].append(square)
+        # Equal on all ranks already: not to be rounded again by a reduction.
+        _, squares = by_copies.pop(self.process_set.process_set_id, (None, []))
+        own = [
+            tf.add_n(held) / (1 if ranks is None else size_of(ranks, held[0].dtype))
+            for ranks, held in by_copies.values()
+        ]
+        if own:
+            squares += transport.allreduce(
+                [tf.add_n(own)],
+                transport.Reduction(op=Sum, process_set=self.process_set),
+                name=f"{self._name}_norm",
+            )
+        return tf.sqrt(tf.add_n(squares))
 
     def _prepare(self, gradients, variables):
         """Returns what is sent for each shared variable, by its place."""

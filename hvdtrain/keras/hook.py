@@ -1,4 +1,6 @@
-"""The hook by which an optimizer's gradients are reduced inside of Keras' own step."""
+"""The hook by which an optimizer's gradients are reduced inside Keras' own step."""
+
+import inspect
 
 import keras
 import tensorflow as tf
@@ -14,9 +16,14 @@ from hvdtrain.keras.optimizer_state import replicated_state
 class ReductionHook:
     """Reduces an optimizer's gradients between accumulation and clipping.
 
-    Keras calls, in this order: `apply_gradients`, `apply`, and inside of it
-    `_clip_gradients` with the gradients of a complete window, also when nothing is
-    to be clipped. The hook takes the place of these three methods on one instance.
+    `apply` of Keras calls `_clip_gradients` with the gradients of a complete
+    accumulation window, also where nothing is to be clipped. The hook replaces these
+    two methods on one instance, and is its attribute `reduction_hook`.
+
+    Args:
+        optimizer: a Keras optimizer, not a `LossScaleOptimizer`.
+        reducer: a `GradientReducer`.
+        window_factor: number by which the mean over a window is multiplied.
     """
 
     def __init__(self, optimizer, reducer, *, window_factor):
@@ -25,37 +32,27 @@ class ReductionHook:
         self._window_factor = window_factor
         self._variables, self._places = [], []
         self._has_reduced = False
-        self._is_outermost = False
-        self._settled_scale = None
-        self._has_shared_check = False
+        self._loss_scale_optimizer = None
         self._is_first_step = True
         self.is_configured = False
-        self._apply_gradients = optimizer.apply_gradients
         self._apply = optimizer.apply
         self._clip_gradients = optimizer._clip_gradients
-        optimizer.reduction_hook = self
-        optimizer.apply_gradients = self.apply_gradients
         optimizer.apply = self.apply
         optimizer._clip_gradients = self.clip_gradients
-
-    def apply_gradients(self, grads_and_vars):
-        """As `keras.optimizers.Optimizer.apply_gradients`."""
-        self._is_outermost = True
-        try:
-            return self._apply_gradients(grads_and_vars)
-        finally:
-            self._is_outermost = False
+        optimizer.reduction_hook = self
 
     def apply(self, grads, trainable_variables=None):
         """As `keras.optimizers.Optimizer.apply`."""
+        # Either argument may be an iterator, which can be read only once.
         grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
         if not grads:
             return
-        self._check_not_conditional()
-        self._has_shared_check = False
-        variables = list(trainable_variables or self._optimizer._trainable_variables)
+        self._check_loss_scale()
+        variables = trainable_variables or list(self._optimizer._trainable_variables)
         _check_reducible(grads, variables)
-        # Keras leaves out gradients that are None before it clips.
+        # Keras removes gradients that are None before it clips.
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
         self._variables = variables
         self._has_reduced = False
@@ -72,24 +69,33 @@ class ReductionHook:
         for place, gradient in zip(self._places, grads, strict=True):
             gradients[place] = gradient
         reduced = self.reducer(gradients, self._variables)
-        return self._clip_gradients([reduced[place] for place in self._places])
+        return self._clip([reduced[place] for place in self._places])
+
+    def _clip(self, grads):
+        limit = self._optimizer.global_clipnorm
+        variables = [self._variables[place] for place in self._places]
+        if not limit or not self.reducer.is_divided(variables):
+            return self._clip_gradients(grads)
+        # Each rank's own norm would scale the shared gradients by another factor on
+        # each rank. The formula is that of Keras, which also turns infinity into NaN.
+        norm = self.reducer.global_norm(grads, variables)
+        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+        return [tf.convert_to_tensor(gradient) * scale for gradient in grads]
 
     def share_finite_check(self, loss_scale_optimizer):
-        """Makes all ranks skip a step together when one of them overflows."""
-        if self._settled_scale is loss_scale_optimizer:
+        """Makes all ranks skip a step when one of them overflows."""
+        if self._loss_scale_optimizer is loss_scale_optimizer:
             return
         # Compiling again puts a new LossScaleOptimizer around the same optimizer.
-        self._settled_scale = loss_scale_optimizer
+        self._loss_scale_optimizer = loss_scale_optimizer
         check_locally = loss_scale_optimizer.check_finite
         process_set = self.reducer.process_set
 
         def check_finite(grads):
-            # Seen by `apply`, which the LossScaleOptimizer calls next.
-            self._has_shared_check = True
             finite = check_locally(grads)
             if not needs_communication(process_set):
                 return finite
-            # Overflows are counted, not the lack of one: a rank that has joined
+            # Overflows are counted, not the ranks without one: a rank that has joined
             # contributes zeros.
             overflows = ops.allreduce(
                 tf.cast(tf.logical_not(finite), tf.int32),
@@ -101,20 +107,18 @@ class ReductionHook:
 
         loss_scale_optimizer.check_finite = check_finite
 
-    def _check_not_conditional(self):
-        # Reached through a LossScaleOptimizer that nobody settled: the branch that
-        # is traced here would run on the ranks without overflow only.
-        graph = tf.compat.v1.get_default_graph()
-        in_branch = type(graph).__name__ == "CondBranchFuncGraph"
-        if in_branch and not (self._is_outermost or self._has_shared_check):
-            raise ValueError(
-                "compile() has put the distributed optimizer into a LossScaleOptimizer "
-                "that checks for overflow on each rank alone. Add "
-                "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, "
-                "make an hvd.elastic.KerasState of the model after compile(), or "
-                "pass hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer"
-                "(optimizer)) to compile()."
-            )
+    def _check_loss_scale(self):
+        caller = _calling_loss_scale_optimizer()
+        if caller is None or caller is self._loss_scale_optimizer:
+            return
+        raise ValueError(
+            "The distributed optimizer is inside a LossScaleOptimizer that checks for "
+            "overflow on each rank alone: ranks without overflow would wait for one "
+            "that skips the step. Add "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, make "
+            "an hvd.elastic.KerasState of the model after compile(), or use "
+            "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
+        )
 
     def _check_first_step(self):
         # Here and not in `apply`: by now Keras has built the optimizer.
@@ -128,8 +132,8 @@ class ReductionHook:
         self._is_first_step = False
 
     def _check_reduced(self):
-        # Training on without a reduction would look right and be wrong: never be
-        # silent about it, whatever a custom optimizer or a later Keras overrides.
+        # Training without a reduction raises no error and gives wrong results, so it
+        # is checked whatever a custom optimizer or a later Keras overrides.
         between_updates = (
             tf.executing_eagerly() and self._optimizer.gradient_accumulation_steps
         )
@@ -147,8 +151,22 @@ def hook_of(optimizer):
     return getattr(without_loss_scale(optimizer), "reduction_hook", None)
 
 
+def _calling_loss_scale_optimizer():
+    """Returns the `LossScaleOptimizer` whose `apply` is on the stack, or None.
+
+    The inner optimizer has no reference to it. In a graph it calls the inner `apply`
+    in a branch for steps without overflow, as a user's own `tf.cond` may do rightly.
+    """
+    source = inspect.getsourcefile(keras.optimizers.LossScaleOptimizer)
+    frame = inspect.currentframe()
+    while frame := frame.f_back:
+        if frame.f_code.co_filename == source and "self" in frame.f_locals:
+            return frame.f_locals["self"]
+    return None
+
+
 def _check_reducible(grads, variables):
-    # Unequal numbers are for Keras to complain of.
+    # Lists of different lengths are an error that Keras reports.
     given = [v for g, v in zip(grads, variables, strict=False) if g is not None]
     if any(getattr(variable, "overwrite_with_gradient", False) for variable in given):
         raise NotImplementedError(

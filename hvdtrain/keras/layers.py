@@ -1,4 +1,4 @@
-"""Layers that look at the batch of all ranks."""
+"""Layers that normalize over the batches of all ranks."""
 
 import keras
 import tensorflow as tf
@@ -13,9 +13,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch normalisation over the batches of all ranks together.
 
     In training, mean and variance are those of the samples of all ranks, each
-    sample counted once, so that unequal local batches (none at all, even) weigh as
-    they should; forward and backward pass are those of one process with the
-    global batch. In inference it is `keras.layers.BatchNormalization`.
+    sample counted once: local batches may be unequal, or empty on some ranks. Forward
+    and backward pass are those of one process with the global batch. In inference the
+    layer is `keras.layers.BatchNormalization`.
 
     The moments are computed on each rank around its own mean and combined as in
     Chan, Golub and LeVeque (1979), which does not cancel as E[x²] - E[x]² does. It
@@ -24,7 +24,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     Args:
         fused: Horovod's argument: anything but False is an error.
         process_set: the ranks whose batches are normalised together. It is not
-            saved with the layer: a layer that is loaded looks at all ranks.
+            saved with the layer: a layer that is loaded uses all ranks.
         **kwargs: as for `keras.layers.BatchNormalization`.
     """
 
@@ -34,17 +34,17 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 f"SyncBatchNormalization cannot be fused. Received: fused={fused}"
             )
         super().__init__(**kwargs)
-        self._process_set = process_set
+        self.process_set = process_set
 
     def _moments(self, inputs, mask):
-        if not needs_communication(self._process_set):
+        if not needs_communication(self.process_set):
             return super()._moments(inputs, mask)
         axes = self._reduction_axes
         if mask is None:
-            return global_moments(inputs, axes, self._process_set)
+            return global_moments(inputs, axes, self.process_set)
         weights = tf.cast(tf.cast(mask, tf.bool)[..., tf.newaxis], inputs.dtype)
         weights = tf.broadcast_to(weights, tf.shape(inputs))
-        return global_moments(inputs, axes, self._process_set, weights=weights)
+        return global_moments(inputs, axes, self.process_set, weights=weights)
 
 
 def global_moments(inputs, axes, process_set, *, weights=None):

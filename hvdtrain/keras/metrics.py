@@ -1,4 +1,4 @@
-"""Metrics over the samples of all ranks: states cross ranks, results do not.
+"""Metrics over the samples of all ranks: states are reduced, and not results.
 
 The mean of two ranks' results is right only for metrics that are plain means over
 equally many samples. The sums inside a metric can be added for any of them; the
@@ -26,10 +26,10 @@ def reduce_metrics(metrics, *, device="", process_set=global_process_set):
         model.evaluate(shard, verbose=0)
         results = metrics.reduce_metrics(model.metrics)
 
-    Each state variable is combined as its Keras `aggregation` says: "sum" (what
+    Each state variable is combined according to its Keras `aggregation`: "sum" (what
     `Metric.add_variable` gives) and "none" are added, "mean" is averaged,
     "only_first_replica" is taken from the first rank. A metric of your own whose
-    state is a maximum, say, cannot be combined that way.
+    state is, for example, a maximum cannot be combined that way.
 
     Args:
         metrics: list of `keras.Metric`, such as `model.metrics`.
@@ -128,7 +128,7 @@ def _combined(variable, total, process_set):
 
 
 def _check_same_number(variables, process_set):
-    # Else a rank would wait for a state that another never sends.
+    # Different numbers of tensors would be refused without naming the metrics.
     counts = ops.allgather([len(variables)], "MetricCounts", process_set=process_set)
     counts = counts.numpy().tolist()
     if len(set(counts)) > 1:

@@ -108,7 +108,9 @@ def distribute(
     _check_optimizer(optimizer)
     if options.op not in (Average, Sum):
         raise ValueError(
-            f"op must be hvd.Average or hvd.Sum. Received: op=hvd.{op_name(options.op)}"
+            "op must be hvd.Average or hvd.Sum. Received: "
+            f"op=hvd.{op_name(options.op)}. For hvd.Adasum, use "
+            "hvd.DistributedGradientTape with the plain optimizer."
         )
     base = without_loss_scale(optimizer)
     reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)

@@ -44,12 +44,12 @@ def load_model(
     """
     if legacy_opts:
         raise ValueError(
-            "legacy_opts=True asks for keras.optimizers.legacy, which Keras 3 does not "
+            "legacy_opts=True selects keras.optimizers.legacy, which Keras 3 does not "
             "have. Compile the model with one of keras.optimizers and save it again."
         )
     objects = {cls.__name__: cls for cls in custom_optimizers or []}
     objects.update(custom_objects or {})
-    # An h5py.File is known by its name; Keras looks at the end of it.
+    # Keras selects the format by the ending of the name, and takes no h5py.File.
     filepath = getattr(filepath, "filename", filepath)
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is None:
@@ -73,8 +73,8 @@ def _restore_optimizer(model, file):
             variable.assign(value)
     elif values:
         warnings.warn(
-            f"The optimizer starts afresh: {file.filename} holds the state of another "
-            f"one than {optimizer.name}, as files of Keras 2 do.",
+            f"The optimizer starts without state: {file.filename} holds the state of "
+            f"another optimizer than {optimizer.name}, as files of Keras 2 do.",
             stacklevel=3,
         )
     model.optimizer = optimizer

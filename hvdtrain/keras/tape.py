@@ -101,7 +101,7 @@ class DistributedTape:
 
     def __getattr__(self, name):
         """Everything else is the tape's own."""
-        # copy and pickle ask for special methods before there is a tape to ask.
+        # copy and pickle look up special methods before __init__ has set the tape.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._tape, name)

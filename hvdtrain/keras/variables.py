@@ -15,7 +15,7 @@ def replicated_variables(model, *, optimizer=None, local_keys=frozenset()):
         model: a model that is built, compiled or not.
         optimizer: by default the one that the model was compiled with.
         local_keys: set of `gradients.variable_key(variable)` of local variables,
-            in addition to those that are registered with the optimizer.
+            in addition to those registered with the optimizer.
     """
     # A model that was never compiled has no such attribute.
     optimizer = optimizer or getattr(model, "optimizer", None)

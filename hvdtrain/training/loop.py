@@ -42,6 +42,7 @@ def train_and_evaluate(model, train_spec, eval_spec, *, world, observers=()):
         plan,
         callbacks=[
             hvd_callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd_callbacks.AverageMovingStatisticsCallback(),
             hvd_callbacks.MetricAverageCallback(),
             *train_spec.callbacks(plan),
             progress,

@@ -109,7 +109,7 @@ def test_no_mpirun_leaves_gloo(tmp_path):
 
 
 def test_a_launcher_around_the_doctor_is_refused(run):
-    job = run([], launcher="gloo", program=[sys.executable, "-m", "hvdtrain.doctor"])
+    job = run([], launcher="mpirun", program=[sys.executable, "-m", "hvdtrain.doctor"])
     assert job.returncode != 0
     assert "it starts two ranks of its own" in job.text
 

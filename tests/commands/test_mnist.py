@@ -73,8 +73,13 @@ def check_output(lines):
     assert [line.split()[0] for line in rest] == ["evaluation", "test", "written"]
 
 
-def test_summary_and_files(train, tmp_path):
-    _, summary = train(["--dataset=synthetic", "--max_steps=20", "--seed=7"])
+def test_summary_and_files(run, tmp_path):
+    flags = ["--dataset=synthetic", "--max_steps=20", "--seed=7", "--model_dir=~/run"]
+    job = run(flags, environment={"HOME": str(tmp_path)})
+    assert job.returncode == 0, job.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["flags"]["max_steps"] == 20
+    assert summary["flags"]["model_dir"] == str(tmp_path / "run")
     expected = {
         "dataset": "synthetic",
         "model": "mlp",
@@ -99,7 +104,7 @@ def test_summary_and_files(train, tmp_path):
 def test_same_seed_same_bits(train, tmp_path):
     arguments = ["--dataset=digits", "--model=cnn", "--max_steps=12", "--batch_size=16"]
     for name in ("first", "second"):
-        train(arguments, name=name, launcher="gloo")
+        train(arguments, name=name, launcher="mpirun")
     first, second = (weights(tmp_path / name) for name in ("first", "second"))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -121,22 +126,13 @@ def test_all_flags_together(train):
             "--consistency_check_steps=3",
             "--steps_per_execution=2",
         ],
-        launcher="gloo",
+        launcher="mpirun",
     )
     # 1,497 images twice in batches of 100: 30 passes of each rank.
     assert summary["steps"] == 15
     assert summary["global_batch_size"] == 200
     assert summary["learning_rate"] == pytest.approx(0.002)
     assert summary["test_accuracy"] > 0.7
-
-
-def test_a_tilde_is_the_home_directory(run, tmp_path):
-    flags = ["--dataset=digits", "--max_steps=20", "--model_dir=~/run"]
-    job = run(flags, environment={"HOME": str(tmp_path)})
-    assert job.returncode == 0, job.text
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["flags"]["max_steps"] == 20
-    assert summary["flags"]["model_dir"] == str(tmp_path / "run")
 
 
 def test_bar_on_a_terminal():
@@ -183,7 +179,7 @@ def test_help_is_readable_and_needs_no_tensorflow(run):
 
 
 def test_real_mnist(train, real_mnist):
-    _, summary = train([f"--data_dir={real_mnist}"], launcher="gloo")
+    _, summary = train([f"--data_dir={real_mnist}"], launcher="mpirun")
     assert summary["dataset"] == "mnist"
     assert summary["steps"] == 5000
     assert summary["test_accuracy"] >= 0.972

@@ -91,7 +91,11 @@ TAIL = """
 """
 
 LONELY_SCRIPT = """
-    if hvd.rank() == {rank}:
+    import sys
+    import {module} as hvd
+
+    hvd.init()
+    if hvd.rank() == int(sys.argv[1]):
         hvd.allreduce(1.0, name="lonely")
     else:
         import signal
@@ -108,15 +112,11 @@ XLA_SCRIPT = """
     model.fit(dataset, steps_per_epoch=2, verbose=0)
 """
 
-STRING_SCRIPT = """
-    hvd.allreduce(tf.constant(["a string"]), op=hvd.Sum)
-"""
 
-
-def write(folder, *parts, **fields):
+def write(folder, *parts):
     path = folder / "script.py"
     text = "".join(textwrap.dedent(part) for part in parts)
-    path.write_text(text.format(module="hvdtrain.keras", **fields))
+    path.write_text(text.format(module="hvdtrain.keras"))
     return [sys.executable, str(path)]
 
 
@@ -136,32 +136,27 @@ def test_a_script_of_horovods_kind(run, tmp_path, script, launcher):
     assert results[0]["last"] < 0.8 * results[0]["first"]
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        (XLA_SCRIPT, "Pass jit_compile=False to model.compile()"),
-        (STRING_SCRIPT, "dtype string cannot be reduced over ranks"),
-    ],
-    ids=["xla", "dtype"],
-)
-def test_a_mistake_is_an_error(run, tmp_path, script, words):
-    job = run([], program=write(tmp_path, HEAD, script), launcher="gloo")
+def test_a_mistake_is_an_error(run, tmp_path):
+    job = run([], program=write(tmp_path, HEAD, XLA_SCRIPT), launcher="mpirun")
     assert job.returncode != 0
-    assert words in job.text
+    assert "Pass jit_compile=False to model.compile()" in job.text
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("gloo", 0), ("gloo", 1), ("mpi", 0)])
-def test_a_collective_of_one_rank_is_an_error_within_the_limit(
-    run, tmp_path, launcher, rank
-):
+def test_a_collective_of_one_rank_is_an_error_within_the_limit(start, tmp_path):
     limits = {
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4",
     }
-    program = write(tmp_path, HEAD, LONELY_SCRIPT, rank=rank)
-    job = run([], program=program, launcher=launcher, environment=limits)
-    assert job.returncode != 0
-    # Who is missing, and what; then the error where it was called.
-    assert f"{1 - rank}!: [HorovodGroupedAllreduce" in job.text
-    assert 'hvd.allreduce(1.0, name="lonely")' in job.text
-    assert "Horovod has been shut down" in job.text
+    # Side by side: most of it is waiting. Rank 0 coordinates, so that it is noticed in
+    # another way if it is the one that is missing; Gloo's way is a patch of ours.
+    program = write(tmp_path, LONELY_SCRIPT)
+    jobs = [
+        (rank, start([rank], program=program, launcher=launcher, environment=limits))
+        for launcher, rank in [("gloo", "0"), ("gloo", "1"), ("mpirun", "0")]
+    ]
+    for rank, job in jobs:
+        assert job.wait().returncode != 0
+        # Who is missing, and what; then the error where it was called.
+        assert f"{1 - int(rank)}!: [HorovodGroupedAllreduce" in job.text
+        assert 'hvd.allreduce(1.0, name="lonely")' in job.text
+        assert "Horovod has been shut down" in job.text

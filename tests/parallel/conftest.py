@@ -5,6 +5,7 @@ went, so that rank 0's report shows a failure wherever it happened. The other ra
 keep quiet unless something failed on them.
 """
 
+import gc
 import io
 import os
 import sys
@@ -25,6 +26,9 @@ import hvdtrain.keras as hvd
 hvd.init()
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
+# clear_session() collects garbage after each test. The objects of the imports stay:
+# without looking through them that takes 0.02 s in place of 0.7 s.
+gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

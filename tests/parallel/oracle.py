@@ -32,16 +32,21 @@ def shard(array):
     return array[hvd.rank() :: hvd.size()]
 
 
-def fit_shard(model, inputs, labels, **options):
-    """Trains `model` under `fit` on this rank's part of arrays of global batches."""
-    model.fit(
-        shard(inputs),
-        shard(labels),
-        batch_size=LOCAL_BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
-        **options,
+def fit(model, inputs, labels, batch_size=LOCAL_BATCH_SIZE, **options):
+    """Trains `model` under `fit` on arrays in their order; returns the history."""
+    return model.fit(
+        inputs, labels, batch_size=batch_size, shuffle=False, verbose=0, **options
     )
+
+
+def fit_shard(model, inputs, labels, **options):
+    """`fit` on this rank's part of arrays of global batches."""
+    return fit(model, shard(inputs), shard(labels), **options)
+
+
+def fit_big_batch(model, inputs, labels, **options):
+    """`fit` on global batches, as one process."""
+    return fit(model, inputs, labels, LOCAL_BATCH_SIZE * hvd.size(), **options)
 
 
 def on_one_process(train):
@@ -82,7 +87,7 @@ def train_by_fit(
     """Trains one epoch under `fit`; returns the model."""
     model = build_model(model_class)
     model.compile(optimizer, LOSS, **compile_args)
-    model.fit(inputs, labels, batch_size=batch_size, shuffle=False, verbose=0)
+    fit(model, inputs, labels, batch_size)
     return model
 
 

@@ -37,6 +37,7 @@ def fit_shard(model, *extra_callbacks):
     oracle.fit_shard(model, inputs, labels, callbacks=[first, *extra_callbacks])
 
 
+@pytest.mark.ranks
 def test_training_continues_from_the_state_of_rank_0():
     model = oracle.build_model()
     optimizer = momentum_sgd()
@@ -53,15 +54,14 @@ def test_training_continues_from_the_state_of_rank_0():
         single.weights + single_optimizer.variables, start, strict=True
     ):
         variable.assign(value)
-    inputs, labels = oracle.samples(steps=3)
-    size = oracle.LOCAL_BATCH_SIZE * hvd.size()
-    single.fit(inputs, labels, batch_size=size, shuffle=False, verbose=0)
+    oracle.fit_big_batch(single, *oracle.samples(steps=3))
 
     fit_shard(model)
     oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
     assert oracle.difference(weights_and_state(model), weights_and_state(single)) < 1e-6
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("root_rank", [0, 1])
 def test_every_rank_gets_the_root_s_weights(root_rank):
     model = oracle.build_model()
@@ -76,6 +76,7 @@ def test_every_rank_gets_the_root_s_weights(root_rank):
         np.testing.assert_array_equal(value, wanted)
 
 
+@pytest.mark.ranks
 def test_a_loss_scale_optimizer_is_broadcast_with_its_inner_optimizer():
     model = oracle.build_model()
     optimizer = keras.optimizers.LossScaleOptimizer(momentum_sgd())
@@ -107,9 +108,7 @@ def test_a_model_that_is_not_built_is_built_before_the_first_step():
         [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
     )
     single.compile(momentum_sgd(), loss)
-    inputs, labels = oracle.samples(steps=3)
-    size = oracle.LOCAL_BATCH_SIZE * hvd.size()
-    single.fit(inputs, labels, batch_size=size, shuffle=False, verbose=0)
+    oracle.fit_big_batch(single, *oracle.samples(steps=3))
 
     oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
     assert model.optimizer.iterations.numpy() == 3
@@ -156,26 +155,25 @@ def test_a_fit_that_fails_before_the_first_step_leaves_nothing_behind():
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
 
 
-@pytest.mark.parametrize("is_new", [False, True])
-def test_an_incomplete_window_of_accumulation_goes_on_in_another_fit(is_new):
+def test_an_incomplete_window_of_accumulation_goes_on_in_another_fit():
     def optimizer():
         return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
 
     single = oracle.build_model()
     single.compile(optimizer(), oracle.LOSS)
     inputs, labels = oracle.samples(steps=3)
-    size = oracle.LOCAL_BATCH_SIZE * hvd.size()
     for _ in range(2):
-        single.fit(inputs, labels, batch_size=size, shuffle=False, verbose=0)
+        oracle.fit_big_batch(single, inputs, labels)
 
-    model = oracle.build_model()
-    model.compile(hvd.DistributedOptimizer(optimizer()), oracle.LOSS)
-    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    for _ in range(2):
+    for is_new in (False, True):
+        model = oracle.build_model()
+        model.compile(hvd.DistributedOptimizer(optimizer()), oracle.LOSS)
         callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        callbacks = [callback if is_new else first]
-        oracle.fit_shard(model, inputs, labels, callbacks=callbacks)
-    assert oracle.difference(model.get_weights(), single.get_weights()) < 1e-6
+        oracle.fit_shard(model, inputs, labels, callbacks=[callback])
+        if is_new:
+            callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        oracle.fit_shard(model, inputs, labels, callbacks=[callback])
+        assert oracle.difference(model.get_weights(), single.get_weights()) < 1e-6
 
 
 def test_it_broadcasts_once():
@@ -191,6 +189,7 @@ def test_it_broadcasts_once():
         np.testing.assert_array_equal(value, wanted)
 
 
+@pytest.mark.ranks
 def test_local_variables_and_their_slots_stay():
     model = oracle.build_model()
     optimizer = hvd.DistributedOptimizer(momentum_sgd())
@@ -231,6 +230,7 @@ def test_slots_go_to_the_longest_name_that_fits():
     assert sum("kernel_2" in name for name in names) == 3
 
 
+@pytest.mark.ranks
 def test_ranks_with_different_names_are_matched_by_position():
     for _ in range(hvd.rank()):
         keras.layers.Dense(1)  # moves Keras' counter of names
@@ -244,6 +244,7 @@ def test_ranks_with_different_names_are_matched_by_position():
     oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("difference", ["units", "layers"])
 def test_different_models_are_an_error_on_every_rank(difference):
     is_odd = hvd.rank() == 1
@@ -280,6 +281,7 @@ def dropped(model):
     return np.asarray(model.layers[0](np.ones((1, 64), "float32"), training=True)) == 0
 
 
+@pytest.mark.ranks
 def test_ranks_that_are_seeded_alike_drop_different_units():
     model = dropout_model()
     masks = hvd.allgather_object(dropped(model).tobytes(), name="alike")
@@ -322,6 +324,7 @@ def test_seeds_that_differ_already_stay():
     assert broadcast.seed_states(model)[0].numpy().tolist() == [5 + hvd.rank(), 0]
 
 
+@pytest.mark.ranks
 def test_fit_separates_the_seeds():
     keras.utils.set_random_seed(1)
     model = keras.Sequential(

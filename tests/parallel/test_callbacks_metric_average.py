@@ -78,15 +78,14 @@ def compiled_model(optimizer):
 
 
 def fit(model, data, validation, batch_size, *callbacks):
-    model.fit(
+    oracle.fit(
+        model,
         *data[:2],
+        batch_size,
         sample_weight=data[2],
-        batch_size=batch_size,
         epochs=EPOCHS,
-        shuffle=False,
         validation_data=validation,
         validation_batch_size=5,
-        verbose=0,
         callbacks=callbacks,
     )
 
@@ -98,6 +97,7 @@ def validation_shard(array):
     return array[start:] if is_last else array[start : start + 3]
 
 
+@pytest.mark.ranks
 def test_training_and_validation_logs_equal_those_of_the_big_batch():
     data, validation = one_hot_samples(4, seed=1), one_hot_samples(3, seed=2)
     single = compiled_model(keras.optimizers.SGD(0.1))
@@ -153,15 +153,9 @@ def test_validation_on_rank_0_alone_reaches_every_rank():
 
 
 def logs_of_one_epoch(model, *callbacks):
-    inputs, labels = oracle.samples(steps=2)
     found = LogRecorder()
-    model.fit(
-        oracle.shard(inputs),
-        oracle.shard(labels),
-        batch_size=oracle.LOCAL_BATCH_SIZE,
-        verbose=0,
-        callbacks=[*callbacks, hvd.callbacks.MetricAverageCallback(), found],
-    )
+    callbacks = [*callbacks, hvd.callbacks.MetricAverageCallback(), found]
+    oracle.fit_shard(model, *oracle.samples(steps=2), callbacks=callbacks)
     return found.epochs[0]
 
 
@@ -171,6 +165,7 @@ def sgd_model(model_class=keras.Sequential):
     return model
 
 
+@pytest.mark.ranks
 def test_other_numbers_are_averaged_over_the_ranks_that_log_them():
     entries = {"rank": float(hvd.rank()), "lr": 0.1, "text": "as it is"}
     kept = {"flag": True, "list": [[1], [2, 3]]}
@@ -224,17 +219,16 @@ def test_plateau_and_early_stopping_decide_alike():
         monitor="val_loss", patience=0, factor=0.5, min_delta=0.0, min_lr=1e-6
     )
     stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=2)
-    model.fit(
-        oracle.shard(inputs),
-        oracle.shard(labels),
+    oracle.fit_shard(
+        model,
+        inputs,
+        labels,
         validation_data=(
             inputs,
             labels,
             np.full(len(inputs), 1.0 if hvd.rank() == 0 else -1.0),
         ),
-        batch_size=oracle.LOCAL_BATCH_SIZE,
         epochs=30,
-        verbose=0,
         callbacks=[
             local,
             hvd.callbacks.MetricAverageCallback(),

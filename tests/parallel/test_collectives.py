@@ -5,6 +5,7 @@ rank's input, adds the losses up, and differentiates the sum.
 """
 
 import functools
+import time
 
 import horovod.tensorflow as raw
 import keras
@@ -30,6 +31,7 @@ def everyone(rows=None):
     return [tensor_of(rank, rows) for rank in range(SIZE)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("op", "oracle"),
     [
@@ -89,6 +91,7 @@ def test_grouped_allreduce_sums_small_integers_exactly(dtype, count):
         )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["bool", "uint32", "bfloat16", "complex64", "int8"])
 def test_values_move_without_a_bit_changed(dtype):
     mine = tf.cast(tf.constant([0, 1, RANK % 2]), dtype)
@@ -101,12 +104,14 @@ def test_values_move_without_a_bit_changed(dtype):
     assert tf.reduce_all(hvd.alltoall(sent) == tf.repeat(sent[RANK], SIZE))
 
 
+@pytest.mark.ranks
 def test_allgather_of_unequal_parts():
     gathered = hvd.allgather(tensor_of(RANK, rows_of(RANK)))
     parts = [tensor_of(rank, rows_of(rank)) for rank in range(SIZE)]
     np.testing.assert_array_equal(gathered, np.concatenate(parts))
 
 
+@pytest.mark.ranks
 def test_alltoall_with_splits():
     # Rank r sends r + 1 rows of its own number to each rank.
     sent = tf.fill([SIZE * (RANK + 1)], float(RANK))
@@ -117,6 +122,7 @@ def test_alltoall_with_splits():
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("op", "divisor"), [(hvd.Sum, 1), (hvd.Average, SIZE)])
 def test_reducescatter(dtype, op, divisor):
@@ -175,6 +181,7 @@ def test_gradient_of_allreduce(op):
     )
 
 
+@pytest.mark.ranks
 def test_gradient_of_allgather_of_unequal_parts():
     assert_gradient(
         lambda x: hvd.allgather(x, name="gather"),
@@ -207,6 +214,7 @@ def test_gradient_of_grouped_allgather():
     )
 
 
+@pytest.mark.ranks
 def test_gradient_of_broadcast():
     root = SIZE - 1
     assert_gradient(
@@ -227,6 +235,7 @@ def test_gradient_of_alltoall():
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_gradient_of_reducescatter(op):
     divisor = SIZE if op == hvd.Average else 1
@@ -244,6 +253,7 @@ def test_maximum_has_no_gradient():
         gradient_over_ranks(lambda x: hvd.allreduce(x, op=hvd.Max), tensor_of(RANK))
 
 
+@pytest.mark.ranks
 def test_broadcast_variables_though_a_rank_has_built_a_model_more():
     if RANK == 0:
         keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -267,6 +277,7 @@ def test_broadcast_variables_writes_into_variables(inplace):
     assert float(variables[1][0]) == SIZE
 
 
+@pytest.mark.ranks
 def test_objects_of_different_types_on_different_ranks():
     received = hvd.broadcast_object(
         {"a": [1, 2]} if RANK == SIZE - 1 else None, SIZE - 1
@@ -303,6 +314,7 @@ def test_shapes_that_differ_between_ranks_are_an_error(
         hvd.grouped_allgather([tf.transpose(t) for t in tensors])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("dtype", "compression"), BFLOAT16_ON_THE_WIRE)
 @pytest.mark.parametrize(
     ("mine", "others"), [((2, 3), (3, 2)), ((3,), (4,)), ((6,), (2, 3)), ((2,), (4,))]
@@ -356,6 +368,94 @@ def test_shapes_that_differ_in_single_collectives_are_an_error():
             collective(value)
 
 
+def sparse(value):
+    return tf.IndexedSlices(value, tf.range(2), tf.constant([2, 3]))
+
+
+def by_rank(first, other):
+    return first if RANK == 0 else other
+
+
+ONES = tf.ones([2, 3])
+# What rank 0 calls, and what the others call under the same name.
+DIFFERENT_CALLS = {
+    "dtype": (
+        lambda: hvd.allreduce(ONES, name="x"),
+        lambda: hvd.allreduce(tf.cast(ONES, tf.int32), name="x"),
+    ),
+    "bfloat16": (
+        lambda: hvd.allreduce(ONES, name="x"),
+        lambda: hvd.allreduce(tf.cast(ONES, tf.bfloat16), name="x"),
+    ),
+    "op": (
+        lambda: hvd.allreduce(ONES, name="x"),
+        lambda: hvd.allreduce(ONES, name="x", op=hvd.Sum),
+    ),
+    "maximum": (
+        lambda: hvd.allreduce(ONES, name="x", op=hvd.Max),
+        lambda: hvd.allreduce(ONES, name="x", op=hvd.Sum),
+    ),
+    "kind": (
+        lambda: hvd.allreduce(ONES, name="x"),
+        lambda: hvd.allreduce(sparse(ONES), name="x"),
+    ),
+    "length": (
+        lambda: hvd.grouped_allreduce([ONES], name="x"),
+        lambda: hvd.grouped_allreduce([ONES, ONES], name="x"),
+    ),
+    "length_of_large": (
+        lambda: hvd.grouped_allreduce([tf.ones([1 << 19])] * 2, name="x"),
+        lambda: hvd.grouped_allreduce([tf.ones([1 << 19])], name="x"),
+    ),
+    "dtype_in_a_list": (
+        lambda: hvd.grouped_allreduce([ONES, ONES], name="x"),
+        lambda: hvd.grouped_allreduce([ONES, tf.cast(ONES, tf.int32)], name="x"),
+    ),
+    "length_of_gathered": (
+        lambda: hvd.grouped_allgather([ONES], name="x"),
+        lambda: hvd.grouped_allgather([ONES, ONES, ONES], name="x"),
+    ),
+    "dtype_of_gathered": (
+        lambda: hvd.allgather(ONES, name="x"),
+        lambda: hvd.allgather(tf.cast(ONES, tf.int32), name="x"),
+    ),
+    "length_of_scattered": (
+        lambda: hvd.grouped_reducescatter([ONES], name="x"),
+        lambda: hvd.grouped_reducescatter([ONES, ONES], name="x"),
+    ),
+    "length_of_variables": (
+        lambda: hvd.broadcast_variables([tf.Variable(ONES)], 0),
+        lambda: hvd.broadcast_variables([tf.Variable(ONES)] * 2, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENT_CALLS)
+@pytest.mark.parametrize("in_function", [False, True])
+def test_calls_that_differ_between_ranks_are_an_error_at_once(difference, in_function):
+    call = by_rank(*DIFFERENT_CALLS[difference])
+    if in_function and difference == "length_of_variables":
+        pytest.skip("a function makes no variables")
+    step = tf.function(call) if in_function else call
+    start = time.monotonic()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched") as info:
+        step()
+    # The stall limit of these tests is a minute.
+    assert time.monotonic() - start < 30
+    if not in_function:
+        assert "rank 0: " in str(info.value)
+        assert f"rank {SIZE - 1}: " in str(info.value)
+
+
+def test_the_error_names_what_each_rank_sent():
+    value = by_rank(ONES, tf.cast(ONES, tf.int32))
+    with pytest.raises(tf.errors.FailedPreconditionError) as info:
+        hvd.allreduce(value)
+    assert "rank 0: Average of float32[2, 3]; rank 1: Average of int32[2, 3]" in str(
+        info.value
+    )
+
+
 @pytest.mark.parametrize("dtype", ["string", "bool", "uint16", "complex64"])
 def test_dtypes_that_cannot_be_reduced_are_an_error(dtype):
     value = tf.constant(["a"]) if dtype == "string" else tf.cast([1], dtype)
@@ -378,6 +478,7 @@ def test_factors_that_are_large_for_the_dtype(dtype, prescale, postscale):
     np.testing.assert_array_equal(mean, [2.0**-20 * prescale * postscale])
 
 
+@pytest.mark.ranks
 def test_factors_of_sparse_tensors():
     rows = tf.IndexedSlices(tf.fill([1, 2], 1.0 + RANK), tf.constant([RANK]), [SIZE, 2])
     total = hvd.allreduce(rows, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
@@ -421,6 +522,7 @@ def test_xla_is_an_error_at_trace_time(collective):
         compiled(tf.ones([2 * SIZE]))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("wrap", [lambda join: join, tf.function])
 def test_mean_over_the_ranks_that_have_not_joined(wrap):
     join = wrap(hvd.join)
@@ -441,6 +543,7 @@ def test_mean_over_the_ranks_that_have_not_joined(wrap):
     assert float(mean(mine)) == pytest.approx(10 * (SIZE + 1) / 2)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("collective", "expected"),
     [

@@ -16,6 +16,7 @@ POSITIVE = [[7, 13, 6, 14, 12], [17, 18, 11, 9, 16]]
 NEGATIVE = [[1, 4, 5, 3, 19], [0, 8, 10, 2, 15]]
 
 
+@pytest.mark.ranks
 def test_auc_is_not_the_mean_of_the_ranks():
     metric = keras.metrics.AUC()
     if hvd.rank() < 2:
@@ -145,6 +146,7 @@ class Aggregations(keras.metrics.Metric):
         return {kind: state[0] for kind, state in self.states.items()}
 
 
+@pytest.mark.ranks
 def test_each_variable_is_combined_by_its_aggregation():
     metric = Aggregations()
     metric.update_state(hvd.rank() + 1.0)
@@ -157,6 +159,7 @@ def test_each_variable_is_combined_by_its_aggregation():
     }
 
 
+@pytest.mark.ranks
 def test_a_rank_without_a_batch_is_an_error_on_every_rank():
     metric = keras.metrics.F1Score()
     if hvd.rank() != 1:
@@ -188,6 +191,7 @@ def two_headed_model():
     return model
 
 
+@pytest.mark.ranks
 def test_evaluate_on_unequal_shards():
     rng = np.random.default_rng(5)
     inputs = rng.normal(size=(60, oracle.FEATURES)).astype("float32")

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import oracle
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
 
@@ -23,14 +24,7 @@ def train(model, callbacks, *, overflows):
     inputs = 0.1 * inputs
     if overflows and hvd.rank() == hvd.size() - 1:
         inputs[OVERFLOWING_STEP * oracle.LOCAL_BATCH_SIZE] = 1e30
-    model.fit(
-        inputs,
-        labels,
-        batch_size=oracle.LOCAL_BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
-        callbacks=list(callbacks),
-    )
+    oracle.fit(model, inputs, labels, callbacks=list(callbacks))
 
 
 def check_one_more_step_was_skipped_by_all(model, smooth_model):
@@ -53,8 +47,7 @@ def check_ranks_agree(model):
     oracle.assert_bitwise_equal_over_ranks(state)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
-@pytest.mark.parametrize("accumulation", [None, 2])
+@pytest.mark.parametrize(("accumulation", "steps_per_execution"), [(None, 1), (2, 4)])
 def test_scale_made_by_compile(accumulation, steps_per_execution):
     keras.config.set_dtype_policy("mixed_float16")
     models = [
@@ -121,3 +114,11 @@ def test_a_scale_that_another_compile_made_is_refused_too():
     model.compile(optimizer, oracle.LOSS)
     with pytest.raises(ValueError, match="BroadcastGlobalVariablesCallback"):
         train(model, [], overflows=False)
+
+
+def test_an_eager_local_finite_check_is_refused_too():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    scale = keras.optimizers.LossScaleOptimizer(optimizer)
+    variable = keras.Variable([0.0])
+    with pytest.raises(ValueError, match="LossScaleOptimizer that checks"):
+        scale.apply([tf.constant([1.0])], [variable])

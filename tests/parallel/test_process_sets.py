@@ -9,6 +9,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.keras.callbacks.consistency import check_consistency
 from hvdtrain.keras.metrics import reduce_metrics
 
+pytestmark = pytest.mark.ranks
 RANK, SIZE = hvd.rank(), hvd.size()
 
 
@@ -30,6 +31,7 @@ def optimizers(number):
     return keras.optimizers.Adam(0.02)
 
 
+@pytest.mark.four_ranks
 @pytest.mark.skipif(SIZE < 2, reason="two sets need two ranks")
 def test_two_models_at_once(halves):
     sets, number = halves
@@ -78,6 +80,7 @@ class StopAtFourthBatch(keras.callbacks.Callback):
         self.model.stop_training |= batch == 3
 
 
+@pytest.mark.four_ranks
 @pytest.mark.skipif(SIZE < 3, reason="a set of two ranks beside another one")
 def test_callbacks_act_within_a_set(halves):
     sets, number = halves
@@ -104,12 +107,10 @@ def test_callbacks_act_within_a_set(halves):
         oracle.LOSS,
         metrics=["accuracy"],
     )
-    history = model.fit(
+    history = oracle.fit(
+        model,
         inputs[mine.rank() :: mine.size()],
         labels[mine.rank() :: mine.size()],
-        batch_size=oracle.LOCAL_BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
         callbacks=[
             hvd.callbacks.BroadcastGlobalVariablesCallback(mine.ranks[0]),
             hvd.callbacks.MetricAverageCallback(),
@@ -187,6 +188,7 @@ def test_a_set_before_everybody_in_one_function(halves, wrap):
     assert float(step(tf.constant(1.0))) == lower * lower + upper
 
 
+@pytest.mark.four_ranks
 @pytest.mark.skipif(SIZE != 4, reason="two rows and two columns of ranks")
 def test_a_sum_over_rows_and_columns_counts_every_rank_once():
     rows = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
@@ -205,6 +207,7 @@ def test_a_sum_over_rows_and_columns_counts_every_rank_once():
         hvd.remove_process_set(process_set)
 
 
+@pytest.mark.four_ranks
 @pytest.mark.skipif(SIZE < 2, reason="two sets need two ranks")
 def test_metrics_of_a_set(halves):
     sets, number = halves

@@ -35,6 +35,7 @@ def shard():
     return oracle.shard(INPUTS), oracle.shard(LABELS)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -86,6 +87,7 @@ def test_unconnected_sources_stay_none_or_become_zeros():
     np.testing.assert_array_equal(zeros, [0.0, 0.0])
 
 
+@pytest.mark.ranks
 def test_two_tapes_in_one_function():
     a, b = tf.Variable([1.0]), tf.Variable([2.0, 3.0])
     scale = 1.0 + hvd.rank()
@@ -105,6 +107,7 @@ def test_two_tapes_in_one_function():
         assert_close(step(), [[mean], [4 * mean, 6 * mean]])
 
 
+@pytest.mark.ranks
 def test_sparse_gradients():
     table = keras.Variable(np.ones((4, 2), "float32"))
     tape = hvd.DistributedGradientTape(tf.GradientTape())
@@ -148,6 +151,7 @@ def test_jacobian_and_watched_variables_are_the_tapes_own():
     np.testing.assert_allclose(tape.jacobian(y, x), expected)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("scale_local_gradients", [True, False])
 def test_local_layers_keep_their_own_gradients(scale_local_gradients):
     model = oracle.build_model()
@@ -188,7 +192,7 @@ def test_partial_optimizer_under_fit():
         ),
         oracle.LOSS,
     )
-    model.fit(*shard(), batch_size=oracle.LOCAL_BATCH_SIZE, shuffle=False, verbose=0)
+    oracle.fit_shard(model, INPUTS, LABELS)
     applied = [a - b for a, b in zip(before, model.get_weights(), strict=True)]
     assert_close(applied[:2], [gradient / SIZE for gradient in local[:2]])
     assert_close(applied[2:], shared[2:])
@@ -218,6 +222,7 @@ def test_a_copy_of_a_tape_is_a_tape():
         _ = copied._no_such
 
 
+@pytest.mark.four_ranks
 @pytest.mark.skipif(
     not hvd.mpi_enabled() or SIZE not in (2, 4), reason="Adasum: MPI and 2^n ranks"
 )

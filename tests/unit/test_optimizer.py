@@ -84,51 +84,54 @@ def test_no_gradients_are_no_error():
     hvd.DistributedOptimizer(sgd()).apply([], [])
 
 
+# One process loads all models, named after what to expect of them.
 LOAD_WITHOUT_HVDTRAIN = """
-import sys
+import pathlib, sys
 sys.modules["hvdtrain"] = None
 sys.modules["horovod"] = None
 import keras, numpy
-keras.config.set_dtype_policy(sys.argv[4])
-model = keras.models.load_model(sys.argv[1])
-assert type(model.optimizer).__name__ == sys.argv[2], model.optimizer
-numpy.savez(sys.argv[3], *[v.numpy() for v in model.optimizer.variables])
+for path in sorted(pathlib.Path(sys.argv[1]).glob("*.keras")):
+    _, policy, loaded_class = path.stem.split("-")
+    keras.config.set_dtype_policy(policy)
+    model = keras.models.load_model(path)
+    assert type(model.optimizer).__name__ == loaded_class, model.optimizer
+    state = [variable.numpy() for variable in model.optimizer.variables]
+    numpy.savez(path.with_suffix(".npz"), *state)
 """
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "policy", "loaded_class"),
-    [
-        (lambda: keras.optimizers.Adam(0.01), "float32", "Adam"),
-        (lambda: sgd(momentum=0.9), "mixed_float16", "LossScaleOptimizer"),
-        (
-            lambda: keras.optimizers.LossScaleOptimizer(sgd(momentum=0.9)),
-            "mixed_float16",
-            "LossScaleOptimizer",
-        ),
-    ],
-)
-def test_a_saved_model_loads_without_this_package(
-    tmp_path, optimizer, policy, loaded_class
-):
+def train_and_save(optimizer, policy, path):
+    """Return the state of the optimizer that was saved."""
     keras.config.set_dtype_policy(policy)
     try:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-        model.compile(hvd.DistributedOptimizer(optimizer()), "mse")
+        model.compile(hvd.DistributedOptimizer(optimizer), "mse")
         start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         model.fit(np.ones((8, 3)), np.ones((8, 2)), verbose=0, callbacks=[start])
     finally:
         keras.config.set_dtype_policy("float32")
-    saved, state = tmp_path / "model.keras", tmp_path / "state.npz"
-    model.save(saved)
-    arguments = [saved, loaded_class, state, policy]
+    model.save(path)
+    return [variable.numpy() for variable in model.optimizer.variables]
+
+
+def test_saved_models_load_without_this_package(tmp_path):
+    scaled = keras.optimizers.LossScaleOptimizer(sgd(momentum=0.9))
+    expected = {
+        name: train_and_save(optimizer, name.split("-")[1], tmp_path / f"{name}.keras")
+        for name, optimizer in {
+            "1-float32-Adam": keras.optimizers.Adam(0.01),
+            "2-mixed_float16-LossScaleOptimizer": sgd(momentum=0.9),
+            "3-mixed_float16-LossScaleOptimizer": scaled,
+        }.items()
+    }
     subprocess.run(
-        [sys.executable, "-c", LOAD_WITHOUT_HVDTRAIN, *arguments],
+        [sys.executable, "-c", LOAD_WITHOUT_HVDTRAIN, tmp_path],
         check=True,
         timeout=120,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
     )
-    loaded = np.load(state)
-    assert len(loaded.files) == len(model.optimizer.variables)
-    for name, variable in zip(loaded.files, model.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(loaded[name], variable.numpy())
+    for name, state in expected.items():
+        loaded = np.load(tmp_path / f"{name}.npz")
+        assert len(loaded.files) == len(state)
+        for key, value in zip(loaded.files, state, strict=True):
+            np.testing.assert_array_equal(loaded[key], value)

@@ -15,6 +15,8 @@ from hvdtrain.collectives.transport.signature import Signature
 
 def allgather(values, *, name=None, process_set=global_process_set):
     """Concatenates each value's rows over the ranks; all axes but the first agree."""
+    if not values:
+        return []
     graph.check_not_compiled_by_xla()
     name = graph.operation_name(name or "Allgather", process_set)
     tensors = dtypes.as_tensors(values)
@@ -22,7 +24,7 @@ def allgather(values, *, name=None, process_set=global_process_set):
         dtypes.check_has_rows(tensor)
     signature = Signature("allgather", tensors, has_free_rows=True)
     with mismatch_of_ranks(signature, process_set):
-        return graph.serialize(gather_all, tensors, f"{name}_0", process_set, signature)
+        return graph.serialize(_allgather, tensors, f"{name}_0", process_set, signature)
 
 
 def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
@@ -37,6 +39,8 @@ def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
 
 def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
     """Returns `root_rank`'s list of values on every rank, in one negotiation."""
+    if not values:
+        return []
     graph.check_not_compiled_by_xla()
     name = graph.operation_name(name, process_set)
     tensors = dtypes.as_tensors(values)
@@ -133,42 +137,56 @@ def mismatch_of_ranks(signature, process_set):
 
 
 def exchange_guard(signature, name, process_set, dtype=tf.float32):
-    """Compares the signatures in a negotiation of their own; see `signatures`."""
-    # A group of two under the names that `_reduce_flat` gives: a rank that takes the
-    # other path, for another dtype or size, fails in the same negotiation.
-    return mpi_ops._grouped_allreduce(
+    """Compares the ranks' signatures in a negotiation of its own.
+
+    Returns:
+        Tensors; what is sent next must have control dependencies on them.
+    """
+    # A group of two under the name of the flat buffer of a small bucket: a rank whose
+    # dtype or size makes it take the other path fails in the same negotiation.
+    agreed = mpi_ops._grouped_allreduce(
         [tf.zeros([1], dtype), signature.guard(dtype)],
         name=name,
         op=Sum,
         process_set=process_set,
         ignore_name_scope=True,
     )
+    # Grappler turns an operation that has only control dependents into a NoOp.
+    graph.prevent_pruning(agreed[0])
+    return agreed
 
 
-def gather_all(tensors, name, process_set, signature):
-    """Gathers the first tensor with the guard, then all others in one negotiation."""
+def _allgather(tensors, name, process_set, signature):
+    first = dtypes.to_carrier(tensors[0])
+    gathered, _ = mpi_ops.grouped_allgather(
+        [first, signature.guard(first.dtype)],
+        name=name,
+        process_set=process_set,
+        ignore_name_scope=True,
+    )
+    # The others start after the guard: where the ranks' lists differ in length, none
+    # may be in flight.
+    with tf.control_dependencies([gathered]):
+        others = gather_groups(tensors[1:], name, process_set)
+    return [dtypes.from_carrier(gathered, tensors[0].dtype), *others]
+
+
+def gather_groups(tensors, name, process_set):
+    """Gathers tensors, known to be alike on all ranks, in one group per dtype."""
     packed = [dtypes.to_carrier(tensor) for tensor in tensors]
-    options = {"process_set": process_set, "ignore_name_scope": True}
-    group = [packed[0], signature.guard(packed[0].dtype)]
-    first, _ = mpi_ops.grouped_allgather(group, name=name, **options)
-    gathered = [first, *packed[1:]]
-    # After the guard, which knows that all ranks have as many tensors to gather.
-    with tf.control_dependencies([first]):
-        for number, places in enumerate(dtypes.partition(packed[1:])):
-            unfoldable = graph.block_constant_folding(
-                tf.zeros([0], packed[1 + places[0]].dtype)
-            )
-            results = mpi_ops.grouped_allgather(
-                [*(packed[1 + i] for i in places), unfoldable],
-                name=f"{name}_others_{number}",
-                **options,
-            )
-            for i, result in zip(places, results[:-1], strict=True):
-                gathered[1 + i] = result
-    return [
-        dtypes.from_carrier(result, tensor.dtype)
-        for result, tensor in zip(gathered, tensors, strict=True)
-    ]
+    gathered = [None] * len(tensors)
+    for number, places in enumerate(dtypes.partition(packed)):
+        bucket = [packed[i] for i in places]
+        unfoldable = graph.block_constant_folding(tf.zeros([0], bucket[0].dtype))
+        results = mpi_ops.grouped_allgather(
+            [*bucket, unfoldable],
+            name=f"{name}_group_{number}",
+            process_set=process_set,
+            ignore_name_scope=True,
+        )
+        for i, result in zip(places, results[:-1], strict=True):
+            gathered[i] = dtypes.from_carrier(result, tensors[i].dtype)
+    return gathered
 
 
 def _broadcast_all(tensors, root_rank, name, process_set, signature):

@@ -26,6 +26,8 @@ def allreduce(values, reduction, *, name=None):
         tensorflow.errors.FailedPreconditionError: on every rank, if the ranks' lists
             or options differ.
     """
+    if not values:
+        return []
     graph.check_not_compiled_by_xla()
     name = graph.operation_name(name or "Allreduce", reduction.process_set)
     values = [_as_dense_or_slices(value) for value in values]
@@ -61,7 +63,7 @@ def _as_dense_or_slices(value):
 
 
 def _compress(value, reduction):
-    # Of sparse tensors, the indices must arrive exactly, and the values are few.
+    # As in Horovod, which compresses dense tensors only.
     return (value, None) if is_slices(value) else reduction.compression.compress(value)
 
 
@@ -77,14 +79,20 @@ def _allgather_slices(slices, name, reduction, signature):
             f"op=hvd.Sum only. Received: op=hvd.{op_name(reduction.op)}. Pass "
             "sparse_as_dense=True instead."
         )
-    values, indices = [s.values for s in slices], [s.indices for s in slices]
-    gathered = moving.gather_all(
-        [*values, *indices], name, reduction.process_set, signature
-    )
-    values = [dtypes.scaled(v, reduction.factor) for v in gathered[: len(slices)]]
+    process_set = reduction.process_set
+    # The first operation of a dense bucket too: where another rank has a dense tensor,
+    # both fail. Eager operations are named by their type, so an allgather would not be
+    # matched with the other rank's allreduce.
+    agreed = moving.exchange_guard(signature, name, process_set)
+    with tf.control_dependencies(agreed):
+        values = moving.gather_groups([s.values for s in slices], name, process_set)
+        indices = moving.gather_groups(
+            [s.indices for s in slices], f"{name}_indices", process_set
+        )
+    values = [dtypes.scaled(v, reduction.factor) for v in values]
     if reduction.op == Average:
-        values = [v / size_of(reduction.process_set, v.dtype) for v in values]
+        values = [v / size_of(process_set, v.dtype) for v in values]
     return [
         tf.IndexedSlices(v, i, dense_shape=s.dense_shape)
-        for v, i, s in zip(values, gathered[len(slices) :], slices, strict=True)
+        for v, i, s in zip(values, indices, slices, strict=True)
     ]

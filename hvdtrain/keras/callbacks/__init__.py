@@ -1,9 +1,9 @@
 """Callbacks for `model.fit` across ranks.
 
 In this order, where several are used: `BroadcastGlobalVariablesCallback` first, then
-`JoinCallback`, `MetricAverageCallback`, learning rates and whatever reads the logs of
-an epoch (`BestModelCheckpoint`, say), `ConsistencyCheckCallback`, and
-`StopTogetherCallback` last.
+`JoinCallback`, `AverageMovingStatisticsCallback`, `MetricAverageCallback`, learning
+rates and whatever reads the logs of an epoch (`BestModelCheckpoint`, say),
+`ConsistencyCheckCallback`, and `StopTogetherCallback` last.
 """
 
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
@@ -15,10 +15,12 @@ from hvdtrain.keras.callbacks.learning_rate import (
     LearningRateWarmupCallback,
 )
 from hvdtrain.keras.callbacks.metric_average import MetricAverageCallback
+from hvdtrain.keras.callbacks.moving_statistics import AverageMovingStatisticsCallback
 from hvdtrain.keras.callbacks.stopping import StopTogetherCallback
 from hvdtrain.keras.consistency import DesynchronizedError
 
 __all__ = [
+    "AverageMovingStatisticsCallback",
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "ConsistencyCheckCallback",

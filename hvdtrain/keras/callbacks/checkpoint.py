@@ -7,13 +7,12 @@ from hvdtrain.job.files import atomic_write
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Writes the best model of a run to one file, on rank 0.
+    """Keeps the best model of a run in one file, which rank 0 writes.
 
     A `keras.callbacks.ModelCheckpoint(save_best_only=True)` for all ranks. Put it
-    after `MetricAverageCallback`, so that the monitored value is that of all ranks'
-    samples. The file is replaced by an atomic rename: a job that is killed leaves the
-    previous best model, never a partial file. As in Horovod, `filepath` may be set as
-    an attribute before `fit`.
+    after `MetricAverageCallback`: "best" is then measured on the samples of all ranks.
+    Files are replaced by an atomic rename, so a job that is killed leaves a complete
+    one. As in Horovod, `filepath` may be set as an attribute before `fit`.
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as in
@@ -22,7 +21,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             `save_weights_only`.
 
     Raises:
-        ValueError: for another ending; in `fit`, if `filepath` is missing.
+        ValueError: for a name with another ending; in `fit`, if there is none.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         filepath=None,
     ):
         super().__init__(
-            # Keras requires a name here; on_train_begin checks that it was replaced.
+            # Keras requires a name here; on_train_begin checks that one was given.
             filepath or (".weights.h5" if save_weights_only else ".keras"),
             monitor=monitor,
             verbose=verbose,
@@ -48,37 +47,37 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             self.filepath = None
 
     def set_model(self, model):
-        """Takes the model, with atomic writes."""
-        super().set_model(_AtomicallyWritten(model))
+        """Takes the model, to be written by an atomic rename."""
+        super().set_model(_AtomicallySaved(model))
 
     def on_train_begin(self, logs=None):
-        """Checks that `filepath` is set."""
+        """Checks that there is a file to write."""
         super().on_train_begin(logs)
         if self.filepath is None:
             raise ValueError(
-                "BestModelCheckpoint has no file to write. Received: filepath=None. "
-                "Pass filepath=... or set its attribute filepath before fit."
+                "BestModelCheckpoint has no file to write. Pass filepath=... or set "
+                "its attribute filepath before fit."
             )
 
     def on_train_batch_end(self, batch, logs=None):
-        """Saves every `save_freq` batches, if it is a number."""
+        """Saves after so many batches, if `save_freq` is a number."""
         if hvd.rank() == 0:
             super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Saves after each epoch, if `save_freq` is "epoch"."""
+        """Saves after an epoch, if `save_freq` is "epoch"."""
         if hvd.rank() == 0:
             super().on_epoch_end(epoch, logs)
 
 
-class _AtomicallyWritten:
-    """A model whose files are written atomically; otherwise the model itself."""
+class _AtomicallySaved:
+    """A model whose `save` methods write by an atomic rename."""
 
     def __init__(self, model):
         self._model = model
 
     def __getattr__(self, name):
-        # copy and pickle look up special methods before __init__ has set _model.
+        # copy and pickle look up special methods before __init__ has set the model.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._model, name)

@@ -1,0 +1,97 @@
+"""Moving statistics of `BatchNormalization`, combined over the ranks."""
+
+import keras
+import numpy as np
+
+from hvdtrain.collectives import transport
+from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.layers import SyncBatchNormalization
+from hvdtrain.keras.optimizer import local_keys_of, process_set_of
+
+
+def average_moving_statistics(model, *, steps=None):
+    """Replaces the moving statistics of each rank by those of all ranks' batches.
+
+    Every rank of the optimizer's process set must call it. A model without
+    `keras.layers.BatchNormalization` costs no communication; all others cost one
+    reduction. Local layers keep their statistics. Those of `SyncBatchNormalization`
+    are equal already.
+
+    The moving mean becomes the mean over the ranks. This is the moving mean of one
+    process with all ranks' batches, to rounding, if local batches have equal size.
+
+    The moving variance becomes the mean over the ranks, plus the variance of the
+    moving means between the ranks divided by 1 - momentum**steps. One process adds up
+    the variance between the ranks' batches step by step. The moving means only hold
+    its constant part: differences between ranks that change from step to step
+    cancel. Hence:
+
+    - The result is exact after one step, or if the ranks' batch means differ by the
+      same amount in each step.
+    - Otherwise it is too low, by at most 1/n of the variance on average for shuffled
+      data; n is the number of elements of a channel in a local batch.
+    - Without `steps` it is lower, by the factor 1 - momentum**steps in the variance
+      between ranks.
+
+    No reduction of moving statistics is exact in general, since the variance of the
+    big batch contains products of the means of different ranks. Nor do gradients
+    become those of the big batch. `SyncBatchNormalization` is exact in both.
+
+    Args:
+        model: a built Keras model, compiled or not.
+        steps: training steps since the statistics were equal on all ranks; None if
+            that is not known. Ranks may differ: their mean counts.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    process_set = process_set_of(optimizer)
+    layers = _rank_dependent_layers(model, process_set, local_keys_of(optimizer))
+    if not layers or not needs_communication(process_set):
+        return
+    totals = transport.allreduce(
+        [np.array([steps or 0], "float64"), *map(_moments, layers)],
+        Reduction(op=Sum, process_set=process_set),
+        name="MovingStatistics",
+    )
+    (steps,), *moments = [total.numpy() / process_set.size() for total in totals]
+    for layer, moment in zip(layers, moments, strict=True):
+        _assign(layer, moment, steps)
+
+
+def _rank_dependent_layers(model, process_set, local_keys):
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.built
+        and not _is_synchronized(layer, process_set)
+        and not any(variable_key(weight) in local_keys for weight in layer.weights)
+    ]
+
+
+def _is_synchronized(layer, process_set):
+    return (
+        isinstance(layer, SyncBatchNormalization)
+        and layer.process_set.process_set_id == process_set.process_set_id
+    )
+
+
+def _moments(layer):
+    # Squares of float32 are exact in float64: the difference of the mean square and
+    # the squared mean is 0 for equal means, and a second call changes nothing.
+    mean = np.asarray(layer.moving_mean.numpy(), "float64")
+    variance = np.asarray(layer.moving_variance.numpy(), "float64")
+    return np.stack([mean, variance, mean**2])
+
+
+def _assign(layer, moments, steps):
+    mean, variance, square = moments
+    between_ranks = np.maximum(square - mean**2, 0.0)
+    # The weight of these steps in the moving averages: all of it if steps is not known.
+    weight = 1.0 - layer.momentum**steps or 1.0
+    layer.moving_mean.assign(mean)
+    layer.moving_variance.assign(variance + between_ranks / weight)
+    if getattr(layer, "renorm", False):
+        # The next step derives moving_variance from moving_stddev.
+        layer.moving_stddev.assign(np.sqrt(layer.moving_variance + layer.epsilon))

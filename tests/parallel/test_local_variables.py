@@ -1,0 +1,61 @@
+"""Optimizers with local variables, against one process that holds all ranks' copies."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+
+RANK, SIZE = hvd.rank(), hvd.size()
+STEPS = 4
+
+
+def gradients_of(rank, step):
+    """The gradients of the shared and of the local variable."""
+    return [np.float32([1.0 + rank, step]), np.float32([3.0 * rank - 1.0])]
+
+
+def step_on_ranks(options):
+    shared, local = keras.Variable([1.0, 2.0]), keras.Variable([float(RANK)])
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9, **options), scale_local_gradients=False
+    )
+    optimizer.register_local_var(local)
+    optimizer.build([shared, local])
+    for step in range(STEPS):
+        optimizer.apply(map(tf.constant, gradients_of(RANK, step)), [shared, local])
+    return shared.numpy(), local.numpy()
+
+
+def step_on_one_process(options):
+    """One optimizer of the shared variable and of every rank's local one."""
+    shared = keras.Variable([1.0, 2.0])
+    locals_ = [keras.Variable([float(rank)]) for rank in range(SIZE)]
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **options)
+    optimizer.build([shared, *locals_])
+    for step in range(STEPS):
+        pairs = [gradients_of(rank, step) for rank in range(SIZE)]
+        mean = np.mean([pair[0] for pair in pairs], axis=0)
+        optimizer.apply([mean, *(pair[1] for pair in pairs)], [shared, *locals_])
+    return shared.numpy(), locals_[RANK].numpy()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"global_clipnorm": 0.01},
+        {"clipnorm": 0.01},
+        {"clipvalue": 0.01},
+        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+        {"gradient_accumulation_steps": 2, "global_clipnorm": 0.01},
+    ],
+    ids=lambda options: "_".join(options),
+)
+def test_local_variables_are_those_of_one_large_optimizer(options):
+    shared, local = step_on_ranks(options)
+    expected_shared, expected_local = step_on_one_process(options)
+    np.testing.assert_allclose(shared, expected_shared, rtol=1e-6)
+    np.testing.assert_allclose(local, expected_local, rtol=1e-6)
+    oracle.assert_bitwise_equal_over_ranks([shared])
