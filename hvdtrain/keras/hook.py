@@ -8,7 +8,9 @@ import tensorflow as tf
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Sum
+from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.optimizer_state import replicated_state
 
 
 class ReductionHook:
@@ -31,6 +33,8 @@ class ReductionHook:
         self._variables, self._places = [], []
         self._has_reduced = False
         self._loss_scale_optimizer = None
+        self._is_first_step = True
+        self.is_configured = False
         self._apply = optimizer.apply
         self._clip_gradients = optimizer._clip_gradients
         optimizer.apply = self.apply
@@ -58,6 +62,7 @@ class ReductionHook:
     def clip_gradients(self, grads):
         """Combines `grads` over all ranks, then clips them as the optimizer does."""
         self._has_reduced = True
+        self._check_first_step()
         if self._window_factor != 1:
             grads = [gradient * self._window_factor for gradient in grads]
         gradients = [None] * len(self._variables)
@@ -114,6 +119,17 @@ class ReductionHook:
             "an hvd.elastic.KerasState of the model after compile(), or use "
             "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
         )
+
+    def _check_first_step(self):
+        # Here and not in `apply`: by now Keras has built the optimizer.
+        if not self._is_first_step:
+            return
+        local = self.reducer.local_keys
+        weights = [v for v in self._variables if not self.reducer.is_local(v)]
+        state = replicated_state(self._optimizer, self._variables, local)
+        check_first_step(weights + state, process_set=self.reducer.process_set)
+        # A retrace, which not all ranks may do, does not check again.
+        self._is_first_step = False
 
     def _check_reduced(self):
         # Training without a reduction raises no error and gives wrong results, so it

@@ -106,13 +106,19 @@ def results(metrics, states):
         states: list of arrays, one for each of `metric_variables(metrics)`.
 
     Returns:
-        Flat dict from name to float, or to an array where a result is one.
+        Flat dict from name to float, or to an array where a result is one; without
+        metrics that have not been built.
     """
     # In this scope the variables read as `states`, and stay what they are.
     with keras.StatelessScope(
         list(zip(metric_variables(metrics), states, strict=True))
     ):
-        return _flatten({metric.name: metric.result() for metric in metrics})
+        return _flatten({m.name: m.result() for m in metrics if _is_built(m)})
+
+
+def _is_built(metric):
+    # Keras builds the metrics of compile with the first batch; before, result() raises.
+    return getattr(metric, "built", True)
 
 
 def _combined(variable, total, process_set):

@@ -131,7 +131,7 @@ def is_distributed(optimizer):
 
 
 def process_set_of(optimizer):
-    """The ranks that train with `optimizer`: all, unless it was told otherwise."""
+    """The ranks that train with `optimizer`; by default all."""
     hook = hook_of(optimizer)
     return hook.reducer.process_set if hook else global_process_set
 
@@ -143,20 +143,29 @@ def local_keys_of(optimizer):
 
 
 def configure_compiled_model(model):
-    """Adapts what `model.compile` decided without knowing of ranks.
+    """Adapts what `model.compile` decided for one process.
 
     Under the policy `mixed_float16`, `compile` puts a `LossScaleOptimizer` around
-    the optimizer. Its check for overflow is local: a rank that skips a step would
-    leave the others waiting. It becomes one check of all ranks. And on GPUs, where
-    `compile` chooses XLA by itself, XLA is switched off: it cannot compile Horovod's
-    operations.
+    the optimizer. Its check for overflow is local: the other ranks would block in the
+    reduction of a step that one rank skips. It becomes one check of all ranks. On
+    GPUs, where `compile` enables XLA by default, XLA is disabled: it cannot compile
+    Horovod's operations. And a training step that was traced before the optimizer was
+    distributed is discarded, since it reduces nothing.
 
     Call it before the first training step; `BroadcastGlobalVariablesCallback` and
     `elastic.KerasState` do.
+
+    Raises:
+        TypeError: for the result of Horovod's own `DistributedOptimizer`.
     """
-    hook = hook_of(getattr(model, "optimizer", None))
+    optimizer = getattr(model, "optimizer", None)
+    _check_not_horovods(optimizer)
+    hook = hook_of(optimizer)
     if hook is None:
         return
+    if not hook.is_configured:
+        hook.is_configured = True
+        model.train_function = None
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         hook.share_finite_check(model.optimizer)
     if model.jit_compile and tf.config.list_physical_devices("GPU"):
@@ -170,10 +179,23 @@ def _check_optimizer(optimizer):
             "DistributedOptimizer takes an instance of keras.optimizers.Optimizer. "
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
+    _check_not_horovods(optimizer)
     if is_distributed(optimizer):
         raise ValueError(
             f"This {type(optimizer).__name__} is distributed already: its gradients "
             "would be reduced twice. Call DistributedOptimizer once per optimizer."
+        )
+
+
+def _check_not_horovods(optimizer):
+    # Horovod creates a class at run time, with the name of the optimizer's own.
+    cls = type(without_loss_scale(optimizer))
+    if cls.__module__.startswith("horovod."):
+        raise TypeError(
+            "horovod.tensorflow.keras.DistributedOptimizer reduces no gradients on "
+            f"Keras 3. Received: an optimizer of the class {cls.__module__}."
+            f"{cls.__name__}. Change `import horovod.tensorflow.keras as hvd` to "
+            "`import hvdtrain.keras as hvd` in the file that creates it."
         )
 
 

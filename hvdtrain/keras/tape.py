@@ -1,10 +1,12 @@
 """A gradient tape whose gradients are combined over all ranks."""
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average
+from hvdtrain.keras.consistency import check_first_steps
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
 
 
@@ -132,8 +134,18 @@ class DistributedTape:
         gradients = self._tape.gradient(
             target, sources, output_gradients, unconnected_gradients
         )
-        reduced = self._reducer(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        flat_sources = tf.nest.flatten(sources)
+        checked = check_first_steps(
+            tf.nest.flatten(gradients),
+            [s for s in flat_sources if self._is_shared_variable(s)],
+            process_set=self._reducer.process_set,
+        )
+        reduced = self._reducer(checked, flat_sources)
         return tf.nest.pack_sequence_as(sources, reduced)
+
+    def _is_shared_variable(self, source):
+        is_variable = isinstance(source, keras.Variable | tf.Variable)
+        return is_variable and not self._reducer.is_local(source)
 
     def get_local_and_global_gradients(
         self, target, sources, output_gradients=None, use_generic_names=False

@@ -1,9 +1,14 @@
 """All ranks start from one state, before the first step."""
 
+import copy
+import pickle
+
+import horovod.tensorflow.keras as horovod_keras
 import keras
 import numpy as np
 import oracle
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.keras.callbacks import broadcast
@@ -337,3 +342,247 @@ def test_fit_separates_the_seeds():
     )
     assert len({seed for seed, _ in seeds}) == hvd.size()
     assert {counter for _, counter in seeds} == {3}
+
+
+def trained_model():
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
+    fit_shard(model)
+    return model
+
+
+def clone(model, path):
+    copied = keras.models.clone_model(model)
+    config = keras.optimizers.serialize(model.optimizer)
+    copied.compile(keras.optimizers.deserialize(config), oracle.LOSS)
+    return copied
+
+
+def save_and_load(model, path):
+    model.save(path)
+    return keras.models.load_model(path)
+
+
+COPIES = {
+    "clone": clone,
+    "deepcopy": lambda model, path: copy.deepcopy(model),
+    "copy": lambda model, path: copy.copy(model),
+    "pickle": lambda model, path: pickle.loads(pickle.dumps(model)),
+    "load": save_and_load,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_with_a_plain_optimizer_is_refused(way, tmp_path):
+    copied = COPIES[way](trained_model(), tmp_path / "model.keras")
+    before = weights_and_state(copied)
+    with pytest.raises(ValueError, match="not distributed") as error:
+        fit_shard(copied)
+    assert "a plain SGD" in str(error.value)
+    assert "hvd.load_model" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert oracle.difference(weights_and_state(copied), before) == 0
+    # The remedy of the message.
+    hvd.DistributedOptimizer(copied.optimizer)
+    fit_shard(copied)
+    oracle.assert_bitwise_equal_over_ranks(weights_and_state(copied))
+
+
+def test_a_deep_copy_of_an_optimizer_is_plain():
+    optimizer = hvd.DistributedOptimizer(momentum_sgd())
+    model = oracle.build_model()
+    model.compile(copy.deepcopy(optimizer), oracle.LOSS)
+    with pytest.raises(ValueError, match="not distributed"):
+        fit_shard(model)
+    original = oracle.build_model()
+    original.compile(optimizer, oracle.LOSS)
+    fit_shard(original)
+    assert int(optimizer.iterations) == 3
+
+
+class TapeModel(keras.Sequential):
+    """A `train_step` of the user, which reduces the gradients itself."""
+
+    def train_step(self, data):
+        inputs, labels = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=inputs, y=labels, y_pred=self(inputs))
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_plain_optimizer_with_a_tape_is_not_refused():
+    model = oracle.build_model(TapeModel)
+    model.compile(momentum_sgd(), oracle.LOSS)
+    fit_shard(model)
+    oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
+
+
+def test_an_optimizer_of_horovod_is_named():
+    model = oracle.build_model()
+    model.compile(horovod_keras.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
+    with pytest.raises(TypeError, match=r"horovod\._keras\.SGD") as error:
+        fit_shard(model)
+    assert "import hvdtrain.keras as hvd" in str(error.value)
+    assert "\n" not in str(error.value)
+    with pytest.raises(TypeError, match=r"horovod\._keras\.SGD"):
+        hvd.DistributedOptimizer(horovod_keras.DistributedOptimizer(momentum_sgd()))
+
+
+def test_an_optimizer_that_is_distributed_between_two_fits():
+    inputs, labels = oracle.samples(steps=3)
+    model = oracle.build_model()
+    model.compile(momentum_sgd(), oracle.LOSS)
+    oracle.fit_shard(model, inputs, labels)
+    start = hvd.broadcast_object(weights_and_state(model), 0, name="first fit")
+    hvd.DistributedOptimizer(model.optimizer)
+    fit_shard(model)
+
+    single = oracle.build_model()
+    single.compile(momentum_sgd(), oracle.LOSS)
+    single.optimizer.build(single.trainable_variables)
+    variables = single.weights + single.optimizer.variables
+    for variable, value in zip(variables, start, strict=True):
+        variable.assign(value)
+    size = oracle.LOCAL_BATCH_SIZE * hvd.size()
+    single.fit(inputs, labels, batch_size=size, shuffle=False, verbose=0)
+    assert oracle.difference(weights_and_state(model), weights_and_state(single)) < 1e-6
+    oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends `fit` on all ranks before a batch of an epoch."""
+
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self.place = epoch, batch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self.epoch, batch) == self.place:
+            raise KeyboardInterrupt
+
+
+class Epochs(keras.callbacks.Callback):
+    """Notes the epochs of a `fit`."""
+
+    def on_train_begin(self, logs=None):
+        self.seen = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.seen.append(epoch)
+
+
+def fit_with_backup(model, path, *extra_callbacks, backup_is_first=True):
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *extra_callbacks]
+    if hvd.rank() == 0:
+        backup = keras.callbacks.BackupAndRestore(path)
+        callbacks.insert(0 if backup_is_first else 1, backup)
+    inputs, labels = oracle.samples(steps=3)
+    oracle.fit_shard(model, inputs, labels, epochs=4, callbacks=callbacks)
+
+
+def sgd_model():
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
+    return model
+
+
+@pytest.mark.parametrize("is_same_process", [False, True])
+def test_backup_and_restore_on_rank_0(is_same_process, tmp_path):
+    uninterrupted = sgd_model()
+    fit_with_backup(uninterrupted, tmp_path / "uninterrupted")
+    model, epochs = sgd_model(), Epochs()
+    with pytest.raises(KeyboardInterrupt):
+        fit_with_backup(model, tmp_path / "backup", Interrupt(2, 1))
+    if is_same_process:
+        # Nothing is saved, and the epoch to restore is the one before.
+        with pytest.raises(KeyboardInterrupt):
+            fit_with_backup(model, tmp_path / "backup", Interrupt(2, 2))
+    else:
+        model = sgd_model()
+    fit_with_backup(model, tmp_path / "backup", epochs)
+    assert epochs.seen == [2, 3]
+    expected = weights_and_state(uninterrupted)
+    assert oracle.difference(weights_and_state(model), expected) == 0
+    oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
+
+
+def test_backup_and_restore_after_the_broadcast_is_refused(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit_with_backup(sgd_model(), tmp_path / "backup", Interrupt(2, 1))
+    with pytest.raises(ValueError, match="2 on rank 0, 0 on rank 1") as error:
+        fit_with_backup(sgd_model(), tmp_path / "backup", backup_is_first=False)
+    assert "BackupAndRestore before" in str(error.value)
+
+
+def test_a_rank_without_an_epoch_left_is_refused():
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    inputs, labels = oracle.samples(steps=3)
+    with pytest.raises(ValueError, match="none on rank 0, 1 on rank 1"):
+        oracle.fit_shard(
+            sgd_model(),
+            inputs,
+            labels,
+            initial_epoch=1,
+            epochs=1 + (hvd.rank() > 0),
+            callbacks=[first],
+        )
+
+
+def fit_unequal_steps(*callbacks, **options):
+    count = (3 + hvd.rank()) * oracle.LOCAL_BATCH_SIZE
+    inputs, labels = oracle.samples(steps=3 + hvd.size())
+    model = sgd_model()
+    model.fit(
+        inputs[:count],
+        labels[:count],
+        batch_size=oracle.LOCAL_BATCH_SIZE,
+        verbose=0,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks],
+        **options,
+    )
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+    return int(model.optimizer.iterations)
+
+
+def test_unequal_numbers_of_steps_are_refused():
+    with pytest.raises(ValueError, match="3 on rank 0, 4 on rank 1") as error:
+        fit_unequal_steps()
+    for remedy in ("steps_per_epoch=3", "drop_remainder", "JoinCallback"):
+        assert remedy in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_unequal_numbers_of_batches_with_a_remedy():
+    assert fit_unequal_steps(steps_per_epoch=3) == 3
+    assert fit_unequal_steps(hvd.callbacks.JoinCallback()) == 2 + hvd.size()
+
+
+def test_unequal_numbers_of_steps_after_a_fit_that_joined():
+    joining = hvd.callbacks.JoinCallback()
+    model, first = sgd_model(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    inputs, labels = oracle.samples(steps=3)
+    oracle.fit_shard(model, inputs, labels, callbacks=[first, joining])
+    count = (1 + hvd.rank()) * oracle.LOCAL_BATCH_SIZE
+    with pytest.raises(ValueError, match="different numbers of steps"):
+        model.fit(
+            inputs[:count],
+            labels[:count],
+            batch_size=oracle.LOCAL_BATCH_SIZE,
+            verbose=0,
+            callbacks=[first],
+        )
+
+
+def test_an_unknown_number_of_steps_is_not_refused():
+    data = tf.data.Dataset.from_tensor_slices(oracle.samples(steps=2))
+    data = data.shard(hvd.size(), hvd.rank()).batch(oracle.LOCAL_BATCH_SIZE)
+    data = data.filter(lambda inputs, labels: True)
+    model, first = sgd_model(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(data, verbose=0, callbacks=[first])
+    assert int(model.optimizer.iterations) == 2

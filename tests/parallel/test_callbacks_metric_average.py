@@ -243,3 +243,28 @@ def test_plateau_and_early_stopping_decide_alike():
         [len(logs.epochs), [epoch["learning_rate"] for epoch in logs.epochs]]
     )
     assert len(logs.epochs) < 30
+
+
+def unbuilt_metrics():
+    model = compiled_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    average = hvd.callbacks.MetricAverageCallback()
+    average.set_model(model)
+    average.on_epoch_begin(0)
+    return model, average
+
+
+def test_metrics_that_have_not_been_built_are_left_out():
+    _, average = unbuilt_metrics()
+    logs = {"rank": float(hvd.rank())}
+    average.on_epoch_end(0, logs)
+    assert logs == {"rank": (hvd.size() - 1) / 2}
+    average.on_epoch_end(0)
+
+
+def test_metrics_that_one_rank_has_not_built():
+    model, average = unbuilt_metrics()
+    inputs, labels, _ = one_hot_samples(1, seed=1)
+    if hvd.rank() > 0:
+        model.test_on_batch(inputs, labels)
+    with pytest.raises(ValueError, match="at least one batch to every rank"):
+        average.on_epoch_end(0, {})

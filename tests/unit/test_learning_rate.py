@@ -66,6 +66,23 @@ def test_warmup_rises_linearly_to_the_exact_rate():
 
 
 @pytest.mark.usefixtures("four_ranks")
+def test_warmup_rises_to_the_rate_of_the_optimizer():
+    rates = rates_of(callbacks.LearningRateWarmupCallback(warmup_epochs=1), epochs=2)
+    # 0.5 / 4 * (1 + 3 * s / 4) for steps s = 1 ... 4
+    np.testing.assert_allclose(rates, [0.21875, 0.3125, 0.40625, 0.5] + 4 * [0.5])
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_warmup_keeps_the_rate_of_the_first_fit():
+    model = linear_model(keras.optimizers.SGD(0.5))
+    warmup = callbacks.LearningRateWarmupCallback(warmup_epochs=2)
+    first, _ = fit(model, warmup, epochs=1)
+    second, _ = fit(model, warmup, epochs=2, initial_epoch=1)
+    expected = 0.125 * (1 + 3 * np.arange(1, 9) / 8)
+    np.testing.assert_allclose(first + second, expected, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("four_ranks")
 def test_warmup_of_half_an_epoch():
     rates = rates_of(
         callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=0.5), epochs=1

@@ -27,7 +27,13 @@ NOT_OFFERED = {
     if "use_locking" not in row
     for name in re.findall(r"`(\w+)`", row)
 }
-OTHER_DEFAULT = {("horovod.keras", "allreduce", "average")}
+OTHER_DEFAULT = {
+    ("horovod.keras", "allreduce", "average"),
+    *(
+        (module, "LearningRateWarmupCallback", "initial_lr")
+        for module in ("horovod.tensorflow.keras.callbacks", "horovod.keras.callbacks")
+    ),
+}
 OTHER_PARAMETER = {("horovod.tensorflow", "DistributedOptimizer", "use_locking")}
 # horovod.tensorflow calls the same parameter otherwise than horovod.tensorflow.keras.
 RENAMED = {

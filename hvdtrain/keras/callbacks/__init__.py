@@ -8,10 +8,7 @@ rates and whatever reads the logs of an epoch (`BestModelCheckpoint`, say),
 
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from hvdtrain.keras.callbacks.checkpoint import BestModelCheckpoint
-from hvdtrain.keras.callbacks.consistency import (
-    ConsistencyCheckCallback,
-    DesynchronizedError,
-)
+from hvdtrain.keras.callbacks.consistency import ConsistencyCheckCallback
 from hvdtrain.keras.callbacks.joining import JoinCallback
 from hvdtrain.keras.callbacks.learning_rate import (
     LearningRateScheduleCallback,
@@ -20,6 +17,7 @@ from hvdtrain.keras.callbacks.learning_rate import (
 from hvdtrain.keras.callbacks.metric_average import MetricAverageCallback
 from hvdtrain.keras.callbacks.moving_statistics import AverageMovingStatisticsCallback
 from hvdtrain.keras.callbacks.stopping import StopTogetherCallback
+from hvdtrain.keras.consistency import DesynchronizedError
 
 __all__ = [
     "AverageMovingStatisticsCallback",

@@ -1,4 +1,4 @@
-"""Every rank starts from the same weights and optimizer state, before step one."""
+"""Broadcast of weights and optimizer state before the first training step."""
 
 import itertools
 
@@ -9,41 +9,53 @@ import tensorflow as tf
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.gradients import variable_key
 from hvdtrain.keras.optimizer import configure_compiled_model, process_set_of
 from hvdtrain.keras.variables import replicated_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives every rank `root_rank`'s weights and optimizer state when training starts.
+    """Gives all ranks `root_rank`'s weights and optimizer state when training starts.
 
-    The ranks are those of the optimizer's `process_set`, and local variables that
-    the optimizer knows are left as they are.
+    The ranks are those of the optimizer's `process_set`. Variables that are
+    registered with the optimizer as local stay as they are.
 
-    Put it first in the list of callbacks. It acts once, in the first `fit`, before
-    the first step. (Horovod's callback acts after the first step, which then is the
-    step of as many different models as there are ranks.) A model that has not been
-    built is called on the first batch, unless all its layers are. Optimizers that a
-    `train_step` keeps beside the compiled one are yours to broadcast.
+    Put it first in the list of callbacks. It acts once for a model, in the first
+    `fit`, before the first step. (Horovod's callback acts after the first step, in
+    which every rank has updated a different model.) A model that has not been built
+    is called on the first batch, unless all its layers are built. Optimizers that a
+    `train_step` uses besides the compiled one are not broadcast.
 
-    In a later `fit` it acts again if it is new on some rank, such as one that has
-    come late to an elastic job and would wait for the others. To find out costs one
-    small reduction, where to repeat the broadcast would cost all of the weights.
+    In a later `fit` it acts again if it is new on some rank, such as one that joined
+    an elastic job later and would block in the broadcast alone, or if a callback has
+    restored the model. To detect this costs one small allgather; to broadcast in every
+    `fit` would cost all of the weights.
+
+    `keras.callbacks.BackupAndRestore` works on rank 0 alone, before this callback: all
+    ranks then take the weights that it restores, and continue in its epoch.
+
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        if hvd.rank() == 0:
+            callbacks.insert(0, keras.callbacks.BackupAndRestore("backup"))
 
     Metrics stay as they are. So do the states of random layers such as Dropout,
-    except that ranks which would draw the same numbers are moved apart: see
-    `separate_seeds`. It also calls `optimizer.configure_compiled_model(model)`.
+    except that equal seeds on several ranks are made different: see `separate_seeds`.
+    It also calls `optimizer.configure_compiled_model(model)`.
 
     Args:
         root_rank: the rank whose values are taken; one of the process set.
         device: where the broadcast runs; "" is the default device.
-        local_variables: a variable, or a list of variables, that each rank keeps
-            for itself. Their slots in the optimizer (momentum, say) stay as well.
+        local_variables: a variable, or a list of variables, that may differ by rank.
+            Their slots in the optimizer (momentum, say) stay as well.
 
     Raises:
-        ValueError: in `fit`, if the ranks' models or optimizers have different
-            variables, if `root_rank` does not train with them, or for a model without
-            `call` that has not been built.
+        ValueError: in `fit`, on every rank, if the ranks' models or optimizers have
+            different variables, if they would take different numbers of steps without
+            `JoinCallback` or start in different epochs; if `root_rank` does not train
+            with them, if the optimizer of Keras' own `train_step` is not distributed,
+            or for a model without `call` that has not been built.
+        TypeError: for the result of Horovod's own `DistributedOptimizer`.
     """
 
     def __init__(self, root_rank, device="", local_variables=None):
@@ -51,6 +63,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
+        self._is_first_epoch = False
         self._local_keys = set()
         if isinstance(local_variables, keras.Variable | tf.Variable):
             local_variables = [local_variables]
@@ -58,7 +71,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var):
-        """Leaves `var`, a Keras or TensorFlow variable, as each rank has it."""
+        """Excludes `var`, a Keras or TensorFlow variable, from the broadcast."""
         if not isinstance(var, keras.Variable | tf.Variable):
             raise ValueError(
                 "Local variables must be Keras or TensorFlow variables. Received: "
@@ -68,16 +81,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def set_model(self, model):
         """Takes the model, and adapts what `compile` decided for one process."""
+        if model is not self.model:
+            self.broadcast_done = False
         super().set_model(model)
         configure_compiled_model(model)
 
     def on_train_begin(self, logs=None):
-        """Broadcasts, or has it done as soon as the first batch builds the model."""
-        self.broadcast_done = ops.is_true_on_all_ranks(
-            self.broadcast_done,
-            name="BroadcastDone",
-            process_set=process_set_of(self.model.optimizer),
-        )
+        """Broadcasts, at the latest when the first batch builds the model."""
+        self._is_first_epoch = True
+        start.check_distributed(self.model)
+        self._agree_on_start()
         if self.broadcast_done:
             return
         unbuilt = _unbuilt_parts(self.model)
@@ -86,10 +99,39 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         elif _is_callable(self.model):
             self._broadcast_on_first_batch()
         else:
-            # Of GANs, for one, train_step calls the parts.
+            # For example a GAN, whose train_step calls its parts.
             raise ValueError(
                 f"{type(self.model).__name__} has no call(): before the first step it "
                 f"cannot be built. Build its parts before fit: {', '.join(unbuilt)}."
+            )
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Checks that all ranks start in the same epoch."""
+        self._check_first_epoch(epoch)
+
+    def on_train_end(self, logs=None):
+        """Checks it also on a rank that has no epoch left."""
+        self._check_first_epoch(None)
+
+    def _agree_on_start(self):
+        process_set = process_set_of(self.model.optimizer)
+        if not needs_communication(process_set):
+            return
+        _check_root(self.root_rank, process_set)
+        needs_broadcast = start.agree(
+            self.model,
+            steps=(self.params or {}).get("steps"),
+            needs_broadcast=not self.broadcast_done,
+            root_rank=self.root_rank,
+            process_set=process_set,
+        )
+        self.broadcast_done = not needs_broadcast
+
+    def _check_first_epoch(self, epoch):
+        if self._is_first_epoch:
+            self._is_first_epoch = False
+            start.check_first_epoch(
+                epoch, process_set=process_set_of(self.model.optimizer)
             )
 
     def _broadcast(self):
@@ -98,7 +140,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             optimizer.build(model.trainable_variables)
         process_set = process_set_of(optimizer)
         if needs_communication(process_set):
-            _check_root(self.root_rank, process_set)
             variables = replicated_variables(model, local_keys=self._local_keys)
             _check_same_structure(variables, process_set)
             with tf.device(self.device):
@@ -107,10 +148,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = True
 
     def _broadcast_on_first_batch(self):
-        # fit builds such a model inside its first step. That would be too late:
-        # look at the first batch, then hand it on to the step.
+        # fit builds such a model while it traces the first step, too late for a
+        # broadcast before it. So the first batch builds it, and then trains it.
         model = self.model
-        # A fit that failed before its first step has left its first call in the model.
+        # A fit that failed before its first step leaves its first_call in the model.
         train_function = getattr(
             model.train_function, "stands_for", model.train_function
         )
@@ -128,7 +169,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 def _unbuilt_parts(model):
-    """Names of the layers of `model`, and of itself, that have yet to make weights."""
+    # Names of the layers of the model, and of itself, without weights so far.
     layers = [] if model.built else [model, *model._flatten_layers(include_self=False)]
     return [
         layer.name
@@ -143,16 +184,16 @@ def _is_callable(model):
 
 
 def separate_seeds(model, process_set=global_process_set):
-    """Gives ranks that would draw the same random numbers different ones.
+    """Makes the seeds of random layers different on ranks that have equal ones.
 
     Ranks that are seeded alike (`keras.utils.set_random_seed(1)` everywhere) would
-    drop the same units for all of the global batch. Every rank learns all ranks'
-    seeds; a rank whose seed a lower rank has too takes a new one that is a function
-    of (seed, rank). The counter of a seed stays.
+    drop the same units for all of the global batch. All ranks' seeds are gathered; a
+    rank whose seed occurs on a lower rank takes a new one that is a function of
+    (seed, rank). The counter of a seed stays.
 
-    Ranks whose seeds differ already keep them, so it is safe to call it again: on a
-    run that was resumed with each rank's seeds nothing changes, and on one that was
-    resumed with rank 0's, all ranks get the seeds that they had.
+    Seeds that differ already stay, so repeating the call has no effect: a run that was
+    resumed with each rank's seeds does not change, and in one that was resumed with
+    rank 0's, all ranks take the seeds that they had.
     """
     states = seed_states(model)
     if not states or not needs_communication(process_set):
@@ -184,7 +225,7 @@ def _check_root(root_rank, process_set):
 
 
 def _check_same_structure(variables, process_set):
-    # Else a rank would wait for a tensor that another never sends.
+    # Otherwise a rank blocks in the broadcast of a tensor that another does not have.
     mine = [(v.path, tuple(v.shape), v.dtype) for v in variables]
     everyone = allgather_object(
         mine, name="BroadcastStructure", process_set=process_set

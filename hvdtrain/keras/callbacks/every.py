@@ -1,11 +1,11 @@
-"""Counts training steps for callbacks that act once in so many of them."""
+"""A counter of training steps for callbacks that act periodically."""
 
 
 class EverySteps:
-    """Says when another `every_steps` training steps have passed.
+    """Returns True once in `every_steps` training steps.
 
-    Counts over epochs, and when Keras reports several steps at once
-    (`steps_per_execution`). The same calls give the same answers on every rank.
+    Counts across epochs, and several steps per call with `steps_per_execution`. Equal
+    calls have equal results on every rank, so that collectives may depend on them.
     """
 
     def __init__(self, every_steps):
@@ -17,15 +17,15 @@ class EverySteps:
         self.reset()
 
     def reset(self):
-        """Starts counting anew, when training begins.
+        """Sets the count to zero, when training begins.
 
-        Of the ranks of an elastic job some have trained before, and some have not.
+        Otherwise ranks that joined an elastic job later would have another count.
         """
         self._last_batch = -1
         self._steps = 0
 
     def __call__(self, batch):
-        """Counts the steps up to `batch`, the last one done, from 0 on in its epoch."""
+        """Counts the steps up to `batch`: the last one done, from 0 in each epoch."""
         is_new_epoch = batch <= self._last_batch
         self._steps += batch + 1 if is_new_epoch else batch - self._last_batch
         self._last_batch = batch

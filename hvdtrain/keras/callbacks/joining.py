@@ -27,6 +27,15 @@ class JoinCallback(keras.callbacks.Callback):
         super().__init__()
         self._is_training = False
 
+    def set_model(self, model):
+        """Takes the model; marks it as one whose ranks may take unequal steps."""
+        super().set_model(model)
+        model._hvdtrain_joins = True
+
+    def on_train_end(self, logs=None):
+        """Removes the mark: the next `fit` may be without this callback."""
+        self.model._hvdtrain_joins = False
+
     def on_epoch_begin(self, epoch, logs=None):
         """Notes that there are batches to come."""
         self._is_training = True

@@ -28,16 +28,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         end_epoch: the epoch after its last; None for no end.
         staircase: True calls `multiplier` once an epoch, with an integer. False
             calls it for every batch, with `epoch + batch / steps_per_epoch`. With
-            `steps_per_execution=k`, Keras asks once in k steps, and the rate is that
+            `steps_per_execution=k` it is called once in k steps, and the rate is that
             of the first of them.
         momentum_correction: keep the momentum of SGD and RMSprop in proportion to
             the learning rate: see `learning_rates.set_learning_rate`.
-        steps_per_epoch: by default as `fit` knows it. Needed for a data set of
-            unknown length when `staircase` is False.
+        steps_per_epoch: by default that of `fit`. Needed for a data set of unknown
+            length when `staircase` is False.
 
     Raises:
         ValueError: if `initial_lr` is missing; in `fit`, if the number of steps is
-            needed and not known, or the optimizer's learning rate is a schedule.
+            needed and unknown, or the optimizer's learning rate is a schedule.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
-        self._asks_fit = not staircase and not steps_per_epoch
+        self._takes_steps_of_fit = not staircase and not steps_per_epoch
         self._epoch = None
 
     def on_train_begin(self, logs=None):
-        """Checks the optimizer, and finds out the number of steps in an epoch."""
+        """Checks the optimizer, and takes the steps of an epoch from `fit`."""
         _check_adjustable(self.model.optimizer)
         # In every fit: the next one may have other data.
-        if self._asks_fit:
+        if self._takes_steps_of_fit:
             self.steps_per_epoch = self._steps_of_fit()
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
+        """Keeps the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -103,8 +103,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         steps = self.params.get("steps")
         if not steps:
             raise ValueError(
-                f"{type(self).__name__} needs the number of steps per epoch, and fit "
-                "does not know it for this data set. Pass steps_per_epoch=... to the "
+                f"{type(self).__name__} needs the number of steps per epoch. Received: "
+                "a data set of unknown length. Pass steps_per_epoch=... to the "
                 "callback."
             )
         return steps
@@ -115,29 +115,32 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     In step s of W warm-up steps, counted from 1, the rate is
     `initial_lr * (1 + (size - 1) * s / W) / size`: linear, and exactly `initial_lr`
-    in the last. Afterwards the callback leaves the rate alone. With
+    in the last. Afterwards the callback does not change the rate. With
     `steps_per_execution=k` the warm-up is a staircase: k steps share the rate of
     their last one.
 
     Args:
-        initial_lr: learning rate after the warm-up, already scaled to the ranks.
+        initial_lr: learning rate after the warm-up, already scaled to the ranks. By
+            default the optimizer's when the first `fit` begins; give the number if
+            training may resume in the middle of the warm-up.
         warmup_epochs: length of the warm-up; may be a fraction, such as
             `warmup_steps / steps_per_epoch`.
         momentum_correction: as in `LearningRateScheduleCallback`.
         steps_per_epoch: as in `LearningRateScheduleCallback`.
-        verbose: 1 makes rank 0 say when the warm-up is over.
+        verbose: 1 makes rank 0 print a line at the end of the warm-up.
     """
 
     def __init__(
         self,
-        initial_lr,
+        initial_lr=None,
         warmup_epochs=5,
         momentum_correction=True,
         steps_per_epoch=None,
         verbose=0,
     ):
         super().__init__(
-            initial_lr,
+            # Replaced in on_train_begin if it is missing.
+            math.nan if initial_lr is None else initial_lr,
             self._warmup,
             end_epoch=warmup_epochs,
             staircase=False,
@@ -146,13 +149,19 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         )
         self.verbose = verbose
 
+    def on_train_begin(self, logs=None):
+        """Also takes the optimizer's learning rate if none was given."""
+        super().on_train_begin(logs)
+        if math.isnan(self.initial_lr):
+            self.initial_lr = float(self.model.optimizer.learning_rate.numpy())
+
     def on_epoch_end(self, epoch, logs=None):
-        """Logs the learning rate, and says when the warm-up is over."""
+        """Logs the learning rate; prints a line at the end of the warm-up."""
         super().on_epoch_end(epoch, logs)
         is_last = epoch == math.ceil(self.end_epoch) - 1
         if is_last and self.verbose > 0 and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate.numpy())
-            # Where the verbose=1 of Keras' own callbacks goes.
+            # Like Keras' own callbacks with verbose=1: absl if print is disabled.
             io_utils.print_msg(
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to "
                 f"{rate:g}."
@@ -170,7 +179,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 def _check_adjustable(optimizer):
     if not isinstance(optimizer.learning_rate, keras.Variable):
         raise ValueError(
-            "The learning rate of this optimizer is a function or a "
-            "LearningRateSchedule, which no callback can change. Create the optimizer "
-            f"with a number. Received: {optimizer._learning_rate!r}"
+            "No callback can change a learning rate that is a function or a "
+            f"LearningRateSchedule. Received: {optimizer._learning_rate!r}. Create the "
+            "optimizer with a number."
         )

@@ -1,4 +1,4 @@
-"""Metrics of an epoch over the samples of all ranks, for every callback after it."""
+"""Metrics of an epoch over the samples of all ranks."""
 
 import numbers
 import statistics
@@ -27,15 +27,19 @@ class MetricAverageCallback(keras.callbacks.Callback):
     gets the others' results. The ranks are those of the optimizer's `process_set`.
 
     Put it before the callbacks that read logs (`ReduceLROnPlateau`,
-    `EarlyStopping`, `ModelCheckpoint`, `TensorBoard`, ...): they then see the same
-    numbers on every rank, and decide alike.
+    `EarlyStopping`, `ModelCheckpoint`, `TensorBoard`, ...): they then read the same
+    numbers on every rank, and act in the same epoch.
 
     Logged numbers that are no metric of the model (a learning rate, or the
-    losses that a `train_step` of your own returns) are averaged over the ranks that
-    log them.
+    losses that a user's `train_step` returns) are averaged over the ranks that log
+    them. Metrics that have not been built, before the first batch, are left out.
 
     Args:
         device: where the states are summed; "" is the default device.
+
+    Raises:
+        ValueError: at the end of an epoch, on every rank, if some ranks have had no
+            batch, so that their metrics have not been built.
     """
 
     def __init__(self, device=""):
@@ -45,11 +49,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._epoch_logs = {}
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Forgets the epoch before."""
+        """Discards the states of the previous epoch."""
         self._training_states = None
 
     def on_test_begin(self, logs=None):
-        """Keeps the training metrics: validation is about to reset them."""
+        """Copies the training metrics, which validation resets."""
         self._training_states = local_states(metric_variables(self.model.metrics))
 
     def on_epoch_end(self, epoch, logs=None):
@@ -66,7 +70,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs.update(self._epoch_logs)
 
     def on_train_end(self, logs=None):
-        """Repeats the last epoch's values: `fit` hands out the local ones again."""
+        """Repeats the last epoch's values: `fit` passes the local ones again."""
         if logs is not None:
             logs.update(self._epoch_logs)
 
@@ -74,11 +78,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
         tracked = self._results(states)
         report = {
             # A log under a metric's name is the metric's own only if it has its
-            # value: a custom train_step or another callback may have put it there.
+            # value: a custom train_step or another callback may have set it.
             key: (value, key in tracked and _same(value, tracked[key]))
             for key, value in logs.items()
         }
-        # Ranks may hold different keys: agree before anything depends on them.
+        # Ranks may have different keys, and a collective for a key that only some of
+        # them have would block: so the keys are gathered first.
         process_set = process_set_of(self.model.optimizer)
         everyone = allgather_object(
             (list(states), report), name="MetricLogs", process_set=process_set
@@ -119,7 +124,7 @@ def _merge(reports, exact):
 
 
 def _is_number(value):
-    # Python's and NumPy's, and arrays and tensors without axes; no flags, no texts.
+    # Of Python or NumPy, and arrays and tensors without axes; no bool, no str.
     is_scalar = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
     return is_scalar and np.asarray(value).dtype.kind in "iuf"
 

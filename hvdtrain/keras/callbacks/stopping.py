@@ -1,4 +1,4 @@
-"""No rank stops alone."""
+"""Ends training on all ranks at the same step."""
 
 import keras
 import numpy as np
@@ -11,51 +11,51 @@ from hvdtrain.keras.optimizer import process_set_of
 
 
 class StopTogetherCallback(keras.callbacks.Callback):
-    """Lets all ranks stop at the same step when one of them wants to.
+    """Ends `fit` on all ranks at the same step when one of them sets `stop_training`.
 
-    A callback that decides on what its own rank sees (`TerminateOnNaN` on the local
+    A callback that acts on the state of its own rank (`TerminateOnNaN` on the local
     loss, a time limit, a signal) sets `model.stop_training` on that rank alone; the
-    others would wait for it for ever. With this callback the wish is held back, and
-    granted on every rank of the optimizer's `process_set` at the next step at which
-    the ranks ask each other.
+    other ranks would block in the next collective. This callback delays the request:
+    every `every_steps` steps one reduction finds out whether any rank of the
+    optimizer's `process_set` has one, and if so, all of them stop.
 
-    Put it last in the list of callbacks. Callbacks that decide on the logs of an
-    epoch need nothing but `MetricAverageCallback` before them.
+    Put it last in the list of callbacks. Callbacks that act on the logs of an epoch
+    only need `MetricAverageCallback` before them.
 
     Args:
-        every_steps: training steps from one question to the next; it costs one
-            small reduction. Ranks also ask at the end of every epoch.
+        every_steps: training steps from one reduction to the next; there is another
+            one at the end of every epoch.
     """
 
     def __init__(self, every_steps=100):
         super().__init__()
         self._is_due = EverySteps(every_steps)
-        self._wants_to_stop = False
+        self._is_requested = False
 
     def on_train_begin(self, logs=None):
-        """Forgets a `fit` before."""
+        """Discards the state of a previous `fit`."""
         self._is_due.reset()
-        self._wants_to_stop = False
+        self._is_requested = False
 
     def on_train_batch_end(self, batch, logs=None):
-        """Holds back a wish to stop until all ranks are asked."""
-        self._wants_to_stop |= bool(self.model.stop_training)
+        """Keeps a request to stop until the next reduction."""
+        self._is_requested |= bool(self.model.stop_training)
         self.model.stop_training = self._is_due(batch) and self._agree()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Asks all ranks."""
-        self._wants_to_stop |= bool(self.model.stop_training)
+        """Stops all ranks if one of them requests it."""
+        self._is_requested |= bool(self.model.stop_training)
         self.model.stop_training = self._agree()
 
     def _agree(self):
         process_set = process_set_of(self.model.optimizer)
         if not needs_communication(process_set):
-            return self._wants_to_stop
-        wishes = ops.allreduce(
-            np.int32(self._wants_to_stop),
+            return self._is_requested
+        requests = ops.allreduce(
+            np.int32(self._is_requested),
             name="StopTogether",
             op=Max,
             process_set=process_set,
         )
-        self._wants_to_stop = bool(wishes.numpy())
-        return self._wants_to_stop
+        self._is_requested = bool(requests.numpy())
+        return self._is_requested

@@ -1,0 +1,134 @@
+"""What all ranks agree on when `fit` starts, and the errors if they cannot."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.keras.optimizer import is_distributed
+
+# Stands for None among integers.
+NONE = -1
+
+
+class _Start(NamedTuple):
+    # What a rank contributes. The first epoch is that of Keras' BackupAndRestore,
+    # and not fit's argument initial_epoch.
+    needs_broadcast: bool
+    joins: bool
+    steps: int
+    first_epoch: int
+
+
+class _AgreedEpoch(int):
+    """A first epoch that all ranks have agreed on; a restored one is an int."""
+
+
+def check_distributed(model):
+    """Raises an error if the ranks would train different models in silence.
+
+    A `train_step` of the user is not checked: it may reduce gradients with a
+    `DistributedGradientTape`.
+
+    Raises:
+        ValueError: for Keras' own `train_step` with a plain optimizer.
+    """
+    trains_by_keras = type(model).train_step is keras.Model.train_step
+    is_missing = model.optimizer is not None and not is_distributed(model.optimizer)
+    if trains_by_keras and is_missing and needs_communication(global_process_set):
+        raise ValueError(
+            "The optimizer is not distributed, so that the ranks would train different "
+            f"models. Received: a plain {type(model.optimizer).__name__}, as in a "
+            "model that was copied, pickled or loaded by keras.models.load_model. Call "
+            "hvd.DistributedOptimizer(model.optimizer) before fit, or load the model "
+            "with hvd.load_model."
+        )
+
+
+def agree(model, *, steps, needs_broadcast, root_rank, process_set):
+    """Makes all ranks start `fit` in the epoch of `root_rank`; a collective.
+
+    Args:
+        model: the model that `fit` is about to train.
+        steps: number of steps in an epoch of this rank, or None if unknown.
+        needs_broadcast: whether this rank needs `root_rank`'s weights.
+        root_rank: a rank of `process_set`.
+        process_set: the ranks that train.
+
+    Returns:
+        Whether all ranks have to take part in a broadcast: one of them needs it, or a
+        callback before has restored its model.
+
+    Raises:
+        ValueError: on every rank, if their numbers of steps differ.
+    """
+    epoch = model._initial_epoch
+    is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
+    mine = _Start(
+        needs_broadcast=needs_broadcast or is_restored,
+        joins=getattr(model, "_hvdtrain_joins", False),
+        steps=NONE if steps is None else steps,
+        first_epoch=NONE if epoch is None else epoch,
+    )
+    rows = ops.allgather(
+        np.array([mine], "int64"), "TrainingStart", process_set=process_set
+    )
+    starts = [_Start(*row) for row in rows.numpy().tolist()]
+    _check_steps(starts, process_set.ranks)
+    first_epoch = starts[list(process_set.ranks).index(root_rank)].first_epoch
+    # Keras' fit reads it after on_train_begin.
+    model._initial_epoch = None if first_epoch == NONE else _AgreedEpoch(first_epoch)
+    return any(start.needs_broadcast for start in starts)
+
+
+def check_first_epoch(epoch, *, process_set):
+    """Raises an error unless all ranks start in the same epoch; a collective.
+
+    Args:
+        epoch: the first epoch of this rank; None if there is no epoch left.
+        process_set: the ranks that train.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    if not needs_communication(process_set):
+        return
+    mine = [NONE if epoch is None else epoch]
+    epochs = ops.allgather(mine, "FirstEpoch", process_set=process_set)
+    first_ranks = _first_ranks(epochs.numpy().tolist(), process_set.ranks)
+    if len(first_ranks) > 1:
+        found = ", ".join(
+            f"{'none' if epoch == NONE else epoch} on rank {rank}"
+            for epoch, rank in first_ranks.items()
+        )
+        raise ValueError(
+            f"The ranks start in different epochs. Received: {found}. Pass the same "
+            "initial_epoch and epochs to fit on every rank, and put "
+            "keras.callbacks.BackupAndRestore before "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback in the list."
+        )
+
+
+def _check_steps(starts, ranks):
+    if any(start.joins for start in starts):
+        return
+    first_ranks = _first_ranks([start.steps for start in starts], ranks)
+    first_ranks.pop(NONE, None)
+    if len(first_ranks) > 1:
+        found = ", ".join(f"{steps} on rank {r}" for steps, r in first_ranks.items())
+        raise ValueError(
+            "The ranks have different numbers of steps in an epoch: those with more "
+            f"would block in a collective. Received: {found}. Pass "
+            f"steps_per_epoch={min(first_ranks)} to fit, deal equally many batches to "
+            "every rank (drop_remainder=True), or add hvd.callbacks.JoinCallback()."
+        )
+
+
+def _first_ranks(values, ranks):
+    # From each value to the first of the ranks that has it.
+    first_ranks = {}
+    for rank, value in zip(ranks, values, strict=True):
+        first_ranks.setdefault(value, rank)
+    return first_ranks

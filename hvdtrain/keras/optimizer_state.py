@@ -1,0 +1,38 @@
+"""Which variables of an optimizer are equal on all ranks."""
+
+from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.learning_rates import without_loss_scale
+
+
+def replicated_state(optimizer, trainable, local_keys=frozenset()):
+    """Returns the variables of `optimizer` that are equal on all ranks.
+
+    Without the slots of local weights. Accumulated gradients are left out as well:
+    until their window is complete, each rank has its own.
+
+    Args:
+        optimizer: a Keras optimizer, built or not.
+        trainable: list of the variables that it trains.
+        local_keys: set of `gradients.variable_key(variable)` of local variables.
+    """
+    own = _slots(optimizer, trainable, local_keys) | _accumulated(optimizer)
+    return [v for v in optimizer.variables if id(v) not in own]
+
+
+def _accumulated(optimizer):
+    accumulators = getattr(without_loss_scale(optimizer), "_accumulated_gradients", ())
+    return {id(accumulator) for accumulator in accumulators}
+
+
+def _slots(optimizer, trainable, local_keys):
+    # Keras names a slot after its variable's path. Of several paths that fit, the
+    # longest is the variable's own: "a/kernel_2" has "a_kernel_2_momentum".
+    if not any(variable_key(v) in local_keys for v in trainable):
+        return set()
+    prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
+    slots = set()
+    for slot in optimizer.variables:
+        owners = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
+        if owners and variable_key(prefixes[max(owners, key=len)]) in local_keys:
+            slots.add(id(slot))
+    return slots

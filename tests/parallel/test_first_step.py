@@ -1,0 +1,204 @@
+"""Ranks that start with different weights raise an error instead of diverging."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+
+Desynchronized = hvd.callbacks.DesynchronizedError
+INPUTS, LABELS = oracle.samples(steps=3)
+MEAN_LOSS = keras.losses.SparseCategoricalCrossentropy()
+
+
+def model_of_this_rank(optimizer=None):
+    """A compiled model with different weights on every rank."""
+    model = oracle.build_model()
+    model.compile(
+        optimizer or hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS
+    )
+    for weight in model.weights:
+        weight.assign(weight + 0.01 * hvd.rank())
+    return model
+
+
+def batch(step):
+    start = step * oracle.LOCAL_BATCH_SIZE
+    rows = slice(start, start + oracle.LOCAL_BATCH_SIZE)
+    return oracle.shard(INPUTS)[rows], oracle.shard(LABELS)[rows]
+
+
+def assert_names_the_remedy(error):
+    text = str(error.value)
+    assert "4 of" in text
+    assert "BroadcastGlobalVariablesCallback(0)" in text
+    assert "hvd.broadcast_variables" in text
+
+
+@pytest.mark.parametrize(
+    "compile_args", [{}, {"steps_per_execution": 3}, {"run_eagerly": True}]
+)
+def test_fit_without_a_broadcast(compile_args):
+    model = model_of_this_rank()
+    model.compile(model.optimizer, oracle.LOSS, **compile_args)
+    before = model.get_weights()
+    with pytest.raises(Desynchronized) as error:
+        oracle.fit_shard(model, INPUTS, LABELS)
+    assert_names_the_remedy(error)
+    assert "\n" not in str(error.value)
+    assert oracle.difference(model.get_weights(), before) == 0
+
+
+def test_train_on_batch_without_a_broadcast():
+    model = model_of_this_rank()
+    with pytest.raises(Desynchronized) as error:
+        model.train_on_batch(*batch(0))
+    assert_names_the_remedy(error)
+
+
+def test_fit_with_float16_without_a_broadcast():
+    keras.config.set_dtype_policy("mixed_float16")
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(Desynchronized):
+        oracle.fit_shard(
+            model_of_this_rank(hvd.DistributedOptimizer(inner)), INPUTS, LABELS
+        )
+
+
+def test_optimizer_state_without_a_broadcast():
+    model = oracle.build_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    model.compile(optimizer, oracle.LOSS)
+    optimizer.build(model.trainable_variables)
+    optimizer.momentums[0].assign(optimizer.momentums[0] + float(hvd.rank()))
+    with pytest.raises(Desynchronized, match=optimizer.momentums[0].path):
+        oracle.fit_shard(model, INPUTS, LABELS)
+
+
+def test_callbacks_that_are_used_for_a_second_model():
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    for _ in range(2):
+        model = model_of_this_rank()
+        oracle.fit_shard(model, INPUTS, LABELS, callbacks=callbacks)
+        oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+def test_variables_that_were_broadcast_by_hand():
+    model = model_of_this_rank()
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    oracle.fit_shard(model, INPUTS, LABELS)
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+def test_local_variables_may_differ_from_the_start():
+    model = oracle.build_model()
+    local = model.layers[0]
+    local.bias.assign(local.bias + float(hvd.rank()))
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(
+        hvd.PartialDistributedOptimizer(optimizer, local_layers=local), oracle.LOSS
+    )
+    optimizer.build(model.trainable_variables)
+    optimizer.momentums[1].assign(optimizer.momentums[1] + float(hvd.rank()))
+    oracle.fit_shard(model, INPUTS, LABELS)
+    oracle.assert_bitwise_equal_over_ranks(model.layers[1].get_weights())
+
+
+def test_a_loop_of_a_user_without_a_broadcast():
+    model = model_of_this_rank()
+
+    @tf.function
+    def step(inputs, labels):
+        with tf.GradientTape() as tape:
+            loss = MEAN_LOSS(labels, model(inputs))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    with pytest.raises(Desynchronized) as error:
+        step(*batch(0))
+    assert_names_the_remedy(error)
+
+
+def test_a_rank_that_has_joined_before_the_first_step():
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS)
+    if hvd.rank() == 0:
+        model.train_on_batch(*batch(0))
+    hvd.join()
+    assert int(model.optimizer.iterations) == (1 if hvd.rank() == 0 else 0)
+
+
+def tape_step(model, is_traced):
+    """A step with a tape and a plain optimizer."""
+
+    def step(inputs, labels):
+        with tf.GradientTape() as tape:
+            loss = MEAN_LOSS(labels, model(inputs))
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    return tf.function(step) if is_traced else step
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_tape_without_a_broadcast(is_traced):
+    model = model_of_this_rank(keras.optimizers.SGD(0.1))
+    step = tape_step(model, is_traced)
+    # A graph raises TensorFlow's error, with the text of ours in it.
+    kind = tf.errors.UnknownError if is_traced else Desynchronized
+    step(*batch(0))
+    with pytest.raises(kind) as error:
+        step(*batch(1))
+    assert "DesynchronizedError" in str(error.value) or not is_traced
+    assert_names_the_remedy(error)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_broadcast_after_the_first_step_of_a_tape(is_traced):
+    # As in Horovod's examples.
+    model = model_of_this_rank(keras.optimizers.SGD(0.1))
+    step = tape_step(model, is_traced)
+    for number in range(3):
+        step(*batch(number))
+        if number == 0:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(model.optimizer.variables, root_rank=0)
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+def test_a_broadcast_inside_the_first_step_of_a_tape():
+    model = model_of_this_rank(keras.optimizers.SGD(0.1))
+    plain_step = tape_step(model, is_traced=False)
+    model.optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(inputs, labels, is_first):
+        loss = plain_step(inputs, labels)
+        if is_first:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+        return loss
+
+    for number in range(3):
+        step(*batch(number), number == 0)
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+def test_sparse_gradients_of_a_tape_without_a_broadcast():
+    table = tf.Variable(np.full((4, 2), hvd.rank(), "float32"))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [0, 1]))
+        tape = hvd.DistributedGradientTape(tape)
+        (gradient,) = tape.gradient(loss, [table])
+        assert isinstance(gradient, tf.IndexedSlices)
+        table.scatter_sub(gradient)
+
+    step()
+    with pytest.raises(tf.errors.UnknownError, match="1 of 1 variables"):
+        step()
