@@ -62,3 +62,96 @@ def test_unequal_numbers_of_batches(make, validates):
         # Joined before validation: the same weights, the same loss everywhere.
         loss = history.history["val_loss"][-1]
         assert loss == pytest.approx(model.evaluate(*part_of(0), verbose=0), abs=1e-6)
+
+
+def test_a_window_of_accumulation_spans_two_epochs_of_unequal_length():
+    # The gradient of w with x = 1 and loss = w is 1 for each batch. Rank 0 has 7
+    # batches, the others 9: rank 0 joins in mid-window, and its last three are left
+    # out of the update at step 8. The window that starts at step 9 has one batch of
+    # each other rank, and three of every rank in the second epoch.
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign([[0.0]])
+    optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=4)
+    model.compile(hvd.DistributedOptimizer(optimizer), lambda y, prediction: prediction)
+    weights = []
+    for batches in (7 if hvd.rank() == 0 else 9, 3):
+        ones = np.ones((batches, 1), "float32")
+        callbacks = [hvd.callbacks.JoinCallback()]
+        model.fit(ones, ones, batch_size=1, verbose=0, callbacks=callbacks)
+        weights.append(float(model.layers[0].kernel[0, 0]))
+    # A mean of ones is 1: two updates by step 8, the third at step 12.
+    assert weights == pytest.approx([-2.0, -3.0])
+    assert int(optimizer.iterations) == 12 // 4
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_an_open_window_has_the_mean_of_the_batches_that_took_part(op):
+    # A window of 4 stays open over the epoch: rank 0 has 1 batch, of gradient 1, the
+    # others have 3, of gradient 2. At step 4, one batch of gradient 0 closes it.
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign([[0.0]])
+    optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=4)
+    optimizer = hvd.DistributedOptimizer(optimizer, op=getattr(hvd, op))
+    model.compile(optimizer, lambda y, prediction: prediction)
+    mine = np.full((1, 1), 1.0) if hvd.rank() == 0 else np.full((3, 1), 2.0)
+    for inputs in (mine, np.zeros((1, 1))):
+        callbacks = [hvd.callbacks.JoinCallback()]
+        model.fit(inputs, inputs, batch_size=1, verbose=0, callbacks=callbacks)
+    others = hvd.size() - 1
+    total, count = 1 + 3 * 2 * others, 1 + 3 * others
+    # Average: three steps of the mean of all batches, and one of 0. Sum: what was
+    # contributed.
+    expected = {"Average": 3 * total / count / 4, "Sum": total / 4}[op]
+    assert float(model.layers[0].kernel[0, 0]) == pytest.approx(-expected)
+
+
+class TwoOptimizers(keras.Model):
+    """Trains its second layer with an optimizer beside the compiled one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(2)
+        self.second = keras.layers.Dense(1)
+        self.second_optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.Adam(0.01), name="second"
+        )
+
+    def call(self, inputs):
+        return self.second(self.first(inputs))
+
+    def train_step(self, data):
+        inputs, labels = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self(inputs) - labels) ** 2)
+        for layer, optimizer in (
+            (self.first, self.optimizer),
+            (self.second, self.second_optimizer),
+        ):
+            variables = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_every_optimizer_of_the_model_is_caught_up():
+    keras.utils.set_random_seed(0)
+    model = TwoOptimizers()
+    model(np.zeros((1, 2)))
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    model.optimizer.build(model.first.trainable_variables)
+    model.second_optimizer.build(model.second.trainable_variables)
+    inputs = np.random.default_rng(0).normal(size=(8 * (hvd.rank() + 1), 2))
+    callbacks = [hvd.callbacks.JoinCallback()]
+    model.fit(inputs, inputs[:, :1], batch_size=8, verbose=0, callbacks=callbacks)
+    for optimizer in (model.optimizer, model.second_optimizer):
+        oracle.assert_bitwise_equal_over_ranks(optimizer.variables)
+        assert int(optimizer.iterations) == hvd.size()
+
+
+def test_a_join_in_each_epoch_is_traced_without_a_warning(caplog):
+    logger = tf.get_logger()
+    logger.addHandler(caplog.handler)
+    with caplog.at_level("WARNING", logger.name):
+        for _ in range(7):
+            assert int(hvd.join()) in range(hvd.size())
+    logger.removeHandler(caplog.handler)
+    assert "retracing" not in caplog.text

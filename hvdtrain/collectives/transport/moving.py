@@ -89,12 +89,15 @@ def reducescatter(tensors, reduction, *, name):
 
 def join():
     """Blocks until every rank has called it; returns the last rank that did."""
-    # TensorFlow takes the operation for a constant: within one function it would run
-    # once, and later calls would return at once with the old result. A py_function is
-    # stateful, and the function inside it is new in every call.
-    return graph.serialize(
-        lambda: tf.py_function(lambda: tf.function(hvd.join)(), [], tf.int32)
-    )
+
+    # The operation is stateless and has no inputs: TensorFlow runs it once for each
+    # graph or eager kernel, and returns that result in later calls (constant folding).
+    # Hence each call traces a graph of its own, inside a py_function, which is
+    # stateful. Called as a concrete function, it is not counted as retracing.
+    def join_in_new_graph():
+        return tf.function(hvd.join, autograph=False).get_concrete_function()()
+
+    return graph.serialize(lambda: tf.py_function(join_in_new_graph, [], tf.int32))
 
 
 def allgather_bytes(data, *, name, process_set=global_process_set):

@@ -9,6 +9,7 @@ import tensorflow as tf
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.keras import train_functions
 from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.gradients import variable_key
 from hvdtrain.keras.optimizer import configure_compiled_model, process_set_of
@@ -148,24 +149,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = True
 
     def _broadcast_on_first_batch(self):
-        # fit builds such a model while it traces the first step, too late for a
-        # broadcast before it. So the first batch builds it, and then trains it.
-        model = self.model
-        # A fit that failed before its first step leaves its first_call in the model.
-        train_function = getattr(
-            model.train_function, "stands_for", model.train_function
-        )
-
-        def first_call(iterator):
-            model.train_function = train_function
+        # fit builds such a model inside its first step, which is too late: call the
+        # model on the first batch, broadcast, then pass the batch to the step.
+        def first_step(iterator):
+            train_function = train_functions.restore(self.model)
             batch = next(iterator)
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            model(inputs)
+            self.model(inputs)
             self._broadcast()
             return train_function(itertools.chain([batch], iterator))
 
-        first_call.stands_for = train_function
-        model.train_function = first_call
+        train_functions.substitute(self.model, first_step)
 
 
 def _unbuilt_parts(model):

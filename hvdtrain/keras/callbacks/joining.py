@@ -4,21 +4,33 @@ import keras
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.collectives.transport import Average
+from hvdtrain.keras.hook import hook_of
+from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.optimizer import local_keys_of
 from hvdtrain.keras.variables import replicated_variables
 
 
 class JoinCallback(keras.callbacks.Callback):
-    """Lets a rank whose data is exhausted wait for the others, epoch by epoch.
+    """Lets a rank without further batches wait for the others, epoch by epoch.
 
-    The ranks that still have batches go on, and their gradients are averaged over
-    themselves (Horovod's `join` alone divides by all ranks). When the last one is
-    done, every rank takes its weights and optimizer state: what a waiting rank
-    missed. It happens before validation, and at the end of an epoch without one.
+    The ranks that still have batches continue, and their gradients are averaged over
+    themselves (Horovod's `join` alone divides by all ranks). At the end, every rank
+    receives the weights and the state of the optimizers from the rank that has taken
+    the most steps. This happens before validation, and at the end of an epoch without
+    one. The optimizers are the compiled one, and distributed ones that are attributes
+    of the model.
 
-    Put it before callbacks that talk at the end of an epoch. While a rank waits, the
-    others may only reduce dense tensors: use `sparse_as_dense=True` with embeddings,
-    no bfloat16 compression, no `SyncBatchNormalization`, no process sets, and
-    callbacks that talk between epochs only.
+    With gradient accumulation, an update is the mean over the batches that took part:
+    the last batches of a rank are left out if the other ranks complete their window
+    without it. A window that is still open at the end of an epoch continues in the
+    next one.
+
+    Put it before callbacks that call collectives at the end of an epoch. While a rank
+    waits, the others may only reduce dense tensors over all ranks: use
+    `sparse_as_dense=True` with embeddings, no bfloat16 compression, no
+    `SyncBatchNormalization`, no process sets, and callbacks that call collectives
+    between epochs only.
 
     Source: `join` and its cost are Horovod's; see `horovod.tensorflow.join`.
     """
@@ -37,7 +49,7 @@ class JoinCallback(keras.callbacks.Callback):
         self.model._hvdtrain_joins = False
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Notes that there are batches to come."""
+        """Requests a join at the end of the epoch."""
         self._is_training = True
 
     def on_test_begin(self, logs=None):
@@ -55,4 +67,75 @@ class JoinCallback(keras.callbacks.Callback):
         if not needs_communication(global_process_set):
             return
         last_rank = int(ops.join())
-        ops.broadcast_variables(replicated_variables(self.model), last_rank)
+        optimizers = _optimizers_of(self.model)
+        if not optimizers:
+            ops.broadcast_variables(replicated_variables(self.model), last_rank)
+            return
+        # Between two updates of an accumulating optimizer no rank blocks, so the last
+        # one to join need not be the one with the most batches.
+        steps = ops.allgather([_steps_of(optimizers)], name="JoinSteps").numpy()
+        root = int(steps.sum(axis=1).argmax())
+        for column, optimizer in zip(steps.T, optimizers, strict=True):
+            _align_window(optimizer, column, root)
+        ops.broadcast_variables(_shared_variables(self.model, optimizers), root)
+
+
+def _optimizers_of(model):
+    """Returns the compiled optimizer, and distributed ones kept beside it."""
+    compiled = getattr(model, "optimizer", None)
+    beside = [
+        value
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
+        and value is not compiled
+        and hook_of(value) is not None
+    ]
+    return [compiled, *beside] if compiled is not None else beside
+
+
+def _steps_of(optimizers):
+    # The property `iterations` is the number of updates, not of batches.
+    return [int(without_loss_scale(o)._iterations) for o in optimizers]
+
+
+def _shared_variables(model, optimizers):
+    # A variable that is local to one optimizer is unknown to the others.
+    local_keys = frozenset().union(*map(local_keys_of, optimizers))
+    variables = {
+        id(variable): variable
+        for optimizer in optimizers
+        for variable in replicated_variables(
+            model, optimizer=optimizer, local_keys=local_keys
+        )
+    }
+    return list(variables.values())
+
+
+def _align_window(optimizer, steps, root):
+    """Scales accumulated gradients to the number of steps that all ranks take over.
+
+    Keras divides the accumulated gradients of each rank by the length of the window,
+    and the ranks' results are averaged. A rank that has accumulated fewer batches would
+    count as much as the others, and one that kept those of an older window would count
+    more. Hence every rank's sum is multiplied by (open steps x ranks / batches of all
+    ranks in the open window).
+
+    Args:
+        optimizer: a Keras optimizer.
+        steps: the steps that each rank has taken.
+        root: the rank whose steps all ranks take over.
+    """
+    hook, base = hook_of(optimizer), without_loss_scale(optimizer)
+    window = base.gradient_accumulation_steps
+    if hook is None or not window or not base.built:
+        return
+    open_steps = steps[root] % window
+    batches = (steps - (steps[root] - open_steps)).clip(min=0)
+    factor = 0.0
+    if batches[hook.reducer.process_set.rank()] > 0:
+        factor = 1.0
+        # A sum has no divisor: it is that of the batches that there are.
+        if hook.reducer.options.op == Average:
+            factor = float(open_steps * len(steps) / batches.sum())
+    for accumulated in base._accumulated_gradients:
+        accumulated.assign(accumulated * factor)

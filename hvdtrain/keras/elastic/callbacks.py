@@ -2,6 +2,8 @@
 
 import keras
 
+from hvdtrain.keras import train_functions
+
 
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits the state every so many batches, and at the end of every epoch.
@@ -67,23 +69,18 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def __init__(self, state):
         super().__init__()
         self.state = state
-        self._train_function = None
 
     def on_train_begin(self, logs=None):
         """Passes over the batches that are done."""
-        # A fit that an interrupt ended while it skipped has left that in the model, and
-        # what comes after a restart may be another callback.
-        skipping = getattr(self.model.train_function, "__self__", None)
-        if isinstance(skipping, UpdateBatchStateCallback):
-            skipping._stop_skipping()
+        # A fit that an interrupt ended while it skipped has left its stand-in.
+        train_functions.restore(self.model)
         if self.state.batch:
-            self._train_function = self.model.train_function
-            self.model.train_function = self._skip
+            train_functions.substitute(self.model, lambda iterator: {})
 
     def on_train_batch_begin(self, batch, logs=None):
         """Trains from the first batch on that is not done."""
         if batch >= self.state.batch:
-            self._stop_skipping()
+            train_functions.restore(self.model)
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts up to `batch`, the last one of the step."""
@@ -91,16 +88,8 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Starts the next epoch at its first batch."""
-        self._stop_skipping()
+        train_functions.restore(self.model)
         self.state.batch = 0
-
-    def _skip(self, iterator):
-        return {}
-
-    def _stop_skipping(self):
-        if self._train_function is not None:
-            self.model.train_function = self._train_function
-            self._train_function = None
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
