@@ -52,6 +52,7 @@ class ReductionHook:
         self._check_loss_scale()
         variables = trainable_variables or list(self._optimizer._trainable_variables)
         _check_reducible(grads, variables)
+        self._check_first_step(variables)
         # Keras removes gradients that are None before it clips.
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
         self._variables = variables
@@ -62,7 +63,6 @@ class ReductionHook:
     def clip_gradients(self, grads):
         """Combines `grads` over all ranks, then clips them as the optimizer does."""
         self._has_reduced = True
-        self._check_first_step()
         if self._window_factor != 1:
             grads = [gradient * self._window_factor for gradient in grads]
         gradients = [None] * len(self._variables)
@@ -120,15 +120,17 @@ class ReductionHook:
             "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
         )
 
-    def _check_first_step(self):
-        # Here and not in `apply`: by now Keras has built the optimizer.
+    def _check_first_step(self, variables):
+        # A retrace does not check again: not all ranks may retrace.
         if not self._is_first_step:
             return
-        local = self.reducer.local_keys
-        weights = [v for v in self._variables if not self.reducer.is_local(v)]
-        state = replicated_state(self._optimizer, self._variables, local)
+        if not self._optimizer.built:
+            # As Keras' apply does next: some ranks may have built it before.
+            with keras.name_scope(self._optimizer.name):
+                self._optimizer.build(variables)
+        weights = [v for v in variables if not self.reducer.is_local(v)]
+        state = replicated_state(self._optimizer, variables, self.reducer.local_keys)
         check_first_step(weights + state, process_set=self.reducer.process_set)
-        # A retrace, which not all ranks may do, does not check again.
         self._is_first_step = False
 
     def _check_reduced(self):

@@ -585,4 +585,4 @@ def test_an_unknown_number_of_steps_is_not_refused():
     data = data.filter(lambda inputs, labels: True)
     model, first = sgd_model(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(data, verbose=0, callbacks=[first])
-    assert int(model.optimizer.iterations) == 2
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())

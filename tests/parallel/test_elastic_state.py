@@ -97,9 +97,10 @@ def test_each_rank_keeps_what_is_its_own():
     )
     state = hvd.elastic.KerasState(model)
     local.kernel.assign(local.kernel + float(hvd.rank()))
-    shared.kernel.assign(shared.kernel + float(hvd.rank()))
+    hvd.broadcast_variables(shared.variables, root_rank=0)
     inputs, labels = oracle.samples(steps=1)
     model.train_on_batch(oracle.shard(inputs), oracle.shard(labels))
+    shared.kernel.assign(shared.kernel + float(hvd.rank()))
     own = [local.kernel, local.bias, *optimizer._accumulated_gradients]
     before = values(own)
     state.sync()

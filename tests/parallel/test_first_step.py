@@ -51,6 +51,14 @@ def test_fit_without_a_broadcast(compile_args):
     assert oracle.difference(model.get_weights(), before) == 0
 
 
+def test_fit_with_accumulation_without_a_broadcast():
+    sgd = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model = model_of_this_rank(hvd.DistributedOptimizer(sgd))
+    with pytest.raises(Desynchronized) as error:
+        oracle.fit_shard(model, INPUTS, LABELS)
+    assert "\n" not in str(error.value)
+
+
 def test_train_on_batch_without_a_broadcast():
     model = model_of_this_rank()
     with pytest.raises(Desynchronized) as error:
