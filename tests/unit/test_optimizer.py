@@ -132,3 +132,9 @@ def test_a_saved_model_loads_without_this_package(
     assert len(loaded.files) == len(model.optimizer.variables)
     for name, variable in zip(loaded.files, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(loaded[name], variable.numpy())
+
+
+def test_a_multi_optimizer_is_refused():
+    optimizers = keras.optimizers.OptimizerMap(sgd())
+    with pytest.raises(TypeError, match="DistributedGradientTape with the MultiOptim"):
+        hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(optimizers))
