@@ -27,9 +27,11 @@ def serialize(exchange, *args):
         exchange: creates the operations of one collective; returns a nest of tensors.
         *args: its arguments.
     """
-    if tf.executing_eagerly():
-        return exchange(*args)
     token = _token()
+    if tf.executing_eagerly():
+        results = exchange(*args)
+        token.assign_add(1)
+        return results
     with tf.control_dependencies([token.read_value()]):
         results = exchange(*args)
     with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
@@ -38,6 +40,11 @@ def serialize(exchange, *args):
     # collective, starts later than the next reader of the token may.
     with tf.control_dependencies([written]):
         return tf.nest.map_structure(tf.identity, results, expand_composites=True)
+
+
+def number_of_collectives():
+    """Returns how many collectives this process has run, eagerly or in functions."""
+    return int(_token())
 
 
 def block_constant_folding(tensor):

@@ -180,6 +180,13 @@ def _check_optimizer(optimizer):
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
     _check_not_horovods(optimizer)
+    base = without_loss_scale(optimizer)
+    if isinstance(base, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise TypeError(
+            "DistributedOptimizer cannot reduce the gradients of a MultiOptimizer: its "
+            f"optimizers clip and apply them. Received: {base.name!r}. Use "
+            "hvd.DistributedGradientTape with the MultiOptimizer itself."
+        )
     if is_distributed(optimizer):
         raise ValueError(
             f"This {type(optimizer).__name__} is distributed already: its gradients "

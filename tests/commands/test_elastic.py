@@ -34,7 +34,7 @@ SCRIPT = """
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.Adam({rate} * hvd.size()), name="own_name"
     )
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", metrics=["mae"])
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 
 
@@ -51,7 +51,7 @@ SCRIPT = """
     class Event(keras.callbacks.Callback):
         {event}
 
-    # Of several trainings of a worker: they know what the others before have done.
+    # Made once per process: their state spans several calls of train.
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         Record(),
@@ -66,7 +66,7 @@ SCRIPT = """
         mine = x[hvd.rank() :: hvd.size()]
         state.model.fit(
             tf.data.Dataset.from_tensors((mine, mine.sum(1, keepdims=True))).repeat(),
-            steps_per_epoch=STEPS,
+            steps_per_epoch={steps_per_epoch},
             epochs=EPOCHS - state.epoch,
             verbose=0,
             callbacks=[
@@ -97,10 +97,10 @@ KILL = """
                 os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# The lone worker goes no further until the launcher knows of the second place.
+# The lone worker blocks after BATCH until the launcher has found the second slot.
 GROW = """
         def on_train_batch_end(self, batch, logs=None):
-            if state.epoch == 1 and batch == 2 and hvd.size() == 1:
+            if state.epoch == 1 and batch == BATCH and hvd.size() == 1:
                 (folder / "new_hosts").write_text("localhost:2")
                 (folder / "new_hosts").replace(folder / "hosts")
                 while True:
@@ -109,11 +109,12 @@ GROW = """
 """
 
 
-def run_elastic(run, folder, *, hosts, event):
+def run_elastic(run, folder, *, hosts, event, steps_per_epoch="STEPS"):
     script = textwrap.dedent(SCRIPT).format(
         steps=STEPS_PER_EPOCH,
         epochs=EPOCHS,
         rate=RATE,
+        steps_per_epoch=steps_per_epoch,
         event=textwrap.indent(textwrap.dedent(event), " " * 4).strip(),
     )
     (folder / "train.py").write_text(script)
@@ -151,7 +152,7 @@ def check_result(folder, worker, *, size, rates):
     result = json.loads((folder / f"result.{worker}").read_text())
     assert result["result"] == "done"
     assert result["size"] == size
-    assert result["iterations"] == len(EVERY_BATCH)
+    assert result["iterations"] == len(rates)
     for mine, expected in zip(result["weights"], one_process(rates), strict=True):
         assert mine == pytest.approx(expected, abs=1e-5)
     return result["weights"]
@@ -160,8 +161,8 @@ def check_result(folder, worker, *, size, rates):
 def test_a_worker_killed_in_mid_epoch(run, tmp_path):
     run_elastic(run, tmp_path, hosts="localhost:1\n127.0.0.1:1\n", event=KILL)
     assert (tmp_path / "killed").exists()
-    # The last commit before the loss was after batch 1 of epoch 1: from there on,
-    # every batch is taken once by the lone survivor, at half the learning rate.
+    # The last commit before the loss was after batch 1 of epoch 1. The remaining rank
+    # trains on every later batch once, at half the learning rate.
     steps = read_steps(tmp_path, "localhost-0")
     alone = [(epoch, batch) for size, epoch, batch in steps if size == 1]
     assert alone == EVERY_BATCH[8:]
@@ -169,16 +170,36 @@ def test_a_worker_killed_in_mid_epoch(run, tmp_path):
 
 
 def test_a_worker_that_joins_late(run, tmp_path):
-    run_elastic(run, tmp_path, hosts="localhost:1\n", event=GROW)
-    # Nothing is lost, nothing is taken twice; the new worker comes in at the tenth
-    # batch, with the state of the optimizer that it has not trained.
-    steps = [tuple(step) for step in read_steps(tmp_path, "localhost-0")]
-    together = [(2, *place) for place in EVERY_BATCH[9:]]
-    assert steps == [(1, *place) for place in EVERY_BATCH[:9]] + together
-    assert [tuple(s) for s in read_steps(tmp_path, "localhost-1")] == together
-    rates = [RATE] * 9 + [2 * RATE] * 9
+    event = GROW.replace("BATCH", "2")
+    run_elastic(run, tmp_path, hosts="localhost:1\n", event=event)
+    # No batch is lost or repeated. The new worker starts at the tenth batch, with the
+    # state of an optimizer that it has not trained.
+    together = EVERY_BATCH[9:]
+    check_growth(tmp_path, alone=EVERY_BATCH[:9], together=together)
+
+
+def test_a_worker_that_joins_late_in_an_epoch(run, tmp_path):
+    event = GROW.replace("BATCH", "4")
+    run_elastic(
+        run,
+        tmp_path,
+        hosts="localhost:1\n",
+        event=event,
+        steps_per_epoch="STEPS // hvd.size()",
+    )
+    # 5 of 6 batches of one rank are 2.5 of 3 batches of two ranks, rounded down.
+    together = [(1, 2), (2, 0), (2, 1), (2, 2)]
+    check_growth(tmp_path, alone=EVERY_BATCH[:11], together=together)
+
+
+def check_growth(folder, *, alone, together):
+    steps = [tuple(step) for step in read_steps(folder, "localhost-0")]
+    after = [(2, *place) for place in together]
+    assert steps == [(1, *place) for place in alone] + after
+    assert [tuple(s) for s in read_steps(folder, "localhost-1")] == after
+    rates = [RATE] * len(alone) + [2 * RATE] * len(together)
     weights = [
-        check_result(tmp_path, f"localhost-{slot}", size=2, rates=rates)
+        check_result(folder, f"localhost-{slot}", size=2, rates=rates)
         for slot in (0, 1)
     ]
     assert weights[0] == weights[1]

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import oracle
 import pytest
+import tensorflow as tf
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
 import hvdtrain.keras as hvd
@@ -120,22 +121,128 @@ class Leave(keras.callbacks.Callback):
             raise HostsUpdatedInterrupt(False)
 
 
-def test_a_change_while_batches_are_passed_over_leaves_nothing_behind():
+def build_and_fit(**objects):
+    """A model that has taken one step, its state, and a function that fits it."""
     model = oracle.build_model()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS)
-    state = hvd.elastic.KerasState(model, batch=4)
+    state = hvd.elastic.KerasState(model, **objects)
 
-    def fit(*callbacks, epochs):
+    def fit(*callbacks, batches, **options):
         oracle.fit_shard(
-            model,
-            *oracle.samples(steps=6),
-            epochs=epochs,
-            callbacks=[*callbacks, hvd.elastic.UpdateBatchStateCallback(state)],
+            model, *oracle.samples(steps=batches), callbacks=callbacks, **options
         )
 
+    fit(batches=1)
+    return model, state, fit
+
+
+def test_a_change_while_batches_are_passed_over_leaves_nothing_behind():
+    model, state, fit = build_and_fit(batch=4)
+    update = hvd.elastic.UpdateBatchStateCallback(state)
     with pytest.raises(HostsUpdatedInterrupt):
-        fit(Leave(1), epochs=1)
+        fit(Leave(1), update, batches=6)
     assert state.batch == 4
-    fit(epochs=2)
-    # Two batches of the epoch that went on, and six of the next.
-    assert int(model.optimizer.iterations) == 2 + 6
+    fit(update, batches=6, epochs=2)
+    # Two batches of the epoch that continues, and six of the next.
+    assert int(model.optimizer.iterations) == 1 + 2 + 6
+
+
+def test_a_fit_without_the_callback_trains_after_a_change_while_passing_over():
+    model, state, fit = build_and_fit(batch=4)
+    with pytest.raises(HostsUpdatedInterrupt):
+        fit(Leave(1), hvd.elastic.UpdateBatchStateCallback(state), batches=6)
+    fit(batches=6)
+    assert int(model.optimizer.iterations) == 1 + 6
+
+
+@pytest.mark.parametrize(
+    ("done", "batches", "remaining"),
+    [
+        # As when one rank becomes two: 5 of 6 batches are 2.5 of 3, rounded down.
+        (5, 3, 1),
+        (3, 12, 6),
+        # All are done: the last one is repeated, since an epoch needs a step.
+        (6, 3, 1),
+    ],
+)
+def test_the_position_in_an_epoch_is_in_proportion_to_its_steps(
+    done, batches, remaining
+):
+    model, state, fit = build_and_fit(batch=0)
+    update = hvd.elastic.UpdateBatchStateCallback(state)
+    with pytest.raises(HostsUpdatedInterrupt):
+        fit(update, Leave(done - 1), batches=6)
+    assert state.batch == done
+    # As a worker that has arrived: its metrics have not been built.
+    model.compile(model.optimizer, oracle.LOSS, metrics=["accuracy"])
+    fit(hvd.elastic.UpdateBatchStateCallback(state), batches=batches)
+    assert int(model.optimizer.iterations) == 1 + done + remaining
+
+
+def test_a_position_inside_of_an_execution_repeats_its_first_batches():
+    model, state, fit = build_and_fit(batch=0)
+    model.compile(model.optimizer, oracle.LOSS, steps_per_execution=2)
+    state.batch = 3
+    fit(hvd.elastic.UpdateBatchStateCallback(state), batches=6)
+    assert int(model.optimizer.iterations) == 1 + 4
+
+
+def test_no_batch_is_done_before_the_first_step():
+    # As in Horovod's documentation.
+    model, state, fit = build_and_fit(batch=100)
+    model.optimizer.variables[0].assign(0)
+    with pytest.warns(UserWarning, match="Received: 100.*Pass batch=0"):
+        fit(hvd.elastic.UpdateBatchStateCallback(state), batches=6)
+    assert int(model.optimizer.iterations) == 6
+
+
+def test_the_loss_scale_is_part_of_the_state():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = oracle.build_model()
+    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(inner, oracle.LOSS)
+    state = hvd.elastic.KerasState(model, inner)
+    model.optimizer.dynamic_scale.assign(2.0)
+    model.optimizer.step_counter.assign(5)
+    state.save()
+    model.optimizer.dynamic_scale.assign(4.0 + hvd.rank())
+    model.optimizer.step_counter.assign(6)
+    state.restore()
+    assert float(model.optimizer.dynamic_scale) == 2.0
+    assert int(model.optimizer.step_counter) == 5
+    model.optimizer.dynamic_scale.assign(8.0 + hvd.rank())
+    state.sync()
+    assert float(model.optimizer.dynamic_scale) == 8.0
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_reset_callbacks_may_set_lr_as_horovods_examples_do(policy):
+    keras.config.set_dtype_policy(policy)
+    model, state = model_and_state()
+    optimizer, count = model.optimizer, len(model.optimizer.variables)
+    state.register_reset_callbacks([lambda: optimizer.lr.assign(0.25)])
+    state.on_reset()
+    assert float(optimizer.learning_rate) == 0.25
+    tf.keras.backend.set_value(optimizer.lr, 0.5)
+    assert float(optimizer.learning_rate) == 0.5
+    assert len(optimizer.variables) == count
+
+
+def test_the_state_by_horovods_other_name():
+    model, _ = model_and_state()
+    state = hvd.elastic.TensorFlowKerasState(model, model.optimizer, None, epoch=2)
+    assert isinstance(state, hvd.elastic.KerasState)
+    assert state.epoch == 2
+
+
+def test_collectives_before_an_elastic_run_are_refused(monkeypatch):
+    _, state = model_and_state()
+    hvd.allreduce(1.0)
+    run = hvd.elastic.run(lambda state: "done")
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(RuntimeError, match="collectives were run before"):
+        run(state)
+    # One that a reset callback repeats is in step with a worker that joins.
+    state.register_reset_callbacks([lambda: hvd.allreduce(1.0)])
+    with pytest.warns(UserWarning, match="repeat them in a reset callback"):
+        assert run(state) == "done"

@@ -135,3 +135,9 @@ def test_saved_models_load_without_this_package(tmp_path):
         assert len(loaded.files) == len(state)
         for key, value in zip(loaded.files, state, strict=True):
             np.testing.assert_array_equal(loaded[key], value)
+
+
+def test_a_multi_optimizer_is_refused():
+    optimizers = keras.optimizers.OptimizerMap(sgd())
+    with pytest.raises(TypeError, match="DistributedGradientTape with the MultiOptim"):
+        hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(optimizers))

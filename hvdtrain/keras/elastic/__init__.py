@@ -1,7 +1,7 @@
-"""Training that survives the loss of workers, and grows when new ones come.
+"""Training that continues when workers are lost, and grows when new ones arrive.
 
-The launcher (`horovodrun --min-np ... --host-discovery-script ...`) restarts and
-places workers; `run` brings those that live back to the last commit and goes on.
+The launcher (`horovodrun --min-np ... --host-discovery-script ...`) starts and places
+workers. `run` restores those that are left to the last commit and continues.
 """
 
 from hvdtrain.keras.elastic.callbacks import (
@@ -10,11 +10,12 @@ from hvdtrain.keras.elastic.callbacks import (
     UpdateEpochStateCallback,
 )
 from hvdtrain.keras.elastic.running import run
-from hvdtrain.keras.elastic.state import KerasState
+from hvdtrain.keras.elastic.state import KerasState, TensorFlowKerasState
 
 __all__ = [
     "CommitStateCallback",
     "KerasState",
+    "TensorFlowKerasState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "run",

@@ -1,15 +1,19 @@
 """Callbacks that keep an elastic state up to date under `fit`."""
 
+import functools
+import warnings
+
 import keras
 
 from hvdtrain.keras import train_functions
+from hvdtrain.keras.learning_rates import without_loss_scale
 
 
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits the state every so many batches, and at the end of every epoch.
 
-    The commit is made when all callbacks have seen the batch or epoch, whatever
-    their order: just before what comes next.
+    The commit is made after all callbacks have run for the batch or epoch, whatever
+    their order: just before the next one begins.
 
     Args:
         state: the `KerasState`.
@@ -24,16 +28,16 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._is_due = False
 
     def on_train_begin(self, logs=None):
-        """Starts counting anew, the same on every rank."""
+        """Resets the count, to the same value on every rank."""
         self._batches = 0
         self._is_due = False
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Commits the epoch before."""
+        """Commits the previous epoch."""
         self._commit_if_due()
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Commits the batch before."""
+        """Commits the previous batch."""
         self._commit_if_due()
 
     def on_train_batch_end(self, batch, logs=None):
@@ -42,7 +46,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._is_due |= self._batches % self.batches_per_commit == 0
 
     def on_epoch_end(self, epoch, logs=None):
-        """Has the epoch committed."""
+        """Requests a commit of the epoch."""
         self._is_due = True
 
     def on_train_end(self, logs=None):
@@ -56,31 +60,41 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Counts the batches of an epoch in `state.batch`; shortens one that goes on.
+    """Counts the batches of an epoch in `state.batch`; shortens one that is resumed.
 
     The first epoch after a restart takes no training steps for the batches that
-    `state.batch` says are done: their turns pass without a step and without taking
-    data, so that every callback sees the true number of each batch.
+    `state.batch` counts as done. Their turns pass without a step and without taking
+    data, so that every callback receives the true number of each batch.
+
+    If the number of steps of an epoch has changed since, as with
+    `steps_per_epoch=500 // hvd.size()`, `state.batch` is changed in proportion, and
+    rounded down: a batch may be repeated, and none is left out.
 
     Args:
-        state: the `KerasState`, made with `batch=0`.
+        state: the `KerasState`, made with `batch=0`. A start value other than 0 counts
+            if the optimizer has taken steps: it is where a checkpoint was made.
     """
 
     def __init__(self, state):
         super().__init__()
         self.state = state
+        self._skips_next = False
 
     def on_train_begin(self, logs=None):
         """Passes over the batches that are done."""
         # A fit that an interrupt ended while it skipped has left its stand-in.
         train_functions.restore(self.model)
+        self._skips_next = False
+        self.state.batch = self._first_batch()
+        self.state.epoch_steps = self.params.get("steps")
         if self.state.batch:
-            train_functions.substitute(self.model, lambda iterator: {})
+            step = functools.partial(self._skip_or_train, self.model)
+            train_functions.substitute(self.model, step)
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Trains from the first batch on that is not done."""
-        if batch >= self.state.batch:
-            train_functions.restore(self.model)
+        """Trains from the first execution that holds a batch that is not done."""
+        last = batch + self.model.steps_per_execution - 1
+        self._skips_next = last < self.state.batch
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts up to `batch`, the last one of the step."""
@@ -90,6 +104,31 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         """Starts the next epoch at its first batch."""
         train_functions.restore(self.model)
         self.state.batch = 0
+
+    def _first_batch(self):
+        state, steps = self.state, self.params.get("steps")
+        batch = state.batch
+        if batch and not int(without_loss_scale(state.optimizer)._iterations):
+            warnings.warn(
+                f"state.batch counts the batches that are done. Received: {batch}, "
+                "with an optimizer that has taken no step; expected 0. Training starts "
+                "at batch 0. Pass batch=0 to KerasState.",
+                stacklevel=2,
+            )
+            return 0
+        if not steps:
+            return batch
+        if state.epoch_steps:
+            batch = batch * steps // state.epoch_steps
+        # The metrics of an epoch without a single step have no result.
+        return min(batch, steps - 1)
+
+    def _skip_or_train(self, model, iterator):
+        if self._skips_next:
+            # Set anew before each batch: a later fit without this callback trains.
+            self._skips_next = False
+            return {}
+        return train_functions.restore(model)(iterator)
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
@@ -108,11 +147,11 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         self._offset = None
 
     def on_train_begin(self, logs=None):
-        """Forgets the `fit` before."""
+        """Resets the offset of a previous `fit`."""
         self._offset = None
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Learns from the first epoch where `fit` starts to count."""
+        """Computes the offset between the epochs of `fit` and of the job."""
         if self._offset is None:
             self._offset = self.state.epoch - epoch
 

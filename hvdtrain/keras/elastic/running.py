@@ -1,37 +1,48 @@
-"""The loop around a training function that starts it again after a change."""
+"""The loop around a training function that calls it again after a change of the job."""
 
 import contextlib
 import functools
+import warnings
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.elastic import notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
+from hvdtrain.collectives import graph
 from hvdtrain.collectives.failures import is_collective_failure
+from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job.backend import init
 
 
 def run(func):
-    """Makes `func(state, ...)` survive changes of the job.
+    """Makes `func(state, ...)` survive the loss and the arrival of workers.
 
-    Decorate the function that trains. Before it is called, every worker takes rank
-    0's state. When a collective fails because a worker is gone, the others go back
-    to the last commit, form a new job, and call it again; when workers come or leave
-    in order, without going back.
+    Decorate the function that trains. Before each call, every worker receives rank 0's
+    state. When a collective fails because a worker is lost, the others restore the
+    last commit, form a new job and call the function again. When workers are added or
+    removed by the launcher, nothing is restored.
+
+    Call no collective before it: a worker that joins later starts the script from the
+    beginning and would run that collective while the others run `state.sync()`. The
+    exception is one that a reset callback of the state repeats.
 
     Args:
-        func: takes a `KerasState` (or another state of Horovod's) first.
+        func: a function whose first argument is a `KerasState`, or another state of
+            Horovod's.
 
     Returns:
-        A function that returns what `func` returns when it has come to its end.
+        A function that returns what `func` returns.
 
     Raises:
+        RuntimeError: in an elastic job, if collectives were run before and the state
+            has no reset callback that may repeat them.
         Exception: whatever `func` raises that is not a failed collective.
     """
 
     @functools.wraps(func)
     def wrapper(state, *args, **kwargs):
+        _check_no_collectives_before(state)
         notification_manager.init()
         notification_manager.register_listener(state)
         try:
@@ -40,6 +51,27 @@ def run(func):
             notification_manager.remove_listener(state)
 
     return wrapper
+
+
+@functools.cache
+def _collectives_before_first_run():
+    # Cached: those of a run are no longer before it.
+    return graph.number_of_collectives()
+
+
+def _check_no_collectives_before(state):
+    count = _collectives_before_first_run()
+    if not is_elastic() or not count:
+        return
+    message = (
+        f"{count} collectives were run before hvd.elastic.run. Expected none: a worker "
+        "that joins later runs them while the others wait in state.sync(), and the job "
+        "deadlocks. Move them into the decorated function. To build a model, use "
+        "model.build(input_shape)."
+    )
+    if not state._reset_callbacks:
+        raise RuntimeError(message)
+    warnings.warn(f"{message} Or repeat them in a reset callback.", stacklevel=3)
 
 
 def _run_to_the_end(func, state, *args, **kwargs):

@@ -8,8 +8,9 @@ import numpy as np
 from horovod.common.elastic import ObjectState
 
 from hvdtrain.collectives import ops
+from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.objects import broadcast_object
-from hvdtrain.keras.learning_rates import set_learning_rate
+from hvdtrain.keras.learning_rates import set_learning_rate, without_loss_scale
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.variables import replicated_variables
 
@@ -18,17 +19,23 @@ class KerasState(ObjectState):
     """What an elastic job commits, restores and shares: model, optimizer, and more.
 
     An optimizer that has not been built is built, so that a worker that joins late
-    has all of the state that the others send it. When the number of ranks changes,
+    has a variable for everything that it receives. When the number of ranks changes,
     a learning rate that is a number is multiplied by new ranks / old ranks (Goyal et
-    al. 2017); one that a callback or a reset callback sets is what they say, and a
+    al. 2017). A callback or a reset callback may set another one, and a
     `LearningRateSchedule` stays. `optimizer.configure_compiled_model(model)` is
     called.
 
+    Reset callbacks of Horovod's examples call `optimizer.lr.assign(rate)`, and Keras 3
+    has no `lr`. Hence the optimizer is given an attribute `lr`, the TensorFlow variable
+    of its learning rate. Assigning to the attribute itself has no effect in Keras 3.
+
     Args:
         model: a Keras model that has been built.
-        optimizer: by default the one that the model was compiled with.
-        **kwargs: objects to commit with them, `epoch=0, batch=0` for one; they
-            become attributes.
+        optimizer: by default the one that the model was compiled with. Also that one
+            is taken if `optimizer` is inside of its `LossScaleOptimizer`.
+        **kwargs: objects to commit with them, `epoch=0, batch=0` for example; they
+            become attributes. So does `epoch_steps`, the number of steps of the epoch
+            in which `batch` counts: `UpdateBatchStateCallback` sets it.
 
     Raises:
         ValueError: for a model that has not been built, or has no optimizer.
@@ -40,13 +47,17 @@ class KerasState(ObjectState):
                 f"KerasState needs a model that has been built. Received: {model.name}."
                 " Call model.build(input_shape) first."
             )
-        optimizer = optimizer or model.optimizer
+        compiled = getattr(model, "optimizer", None)
+        # Under mixed_float16, compile() wraps the optimizer. The scale is state, too.
+        if optimizer is None or optimizer is without_loss_scale(compiled):
+            optimizer = compiled
         if optimizer is None:
             raise ValueError(
                 "KerasState needs an optimizer. Compile the model first, or pass one."
             )
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
+        _offer_lr(optimizer)
         configure_compiled_model(model)
         self.model = model
         self.optimizer = optimizer
@@ -55,25 +66,25 @@ class KerasState(ObjectState):
         super().__init__(
             bcast_object=functools.partial(broadcast_object, name="KerasState"),
             get_rank=hvd.rank,
-            **kwargs,
+            **{"epoch_steps": None, **kwargs},
         )
 
     def save(self):
-        """Keeps a copy of everything in memory."""
+        """Copies everything, in memory."""
         self._save_variables()
         super().save()
 
     def restore(self):
-        """Takes everything back to the last copy."""
+        """Restores everything from the last copy."""
         for variable, value in zip(self._variables(), self._saved, strict=True):
             variable.assign(value)
         super().restore()
 
     def sync(self):
-        """Takes rank 0's model, optimizer and objects, and keeps a copy of them.
+        """Broadcasts rank 0's model, optimizer and objects, and copies them.
 
-        Not the states of random layers, or all ranks would drop the same units; nor
-        what is each rank's own: local variables, and accumulated gradients.
+        States of random layers are not broadcast: all ranks would drop the same units.
+        Local variables and accumulated gradients belong to their rank.
         """
         shared = replicated_variables(self.model, optimizer=self.optimizer)
         ops.broadcast_variables(shared, root_rank=0)
@@ -82,8 +93,8 @@ class KerasState(ObjectState):
 
     def reset(self):
         """Adapts the learning rate, and its momentum, to a new number of ranks."""
-        rate = getattr(self.optimizer, "learning_rate", None)
-        if isinstance(rate, keras.Variable) and hvd.size() != self._size:
+        rate = _rate_variable(self.optimizer)
+        if rate is not None and hvd.size() != self._size:
             set_learning_rate(
                 self.optimizer, float(rate.numpy()) * hvd.size() / self._size
             )
@@ -95,3 +106,31 @@ class KerasState(ObjectState):
 
     def _save_variables(self):
         self._saved = [np.array(variable.numpy()) for variable in self._variables()]
+
+
+class TensorFlowKerasState(KerasState):
+    """Horovod's name of `KerasState` outside of its Keras module.
+
+    Args:
+        model: as in `KerasState`.
+        optimizer: as in `KerasState`.
+        backend: ignored: it gave Horovod the session of TensorFlow 1.
+        **kwargs: as in `KerasState`.
+    """
+
+    def __init__(self, model, optimizer=None, backend=None, **kwargs):
+        super().__init__(model, optimizer, **kwargs)
+
+
+def _rate_variable(optimizer):
+    """Returns the variable of the learning rate, or None: a schedule has none."""
+    rate = getattr(optimizer, "learning_rate", None)
+    return rate if isinstance(rate, keras.Variable) else None
+
+
+def _offer_lr(optimizer):
+    rate = _rate_variable(optimizer)
+    for owner in (optimizer, without_loss_scale(optimizer)):
+        if rate is not None and not hasattr(owner, "lr"):
+            # tf.keras.backend.set_value takes no Keras variable.
+            owner.lr = as_tensorflow(rate)
