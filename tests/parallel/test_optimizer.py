@@ -343,7 +343,8 @@ def frames(monkeypatch):
 def test_a_gradient_is_explained_in_nine_frames(frames, one_variable):
     optimizer, variable, gradient, _ = one_variable
     optimizer.apply_gradients([(gradient, variable)])
-    (stack,) = frames
+    # Before it, the first step compares the ranks' variables.
+    *_, stack = frames
     assert len(stack) <= 9, stack
 
 
