@@ -3,7 +3,7 @@
 import cloudpickle
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.process_sets import check_root, global_process_set
 
 
 def broadcast_object(
@@ -15,13 +15,13 @@ def broadcast_object(
         obj: what cloudpickle accepts; used on `root_rank` only.
         root_rank: the rank whose object is taken.
         session: TensorFlow 1's; must be None.
-        name: names the operation; ranks are matched by it.
+        name: name of the operation. Ranks are matched by it inside a `tf.function`,
+            and by the order of their calls outside.
         process_set: the ranks that take part.
     """
     _check_no_session(session)
-    # Horovod's default name is the type of obj: ranks that have None where the root
-    # has something would wait for each other until the stall limit.
     name = name or "broadcast_object"
+    check_root(root_rank, process_set)
     is_root = process_set.rank() == list(process_set.ranks).index(root_rank)
     data = cloudpickle.dumps(obj) if is_root else b""
     return cloudpickle.loads(
@@ -35,7 +35,8 @@ def allgather_object(obj, session=None, name=None, process_set=global_process_se
     Args:
         obj: what cloudpickle accepts.
         session: TensorFlow 1's; must be None.
-        name: names the operation; ranks are matched by it.
+        name: name of the operation. Ranks are matched by it inside a `tf.function`,
+            and by the order of their calls outside.
         process_set: the ranks that take part.
     """
     _check_no_session(session)

@@ -45,7 +45,8 @@ def allreduce(
     Args:
         value: tensor-compatible, of the same shape and dtype on every rank, or
             `tf.IndexedSlices`.
-        name: names the operation; ranks are matched by it.
+        name: name of the operation. Ranks are matched by it inside a `tf.function`,
+            and by the order of their calls outside.
         average: Horovod's deprecated switch between Average and Sum; use `op`.
         prescale_factor: multiplies the input before the reduction.
         postscale_factor: multiplies the result.
@@ -133,7 +134,8 @@ def allgather(
 
     Args:
         value: tensor-compatible; all axes but the first agree on all ranks.
-        name: names the operation; ranks are matched by it.
+        name: name of the operation. Ranks are matched by it inside a `tf.function`,
+            and by the order of their calls outside.
         ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
         process_set: the ranks that take part.
 
@@ -188,7 +190,8 @@ def broadcast(
     Args:
         value: tensor-compatible.
         root_rank: the rank whose value is taken.
-        name: names the operation; ranks are matched by it.
+        name: name of the operation. Ranks are matched by it inside a `tf.function`,
+            and by the order of their calls outside.
         ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
         process_set: the ranks that take part.
     """
@@ -251,7 +254,8 @@ def alltoall(
         tensor: tensor-compatible; all axes but the first agree on all ranks.
         splits: integers, in the order of ranks: how many rows of `tensor` go to
             each. By default every rank gets the same number.
-        name: names the operation; ranks are matched by it.
+        name: name of the operation. Ranks are matched by it inside a `tf.function`,
+            and by the order of their calls outside.
         ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
         process_set: the ranks that take part.
 
@@ -297,7 +301,8 @@ def reducescatter(
 
     Args:
         value: tensor-compatible, of the same shape and dtype on every rank.
-        name: names the operation; ranks are matched by it.
+        name: name of the operation. Ranks are matched by it inside a `tf.function`,
+            and by the order of their calls outside.
         op: `Average` or `Sum`.
         device_dense: device of the reduction; "" is the default.
         compression: dtype on the wire: `Compression.none`, `fp16` or `bf16`.
@@ -333,6 +338,8 @@ def grouped_reducescatter(
     name=None,
 ):
     """Reduces and scatters a list of tensors; see `reducescatter`."""
+    if not tensors:
+        return []
     if op not in (Average, Sum):
         raise ValueError(
             f"op must be hvd.Average or hvd.Sum. Received: op=hvd.{op_name(op)}"

@@ -34,3 +34,12 @@ def rank_in(process_set):
     if is_elastic() and process_set.process_set_id == 0:
         return hvd.rank_op()
     return process_set.rank()
+
+
+def check_root(root_rank, process_set):
+    """Raises a ValueError unless `root_rank` is one of the ranks of `process_set`."""
+    if root_rank not in process_set.ranks:
+        raise ValueError(
+            "root_rank must be one of the ranks that take part. "
+            f"Received: {root_rank}, expected one of {list(process_set.ranks)}."
+        )

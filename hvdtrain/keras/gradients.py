@@ -13,7 +13,7 @@ from hvdtrain.collectives.process_sets import (
     needs_communication,
     size_of,
 )
-from hvdtrain.collectives.transport import Average, Sum, op_name
+from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class GradientOptions:
 
     def __post_init__(self):
         """Checks the attributes."""
+        transport.check_compression(self.compression)
+        _check_op(self.op)
         _check_predivide_factor(self.gradient_predivide_factor, self.op)
         _check_groups(self.groups)
 
@@ -104,9 +106,10 @@ class GradientReducer:
         """Whether no other rank holds a copy of `variable`."""
         return self.process_set_of(variable) is None
 
-    def is_divided(self, variables):
-        """Whether the ranks hold copies of different ones of these variables."""
-        return any(self.process_set_of(v) is not self.process_set for v in variables)
+    @property
+    def has_unshared_variables(self):
+        """Whether some variables are not held by all ranks of the process set."""
+        return bool(self._process_sets)
 
     def process_set_of(self, variable):
         """The ranks that hold a copy of `variable`; None for a local variable."""
@@ -164,18 +167,19 @@ class GradientReducer:
             key = None if ranks is None else ranks.process_set_id
             by_copies.setdefault(key, (ranks, []))[1].append(square)
         # Equal on all ranks already: not to be rounded again by a reduction.
-        _, squares = by_copies.pop(self.process_set.process_set_id, (None, []))
+        _, shared = by_copies.pop(self.process_set.process_set_id, (None, []))
         own = [
             tf.add_n(held) / (1 if ranks is None else size_of(ranks, held[0].dtype))
             for ranks, held in by_copies.values()
         ]
-        if own:
-            squares += transport.allreduce(
-                [tf.add_n(own)],
-                transport.Reduction(op=Sum, process_set=self.process_set),
-                name=f"{self._name}_norm",
-            )
-        return tf.sqrt(tf.add_n(squares))
+        zero = tf.zeros([], gradients[0].dtype)
+        # Also with no gradients of its own: the other ranks have some.
+        (total,) = transport.allreduce(
+            [tf.add_n([zero, *own])],
+            transport.Reduction(op=Sum, process_set=self.process_set),
+            name=f"{self._name}_norm",
+        )
+        return tf.sqrt(tf.add_n([total, *shared]))
 
     def _prepare(self, gradients, variables):
         """Returns what is sent for each shared variable, by its place."""
@@ -269,6 +273,14 @@ def variable_key(variable):
     return as_tensorflow(variable).ref()
 
 
+def _check_op(op):
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(
+            "op must be hvd.Average or hvd.Sum, or with a tape hvd.Adasum. Received: "
+            f"op=hvd.{op_name(op)}"
+        )
+
+
 def _check_predivide_factor(factor, op):
     if factor <= 0:
         raise ValueError(
@@ -283,7 +295,10 @@ def _check_predivide_factor(factor, op):
 
 def _check_groups(groups):
     is_count = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
-    if groups is not None and not is_count and not isinstance(groups, list):
+    is_nested = isinstance(groups, list) and all(
+        isinstance(group, list | tuple) for group in groups
+    )
+    if groups is not None and not is_count and not is_nested:
         raise ValueError(
             "groups must be None, a positive number of groups, or a list of lists of "
             f"variables. Received: {groups!r}"

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
-from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.process_sets import is_elastic, needs_communication
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.learning_rates import without_loss_scale
@@ -33,6 +33,7 @@ class ReductionHook:
         self._variables, self._places = [], []
         self._has_reduced = False
         self._loss_scale_optimizer = None
+        self._is_shared = None
         self._is_first_step = True
         self.is_configured = False
         self._apply = optimizer.apply
@@ -49,9 +50,12 @@ class ReductionHook:
             trainable_variables = list(trainable_variables)
         if not grads:
             return
+        if trainable_variables is None and not self._optimizer.built:
+            # Keras raises the error, and the optimizer can be built afterwards.
+            self._apply(grads)
         self._check_loss_scale()
         variables = trainable_variables or list(self._optimizer._trainable_variables)
-        _check_reducible(grads, variables)
+        _check_not_overwritten(grads, variables)
         self._check_first_step(variables)
         # Keras removes gradients that are None before it clips.
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
@@ -73,14 +77,26 @@ class ReductionHook:
 
     def _clip(self, grads):
         limit = self._optimizer.global_clipnorm
-        variables = [self._variables[place] for place in self._places]
-        if not limit or not self.reducer.is_divided(variables):
+        if not limit or not self._has_unshared_variables():
             return self._clip_gradients(grads)
+        variables = [self._variables[place] for place in self._places]
         # Each rank's own norm would scale the shared gradients by another factor on
         # each rank. The formula is that of Keras, which also turns infinity into NaN.
         norm = self.reducer.global_norm(grads, variables)
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         return [tf.convert_to_tensor(gradient) * scale for gradient in grads]
+
+    def _has_unshared_variables(self):
+        # On any rank: each must take part in the reduction of the norm, also one
+        # without local variables of its own.
+        if self._is_shared is None and not is_elastic():
+            with tf.init_scope():
+                self._is_shared = ops.is_true_on_all_ranks(
+                    not self.reducer.has_unshared_variables,
+                    name="SharedVariables",
+                    process_set=self.reducer.process_set,
+                )
+        return self.reducer.has_unshared_variables or self._is_shared is False
 
     def share_finite_check(self, loss_scale_optimizer):
         """Makes all ranks skip a step when one of them overflows."""
@@ -167,7 +183,7 @@ def _calling_loss_scale_optimizer():
     return None
 
 
-def _check_reducible(grads, variables):
+def _check_not_overwritten(grads, variables):
     # Lists of different lengths are an error that Keras reports.
     given = [v for g, v in zip(grads, variables, strict=False) if g is not None]
     if any(getattr(variable, "overwrite_with_gradient", False) for variable in given):

@@ -500,6 +500,25 @@ def test_splits_below_zero():
         hvd.alltoall(tf.zeros([3]), splits=[-1, 4])
 
 
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda root: hvd.broadcast(1.0, root),
+        lambda root: hvd.broadcast_object(1.0, root),
+        lambda root: hvd.broadcast_variables([tf.Variable(1.0)], root),
+    ],
+)
+def test_a_root_rank_out_of_range(collective):
+    with pytest.raises(ValueError, match=f"Received: {SIZE}, expected one of"):
+        collective(SIZE)
+
+
+def test_empty_lists():
+    assert hvd.grouped_allreduce([]) == hvd.grouped_allgather([]) == []
+    assert hvd.grouped_reducescatter([]) == []
+    hvd.broadcast_variables([], 0)
+
+
 def test_strings_cannot_be_moved():
     for move in (hvd.allgather, hvd.alltoall, lambda x: hvd.broadcast(x, 0)):
         with pytest.raises(TypeError, match="string cannot be moved"):

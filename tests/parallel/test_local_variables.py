@@ -59,3 +59,27 @@ def test_local_variables_are_those_of_one_large_optimizer(options):
     np.testing.assert_allclose(shared, expected_shared, rtol=1e-6)
     np.testing.assert_allclose(local, expected_local, rtol=1e-6)
     oracle.assert_bitwise_equal_over_ranks([shared])
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
+@pytest.mark.parametrize("missing", ["gradient", "variable"])
+def test_a_rank_without_local_gradients_takes_part_in_the_norm(wrap, missing):
+    shared, local = keras.Variable([1.0]), keras.Variable([1.0])
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0, global_clipnorm=0.1), scale_local_gradients=False
+    )
+    has_local = RANK == 0 or missing == "gradient"
+    if has_local:
+        optimizer.register_local_var(local)
+    variables = [shared, local] if has_local else [shared]
+    optimizer.build(variables)
+    gradients = [tf.constant([3.0]), tf.constant([4.0]) if RANK == 0 else None]
+
+    @wrap
+    def step():
+        optimizer.apply(gradients[: len(variables)], variables)
+
+    step()
+    # The norm of (3, 4) is 5; it is clipped to 0.1.
+    assert float(shared[0]) == pytest.approx(1.0 - 3.0 * 0.1 / 5.0)
+    assert float(local[0]) == pytest.approx(1.0 - (RANK == 0) * 4.0 * 0.1 / 5.0)

@@ -7,6 +7,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
 
@@ -40,6 +41,28 @@ def test_arguments_out_of_range_are_refused(arguments, message):
 def test_only_an_optimizer_instance_is_taken(optimizer):
     with pytest.raises(TypeError, match=r"instance of keras\.optimizers\.Optimizer"):
         hvd.DistributedOptimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": [keras.Variable(1.0)]}, "list of lists of variables"),
+        ({"compression": "fp16"}, "Received: 'fp16'"),
+        ({"op": hvd.Min}, "op=hvd.Min"),
+    ],
+)
+def test_options_of_a_tape_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        hvd.DistributedGradientTape(tf.GradientTape(), **options)
+
+
+def test_an_optimizer_that_is_not_built_remains_usable():
+    variable = keras.Variable([1.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    with pytest.raises(ValueError, match="built"):
+        optimizer.apply([tf.constant([1.0])])
+    optimizer.apply([tf.constant([1.0])], [variable])
+    assert float(variable[0]) == 0.0
 
 
 def test_an_optimizer_is_distributed_once():

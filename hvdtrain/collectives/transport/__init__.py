@@ -23,5 +23,6 @@ from hvdtrain.collectives.transport.reduction import (
     Product,
     Reduction,
     Sum,
+    check_compression,
     op_name,
 )

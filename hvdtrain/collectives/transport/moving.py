@@ -8,7 +8,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph
-from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.process_sets import check_root, global_process_set
 from hvdtrain.collectives.transport.reduction import Sum
 from hvdtrain.collectives.transport.signature import Signature
 
@@ -30,6 +30,7 @@ def allgather(values, *, name=None, process_set=global_process_set):
 def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
     """Returns `root_rank`'s value on every rank; shape and dtype agree."""
     graph.check_not_compiled_by_xla()
+    check_root(root_rank, process_set)
     name = graph.operation_name(name or "Broadcast", process_set)
     (tensor,) = dtypes.as_tensors([value])
     signature = Signature(f"broadcast from rank {root_rank}", [tensor])
@@ -42,6 +43,7 @@ def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
     if not values:
         return []
     graph.check_not_compiled_by_xla()
+    check_root(root_rank, process_set)
     name = graph.operation_name(name, process_set)
     tensors = dtypes.as_tensors(values)
     signature = Signature(f"broadcast from rank {root_rank}", tensors)
@@ -61,6 +63,7 @@ def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
 def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
     """Writes `root_rank`'s values into TensorFlow variables, without a copy."""
     graph.check_not_compiled_by_xla()
+    check_root(root_rank, process_set)
     hvd.broadcast_variables(variables, root_rank, process_set=process_set, inplace=True)
 
 

@@ -24,6 +24,15 @@ def op_name(op):
     return _OP_NAMES.get(op, str(op))
 
 
+def check_compression(compression):
+    """Raises a ValueError for anything but a compressor of `hvd.Compression`."""
+    if not hasattr(compression, "compress") or not hasattr(compression, "decompress"):
+        raise ValueError(
+            "compression must be one of hvd.Compression.none, fp16 and bf16, or a "
+            f"class with the same methods. Received: {compression!r}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How tensors are reduced over ranks.
@@ -45,6 +54,10 @@ class Reduction:
     device_dense: str = ""
     device_sparse: str = ""
     process_set: hvd.ProcessSet = global_process_set
+
+    def __post_init__(self):
+        """Checks the compression."""
+        check_compression(self.compression)
 
     @property
     def factor(self):
