@@ -7,7 +7,8 @@ import threading
 from hvdtrain.job import cores, launchers, output
 
 # Where MPI threads spin while they wait, TensorFlow's threads lack their cores; and
-# a rank that waits for a lost one would wait for ever.
+# a rank that waits for a lost one would wait for ever. The programs evaluate on all
+# ranks, so that 300 s are enough; job/backend.py gives users' scripts 1800 s.
 _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
