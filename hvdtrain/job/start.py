@@ -68,7 +68,8 @@ def _set_environment(launched):
 def stop(*, timeout_seconds):
     """Shut Horovod down, which ends the collectives that other ranks wait in.
 
-    Returns after `timeout_seconds` also where other ranks do not answer.
+    The shutdown is negotiated between all ranks. Returns after `timeout_seconds` also
+    if one of them is blocked or lost.
     """
     horovod = sys.modules.get("horovod.tensorflow")
     if horovod and horovod.is_initialized():

@@ -117,6 +117,22 @@ def test_only_a_reason_that_rank_0_prints_is_left_out(rank, body, flag, code, re
     assert len(errors.splitlines()) == bool(reason), errors
 
 
+def test_a_lost_rank_is_one_line():
+    body = """\
+import sys, types
+fake = types.SimpleNamespace(is_collective_failure=lambda error: True)
+sys.modules["hvdtrain.collectives.failures"] = fake
+raise RuntimeError("of Horovod")
+"""
+    process = start(body, stderr=subprocess.PIPE, text=True)
+    errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
+    assert process.returncode == 1
+    assert errors == (
+        "Another rank has left the job, or has not called a collective within "
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.\n"
+    )
+
+
 def test_noise_is_dropped_and_errors_are_written(capfd):
     with output.without_noise():
         os.write(2, b"I0000 a message of TensorFlow\na warning\n")
