@@ -119,7 +119,11 @@ def _leave_after_bug(error):
         # launcher that does not leaves it to this rank.
         _is_leaving.set()
         time.sleep(_PATIENCE_SECONDS)
-        _leave("Another rank has left the job, or does not answer.", code=1)
+        _leave(
+            "Another rank has left the job, or has not called a collective within "
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.",
+            code=1,
+        )
     if getattr(error, "errno", None) in (errno.EPIPE, errno.ENOSPC):
         _leave(f"Cannot write the output: {error.strerror}.", code=1)
     _leave(traceback.format_exc().rstrip(), code=1)

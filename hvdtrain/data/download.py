@@ -26,7 +26,12 @@ _MIN_PROGRESS_BYTES = 1 << 18
 
 
 def default_cache_dir():
-    """Return `$XDG_CACHE_HOME/hvdtrain`; XDG_CACHE_HOME is `~/.cache` if not set."""
+    """Return `$HVDTRAIN_CACHE_DIR`, or else `$XDG_CACHE_HOME/hvdtrain`.
+
+    XDG_CACHE_HOME is `~/.cache` if not set.
+    """
+    if cache := os.environ.get("HVDTRAIN_CACHE_DIR"):
+        return pathlib.Path(cache)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return pathlib.Path(base) / "hvdtrain"
 
@@ -131,7 +136,7 @@ def _read_into(content, errors, url, patience_seconds):
 def _write(path, content):
     with one_line_errors(
         f"write {path}",
-        remedy="free some space, or set XDG_CACHE_HOME to a directory that can be "
+        remedy="free some space, or set HVDTRAIN_CACHE_DIR to a directory that can be "
         "written",
         raises=DataError,
     ):

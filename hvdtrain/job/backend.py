@@ -12,7 +12,8 @@ import tensorflow as tf
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.world import JobError, World
 
-# Long enough for rank 0 to evaluate or to save while the other ranks are blocked.
+# Users' scripts may evaluate or save on rank 0 for long, with the other ranks blocked
+# in a collective. hvdtrain's programs have a shorter limit: job/start.py.
 _STALL_SHUTDOWN_SECONDS = 1800
 
 

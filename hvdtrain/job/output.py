@@ -3,14 +3,22 @@
 import contextlib
 import io
 import os
-import re
 import select
+import subprocess
 import sys
-import tempfile
 import time
 
 # Messages of TensorFlow at import, written by C++ code that no log level silences.
-_NOISE = re.compile(rb"absl::InitializeLog|^I0000 |oneDNN|cpu_feature_guard")
+_NOISE = "absl::InitializeLog|^I0000 |oneDNN|cpu_feature_guard"
+# Each line in one write, for the reason below.
+_FILTER = """
+import os, re, sys
+noise = re.compile(os.fsencode(sys.argv[1]))
+for line in sys.stdin.buffer:
+    if not noise.search(line):
+        os.write(1, line)
+"""
+_FILTER_SECONDS = 5
 _BUFFER_BYTES = 1 << 16
 _real_stderr = None
 
@@ -60,19 +68,26 @@ def write_error(text, *, timeout_seconds):
 
 @contextlib.contextmanager
 def without_noise():
-    """Hold back what is written to stderr; at the end, write what is not noise."""
+    """Drop the noise from what is written to stderr.
+
+    A process of its own filters: it outlives an abort in C++ code, whose reason is the
+    last line. In a session of its own, as a launcher signals the group of a rank.
+    """
     global _real_stderr
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
-        stderr = _real_stderr = os.dup(2)
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            _real_stderr = None
-            os.close(stderr)
-            held.seek(0)
-            for line in held:
-                if not _NOISE.search(line):
-                    os.write(2, line)
+    stderr = _real_stderr = os.dup(2)
+    command = [sys.executable, "-I", "-S", "-c", _FILTER, _NOISE]
+    filtering = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=stderr, start_new_session=True
+    )
+    os.dup2(filtering.stdin.fileno(), 2)
+    filtering.stdin.close()
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        _real_stderr = None
+        os.close(stderr)
+        # Not for ever: a process that was started inside may hold the pipe open.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            filtering.wait(_FILTER_SECONDS)

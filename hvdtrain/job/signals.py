@@ -17,6 +17,7 @@ _subscribers = ()
 # Handlers before the first subscription, by number.
 _replaced = {}
 _thread = None
+_writer = None
 
 
 def subscribe(numbers, callback):
@@ -37,7 +38,7 @@ def subscribe(numbers, callback):
     for number in numbers:
         # None is a handler that C code has installed, which Python cannot restore.
         _replaced.setdefault(number, signal.getsignal(number) or signal.SIG_DFL)
-        signal.signal(number, _ignore)
+        signal.signal(number, _handle)
 
 
 def unsubscribe(callback):
@@ -52,34 +53,52 @@ def unsubscribe(callback):
         signal.signal(number, _replaced.pop(number))
 
 
-def _ignore(number, frame):
-    """Do nothing: a Python handler is what makes the C handler write its byte."""
+def _handle(number, frame):
+    """Deliver a signal whose number the C handler has not written to our pipe.
+
+    An asyncio loop has a file descriptor of its own for signals, and resets it to -1
+    when it removes its last handler.
+    """
+    wakeup_fd = signal.set_wakeup_fd(_writer, warn_on_full_buffer=False)
+    # Before the write: the next signal may be the loop's.
+    if wakeup_fd not in (_writer, -1):
+        signal.set_wakeup_fd(wakeup_fd)
+    if wakeup_fd != _writer:
+        os.write(_writer, bytes([number]))
 
 
 def _start_thread():
-    global _thread
+    global _thread, _writer
     if _thread is None:
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        reader, _writer = os.pipe()
+        os.set_blocking(_writer, False)
+        signal.set_wakeup_fd(_writer, warn_on_full_buffer=False)
         _thread = threading.Thread(target=_deliver, args=(reader,), daemon=True)
         _thread.start()
-        os.register_at_fork(after_in_child=_reset)
 
 
 def _reset():
     # A forked child has no thread, and its file descriptor is this process' own: a
     # signal to the child would be delivered here.
+    global _subscribers, _thread, _writer
+    if _thread is None:
+        return
     signal.set_wakeup_fd(-1)
     for number, handler in _replaced.items():
         signal.signal(number, handler)
+    _subscribers = ()
+    _replaced.clear()
+    _thread = _writer = None
+
+
+os.register_at_fork(after_in_child=_reset)
 
 
 def _deliver(reader):
     while True:
         number = os.read(reader, 1)[0]
         # Other handlers of this process write their bytes, too.
-        if signal.getsignal(number) is _ignore and not _is_handled(number):
+        if signal.getsignal(number) is _handle and not _is_handled(number):
             os._exit(128 + number)
 
 

@@ -7,7 +7,8 @@ import threading
 from hvdtrain.job import cores, launchers, output
 
 # Where MPI threads spin while they wait, TensorFlow's threads lack their cores; and
-# a rank that waits for a lost one would wait for ever.
+# a rank that waits for a lost one would wait for ever. The programs evaluate on all
+# ranks, so that 300 s are enough; job/backend.py gives users' scripts 1800 s.
 _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
@@ -67,7 +68,8 @@ def _set_environment(launched):
 def stop(*, timeout_seconds):
     """Shut Horovod down, which ends the collectives that other ranks wait in.
 
-    Returns after `timeout_seconds` also where other ranks do not answer.
+    The shutdown is negotiated between all ranks. Returns after `timeout_seconds` also
+    if one of them is blocked or lost.
     """
     horovod = sys.modules.get("horovod.tensorflow")
     if horovod and horovod.is_initialized():

@@ -221,7 +221,7 @@ def test_refused_network(run, tmp_path):
     with socket.socket() as closed:  # bound, and not listening
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/mnist.npz"
-        environment = {"HVDTRAIN_MNIST_URLS": url, "XDG_CACHE_HOME": str(tmp_path)}
+        environment = {"HVDTRAIN_MNIST_URLS": url, "HVDTRAIN_CACHE_DIR": str(tmp_path)}
         job = run(["--dataset=mnist"], environment=environment)
     fails_with(job, url, "--data_dir")
     assert not list(tmp_path.rglob("*mnist*"))

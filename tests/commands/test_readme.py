@@ -19,7 +19,7 @@ def _no_network(monkeypatch, tmp_path):
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}/"
         monkeypatch.setenv("HVDTRAIN_MNIST_URLS", url)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path / "cache"))
         yield
 
 

@@ -554,7 +554,7 @@ def test_download_of_idx_files_replaces_a_broken_cache(
     # A rename, not a change of the file, which another process may have open.
     os.link(cache / "mnist.npz", tmp_path / "old")
     with server(lambda request: answer(packed[request.path])(request)) as url:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path / "hvdtrain"))
         monkeypatch.setenv("HVDTRAIN_MNIST_URLS", f"{url}none.npz {url}")
         data.cached_mnist()
     assert os.listdir(cache) == ["mnist.npz"]
@@ -606,13 +606,28 @@ def counts(monkeypatch):
     return counts
 
 
+@pytest.mark.parametrize(
+    ("own", "base", "expected"),
+    [
+        ("/own", "/base", "/own"),
+        ("", "/base", "/base/hvdtrain"),
+        ("", "", "/home/me/.cache/hvdtrain"),
+    ],
+)
+def test_the_cache_is_that_of_the_setup(monkeypatch, own, base, expected):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    monkeypatch.setenv("HVDTRAIN_CACHE_DIR", own)
+    assert data.default_cache_dir() == pathlib.Path(expected)
+
+
 @pytest.mark.parametrize("local_rank", [0, 1])
 @pytest.mark.parametrize("is_given", [False, True])
 def test_every_rank_reads_mnist_once(
     tmp_path, real_mnist, monkeypatch, counts, local_rank, is_given
 ):
     (tmp_path / "hvdtrain").symlink_to(real_mnist)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path / "hvdtrain"))
     choices = [data.Choice("mnist"), None]
     monkeypatch.setattr(loading, "gather", lambda world, value: choices)
     monkeypatch.setattr(loading, "fail_together", contextlib.nullcontext)
@@ -637,7 +652,7 @@ def test_a_node_with_mnist_loads_what_the_nodes_agreed_on(
         return [value, other]
 
     (tmp_path / "hvdtrain").symlink_to(real_mnist)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path / "hvdtrain"))
     monkeypatch.setattr(loading, "gather", gather)
     monkeypatch.setattr(loading, "fail_together", contextlib.nullcontext)
     dataset, warning = loading.load_everywhere(World(size=2), "auto")

@@ -81,6 +81,16 @@ def test_a_rank_without_a_launcher_takes_gloo_where_it_is_built(
     assert os.environ.get("HOROVOD_CPU_OPERATIONS") == operations
 
 
+def test_programs_have_a_shorter_stall_limit(monkeypatch):
+    monkeypatch.delenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", raising=False)
+    # For the end of the test: the start sets them.
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(backend.hvd, "init", mock.Mock(side_effect=StartedError))
+    with pytest.raises(StartedError):
+        job.start()
+    assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "300"
+
+
 @pytest.mark.parametrize(("given", "expected"), [(None, "1800"), ("7", "7")])
 def test_a_lone_collective_does_not_wait_for_ever(monkeypatch, given, expected):
     environ = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": given} if given else {}

@@ -117,11 +117,49 @@ def test_only_a_reason_that_rank_0_prints_is_left_out(rank, body, flag, code, re
     assert len(errors.splitlines()) == bool(reason), errors
 
 
-def test_stderr_is_held_back_and_errors_are_not(capfd):
+def test_a_lost_rank_is_one_line():
+    body = """\
+import sys, types
+fake = types.SimpleNamespace(is_collective_failure=lambda error: True)
+sys.modules["hvdtrain.collectives.failures"] = fake
+raise RuntimeError("of Horovod")
+"""
+    process = start(body, stderr=subprocess.PIPE, text=True)
+    errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
+    assert process.returncode == 1
+    assert errors == (
+        "Another rank has left the job, or has not called a collective within "
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.\n"
+    )
+
+
+def test_noise_is_dropped_and_errors_are_written(capfd):
     with output.without_noise():
         os.write(2, b"I0000 a message of TensorFlow\na warning\n")
         output.write_error("an error\n", timeout_seconds=1)
-    assert capfd.readouterr().err == "an error\na warning\n"
+    os.write(2, b"I0000 afterwards\n")
+    *filtered, last = sorted(capfd.readouterr().err.splitlines(), key=str.lower)
+    assert (filtered, last) == (["a warning", "an error"], "I0000 afterwards")
+
+
+def test_the_reason_of_an_abort_is_written():
+    script = """
+import os, signal
+from hvdtrain.job import output
+with output.without_noise():
+    os.write(2, b"I0000 noise\\nF0000 no AVX\\nthe last line")
+    os.killpg(0, signal.SIGTERM) if os.environ.get("GROUP") else os.abort()
+"""
+    for group, number in {"": signal.SIGABRT, "1": signal.SIGTERM}.items():
+        process = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"GROUP": group},
+            capture_output=True,
+            start_new_session=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+        assert process.returncode == -number
+        assert process.stderr == b"F0000 no AVX\nthe last line"
 
 
 def test_a_long_error_is_written_in_whole_lines(monkeypatch):

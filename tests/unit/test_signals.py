@@ -107,6 +107,61 @@ block()
     assert signalled(script, signal.SIGTERM)[0] == -signal.SIGTERM
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_signal_is_delivered_beside_an_asyncio_loop(is_over):
+    script = f"""
+import asyncio
+signals.subscribe([signal.SIGTERM], lambda number: write(number))
+loop = asyncio.new_event_loop()
+loop.add_signal_handler(signal.SIGUSR1, lambda: write("theirs"))
+if {is_over}:
+    loop.remove_signal_handler(signal.SIGUSR1)
+write("ready")
+loop.run_until_complete(asyncio.sleep(10))
+"""
+    numbers = [signal.SIGTERM] if is_over else [signal.SIGUSR1, signal.SIGTERM]
+    code, lines, _ = signalled(script, *numbers)
+    assert lines == (["ready", "15"] if is_over else ["ready", "theirs", "15"])
+    assert code == 128 + signal.SIGTERM
+
+
+def test_another_loop_gets_its_signals_after_one_of_ours():
+    script = """
+import asyncio
+def postpone(number):
+    write(f"ours-{number}")
+    return number == signal.SIGTERM
+
+signals.subscribe([signal.SIGTERM, signal.SIGINT], postpone)
+loop = asyncio.new_event_loop()
+loop.add_signal_handler(signal.SIGUSR1, lambda: write("theirs"))
+write("ready")
+loop.run_until_complete(asyncio.sleep(10))
+"""
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+    code, lines, _ = signalled(script, *numbers)
+    assert lines == ["ready", "ours-15", "theirs", "ours-2"]
+    assert code == 128 + signal.SIGINT
+
+
+def test_a_forked_child_may_subscribe():
+    script = """
+signals.subscribe([signal.SIGTERM, signal.SIGINT], lambda number: write("parent's"))
+child = os.fork()
+if child:
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    write(f"code-{code}")
+    os._exit(0)
+signals.subscribe([signal.SIGTERM], lambda number: write("child's"))
+assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+os.kill(os.getpid(), signal.SIGTERM)
+block()
+"""
+    code, lines, _ = signalled(script)
+    assert (code, lines[-1]) == (0, "code-143")
+    assert [line for line in lines if line != "ready"] == ["child's", "code-143"]
+
+
 def test_a_signal_to_a_forked_child_is_not_ours():
     script = """
 signals.subscribe([signal.SIGTERM], lambda number: write("ours"))
