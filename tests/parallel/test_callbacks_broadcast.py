@@ -579,6 +579,15 @@ def test_unequal_numbers_of_steps_after_a_fit_that_joined():
         )
 
 
+def test_join_callback_on_one_rank_is_refused():
+    joining = [hvd.callbacks.JoinCallback()] if hvd.rank() == 0 else []
+    others = list(range(1, hvd.size()))
+    with pytest.raises(ValueError, match="Put JoinCallback on every rank") as error:
+        fit_shard(sgd_model(), *joining)
+    assert f"it is on ranks [0] and not on ranks {others}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_an_unknown_number_of_steps_is_not_refused():
     data = tf.data.Dataset.from_tensor_slices(oracle.samples(steps=2))
     data = data.shard(hvd.size(), hvd.rank()).batch(oracle.LOCAL_BATCH_SIZE)

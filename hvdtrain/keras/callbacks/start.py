@@ -62,7 +62,8 @@ def agree(model, *, steps, needs_broadcast, root_rank, process_set):
         callback before has restored its model.
 
     Raises:
-        ValueError: on every rank, if their numbers of steps differ.
+        ValueError: on every rank, if their numbers of steps differ, or if only some
+            of them have a `JoinCallback`.
     """
     epoch = model._initial_epoch
     is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
@@ -76,6 +77,7 @@ def agree(model, *, steps, needs_broadcast, root_rank, process_set):
         np.array([mine], "int64"), "TrainingStart", process_set=process_set
     )
     starts = [_Start(*row) for row in rows.numpy().tolist()]
+    _check_joins(starts, process_set.ranks)
     _check_steps(starts, process_set.ranks)
     first_epoch = starts[list(process_set.ranks).index(root_rank)].first_epoch
     # Keras' fit reads it after on_train_begin.
@@ -108,6 +110,18 @@ def check_first_epoch(epoch, *, process_set):
             "initial_epoch and epochs to fit on every rank, and put "
             "keras.callbacks.BackupAndRestore before "
             "hvd.callbacks.BroadcastGlobalVariablesCallback in the list."
+        )
+
+
+def _check_joins(starts, ranks):
+    # A rank that joins blocks until all ranks have joined.
+    joining = [rank for rank, start in zip(ranks, starts, strict=True) if start.joins]
+    others = [rank for rank in ranks if rank not in joining]
+    if joining and others:
+        raise ValueError(
+            "Only some ranks have hvd.callbacks.JoinCallback: they would block in a "
+            f"join. Received: it is on ranks {joining} and not on ranks {others}. Put "
+            "JoinCallback on every rank."
         )
 
 
