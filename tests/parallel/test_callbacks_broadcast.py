@@ -579,6 +579,18 @@ def test_unequal_numbers_of_steps_after_a_fit_that_joined():
         )
 
 
+def test_unequal_numbers_of_steps_after_a_fit_that_failed():
+    model, first = sgd_model(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    inputs, labels = oracle.samples(steps=1 + hvd.rank())
+    joining = hvd.callbacks.JoinCallback()
+    with pytest.raises(KeyboardInterrupt):
+        oracle.fit(
+            model, inputs, labels, callbacks=[first, joining, Interrupt(0, batch=0)]
+        )
+    with pytest.raises(ValueError, match="different numbers of steps"):
+        oracle.fit(model, inputs, labels, callbacks=[first])
+
+
 def test_join_callback_on_one_rank_is_refused():
     joining = [hvd.callbacks.JoinCallback()] if hvd.rank() == 0 else []
     others = list(range(1, hvd.size()))

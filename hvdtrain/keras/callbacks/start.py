@@ -77,6 +77,8 @@ def agree(model, *, steps, needs_broadcast, root_rank, process_set):
         np.array([mine], "int64"), "TrainingStart", process_set=process_set
     )
     starts = [_Start(*row) for row in rows.numpy().tolist()]
+    # A fit that fails skips on_train_end. JoinCallback sets the mark in each fit.
+    model._hvdtrain_joins = False
     _check_joins(starts, process_set.ranks)
     _check_steps(starts, process_set.ranks)
     first_epoch = starts[list(process_set.ranks).index(root_rank)].first_epoch
