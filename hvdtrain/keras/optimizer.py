@@ -142,6 +142,19 @@ def local_keys_of(optimizer):
     return hook.reducer.local_keys if hook else frozenset()
 
 
+def optimizers_of(model):
+    """The compiled optimizer, and distributed ones that are attributes of `model`."""
+    compiled = getattr(model, "optimizer", None)
+    beside = [
+        value
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
+        and value is not compiled
+        and hook_of(value) is not None
+    ]
+    return [compiled, *beside] if compiled is not None else beside
+
+
 def configure_compiled_model(model):
     """Adapts what `model.compile` decided for one process.
 
