@@ -20,8 +20,8 @@ class AverageMovingStatisticsCallback(keras.callbacks.Callback):
     Put it on every rank: a rank without it leaves the others blocked in the
     reduction. Put it before `MetricAverageCallback` and callbacks that evaluate or
     save at the end of an epoch, and after `JoinCallback`, whose broadcast replaces
-    all statistics by those of the last rank to join. A model that is saved within an
-    epoch holds the statistics of its rank.
+    all statistics by those of the rank that has taken the most steps. A model that is
+    saved within an epoch holds the statistics of its rank.
     """
 
     def __init__(self):
