@@ -137,9 +137,9 @@ class _TwoSteps:
     def _in_graph(self, gradients):
         # After the gradients, which have read the result of the step before, and
         # before whatever assigns to the variables.
-        with tf.control_dependencies(
-            tf.nest.flatten(gradients, expand_composites=True)
-        ):
+        tensors = tf.nest.flatten(gradients, expand_composites=True)
+        # A variable that the loss does not use has the gradient None.
+        with tf.control_dependencies([t for t in tensors if t is not None]):
             step = tf.py_function(self._step, [], [])
         with tf.control_dependencies([step]):
             return tf.nest.map_structure(

@@ -88,8 +88,11 @@ def _moments(layer):
 def _assign(layer, moments, steps):
     mean, variance, square = moments
     between_ranks = np.maximum(square - mean**2, 0.0)
-    # The weight of these steps in the moving averages: all of it if steps is not known.
-    weight = 1.0 - layer.momentum**steps or 1.0
+    # The weight of these steps in the moving averages.
+    weight = 1.0 - layer.momentum**steps
+    if weight == 0.0:
+        # The number of steps is not known, or the momentum is 1.
+        weight = 1.0
     layer.moving_mean.assign(mean)
     layer.moving_variance.assign(variance + between_ranks / weight)
     if getattr(layer, "renorm", False):

@@ -142,6 +142,19 @@ def local_keys_of(optimizer):
     return hook.reducer.local_keys if hook else frozenset()
 
 
+def optimizers_of(model):
+    """The compiled optimizer, and distributed ones that are attributes of `model`."""
+    compiled = getattr(model, "optimizer", None)
+    beside = [
+        value
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
+        and value is not compiled
+        and hook_of(value) is not None
+    ]
+    return [compiled, *beside] if compiled is not None else beside
+
+
 def configure_compiled_model(model):
     """Adapts what `model.compile` decided for one process.
 
@@ -150,7 +163,8 @@ def configure_compiled_model(model):
     reduction of a step that one rank skips. It becomes one check of all ranks. On
     GPUs, where `compile` enables XLA by default, XLA is disabled: it cannot compile
     Horovod's operations. And a training step that was traced before the optimizer was
-    distributed is discarded, since it reduces nothing.
+    distributed is discarded, since it reduces nothing. The same holds for distributed
+    optimizers that are attributes of the model.
 
     Call it before the first training step; `BroadcastGlobalVariablesCallback` and
     `elastic.KerasState` do.
@@ -158,16 +172,17 @@ def configure_compiled_model(model):
     Raises:
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
     """
-    optimizer = getattr(model, "optimizer", None)
-    _check_not_horovods(optimizer)
-    hook = hook_of(optimizer)
-    if hook is None:
+    _check_not_horovods(getattr(model, "optimizer", None))
+    distributed = list(filter(is_distributed, optimizers_of(model)))
+    if not distributed:
         return
-    if not hook.is_configured:
-        hook.is_configured = True
-        model.train_function = None
-    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
-        hook.share_finite_check(model.optimizer)
+    for optimizer in distributed:
+        hook = hook_of(optimizer)
+        if not hook.is_configured:
+            hook.is_configured = True
+            model.train_function = None
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            hook.share_finite_check(optimizer)
     if model.jit_compile and tf.config.list_physical_devices("GPU"):
         model.jit_compile = False
         model.train_function = None

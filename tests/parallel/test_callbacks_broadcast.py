@@ -119,6 +119,35 @@ def test_a_model_that_is_not_built_is_built_before_the_first_step():
         assert difference < 1e-6
 
 
+class Subclassed(keras.Model):
+    """A model that its first call builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = keras.layers.BatchNormalization()
+        self.dense = keras.layers.Dense(oracle.CLASSES, activation="softmax")
+
+    def call(self, inputs, training=False):
+        return self.dense(self.norm(inputs, training=training))
+
+
+def test_a_model_that_only_rank_0_has_built():
+    model = Subclassed()
+    kernel = np.ones((oracle.FEATURES, oracle.CLASSES), "float32")
+    if hvd.rank() == 0:
+        model(np.zeros((1, oracle.FEATURES), "float32"))
+        model.dense.kernel.assign(kernel)
+    # A learning rate of 0: the weights stay those of the broadcast.
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), oracle.LOSS)
+    fit_shard(
+        model,
+        hvd.callbacks.AverageMovingStatisticsCallback(),
+        hvd.callbacks.ConsistencyCheckCallback(every_steps=2),
+    )
+    np.testing.assert_array_equal(model.dense.kernel.numpy(), kernel)
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
 @pytest.mark.parametrize("steps_per_execution", [2, 5])
 def test_an_unbuilt_model_takes_every_step_once(steps_per_execution):
     model = keras.Sequential([keras.layers.Dense(3, activation="softmax")])
@@ -577,6 +606,27 @@ def test_unequal_numbers_of_steps_after_a_fit_that_joined():
             verbose=0,
             callbacks=[first],
         )
+
+
+def test_unequal_numbers_of_steps_after_a_fit_that_failed():
+    model, first = sgd_model(), hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    inputs, labels = oracle.samples(steps=1 + hvd.rank())
+    joining = hvd.callbacks.JoinCallback()
+    with pytest.raises(KeyboardInterrupt):
+        oracle.fit(
+            model, inputs, labels, callbacks=[first, joining, Interrupt(0, batch=0)]
+        )
+    with pytest.raises(ValueError, match="different numbers of steps"):
+        oracle.fit(model, inputs, labels, callbacks=[first])
+
+
+def test_join_callback_on_one_rank_is_refused():
+    joining = [hvd.callbacks.JoinCallback()] if hvd.rank() == 0 else []
+    others = list(range(1, hvd.size()))
+    with pytest.raises(ValueError, match="Put JoinCallback on every rank") as error:
+        fit_shard(sgd_model(), *joining)
+    assert f"it is on ranks [0] and not on ranks {others}" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_an_unknown_number_of_steps_is_not_refused():

@@ -153,8 +153,25 @@ def test_moving_averages_are_each_rank_s_own(is_built):
         model.build((None, oracle.FEATURES))
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS)
     check = hvd.callbacks.ConsistencyCheckCallback(every_steps=2)
-    fit(model, check)
-    fit(model, check)
+    root = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(model, root, check, broadcast=False)
+    fit(model, root, check, broadcast=False)
+    # The broadcast is not repeated, and another check has a first one.
+    new_check = hvd.callbacks.ConsistencyCheckCallback(every_steps=2)
+    fit(model, root, new_check, broadcast=False)
+
+
+def test_moving_averages_that_differ_before_the_first_step():
+    model = keras.Sequential(
+        [keras.Input((oracle.FEATURES,)), keras.layers.BatchNormalization()]
+    )
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    model.layers[0].moving_mean.assign(np.full(oracle.FEATURES, hvd.rank(), "float32"))
+    inputs, _ = oracle.samples(steps=1)
+    check = hvd.callbacks.ConsistencyCheckCallback()
+    with pytest.raises(DriftedApart, match="moving_mean"):
+        oracle.fit_shard(model, inputs, inputs, callbacks=[check])
 
 
 @pytest.mark.ranks

@@ -108,13 +108,11 @@ def test_an_open_window_has_the_mean_of_the_batches_that_took_part(op):
 class TwoOptimizers(keras.Model):
     """Trains its second layer with an optimizer beside the compiled one."""
 
-    def __init__(self):
+    def __init__(self, second_optimizer):
         super().__init__()
         self.first = keras.layers.Dense(2)
         self.second = keras.layers.Dense(1)
-        self.second_optimizer = hvd.DistributedOptimizer(
-            keras.optimizers.Adam(0.01), name="second"
-        )
+        self.second_optimizer = second_optimizer
 
     def call(self, inputs):
         return self.second(self.first(inputs))
@@ -134,7 +132,8 @@ class TwoOptimizers(keras.Model):
 
 def test_every_optimizer_of_the_model_is_caught_up():
     keras.utils.set_random_seed(0)
-    model = TwoOptimizers()
+    second = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), name="second")
+    model = TwoOptimizers(second)
     model(np.zeros((1, 2)))
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     model.optimizer.build(model.first.trainable_variables)
@@ -145,6 +144,21 @@ def test_every_optimizer_of_the_model_is_caught_up():
     for optimizer in (model.optimizer, model.second_optimizer):
         oracle.assert_bitwise_equal_over_ranks(optimizer.variables)
         assert int(optimizer.iterations) == hvd.size()
+
+
+def test_a_second_optimizer_that_is_distributed_between_two_fits():
+    model = TwoOptimizers(keras.optimizers.SGD(0.01))
+    model(np.zeros((1, 2)))
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+    model.optimizer.build(model.first.trainable_variables)
+    model.second_optimizer.build(model.second.trainable_variables)
+    inputs = np.random.default_rng(hvd.rank()).normal(size=(16, 2))
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    oracle.fit(model, inputs, inputs[:, :1], callbacks=[broadcast])
+    hvd.DistributedOptimizer(model.second_optimizer)
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    oracle.fit(model, inputs, inputs[:, :1], callbacks=[broadcast])
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
 
 
 def test_a_join_in_each_epoch_is_traced_without_a_warning(caplog):

@@ -210,3 +210,19 @@ def test_sparse_gradients_of_a_tape_without_a_broadcast():
     step()
     with pytest.raises(tf.errors.UnknownError, match="1 of 1 variables"):
         step()
+
+
+def test_a_tape_without_a_broadcast_whose_gradients_contain_none():
+    used, unused = tf.Variable(float(hvd.rank())), tf.Variable(1.0)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = used * 2.0
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, [used, unused])
+        assert gradients[1] is None
+        return gradients[0]
+
+    assert float(step()) == 2.0
+    with pytest.raises(tf.errors.UnknownError, match="1 of 2 variables"):
+        step()

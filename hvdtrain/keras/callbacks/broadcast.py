@@ -25,8 +25,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Put it first in the list of callbacks. It acts once for a model, in the first
     `fit`, before the first step. (Horovod's callback acts after the first step, in
     which every rank has updated a different model.) A model that has not been built
-    is called on the first batch, unless all its layers are built. Optimizers that a
-    `train_step` uses besides the compiled one are not broadcast.
+    on every rank is called on the first batch, unless all its layers are built.
+    Optimizers that a `train_step` uses besides the compiled one are not broadcast.
 
     In a later `fit` it acts again if it is new on some rank, such as one that joined
     an elastic job later and would block in the broadcast alone, or if a callback has
@@ -91,16 +91,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Broadcasts, at the latest when the first batch builds the model."""
         self._is_first_epoch = True
         start.check_distributed(self.model)
-        self._agree_on_start()
+        is_built = self._agree_on_start()
         if self.broadcast_done:
             return
-        unbuilt = _unbuilt_parts(self.model)
-        if not unbuilt and self.model.weights:
+        if is_built:
             self._broadcast()
         elif _is_callable(self.model):
             self._broadcast_on_first_batch()
         else:
             # For example a GAN, whose train_step calls its parts.
+            unbuilt = start.unbuilt_parts(self.model) or ["those of other ranks"]
             raise ValueError(
                 f"{type(self.model).__name__} has no call(): before the first step it "
                 f"cannot be built. Build its parts before fit: {', '.join(unbuilt)}."
@@ -115,11 +115,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._check_first_epoch(None)
 
     def _agree_on_start(self):
+        # Whether the model is built is a local fact: a rank that broadcasts now would
+        # block while another one waits for its first batch.
         process_set = process_set_of(self.model.optimizer)
         if not needs_communication(process_set):
-            return
+            return start.is_built(self.model)
         _check_root(self.root_rank, process_set)
-        needs_broadcast = start.agree(
+        needs_broadcast, is_built = start.agree(
             self.model,
             steps=(self.params or {}).get("steps"),
             needs_broadcast=not self.broadcast_done,
@@ -127,6 +129,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             process_set=process_set,
         )
         self.broadcast_done = not needs_broadcast
+        return is_built
 
     def _check_first_epoch(self, epoch):
         if self._is_first_epoch:
@@ -160,17 +163,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return train_function(itertools.chain([batch], iterator))
 
         train_functions.substitute(self.model, first_step)
-
-
-def _unbuilt_parts(model):
-    # Names of the layers of the model, and of itself, without weights so far.
-    layers = [] if model.built else [model, *model._flatten_layers(include_self=False)]
-    return [
-        layer.name
-        for layer in layers
-        if not layer.built
-        and type(layer).build not in (keras.layers.Layer.build, keras.Model.build)
-    ]
 
 
 def _is_callable(model):

@@ -6,7 +6,8 @@ from hvdtrain.collectives import ops
 from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.consistency import check_consistency
 from hvdtrain.keras.gradients import variable_key
-from hvdtrain.keras.optimizer import process_set_of
+from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.optimizer import optimizers_of, process_set_of
 from hvdtrain.keras.variables import replicated_variables
 
 
@@ -20,11 +21,12 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
     the same text on every rank. Variables that are registered with the optimizer as
     local are left out.
 
-    The first check covers all weights; it is skipped if `fit` still has to build the
-    model. Later checks leave out weights that are not trainable, since the moving
-    averages of `BatchNormalization` differ by rank. Another `fit` has a first check
-    only if this callback is new on some rank, such as one that joined an elastic job
-    later: one small reduction when training begins.
+    The first check covers all weights if the optimizer has taken no step; it is
+    skipped if `fit` still has to build the model on some rank. Other checks leave out
+    weights that are not trainable, since the moving averages of `BatchNormalization`
+    differ by rank. Another `fit` has a first check only if this callback is new on
+    some rank, such as one that joined an elastic job later: one small reduction when
+    training begins.
 
     Args:
         every_steps: training steps from one check to the next.
@@ -42,10 +44,8 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         """Resets the counter; a first check happens on all ranks or on none."""
         self._interval.reset()
         self._is_due = False
-        self._has_started = ops.is_true_on_all_ranks(
-            self._has_started,
-            name="ConsistencyHasStarted",
-            process_set=process_set_of(self.model.optimizer),
+        self._has_started = self._is_true_on_all_ranks(
+            self._has_started, "ConsistencyHasStarted"
         )
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -53,10 +53,10 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         if self._has_started:
             if self._is_due:
                 self._check_trained()
-        elif self.model.built:
+        elif self._is_true_on_all_ranks(self.model.built, "ConsistencyIsBuilt"):
             # Not in on_train_begin: callbacks that stand after this one in the list
             # restore or broadcast there.
-            self._check(replicated_variables(self.model, local_keys=self._local_keys))
+            self._check_first()
         self._has_started = True
         self._is_due = False
 
@@ -67,6 +67,19 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         """Checks the final state."""
         self._check_trained()
+
+    def _is_true_on_all_ranks(self, flag, name):
+        process_set = process_set_of(self.model.optimizer)
+        return ops.is_true_on_all_ranks(flag, name=name, process_set=process_set)
+
+    def _check_first(self):
+        # After an earlier fit the moving averages differ, as in _check_trained.
+        optimizers = map(without_loss_scale, optimizers_of(self.model))
+        is_new = all(int(optimizer._iterations) == 0 for optimizer in optimizers)
+        if self._is_true_on_all_ranks(is_new, "ConsistencyIsNew"):
+            self._check(replicated_variables(self.model, local_keys=self._local_keys))
+        else:
+            self._check_trained()
 
     def _check_trained(self):
         untrained = {variable_key(v) for v in self.model.non_trainable_weights}

@@ -7,7 +7,7 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.optimizer import local_keys_of
+from hvdtrain.keras.optimizer import local_keys_of, optimizers_of
 from hvdtrain.keras.variables import replicated_variables
 
 
@@ -67,7 +67,7 @@ class JoinCallback(keras.callbacks.Callback):
         if not needs_communication(global_process_set):
             return
         last_rank = int(ops.join())
-        optimizers = _optimizers_of(self.model)
+        optimizers = optimizers_of(self.model)
         if not optimizers:
             ops.broadcast_variables(replicated_variables(self.model), last_rank)
             return
@@ -78,19 +78,6 @@ class JoinCallback(keras.callbacks.Callback):
         for column, optimizer in zip(steps.T, optimizers, strict=True):
             _align_window(optimizer, column, root)
         ops.broadcast_variables(_shared_variables(self.model, optimizers), root)
-
-
-def _optimizers_of(model):
-    """Returns the compiled optimizer, and distributed ones kept beside it."""
-    compiled = getattr(model, "optimizer", None)
-    beside = [
-        value
-        for value in vars(model).values()
-        if isinstance(value, keras.optimizers.Optimizer)
-        and value is not compiled
-        and hook_of(value) is not None
-    ]
-    return [compiled, *beside] if compiled is not None else beside
 
 
 def _steps_of(optimizers):

@@ -2,7 +2,10 @@
 
 import keras
 
+from hvdtrain.collectives import ops
+from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.moving_statistics import average_moving_statistics
+from hvdtrain.keras.optimizer import process_set_of
 
 
 class AverageMovingStatisticsCallback(keras.callbacks.Callback):
@@ -17,8 +20,8 @@ class AverageMovingStatisticsCallback(keras.callbacks.Callback):
     Put it on every rank: a rank without it leaves the others blocked in the
     reduction. Put it before `MetricAverageCallback` and callbacks that evaluate or
     save at the end of an epoch, and after `JoinCallback`, whose broadcast replaces
-    all statistics by those of the last rank to join. A model that is saved within an
-    epoch holds the statistics of its rank.
+    all statistics by those of the rank that has taken the most steps. A model that is
+    saved within an epoch holds the statistics of its rank.
     """
 
     def __init__(self):
@@ -28,7 +31,13 @@ class AverageMovingStatisticsCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Makes the statistics equal: from here on steps are counted."""
-        average_moving_statistics(self.model)
+        # A model that is built on some ranks only is broadcast on the first batch.
+        if ops.is_true_on_all_ranks(
+            start.is_built(self.model),
+            name="MovingStatisticsBuilt",
+            process_set=process_set_of(self.model.optimizer),
+        ):
+            average_moving_statistics(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts counting steps."""

@@ -17,6 +17,7 @@ class _Start(NamedTuple):
     # What a rank contributes. The first epoch is that of Keras' BackupAndRestore,
     # and not fit's argument initial_epoch.
     needs_broadcast: bool
+    is_built: bool
     joins: bool
     steps: int
     first_epoch: int
@@ -47,6 +48,22 @@ def check_distributed(model):
         )
 
 
+def is_built(model):
+    """Whether `model` has all its weights on this rank."""
+    return not unbuilt_parts(model) and bool(model.weights)
+
+
+def unbuilt_parts(model):
+    """Names of the layers of `model`, and of itself, without weights so far."""
+    layers = [] if model.built else [model, *model._flatten_layers(include_self=False)]
+    return [
+        layer.name
+        for layer in layers
+        if not layer.built
+        and type(layer).build not in (keras.layers.Layer.build, keras.Model.build)
+    ]
+
+
 def agree(model, *, steps, needs_broadcast, root_rank, process_set):
     """Makes all ranks start `fit` in the epoch of `root_rank`; a collective.
 
@@ -58,16 +75,19 @@ def agree(model, *, steps, needs_broadcast, root_rank, process_set):
         process_set: the ranks that train.
 
     Returns:
-        Whether all ranks have to take part in a broadcast: one of them needs it, or a
-        callback before has restored its model.
+        Two bools, the same on every rank. Whether all ranks have to take part in a
+        broadcast: one of them needs it, or a callback before has restored its model.
+        And whether the model is built on all of them.
 
     Raises:
-        ValueError: on every rank, if their numbers of steps differ.
+        ValueError: on every rank, if their numbers of steps differ, or if only some
+            of them have a `JoinCallback`.
     """
     epoch = model._initial_epoch
     is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
     mine = _Start(
         needs_broadcast=needs_broadcast or is_restored,
+        is_built=is_built(model),
         joins=getattr(model, "_hvdtrain_joins", False),
         steps=NONE if steps is None else steps,
         first_epoch=NONE if epoch is None else epoch,
@@ -76,11 +96,17 @@ def agree(model, *, steps, needs_broadcast, root_rank, process_set):
         np.array([mine], "int64"), "TrainingStart", process_set=process_set
     )
     starts = [_Start(*row) for row in rows.numpy().tolist()]
+    # A fit that fails skips on_train_end. JoinCallback sets the mark in each fit.
+    model._hvdtrain_joins = False
+    _check_joins(starts, process_set.ranks)
     _check_steps(starts, process_set.ranks)
     first_epoch = starts[list(process_set.ranks).index(root_rank)].first_epoch
     # Keras' fit reads it after on_train_begin.
     model._initial_epoch = None if first_epoch == NONE else _AgreedEpoch(first_epoch)
-    return any(start.needs_broadcast for start in starts)
+    return (
+        any(start.needs_broadcast for start in starts),
+        all(start.is_built for start in starts),
+    )
 
 
 def check_first_epoch(epoch, *, process_set):
@@ -108,6 +134,18 @@ def check_first_epoch(epoch, *, process_set):
             "initial_epoch and epochs to fit on every rank, and put "
             "keras.callbacks.BackupAndRestore before "
             "hvd.callbacks.BroadcastGlobalVariablesCallback in the list."
+        )
+
+
+def _check_joins(starts, ranks):
+    # A rank that joins blocks until all ranks have joined.
+    joining = [rank for rank, start in zip(ranks, starts, strict=True) if start.joins]
+    others = [rank for rank in ranks if rank not in joining]
+    if joining and others:
+        raise ValueError(
+            "Only some ranks have hvd.callbacks.JoinCallback: they would block in a "
+            f"join. Received: it is on ranks {joining} and not on ranks {others}. Put "
+            "JoinCallback on every rank."
         )
 
 

@@ -63,8 +63,8 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Counts the batches of an epoch in `state.batch`; shortens one that is resumed.
 
     The first epoch after a restart takes no training steps for the batches that
-    `state.batch` counts as done. Their turns pass without a step and without taking
-    data, so that every callback receives the true number of each batch.
+    `state.batch` counts as done. `fit` still calls the callbacks for these batches, so
+    that every callback receives the true number of each batch, but takes no data.
 
     If the number of steps of an epoch has changed since, as with
     `steps_per_epoch=500 // hvd.size()`, `state.batch` is changed in proportion, and

@@ -24,8 +24,8 @@ def run(func):
     removed by the launcher, nothing is restored.
 
     Call no collective before it: a worker that joins later starts the script from the
-    beginning and would run that collective while the others run `state.sync()`. The
-    exception is one that a reset callback of the state repeats.
+    beginning and would run that collective while the others run `state.sync()`. Only
+    collectives that a reset callback of the state repeats are allowed.
 
     Args:
         func: a function whose first argument is a `KerasState`, or another state of
