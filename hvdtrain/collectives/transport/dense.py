@@ -54,11 +54,13 @@ def _reduce_flat(tensors, name, reduction, signature):
     """Reduces the concatenation of all tensors."""
     dtype = tensors[0].dtype
     parts = [tf.reshape(tensor, [-1]) for tensor in _prescaled(tensors, reduction)]
-    flat = tf.concat([tf.ones([1], dtype), *parts], axis=0)
+    # The count of ranks at the end: a slice from the start shares the buffer.
+    flat = tf.concat([*parts, tf.ones([1], dtype)], axis=0)
     total, _ = mpi_ops._grouped_allreduce(
         [flat, signature.guard(dtype)], **_options(reduction, dtype, name)
     )
-    return _split_like(tensors, _averaged(total[1:], total[0], reduction))
+    parts = _split_like(tensors, total[:-1])
+    return [_averaged(part, total[-1], reduction) for part in parts]
 
 
 def _reduce_group(tensors, name, reduction, signature):
