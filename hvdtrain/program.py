@@ -25,7 +25,7 @@ from hvdtrain.job.world import SharedJobError
 # Rank 0 prints its error at once; the others wait this long first. When rank 0 has
 # failed alike, the launcher ends them in this time: one message, not one per rank.
 _PATIENCE_SECONDS = 3.0
-# For a pipe that nobody reads.
+# For a pipe without a reader.
 _WRITE_SECONDS = 10.0
 _SIGNAL_WRITE_SECONDS = 1.0
 

@@ -200,7 +200,7 @@ def test_compression_stays_near_the_big_batch(compression, tolerance):
 
 @pytest.mark.parametrize("averages", [True, False])
 def test_backward_passes_per_step_is_accumulation(averages):
-    """Horovod sums the passes unless it is told to average them."""
+    """Horovod sums the passes, except with average_aggregated_gradients=True."""
     rate = 0.1 if averages else 0.1 / 2
     model = train_shard(
         hvd.DistributedOptimizer(

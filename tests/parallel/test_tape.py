@@ -181,7 +181,7 @@ def test_local_and_global_gradients_apart():
 
 
 def test_partial_optimizer_under_fit():
-    # SGD, one step: the new weights tell the gradient that was applied.
+    # SGD, one step: the new weights show the gradient that was applied.
     model = oracle.build_model()
     before = model.get_weights()
     local = gradients_of(model, tf.GradientTape(), *shard())
