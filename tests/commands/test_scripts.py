@@ -109,7 +109,8 @@ XLA_SCRIPT = """
         "sparse_categorical_crossentropy",
         jit_compile=True,
     )
-    model.fit(dataset, steps_per_epoch=2, verbose=0)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model.fit(dataset, steps_per_epoch=2, callbacks=callbacks, verbose=0)
 """
 
 
