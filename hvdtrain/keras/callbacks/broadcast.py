@@ -8,7 +8,11 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.objects import allgather_object
-from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.collectives.process_sets import (
+    check_root,
+    global_process_set,
+    needs_communication,
+)
 from hvdtrain.keras import train_functions
 from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.gradients import variable_key
@@ -120,7 +124,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         process_set = process_set_of(self.model.optimizer)
         if not needs_communication(process_set):
             return start.is_built(self.model)
-        _check_root(self.root_rank, process_set)
+        check_root(self.root_rank, process_set)
         needs_broadcast, is_built = start.agree(
             self.model,
             steps=(self.params or {}).get("steps"),
@@ -200,14 +204,6 @@ def seed_states(model):
     """The state variables of the `SeedGenerator`s in `model`'s layers."""
     weights = {id(weight) for weight in model.weights}
     return [v for v in model.variables if id(v) not in weights]
-
-
-def _check_root(root_rank, process_set):
-    if root_rank not in process_set.ranks:
-        raise ValueError(
-            "root_rank must be one of the ranks that train with this optimizer. "
-            f"Received: {root_rank}, expected one of {list(process_set.ranks)}."
-        )
 
 
 def _check_same_structure(variables, process_set):
