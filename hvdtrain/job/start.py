@@ -1,5 +1,7 @@
 """The start of a job: environment, Horovod, cores, threads, device, seed."""
 
+import contextlib
+import gc
 import os
 import sys
 import threading
@@ -40,7 +42,7 @@ def start(*, seed=0):
     is_alone = not launchers.has_rendezvous(os.environ)
     if is_alone:
         launchers.check_one_job(launched, size=1)
-    with output.without_noise():
+    with output.without_noise(), _without_garbage_collection():
         # Not at the top: TensorFlow and Horovod read the environment at their import.
         from hvdtrain.job import backend
     world = backend.init_world(is_alone=is_alone)
@@ -50,6 +52,21 @@ def start(*, seed=0):
         cores.bind(world.local_rank, world.local_size)
     backend.configure(world, threads=threads, seed=seed)
     return world
+
+
+@contextlib.contextmanager
+def _without_garbage_collection():
+    """Leave what is imported here out of garbage collection, now and later.
+
+    TensorFlow's import makes 270,000 objects that stay. Looking through them again and
+    again takes a quarter of the time of a short run.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _set_environment(launched):
