@@ -11,6 +11,10 @@ import functools
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+# For what users call in their own tf.function: AutoGraph would convert each function
+# below it, some seconds of the first step. None branches on the value of a tensor.
+do_not_convert = tf.autograph.experimental.do_not_convert
+
 
 def serialize(exchange, *args):
     """Returns `exchange(*args)`, ordered after every collective traced before it.

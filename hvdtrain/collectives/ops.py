@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.dtypes import Compression, as_tensorflow, as_tensors
+from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import (
     global_process_set,
     needs_communication,
@@ -24,6 +25,7 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.collectives.transport import Average, Min, Reduction, Sum, op_name
 
 
+@do_not_convert
 def allreduce(
     value,
     name=None,
@@ -78,6 +80,7 @@ def allreduce(
     return _reducing([value], reduction, name)()[0]
 
 
+@do_not_convert
 def grouped_allreduce(
     tensors,
     average=None,
@@ -127,6 +130,7 @@ def _reducing(values, reduction, name):
     return functools.partial(reduce, *as_tensors(values))
 
 
+@do_not_convert
 def allgather(
     value, name=None, ignore_name_scope=False, process_set=global_process_set
 ):
@@ -147,6 +151,7 @@ def allgather(
     return grouped_allgather([value], name=name, process_set=process_set)[0]
 
 
+@do_not_convert
 def grouped_allgather(
     tensors, name=None, ignore_name_scope=False, process_set=global_process_set
 ):
@@ -178,6 +183,7 @@ def grouped_allgather(
     return gather(*as_tensors(tensors))
 
 
+@do_not_convert
 def broadcast(
     value,
     root_rank,
@@ -217,6 +223,7 @@ def broadcast(
     return send(*as_tensors([value]))
 
 
+@do_not_convert
 def broadcast_variables(
     variables, root_rank, process_set=global_process_set, inplace=False
 ):
@@ -241,6 +248,7 @@ def broadcast_variables(
         variable.assign(value)
 
 
+@do_not_convert
 def alltoall(
     tensor,
     splits=None,
@@ -286,6 +294,7 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
+@do_not_convert
 def reducescatter(
     value,
     name=None,
@@ -327,6 +336,7 @@ def reducescatter(
     )[0]
 
 
+@do_not_convert
 def grouped_reducescatter(
     tensors,
     device_dense="",
@@ -373,6 +383,7 @@ def grouped_reducescatter(
     return list(map(compression.decompress, scatter(*sent), contexts))
 
 
+@do_not_convert
 def join():
     """Blocks until every rank has called it; until then, this rank adds zeros.
 

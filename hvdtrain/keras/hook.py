@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
+from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import is_elastic, needs_communication
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.consistency import check_first_step
@@ -42,6 +43,7 @@ class ReductionHook:
         optimizer._clip_gradients = self.clip_gradients
         optimizer.reduction_hook = self
 
+    @do_not_convert
     def apply(self, grads, trainable_variables=None):
         """As `keras.optimizers.Optimizer.apply`."""
         # Either argument may be an iterator, which can be read only once.

@@ -4,12 +4,14 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.dtypes import Compression
+from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.consistency import check_first_steps
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
 
 
+@do_not_convert
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape,
     device_dense="",
@@ -110,6 +112,7 @@ class DistributedTape:
         """Leaves the gradient of `source`, a variable or tensor, to this rank."""
         self._reducer.register_local(source)
 
+    @do_not_convert
     def gradient(
         self,
         target,
@@ -147,6 +150,7 @@ class DistributedTape:
         is_variable = isinstance(source, keras.Variable | tf.Variable)
         return is_variable and not self._reducer.is_local(source)
 
+    @do_not_convert
     def get_local_and_global_gradients(
         self, target, sources, output_gradients=None, use_generic_names=False
     ):

@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import tensorflow as tf
+from tensorflow.python.autograph.impl import api
 
 import hvdtrain.keras as hvd
 
@@ -87,7 +88,6 @@ def test_unconnected_sources_stay_none_or_become_zeros():
     np.testing.assert_array_equal(zeros, [0.0, 0.0])
 
 
-@pytest.mark.ranks
 def test_two_tapes_in_one_function():
     a, b = tf.Variable([1.0]), tf.Variable([2.0, 3.0])
     scale = 1.0 + hvd.rank()
@@ -105,6 +105,30 @@ def test_two_tapes_in_one_function():
     mean = (SIZE + 1) / 2
     for _ in range(3):
         assert_close(step(), [[mean], [4 * mean, 6 * mean]])
+
+
+def test_autograph_converts_no_function_of_this_package(monkeypatch):
+    converted = []
+    convert = api._convert_actual
+
+    def record(entity, context):
+        converted.append(entity.__module__)
+        return convert(entity, context)
+
+    monkeypatch.setattr(api, "_convert_actual", record)
+    model = oracle.build_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
+
+    @tf.function
+    def step(inputs, labels):
+        tape = hvd.DistributedGradientTape(tf.GradientTape())
+        gradients = gradients_of(model, tape, inputs, labels)
+        optimizer.apply(gradients, model.trainable_variables)
+        return hvd.allreduce(gradients[0]), hvd.allgather(labels)
+
+    step(*shard())
+    assert __name__ in converted
+    assert not [name for name in converted if name.startswith("hvdtrain")]
 
 
 @pytest.mark.ranks
@@ -151,7 +175,6 @@ def test_jacobian_and_watched_variables_are_the_tapes_own():
     np.testing.assert_allclose(tape.jacobian(y, x), expected)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("scale_local_gradients", [True, False])
 def test_local_layers_keep_their_own_gradients(scale_local_gradients):
     model = oracle.build_model()
