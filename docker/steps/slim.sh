@@ -17,7 +17,7 @@ find "$packages/tensorflow" "$packages/horovod" -name '*.so*' -type f \
 # and that of all modules is 160 MB.
 PATH=$PWD/bin:$PATH python3 -c '
 import horovod.runner.launch, horovod.tensorflow.keras, keras, mpi4py, pytest
-import sklearn.datasets, tensorflow, tqdm
+import tensorflow, tqdm
 model = keras.Sequential([keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 zeros = tensorflow.zeros((2, 1))
