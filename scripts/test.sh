@@ -54,7 +54,7 @@ lint() {
 }
 
 # unit [FILES]
-unit() { run unit 300 python -m pytest -q "${@:-tests/unit}"; }
+unit() { run unit 300 python -m pytest -q -n 2 --dist worksteal "${@:-tests/unit}"; }
 
 # launched CONTROLLER RANKS TESTS...; ranks share the folder: no cache of pytest's.
 launched() {
@@ -89,18 +89,8 @@ oldest() {
   oracle
 }
 
-# Two streams of tests: what a program does here is load TensorFlow, on one core.
-commands() {
-  local first=(tests/commands/test_{bad_input,scripts}.py)
-  # shellcheck disable=SC2016
-  run commands 1200 bash -c '
-    second=$(mktemp)
-    trap "cat \"$second\"; rm \"$second\"" EXIT
-    python -m pytest -q tests/commands "${@/#/--ignore=}" >"$second" 2>&1 &
-    python -m pytest -q "$@"
-    status=$?
-    wait $! && exit "$status"' bash "${first[@]}"
-}
+# Two processes of pytest: what a program does here is load TensorFlow, on one core.
+commands() { run commands 1200 python -m pytest -q -n 2 --dist loadgroup tests/commands; }
 
 for tier in "${tiers[@]}"; do "$tier"; done
 echo

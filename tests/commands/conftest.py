@@ -5,7 +5,6 @@ import dataclasses
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -86,20 +85,20 @@ class Job:
 
     def wait_for(self, text):
         """Wait until `text` is in the output."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while text not in self.text:
-            assert self.process.poll() is None, f"ended early:\n{self.text}"
-            assert time.monotonic() < deadline, f"{text} did not come:\n{self.text}"
-            time.sleep(0.1)
+        self.wait_until(lambda: text in self.text, text)
 
     def wait_for_import(self, library):
         """Wait until this process has files of `library` open or mapped."""
         maps = pathlib.Path(f"/proc/{self.process.pid}/maps")
+        self.wait_until(lambda: f"/{library}/" in maps.read_text(), library)
+
+    def wait_until(self, is_true, name):
+        """Wait until `is_true()`; fail with `name` if the launcher ends before."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while f"/{library}/" not in maps.read_text():
+        while not is_true():
             assert self.process.poll() is None, f"ended early:\n{self.text}"
-            assert time.monotonic() < deadline, f"{library} was not loaded"
-            time.sleep(0.01)
+            assert time.monotonic() < deadline, f"{name} did not come:\n{self.text}"
+            time.sleep(0.02)
 
     def kill(self):
         for process in self.processes():
@@ -161,9 +160,6 @@ def _environment(mark):
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        # Another process of pytest runs its jobs on the same cores.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
     }
-
-
-def interrupt(process):
-    """Do what Ctrl-C on a terminal does: signal the foreground process group."""
-    os.killpg(process.pid, signal.SIGINT)

@@ -1,20 +1,18 @@
 """Bad input and failures: one line, exit code not 0, no rank left running."""
 
+import contextlib
 import os
 import pathlib
 import signal
 import socket
-import subprocess
 import sys
-import time
 
 import numpy as np
-import psutil
 import pytest
 
 HERE = pathlib.Path(__file__).parent
 # Long enough to be interrupted.
-ENDLESS = ["--dataset=digits", "--model=cnn", "--max_steps=1000000"]
+ENDLESS = ["--dataset=digits", "--max_steps=100000000"]
 
 
 def fails_with(job, *words, code=1):
@@ -30,17 +28,17 @@ def fails_with(job, *words, code=1):
     return job
 
 
-def save_npz(directory, *, train=40, labels=None, **arrays):
-    """Write a small data set of four classes; `arrays` replace its valid arrays."""
-    directory.mkdir(parents=True, exist_ok=True)
+def save_npz(directory, *, labels=40):
+    """Write a small data set of four classes; 40 labels are right."""
+    directory.mkdir()
     random = np.random.RandomState(0)
-    valid = {
-        "x_train": random.randint(0, 256, (train, 8, 8)).astype("uint8"),
-        "y_train": np.arange(labels or train) % 4,
-        "x_test": random.randint(0, 256, (12, 8, 8)).astype("uint8"),
-        "y_test": np.arange(12) % 4,
-    }
-    np.savez(directory / "data.npz", **(valid | arrays))
+    np.savez(
+        directory / "data.npz",
+        x_train=random.randint(0, 256, (40, 8, 8)).astype("uint8"),
+        y_train=np.arange(labels) % 4,
+        x_test=random.randint(0, 256, (12, 8, 8)).astype("uint8"),
+        y_test=np.arange(12) % 4,
+    )
     return directory
 
 
@@ -49,22 +47,12 @@ def save_npz(directory, *, train=40, labels=None, **arrays):
     [
         (["--no_such_flag"], ["no_such_flag"]),
         (["surplus"], ["surplus"]),
-        (["--batch_size=0"], ["--batch_size=0", "[1, "]),
-        (["--batch_size=many"], ["--batch_size=many"]),
-        (["--max_steps=-1"], ["--max_steps=-1", "[1, "]),
-        (["--model_dir="], ["--model_dir", "expected a path"]),
-        (["--epochs=0"], ["--epochs=0", "[1, "]),
-        (["--epochs=1", "--max_steps=10"], ["epochs=1", "max_steps=10"]),
-        (["--learning_rate=0"], ["--learning_rate=0", "positive"]),
         (["--learning_rate=nan"], ["--learning_rate=nan", "positive"]),
-        (["--warmup_epochs=-1"], ["--warmup_epochs=-1", "0 or more"]),
-        (["--seed=-1"], ["--seed=-1"]),
-        (["--dataset=imagenet"], ["--dataset=imagenet", "digits"]),
-        (["--dataset=digits", "--data_dir=/tmp"], ["dataset=digits", "data_dir=/tmp"]),
-        (["--dataset=custom"], ["custom", "--data_dir"]),
+        (["--epochs=1", "--max_steps=10"], ["epochs=1", "max_steps=10"]),
     ],
 )
 def test_wrong_flags(run, arguments, words):
+    # What can be wrong with flags: tests/unit/test_image_classifier.py.
     job = fails_with(run(arguments), *words, code=2)
     assert len(job.lines) == 1, job.text
 
@@ -90,41 +78,13 @@ def test_wrong_flag_on_one_rank_is_printed_with_its_rank(start):
         assert reasons[0].startswith(f"rank 1 on {socket.gethostname()}: "), job.text
 
 
-def test_fewer_steps_than_ranks(run):
-    job = run(["--dataset=digits", "--max_steps=1"], launcher="mpirun")
-    fails_with(job, "--max_steps=1", "2 ranks")
-
-
-def test_fewer_steps_than_an_update_takes(run):
-    flags = ["--dataset=digits", "--epochs=1", "--accumulation_steps=100"]
-    fails_with(run(flags), "--accumulation_steps=100", "24 steps")
-
-
 def test_flags_that_differ_between_ranks(run):
-    program = [sys.executable, "-m", "hvdtrain.mnist"]
-    flags = ["--dataset=digits", "--max_steps=20"]
-    job = run(
-        [*flags, ":", "-np", "1", *program, *flags, "--seed=1"],
-        launcher="mpirun",
-        ranks=1,
+    script = (
+        f'[ "$HOROVOD_RANK" = 0 ] || set -- --seed=1; '
+        f'exec {sys.executable} -m hvdtrain.mnist --dataset=digits "$@"'
     )
+    job = run([], program=["sh", "-c", script], launcher="gloo")
     fails_with(job, "--seed=0 on rank 0", "--seed=1 on rank 1")
-    assert len(job.lines) == 1, job.text
-
-
-def test_warmup_beyond_the_end(run):
-    flags = ["--dataset=digits", "--epochs=1"]
-    job = fails_with(
-        run([*flags, "--warmup_epochs=1.5"]), "--warmup_epochs=1.5", "1 ep"
-    )
-    assert len(job.lines) == 1, job.text
-
-
-def test_images_too_small_for_the_model(run, tmp_path):
-    images = {part: np.zeros((40, 5, 5), "uint8") for part in ("x_train", "x_test")}
-    save_npz(tmp_path / "data", **images, y_test=np.arange(40) % 4)
-    flags = ["--model=cnn", "--dataset=custom", f"--data_dir={tmp_path / 'data'}"]
-    job = fails_with(run(flags), "5x5", "6x6")
     assert len(job.lines) == 1, job.text
 
 
@@ -135,20 +95,11 @@ def test_interrupt_while_tensorflow_loads(start):
     fails_with(job.wait(), "Stopped by SIGINT", code=130)
 
 
-@pytest.mark.parametrize(
-    ("redirection", "code", "words"),
-    [
-        (">/dev/full", 1, "No space left"),
-        (">&-", 0, ""),  # closed on purpose: the output is not wanted
-        ("2>&-", 0, ""),
-    ],
-)
-def test_output_that_cannot_be_written(run, redirection, code, words):
+def test_a_run_whose_output_is_not_wanted(run, tmp_path):
     program = f"{sys.executable} -m hvdtrain.mnist --dataset=digits --max_steps=20"
-    job = run([], program=["sh", "-c", f"exec {program} {redirection}"])
-    assert job.returncode == code, job.text
-    assert words in job.text
-    assert "Traceback" not in job.text
+    script = f"exec {program} --model_dir={tmp_path / 'run'} >&- 2>&-"
+    assert run([], program=["sh", "-c", script]).returncode == 0
+    assert (tmp_path / "run" / "summary.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -167,34 +118,25 @@ def test_output_that_nobody_reads(run, launcher, reason):
     assert last == reason
 
 
-@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
-def test_interrupt_before_the_ranks_are_started(start, launcher):
-    job = start(ENDLESS, launcher=launcher)
-    # A child of horovodrun loads TensorFlow, to see what Horovod was built with.
-    while not any(map(has_tensorflow, psutil.Process(job.process.pid).children())):
-        assert job.process.poll() is None, job.text
-        time.sleep(0.05)
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_interrupt_before_the_ranks_are_started(start, tmp_path, controller):
+    # horovodrun reads this pipe until its writers have closed it.
+    hostfile = tmp_path / "hosts"
+    os.mkfifo(hostfile)
+    launcher = ["horovodrun", f"--{controller}", "-np", "2", "--hostfile", hostfile]
+    job = start(["true"], program=launcher)
+    writers = []
+
+    def has_reader():
+        with contextlib.suppress(OSError):
+            writers.append(os.open(hostfile, os.O_WRONLY | os.O_NONBLOCK))
+        return writers
+
+    job.wait_until(has_reader, "horovodrun reading its hosts")
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.wait().returncode == 130, job.text
     assert job.text == "horovodrun: stopped by SIGINT\n"
-
-
-def has_tensorflow(process):
-    return "/tensorflow/" in pathlib.Path(f"/proc/{process.pid}/maps").read_text()
-
-
-def test_fewer_samples_than_ranks(run, tmp_path):
-    save_npz(tmp_path / "data", train=1, y_test=np.zeros(12, int))
-    job = run(
-        ["--dataset=custom", f"--data_dir={tmp_path / 'data'}"], launcher="mpirun"
-    )
-    fails_with(job, "1 samples for 2 ranks")
-
-
-def test_missing_data_directory(run):
-    job = run(["--data_dir=/no/such/place"], launcher="gloo")
-    fails_with(job, "/no/such/place")
-    assert len(job.lines) == 1, job.text
+    os.close(writers[0])
 
 
 def test_bad_data(run, tmp_path):
@@ -215,37 +157,7 @@ def test_damaged_file_on_one_node(run, tmp_path):
     )
     job = run([], program=["sh", "-c", script], launcher="mpirun")
     fails_with(job, f"rank 1 on {socket.gethostname()}: ", str(damaged))
-
-
-def test_refused_network(run, tmp_path):
-    with socket.socket() as closed:  # bound, and not listening
-        closed.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}/mnist.npz"
-        environment = {"HVDTRAIN_MNIST_URLS": url, "HVDTRAIN_CACHE_DIR": str(tmp_path)}
-        job = run(["--dataset=mnist"], environment=environment)
-    fails_with(job, url, "--data_dir")
-    assert not list(tmp_path.rglob("*mnist*"))
-
-
-def test_model_dir_is_a_file(run, tmp_path):
-    (tmp_path / "taken").write_text("mine")
-    job = run(["--dataset=digits", f"--model_dir={tmp_path / 'taken'}"])
-    fails_with(job, str(tmp_path / "taken"), "--model_dir")
-    assert (tmp_path / "taken").read_text() == "mine"
-
-
-def test_full_disk(run, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk takes root")
-    try:
-        job = run(["--dataset=digits", f"--model_dir={disk / 'run'}"])
-        fails_with(job, str(disk / "run"), "No space left")
-        assert not any((disk / "run").iterdir())
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    assert len(job.lines) == 1, job.text
 
 
 def test_lonely_ranks(start):

@@ -19,13 +19,53 @@ TIMEOUT_SECONDS = 240
 NOISE = re.compile(r"I0000|E0000|W0000|oneDNN|cuda|CUDA|Warning|InitializeLog")
 
 
+# Of one process and of every launcher's job, which are to compute the same.
+DIGITS = ["--dataset=digits", "--seed=7"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Run one process on a terminal; return what it showed, and its home."""
+    home = tmp_path_factory.mktemp("home")
+    flags = ["--learning_rate=0.2", "--max_steps=40", "--model_dir=~/run"]
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain.mnist", *DIGITS, *flags],
+        cwd=ROOT,
+        env=os.environ | {"HOME": str(home)},
+        stdout=theirs,
+        stderr=theirs,
+    )
+    limit = threading.Timer(TIMEOUT_SECONDS, process.kill)
+    limit.start()
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := read(ours):
+            shown += chunk
+        assert process.wait(60) == 0, shown
+    finally:
+        limit.cancel()
+        process.kill()
+        os.close(ours)
+    return shown, home
+
+
+def read(terminal):
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
 @pytest.fixture
 def train(run, tmp_path):
     """Return `train(arguments, ...)`: the finished job and its summary."""
 
-    def train(arguments, *, name="run", **options):
-        model_dir = tmp_path / name
-        job = run([*arguments, f"--model_dir={model_dir}"], **options)
+    def train(arguments, *, launcher):
+        model_dir = tmp_path / launcher
+        job = run([*arguments, f"--model_dir={model_dir}"], launcher=launcher)
         assert job.returncode == 0, job.text
         return job, json.loads((model_dir / "summary.json").read_text())
 
@@ -36,15 +76,50 @@ def weights(directory):
     return keras.models.load_model(directory / "model.keras").get_weights()
 
 
-def test_every_launcher_computes_what_one_process_does(train, tmp_path):
-    arguments = ["--dataset=digits", "--learning_rate=0.1", "--batch_size=32"]
-    alone = ["--dataset=digits", "--learning_rate=0.2", "--batch_size=64"]
-    _, expected = train([*alone, "--max_steps=40"], name="alone")
-    reference = weights(tmp_path / "alone")
+@pytest.mark.xdist_group("alone")
+def test_bar_on_a_terminal(alone):
+    shown, _ = alone
+    assert b"100%|" in shown
+    assert b"40/40" in shown
+    assert b"evaluation at step 40" in shown
+
+
+@pytest.mark.xdist_group("alone")
+def test_summary_and_files(alone):
+    _, home = alone
+    summary = json.loads((home / "run" / "summary.json").read_text())
+    assert summary["flags"]["max_steps"] == 40
+    assert summary["flags"]["model_dir"] == str(home / "run")
+    expected = {
+        "dataset": "digits",
+        "model": "mlp",
+        "size": 1,
+        "local_batch_size": 64,
+        "global_batch_size": 64,
+        "steps": 40,
+        "learning_rate": 0.2,
+        "seed": 7,
+    }
+    assert {key: summary[key] for key in expected} == expected
+    assert set(summary["versions"]) >= {"hvdtrain", "TensorFlow", "Keras", "Horovod"}
+    assert 0 < summary["test_loss"] < 3
+    assert 0 < summary["train_loss"] < 3
+    assert 0 < summary["test_accuracy"] <= 1
+    assert summary["samples_per_second"] > 0
+    assert summary["train_seconds"] > 0
+    entries = sorted(path.name for path in (home / "run").iterdir())
+    assert entries == ["model.keras", "summary.json", "test", "train"]
+
+
+@pytest.mark.xdist_group("alone")
+def test_every_launcher_computes_what_one_process_does(alone, train, tmp_path):
+    _, home = alone
+    expected = json.loads((home / "run" / "summary.json").read_text())
+    reference = weights(home / "run")
+    arguments = [*DIGITS, "--learning_rate=0.1", "--batch_size=32", "--max_steps=80"]
+    found = {}
     for launcher, controller in [("gloo", "Gloo"), ("mpi", "MPI"), ("mpirun", "MPI")]:
-        job, summary = train(
-            [*arguments, "--max_steps=80"], name=launcher, launcher=launcher
-        )
+        job, summary = train(arguments, launcher=launcher)
         assert summary["size"] == 2
         assert summary["steps"] == expected["steps"] == 40
         assert summary["local_batch_size"] == 32
@@ -54,9 +129,13 @@ def test_every_launcher_computes_what_one_process_does(train, tmp_path):
         assert summary["test_accuracy"] == expected["test_accuracy"]
         for key in ("train_loss", "test_loss"):
             assert summary[key] == pytest.approx(expected[key], rel=1e-4)
-        for mine, theirs in zip(weights(tmp_path / launcher), reference, strict=True):
+        found[launcher] = weights(tmp_path / launcher)
+        for mine, theirs in zip(found[launcher], reference, strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-5)
         check_output(job.lines)
+    # The same seed and the same ranks: the same bits.
+    for a, b in zip(found["mpi"], found["mpirun"], strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def check_output(lines):
@@ -71,43 +150,6 @@ def check_output(lines):
         rest = rest[1:]
     assert lines[lines.index(rest[0]) - 1].startswith("step 40/40")
     assert [line.split()[0] for line in rest] == ["evaluation", "test", "written"]
-
-
-def test_summary_and_files(run, tmp_path):
-    flags = ["--dataset=synthetic", "--max_steps=20", "--seed=7", "--model_dir=~/run"]
-    job = run(flags, environment={"HOME": str(tmp_path)})
-    assert job.returncode == 0, job.text
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["flags"]["max_steps"] == 20
-    assert summary["flags"]["model_dir"] == str(tmp_path / "run")
-    expected = {
-        "dataset": "synthetic",
-        "model": "mlp",
-        "size": 1,
-        "local_batch_size": 64,
-        "global_batch_size": 64,
-        "steps": 20,
-        "learning_rate": 0.1,
-        "seed": 7,
-    }
-    assert {key: summary[key] for key in expected} == expected
-    assert set(summary["versions"]) >= {"hvdtrain", "TensorFlow", "Keras", "Horovod"}
-    assert 0 < summary["test_loss"] < 3
-    assert 0 < summary["train_loss"] < 3
-    assert 0 < summary["test_accuracy"] <= 1
-    assert summary["samples_per_second"] > 0
-    assert summary["train_seconds"] > 0
-    entries = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert entries == ["model.keras", "summary.json", "test", "train"]
-
-
-def test_same_seed_same_bits(train, tmp_path):
-    arguments = ["--dataset=digits", "--model=cnn", "--max_steps=12", "--batch_size=16"]
-    for name in ("first", "second"):
-        train(arguments, name=name, launcher="mpirun")
-    first, second = (weights(tmp_path / name) for name in ("first", "second"))
-    for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_all_flags_together(train):
@@ -133,39 +175,6 @@ def test_all_flags_together(train):
     assert summary["global_batch_size"] == 200
     assert summary["learning_rate"] == pytest.approx(0.002)
     assert summary["test_accuracy"] > 0.7
-
-
-def test_bar_on_a_terminal():
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 120))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain.mnist", "--dataset=digits", "--max_steps=60"],
-        cwd=ROOT,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    limit = threading.Timer(TIMEOUT_SECONDS, process.kill)
-    limit.start()
-    os.close(theirs)
-    shown = b""
-    try:
-        while chunk := read(ours):
-            shown += chunk
-        assert process.wait(60) == 0, shown
-    finally:
-        limit.cancel()
-        process.kill()
-        os.close(ours)
-    assert b"100%|" in shown
-    assert b"60/60" in shown
-    assert b"evaluation at step 60" in shown
-
-
-def read(terminal):
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # the other end is closed
-        return b""
 
 
 def test_help_is_readable_and_needs_no_tensorflow(run):

@@ -76,7 +76,6 @@ def test_every_rank_gets_the_root_s_weights(root_rank):
         np.testing.assert_array_equal(value, wanted)
 
 
-@pytest.mark.ranks
 def test_a_loss_scale_optimizer_is_broadcast_with_its_inner_optimizer():
     model = oracle.build_model()
     optimizer = keras.optimizers.LossScaleOptimizer(momentum_sgd())
@@ -218,7 +217,6 @@ def test_it_broadcasts_once():
         np.testing.assert_array_equal(value, wanted)
 
 
-@pytest.mark.ranks
 def test_local_variables_and_their_slots_stay():
     model = oracle.build_model()
     optimizer = hvd.DistributedOptimizer(momentum_sgd())
@@ -353,7 +351,6 @@ def test_seeds_that_differ_already_stay():
     assert broadcast.seed_states(model)[0].numpy().tolist() == [5 + hvd.rank(), 0]
 
 
-@pytest.mark.ranks
 def test_fit_separates_the_seeds():
     keras.utils.set_random_seed(1)
     model = keras.Sequential(

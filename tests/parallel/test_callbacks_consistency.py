@@ -87,7 +87,6 @@ def test_drift_is_found_at_the_next_check_and_named():
     assert_same_text_everywhere(error)
 
 
-@pytest.mark.ranks
 def test_a_learning_rate_of_one_rank_is_named():
     model = adam_model()
     optimizer = model.optimizer
@@ -126,7 +125,6 @@ def test_local_variables_may_differ():
     fit(model, check, change)
 
 
-@pytest.mark.ranks
 def test_what_the_optimizer_knows_as_local_may_differ():
     model = oracle.build_model()
     local, shared = model.layers
@@ -174,14 +172,12 @@ def test_moving_averages_that_differ_before_the_first_step():
         oracle.fit_shard(model, inputs, inputs, callbacks=[check])
 
 
-@pytest.mark.ranks
 def test_different_numbers_of_variables():
     variables = [keras.Variable([1.0, 2.0]) for _ in range(2 + (hvd.rank() == 1))]
     with pytest.raises(DriftedApart, match="2 on rank 0, 3 on rank 1"):
         check_consistency(variables)
 
 
-@pytest.mark.ranks
 def test_the_type_counts():
     dtype = "int32" if hvd.rank() == 1 else "float32"
     with pytest.raises(DriftedApart):
@@ -190,7 +186,6 @@ def test_the_type_counts():
     check_consistency([keras.Variable(1.0), keras.Variable(np.zeros((0, 3)))])
 
 
-@pytest.mark.ranks
 def test_a_rank_whose_callbacks_are_new_keeps_step_with_the_others():
     # As in an elastic job that a worker joins late: the others have trained 10 steps,
     # a multiple of neither number.

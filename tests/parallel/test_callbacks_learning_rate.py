@@ -18,7 +18,6 @@ class Rates(keras.callbacks.Callback):
         self.seen.append(float(self.model.optimizer.learning_rate.numpy()))
 
 
-@pytest.mark.ranks
 def test_the_steps_of_an_epoch_are_those_of_each_fit():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")

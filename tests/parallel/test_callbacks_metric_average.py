@@ -97,7 +97,6 @@ def validation_shard(array):
     return array[start:] if is_last else array[start : start + 3]
 
 
-@pytest.mark.ranks
 def test_training_and_validation_logs_equal_those_of_the_big_batch():
     data, validation = one_hot_samples(4, seed=1), one_hot_samples(3, seed=2)
     single = compiled_model(keras.optimizers.SGD(0.1))

@@ -48,7 +48,7 @@ def fit(*callbacks, optimizer=None, epochs=3, **fit_args):
 
 @pytest.mark.parametrize(
     ("every_steps", "last"),
-    [pytest.param(3, 5, marks=pytest.mark.ranks), (4, 3), (100, 9)],
+    [(3, 5), (4, 3), (100, 9)],
 )
 def test_all_ranks_stop_at_the_next_question(every_steps, last):
     stop = StopAt(3, rank=1)

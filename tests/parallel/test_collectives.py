@@ -253,7 +253,6 @@ def test_maximum_has_no_gradient():
         gradient_over_ranks(lambda x: hvd.allreduce(x, op=hvd.Max), tensor_of(RANK))
 
 
-@pytest.mark.ranks
 def test_broadcast_variables_though_a_rank_has_built_a_model_more():
     if RANK == 0:
         keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

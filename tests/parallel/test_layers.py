@@ -91,7 +91,6 @@ def test_renormalisation():
     compare(*data(equal=True), renorm=True)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("equal", [True, False])
 def test_masked_steps_do_not_count(equal):
     rows, part = data(equal=equal, shape=(6, 4))
@@ -110,7 +109,6 @@ def test_mixed_precision(policy):
     compare(*data(equal=False), tolerance=2e-2, dtype=policy)
 
 
-@pytest.mark.ranks
 def test_training_equals_one_process():
     rng = np.random.default_rng(6)
     rows = 4 * SIZE
@@ -147,7 +145,6 @@ def test_training_equals_one_process():
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.ranks
 def test_two_layers_side_by_side_though_a_rank_has_built_a_layer_more():
     if RANK == 0:
         hvd.SyncBatchNormalization()

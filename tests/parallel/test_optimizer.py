@@ -45,7 +45,7 @@ FEATURES = {
 # The others change the step after the reduction, by the same values on every rank.
 MORE_RANKS = {
     "plain": [pytest.mark.ranks, pytest.mark.four_ranks],
-    "accumulation_and_clipping": [pytest.mark.ranks, pytest.mark.four_ranks],
+    "accumulation_and_clipping": [pytest.mark.four_ranks],
 }
 TOLERANCE = 1e-6
 
@@ -161,7 +161,7 @@ def test_sum_is_the_average_times_the_number_of_ranks():
     check_against_big_batch(model, "momentum")
 
 
-@pytest.mark.parametrize("groups", [pytest.param(3, marks=pytest.mark.ranks), 100])
+@pytest.mark.parametrize("groups", [3, 100])
 def test_number_of_groups_does_not_change_the_result(groups):
     check_against_big_batch(
         train_shard(distributed("momentum", groups=groups)), "momentum"
@@ -177,7 +177,6 @@ def test_groups_of_variables_do_not_change_the_result():
     check_against_big_batch(model, "momentum")
 
 
-@pytest.mark.ranks
 def test_predivide_factor_does_not_change_the_result():
     optimizer = distributed("momentum", gradient_predivide_factor=float(hvd.size()))
     check_against_big_batch(train_shard(optimizer), "momentum")
@@ -188,7 +187,7 @@ def test_predivide_factor_does_not_change_the_result():
     # 20 steps of gradients rounded to 11 and 8 significant bits.
     [
         (hvd.Compression.fp16, 1e-3),
-        pytest.param(hvd.Compression.bf16, 8e-3, marks=pytest.mark.ranks),
+        (hvd.Compression.bf16, 8e-3),
     ],
 )
 def test_compression_stays_near_the_big_batch(compression, tolerance):
@@ -280,7 +279,8 @@ def test_a_built_optimizer_keeps_its_state():
 
 
 def test_xla_is_refused_with_a_remedy():
-    with pytest.raises(ValueError, match="jit_compile=False"):
+    reason = r"Pass jit_compile=False to model\.compile\(\)"
+    with pytest.raises(ValueError, match=reason):
         train_shard(distributed("sgd"), jit_compile=True)
 
 

@@ -162,7 +162,6 @@ def test_ranks_with_different_local_variables():
         np.testing.assert_allclose(variable, expected, rtol=1e-6)
 
 
-@pytest.mark.ranks
 @pytest.mark.skipif(SIZE < 2, reason="ranks that differ")
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_gradients_of_different_variables_are_not_mixed(clip):

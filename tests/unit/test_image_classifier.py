@@ -1,15 +1,18 @@
 """A run from options: the flags of mnist, checked and built."""
 
 import dataclasses
+import socket
 
 import keras
+import numpy as np
 import pytest
 from absl import flags
+from absl.testing import flagsaver
 
 import hvdtrain.keras as hvd
 from hvdtrain import mnist
 from hvdtrain.job import JobError, World
-from hvdtrain.training import Plan
+from hvdtrain.training import Plan, train_and_evaluate
 from hvdtrain.training.image_classifier import Options, build
 
 DEFAULTS = {
@@ -69,3 +72,61 @@ def test_rates_and_policy_follow_the_options():
 def test_options_that_contradict_each_other(changes, reason):
     with pytest.raises(JobError, match=reason):
         build(options(**changes), World())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch_size=0"], ["--batch_size=0", "[1, "]),
+        (["--batch_size=many"], ["--batch_size=many"]),
+        (["--max_steps=-1"], ["--max_steps=-1", "[1, "]),
+        (["--model_dir="], ["--model_dir", "expected a path"]),
+        (["--epochs=0"], ["--epochs=0", "[1, "]),
+        (["--learning_rate=0"], ["--learning_rate=0", "positive"]),
+        (["--warmup_epochs=-1"], ["--warmup_epochs=-1", "0 or more"]),
+        (["--seed=-1"], ["--seed=-1"]),
+        (["--dataset=imagenet"], ["--dataset=imagenet", "digits"]),
+        (["--dataset=digits", "--data_dir=/tmp"], ["dataset=digits", "data_dir=/tmp"]),
+        (["--dataset=custom"], ["custom", "--data_dir"]),
+    ],
+)
+def test_wrong_flags(arguments, words):
+    with flagsaver.flagsaver(), pytest.raises(flags.Error) as caught:
+        flags.FLAGS(["mnist", *arguments])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_mnist_from_a_network_that_refuses(monkeypatch, tmp_path):
+    with socket.socket() as closed:  # bound, and not listening
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/mnist.npz"
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("HVDTRAIN_MNIST_URLS", url)
+        monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path))
+        with pytest.raises(JobError, match=rf"{url}.* --data_dir"):
+            build(options(dataset="mnist"), World())
+    assert not list(tmp_path.iterdir())
+
+
+def test_fewer_samples_than_ranks(tmp_path):
+    images, labels = np.zeros((2, 8, 8), "uint8"), np.zeros(2, int)
+    arrays = {"x_train": images[:1], "y_train": labels[:1]}
+    np.savez(tmp_path / "data.npz", **arrays, x_test=images, y_test=labels)
+    # Horovod has this rank alone: what it gathers from two ranks is its own value.
+    with pytest.raises(JobError, match=r"^Received 1 samples for 2 ranks"):
+        build(options(dataset="custom", data_dir=str(tmp_path)), World(size=2))
+
+
+def test_same_seed_same_bits():
+    """Of dropout and convolutions too."""
+    few = {"dataset": "digits", "model": "cnn", "max_steps": 12, "batch_size": 16}
+
+    def weights():
+        keras.utils.set_random_seed(0)
+        run = build(options(**few), World())
+        specs = run.train_spec, run.eval_spec
+        return train_and_evaluate(run.model, *specs, world=World()).model.get_weights()
+
+    for a, b in zip(weights(), weights(), strict=True):
+        np.testing.assert_array_equal(a, b)

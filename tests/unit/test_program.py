@@ -2,6 +2,7 @@
 
 import ast
 import fcntl
+import functools
 import os
 import signal
 import socket
@@ -86,6 +87,26 @@ print("flushed", flush=True)
     packets = list(iter(lambda: os.read(reader, 4096), b""))
     os.close(reader)
     assert packets == [b"one line\n", b"several lines\nof one text\n", b"flushed\n"]
+
+
+def test_a_full_disk_for_the_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        process = start("print('a line')", stdout=full, stderr=subprocess.PIPE)
+        errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
+    assert process.returncode == 1
+    assert errors == b"Cannot write the output: No space left on device.\n"
+
+
+@pytest.mark.parametrize(
+    ("closed", "other", "expected"),
+    [(1, "stderr", b"an error\n"), (2, "stdout", b"a line\n")],
+)
+def test_a_stream_that_the_parent_has_closed_is_not_wanted(closed, other, expected):
+    body = "import sys\nprint('a line')\nprint('an error', file=sys.stderr)"
+    close = functools.partial(os.close, closed)
+    with start(body, preexec_fn=close, **{other: subprocess.PIPE}) as process:
+        assert getattr(process, other).read() == expected
+    assert process.returncode == 0
 
 
 SHARED = "from hvdtrain.job.world import SharedJobError\nraise SharedJobError('why')"

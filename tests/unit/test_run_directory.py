@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import subprocess
 
 import keras
 import numpy as np
@@ -68,9 +69,11 @@ def test_directory_is_made_and_tried(tmp_path):
 
 
 def test_directory_that_cannot_be(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(JobError, match=r"file.*--model_dir"):
-        run_directory.prepare(tmp_path / "file" / "run")
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(JobError, match=rf"{path}.*--model_dir"):
+            run_directory.prepare(path)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["model.keras", "summary.json"])
@@ -84,6 +87,18 @@ def test_too_little_room(tmp_path):
     with pytest.raises(JobError, match=r"No space left|File too large"):
         run_directory.prepare(tmp_path, needed_bytes=1 << 60)
     assert names(tmp_path) == []
+
+
+def test_a_disk_too_small_for_a_run(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        with pytest.raises(JobError, match=rf"{tmp_path / 'run'}.*No space left"):
+            run_directory.prepare(tmp_path / "run")
+        assert names(tmp_path / "run") == []
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_summary_never_stands_beside_the_model_of_another_run(tmp_path, monkeypatch):
