@@ -32,6 +32,9 @@ def test_the_three_ways_are_in_the_readme():
 @pytest.mark.parametrize("command", PROGRAMS)
 def test_a_way_to_run_it(run, command, tmp_path):
     command = command.replace("/tmp/digits", str(tmp_path))
+    if "--epochs" not in command:
+        # The default number of steps: test_mnist.py.
+        command += " --max_steps=400"
     job = run([], program=["sh", "-c", command])
     assert job.returncode == 0, job.text
     assert "test accuracy" in job.text
