@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.uncaught import explain_failed_collectives
 from hvdtrain.job.world import JobError, World
 
 # Users' scripts may evaluate or save on rank 0 for long, with the other ranks blocked
@@ -23,11 +24,13 @@ def init(*args, **kwargs):
     Also in a process without a launcher, which is then rank 0 of 1. A collective that
     some ranks never call fails on the others after
     HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, half an hour if that is not set; by Horovod's
-    default they block for ever.
+    default they block for ever. If a script does not catch the error, its cause is
+    printed in place of the traceback.
     """
     os.environ.setdefault(
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(_STALL_SHUTDOWN_SECONDS)
     )
+    explain_failed_collectives()
     _locate_open_mpi()
     hvd.init(*args, **kwargs)
 

@@ -91,16 +91,22 @@ TAIL = """
 """
 
 LONELY_SCRIPT = """
-    import sys
+    import signal, sys
+    import tensorflow as tf
     import {module} as hvd
 
     hvd.init()
-    if hvd.rank() == int(sys.argv[1]):
-        hvd.allreduce(1.0, name="lonely")
-    else:
-        import signal
 
+    def eager():
+        return hvd.allreduce(1.0, name="lonely")
+
+    graph = tf.function(eager)
+    if hvd.rank() != int(sys.argv[1]):
         signal.pause()
+    elif sys.argv[2] == "graph":
+        graph()
+    else:
+        eager()
 """
 
 
@@ -135,13 +141,21 @@ def test_a_collective_of_one_rank_is_an_error_within_the_limit(start, tmp_path):
     # Side by side: most of it is waiting. Rank 0 coordinates, so that it is noticed in
     # another way if it is the one that is missing; Gloo's way is a patch of ours.
     program = write(tmp_path, LONELY_SCRIPT)
-    jobs = [
-        (rank, start([rank], program=program, launcher=launcher, environment=limits))
-        for launcher, rank in [("gloo", "0"), ("gloo", "1"), ("mpirun", "0")]
-    ]
-    for rank, job in jobs:
+    cases = [("gloo", 0, "graph"), ("gloo", 1, "eager"), ("mpirun", 0, "eager")]
+    jobs = []
+    for launcher, rank, call in cases:
+        arguments = [str(rank), call]
+        jobs.append(
+            start(arguments, program=program, launcher=launcher, environment=limits)
+        )
+    # Horovod's names: that of the call in a graph, that of the operation otherwise.
+    names = {"graph": "lonely", "eager": "HorovodGroupedAllreduce"}
+    for (_, rank, call), job in zip(cases, jobs, strict=True):
         assert job.wait().returncode != 0
-        # Who is missing, and what; then the error where it was called.
-        assert f"{1 - int(rank)}!: [HorovodGroupedAllreduce" in job.text
-        assert 'hvd.allreduce(1.0, name="lonely")' in job.text
+        # Who is missing, and what; then the cause, and where it was called.
+        assert f"{1 - rank}!: [{names[call]}" in job.text
+        assert "a collective failed: another rank has ended or did not" in job.text
+        assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=4 is how long" in job.text
+        assert f"    {call}()\n" in job.text
         assert "Horovod has been shut down" in job.text
+        assert "Traceback" not in job.text

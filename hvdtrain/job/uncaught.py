@@ -1,0 +1,80 @@
+"""The report of a failed collective that a user's script does not catch."""
+
+import os
+import socket
+import sys
+import traceback
+
+import horovod
+import keras
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain.collectives.failures import is_collective_failure
+from hvdtrain.job.launchers import launch
+
+_CAUSE = """\
+rank {rank} on {host}: a collective failed: another rank has ended or did not call it.
+- If another rank printed an error, that error is the cause.
+- Otherwise the ranks called different collectives. "Missing ranks" in the output of
+  rank 0 names those that were waited for, and the operation. Usual reasons: ranks with
+  different numbers of batches (pass steps_per_epoch to fit, or use
+  hvd.callbacks.JoinCallback); an evaluation, a broadcast or another collective that
+  only rank 0 calls.
+- HOROVOD_STALL_SHUTDOWN_TIME_SECONDS={limit} is how long a rank waits for the others.
+"""
+_PACKAGES = tuple(
+    os.path.dirname(module.__file__) + os.sep
+    for module in (tf, keras, horovod, hvdtrain)
+)
+
+
+def explain_failed_collectives():
+    """Makes Python print the cause of an uncaught failure of a collective.
+
+    In place of the traceback, which repeats each frame in the text of TensorFlow's
+    error. As in Keras, `keras.config.disable_traceback_filtering()` or
+    `tf.debugging.disable_traceback_filtering()` brings back the complete traceback.
+    Other exceptions are printed as before.
+    """
+    previous = sys.excepthook
+    if getattr(previous, "explains_failed_collectives", False):
+        return
+
+    def explain(kind, error, trace):
+        if _is_filtered() and is_collective_failure(error):
+            sys.stderr.write(_report(error, trace))
+        else:
+            previous(kind, error, trace)
+
+    explain.explains_failed_collectives = True
+    sys.excepthook = explain
+
+
+def _is_filtered():
+    return (
+        keras.config.is_traceback_filtering_enabled()
+        and tf.debugging.is_traceback_filtering_enabled()
+    )
+
+
+def _report(error, trace):
+    cause = _CAUSE.format(
+        rank=launch().rank,
+        host=socket.gethostname(),
+        limit=os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"],
+    )
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith(_PACKAGES)
+    ]
+    lines = str(error).splitlines()
+    reason = next((line for line in lines if "Horovod" in line), lines[-1])
+    return "".join(
+        [
+            cause,
+            *traceback.format_list(frames),
+            f"{type(error).__name__}: {reason}\n",
+        ]
+    )
