@@ -69,7 +69,7 @@ def _report(error, trace):
         for frame in traceback.extract_tb(trace)
         if not frame.filename.startswith(_PACKAGES)
     ]
-    lines = str(error).splitlines()
+    lines = str(error).splitlines() or [""]
     reason = next((line for line in lines if "Horovod" in line), lines[-1])
     return "".join(
         [
