@@ -8,6 +8,7 @@ import socket
 import sys
 
 import numpy as np
+import psutil
 import pytest
 
 HERE = pathlib.Path(__file__).parent
@@ -127,16 +128,53 @@ def test_interrupt_before_the_ranks_are_started(start, tmp_path, controller):
     job = start(["true"], program=launcher)
     writers = []
 
-    def has_reader():
+    def opens():
+        # An error until horovodrun has opened the other end.
         with contextlib.suppress(OSError):
             writers.append(os.open(hostfile, os.O_WRONLY | os.O_NONBLOCK))
         return writers
 
-    job.wait_until(has_reader, "horovodrun reading its hosts")
+    job.wait_until(opens, "horovodrun reading its hosts")
+    try:
+        os.killpg(job.process.pid, signal.SIGINT)
+        assert job.wait().returncode == 130, job.text
+        assert job.text == "horovodrun: stopped by SIGINT\n"
+    finally:
+        os.close(writers[0])
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_interrupt_while_the_ranks_are_started(start, launcher):
+    job = start(["1000"], program=["sleep"], launcher=launcher)
+    # Under MPI it starts mpirun --version in the same way.
+    starts = lambda: any("spawn_main" in " ".join(p) for p in commands(job))  # noqa: E731
+    job.wait_until(starts, "a process that starts a rank")
     os.killpg(job.process.pid, signal.SIGINT)
-    assert job.wait().returncode == 130, job.text
-    assert job.text == "horovodrun: stopped by SIGINT\n"
-    os.close(writers[0])
+    assert job.wait().returncode != 0, job.text
+    assert "Traceback" not in job.text
+    assert "does not find an installed MPI" not in job.text
+
+
+def commands(job):
+    for process in job.processes():
+        with contextlib.suppress(psutil.Error):
+            yield process.cmdline()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "text"),
+    [
+        (">/dev/full", 1, "horovodrun: cannot write the output: No space left"),
+        (">&-", 0, ""),  # closed on purpose: the output is not wanted
+    ],
+)
+def test_output_of_horovodrun_that_cannot_be_written(run, redirection, code, text):
+    # More than fits into a pipe.
+    script = f"exec horovodrun --gloo -np 1 seq 200000 {redirection}"
+    job = run([], program=["sh", "-c", script])
+    assert job.returncode == code, job.text
+    assert job.text.startswith(text)
+    assert "Traceback" not in job.text
 
 
 def test_bad_data(run, tmp_path):
