@@ -11,8 +11,9 @@ import functools
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-# For what users call in their own tf.function: AutoGraph would convert each function
-# below it, some seconds of the first step. None branches on the value of a tensor.
+# Decorator of the functions that users call in a tf.function of their own. AutoGraph
+# would convert such a function and all that it calls, which takes seconds in the first
+# step and changes nothing: none of them branches on the value of a tensor.
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 

@@ -43,15 +43,24 @@ class ReductionHook:
         optimizer._clip_gradients = self.clip_gradients
         optimizer.reduction_hook = self
 
-    @do_not_convert
     def apply(self, grads, trainable_variables=None):
         """As `keras.optimizers.Optimizer.apply`."""
+        # AutoGraph converts this method, since it has to convert an `apply` of a user's
+        # own class.
+        arguments = self._prepare(grads, trainable_variables)
+        if arguments:
+            self._apply(*arguments)
+            self._check_reduced()
+
+    @do_not_convert
+    def _prepare(self, grads, trainable_variables):
+        """Returns the arguments of Keras' `apply`, or None without gradients."""
         # Either argument may be an iterator, which can be read only once.
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         if not grads:
-            return
+            return None
         if trainable_variables is None and not self._optimizer.built:
             # Keras raises the error, and the optimizer can be built afterwards.
             self._apply(grads)
@@ -63,8 +72,7 @@ class ReductionHook:
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
         self._variables = variables
         self._has_reduced = False
-        self._apply(grads, trainable_variables)
-        self._check_reduced()
+        return grads, trainable_variables
 
     def clip_gradients(self, grads):
         """Combines `grads` over all ranks, then clips them as the optimizer does."""
@@ -151,6 +159,7 @@ class ReductionHook:
         check_first_step(weights + state, process_set=self.reducer.process_set)
         self._is_first_step = False
 
+    @do_not_convert
     def _check_reduced(self):
         # Training without a reduction raises no error and gives wrong results, so it
         # is checked whatever a custom optimizer or a later Keras overrides.

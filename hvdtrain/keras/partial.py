@@ -3,6 +3,7 @@
 import keras
 
 from hvdtrain.collectives.dtypes import Compression
+from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.gradients import GradientOptions, groups_argument
@@ -63,6 +64,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     return distributed
 
 
+@do_not_convert
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape,
     device_dense="",

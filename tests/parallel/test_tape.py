@@ -112,9 +112,10 @@ def test_autograph_converts_no_function_of_this_package(monkeypatch):
     convert = api._convert_actual
 
     def record(entity, context):
-        converted.append(entity.__module__)
+        converted.append(f"{entity.__module__}.{entity.__qualname__}")
         return convert(entity, context)
 
+    # TensorFlow has no public way to see what AutoGraph converts.
     monkeypatch.setattr(api, "_convert_actual", record)
     model = oracle.build_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
@@ -124,11 +125,45 @@ def test_autograph_converts_no_function_of_this_package(monkeypatch):
         tape = hvd.DistributedGradientTape(tf.GradientTape())
         gradients = gradients_of(model, tape, inputs, labels)
         optimizer.apply(gradients, model.trainable_variables)
-        return hvd.allreduce(gradients[0]), hvd.allgather(labels)
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=model.layers)
+        return (
+            hvd.allreduce(gradients[0]),
+            hvd.grouped_allreduce(gradients),
+            hvd.allgather(labels),
+            hvd.grouped_allgather([labels]),
+            hvd.broadcast(labels, 0),
+            hvd.alltoall(inputs[: hvd.size()]),
+            hvd.reducescatter(inputs),
+            hvd.grouped_reducescatter([inputs]),
+        )
 
     step(*shard())
-    assert __name__ in converted
-    assert not [name for name in converted if name.startswith("hvdtrain")]
+    assert [name for name in converted if name.startswith(__name__)]
+    found = [name for name in converted if name.startswith("hvdtrain")]
+    # It calls the method of the optimizer, which may be a user's own.
+    assert found == ["hvdtrain.keras.hook.ReductionHook.apply"]
+
+
+class SkipsNaN(keras.optimizers.SGD):
+    """Has a branch that AutoGraph has to convert."""
+
+    def apply(self, grads, trainable_variables=None):
+        if tf.reduce_any(tf.math.is_nan(grads[0])):
+            grads = [tf.zeros_like(gradient) for gradient in grads]
+        return super().apply(grads, trainable_variables)
+
+
+def test_autograph_converts_the_step_of_a_users_own_optimizer():
+    optimizer = hvd.DistributedOptimizer(SkipsNaN(1.0))
+    variable = keras.Variable(1.0)
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply([gradient], [variable])
+
+    step(tf.constant(2.0))
+    step(tf.constant(float("nan")))
+    assert float(variable.value) == -1.0
 
 
 @pytest.mark.ranks
