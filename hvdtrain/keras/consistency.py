@@ -55,8 +55,9 @@ def check_consistency(variables, *, process_set=global_process_set, remedy=CHECK
     if _is_equal_on_all_ranks(checksums, process_set):
         return
     paths = [getattr(variable, "path", variable.name) for variable in variables]
+    shapes = [tuple(variable.shape) for variable in variables]
     everyone = allgather_object(
-        list(zip(paths, checksums, strict=True)),
+        list(zip(paths, shapes, checksums, strict=True)),
         name="ConsistencyDetails",
         process_set=process_set,
     )
@@ -189,8 +190,17 @@ def _explain(everyone, ranks):
         )
     differing = []
     for entries in zip(*everyone, strict=True):
+        if len({shape for _, shape, _ in entries}) > 1:
+            found = ", ".join(
+                f"{shape} on rank {rank}"
+                for rank, (_, shape, _) in zip(ranks, entries, strict=True)
+            )
+            return (
+                f"The ranks train different models: the shape of {entries[0][0]} is "
+                f"{found}. Build the same model on every rank."
+            )
         ranks_by_checksum = {}
-        for rank, (_, checksum) in zip(ranks, entries, strict=True):
+        for rank, (_, _, checksum) in zip(ranks, entries, strict=True):
             ranks_by_checksum.setdefault(checksum, []).append(str(rank))
         if len(ranks_by_checksum) > 1:
             differing.append((entries[0][0], ranks_by_checksum.values()))
