@@ -53,7 +53,7 @@ lint() {
   run "ruff format" 60 ruff format --check .
 }
 
-# unit [FILES]
+# unit [FILES]; in two processes, one for each of two cores.
 unit() { run unit 300 python -m pytest -q -n 2 --dist worksteal "${@:-tests/unit}"; }
 
 # launched CONTROLLER RANKS TESTS...; ranks share the folder: no cache of pytest's.
@@ -89,7 +89,7 @@ oldest() {
   oracle
 }
 
-# Two processes of pytest: what a program does here is load TensorFlow, on one core.
+# In two processes: most of the time is TensorFlow's import, which uses one core.
 commands() { run commands 1200 python -m pytest -q -n 2 --dist loadgroup tests/commands; }
 
 for tier in "${tiers[@]}"; do "$tier"; done

@@ -52,7 +52,7 @@ def _run(horovodrun, controller):
         return broken(topic, f"1 + 2 gave {measured['sum']}", remedy)
     detail = (
         f"the sum is right, {measured['milliseconds']:.2f} ms for 0.4 MB, "
-        f"{measured['threads_per_rank']} threads per rank"
+        f"threads per rank: {measured['threads_per_rank']}"
     )
     if measured["mpi_threads"] is not None:
         shared = "shared" if measured["mpi_threads"] else "alone"

@@ -7,6 +7,7 @@ import sys
 import threading
 
 from hvdtrain.job import cores, launchers, output
+from hvdtrain.job.world import JobError
 
 # Where MPI threads spin while they wait, TensorFlow's threads lack their cores; and
 # a rank that waits for a lost one would wait for ever. The programs evaluate on all
@@ -34,17 +35,24 @@ def start(*, seed=0):
         The `World`.
 
     Raises:
-        JobError: the processes do not form one job, or there are more ranks than
-            GPUs on this node.
+        JobError: Horovod cannot be loaded, the processes do not form one job, or
+            there are more ranks than GPUs on this node.
     """
     launched = launchers.launch()
     _set_environment(launched)
     is_alone = not launchers.has_rendezvous(os.environ)
     if is_alone:
         launchers.check_one_job(launched, size=1)
-    with output.without_noise(), _without_garbage_collection():
+    with output.without_noise(), _excluded_from_garbage_collection():
         # Not at the top: TensorFlow and Horovod read the environment at their import.
-        from hvdtrain.job import backend
+        try:
+            from hvdtrain.job import backend
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise JobError(
+                f"Cannot load TensorFlow and Horovod: {reason[0]}. "
+                "python -m hvdtrain.doctor says what is wrong."
+            ) from error
     world = backend.init_world(is_alone=is_alone)
     launchers.check_one_job(launched, size=world.size)
     threads = cores.usable(world.local_size)
@@ -55,18 +63,21 @@ def start(*, seed=0):
 
 
 @contextlib.contextmanager
-def _without_garbage_collection():
-    """Leave what is imported here out of garbage collection, now and later.
+def _excluded_from_garbage_collection():
+    """Exclude all objects that exist at the end of the block from garbage collection.
 
-    TensorFlow's import makes 270,000 objects that stay. Looking through them again and
-    again takes a quarter of the time of a short run.
+    TensorFlow's import makes 270,000 objects that stay. To examine them in every
+    collection takes a quarter of the time of a short run. In the block nothing is
+    collected.
     """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def _set_environment(launched):

@@ -172,6 +172,7 @@ def test_moving_averages_that_differ_before_the_first_step():
         oracle.fit_shard(model, inputs, inputs, callbacks=[check])
 
 
+@pytest.mark.ranks
 def test_different_numbers_of_variables():
     variables = [keras.Variable([1.0, 2.0]) for _ in range(2 + (hvd.rank() == 1))]
     with pytest.raises(DriftedApart, match="2 on rank 0, 3 on rank 1"):

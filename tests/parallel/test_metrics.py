@@ -159,6 +159,7 @@ def test_each_variable_is_combined_by_its_aggregation():
     }
 
 
+@pytest.mark.ranks
 def test_a_rank_without_a_batch_is_an_error_on_every_rank():
     metric = keras.metrics.F1Score()
     if hvd.rank() != 1:

@@ -177,6 +177,7 @@ def test_groups_of_variables_do_not_change_the_result():
     check_against_big_batch(model, "momentum")
 
 
+@pytest.mark.ranks
 def test_predivide_factor_does_not_change_the_result():
     optimizer = distributed("momentum", gradient_predivide_factor=float(hvd.size()))
     check_against_big_batch(train_shard(optimizer), "momentum")

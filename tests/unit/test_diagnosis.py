@@ -1,14 +1,18 @@
 """Each check finds what was broken on purpose, and names the remedy."""
 
+import contextlib
 import os
 import pathlib
 import sys
 import time
 
 import pytest
+from absl import flags
 
-from hvdtrain.diagnosis import cluster, installation, machine
-from hvdtrain.diagnosis.finding import run
+from hvdtrain import doctor
+from hvdtrain.diagnosis import cluster, installation, machine, ranks
+from hvdtrain.diagnosis.finding import Finding, run
+from hvdtrain.job import JobError
 
 
 def test_a_command_that_does_not_exist_has_a_result():
@@ -97,6 +101,23 @@ def test_a_slurm_job_of_one_task_is_a_warning():
     finding = cluster.check_scheduler({**SLURM, "SLURM_NTASKS": "1"})
     assert finding.status == "warning"
     assert "--ntasks-per-node" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("status", "raises"),
+    [
+        ("warning", contextlib.nullcontext()),
+        ("broken", pytest.raises(JobError, match=r"1 broken: cores\.")),
+    ],
+)
+def test_what_is_broken_is_an_error_and_a_warning_is_not(monkeypatch, status, raises):
+    for module in (installation, machine, cluster, ranks):
+        monkeypatch.setattr(module, "check", lambda *args, **options: [])
+    finding = Finding("cores", status, "one core", remedy="Take another machine.")
+    monkeypatch.setattr(machine, "check", lambda: [finding])
+    flags.FLAGS.mark_as_parsed()
+    with raises:
+        doctor.main()
 
 
 @pytest.mark.parametrize(
