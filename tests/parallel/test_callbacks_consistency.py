@@ -179,6 +179,13 @@ def test_different_numbers_of_variables():
         check_consistency(variables)
 
 
+def test_shapes_that_differ_are_named():
+    variable = keras.Variable(np.zeros((2, 4 if hvd.rank() == 1 else 3)), name="kernel")
+    reason = r"shape of kernel is \(2, 3\) on rank 0, \(2, 4\) on rank 1"
+    with pytest.raises(DriftedApart, match=reason):
+        check_consistency([keras.Variable(1.0), variable])
+
+
 def test_the_type_counts():
     dtype = "int32" if hvd.rank() == 1 else "float32"
     with pytest.raises(DriftedApart):
