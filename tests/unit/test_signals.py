@@ -186,7 +186,7 @@ signals.subscribe([signal.SIGTERM], lambda number: write("ours"))
 signal.signal(signal.SIGUSR1, lambda *_: write("theirs"))
 signal.signal(signal.SIGINT, lambda *_: write("theirs"))
 write("ready")
-time.sleep(5)
+time.sleep(1000)
 """
     code, lines, _ = signalled(script, number, signal.SIGTERM)
     assert lines == ["ready", "theirs", "ours"]
