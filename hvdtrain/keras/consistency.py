@@ -181,23 +181,20 @@ def _is_equal_on_all_ranks(checksums, process_set):
 
 
 def _explain(everyone, ranks):
-    counts = dict(zip(ranks, map(len, everyone), strict=True))
-    if len(set(counts.values())) > 1:
-        found = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+    counts = [len(variables) for variables in everyone]
+    if len(set(counts)) > 1:
         return (
-            f"The ranks train different models: number of variables is {found}. "
+            "The ranks train different models: number of variables is "
+            f"{_name_values(counts, ranks)}. "
             "Build and compile the same model on every rank."
         )
     differing = []
     for entries in zip(*everyone, strict=True):
-        if len({shape for _, shape, _ in entries}) > 1:
-            found = ", ".join(
-                f"{shape} on rank {rank}"
-                for rank, (_, shape, _) in zip(ranks, entries, strict=True)
-            )
+        shapes = [shape for _, shape, _ in entries]
+        if len(set(shapes)) > 1:
             return (
                 f"The ranks train different models: the shape of {entries[0][0]} is "
-                f"{found}. Build the same model on every rank."
+                f"{_name_values(shapes, ranks)}. Build the same model on every rank."
             )
         ranks_by_checksum = {}
         for rank, (_, _, checksum) in zip(ranks, entries, strict=True):
@@ -211,6 +208,11 @@ def _explain(everyone, ranks):
         + " and ".join(_name_group(ranks) for ranks in groups)
         + " hold different values."
     )
+
+
+def _name_values(values, ranks):
+    pairs = zip(values, ranks, strict=True)
+    return ", ".join(f"{value} on rank {rank}" for value, rank in pairs)
 
 
 def _name_group(ranks):

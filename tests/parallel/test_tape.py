@@ -107,7 +107,7 @@ def test_two_tapes_in_one_function():
         assert_close(step(), [[mean], [4 * mean, 6 * mean]])
 
 
-def test_autograph_converts_no_function_of_this_package(monkeypatch):
+def test_autograph_converts_only_the_call_of_the_optimizer(monkeypatch):
     converted = []
     convert = api._convert_actual
 
