@@ -1,19 +1,18 @@
 """Reduction of gradients: what the distributed optimizer and tape share."""
 
 import dataclasses
-import itertools
-import warnings
 
 import tensorflow as tf
 
 from hvdtrain.collectives import graph, transport
-from hvdtrain.collectives.dtypes import Compression, as_tensorflow
+from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.collectives.process_sets import (
     global_process_set,
     needs_communication,
     size_of,
 )
 from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
+from hvdtrain.keras.groups import check_groups, split, variable_key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class GradientOptions:
         op: `Average`, `Sum` or `Adasum`.
         gradient_predivide_factor: with Average, gradients are divided by it before
             the sum and multiplied by it after; prevents an overflow in float16.
-        groups: None for one group of all, a number of groups, or a list of lists of
+        groups: None for groups of some 16 MB, a number of groups, or a list of lists of
             variables; variables that appear in none of them are groups of their own.
         process_set: the ranks that take part.
         scale_local_gradients: divide the gradients of local variables by the number
@@ -54,7 +53,7 @@ class GradientOptions:
         transport.check_compression(self.compression)
         _check_op(self.op)
         _check_predivide_factor(self.gradient_predivide_factor, self.op)
-        _check_groups(self.groups)
+        check_groups(self.groups)
 
     def reduction(self, process_set):
         """Returns these options as the `Reduction` over a process set."""
@@ -74,9 +73,9 @@ class GradientReducer:
 
     The process set belongs to the variable: a gradient is reduced over the ranks that
     hold a copy of its variable. By default these are the ranks of
-    `options.process_set`; a local variable has none but this rank. All gradients of a
-    process set are one group, reduced in one communication, unless `options.groups`
-    divides them.
+    `options.process_set`; a local variable has none but this rank. The gradients of a
+    process set are divided into groups, each reduced in one communication while the
+    backward pass computes the gradients of the next.
 
     Args:
         name: prefix of the operations' names; ranks are matched by it.
@@ -224,27 +223,8 @@ class GradientReducer:
         return [
             group
             for members in by_process_set.values()
-            for group in _split_into_groups(members, variables, self.options.groups)
+            for group in split(members, variables, self.options.groups)
         ]
-
-
-def _split_into_groups(places, variables, groups):
-    if groups is None:
-        return [places]
-    if isinstance(groups, int):
-        count = min(groups, len(places))
-        bounds = [len(places) * i // count for i in range(count + 1)]
-        return [places[a:b] for a, b in itertools.pairwise(bounds)]
-    group_of = {
-        variable_key(variable): number
-        for number, group in enumerate(groups)
-        for variable in group
-    }
-    by_group = {}
-    for i in places:
-        key = variable_key(variables[i])
-        by_group.setdefault(group_of.get(key, key), []).append(i)
-    return list(by_group.values())
 
 
 def _placeholder(place, variable):
@@ -256,21 +236,6 @@ def _placeholder(place, variable):
     """
     dtype = tf.as_dtype(variable.dtype)
     return tf.zeros([0, place + 1], dtype if dtype.is_floating else tf.float32)
-
-
-def groups_argument(groups, num_groups):
-    """Returns the argument `groups`, also where its deprecated name was used."""
-    if num_groups:
-        # The line of the caller of the function that has these arguments.
-        warnings.warn(
-            "num_groups is deprecated: use groups.", DeprecationWarning, stacklevel=3
-        )
-    return groups if groups is not None else num_groups or None
-
-
-def variable_key(variable):
-    """Returns a hashable, equal for a Keras variable and its TensorFlow variable."""
-    return as_tensorflow(variable).ref()
 
 
 def _check_op(op):
@@ -290,16 +255,4 @@ def _check_predivide_factor(factor, op):
         raise ValueError(
             "gradient_predivide_factor splits the division of an average: it requires "
             f"op=hvd.Average. Received: {factor} with op=hvd.{op_name(op)}"
-        )
-
-
-def _check_groups(groups):
-    is_count = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
-    is_nested = isinstance(groups, list) and all(
-        isinstance(group, list | tuple) for group in groups
-    )
-    if groups is not None and not is_count and not is_nested:
-        raise ValueError(
-            "groups must be None, a positive number of groups, or a list of lists of "
-            f"variables. Received: {groups!r}"
         )

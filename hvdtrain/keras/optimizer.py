@@ -13,7 +13,8 @@ import tensorflow as tf
 from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average, Sum, op_name
-from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
+from hvdtrain.keras.gradients import GradientOptions, GradientReducer
+from hvdtrain.keras.groups import groups_argument
 from hvdtrain.keras.hook import ReductionHook, hook_of
 from hvdtrain.keras.learning_rates import without_loss_scale
 

@@ -1,6 +1,6 @@
 """Which variables of an optimizer are equal on all ranks."""
 
-from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.learning_rates import without_loss_scale
 
 

@@ -8,7 +8,8 @@ from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.consistency import check_first_steps
-from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
+from hvdtrain.keras.gradients import GradientOptions, GradientReducer
+from hvdtrain.keras.groups import groups_argument
 
 
 @do_not_convert

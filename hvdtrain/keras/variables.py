@@ -1,6 +1,6 @@
 """Which variables of a model and its optimizer are equal on all ranks."""
 
-from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.optimizer import local_keys_of
 from hvdtrain.keras.optimizer_state import replicated_state
 
@@ -14,7 +14,7 @@ def replicated_variables(model, *, optimizer=None, local_keys=frozenset()):
     Args:
         model: a model that is built, compiled or not.
         optimizer: by default the one that the model was compiled with.
-        local_keys: set of `gradients.variable_key(variable)` of local variables,
+        local_keys: set of `groups.variable_key(variable)` of local variables,
             in addition to those registered with the optimizer.
     """
     # A model that was never compiled has no such attribute.

@@ -15,7 +15,7 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.keras import train_functions
 from hvdtrain.keras.callbacks import start
-from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.optimizer import configure_compiled_model, process_set_of
 from hvdtrain.keras.variables import replicated_variables
 

@@ -5,7 +5,7 @@ import keras
 from hvdtrain.collectives import ops
 from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.consistency import check_consistency
-from hvdtrain.keras.gradients import variable_key
+from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer import optimizers_of, process_set_of
 from hvdtrain.keras.variables import replicated_variables
