@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import __version__
+from hvdtrain.collectives import transport
 from hvdtrain.job.agreement import gather
 
 
@@ -42,8 +43,8 @@ def run_info(world, options, run):
 def describe(world):
     """Return the environment of a run, for its summary. A collective.
 
-    Its keys: size, hosts (name to number of ranks), controller (MPI or Gloo), threads
-    (of each rank), versions.
+    Its keys: size, hosts (name to number of ranks), controller (MPI or Gloo), reduction
+    (how dense gradients are reduced), threads (of each rank), versions.
     """
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     ranks = gather(world, (socket.gethostname(), threads))
@@ -52,6 +53,7 @@ def describe(world):
         "size": world.size,
         "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
         "controller": "MPI" if hvd.mpi_enabled() else "Gloo",
+        "reduction": transport.path(),
         "threads": [threads for _, threads in ranks],
         "versions": {
             "hvdtrain": __version__,
@@ -75,7 +77,8 @@ def banner(info, dataset, *, warning=""):
     hosts = ", ".join(f"{count} on {host}" for host, count in info["hosts"].items())
     threads = " or ".join(str(count) for count in sorted(set(info["threads"])))
     window = info["accumulation_steps"]
-    controller = f"{info['controller']}; " if info["size"] > 1 else ""
+    controller = f"{info['controller']}; reduction: {info['reduction']}; "
+    controller = controller if info["size"] > 1 else ""
     ranks = f"{info['size']} {'ranks' if info['size'] > 1 else 'rank'}"
     accumulated = f" x {window} accumulated" if window > 1 else ""
     updates = "updates" if window > 1 else "steps"

@@ -8,7 +8,7 @@
 # installs a compiled Open MPI in .venv.
 #
 #     PYTHON                  another Python, 3.11 to 3.13
-#     HVDTRAIN_CACHE_DIR      cache of the built Horovod (~/.cache/hvdtrain)
+#     HVDTRAIN_CACHE_DIR      cache of what is built (~/.cache/hvdtrain)
 #     HOROVOD_GPU_OPERATIONS  NCCL: TensorFlow with CUDA, and a Horovod for NVIDIA GPUs;
 #                             needs CUDA's compiler. Compiled, not yet run on a GPU.
 #
@@ -164,6 +164,14 @@ find_wheels() {
   echo "$cache/horovod/$version-$(digest <(describe_wheel && compiler_identity))"
 }
 
+# What the native library depends on.
+describe_native() {
+  echo "$abi $(uname -m)"
+  requirements | grep '^tensorflow'
+  grep -v '^ *#' "$root/scripts/build_native.sh"
+  cat "$root"/hvdtrain/collectives/native/*
+}
+
 # The packages that Horovod is built against or that hvdtrain hooks into, as installed.
 installed() {
   (cd "$venv"/lib/python3*/site-packages 2>/dev/null &&
@@ -184,6 +192,7 @@ describe_all() {
   build_variables | sed 's/^/horovod: /'
   echo "scripts: $(digest "$root"/scripts/{setup.sh,build_horovod.sh,check_horovod.py} \
     "$root"/scripts/patches/*.patch)"
+  echo "native library: $(digest <(describe_native))"
   echo "package: $(digest "$root"/{setup.cfg,pyproject.toml})"
   echo "installed: $(installed)"
 }
@@ -254,6 +263,18 @@ build_horovod() (
     mv "$building" "$wheels"
 )
 
+build_native() {
+  rm -rf "$native.new" && mkdir -p "$native.new" &&
+    "$root/scripts/build_native.sh" "$venv/bin/python" "$native.new/libhvdtrain.so" &&
+    rm -rf "$native" && mv "$native.new" "$native"
+}
+
+# Renamed, not overwritten: processes may have the old one loaded.
+install_native() {
+  cp "$native/libhvdtrain.so" "$venv/lib/libhvdtrain.so.new" &&
+    mv "$venv/lib/libhvdtrain.so.new" "$venv/lib/libhvdtrain.so"
+}
+
 install_horovod() {
   rm -f "$venv/.packages" &&
     "$venv/bin/python" -m pip install --no-deps --force-reinstall --no-index \
@@ -301,7 +322,7 @@ check_tools() {
     debian+=("python${python_is%.* *}-venv")
     redhat+=(python3-libs)
   }
-  [[ -d $wheels ]] || compiles || {
+  [[ -d $wheels && -d $native ]] || compiles || {
     missing+=("a C++ compiler${CXX:+ (CXX=$CXX does not compile)}")
     debian+=(g++)
     redhat+=(gcc-c++)
@@ -358,6 +379,7 @@ fi
   die "$venv was not made by this script; move it away and call again"
 
 wheels=$(find_wheels)
+native=$cache/native/$(digest <(describe_native))
 check_tools
 
 : >"$log"
@@ -378,7 +400,11 @@ fi
 if [[ ! -d $wheels ]]; then
   step "building Horovod, some minutes" build_horovod
 fi
+if [[ ! -d $native ]]; then
+  step "building the native library" build_native
+fi
 step "installing Horovod and hvdtrain" install_horovod
+step "installing the native library" install_native
 step "checking an allreduce over two ranks" prove
 finish
 echo "set-up: done after $SECONDS s"

@@ -15,7 +15,12 @@ def is_collective_failure(error):
     """
     if isinstance(error, HorovodInternalError):
         return True
-    signs = ("Op:Horovod", "horovod/tensorflow/mpi_ops", "Horovod has been shut")
+    signs = (
+        "Op:Horovod",
+        "horovod/tensorflow/mpi_ops",
+        "Horovod has been shut",
+        "HvdtrainAllreduce failed",
+    )
     return isinstance(error, (tf.errors.UnknownError, tf.errors.AbortedError)) and any(
         sign in str(error) for sign in signs
     )

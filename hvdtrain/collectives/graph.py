@@ -17,8 +17,8 @@ from tensorflow.python.ops import control_flow_util
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 
-def serialize(exchange, *args):
-    """Returns `exchange(*args)`, ordered after every collective traced before it.
+def serialize(exchange, *, guard=None):
+    """Returns `exchange()`, ordered after every collective traced before it.
 
     TensorFlow starts every operation whose inputs are ready. Two functions, or two
     calls of one function, hold operations of the same name: two that are in flight
@@ -30,17 +30,24 @@ def serialize(exchange, *args):
 
     Args:
         exchange: creates the operations of one collective; returns a nest of tensors.
-        *args: its arguments.
+        guard: creates an operation that runs before those of `exchange`.
     """
     token = _token()
     if tf.executing_eagerly():
-        results = exchange(*args)
+        results = exchange()
         token.assign_add(1)
         return results
-    with tf.control_dependencies([token.read_value()]):
-        results = exchange(*args)
+    graph = tf.compat.v1.get_default_graph()
+    # The backward function of a function whose gradient is taken outside of it has no
+    # automatic control dependencies: a second order within one graph.
+    previous = getattr(graph, "_hvdtrain_previous", [])
+    with tf.control_dependencies([*previous, token.read_value()]):
+        guards = [guard()] if guard else []
+        with tf.control_dependencies(guards):
+            results = exchange()
     with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
         written = token.assign_add(1)
+    graph._hvdtrain_previous = [written]
     # A result is released after the write: whatever depends on it, also another
     # collective, starts later than the next reader of the token may.
     with tf.control_dependencies([written]):

@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives import transport
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.uncaught import explain_failed_collectives
 from hvdtrain.job.world import JobError, World
@@ -33,6 +34,15 @@ def init(*args, **kwargs):
     explain_failed_collectives()
     _locate_open_mpi()
     hvd.init(*args, **kwargs)
+
+
+def shutdown():
+    """Leaves the job; as `horovod.tensorflow.shutdown`.
+
+    Collectives that other ranks are blocked in end with an error.
+    """
+    transport.disconnect()
+    hvd.shutdown()
 
 
 def _locate_open_mpi():

@@ -94,13 +94,13 @@ def _set_environment(launched):
 
 
 def stop(*, timeout_seconds):
-    """Shut Horovod down, which ends the collectives that other ranks wait in.
+    """Leave the job, which ends the collectives that other ranks are blocked in.
 
     The shutdown is negotiated between all ranks. Returns after `timeout_seconds` also
     if one of them is blocked or lost.
     """
-    horovod = sys.modules.get("horovod.tensorflow")
-    if horovod and horovod.is_initialized():
-        stopper = threading.Thread(target=horovod.shutdown, daemon=True)
+    backend = sys.modules.get("hvdtrain.job.backend")
+    if backend and backend.hvd.is_initialized():
+        stopper = threading.Thread(target=backend.shutdown, daemon=True)
         stopper.start()
         stopper.join(timeout_seconds)

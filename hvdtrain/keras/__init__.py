@@ -29,7 +29,6 @@ from horovod.tensorflow import (
     rank_op,
     remove_process_set,
     rocm_built,
-    shutdown,
     size,
     size_op,
     start_timeline,
@@ -51,7 +50,7 @@ from hvdtrain.collectives.ops import (
     reducescatter,
 )
 from hvdtrain.collectives.transport import Adasum, Average, Max, Min, Product, Sum
-from hvdtrain.job.backend import init
+from hvdtrain.job.backend import init, shutdown
 from hvdtrain.keras import callbacks, elastic
 from hvdtrain.keras.layers import SyncBatchNormalization
 from hvdtrain.keras.optimizer import DistributedOptimizer

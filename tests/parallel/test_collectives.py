@@ -307,9 +307,9 @@ def test_shapes_that_differ_between_ranks_are_an_error(
         hvd.grouped_allreduce, name=f"shapes_{place}", compression=compression
     )
     reduce = tf.function(reduce) if in_function else reduce
-    with pytest.raises(tf.errors.OpError, match=r"Mismatched ALL\w+ tensor shapes"):
+    with pytest.raises(tf.errors.OpError, match="Mismatched"):
         reduce(tensors)
-    with pytest.raises(tf.errors.OpError, match="Mismatched ALLGATHER tensor shapes"):
+    with pytest.raises(tf.errors.OpError, match="Mismatched"):
         hvd.grouped_allgather([tf.transpose(t) for t in tensors])
 
 
@@ -350,7 +350,7 @@ def test_shapes_that_nobody_knows_and_that_differ_are_an_error():
         return hvd.allreduce(ones)
 
     np.testing.assert_array_equal(mean(tf.constant(2)), np.ones((2, 3)))
-    with pytest.raises(tf.errors.OpError, match="Mismatched ALLREDUCE tensor shapes"):
+    with pytest.raises(tf.errors.OpError, match="Mismatched"):
         mean(tf.constant(2 + RANK))
 
 

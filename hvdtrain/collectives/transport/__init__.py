@@ -4,6 +4,7 @@ A list of tensors is partitioned once, by (sparse, dtype), into buckets, and eac
 bucket is moved as a whole. What stands above does not depend on how.
 """
 
+from hvdtrain.collectives.transport.joining import join
 from hvdtrain.collectives.transport.moving import (
     allgather,
     allgather_bytes,
@@ -11,9 +12,9 @@ from hvdtrain.collectives.transport.moving import (
     broadcast,
     broadcast_all,
     broadcast_in_place,
-    join,
     reducescatter,
 )
+from hvdtrain.collectives.transport.native import connect, disconnect, path
 from hvdtrain.collectives.transport.reducing import allreduce
 from hvdtrain.collectives.transport.reduction import (
     Adasum,

@@ -10,6 +10,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import is_elastic
+from hvdtrain.collectives.transport import native
 from hvdtrain.collectives.transport.moving import exchange_guard
 from hvdtrain.collectives.transport.reduction import Adasum, Average, Sum
 
@@ -22,12 +23,20 @@ def method(bucket, reduction):
     Raises:
         TypeError: for a dtype that cannot be reduced.
     """
+    if native.covers(bucket[0], reduction):
+        return _reduce_natively
     if bucket[0].dtype == tf.bfloat16:
         is_added = reduction.op in (Average, Sum)
         # The exchange in bfloat16 needs the number of ranks at trace time.
         return _add_bfloat16 if is_added and not is_elastic() else _widen_bfloat16
     dtypes.check_reducible(bucket[0])
     return _adasum if reduction.op == Adasum else _reduce
+
+
+def _reduce_natively(tensors, name, reduction, signature):
+    sent = [dtypes.scaled(tensor, reduction.prescale_factor) for tensor in tensors]
+    reduced = native.allreduce(sent, name=name, reduction=reduction)
+    return [dtypes.scaled(tensor, reduction.postscale_factor) for tensor in reduced]
 
 
 def _reduce(tensors, name, reduction, signature):

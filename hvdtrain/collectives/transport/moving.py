@@ -1,6 +1,7 @@
 """Collectives that move tensors, and the check that all ranks call them alike."""
 
 import contextlib
+import functools
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -9,6 +10,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import check_root, global_process_set
+from hvdtrain.collectives.transport import native
 from hvdtrain.collectives.transport.reduction import Sum
 from hvdtrain.collectives.transport.signature import Signature
 
@@ -23,8 +25,10 @@ def allgather(values, *, name=None, process_set=global_process_set):
     for tensor in tensors:
         dtypes.check_has_rows(tensor)
     signature = Signature("allgather", tensors, has_free_rows=True)
-    with mismatch_of_ranks(signature, process_set):
-        return graph.serialize(_allgather, tensors, f"{name}_0", process_set, signature)
+    exchange = functools.partial(
+        _allgather, tensors, f"{name}_0", process_set, signature
+    )
+    return run(exchange, signature, name=name, process_set=process_set)
 
 
 def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
@@ -34,8 +38,8 @@ def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
     name = graph.operation_name(name or "Broadcast", process_set)
     (tensor,) = dtypes.as_tensors([value])
     signature = Signature(f"broadcast from rank {root_rank}", [tensor])
-    with mismatch_of_ranks(signature, process_set):
-        return graph.serialize(_broadcast, tensor, root_rank, name, process_set)
+    exchange = functools.partial(_broadcast, tensor, root_rank, name, process_set)
+    return run(exchange, signature, name=name, process_set=process_set)
 
 
 def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
@@ -47,17 +51,13 @@ def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
     name = graph.operation_name(name, process_set)
     tensors = dtypes.as_tensors(values)
     signature = Signature(f"broadcast from rank {root_rank}", tensors)
-
-    def exchange():
-        return graph.serialize(
-            _broadcast_all, tensors, root_rank, name, process_set, signature
-        )
-
+    exchange = functools.partial(
+        _broadcast_all, tensors, root_rank, name, process_set, signature
+    )
     # Run one by one, each operation would wait for a negotiation of its own.
     if tf.executing_eagerly():
         exchange = tf.function(exchange, autograph=False)
-    with mismatch_of_ranks(signature, process_set):
-        return exchange()
+    return run(exchange, signature, name=name, process_set=process_set)
 
 
 def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
@@ -77,8 +77,8 @@ def alltoall(tensor, splits, *, name, process_set=global_process_set):
     name = graph.operation_name(name, process_set)
     dtypes.check_has_rows(tensor)
     signature = Signature("alltoall", [tensor], has_free_rows=True)
-    with mismatch_of_ranks(signature, process_set):
-        return graph.serialize(_alltoall, tensor, splits, name, process_set)
+    exchange = functools.partial(_alltoall, tensor, splits, name, process_set)
+    return run(exchange, signature, name=name, process_set=process_set)
 
 
 def reducescatter(tensors, reduction, *, name):
@@ -86,21 +86,8 @@ def reducescatter(tensors, reduction, *, name):
     graph.check_not_compiled_by_xla()
     name = graph.operation_name(name, reduction.process_set)
     signature = Signature(f"reducescatter, {reduction.describe()}", tensors)
-    with mismatch_of_ranks(signature, reduction.process_set):
-        return graph.serialize(_reducescatter, tensors, reduction, name, signature)
-
-
-def join():
-    """Blocks until every rank has called it; returns the last rank that did."""
-
-    # The operation is stateless and has no inputs: TensorFlow runs it once for each
-    # graph or eager kernel, and returns that result in later calls (constant folding).
-    # Hence each call traces a graph of its own, inside a py_function, which is
-    # stateful. Called as a concrete function, it is not counted as retracing.
-    def join_in_new_graph():
-        return tf.function(hvd.join, autograph=False).get_concrete_function()()
-
-    return graph.serialize(lambda: tf.py_function(join_in_new_graph, [], tf.int32))
+    exchange = functools.partial(_reducescatter, tensors, reduction, name, signature)
+    return run(exchange, signature, name=name, process_set=reduction.process_set)
 
 
 def allgather_bytes(data, *, name, process_set=global_process_set):
@@ -114,8 +101,28 @@ def allgather_bytes(data, *, name, process_set=global_process_set):
     return [content[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
 
+def run(exchange, signature, *, name, process_set, is_compared=False):
+    """Returns the results of `exchange()`, the operations of one collective.
+
+    It is ordered after every collective traced before it, and fails on all ranks whose
+    signatures differ.
+
+    Args:
+        exchange: creates the operations; returns a nest of tensors.
+        signature: its `Signature`.
+        name: its name, the same on all ranks.
+        process_set: the ranks that take part.
+        is_compared: its own operations compare the ranks natively.
+    """
+    guard = None
+    if native.takes_part(process_set) and not is_compared:
+        guard = functools.partial(native.compare, signature, name=name)
+    with _mismatch_of_ranks(signature, process_set):
+        return graph.serialize(exchange, guard=guard)
+
+
 @contextlib.contextmanager
-def mismatch_of_ranks(signature, process_set):
+def _mismatch_of_ranks(signature, process_set):
     """Adds to Horovod's error of a mismatch what each rank has sent.
 
     Only where operations run eagerly: within a function, the error is raised by the

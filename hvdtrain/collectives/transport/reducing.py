@@ -1,10 +1,12 @@
 """Reduction of a list of tensors: partitioned into buckets, each moved as a whole."""
 
+import functools
+
 import tensorflow as tf
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import size_of
-from hvdtrain.collectives.transport import dense, moving
+from hvdtrain.collectives.transport import dense, moving, native
 from hvdtrain.collectives.transport.reduction import Average, Sum, op_name
 from hvdtrain.collectives.transport.signature import Signature
 
@@ -32,14 +34,24 @@ def allreduce(values, reduction, *, name=None):
     name = graph.operation_name(name or "Allreduce", reduction.process_set)
     values = [_as_dense_or_slices(value) for value in values]
     signature = Signature(reduction.describe(), values)
-    with moving.mismatch_of_ranks(signature, reduction.process_set):
-        return graph.serialize(_allreduce_buckets, values, reduction, name, signature)
-
-
-def _allreduce_buckets(values, reduction, name, signature):
-    results, first = [None] * len(values), []
     sent, contexts = zip(*(_compress(v, reduction) for v in values), strict=True)
-    for number, places in enumerate(dtypes.partition(sent)):
+    buckets = dtypes.partition(sent)
+    reduced = moving.run(
+        functools.partial(_reduce_buckets, sent, buckets, reduction, name, signature),
+        signature,
+        name=name,
+        process_set=reduction.process_set,
+        is_compared=all(_is_native(sent[places[0]], reduction) for places in buckets),
+    )
+    return [
+        result if is_slices(result) else reduction.compression.decompress(result, c)
+        for result, c in zip(reduced, contexts, strict=True)
+    ]
+
+
+def _reduce_buckets(sent, buckets, reduction, name, signature):
+    results, first = [None] * len(sent), []
+    for number, places in enumerate(buckets):
         bucket = [sent[i] for i in places]
         is_sparse = is_slices(bucket[0])
         device = reduction.device_sparse if is_sparse else reduction.device_dense
@@ -51,10 +63,11 @@ def _allreduce_buckets(values, reduction, name, signature):
         first = first or [reduced[0].values if is_sparse else reduced[0]]
         for i, result in zip(places, reduced, strict=True):
             results[i] = result
-    return [
-        result if is_slices(result) else reduction.compression.decompress(result, c)
-        for result, c in zip(results, contexts, strict=True)
-    ]
+    return results
+
+
+def _is_native(value, reduction):
+    return not is_slices(value) and native.covers(value, reduction)
 
 
 def _as_dense_or_slices(value):

@@ -36,14 +36,17 @@ class Signature:
         It also keeps the group that it is part of from being constant folded: see
         `graph.block_constant_folding`. A select without elements costs nothing.
         """
+        guard = tf.zeros([0, len(self.tensors), self.checksum()], dtype)
+        return graph.block_constant_folding(guard)
+
+    def checksum(self):
+        """Returns the checksum as a scalar, int64, 0 to 2**31 - 2."""
         # A rank that knows a shape at trace time and one that does not must find the
         # same checksum: both hash the same text.
         texts = [self.kind, *(self._text(tensor) for tensor in self.tensors)]
         is_static = all(isinstance(text, str) for text in texts)
         joined = ";".join(texts) if is_static else tf.strings.join(texts, ";")
-        checksum = tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
-        guard = tf.zeros([0, len(self.tensors), checksum], dtype)
-        return graph.block_constant_folding(guard)
+        return tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
 
     def describe(self):
         """Returns the signature as one line of text for an error message."""
@@ -72,4 +75,5 @@ def _shape_text(header, tensor, *, free_axes):
 def _description(tensor):
     if isinstance(tensor, tf.IndexedSlices):
         return f"IndexedSlices of {_description(tensor.values)}"
-    return f"{tensor.dtype.name}{list(tensor.shape)}"
+    sizes = "[...]" if tensor.shape.rank is None else list(tensor.shape)
+    return f"{tensor.dtype.name}{sizes}"

@@ -1,0 +1,29 @@
+// The dtypes that can be reduced, and how their values are added.
+
+#ifndef HVDTRAIN_DTYPES_H_
+#define HVDTRAIN_DTYPES_H_
+
+#include <cstddef>
+#include <vector>
+
+#include "tensorflow/core/framework/types.pb.h"
+
+namespace hvdtrain {
+
+// Adds `elements` values, which start `offset` elements into each of `slots`, divides
+// the sums by `divisor`, and writes them at the same offset of `result`. The order of
+// the additions is that of `slots`: equal on every rank and in every run.
+using Sum = void (*)(const std::vector<const char*>& slots, size_t offset,
+                     size_t elements, int divisor, char* result);
+
+struct Dtype {
+  size_t bytes;  // of an element
+  Sum sum;
+};
+
+// nullptr for a dtype that cannot be reduced.
+const Dtype* FindDtype(tensorflow::DataType type);
+
+}  // namespace hvdtrain
+
+#endif  // HVDTRAIN_DTYPES_H_

@@ -1,0 +1,223 @@
+// The TensorFlow operation HvdtrainAllreduce, and the C functions that Python calls.
+
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "reduction.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace hvdtrain {
+namespace {
+
+// One reduction at a time. Ranks call them in the same order, which the graph holds.
+std::mutex mutex;
+// Never deleted: a kernel may still wait in it when Python exits.
+Segment* segment = nullptr;
+
+constexpr uint64_t kSeed = 14695981039346656037u;
+
+uint64_t Hash(uint64_t hash, const void* data, size_t bytes) {
+  // FNV-1a.
+  for (size_t i = 0; i < bytes; ++i) {
+    hash = (hash ^ static_cast<const unsigned char*>(data)[i]) * 1099511628211u;
+  }
+  return hash;
+}
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+
+// What both operations share: a name and a text that describe one collective.
+class Collective : public OpKernel {
+ public:
+  explicit Collective(OpKernelConstruction* context) : OpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("collective", &name_));
+    OP_REQUIRES_OK(context, context->GetAttr("description", &description_));
+  }
+
+ protected:
+  uint64_t Start() const { return Hash(kSeed, name_.data(), name_.size()); }
+
+  void Run(OpKernelContext* context, const Reduction& reduction) const {
+    std::lock_guard<std::mutex> lock(mutex);
+    OP_REQUIRES(context, segment != nullptr,
+                absl::FailedPreconditionError(
+                    "Horovod has been shut down: call hvd.init() first"));
+    const Report report = Allreduce(*segment, &reduction);
+    OP_REQUIRES(context, report.outcome != Outcome::kMismatch,
+                absl::FailedPreconditionError(
+                    "Mismatched collectives. Sent by " + report.reason +
+                    ". Call them alike on all ranks."));
+    OP_REQUIRES(context, report.outcome != Outcome::kLost,
+                absl::AbortedError("HvdtrainAllreduce failed: " + report.reason));
+  }
+
+  std::string name_, description_;
+};
+
+class AllreduceOp : public Collective {
+ public:
+  explicit AllreduceOp(OpKernelConstruction* context) : Collective(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("T", &dtype_));
+    OP_REQUIRES_OK(context, context->GetAttr("mean", &is_mean_));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    Reduction reduction{name_,  Signature(context), [&] { return Describe(context); },
+                        dtype_, is_mean_,           {}};
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const tensorflow::Tensor& input = context->input(i);
+      tensorflow::Tensor* output = nullptr;
+      OP_REQUIRES_OK(context, context->forward_input_or_allocate_output(
+                                  {i}, i, input.shape(), &output));
+      if (input.NumElements() == 0) continue;
+      reduction.pieces.push_back({static_cast<const char*>(input.data()),
+                                  static_cast<char*>(output->data()),
+                                  static_cast<size_t>(input.NumElements())});
+    }
+    Run(context, reduction);
+  }
+
+ private:
+  uint64_t Signature(OpKernelContext* context) const {
+    uint64_t hash = Hash(Start(), description_.data(), description_.size());
+    const int32_t options[] = {dtype_, is_mean_, context->num_inputs()};
+    hash = Hash(hash, options, sizeof(options));
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const tensorflow::TensorShape& shape = context->input(i).shape();
+      for (int axis = 0; axis < shape.dims(); ++axis) {
+        const int64_t length = shape.dim_size(axis);
+        hash = Hash(hash, &length, sizeof(length));
+      }
+      hash = Hash(hash, ";", 1);
+    }
+    return hash ? hash : 1;
+  }
+
+  std::string Describe(OpKernelContext* context) const {
+    std::string text =
+        name_ + ": " + description_ + " of " + tensorflow::DataTypeString(dtype_);
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      text += " " + context->input(i).shape().DebugString();
+    }
+    return text;
+  }
+
+  tensorflow::DataType dtype_;
+  bool is_mean_;
+};
+
+class CompareOp : public Collective {
+ public:
+  using Collective::Collective;
+
+  void Compute(OpKernelContext* context) override {
+    const int64_t checksum = context->input(0).scalar<int64_t>()();
+    const uint64_t hash = Hash(Start(), &checksum, sizeof(checksum));
+    // Without the description: it holds static shapes, which not all ranks may know.
+    Run(context, {name_, hash ? hash : 1,
+                  [&] { return name_ + ": " + description_; },
+                  tensorflow::DT_INT32, false, {}});
+  }
+};
+
+// Stateful: not to be folded, pruned, or merged with another that has equal inputs.
+REGISTER_OP("HvdtrainAllreduce")
+    .Input("inputs: N * T")
+    .Output("outputs: N * T")
+    .Attr("N: int >= 1")
+    .Attr("T: {half, bfloat16, float, double, int32, int64}")
+    .Attr("mean: bool")
+    .Attr("collective: string")
+    .Attr("description: string")
+    .SetIsStateful()
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      for (int i = 0; i < context->num_inputs(); ++i) {
+        context->set_output(i, context->input(i));
+      }
+      return absl::OkStatus();
+    });
+
+REGISTER_OP("HvdtrainCompare")
+    .Input("checksum: int64")
+    .Attr("collective: string")
+    .Attr("description: string")
+    .SetIsStateful();
+
+REGISTER_KERNEL_BUILDER(Name("HvdtrainAllreduce").Device(tensorflow::DEVICE_CPU),
+                        AllreduceOp);
+REGISTER_KERNEL_BUILDER(Name("HvdtrainCompare").Device(tensorflow::DEVICE_CPU),
+                        CompareOp);
+
+// Of the last call that failed, for Python.
+std::string error;
+
+const char* Failed(const std::string& reason) {
+  error = reason;
+  return error.c_str();
+}
+
+}  // namespace
+}  // namespace hvdtrain
+
+#define EXPORT __attribute__((visibility("default")))
+
+// Functions that return text return nullptr, or the reason of a failure.
+extern "C" {
+
+// A number that changes with the functions below; also in transport/native.py.
+EXPORT int hvdtrain_interface() { return 1; }
+
+EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
+  return hvdtrain::Segment::Bytes(size, slot_bytes);
+}
+
+EXPORT const char* hvdtrain_connect(int fd, int rank, int size, size_t slot_bytes,
+                             double spin_seconds, double warning_seconds,
+                             double failure_seconds) {
+  const auto nanoseconds = [](double seconds) {
+    return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+  };
+  try {
+    std::lock_guard<std::mutex> lock(hvdtrain::mutex);
+    hvdtrain::segment = new hvdtrain::Segment(
+        fd, rank, size, slot_bytes,
+        {nanoseconds(spin_seconds), nanoseconds(warning_seconds),
+         nanoseconds(failure_seconds)});
+  } catch (const std::exception& exception) {
+    return hvdtrain::Failed(exception.what());
+  }
+  return nullptr;
+}
+
+// After all ranks have connected.
+EXPORT void hvdtrain_start() { hvdtrain::segment->Start(); }
+
+// Writes the rank that was the last to call it.
+EXPORT const char* hvdtrain_join(int* last) {
+  std::lock_guard<std::mutex> lock(hvdtrain::mutex);
+  hvdtrain::segment->NumberJoin();
+  hvdtrain::Report report;
+  do {
+    report = hvdtrain::Allreduce(*hvdtrain::segment, nullptr);
+    if (report.outcome == hvdtrain::Outcome::kLost) {
+      return hvdtrain::Failed(report.reason);
+    }
+  } while (report.outcome != hvdtrain::Outcome::kAllJoined);
+  // No rank can call it again before this one has left Horovod's join.
+  *last = hvdtrain::segment->LastJoined();
+  return nullptr;
+}
+
+// Without the mutex, which a kernel that waits for other ranks holds.
+EXPORT void hvdtrain_leave() {
+  if (hvdtrain::segment != nullptr) hvdtrain::segment->Leave();
+}
+
+}  // extern "C"

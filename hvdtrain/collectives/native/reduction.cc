@@ -1,0 +1,163 @@
+#include "reduction.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+namespace hvdtrain {
+namespace {
+
+// Parts that different ranks compute share no cache line.
+constexpr size_t kLineBytes = 128;
+
+// Copies the consecutive elements of a list of tensors, chunk by chunk.
+class Cursor {
+ public:
+  Cursor(const std::vector<Piece>& pieces, size_t element_bytes)
+      : pieces_(pieces), element_bytes_(element_bytes) {}
+
+  void CopyTo(char* slot, size_t elements) {
+    Advance(elements, [&](const Piece& piece, size_t start, size_t bytes) {
+      memcpy(slot, piece.input + start, bytes);
+      slot += bytes;
+    });
+  }
+
+  void CopyFrom(const char* result, size_t elements) {
+    Advance(elements, [&](const Piece& piece, size_t start, size_t bytes) {
+      memcpy(piece.output + start, result, bytes);
+      result += bytes;
+    });
+  }
+
+ private:
+  template <typename Copy>
+  void Advance(size_t elements, Copy copy) {
+    while (elements > 0) {
+      const Piece& piece = pieces_[place_];
+      const size_t count = std::min(elements, piece.elements - position_);
+      copy(piece, position_ * element_bytes_, count * element_bytes_);
+      elements -= count;
+      position_ += count;
+      if (position_ == piece.elements) {
+        ++place_;
+        position_ = 0;
+      }
+    }
+  }
+
+  const std::vector<Piece>& pieces_;
+  const size_t element_bytes_;
+  size_t place_ = 0;
+  size_t position_ = 0;
+};
+
+void Publish(Member& mine, const Reduction* reduction, size_t elements) {
+  mine.signature = reduction ? reduction->signature : 0;
+  if (!reduction) return;
+  mine.elements = elements;
+  mine.dtype = reduction->dtype;
+  mine.is_mean = reduction->is_mean;
+}
+
+std::vector<int> ActiveRanks(Segment& segment) {
+  std::vector<int> active;
+  for (int rank = 0; rank < segment.size(); ++rank) {
+    if (segment.member(rank).signature != 0) active.push_back(rank);
+  }
+  return active;
+}
+
+bool Agree(Segment& segment, const std::vector<int>& active) {
+  return std::all_of(active.begin(), active.end(), [&](int rank) {
+    return segment.member(rank).signature == segment.member(active[0]).signature;
+  });
+}
+
+// Returns to every rank what each has called. Every rank gets here, since all compare
+// the same signatures.
+Report Mismatch(Segment& segment, const std::vector<int>& active,
+                const Reduction* reduction) {
+  const std::string mine = reduction ? reduction->describe() : "";
+  snprintf(segment.mine().text, kTextBytes, "%s", mine.c_str());
+  std::string lost = segment.Barrier("the comparison of reductions");
+  std::string sent;
+  for (int rank : active) {
+    sent += (sent.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " +
+            segment.member(rank).text;
+  }
+  // No rank may write its next text before all have read this one.
+  if (lost.empty()) lost = segment.Barrier("the comparison of reductions");
+  if (!lost.empty()) return {Outcome::kLost, lost};
+  return {Outcome::kMismatch, sent};
+}
+
+// The first element of the part of a chunk that `rank` computes.
+size_t PartStart(size_t elements, int rank, int size, size_t element_bytes) {
+  if (rank == size) return elements;
+  const size_t line = kLineBytes / element_bytes;
+  return elements * rank / size / line * line;
+}
+
+void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtype,
+             bool is_mean, size_t elements) {
+  const int rank = segment.rank(), size = segment.size();
+  const size_t start = PartStart(elements, rank, size, dtype.bytes);
+  const size_t end = PartStart(elements, rank + 1, size, dtype.bytes);
+  std::vector<const char*> slots;
+  for (int other : active) slots.push_back(segment.slot(other));
+  const int divisor = is_mean ? active.size() : 1;
+  dtype.sum(slots, start, end - start, divisor, segment.result());
+}
+
+}  // namespace
+
+Report Allreduce(Segment& segment, const Reduction* reduction) {
+  const std::string name = reduction ? reduction->name : "join";
+  static const std::vector<Piece> kNone;
+  const std::vector<Piece>& pieces = reduction ? reduction->pieces : kNone;
+  size_t total = 0;
+  for (const Piece& piece : pieces) total += piece.elements;
+  Publish(segment.mine(), reduction, total);
+  const Dtype* dtype = reduction ? FindDtype(reduction->dtype) : nullptr;
+  Cursor in(pieces, dtype ? dtype->bytes : 1), out(pieces, dtype ? dtype->bytes : 1);
+  size_t chunk = dtype ? segment.slot_bytes() / dtype->bytes : 0;
+  // Before the first barrier, while other ranks may still be on their way.
+  in.CopyTo(segment.slot(segment.rank()), std::min(chunk, total));
+  std::string lost = segment.Barrier(name);
+  if (!lost.empty()) return {Outcome::kLost, lost};
+
+  const std::vector<int> active = ActiveRanks(segment);
+  if (active.empty()) return {Outcome::kAllJoined, ""};
+  if (!Agree(segment, active)) return Mismatch(segment, active, reduction);
+  const Member& any = segment.member(active[0]);
+  const bool is_mean = any.is_mean;
+  if (!reduction) {
+    total = any.elements;
+    dtype = FindDtype(static_cast<tensorflow::DataType>(any.dtype));
+    chunk = segment.slot_bytes() / dtype->bytes;
+  }
+  size_t done = 0;
+  // Once also for no elements: a rank that has read the members enters the barrier that
+  // lets their owners overwrite them.
+  do {
+    if (done > 0) {
+      if (reduction) {
+        in.CopyTo(segment.slot(segment.rank()), std::min(chunk, total - done));
+      }
+      // Sums overwrite the result after this barrier, which each rank enters when it
+      // has copied the previous ones.
+      lost = segment.Barrier(name);
+      if (!lost.empty()) return {Outcome::kLost, lost};
+    }
+    const size_t elements = std::min(chunk, total - done);
+    SumPart(segment, active, *dtype, is_mean, elements);
+    lost = segment.Barrier(name);
+    if (!lost.empty()) return {Outcome::kLost, lost};
+    if (reduction) out.CopyFrom(segment.result(), elements);
+    done += elements;
+  } while (done < total);
+  return {Outcome::kReduced, ""};
+}
+
+}  // namespace hvdtrain

@@ -1,0 +1,198 @@
+#include "segment.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+#include <cstdio>
+#include <mutex>
+#include <system_error>
+
+namespace hvdtrain {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t kPageBytes = 4096;
+// How often a rank that sleeps looks for the reasons to give up.
+constexpr std::chrono::milliseconds kPatrol(100);
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+
+size_t RoundUp(size_t bytes) {
+  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+// Blocks until `word` is not `value`, it was woken, or the time is over. The futex is
+// not private: the waker is another process.
+void SleepWhile(const std::atomic<uint32_t>& word, uint32_t value) {
+  timespec timeout{0, std::chrono::nanoseconds(kPatrol).count()};
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0);
+}
+
+void WakeAll(const std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void Pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+struct alignas(128) Segment::Header {
+  // 0: fine; 1: a rank writes the reason; 2: the reason is complete.
+  std::atomic<uint32_t> failure;
+  std::atomic<uint32_t> joins;  // of all ranks, so far
+  char reason[kTextBytes];
+};
+
+size_t Segment::Bytes(int size, size_t slot_bytes) {
+  return RoundUp(sizeof(Header) + size * sizeof(Member)) + (size + 1) * slot_bytes;
+}
+
+Segment::Segment(int fd, int rank, int size, size_t slot_bytes, Limits limits)
+    : rank_(rank), size_(size), slot_bytes_(slot_bytes), limits_(limits) {
+  void* memory = mmap(nullptr, Bytes(size, slot_bytes), PROT_READ | PROT_WRITE,
+                      MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) throw std::system_error(errno, std::system_category());
+  // A new file holds zeros: the initial state of every field.
+  header_ = static_cast<Header*>(memory);
+  members_ = reinterpret_cast<Member*>(header_ + 1);
+  slots_ = static_cast<char*>(memory) +
+           RoundUp(sizeof(Header) + size * sizeof(Member));
+  mine().pid = getpid();
+}
+
+void Segment::Start() {
+  // Containers that share memory may have PID namespaces of their own: the numbers of
+  // the other ranks then mean nothing here.
+  sees_processes_ = true;
+  for (int rank = 0; rank < size_; ++rank) {
+    sees_processes_ = sees_processes_ && kill(members_[rank].pid, 0) == 0;
+  }
+}
+
+bool Segment::HasArrived(int rank) const {
+  // The difference, since the counter wraps around.
+  const uint32_t arrivals = members_[rank].arrivals.load(std::memory_order_acquire);
+  return static_cast<int32_t>(arrivals - barriers_) >= 0;
+}
+
+std::string Segment::Barrier(const std::string& operation) {
+  Member& own = mine();
+  own.arrivals.store(++barriers_);
+  // A rank counts itself as a sleeper before it reads `arrivals` for the last time:
+  // with both in sequential order, either it sees this arrival or it is woken.
+  if (own.sleepers.load() > 0) WakeAll(own.arrivals);
+  for (int rank = 0; rank < size_; ++rank) {
+    if (HasArrived(rank)) continue;
+    std::string reason = WaitFor(rank, operation);
+    if (!reason.empty()) return reason;
+  }
+  return "";
+}
+
+std::string Segment::WaitFor(int rank, const std::string& operation) {
+  const auto start = Clock::now();
+  while (Clock::now() - start < limits_.spin) {
+    for (int i = 0; i < 64; ++i) {
+      if (HasArrived(rank)) return "";
+      Pause();
+    }
+  }
+  Member& member = members_[rank];
+  bool has_warned = limits_.warning.count() == 0;
+  member.sleepers.fetch_add(1);
+  std::string reason;
+  while (true) {
+    const uint32_t seen = member.arrivals.load();
+    if (HasArrived(rank)) break;
+    SleepWhile(member.arrivals, seen);
+    if (HasArrived(rank)) break;
+    reason = Failure(rank);
+    if (!reason.empty()) break;
+    const auto waited = Clock::now() - start;
+    if (!has_warned && waited > limits_.warning) {
+      has_warned = true;
+      Warn(operation);
+    }
+    if (limits_.failure.count() && waited > limits_.failure) {
+      Fail("Missing ranks: " + Missing() + " did not call " + operation +
+           " within HOROVOD_STALL_SHUTDOWN_TIME_SECONDS");
+    }
+  }
+  member.sleepers.fetch_sub(1);
+  return reason;
+}
+
+std::string Segment::Failure(int rank) const {
+  if (header_->failure.load() == 2) return header_->reason;
+  const Member& member = members_[rank];
+  if (member.has_left.load()) {
+    return "rank " + std::to_string(rank) + " has left the job";
+  }
+  // A process that was killed could not set `has_left`.
+  if (sees_processes_ && kill(member.pid, 0) != 0 && errno == ESRCH) {
+    return "rank " + std::to_string(rank) + " has ended";
+  }
+  return "";
+}
+
+std::string Segment::Missing() const {
+  std::string ranks;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (!HasArrived(rank)) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return ranks;
+}
+
+void Segment::Warn(const std::string& operation) const {
+  // One rank prints: the first of those that wait.
+  for (int rank = 0; rank < rank_; ++rank) {
+    if (HasArrived(rank)) return;
+  }
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limits_.warning);
+  fprintf(stderr,
+          "%s has been waited for %lld s. Missing ranks: %s. Ranks that call different "
+          "collectives, or not equally many, wait for each other.\n",
+          operation.c_str(), static_cast<long long>(seconds.count()),
+          Missing().c_str());
+}
+
+void Segment::Fail(const std::string& reason) {
+  uint32_t fine = 0;
+  if (header_->failure.compare_exchange_strong(fine, 1)) {
+    snprintf(header_->reason, kTextBytes, "%s", reason.c_str());
+    header_->failure.store(2);
+  }
+  // The sleepers look at it when they patrol.
+}
+
+void Segment::NumberJoin() { mine().join_number.store(header_->joins.fetch_add(1) + 1); }
+
+int Segment::LastJoined() {
+  int last = 0;
+  for (int rank = 1; rank < size_; ++rank) {
+    if (members_[rank].join_number.load() > members_[last].join_number.load()) {
+      last = rank;
+    }
+  }
+  return last;
+}
+
+void Segment::Leave() { mine().has_left.store(1); }
+
+}  // namespace hvdtrain

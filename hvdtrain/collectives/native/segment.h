@@ -1,0 +1,100 @@
+// The memory that the ranks of one node share, and how they meet in it.
+//
+// Each rank writes to its own member and its own slot alone; the part of a result that
+// a rank computes is its own as well. A barrier separates writes from the reads of
+// other ranks, so there are no locks.
+
+#ifndef HVDTRAIN_SEGMENT_H_
+#define HVDTRAIN_SEGMENT_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hvdtrain {
+
+constexpr int kTextBytes = 512;
+
+// What one rank says about itself and about the reduction that it takes part in.
+// A multiple of two cache lines: a rank that spins on one member must not slow down
+// the owner of the next.
+struct alignas(128) Member {
+  std::atomic<uint32_t> arrivals;  // barriers entered; the futex that others wait on
+  std::atomic<uint32_t> sleepers;  // ranks that wait on it in the kernel
+  std::atomic<uint32_t> has_left;
+  std::atomic<uint32_t> join_number;  // counts the calls of join of all ranks, from 1
+  int32_t pid;
+  // Written before a barrier and read after it.
+  uint64_t signature;  // of the reduction, 0 for a rank that has joined
+  uint64_t elements;
+  uint32_t dtype;
+  uint32_t is_mean;
+  char text[kTextBytes];  // the signature in words, written only if ranks differ
+};
+
+// How long ranks wait for each other.
+struct Limits {
+  std::chrono::nanoseconds spin;     // before a rank sleeps in the kernel
+  std::chrono::nanoseconds warning;  // before missing ranks are printed; 0: never
+  std::chrono::nanoseconds failure;  // before the reduction fails; 0: never
+};
+
+class Segment {
+ public:
+  // Bytes of a segment for `size` ranks with slots of `slot_bytes`.
+  static size_t Bytes(int size, size_t slot_bytes);
+
+  // Maps the file `fd` of that length. Throws std::system_error.
+  Segment(int fd, int rank, int size, size_t slot_bytes, Limits limits);
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  size_t slot_bytes() const { return slot_bytes_; }
+  Member& member(int rank) { return members_[rank]; }
+  Member& mine() { return members_[rank_]; }
+  char* slot(int rank) { return slots_ + rank * slot_bytes_; }
+  char* result() { return slot(size_); }
+
+  // Called when all ranks have mapped the segment.
+  void Start();
+
+  // Blocks until every rank has entered the same barrier. Returns the reason if a rank
+  // has left, failed or not come in time; the segment is of no use afterwards.
+  std::string Barrier(const std::string& operation);
+
+  // Ends the barriers of all ranks with a reason.
+  void Fail(const std::string& reason);
+
+  // Numbers this rank's call of join.
+  void NumberJoin();
+
+  // The rank that called join last. Equal on all ranks once all have called it.
+  int LastJoined();
+
+  // Ends the barriers of the other ranks: this one will enter no more.
+  void Leave();
+
+ private:
+  struct Header;
+  bool HasArrived(int rank) const;
+  std::string WaitFor(int rank, const std::string& operation);
+  std::string Failure(int rank) const;
+  std::string Missing() const;
+  void Warn(const std::string& operation) const;
+
+  const int rank_, size_;
+  const size_t slot_bytes_;
+  const Limits limits_;
+  uint32_t barriers_ = 0;
+  bool sees_processes_ = false;
+  Header* header_;
+  Member* members_;
+  char* slots_;
+};
+
+}  // namespace hvdtrain
+
+#endif  // HVDTRAIN_SEGMENT_H_
