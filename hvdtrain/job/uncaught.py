@@ -70,7 +70,9 @@ def _report(error, trace):
         if not frame.filename.startswith(_PACKAGES)
     ]
     lines = str(error).splitlines() or [""]
-    reason = next((line for line in lines if "Horovod" in line), lines[-1])
+    signs = ("Horovod", "HvdtrainAllreduce failed")
+    said = [line for line in lines if any(sign in line for sign in signs)]
+    reason = (said or lines[-1:])[0]
     return "".join(
         [
             cause,

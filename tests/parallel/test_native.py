@@ -1,0 +1,201 @@
+"""The native reduction in shared memory, against NumPy and against Horovod's own.
+
+A rank that is missing, or has been killed, is tested in tests/commands.
+"""
+
+import os
+
+import horovod.tensorflow as raw
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain.collectives import transport
+
+RANK, SIZE = hvd.rank(), hvd.size()
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        os.environ.get("HVDTRAIN_REDUCTION") == "horovod", reason="Horovod reduces"
+    ),
+]
+
+
+def values_of(rank, shape, dtype="float32"):
+    values = np.random.default_rng(rank).normal(scale=8.0, size=shape)
+    return tf.cast(values, dtype)
+
+
+def reduce(*tensors, op=hvd.Average, jit=tf.function):
+    return jit(lambda: hvd.grouped_allreduce(list(tensors), op=op, name="native"))()
+
+
+def operations(function):
+    graph = function.get_concrete_function().graph
+    return [operation.type for operation in graph.get_operations()]
+
+
+def test_ranks_of_one_host_share_memory():
+    assert transport.path() == "shared memory"
+    # Rank 0 removes the file: only after that may the others look.
+    hvd.allreduce(0.0, name="removed")
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("hvdtrain-")]
+
+
+# 1 MiB is a chunk of two ranks: sizes below, at and above it, and some that do not
+# divide into equal parts.
+@pytest.mark.parametrize("elements", [1, 3, 1000, 1 << 18, (1 << 18) + 1, 1_000_003])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_every_element_is_reduced(elements, op):
+    (reduced,) = reduce(values_of(RANK, elements, "float64"), op=op)
+    total = sum(values_of(rank, elements, "float64") for rank in range(SIZE))
+    expected = total / SIZE if op == hvd.Average else total
+    np.testing.assert_allclose(reduced, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [("float64", 1e-14), ("float32", 1e-6), ("float16", 2**-11), ("bfloat16", 2**-8)],
+)
+def test_dtypes_are_rounded_once(dtype, tolerance):
+    (reduced,) = reduce(values_of(RANK, 1000, dtype))
+    assert reduced.dtype == dtype
+    inputs = [values_of(rank, 1000, dtype) for rank in range(SIZE)]
+    expected = np.mean([tf.cast(value, tf.float64) for value in inputs], axis=0)
+    np.testing.assert_allclose(
+        tf.cast(reduced, tf.float64), expected, rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_integers_are_added(dtype):
+    (reduced,) = reduce(tf.constant([RANK, -7], dtype), op=hvd.Sum)
+    np.testing.assert_array_equal(reduced, [SIZE * (SIZE - 1) // 2, -7 * SIZE])
+
+
+def test_tensors_of_a_list_keep_their_shapes_and_places():
+    shapes = [(2, 3), (), (0, 4), (5,), (1000, 400), (1,)]
+    reduced = reduce(*(values_of(RANK, shape) for shape in shapes))
+    for tensor, shape in zip(reduced, shapes, strict=True):
+        expected = np.mean([values_of(r, shape) for r in range(SIZE)], axis=0)
+        assert tensor.shape == shape
+        np.testing.assert_allclose(tensor, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_result_is_that_of_horovod_and_bitwise_equal_on_all_ranks():
+    (reduced,) = reduce(values_of(RANK, 300_000))
+    by_horovod = raw.allreduce(values_of(RANK, 300_000))
+    np.testing.assert_allclose(reduced, by_horovod, rtol=1e-5, atol=1e-6)
+    everyones = hvd.allgather(tf.bitcast(reduced, tf.int32)[tf.newaxis])
+    np.testing.assert_array_equal(everyones, np.repeat(everyones[:1], SIZE, axis=0))
+
+
+def test_constant_input_is_reduced_in_every_call():
+    other = tf.Variable(0.0)
+
+    @tf.function
+    def total():
+        # On rank 0 alone the input is a constant of the graph.
+        mine = tf.constant(1.0) if RANK == 0 else other.read_value()
+        return hvd.allreduce(mine, op=hvd.Sum)
+
+    assert total() == 1.0
+    other.assign(2.0)
+    assert total() == 1.0 + 2.0 * (SIZE - 1)
+
+
+def test_unused_result_is_reduced_all_the_same():
+    # One rank uses the result, the others do not. Pruned there, it would block.
+    @tf.function
+    def step(x):
+        unused = hvd.allreduce(x, op=hvd.Sum, name="unused")
+        return unused if RANK == 0 else tf.constant(float(SIZE))
+
+    assert step(tf.constant(1.0)) == SIZE
+
+
+def test_input_that_is_used_elsewhere_is_not_overwritten():
+    @tf.function
+    def step(x):
+        doubled = 2.0 * x
+        return doubled, hvd.allreduce(doubled, op=hvd.Sum), doubled + 0.0
+
+    before, total, after = step(tf.fill([1000], float(RANK + 1)))
+    np.testing.assert_array_equal(before, np.full(1000, 2.0 * (RANK + 1)))
+    np.testing.assert_array_equal(after, before)
+    np.testing.assert_array_equal(total, np.full(1000, SIZE * (SIZE + 1.0)))
+
+
+def test_order_holds_in_loops_and_branches():
+    @tf.function
+    def nested(x):
+        for i in tf.range(5):
+            if i % 2 == 0:
+                x = hvd.allreduce(x, name="even")
+            else:
+                x = 2.0 * hvd.allreduce(x, name="odd") + float(RANK)
+        return x
+
+    x = np.arange(SIZE) * 1.0
+    for i in range(5):
+        x = np.full(SIZE, x.mean()) if i % 2 == 0 else 2 * x.mean() + np.arange(SIZE)
+    np.testing.assert_allclose(nested(tf.constant(float(RANK))), x[RANK], rtol=1e-6)
+
+
+def test_shape_that_changes_is_reduced_anew():
+    @tf.function(input_signature=[tf.TensorSpec([None, 2])])
+    def total(x):
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    for rows in (1, 300_000, 3):
+        np.testing.assert_array_equal(
+            total(tf.ones([rows, 2])), np.full([rows, 2], SIZE)
+        )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: hvd.allreduce(tf.ones([2 + RANK]), name="mine"),
+        lambda: hvd.allreduce(tf.ones([2]), name=f"of_rank_{RANK}"),
+        lambda: hvd.allreduce(tf.ones([2], tf.float64 if RANK else tf.float32)),
+        lambda: hvd.allreduce(tf.ones([2]), op=hvd.Sum if RANK else hvd.Average),
+        lambda: hvd.allreduce(tf.ones([2]), op=hvd.Max if RANK else hvd.Sum),
+        lambda: (hvd.allgather if RANK else hvd.allreduce)(tf.ones([2])),
+        lambda: (hvd.alltoall if RANK else hvd.allreduce)(tf.ones([SIZE])),
+        lambda: hvd.allreduce(
+            tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([2, 2]))
+            if RANK
+            else tf.ones([2, 2])
+        ),
+    ],
+)
+def test_calls_that_differ_fail_on_all_ranks_and_are_named(call):
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched") as info:
+        tf.function(call)()
+    assert all(f"rank {rank}: " in str(info.value) for rank in range(SIZE))
+    # Nothing is left behind: the next collectives are matched.
+    assert reduce(tf.constant(1.0), op=hvd.Sum) == [SIZE]
+    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum) == SIZE
+
+
+def test_what_is_not_covered_goes_through_horovod():
+    def types(op, dtype):
+        return operations(
+            tf.function(lambda: hvd.allreduce(tf.ones([3], dtype), op=op))
+        )
+
+    assert "HvdtrainAllreduce" in types(hvd.Average, tf.float32)
+    assert "HvdtrainAllreduce" not in types(hvd.Max, tf.float32)
+    assert "HvdtrainAllreduce" not in types(hvd.Average, tf.int32)
+    assert "HvdtrainAllreduce" not in types(hvd.Sum, tf.uint8)
+
+
+@pytest.mark.skipif(hvd.mpi_enabled(), reason="MPI can be initialized only once")
+def test_shutdown_and_init_connect_anew():
+    hvd.shutdown()
+    hvd.init()
+    (total,) = reduce(tf.constant(1.0), op=hvd.Sum)
+    assert total == SIZE
