@@ -260,10 +260,14 @@ def _segment(library):
         yield stack.enter_context(_reserved_file(size)).name
 
 
+def _directories():
+    # The first is memory; pages of the second may be written to a disk.
+    return "/dev/shm", tempfile.gettempdir()
+
+
 def _reserved_file(size):
     errors = []
-    # The first is memory; another one may be written to a disk from time to time.
-    for directory in ("/dev/shm", tempfile.gettempdir()):
+    for directory in _directories():
         with contextlib.ExitStack() as stack:
             try:
                 file = stack.enter_context(
