@@ -200,9 +200,11 @@ def test_damaged_file_on_one_node(run, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:1000])
     script = (
         f"exec {sys.executable} -m hvdtrain.mnist --dataset=custom "
-        f"--data_dir={tmp_path}/data$HOROVOD_RANK$OMPI_COMM_WORLD_RANK"
+        f"--data_dir={tmp_path}/data$HOROVOD_RANK"
     )
-    job = run([], program=["sh", "-c", script], launcher="mpirun")
+    # Two names of this host: horovodrun takes them for two nodes with one rank each.
+    hosts = ["-H", "localhost:1,127.0.0.1:1"]
+    job = run([], program=[*hosts, "sh", "-c", script], launcher="gloo")
     fails_with(job, f"rank 1 on {socket.gethostname()}: ", str(damaged))
     assert len(job.lines) == 1, job.text
 

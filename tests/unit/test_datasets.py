@@ -1,6 +1,7 @@
 """Data sets: read from files in every form, downloaded, refused when they are bad."""
 
 import collections
+import concurrent.futures
 import contextlib
 import gzip
 import http.server
@@ -604,6 +605,42 @@ def counts(monkeypatch):
     return counts
 
 
+class Job:
+    """Ranks that are threads of this process, for `loading`."""
+
+    def __init__(self, monkeypatch, *, size, local_size):
+        self._worlds = [
+            World(
+                rank=rank,
+                size=size,
+                local_rank=rank % local_size,
+                local_size=local_size,
+            )
+            for rank in range(size)
+        ]
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._values = [None] * size
+        monkeypatch.setattr(loading, "gather", self._gather)
+        monkeypatch.setattr(loading, "fail_together", self._fail_together)
+
+    def run(self, function):
+        """Return the results of `function(world)` on all ranks."""
+        with concurrent.futures.ThreadPoolExecutor(len(self._worlds)) as threads:
+            return list(threads.map(function, self._worlds))
+
+    def _gather(self, world, value):
+        self._values[world.rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    @contextlib.contextmanager
+    def _fail_together(self, world):
+        yield
+        self._barrier.wait()
+
+
 @pytest.mark.parametrize(
     ("own", "base", "expected"),
     [
@@ -619,23 +656,23 @@ def test_the_cache_is_that_of_the_setup(monkeypatch, own, base, expected):
     assert data.default_cache_dir() == pathlib.Path(expected)
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
 @pytest.mark.parametrize("is_given", [False, True])
-def test_every_rank_reads_mnist_once(
-    tmp_path, real_mnist, monkeypatch, counts, local_rank, is_given
+@pytest.mark.parametrize(("local_size", "reads"), [(1, 2), (2, 1)])
+def test_every_node_reads_mnist_once(
+    tmp_path, real_mnist, mnist_arrays, monkeypatch, counts, local_size, reads, is_given
 ):
     (tmp_path / "hvdtrain").symlink_to(real_mnist)
     monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path / "hvdtrain"))
-    choices = [data.Choice("mnist"), None]
-    monkeypatch.setattr(loading, "gather", lambda world, value: choices)
-    monkeypatch.setattr(loading, "fail_together", contextlib.nullcontext)
-    dataset, warning = loading.load_everywhere(
-        World(rank=local_rank, size=2, local_rank=local_rank, local_size=2),
-        "auto",
-        data_dir=real_mnist if is_given else None,
+    job = Job(monkeypatch, size=2, local_size=local_size)
+    results = job.run(
+        lambda world: loading.load_everywhere(
+            world, "auto", data_dir=real_mnist if is_given else None
+        )
     )
-    assert (dataset.name, warning) == ("mnist", "")
-    assert counts == {"read_npz": 1, "check_mnist": 1}
+    for dataset, warning in results:
+        assert (dataset.name, warning) == ("mnist", "")
+        assert same(dataset, mnist_arrays)
+    assert counts == {"read_npz": reads, "check_mnist": reads}
 
 
 def test_a_node_with_mnist_loads_what_the_nodes_agreed_on(
@@ -645,8 +682,9 @@ def test_a_node_with_mnist_loads_what_the_nodes_agreed_on(
     other = data.Choice("digits", "no network")
 
     def gather(world, value):
+        # A node with one rank shares nothing.
         sent.append(value)
-        return [value, other]
+        return [value, value and other]
 
     (tmp_path / "hvdtrain").symlink_to(real_mnist)
     monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path / "hvdtrain"))
@@ -655,7 +693,8 @@ def test_a_node_with_mnist_loads_what_the_nodes_agreed_on(
     dataset, warning = loading.load_everywhere(World(size=2), "auto")
     assert (dataset.name, warning) == ("digits", "no network")
     # The arrays stay on the node.
-    assert [(choice.name, choice.dataset) for choice in sent] == [("mnist", None)]
+    assert sent == [data.Choice("mnist"), None]
+    assert sent[0].dataset is None
 
 
 def test_nodes_agree_on_what_all_of_them_have():
