@@ -10,13 +10,13 @@ from keras import layers
 from hvdtrain.job import JobError
 
 
-def mlp(image_shape, *, num_classes):
-    """One hidden layer of 128 units; 101,770 weights on MNIST."""
+def mlp(image_shape, *, num_classes, units=128):
+    """One hidden layer; 101,770 weights on MNIST with 128 units."""
     return keras.Sequential(
         [
             keras.Input(image_shape),
             layers.Flatten(),
-            layers.Dense(128, activation="relu"),
+            layers.Dense(units, activation="relu"),
             _logits(num_classes),
         ],
         name="mlp",
@@ -50,10 +50,59 @@ def cnn(image_shape, *, num_classes):
     )
 
 
+def small_cnn(image_shape, *, num_classes):
+    """Three 3x3 convolutions, each with pooling; 122,570 weights on 32x32x3 images."""
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            *_convolution_and_pooling(32),
+            *_convolution_and_pooling(64),
+            *_convolution_and_pooling(64),
+            layers.Flatten(),
+            layers.Dense(64, activation="relu"),
+            _logits(num_classes),
+        ],
+        name="small_cnn",
+    )
+
+
+def _convolution_and_pooling(filters):
+    convolution = layers.Conv2D(filters, 3, padding="same", activation="relu")
+    return convolution, layers.MaxPooling2D()
+
+
+def resnet18(image_shape, *, num_classes):
+    """ResNet-18 (He et al. 2015), 11,689,512 trainable weights for 1,000 classes."""
+    inputs = keras.Input(image_shape)
+    x = _convolution(inputs, 64, size=7, strides=2)
+    x = layers.ReLU()(x)
+    x = layers.MaxPooling2D(3, strides=2, padding="same")(x)
+    for filters, strides in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        x = _residual_block(x, filters, strides=strides)
+        x = _residual_block(x, filters, strides=1)
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, _logits(num_classes)(x), name="resnet18")
+
+
+def _residual_block(x, filters, *, strides):
+    shortcut = x
+    if strides > 1 or x.shape[-1] != filters:
+        shortcut = _convolution(x, filters, size=1, strides=strides)
+    x = layers.ReLU()(_convolution(x, filters, size=3, strides=strides))
+    x = _convolution(x, filters, size=3, strides=1)
+    return layers.ReLU()(layers.Add()([x, shortcut]))
+
+
+def _convolution(x, filters, *, size, strides):
+    """Convolution and batch normalization, without the bias that this removes."""
+    x = layers.Conv2D(filters, size, strides=strides, padding="same", use_bias=False)(x)
+    return layers.BatchNormalization()(x)
+
+
 def _logits(num_classes):
     # float32 under mixed precision too: the softmax of the loss loses small
     # probabilities in half precision.
     return layers.Dense(num_classes, dtype="float32")
 
 
-BY_NAME = {"mlp": mlp, "cnn": cnn}
+BY_NAME = {"mlp": mlp, "cnn": cnn, "small_cnn": small_cnn, "resnet18": resnet18}

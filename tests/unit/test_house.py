@@ -7,10 +7,15 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 # Top floor first. The names are modules and packages of hvdtrain.
 FLOORS = [
-    ["mnist", "benchmark", "doctor", "report", "program", "diagnosis"],
+    [
+        *("mnist", "benchmark", "doctor", "report", "program"),
+        *("diagnosis", "measurement"),
+    ],
     ["training"],
     ["data", "models", "optimizers"],
     ["parallel"],
@@ -132,10 +137,12 @@ def test_data_and_models_are_independent_of_horovod():
                 assert not imported.startswith(("horovod", "hvdtrain.keras")), name
 
 
-def test_importing_the_package_loads_no_tensorflow():
+# Programs define flags of the same name: one process imports one of them.
+@pytest.mark.parametrize("program", ["mnist", "benchmark", "doctor"])
+def test_importing_the_package_loads_no_tensorflow(program):
     code = (
         "import hvdtrain, hvdtrain.job, hvdtrain.job.signals, hvdtrain.data;"
-        "import hvdtrain.mnist, hvdtrain.doctor, sys;"
+        f"import hvdtrain.{program}, sys;"
         "assert not {'tensorflow', 'keras', 'horovod'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

@@ -1,0 +1,101 @@
+"""Measures the speed of a training, and where its time goes.
+
+python -m hvdtrain.benchmark
+horovodrun -np 2 python -m hvdtrain.benchmark --workload=cnn --json=cnn.json
+mpirun -np 2 python -m hvdtrain.benchmark --collectives --plot=collectives.png
+python -m hvdtrain.benchmark --strategy=mirrored --workload=resnet18
+
+The default takes about a minute. docs/benchmark.md describes the figures.
+"""
+
+from absl import flags
+
+from hvdtrain import data, job, program
+from hvdtrain.measurement.options import (
+    STRATEGIES,
+    WORKLOADS,
+    Options,
+    is_workload,
+)
+
+# Each is a field of `measurement.options.Options`.
+flags.DEFINE_string(
+    "workload",
+    "mlp",
+    f"What is trained: {', '.join(WORKLOADS)}, or module:function, where the function "
+    "returns a compiled Keras model. backward: 25 million parameters, with a backward "
+    "pass of --backward_ms that leaves the CPU free.",
+)
+flags.DEFINE_enum(
+    "strategy",
+    "horovod",
+    STRATEGIES,
+    "horovod: one process per device. mirrored: one process, several devices, "
+    "TensorFlow's MirroredStrategy. single: one process and device.",
+)
+flags.DEFINE_integer(
+    "devices", 2, "Devices of --strategy=mirrored.", lower_bound=2, upper_bound=64
+)
+flags.DEFINE_bool(
+    "collectives", False, "Measure allreduce by itself, instead of a training."
+)
+flags.DEFINE_integer(
+    "max_bytes",
+    256_000_000,
+    "Largest message of --collectives.",
+    lower_bound=4000,
+    upper_bound=4_000_000_000,
+)
+flags.DEFINE_integer("rounds", 0, "Rounds of all variants, 0 for a default.", 0, 10_000)
+flags.DEFINE_float("seconds", 0, "Of each variant in a round, 0 for a default.", 0, 120)
+flags.DEFINE_integer(
+    "batch_size", 0, "Samples per rank and step, 0 for a default.", 0, 1 << 20
+)
+flags.DEFINE_integer(
+    "steps_per_execution",
+    0,
+    "Steps per call of the compiled train function, 0 for a default.",
+    0,
+    1_000_000,
+)
+flags.DEFINE_enum("dataset", "auto", data.NAMES, "Of mlp, mlp512 and cnn.")
+flags.DEFINE(program.Path(), "data_dir", None, "Directory of the data set.")
+flags.DEFINE_float(
+    "backward_ms", 326, "Backward pass of --workload=backward.", 0, 60_000
+)
+flags.DEFINE_integer("seed", 0, "Of weights and order.", 0, 2**32 - 1)
+flags.DEFINE_list(
+    "project", ["4", "8", "16", "32", "64"], "Numbers of ranks to project to."
+)
+flags.DEFINE(program.Path(), "json", None, "File to write the figures to.")
+flags.DEFINE(program.Path(), "plot", None, "PNG file to draw the figures in.")
+
+
+@flags.validator("workload", f"expected {', '.join(WORKLOADS)}, or module:function")
+def _check_workload(text):
+    return is_workload(text)
+
+
+@flags.validator("project", "expected numbers of ranks, 2 or more, such as 4,8,16")
+def _check_project(sizes):
+    return all(size.isdigit() and int(size) > 1 for size in sizes)
+
+
+def main():
+    """Measure, print the figures, and write them to files."""
+    # Before `start` imports TensorFlow, which defines flags of its own.
+    values = program.flag_values()
+    options = Options(**values).with_defaults()
+    world = job.start(seed=values["seed"])
+    # Not at the top: TensorFlow and Horovod read their environment at the import, and
+    # `start` sets it.
+    from hvdtrain.measurement import running
+
+    result, table = running.run(options, world)
+    if world.is_chief:
+        print(table, flush=True)
+    running.write(options, world, result)
+
+
+if __name__ == "__main__":
+    program.run(main, page=__doc__)

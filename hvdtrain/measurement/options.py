@@ -1,0 +1,73 @@
+"""The options of a benchmark, and their defaults by workload. Loads no TensorFlow."""
+
+import dataclasses
+import re
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a workload takes where the flags are 0.
+
+    Attributes:
+        batch_size: samples per rank and step.
+        steps_per_execution: steps per call of the compiled train function.
+        rounds: rounds of all variants.
+        seconds: of each variant in each round.
+    """
+
+    batch_size: int
+    steps_per_execution: int
+    rounds: int = 7
+    seconds: float = 1.0
+
+
+# mlp, mlp512 and cnn take the batches of the table in the README and the steps per
+# execution that `hvdtrain.mnist` has with these batches.
+WORKLOADS = {
+    "mlp": Defaults(batch_size=64, steps_per_execution=20),
+    "mlp512": Defaults(batch_size=64, steps_per_execution=20),
+    "cnn": Defaults(batch_size=128, steps_per_execution=20, rounds=3, seconds=6.0),
+    "small_cnn": Defaults(batch_size=64, steps_per_execution=10, rounds=5, seconds=2.0),
+    "resnet18": Defaults(batch_size=16, steps_per_execution=1, rounds=3, seconds=18.0),
+    "backward": Defaults(batch_size=1, steps_per_execution=1, rounds=5, seconds=3.0),
+}
+_OF_A_FUNCTION = Defaults(batch_size=32, steps_per_execution=1, rounds=5, seconds=2.0)
+STRATEGIES = ("horovod", "mirrored", "single")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a benchmark, with the names and the meaning of its flags."""
+
+    workload: str
+    strategy: str
+    devices: int
+    collectives: bool
+    max_bytes: int
+    rounds: int
+    seconds: float
+    batch_size: int
+    steps_per_execution: int
+    dataset: str
+    data_dir: str | None
+    backward_ms: float
+    seed: int
+    project: tuple
+    json: str | None
+    plot: str | None
+
+    def with_defaults(self):
+        """Return the options with the workload's defaults in the place of zeros."""
+        defaults = WORKLOADS.get(self.workload, _OF_A_FUNCTION)
+        chosen = {
+            name: getattr(self, name) or value
+            for name, value in dataclasses.asdict(defaults).items()
+        }
+        return dataclasses.replace(self, **chosen)
+
+
+def is_workload(text):
+    """Whether `text` is the name of a workload or of the form `module:function`."""
+    return text in WORKLOADS or bool(_FUNCTION.fullmatch(text))

@@ -1,0 +1,186 @@
+"""Speed, step time and its parts, memory and start-up of a workload."""
+
+import dataclasses
+import math
+import statistics
+
+import hvdtrain.keras as hvd
+from hvdtrain.job import launchers
+from hvdtrain.job.agreement import gather
+from hvdtrain.measurement import fitting, resources, rounds, workloads
+from hvdtrain.measurement.figures import (
+    StepTimes,
+    median_ratio,
+    median_split,
+    split,
+)
+
+_LINE_STEPS = 25
+
+
+def measure(options, world):
+    """Measure a workload on the ranks of this job. A collective.
+
+    Args:
+        options: the `Options`, with defaults.
+        world: the `World`.
+
+    Returns:
+        A dict for JSON, the same on all ranks; docs/benchmark.md describes it.
+    """
+    workload = workloads.load(options, world)
+    model = workload.build(world.size)
+    hvd.DistributedOptimizer(model.optimizer)
+    variants = {"train": _train(model, workload, options, world)}
+    speeds, start = {}, _Start()
+    speeds |= rounds.warm_up(world, {"train": start.watch(variants["train"])})
+    memory = gather(world, resources.memory())
+    variants |= _others(model, workload, options, world)
+    speeds |= rounds.warm_up(
+        world, {name: each for name, each in variants.items() if name != "train"}
+    )
+    measured = rounds.run_rounds(
+        world,
+        variants,
+        speeds,
+        rounds=options.rounds,
+        seconds=options.seconds,
+    )
+    return {
+        "data": workload.note,
+        "warning": workload.warning,
+        "reduced_bytes": _gradient_bytes(model) if world.size > 1 else 0,
+        "memory": memory,
+        "start_up": start.figures,
+        **_figures(gather(world, measured), options),
+    }
+
+
+class _Start:
+    """Notes the time from the command to the end of the first execution."""
+
+    def watch(self, variant):
+        """Return the variant; its run notes the time."""
+
+        def run(executions):
+            seconds = variant.run(executions)
+            since = resources.seconds_since_command() - sum(seconds)
+            command = launchers.launch().launcher or "python"
+            self.figures = {"command": command, "seconds": since}
+            return seconds
+
+        return dataclasses.replace(variant, run=run)
+
+
+def _train(model, workload, options, world):
+    callbacks = []
+    if options.workload == "resnet18" and world.is_chief:
+        callbacks = [
+            fitting.StepLines(
+                every_steps=_LINE_STEPS,
+                steps_per_execution=options.steps_per_execution,
+            )
+        ]
+    input_fn = workload.input(options, rank=world.rank, size=world.size)
+    return fitting.trained(
+        model, input_fn, workload, options, world, callbacks=callbacks
+    )
+
+
+def _others(model, workload, options, world):
+    """Return the variants that the training is compared with, by name.
+
+    Without those that are the same as another one: a constant batch where the input
+    is synthetic; no reduction and a rank alone where there is one rank.
+    """
+    constant = workload.constant_batches()
+    plain = workload.build()
+    variants = {"function": fitting.called(model, constant, options)}
+    if workload.batches:
+
+        def constant_input(start, end):
+            return constant.take(end - start)
+
+        variants["constant"] = fitting.trained(
+            model, constant_input, workload, options, world
+        )
+    if world.size > 1:
+        variants["local"] = fitting.called(plain, constant, options)
+        variants["alone"] = fitting.trained_alone(
+            plain, workload.input(options), options
+        )
+    variants["bare"] = fitting.bare(plain, workload, options)
+    return variants
+
+
+def _gradient_bytes(model):
+    """Return the bytes of gradients that a rank gives to the reduction in a step."""
+    return sum(
+        math.prod(v.shape) * v.value.dtype.size for v in model.trainable_variables
+    )
+
+
+def _figures(by_rank, options):
+    """Return the figures of the executions that `run_rounds` measured on each rank."""
+    steps = options.steps_per_execution
+    # By variant, then by round: the mean seconds of a step, and that of all ranks.
+    means = [
+        {name: [_mean(each, steps) for each in found] for name, found in ranks.items()}
+        for ranks in by_rank
+    ]
+    splits = [_splits(ranks) for ranks in means]
+    every_split = [each for ranks in splits for each in ranks]
+    speeds = [options.batch_size / statistics.median(ranks["train"]) for ranks in means]
+    pooled = [seconds for found in by_rank[0]["train"] for seconds in found]
+    return {
+        "samples_per_second": sum(speeds),
+        "samples_per_second_by_rank": speeds,
+        "step_seconds": dataclasses.asdict(
+            StepTimes.of(pooled, steps_per_execution=steps)
+        ),
+        "split_seconds": dataclasses.asdict(median_split(every_split)),
+        "one_rank": _one_rank(means[0], len(by_rank), options),
+        "rounds": {
+            "step_seconds_by_rank": means,
+            "split_seconds": [dataclasses.asdict(each) for each in splits[0]],
+        },
+    }
+
+
+def _mean(executions, steps):
+    return statistics.fmean(executions) / steps if executions else None
+
+
+def _splits(means):
+    """Return the `Split` of each round on one rank."""
+    count = len(means["train"])
+    columns = {
+        name: means.get(name, [None] * count)
+        for name in ("train", "constant", "function", "local")
+    }
+    return [
+        split(**{name: column[i] for name, column in columns.items()})
+        for i in range(count)
+    ]
+
+
+def _one_rank(means, size, options):
+    """Return the comparison with one rank alone and with bare Keras.
+
+    Args:
+        means: rank 0's seconds of a step, by variant and round.
+        size: number of ranks.
+        options: the `Options`.
+    """
+    alone = means.get("alone", means["train"])
+    # With as many samples of each rank in the same time, `size` times the speed.
+    speedup = size * median_ratio(alone, means["train"])
+    bare = statistics.median(means["bare"])
+    return {
+        "samples_per_second": options.batch_size / statistics.median(alone),
+        "bare_samples_per_second": options.batch_size / bare,
+        "speedup": speedup,
+        "efficiency": speedup / size,
+        "against_bare": median_ratio(means["bare"], alone),
+        "all_ranks_against_bare": size * median_ratio(means["bare"], means["train"]),
+    }

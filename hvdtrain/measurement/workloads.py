@@ -1,0 +1,228 @@
+"""Workloads: a plain compiled Keras model and its input, by name."""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain import models, optimizers
+from hvdtrain.data import Shard, streams
+from hvdtrain.data.loading import load_everywhere
+from hvdtrain.job import JobError
+from hvdtrain.measurement import simulated
+from hvdtrain.measurement.options import WORKLOADS
+
+_SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
+_CLASSES = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, without ranks.
+
+    Attributes:
+        build: `build(learning_rate_factor)` returns a new compiled Keras model whose
+            optimizer is not distributed.
+        batches: `batches(shard, steps)` returns the `tf.data.Dataset` of a `Shard`
+            for so many steps; None for synthetic inputs.
+        num_samples: of the data set.
+        batch: one batch of one rank: inputs and targets, as NumPy arrays.
+        note: the data, for the report.
+        warning: for the user; empty if there is none.
+    """
+
+    build: Callable
+    batches: Callable | None = None
+    num_samples: int = 0
+    batch: tuple
+    note: str
+    warning: str = ""
+
+    def constant_batches(self):
+        """Return an endless `tf.data.Dataset` of the one batch."""
+        return tf.data.Dataset.from_tensors(self.batch).repeat()
+
+    def input(self, options, *, rank=0, size=1):
+        """Return `input_fn(start_step, end_step)` of a rank.
+
+        Args:
+            options: the `Options`.
+            rank: the rank.
+            size: number of ranks that the data set is divided over.
+        """
+        if not self.batches:
+            return lambda start, end: self.constant_batches().take(end - start)
+        shard = Shard(
+            num_samples=self.num_samples,
+            global_batch_size=options.batch_size * size,
+            seed=options.seed,
+            rank=rank,
+            size=size,
+        )
+        return lambda start, end: self.batches(shard, start, end)
+
+
+def load(options, world):
+    """Return the `Workload` of the options. A collective.
+
+    Raises:
+        JobError: the data or the function cannot be loaded, or the function returns
+            no compiled Keras model.
+    """
+    name, size = options.workload, options.batch_size
+    if name == "backward":
+        return _backward(options)
+    if name in _SYNTHETIC_SHAPES:
+        return _synthetic(name, size)
+    if name in WORKLOADS:
+        return _mnist(options, world)
+    return _of_function(name, size)
+
+
+def _mnist(options, world):
+    dataset, warning = load_everywhere(
+        world, options.dataset, data_dir=options.data_dir
+    )
+
+    def build(learning_rate_factor=1):
+        shape, classes = dataset.image_shape, dataset.num_classes
+        if options.workload == "mlp512":
+            model = models.mlp(shape, num_classes=classes, units=512)
+            factor = 1
+        else:
+            model = models.BY_NAME[options.workload](shape, num_classes=classes)
+            factor = learning_rate_factor
+        rate = optimizers.LEARNING_RATES["sgd"] * factor
+        return _compile(model, optimizers.make("sgd", learning_rate=rate))
+
+    def batches(shard, start, end):
+        return streams.train_batches(
+            dataset.x_train,
+            dataset.y_train,
+            shard=shard,
+            start_step=start,
+            end_step=end,
+        )
+
+    first = dataset.x_train[: options.batch_size]
+    labels = dataset.y_train[: options.batch_size].astype("int32")
+    return Workload(
+        build=build,
+        batches=batches,
+        num_samples=len(dataset.x_train),
+        batch=(first.astype("float32") / 255.0, labels),
+        note=f"{dataset.name}, {len(dataset.x_train):,} images",
+        warning=warning,
+    )
+
+
+def _synthetic(name, batch_size):
+    shape, classes = _SYNTHETIC_SHAPES[name]
+
+    def build(learning_rate_factor=1):
+        model = models.BY_NAME[name](shape, num_classes=classes)
+        if name != "resnet18":
+            rate = optimizers.LEARNING_RATES["sgd"] * learning_rate_factor
+            return _compile(model, optimizers.make("sgd", learning_rate=rate))
+        # The setting in which data-parallel methods are commonly compared.
+        return _compile(
+            model,
+            keras.optimizers.SGD(0.02, momentum=0.9, nesterov=True, weight_decay=1e-4),
+        )
+
+    random = np.random.RandomState(0)
+    images = random.uniform(size=(batch_size, *shape)).astype("float32")
+    labels = random.randint(classes, size=batch_size).astype("int32")
+    return Workload(
+        build=build,
+        batch=(images, labels),
+        note=f"synthetic, {'x'.join(map(str, shape))}",
+    )
+
+
+def _backward(options):
+    def build(learning_rate_factor=1):
+        return simulated.build(backward_seconds=options.backward_ms / 1000)
+
+    zeros = np.zeros((options.batch_size, 1), "float32")
+    return Workload(
+        build=build,
+        batch=(zeros, zeros),
+        note=f"none; backward pass of {options.backward_ms:g} ms off the CPU",
+    )
+
+
+def _compile(model, optimizer):
+    # As `training.image_classifier`, without the distributed optimizer.
+    model.compile(
+        optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        jit_compile=False,
+    )
+    return model
+
+
+def _of_function(name, batch_size):
+    function = _import(name)
+
+    def build(learning_rate_factor=1):
+        model = function()
+        if not isinstance(model, keras.Model) or not model.compiled:
+            raise JobError(
+                f"Received {type(model).__name__} from --workload={name}; expected a "
+                "compiled Keras model."
+            )
+        return model
+
+    model = build()
+    batch = _synthetic_batch(model, batch_size, name)
+    shape = "x".join(str(size) for size in model.input_shape[1:])
+    return Workload(build=build, batch=batch, note=f"synthetic, {shape}")
+
+
+def _import(name):
+    module, _, function = name.partition(":")
+    # As `python -m` does for its module: relative to the current directory.
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise JobError(
+            f"Received --workload={name}: {error}; expected module:function, found "
+            "from the current directory or installed."
+        ) from None
+    finally:
+        sys.path.remove("")
+
+
+def _synthetic_batch(model, batch_size, name):
+    """Return random inputs and targets of the shapes that the model has."""
+    if len(model.inputs) != 1 or None in model.input_shape[1:]:
+        raise JobError(
+            f"Received a model with inputs of {model.input_shape} from "
+            f"--workload={name}; expected one input of a known shape."
+        )
+    random = np.random.RandomState(0)
+    shape = (batch_size, *model.input_shape[1:])
+    dtype = keras.backend.standardize_dtype(model.inputs[0].dtype)
+    if "int" in dtype:
+        x = random.randint(2, size=shape).astype(dtype)
+    else:
+        x = random.uniform(size=shape).astype(dtype)
+    return x, _targets(model, random, batch_size)
+
+
+def _targets(model, random, batch_size):
+    *others, classes = model.output_shape[1:]
+    loss = model.loss if isinstance(model.loss, str) else type(model.loss).__name__
+    shape = (batch_size, *others)
+    if "sparse" in loss.lower():
+        return random.randint(classes, size=shape).astype("int32")
+    if "crossentropy" in loss.lower().replace("_", "") and classes > 1:
+        return np.eye(classes, dtype="float32")[random.randint(classes, size=shape)]
+    return random.uniform(size=(*shape, classes)).astype("float32")
