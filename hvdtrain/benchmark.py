@@ -11,6 +11,7 @@ The default takes about a minute. docs/benchmark.md describes the figures.
 from absl import flags
 
 from hvdtrain import data, job, program
+from hvdtrain.measurement import mpi
 from hvdtrain.measurement.options import (
     STRATEGIES,
     WORKLOADS,
@@ -86,12 +87,17 @@ def main():
     # Before `start` imports TensorFlow, which defines flags of its own.
     values = program.flag_values()
     options = Options(**values).with_defaults()
+    mpi_seconds = {}
+    if options.collectives:
+        mpi_seconds = mpi.measure(
+            options.message_sizes, rounds=options.rounds, seconds=options.seconds
+        )
     world = job.start(seed=values["seed"])
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
     from hvdtrain.measurement import running
 
-    result, table = running.run(options, world)
+    result, table = running.run(options, world, mpi_seconds=mpi_seconds)
     if world.is_chief:
         print(table, flush=True)
     running.write(options, world, result)

@@ -34,6 +34,9 @@ WORKLOADS = {
     "backward": Defaults(batch_size=1, steps_per_execution=1, rounds=5, seconds=3.0),
 }
 _OF_A_FUNCTION = Defaults(batch_size=32, steps_per_execution=1, rounds=5, seconds=2.0)
+# Batches are not used. Four paths of ten sizes, in each round.
+_OF_COLLECTIVES = Defaults(batch_size=1, steps_per_execution=1, rounds=7, seconds=0.1)
+_FIRST_BYTES, _FACTOR = 1000, 4
 STRATEGIES = ("horovod", "mirrored", "single")
 
 
@@ -61,11 +64,24 @@ class Options:
     def with_defaults(self):
         """Return the options with the workload's defaults in the place of zeros."""
         defaults = WORKLOADS.get(self.workload, _OF_A_FUNCTION)
+        if self.collectives:
+            defaults = _OF_COLLECTIVES
         chosen = {
             name: getattr(self, name) or value
             for name, value in dataclasses.asdict(defaults).items()
         }
         return dataclasses.replace(self, **chosen)
+
+    @property
+    def message_sizes(self):
+        """The bytes of the messages of --collectives: 1 kB, 4 kB, ..., and the largest.
+
+        Multiples of 4, the bytes of a float32.
+        """
+        sizes = [_FIRST_BYTES]
+        while sizes[-1] * _FACTOR < self.max_bytes:
+            sizes.append(sizes[-1] * _FACTOR)
+        return [*sizes, self.max_bytes // 4 * 4]
 
 
 def is_workload(text):

@@ -8,16 +8,21 @@ import platform
 import tensorflow as tf
 
 from hvdtrain import report
-from hvdtrain.collectives import transport
+from hvdtrain.job import JobError
 from hvdtrain.job.agreement import check_same_flags, fail_together
-from hvdtrain.measurement import files, tables, throughput
+from hvdtrain.measurement import collectives, files, tables, throughput
 
 # Files are written by the chief; hosts may have their data in different places.
 _OWN_FLAGS = ("data_dir", "json", "plot")
 
 
-def run(options, world):
+def run(options, world, *, mpi_seconds):
     """Measure what the options say. A collective.
+
+    Args:
+        options: the `Options`, with defaults.
+        world: the `World`.
+        mpi_seconds: the result of `mpi.measure`.
 
     Returns:
         The result, a dict for JSON, and the table for the screen.
@@ -30,12 +35,40 @@ def run(options, world):
     tf.get_logger().setLevel(logging.ERROR)
     values = dataclasses.asdict(options)
     check_same_flags(world, values, but=_OWN_FLAGS)
+    _check(options, world)
     with fail_together(world):
         if world.is_chief:
             files.check(options)
     result = {**_environment(world), "flags": values}
+    if options.collectives:
+        result["collectives"] = _collectives(options, world, mpi_seconds)
+        return result, tables.collectives(result)
     result["figures"] = throughput.measure(options, world)
     return result, tables.training(result)
+
+
+def _check(options, world):
+    if options.collectives and world.size == 1:
+        raise JobError(
+            "Received --collectives in a job of 1 rank; expected 2 or more: start it "
+            "by horovodrun -np 2 or mpirun -np 2."
+        )
+
+
+def _collectives(options, world, mpi_seconds):
+    sizes = options.message_sizes
+    rows = collectives.measure(
+        world, sizes, rounds=options.rounds, seconds=options.seconds
+    )
+    if mpi_seconds:
+        for row in rows:
+            row["seconds"] = {"MPI": mpi_seconds[row["bytes"]], **row["seconds"]}
+    lines = {
+        name: dataclasses.asdict(collectives.fit(rows, name, size=world.size))
+        for name in rows[0]["seconds"]
+        if name != collectives.COPY
+    }
+    return {"rows": rows, "lines": lines}
 
 
 def write(options, world, result):
@@ -52,16 +85,8 @@ def _environment(world):
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _processor(),
         **report.describe(world),
-        "path": path(world),
+        "path": collectives.path(world),
     }
-
-
-def path(world):
-    """Return how this job reduces: shared memory, MPI or Horovod."""
-    if world.size == 1:
-        return "no reduction"
-    found = getattr(transport, "path", None)
-    return found() if found else "Horovod"
 
 
 def _processor():

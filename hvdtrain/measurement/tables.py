@@ -1,5 +1,7 @@
 """The figures as text."""
 
+from hvdtrain.measurement.projection import ALGORITHMS
+
 _LABEL = 15
 
 
@@ -12,21 +14,62 @@ def training(result):
     size, figures = result["size"], result["figures"]
     rows = [
         *_head(result),
+        *_workload(result["flags"], figures),
         *_speed(figures),
         *_split(figures),
         *_one_rank(figures["one_rank"], size),
         *_resources(figures),
     ]
-    return "\n".join(f"{label:<{_LABEL}}{text}" for label, text in rows)
+    lines = _labelled(rows)
+    if "projection" in figures:
+        step = figures["split_seconds"]["step"]
+        lines += ["", *_projection(figures["projection"], size, step)]
+    return "\n".join(lines)
+
+
+def collectives(result):
+    """Return the table of a result with collectives.
+
+    Args:
+        result: a dict with that of `hvdtrain.report.describe` and the measured rows.
+    """
+    size, measured = result["size"], result["collectives"]
+    names = list(measured["rows"][0]["seconds"])
+    lines = _labelled(_head(result))
+    lines += [
+        "",
+        f"allreduce of float32 over {size} ranks: time, and bytes x 2 (N-1)/N",
+    ]
+    lines.append("copy: each rank copies as many bytes in memory, all at once")
+    lines.append(f"{'bytes':>12}" + "".join(f"{name:>24}" for name in names))
+    for row in measured["rows"]:
+        moved = 2 * (size - 1) / size * row["bytes"]
+        cells = [
+            f"{_time(seconds)}{moved / seconds / 1e9:7.2f} GB/s"
+            for seconds in row["seconds"].values()
+        ]
+        lines.append(f"{row['bytes']:>12,}" + "".join(f"{cell:>24}" for cell in cells))
+    lines.append("least squares of relative errors: latency, and bytes per second")
+    for name, line in measured["lines"].items():
+        slope = line["seconds_per_byte"]
+        speed = f"{1 / slope / 1e9:.2f} GB/s" if slope else "not visible in these sizes"
+        lines.append(f"{name:>12}  {_time(line['latency'])}, {speed}")
+    return "\n".join(lines)
+
+
+def _labelled(rows):
+    return [f"{label:<{_LABEL}}{text}" for label, text in rows]
 
 
 def _head(result):
-    flags, figures = result["flags"], result["figures"]
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     hosts = ", ".join(f"{count} on {host}" for host, count in result["hosts"].items())
     threads = " or ".join(str(n) for n in sorted(set(result["threads"])))
     yield "versions", versions
     yield "ranks", f"{hosts}; {result['path']}; threads per rank: {threads}"
+
+
+def _workload(flags, figures):
     yield "workload", f"{flags['workload']}; data: {figures['data']}"
     yield (
         "batch",
@@ -98,6 +141,42 @@ def _resources(figures):
         "start-up",
         f"{start['seconds']:.1f} s from {start['command']} to the first step",
     )
+
+
+def _projection(projected, size, measured):
+    """Yield the lines of the projection.
+
+    Args:
+        projected: the dict of `throughput.measure`.
+        size: number of ranks that there are.
+        measured: their seconds of a step.
+    """
+    latency, slope = projected["latency"], projected["seconds_per_byte"]
+    yield (
+        f"PROJECTION, not measured. An allreduce of n bytes over {size} ranks takes "
+        f"{_time(latency).strip()} + n x {1e9 * slope:.3f} ns."
+    )
+    yield (
+        "If every link is as fast as those of these ranks, with buckets of "
+        f"{size_text(projected['bucket_bytes'])} that are reduced during"
+    )
+    yield "the backward pass, the time of a step and the efficiency are:"
+    yield f"{'ranks':>8}" + "".join(f"{name:>24}" for name in ALGORITHMS)
+    for ranks, by_algorithm in projected["by_ranks"].items():
+        cells = [
+            f"{milliseconds(by_algorithm[name]['overlapped_step'])}, "
+            f"{by_algorithm[name]['efficiency']:.2f}"
+            for name in ALGORITHMS
+        ]
+        line = f"{ranks:>8}" + "".join(f"{cell:>24}" for cell in cells)
+        is_here = int(ranks) == size
+        yield line + (f"  measured: {milliseconds(measured)}" if is_here else "")
+
+
+def _time(seconds):
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:7.1f} us"
+    return f"{1e3 * seconds:7.1f} ms"
 
 
 def milliseconds(seconds):

@@ -7,7 +7,14 @@ import statistics
 import hvdtrain.keras as hvd
 from hvdtrain.job import launchers
 from hvdtrain.job.agreement import gather
-from hvdtrain.measurement import fitting, resources, rounds, workloads
+from hvdtrain.measurement import (
+    collectives,
+    fitting,
+    projection,
+    resources,
+    rounds,
+    workloads,
+)
 from hvdtrain.measurement.figures import (
     StepTimes,
     median_ratio,
@@ -16,6 +23,11 @@ from hvdtrain.measurement.figures import (
 )
 
 _LINE_STEPS = 25
+_PROJECTION_SIZES = (1_000, 16_000, 256_000, 4_000_000)
+_PROJECTION_ROUNDS = 5
+_PROJECTION_SECONDS = 0.1
+# Small enough to start early, large enough for latency not to matter.
+_BUCKET_BYTES = 16_000_000
 
 
 def measure(options, world):
@@ -46,13 +58,17 @@ def measure(options, world):
         rounds=options.rounds,
         seconds=options.seconds,
     )
+    figures = _figures(gather(world, measured), options)
+    count = _gradient_bytes(model)
+    if world.size > 1 and options.project:
+        figures["projection"] = _projection(options, world, figures, count)
     return {
         "data": workload.note,
         "warning": workload.warning,
-        "reduced_bytes": _gradient_bytes(model) if world.size > 1 else 0,
+        "reduced_bytes": count if world.size > 1 else 0,
         "memory": memory,
         "start_up": start.figures,
-        **_figures(gather(world, measured), options),
+        **figures,
     }
 
 
@@ -143,6 +159,42 @@ def _figures(by_rank, options):
         "rounds": {
             "step_seconds_by_rank": means,
             "split_seconds": [dataclasses.asdict(each) for each in splits[0]],
+        },
+    }
+
+
+def _projection(options, world, figures, count):
+    """Measure the allreduce, and project to more ranks. A collective.
+
+    Args:
+        options: the `Options`.
+        world: the `World`.
+        figures: those of `_figures`.
+        count: bytes reduced in a step.
+    """
+    rows = collectives.measure(
+        world,
+        sorted({*_PROJECTION_SIZES, count // 4 * 4}),
+        rounds=_PROJECTION_ROUNDS,
+        seconds=_PROJECTION_SECONDS,
+        only=collectives.OURS,
+    )
+    line = collectives.fit(rows, collectives.OURS, size=world.size)
+    parts = figures["split_seconds"]
+    sizes = sorted({world.size, *map(int, options.project)})
+    return {
+        **dataclasses.asdict(line),
+        "bucket_bytes": _BUCKET_BYTES,
+        "by_ranks": {
+            str(size): projection.project(
+                line,
+                size=size,
+                count=count,
+                bucket_bytes=_BUCKET_BYTES,
+                step_seconds=parts["step"] - parts["communication"],
+                compute_seconds=parts["compute"],
+            )
+            for size in sizes
         },
     }
 

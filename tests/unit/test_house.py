@@ -102,11 +102,15 @@ def test_few_imports_stand_inside_of_functions():
     assert len(local) <= MAX_LOCAL_IMPORTS, sorted(local)
 
 
+# The benchmark measures Horovod's allreduce against ours.
+CALLERS = ("hvdtrain.collectives.transport", "hvdtrain.measurement.collectives")
+
+
 def test_only_transport_calls_horovods_operations():
     calls = {
         f"{name}:{line} {operation}"
         for name, tree in TREES.items()
-        if not name.startswith("hvdtrain.collectives.transport")
+        if not name.startswith(CALLERS)
         for line, operation in horovod_operations(tree)
     }
     assert not calls, sorted(calls)
