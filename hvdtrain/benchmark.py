@@ -32,10 +32,11 @@ flags.DEFINE_enum(
     "horovod",
     STRATEGIES,
     "horovod: one process per device. mirrored: one process, several devices, "
-    "TensorFlow's MirroredStrategy. single: one process and device.",
+    "TensorFlow's MirroredStrategy. split: one process, several devices, with the "
+    "weights on the first. single: one process and device.",
 )
 flags.DEFINE_integer(
-    "devices", 2, "Devices of --strategy=mirrored.", lower_bound=2, upper_bound=64
+    "devices", 2, "Devices of mirrored and split.", lower_bound=2, upper_bound=64
 )
 flags.DEFINE_bool(
     "collectives", False, "Measure allreduce by itself, instead of a training."
@@ -65,6 +66,13 @@ flags.DEFINE_float(
     "backward_ms", 326, "Backward pass of --workload=backward.", 0, 60_000
 )
 flags.DEFINE_integer("seed", 0, "Of weights and order.", 0, 2**32 - 1)
+flags.DEFINE_integer(
+    "consistency_steps",
+    5,
+    "Steps that are compared with one process and the whole batch, 0 for none.",
+    0,
+    1000,
+)
 flags.DEFINE_list(
     "project", ["4", "8", "16", "32", "64"], "Numbers of ranks to project to."
 )

@@ -123,7 +123,7 @@ def trained_alone(model, input_fn, options):
         plan = training.Plan.of(spec)
         return [ProgressCallback(plan, options.batch_size, World(), ())]
 
-    return _fitted(model, input_fn, options, callbacks=callbacks)
+    return fitted(model, input_fn, options, callbacks=callbacks)
 
 
 def bare(model, workload, options):
@@ -132,10 +132,19 @@ def bare(model, workload, options):
     def input_fn(start_step, end_step):
         return workload.constant_batches().take(end_step - start_step)
 
-    return _fitted(model, input_fn, options)
+    return fitted(model, input_fn, options)
 
 
-def _fitted(model, input_fn, options, *, callbacks=lambda steps: ()):
+def fitted(model, input_fn, options, *, callbacks=lambda steps: ()):
+    """Return the variant of Keras' `fit`; under a launcher on rank 0 alone.
+
+    Args:
+        model: a compiled model whose optimizer is not distributed.
+        input_fn: see `training.TrainSpec`.
+        options: the `Options`.
+        callbacks: returns more Keras callbacks for a number of steps.
+    """
+
     def run(executions):
         stopwatch = Stopwatch()
         steps = (executions + 1) * options.steps_per_execution

@@ -37,7 +37,7 @@ _OF_A_FUNCTION = Defaults(batch_size=32, steps_per_execution=1, rounds=5, second
 # Batches are not used. Four paths of ten sizes, in each round.
 _OF_COLLECTIVES = Defaults(batch_size=1, steps_per_execution=1, rounds=7, seconds=0.1)
 _FIRST_BYTES, _FACTOR = 1000, 4
-STRATEGIES = ("horovod", "mirrored", "single")
+STRATEGIES = ("horovod", "mirrored", "split", "single")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,7 @@ class Options:
     data_dir: str | None
     backward_ms: float
     seed: int
+    consistency_steps: int
     project: tuple
     json: str | None
     plot: str | None
@@ -66,6 +67,9 @@ class Options:
         defaults = WORKLOADS.get(self.workload, _OF_A_FUNCTION)
         if self.collectives:
             defaults = _OF_COLLECTIVES
+        if self.strategy == "mirrored":
+            # Keras' `fit` fails with more, under this strategy.
+            defaults = dataclasses.replace(defaults, steps_per_execution=1)
         chosen = {
             name: getattr(self, name) or value
             for name, value in dataclasses.asdict(defaults).items()

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import logging
+import os
 import platform
 
 import tensorflow as tf
@@ -10,6 +11,7 @@ import tensorflow as tf
 from hvdtrain import report
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import check_same_flags, fail_together
+from hvdtrain.job.world import SharedJobError
 from hvdtrain.measurement import collectives, files, tables, throughput
 
 # Files are written by the chief; hosts may have their data in different places.
@@ -53,6 +55,17 @@ def _check(options, world):
             "Received --collectives in a job of 1 rank; expected 2 or more: start it "
             "by horovodrun -np 2 or mpirun -np 2."
         )
+    if options.strategy != "horovod" and world.size > 1:
+        raise SharedJobError(
+            f"Received {world.size} ranks with --strategy={options.strategy}; expected "
+            "one process: start python -m hvdtrain.benchmark without a launcher."
+        )
+    if options.strategy == "mirrored" and options.steps_per_execution > 1:
+        raise JobError(
+            f"Received --steps_per_execution={options.steps_per_execution} with "
+            "--strategy=mirrored; expected 1, as Keras' fit fails with more under "
+            "MirroredStrategy."
+        )
 
 
 def _collectives(options, world, mpi_seconds):
@@ -84,6 +97,8 @@ def _environment(world):
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _processor(),
+        # Of the last minute: other processes make the figures worse.
+        "load_average": os.getloadavg()[0],
         **report.describe(world),
         "path": collectives.path(world),
     }

@@ -8,7 +8,6 @@ behind the backward pass can then be measured without a GPU.
 import time
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 LAYERS = 20
@@ -25,15 +24,40 @@ def build(*, backward_seconds, layers=LAYERS, units=UNITS):
         layers: number of layers.
         units: each layer has `units * units` parameters.
     """
+    device = SimulatedDevice(backward_seconds)
+    # Gradients of the last layer are ready first.
+    shares = [1 - i / layers for i in range(layers)]
     model = keras.Sequential(
-        [
-            keras.Input((1,)),
-            *(SleepingLayer(units, backward_seconds / layers) for _ in range(layers)),
-        ],
+        [keras.Input((1,)), *(SleepingLayer(units, device, share) for share in shares)],
         name="backward",
     )
     model.compile(FirstElementSGD(0.01), loss="mse", jit_compile=False)
     return model
+
+
+class SimulatedDevice:
+    """Computes the gradients of a backward pass in the given time, without the CPU.
+
+    Args:
+        seconds: of the backward pass.
+    """
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self._start = None
+
+    def wait_for(self, share):
+        """Sleep until a share of the backward pass is over.
+
+        The first wait of a pass has the smallest share, and starts it. The times are
+        those since the start: sleeping too long does not add up.
+        """
+        now = time.perf_counter()
+        if self._start is None:
+            self._start = now
+        time.sleep(max(0.0, self._start + share * self.seconds - now))
+        if share == 1:
+            self._start = None
 
 
 class SleepingLayer(keras.layers.Layer):
@@ -44,13 +68,15 @@ class SleepingLayer(keras.layers.Layer):
 
     Args:
         units: number of rows and columns of its weight.
-        seconds: time asleep in the backward pass.
+        device: the `SimulatedDevice`.
+        share: of the backward pass, after which its gradient is ready.
     """
 
-    def __init__(self, units, seconds):
+    def __init__(self, units, device, share):
         super().__init__()
         self._units = units
-        self._seconds = seconds
+        self._device = device
+        self._share = share
 
     def build(self, input_shape):
         """Creates the weight and its gradient."""
@@ -74,11 +100,11 @@ class SleepingLayer(keras.layers.Layer):
         return pass_on(inputs, self.kernel.value)
 
     def _sleep(self, upstream):
-        if not self._seconds:
+        if not self._device.seconds:
             return tf.identity(upstream)
 
         def sleep(values):
-            time.sleep(self._seconds)
+            self._device.wait_for(self._share)
             return values
 
         slept = tf.numpy_function(sleep, (upstream,), upstream.dtype)
@@ -107,8 +133,3 @@ class FirstElementSGD(keras.optimizers.Optimizer):
         moved = self._moved[self._get_variable_index(variable)]
         first = keras.ops.reshape(gradient[0, 0], ())
         self.assign_sub(moved, learning_rate * first)
-
-
-def first_elements(model):
-    """Return what has been subtracted from the first element of each variable."""
-    return np.array([float(moved) for moved in model.optimizer._moved])

@@ -17,7 +17,8 @@ def training(result):
         *_workload(result["flags"], figures),
         *_speed(figures),
         *_split(figures),
-        *_one_rank(figures["one_rank"], size),
+        *_one_rank(figures["one_rank"], figures["devices"], size),
+        *_comparison(figures, result),
         *_resources(figures),
     ]
     lines = _labelled(rows)
@@ -67,10 +68,14 @@ def _head(result):
     threads = " or ".join(str(n) for n in sorted(set(result["threads"])))
     yield "versions", versions
     yield "ranks", f"{hosts}; {result['path']}; threads per rank: {threads}"
+    yield "machine", f"{result['machine']}; load average {result['load_average']:.1f}"
 
 
 def _workload(flags, figures):
-    yield "workload", f"{flags['workload']}; data: {figures['data']}"
+    yield (
+        "workload",
+        f"{flags['workload']}, {flags['strategy']}; data: {figures['data']}",
+    )
     yield (
         "batch",
         f"{flags['batch_size']} per rank; {flags['steps_per_execution']} steps per "
@@ -82,11 +87,11 @@ def _workload(flags, figures):
 
 def _speed(figures):
     by_rank = figures["samples_per_second_by_rank"]
-    per_rank = ", ".join(f"{speed:,.0f}" for speed in by_rank[:8])
+    per_rank = ", ".join(number(speed) for speed in by_rank[:8])
     more = ", ..." if len(by_rank) > 8 else ""
     yield (
         "speed",
-        f"{figures['samples_per_second']:,.0f} samples/s; by rank {per_rank}{more}",
+        f"{number(figures['samples_per_second'])} samples/s; by rank {per_rank}{more}",
     )
     times = figures["step_seconds"]
     yield (
@@ -112,21 +117,36 @@ def _split(figures):
         )
 
 
-def _one_rank(figures, size):
-    if size > 1:
+def _one_rank(figures, count, size):
+    unit = "rank" if size == count else "device"
+    if count > 1:
         yield (
-            "one rank",
-            f"{figures['samples_per_second']:,.0f} samples/s; {size} ranks are "
+            f"one {unit}",
+            f"{number(figures['samples_per_second'])} samples/s; {count} {unit}s are "
             f"{figures['speedup']:.2f} times as fast, efficiency "
             f"{figures['efficiency']:.2f}",
         )
     text = (
-        f"{figures['bare_samples_per_second']:,.0f} samples/s; one rank has "
+        f"{number(figures['bare_samples_per_second'])} samples/s; one {unit} has "
         f"{figures['against_bare']:.2f} of it"
     )
-    if size > 1:
-        text += f", {size} ranks {figures['all_ranks_against_bare']:.2f}"
+    if count > 1:
+        text += f", {count} {unit}s {figures['all_ranks_against_bare']:.2f}"
     yield "bare Keras", text
+
+
+def _comparison(figures, result):
+    if "consistency" in figures:
+        found = figures["consistency"]
+        equal = "equal to the bit" if found["ranks_are_equal"] else "DIFFERENT"
+        ranks = f"; ranks are {equal}" if result["size"] > 1 else ""
+        yield (
+            "consistency",
+            f"weights after {found['steps']} steps differ by "
+            f"{found['largest_difference']:.1e} from one process{ranks}",
+        )
+    if figures["reduced_bytes"]:
+        yield "load balance", f"mean over maximum {figures['load_balance']:.2f}"
 
 
 def _resources(figures):
@@ -184,6 +204,11 @@ def milliseconds(seconds):
     value = 1000 * seconds
     digits = 3 if abs(value) < 10 else 1
     return f"{value:,.{digits}f} ms"
+
+
+def number(value):
+    """Return a number as text, with three significant digits or more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def size_text(count):

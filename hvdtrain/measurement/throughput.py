@@ -1,15 +1,18 @@
 """Speed, step time and its parts, memory and start-up of a workload."""
 
 import dataclasses
+import functools
 import math
 import statistics
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import launchers
-from hvdtrain.job.agreement import gather
+from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.measurement import (
     collectives,
+    consistency,
     fitting,
+    one_process,
     projection,
     resources,
     rounds,
@@ -40,36 +43,67 @@ def measure(options, world):
     Returns:
         A dict for JSON, the same on all ranks; docs/benchmark.md describes it.
     """
+    names = () if options.strategy == "horovod" else one_process.devices(options)
     workload = workloads.load(options, world)
-    model = workload.build(world.size)
-    hvd.DistributedOptimizer(model.optimizer)
-    variants = {"train": _train(model, workload, options, world)}
-    speeds, start = {}, _Start()
-    speeds |= rounds.warm_up(world, {"train": start.watch(variants["train"])})
+    with fail_together(world):
+        model, train, make_others = _variants(workload, options, world, names)
+    start = _Start()
+    speeds = rounds.warm_up(world, {"train": start.watch(train)})
     memory = gather(world, resources.memory())
-    variants |= _others(model, workload, options, world)
-    speeds |= rounds.warm_up(
-        world, {name: each for name, each in variants.items() if name != "train"}
-    )
+    # Only now: their models are not part of the training's memory.
+    with fail_together(world):
+        others = make_others()
+    speeds |= rounds.warm_up(world, others)
     measured = rounds.run_rounds(
         world,
-        variants,
+        {"train": train, **others},
         speeds,
         rounds=options.rounds,
         seconds=options.seconds,
     )
-    figures = _figures(gather(world, measured), options)
-    count = _gradient_bytes(model)
+    count = max(world.size, len(names))
+    figures = _figures(gather(world, measured), options, count)
+    reduced = _gradient_bytes(model) if count > 1 else 0
     if world.size > 1 and options.project:
-        figures["projection"] = _projection(options, world, figures, count)
+        figures["projection"] = _projection(options, world, figures, reduced)
+    if count > 1 and options.consistency_steps and options.workload != "backward":
+        figures["consistency"] = consistency.measure(options, world, workload, names)
     return {
         "data": workload.note,
         "warning": workload.warning,
-        "reduced_bytes": count if world.size > 1 else 0,
+        "reduced_bytes": reduced,
         "memory": memory,
         "start_up": start.figures,
         **figures,
     }
+
+
+def _variants(workload, options, world, names):
+    """Return the model, the variant `train`, and a function that makes the others.
+
+    Args:
+        workload: the `Workload`.
+        options: the `Options`.
+        world: the `World`.
+        names: devices of a strategy in one process; empty for one process per device.
+    """
+    lines = []
+    if options.workload == "resnet18" and world.is_chief:
+        steps = options.steps_per_execution
+        lines = [fitting.StepLines(every_steps=_LINE_STEPS, steps_per_execution=steps)]
+    if names:
+        model = one_process.build(options, workload, names)
+        input_fn = workload.input(options, devices=len(names))
+        train = one_process.train(model, input_fn, options, callbacks=lines)
+        make_others = functools.partial(
+            one_process.others, model, workload, options, names
+        )
+        return model, train, make_others
+    model = workload.build(world.size)
+    hvd.DistributedOptimizer(model.optimizer)
+    input_fn = workload.input(options, rank=world.rank, size=world.size)
+    train = fitting.trained(model, input_fn, workload, options, world, callbacks=lines)
+    return model, train, functools.partial(_others, model, workload, options, world)
 
 
 class _Start:
@@ -86,21 +120,6 @@ class _Start:
             return seconds
 
         return dataclasses.replace(variant, run=run)
-
-
-def _train(model, workload, options, world):
-    callbacks = []
-    if options.workload == "resnet18" and world.is_chief:
-        callbacks = [
-            fitting.StepLines(
-                every_steps=_LINE_STEPS,
-                steps_per_execution=options.steps_per_execution,
-            )
-        ]
-    input_fn = workload.input(options, rank=world.rank, size=world.size)
-    return fitting.trained(
-        model, input_fn, workload, options, world, callbacks=callbacks
-    )
 
 
 def _others(model, workload, options, world):
@@ -136,8 +155,14 @@ def _gradient_bytes(model):
     )
 
 
-def _figures(by_rank, options):
-    """Return the figures of the executions that `run_rounds` measured on each rank."""
+def _figures(by_rank, options, count):
+    """Return the figures of the executions.
+
+    Args:
+        by_rank: the results of `run_rounds` of each rank.
+        options: the `Options`.
+        count: number of ranks, or of devices in one process.
+    """
     steps = options.steps_per_execution
     # By variant, then by round: the mean seconds of a step, and that of all ranks.
     means = [
@@ -145,22 +170,47 @@ def _figures(by_rank, options):
         for ranks in by_rank
     ]
     splits = [_splits(ranks) for ranks in means]
-    every_split = [each for ranks in splits for each in ranks]
-    speeds = [options.batch_size / statistics.median(ranks["train"]) for ranks in means]
+    parts = median_split([each for ranks in splits for each in ranks])
+    samples = options.batch_size * count / len(by_rank)
+    speeds = [samples / statistics.median(ranks["train"]) for ranks in means]
     pooled = [seconds for found in by_rank[0]["train"] for seconds in found]
     return {
+        "devices": count,
         "samples_per_second": sum(speeds),
         "samples_per_second_by_rank": speeds,
         "step_seconds": dataclasses.asdict(
             StepTimes.of(pooled, steps_per_execution=steps)
         ),
-        "split_seconds": dataclasses.asdict(median_split(every_split)),
-        "one_rank": _one_rank(means[0], len(by_rank), options),
+        "split_seconds": dataclasses.asdict(parts),
+        "one_rank": _one_rank(means[0], count, options),
+        "load_balance": _load_balance(means, parts, options),
         "rounds": {
             "step_seconds_by_rank": means,
             "split_seconds": [dataclasses.asdict(each) for each in splits[0]],
         },
     }
+
+
+def _load_balance(means, parts, options):
+    """Return the mean time that a rank or device computes, divided by the largest.
+
+    Ranks: the steps without reduction. In one process the devices share their threads
+    and cannot be timed one by one. With `split`, what a step takes longer than that of
+    independent devices is work of the first one; with `mirrored` all do the same.
+
+    Args:
+        means: seconds of a step by rank, variant and round.
+        parts: the median `Split`.
+        options: the `Options`.
+    """
+    if options.strategy == "split":
+        first = parts.compute + max(0.0, parts.communication)
+        others = (options.devices - 1) * parts.compute
+        return (first + others) / (options.devices * first)
+    if len(means) == 1:
+        return 1.0
+    busy = [statistics.median(ranks["local"]) for ranks in means]
+    return statistics.fmean(busy) / max(busy)
 
 
 def _projection(options, world, figures, count):

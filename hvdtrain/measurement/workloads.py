@@ -42,23 +42,26 @@ class Workload:
     note: str
     warning: str = ""
 
-    def constant_batches(self):
-        """Return an endless `tf.data.Dataset` of the one batch."""
-        return tf.data.Dataset.from_tensors(self.batch).repeat()
+    def constant_batches(self, copies=1):
+        """Return an endless `tf.data.Dataset` of the one batch, in so many copies."""
+        batch = tuple(np.concatenate([part] * copies) for part in self.batch)
+        return tf.data.Dataset.from_tensors(batch).repeat()
 
-    def input(self, options, *, rank=0, size=1):
+    def input(self, options, *, rank=0, size=1, devices=1):
         """Return `input_fn(start_step, end_step)` of a rank.
 
         Args:
             options: the `Options`.
             rank: the rank.
             size: number of ranks that the data set is divided over.
+            devices: devices of this rank; each adds a batch to that of the rank.
         """
         if not self.batches:
-            return lambda start, end: self.constant_batches().take(end - start)
+            constant = self.constant_batches(devices)
+            return lambda start, end: constant.take(end - start)
         shard = Shard(
             num_samples=self.num_samples,
-            global_batch_size=options.batch_size * size,
+            global_batch_size=options.batch_size * size * devices,
             seed=options.seed,
             rank=rank,
             size=size,
