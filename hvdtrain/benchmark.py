@@ -8,10 +8,12 @@ python -m hvdtrain.benchmark --strategy=mirrored --workload=resnet18
 The default takes about a minute. docs/benchmark.md describes the figures.
 """
 
+import os
+
 from absl import flags
 
 from hvdtrain import data, job, program
-from hvdtrain.measurement import mpi
+from hvdtrain.measurement import comparison, files, mpi
 from hvdtrain.measurement.options import (
     STRATEGIES,
     WORKLOADS,
@@ -76,6 +78,9 @@ flags.DEFINE_integer(
 flags.DEFINE_list(
     "project", ["4", "8", "16", "32", "64"], "Numbers of ranks to project to."
 )
+flags.DEFINE_list(
+    "compare", [], "Print a table of these files of --json, and measure nothing."
+)
 flags.DEFINE(program.Path(), "json", None, "File to write the figures to.")
 flags.DEFINE(program.Path(), "plot", None, "PNG file to draw the figures in.")
 
@@ -94,7 +99,13 @@ def main():
     """Measure, print the figures, and write them to files."""
     # Before `start` imports TensorFlow, which defines flags of its own.
     values = program.flag_values()
+    if paths := values.pop("compare"):
+        print(comparison.table(files.read_json(paths)), flush=True)
+        return
     options = Options(**values).with_defaults()
+    # The other ranks are blocked in a collective while rank 0 trains alone.
+    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "600")
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")
     mpi_seconds = {}
     if options.collectives:
         mpi_seconds = mpi.measure(

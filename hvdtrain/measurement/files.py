@@ -21,7 +21,7 @@ def check(options):
             _check_path(pathlib.Path(path), flag)
     if options.plot and not importlib.util.find_spec("matplotlib"):
         raise JobError(
-            "matplotlib is missing; --plot needs it: pip install 'hvdtrain[plot]'."
+            "matplotlib is missing; --plot needs it: pip install matplotlib."
         )
 
 
@@ -33,6 +33,23 @@ def _check_path(path, flag):
     # Permissions as reported do not include quotas and read-only mounts.
     with _writing(path, flag), tempfile.TemporaryFile(dir=path.parent):
         pass
+
+
+def read_json(paths):
+    """Return the dicts of JSON files, by path.
+
+    Raises:
+        JobError: a file cannot be read, or is not JSON.
+    """
+    results = {}
+    for path in paths:
+        with one_line_errors(
+            f"read {path}",
+            errors=(OSError, TypeError, ValueError),
+            remedy="expected a file that --json wrote",
+        ):
+            results[path] = dict(json.loads(pathlib.Path(path).read_text()))
+    return results
 
 
 def write_json(path, result):

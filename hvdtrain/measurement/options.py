@@ -82,10 +82,10 @@ class Options:
 
         Multiples of 4, the bytes of a float32.
         """
-        sizes = [_FIRST_BYTES]
-        while sizes[-1] * _FACTOR < self.max_bytes:
+        sizes, last = [_FIRST_BYTES], self.max_bytes // 4 * 4
+        while sizes[-1] * _FACTOR < last:
             sizes.append(sizes[-1] * _FACTOR)
-        return [*sizes, self.max_bytes // 4 * 4]
+        return [*sizes, last]
 
 
 def is_workload(text):

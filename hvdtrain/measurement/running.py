@@ -13,6 +13,7 @@ from hvdtrain.job import JobError
 from hvdtrain.job.agreement import check_same_flags, fail_together
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.measurement import collectives, files, tables, throughput
+from hvdtrain.measurement.comparison import FORMAT
 
 # Files are written by the chief; hosts may have their data in different places.
 _OWN_FLAGS = ("data_dir", "json", "plot")
@@ -95,6 +96,7 @@ def write(options, world, result):
 
 def _environment(world):
     return {
+        "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _processor(),
         # Of the last minute: other processes make the figures worse.

@@ -113,7 +113,7 @@ def _split(figures):
         share = parts[name] / parts["step"]
         yield (
             f"  {name.replace('_', ' ')}",
-            f"{milliseconds(parts[name]):>9} {share:6.1%}  {note}",
+            f"{milliseconds(parts[name]):>11} {share:7.1%}  {note}",
         )
 
 

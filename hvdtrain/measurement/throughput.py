@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import statistics
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import launchers
@@ -18,12 +17,7 @@ from hvdtrain.measurement import (
     rounds,
     workloads,
 )
-from hvdtrain.measurement.figures import (
-    StepTimes,
-    median_ratio,
-    median_split,
-    split,
-)
+from hvdtrain.measurement.summary import summarize
 
 _LINE_STEPS = 25
 _PROJECTION_SIZES = (1_000, 16_000, 256_000, 4_000_000)
@@ -62,7 +56,7 @@ def measure(options, world):
         seconds=options.seconds,
     )
     count = max(world.size, len(names))
-    figures = _figures(gather(world, measured), options, count)
+    figures = summarize(gather(world, measured), options, count)
     reduced = _gradient_bytes(model) if count > 1 else 0
     if world.size > 1 and options.project:
         figures["projection"] = _projection(options, world, figures, reduced)
@@ -155,71 +149,13 @@ def _gradient_bytes(model):
     )
 
 
-def _figures(by_rank, options, count):
-    """Return the figures of the executions.
-
-    Args:
-        by_rank: the results of `run_rounds` of each rank.
-        options: the `Options`.
-        count: number of ranks, or of devices in one process.
-    """
-    steps = options.steps_per_execution
-    # By variant, then by round: the mean seconds of a step, and that of all ranks.
-    means = [
-        {name: [_mean(each, steps) for each in found] for name, found in ranks.items()}
-        for ranks in by_rank
-    ]
-    splits = [_splits(ranks) for ranks in means]
-    parts = median_split([each for ranks in splits for each in ranks])
-    samples = options.batch_size * count / len(by_rank)
-    speeds = [samples / statistics.median(ranks["train"]) for ranks in means]
-    pooled = [seconds for found in by_rank[0]["train"] for seconds in found]
-    return {
-        "devices": count,
-        "samples_per_second": sum(speeds),
-        "samples_per_second_by_rank": speeds,
-        "step_seconds": dataclasses.asdict(
-            StepTimes.of(pooled, steps_per_execution=steps)
-        ),
-        "split_seconds": dataclasses.asdict(parts),
-        "one_rank": _one_rank(means[0], count, options),
-        "load_balance": _load_balance(means, parts, options),
-        "rounds": {
-            "step_seconds_by_rank": means,
-            "split_seconds": [dataclasses.asdict(each) for each in splits[0]],
-        },
-    }
-
-
-def _load_balance(means, parts, options):
-    """Return the mean time that a rank or device computes, divided by the largest.
-
-    Ranks: the steps without reduction. In one process the devices share their threads
-    and cannot be timed one by one. With `split`, what a step takes longer than that of
-    independent devices is work of the first one; with `mirrored` all do the same.
-
-    Args:
-        means: seconds of a step by rank, variant and round.
-        parts: the median `Split`.
-        options: the `Options`.
-    """
-    if options.strategy == "split":
-        first = parts.compute + max(0.0, parts.communication)
-        others = (options.devices - 1) * parts.compute
-        return (first + others) / (options.devices * first)
-    if len(means) == 1:
-        return 1.0
-    busy = [statistics.median(ranks["local"]) for ranks in means]
-    return statistics.fmean(busy) / max(busy)
-
-
 def _projection(options, world, figures, count):
     """Measure the allreduce, and project to more ranks. A collective.
 
     Args:
         options: the `Options`.
         world: the `World`.
-        figures: those of `_figures`.
+        figures: those of `summarize`.
         count: bytes reduced in a step.
     """
     rows = collectives.measure(
@@ -246,43 +182,4 @@ def _projection(options, world, figures, count):
             )
             for size in sizes
         },
-    }
-
-
-def _mean(executions, steps):
-    return statistics.fmean(executions) / steps if executions else None
-
-
-def _splits(means):
-    """Return the `Split` of each round on one rank."""
-    count = len(means["train"])
-    columns = {
-        name: means.get(name, [None] * count)
-        for name in ("train", "constant", "function", "local")
-    }
-    return [
-        split(**{name: column[i] for name, column in columns.items()})
-        for i in range(count)
-    ]
-
-
-def _one_rank(means, size, options):
-    """Return the comparison with one rank alone and with bare Keras.
-
-    Args:
-        means: rank 0's seconds of a step, by variant and round.
-        size: number of ranks.
-        options: the `Options`.
-    """
-    alone = means.get("alone", means["train"])
-    # With as many samples of each rank in the same time, `size` times the speed.
-    speedup = size * median_ratio(alone, means["train"])
-    bare = statistics.median(means["bare"])
-    return {
-        "samples_per_second": options.batch_size / statistics.median(alone),
-        "bare_samples_per_second": options.batch_size / bare,
-        "speedup": speedup,
-        "efficiency": speedup / size,
-        "against_bare": median_ratio(means["bare"], alone),
-        "all_ranks_against_bare": size * median_ratio(means["bare"], means["train"]),
     }

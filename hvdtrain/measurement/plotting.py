@@ -1,0 +1,64 @@
+"""A PNG file of the figures. Importing this module loads matplotlib, an extra."""
+
+from matplotlib.figure import Figure
+
+_PARTS = ("compute", "communication", "overhead", "input_wait")
+
+
+def draw(result, path):
+    """Draw a result to a PNG file.
+
+    Args:
+        result: a dict of `running.run`.
+        path: the file.
+    """
+    # Without pyplot, which needs a display or the choice of a backend.
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    if "collectives" in result:
+        _draw_collectives(figure, result)
+    else:
+        _draw_training(figure, result)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _draw_collectives(figure, result):
+    size = result["size"]
+    rows = result["collectives"]["rows"]
+    counts = [row["bytes"] for row in rows]
+    latency, bandwidth = figure.subplots(1, 2)
+    for name in rows[0]["seconds"]:
+        seconds = [row["seconds"][name] for row in rows]
+        latency.loglog(counts, [1e6 * each for each in seconds], "o-", label=name)
+        speeds = [
+            2 * (size - 1) / size * count / each / 1e9
+            for count, each in zip(counts, seconds, strict=True)
+        ]
+        bandwidth.loglog(counts, speeds, "o-", label=name)
+    figure.suptitle(f"allreduce of float32 over {size} ranks ({result['machine']})")
+    latency.set(xlabel="bytes", ylabel="microseconds")
+    bandwidth.set(xlabel="bytes", ylabel="GB/s: bytes x 2 (N-1)/N per second")
+    latency.legend()
+
+
+def _draw_training(figure, result):
+    figures, flags = result["figures"], result["flags"]
+    split, times = figure.subplots(1, 2, width_ratios=(2, 3))
+    bottom = 0.0
+    for name in _PARTS:
+        # Differences of noisy times may be negative: not drawn.
+        height = 1000 * max(0.0, figures["split_seconds"][name])
+        split.bar(["step"], [height], bottom=bottom, label=name.replace("_", " "))
+        bottom += height
+    split.set(ylabel="milliseconds")
+    split.legend()
+    by_rank = figures["rounds"]["step_seconds_by_rank"][0]
+    for name, seconds in by_rank.items():
+        numbers = range(1, len(seconds) + 1)
+        times.plot(numbers, [1000 * each for each in seconds], "o-", label=name)
+    times.xaxis.get_major_locator().set_params(integer=True)
+    times.set(xlabel="round", ylabel="milliseconds per step, rank 0", ylim=(0, None))
+    times.legend()
+    figure.suptitle(
+        f"{flags['workload']}, {flags['strategy']}, ranks: {result['size']}: "
+        f"{figures['samples_per_second']:,.0f} samples/s ({result['machine']})"
+    )

@@ -1,0 +1,458 @@
+"""The benchmark: its figures by hand-computed numbers, its rounds, its files."""
+
+import dataclasses
+import importlib.util
+import math
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.job import JobError, World
+from hvdtrain.measurement import (
+    comparison,
+    figures,
+    files,
+    fitting,
+    projection,
+    resources,
+    rounds,
+    simulated,
+    summary,
+    tables,
+)
+from hvdtrain.measurement.options import Options, is_workload
+
+ROOT = pathlib.Path(__file__).parents[2]
+OPTIONS = Options(
+    workload="mlp",
+    strategy="horovod",
+    devices=2,
+    collectives=False,
+    max_bytes=100_000,
+    rounds=0,
+    seconds=0.0,
+    batch_size=0,
+    steps_per_execution=0,
+    dataset="auto",
+    data_dir=None,
+    backward_ms=326.0,
+    seed=0,
+    consistency_steps=5,
+    project=("4",),
+    json=None,
+    plot=None,
+)
+
+
+def options(**changes):
+    return dataclasses.replace(OPTIONS, **changes).with_defaults()
+
+
+class TestFigures:
+    @pytest.mark.parametrize(
+        ("percent", "value"), [(1, 10), (50, 30), (61, 40), (90, 50), (99, 50)]
+    )
+    def test_percentiles_are_measured_values(self, percent, value):
+        assert figures.percentile([50, 10, 40, 20, 30], percent) == value
+
+    def test_step_times_are_those_of_executions_divided_by_their_steps(self):
+        times = figures.StepTimes.of([1.0, 2.0, 6.0], steps_per_execution=2)
+        assert times == figures.StepTimes(
+            mean=1.5, p50=1.0, p90=3.0, p99=3.0, executions=3
+        )
+
+    def test_the_parts_of_a_round_add_up(self):
+        parts = figures.split(train=10.0, constant=8.0, function=7.0, local=4.0)
+        assert parts == figures.Split(
+            compute=4.0, communication=3.0, overhead=1.0, input_wait=2.0, step=10.0
+        )
+
+    def test_variants_that_do_not_exist_leave_their_part_zero(self):
+        parts = figures.split(train=10.0, constant=None, function=7.0, local=None)
+        assert parts == figures.Split(
+            compute=7.0, communication=0.0, overhead=3.0, input_wait=0.0, step=10.0
+        )
+
+    def test_a_slow_phase_of_the_machine_cancels(self):
+        # In the second round everything takes twice as long.
+        times = [
+            figures.split(train=f * 10, constant=f * 9, function=f * 7, local=f * 4)
+            for f in (1, 2, 1)
+        ]
+        assert figures.median_split(times) == times[0]
+        assert figures.median_ratio([10, 20, 10], [5, 10, 5]) == 2
+
+
+class TestSummary:
+    @pytest.fixture
+    def two_ranks(self):
+        # Two rounds; executions of 10 steps with 8 samples.
+        chief = {
+            "train": [[10.0, 10.0], [10.0]],
+            "constant": [[8.0], [8.0]],
+            "function": [[7.0], [7.0]],
+            "local": [[4.0], [4.0]],
+            "alone": [[5.0], [5.0]],
+            "bare": [[4.0], [4.0]],
+        }
+        other = {**chief, "local": [[2.0], [2.0]], "alone": [[], []], "bare": [[], []]}
+        return [chief, other]
+
+    def test_of_two_ranks(self, two_ranks):
+        found = summary.summarize(
+            two_ranks, options(batch_size=8, steps_per_execution=10), 2
+        )
+        assert found["samples_per_second_by_rank"] == [8.0, 8.0]
+        assert found["samples_per_second"] == 16.0
+        assert found["step_seconds"]["executions"] == 3
+        # The median over rounds and ranks: compute of 0.4 and 0.2.
+        assert found["split_seconds"] == pytest.approx(
+            {
+                "compute": 0.3,
+                "communication": 0.4,
+                "overhead": 0.1,
+                "input_wait": 0.2,
+                "step": 1.0,
+            }
+        )
+        assert found["load_balance"] == pytest.approx(0.75)
+        assert found["one_rank"] == pytest.approx(
+            {
+                "samples_per_second": 16.0,
+                "bare_samples_per_second": 20.0,
+                "speedup": 1.0,
+                "efficiency": 0.5,
+                "against_bare": 0.8,
+                "all_ranks_against_bare": 0.8,
+            }
+        )
+
+    def test_of_two_devices_in_one_process(self, two_ranks):
+        changes = {"strategy": "split", "batch_size": 8, "steps_per_execution": 10}
+        found = summary.summarize(two_ranks[:1], options(**changes), 2)
+        assert found["samples_per_second_by_rank"] == [16.0]
+        # The first device is busy for 0.7, the other for 0.4.
+        assert found["load_balance"] == pytest.approx(1.1 / 1.4)
+
+    def test_of_one_rank(self):
+        ranks = [{"train": [[2.0]], "function": [[1.0]], "bare": [[1.0]]}]
+        found = summary.summarize(ranks, options(batch_size=8), 1)
+        assert found["one_rank"]["speedup"] == 1.0
+        assert found["one_rank"]["against_bare"] == 0.5
+        assert found["load_balance"] == 1.0
+
+
+class TestProjection:
+    LINE = projection.Line(latency=8e-6, seconds_per_byte=1e-9, size=2)
+
+    def test_a_line_is_found(self):
+        counts = [1_000, 50_000, 2_000_000]
+        seconds = [8e-6 + 1e-9 * count for count in counts]
+        line = projection.Line.fit(counts, seconds, size=2)
+        assert line.latency == pytest.approx(8e-6)
+        assert line.seconds_per_byte == pytest.approx(1e-9)
+
+    def test_errors_are_relative(self):
+        # An error of 10 % of the largest message is 200 times the latency.
+        counts = [1_000, 2_000, 2_000_000]
+        seconds = [9e-6, 10e-6, 1.1 * (8e-6 + 2e-3)]
+        line = projection.Line.fit(counts, seconds, size=2)
+        assert line.latency == pytest.approx(8e-6, rel=0.1)
+
+    def test_equal_times_have_no_slope(self):
+        line = projection.Line.fit([1_000, 2_000], [3e-6, 2e-6], size=2)
+        assert line.seconds_per_byte == 0.0
+        assert line.latency > 0
+
+    # The factors of alpha and beta for 2 ranks are 2 and 1, of the tree 2 and 2.
+    @pytest.mark.parametrize(
+        ("algorithm", "size", "seconds"),
+        [
+            ("ring", 2, 8e-6 + 1e-3),
+            ("tree", 2, 8e-6 + 1e-3),
+            ("halving and doubling", 2, 8e-6 + 1e-3),
+            # 14 and 1.75; 6 and 6; 6 and 1.75.
+            ("ring", 8, 7 * 8e-6 + 1.75e-3),
+            ("tree", 8, 3 * 8e-6 + 3e-3),
+            ("halving and doubling", 8, 3 * 8e-6 + 1.75e-3),
+            # ceil(log2 5) is 3.
+            ("ring", 5, 4 * 8e-6 + 1.6e-3),
+            ("tree", 5, 3 * 8e-6 + 3e-3),
+        ],
+    )
+    def test_an_allreduce_of_a_megabyte(self, algorithm, size, seconds):
+        found = self.LINE.seconds(1_000_000, size=size, algorithm=algorithm)
+        assert found == pytest.approx(seconds)
+
+    @pytest.mark.parametrize(
+        ("buckets", "backward_seconds", "exposed"),
+        [
+            # One bucket can start at the end only.
+            ([10], 5.0, 10.0),
+            # Ready at 10, done at 12; ready at 20, done at 22.
+            ([2, 2], 20.0, 2.0),
+            # The second waits for the first: 1 + 2, 3 + 2, 5 + 2 after 3.
+            ([2, 2, 2], 3.0, 4.0),
+            # A short last bucket: ready at 9, done at 18; ready at 10, done at 19.
+            ([9, 1], 10.0, 9.0),
+            ([1, 1], 0.0, 2.0),
+        ],
+    )
+    def test_exposed_communication(self, buckets, backward_seconds, exposed):
+        found = projection.exposed_seconds(
+            buckets, backward_seconds=backward_seconds, seconds_of=float
+        )
+        assert found == pytest.approx(exposed)
+
+    def test_buckets(self):
+        assert projection.split_into_buckets(10, 4) == [4, 4, 2]
+        assert projection.split_into_buckets(8, 4) == [4, 4]
+
+    def test_a_step(self):
+        found = projection.project(
+            self.LINE,
+            size=2,
+            count=2_000_000,
+            bucket_bytes=1_000_000,
+            step_seconds=0.1,
+            compute_seconds=0.09,
+        )
+        # 2 MB in one bucket: 8 us + 2 ms. In two, the first of which is hidden: 8 us
+        # + 1 ms.
+        assert found["ring"] == pytest.approx(
+            {
+                "communication": 2.008e-3,
+                "step": 0.102008,
+                "overlapped_step": 0.101008,
+                "efficiency": 0.1 / 0.101008,
+            }
+        )
+
+
+class TestRounds:
+    def test_the_order_is_reversed_in_every_other_round(self):
+        calls = []
+
+        def variant(name):
+            def run(executions):
+                calls.append((name, executions))
+                return [0.5] * executions
+
+            return rounds.Variant(run=run, is_alone=name == "b")
+
+        variants = {name: variant(name) for name in "ab"}
+        speeds = rounds.warm_up(World(), variants)
+        assert speeds == {"a": 2.0, "b": 2.0}
+        calls.clear()
+        found = rounds.run_rounds(World(), variants, speeds, rounds=3, seconds=4.0)
+        assert calls == [(name, 8) for name in "abbaab"]
+        assert found == {name: [[0.5] * 8] * 3 for name in "ab"}
+
+    def test_the_stopwatch_leaves_the_first_execution_out(self):
+        clock = iter([5.0, 6.0, 8.0])
+        stopwatch = fitting.Stopwatch(clock=lambda: next(clock))
+        for batch in range(3):
+            stopwatch.on_train_batch_end(batch)
+        assert stopwatch.seconds == [1.0, 2.0]
+
+    def test_a_line_every_so_many_steps(self, capsys):
+        lines = fitting.StepLines(every_steps=25, steps_per_execution=10)
+        for batch in range(6):
+            lines.on_train_batch_end(batch, {"loss": 0.5, "accuracy": 0.25})
+        assert capsys.readouterr().out.splitlines() == [
+            "step 30  loss 0.5000  accuracy 0.2500",
+            "step 50  loss 0.5000  accuracy 0.2500",
+        ]
+
+
+class TestSimulatedBackwardPass:
+    def test_each_gradient_is_used(self):
+        model = simulated.build(backward_seconds=0.0, layers=3, units=2)
+        zeros = np.zeros((4, 1), "float32")
+        model.fit(zeros, zeros, batch_size=2, verbose=0)
+        moved = [float(number) for number in model.optimizer._moved]
+        # Two steps of 0.01 times a gradient of ones.
+        assert moved == pytest.approx([-0.02] * 3)
+
+    def test_the_last_layer_is_first(self, monkeypatch):
+        slept = []
+        now = [100.0]
+
+        def sleep(seconds):
+            slept.append(seconds)
+            now[0] += seconds + 0.001  # sleeping takes a little longer
+
+        monkeypatch.setattr(simulated.time, "sleep", sleep)
+        monkeypatch.setattr(simulated.time, "perf_counter", lambda: now[0])
+        keras.utils.set_random_seed(0)
+        model = simulated.build(backward_seconds=0.3, layers=3, units=2)
+        zeros = np.zeros((2, 1), "float32")
+        model.fit(zeros, zeros, epochs=2, verbose=0)
+        # The delays do not add up.
+        assert slept == pytest.approx([0.1, 0.099, 0.099] * 2)
+
+    def test_it_has_25_million_parameters(self):
+        count = simulated.LAYERS * simulated.UNITS**2
+        assert count == pytest.approx(25e6, rel=0.001)
+
+
+class TestStartUp:
+    @pytest.mark.parametrize(
+        ("names", "seconds"),
+        [
+            (["bash", "init"], 10.0),
+            (["mpirun", "bash", "init"], 20.0),
+            # The outermost launcher, with others in between.
+            (["mpirun", "sh", "horovodrun", "bash"], 40.0),
+            # The job's own step has begun long before.
+            (["mpirun", "bash", "slurmstepd"], 20.0),
+            (["slurmstepd", "slurmd"], 20.0),
+        ],
+    )
+    def test_the_command_is_the_outermost_launcher(self, monkeypatch, names, seconds):
+        # Each ancestor started 10 s before its child, this process 10 s ago.
+        table = [("python", -10.0, 2)]
+        for number, name in enumerate(names, start=2):
+            is_last = number == len(names) + 1
+            table.append((name, -10.0 * number, 1 if is_last else number + 1))
+        monkeypatch.setattr(resources, "_stat", lambda pid: table[pid - 1])
+        monkeypatch.setattr(resources.os, "getpid", lambda: 1)
+        monkeypatch.setattr(resources.time, "clock_gettime", lambda clock: 0.0)
+        assert resources.seconds_since_command() == seconds
+
+    def test_the_memory_of_this_process(self):
+        memory = resources.memory()
+        assert memory["peak_resident"] > 100e6  # TensorFlow is loaded
+        assert memory["proportional"] <= memory["peak_resident"]
+
+
+class TestOptions:
+    def test_defaults_of_the_workload(self):
+        chosen = options(workload="resnet18")
+        assert (chosen.batch_size, chosen.steps_per_execution) == (16, 1)
+        assert options(batch_size=7).batch_size == 7
+        assert options(strategy="mirrored").steps_per_execution == 1
+        assert options().steps_per_execution == 20
+
+    def test_message_sizes(self):
+        sizes = options(max_bytes=64_003).message_sizes
+        assert sizes == [1_000, 4_000, 16_000, 64_000]
+
+    @pytest.mark.parametrize(
+        ("text", "is_one"),
+        [
+            ("mlp", True),
+            ("package.module:make_model", True),
+            ("vgg", False),
+            ("module:", False),
+            ("module:function()", False),
+        ],
+    )
+    def test_workloads(self, text, is_one):
+        assert is_workload(text) is is_one
+
+    @pytest.mark.parametrize(
+        ("argument", "words"),
+        [
+            ("--workload=vgg", ["--workload=vgg", "resnet18", "module:function"]),
+            ("--strategy=pipeline", ["--strategy=pipeline", "mirrored"]),
+            ("--project=4,many", ["--project", "numbers of ranks"]),
+            ("--seconds=-1", ["--seconds=-1", "[0, 120]"]),
+            ("--json=", ["--json", "expected a path"]),
+        ],
+    )
+    def test_wrong_flags_are_one_line(self, argument, words):
+        command = [sys.executable, "-m", "hvdtrain.benchmark", argument]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert all(word in done.stderr for word in words), done.stderr
+
+
+def result():
+    """A result of one rank with hand-made times."""
+    ranks = [{"train": [[0.2]], "function": [[0.1]], "bare": [[0.1]]}]
+    return {
+        "format": comparison.FORMAT,
+        "machine": "a machine",
+        "load_average": 0.5,
+        "versions": {"hvdtrain": "0"},
+        "hosts": {"host1": 1},
+        "threads": [2],
+        "size": 1,
+        "path": "no reduction",
+        "flags": dataclasses.asdict(options(rounds=1)),
+        "figures": {
+            **summary.summarize(ranks, options(), 1),
+            "data": "digits",
+            "warning": "",
+            "reduced_bytes": 0,
+            "memory": [{"peak_resident": 3_000_000_000, "proportional": 2_000_000}],
+            "start_up": {"command": "python", "seconds": 4.25},
+        },
+    }
+
+
+class TestFiles:
+    def test_what_is_written_is_read(self, tmp_path):
+        path = str(tmp_path / "result.json")
+        written = result()
+        written["flags"]["project"] = list(written["flags"]["project"])
+        files.write_json(path, written)
+        assert files.read_json([path]) == {path: written}
+
+    def test_not_a_number_is_not_written(self, tmp_path):
+        with pytest.raises(ValueError, match="Out of range"):
+            files.write_json(tmp_path / "result.json", {"seconds": math.nan})
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("name", ["missing/result", ".", "file/result"])
+    @pytest.mark.parametrize("flag", ["json", "plot"])
+    def test_a_path_that_cannot_be_written(self, tmp_path, name, flag):
+        (tmp_path / "file").touch()
+        with pytest.raises(JobError, match=f"--{flag}"):
+            files.check(options(**{flag: str(tmp_path / name)}))
+
+    def test_matplotlib_is_missing(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(JobError, match=r"matplotlib is missing.*pip install"):
+            files.check(options(plot=str(tmp_path / "plot.png")))
+
+    @pytest.mark.parametrize("text", ["[1]", "nothing", '{"format": 0}'])
+    def test_a_file_of_others_is_not_compared(self, tmp_path, text):
+        path = tmp_path / "other.json"
+        path.write_text(text)
+        with pytest.raises(JobError, match=f"{path}.*expected a file that --json"):
+            comparison.table(files.read_json([str(path)]))
+
+    def test_a_plot(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        files.write_plot(tmp_path / "training.png", result())
+        rows = [{"bytes": 1000 * n, "seconds": {"MPI": n * 1e-6}} for n in (1, 2)]
+        collectives = {**result(), "size": 2, "collectives": {"rows": rows}}
+        files.write_plot(tmp_path / "collectives.png", collectives)
+        for path in tmp_path.iterdir():
+            assert path.read_bytes().startswith(b"\x89PNG")
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+class TestTables:
+    def test_of_a_training(self):
+        text = " ".join(tables.training(result()).split())
+        # 64 samples in 0.2 s / 20 steps.
+        assert "speed 6,400 samples/s" in text
+        assert "compute 5.000 ms 50.0%" in text
+        assert "bare Keras 12,800 samples/s; one rank has 0.50 of it" in text
+        assert "4.2 s from python" in text
+        assert "peak of a rank 3 GB; PSS of all ranks 2 MB" in text
+
+    def test_of_several_results(self):
+        text = comparison.table({"a": result(), "b": result()})
+        (row,) = [line for line in text.splitlines() if line.startswith("samples/s")]
+        assert row.split()[1:] == ["6,400", "6,400"]
