@@ -13,6 +13,7 @@ import os
 from absl import flags
 
 from hvdtrain import data, job, program
+from hvdtrain.job import launchers
 from hvdtrain.measurement import comparison, files, mpi
 from hvdtrain.measurement.options import (
     STRATEGIES,
@@ -103,6 +104,10 @@ def main():
         print(comparison.table(files.read_json(paths)), flush=True)
         return
     options = Options(**values).with_defaults()
+    launched = launchers.launch()
+    options.check(launched.size)
+    if launched.rank == 0:
+        files.check(options)
     # The other ranks are blocked in a collective while rank 0 trains alone.
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "600")
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")

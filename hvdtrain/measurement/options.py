@@ -3,6 +3,8 @@
 import dataclasses
 import re
 
+from hvdtrain.job.world import SharedJobError
+
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -75,6 +77,25 @@ class Options:
             for name, value in dataclasses.asdict(defaults).items()
         }
         return dataclasses.replace(self, **chosen)
+
+    def check(self, size):
+        """Raise `SharedJobError` unless a job of `size` ranks can measure this."""
+        if self.collectives and size == 1:
+            raise SharedJobError(
+                "Received --collectives in a job of 1 rank; expected 2 or more: start "
+                "it by horovodrun -np 2 or mpirun -np 2."
+            )
+        if self.strategy != "horovod" and size > 1:
+            raise SharedJobError(
+                f"Received {size} ranks with --strategy={self.strategy}; expected one "
+                "process: start python -m hvdtrain.benchmark without a launcher."
+            )
+        if self.strategy == "mirrored" and self.steps_per_execution > 1:
+            raise SharedJobError(
+                f"Received --steps_per_execution={self.steps_per_execution} with "
+                "--strategy=mirrored; expected 1, as Keras' fit fails with more under "
+                "MirroredStrategy."
+            )
 
     @property
     def message_sizes(self):

@@ -9,9 +9,7 @@ import platform
 import tensorflow as tf
 
 from hvdtrain import report
-from hvdtrain.job import JobError
 from hvdtrain.job.agreement import check_same_flags, fail_together
-from hvdtrain.job.world import SharedJobError
 from hvdtrain.measurement import collectives, files, tables, throughput
 from hvdtrain.measurement.comparison import FORMAT
 
@@ -38,35 +36,12 @@ def run(options, world, *, mpi_seconds):
     tf.get_logger().setLevel(logging.ERROR)
     values = dataclasses.asdict(options)
     check_same_flags(world, values, but=_OWN_FLAGS)
-    _check(options, world)
-    with fail_together(world):
-        if world.is_chief:
-            files.check(options)
     result = {**_environment(world), "flags": values}
     if options.collectives:
         result["collectives"] = _collectives(options, world, mpi_seconds)
         return result, tables.collectives(result)
     result["figures"] = throughput.measure(options, world)
     return result, tables.training(result)
-
-
-def _check(options, world):
-    if options.collectives and world.size == 1:
-        raise JobError(
-            "Received --collectives in a job of 1 rank; expected 2 or more: start it "
-            "by horovodrun -np 2 or mpirun -np 2."
-        )
-    if options.strategy != "horovod" and world.size > 1:
-        raise SharedJobError(
-            f"Received {world.size} ranks with --strategy={options.strategy}; expected "
-            "one process: start python -m hvdtrain.benchmark without a launcher."
-        )
-    if options.strategy == "mirrored" and options.steps_per_execution > 1:
-        raise JobError(
-            f"Received --steps_per_execution={options.steps_per_execution} with "
-            "--strategy=mirrored; expected 1, as Keras' fit fails with more under "
-            "MirroredStrategy."
-        )
 
 
 def _collectives(options, world, mpi_seconds):

@@ -1,0 +1,149 @@
+"""The real benchmark for a few steps: its figures exist and are consistent."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+
+BENCHMARK = [sys.executable, "-m", "hvdtrain.benchmark"]
+FEW = ["--rounds=2", "--seconds=0.05", "--dataset=digits", "--consistency_steps=2"]
+PARTS = ("compute", "communication", "overhead", "input_wait")
+# A user's own model.
+MODEL = """
+import keras
+
+def make():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    return model
+
+"""
+
+
+def figures_of(path, *, size, devices):
+    """Read a file, and check what holds for every training."""
+    result = json.loads(path.read_text())
+    figures = result["figures"]
+    assert (result["size"], figures["devices"]) == (size, devices)
+    by_rank = figures["samples_per_second_by_rank"]
+    assert len(by_rank) == len(figures["memory"]) == size
+    assert figures["samples_per_second"] == pytest.approx(sum(by_rank))
+    times = figures["step_seconds"]
+    assert 0 < times["p50"] <= times["p90"] <= times["p99"]
+    assert times["mean"] <= times["p99"]
+    for parts in figures["rounds"]["split_seconds"]:
+        assert sum(parts[name] for name in PARTS) == pytest.approx(parts["step"])
+        assert parts["compute"] > 0
+    one = figures["one_rank"]
+    assert one["efficiency"] == pytest.approx(one["speedup"] / devices)
+    assert 0 < figures["load_balance"] <= 1
+    assert all(100e6 < each["peak_resident"] < 10e9 for each in figures["memory"])
+    assert 1 < figures["start_up"]["seconds"] < 240
+    return result, figures
+
+
+def test_two_ranks(run, tmp_path):
+    path = tmp_path / "two.json"
+    job = run([*FEW, f"--json={path}"], program=BENCHMARK, launcher="mpirun")
+    assert job.returncode == 0, job.text
+    # On rank 0 alone.
+    assert len(re.findall("^speed ", job.text, re.M)) == 1, job.text
+    assert job.lines[0].startswith("versions"), job.text
+    result, figures = figures_of(path, size=2, devices=2)
+    assert result["flags"]["batch_size"] == 64
+    # 101,770 weights of float32.
+    assert figures["reduced_bytes"] == 407_080
+    variants = figures["rounds"]["step_seconds_by_rank"]
+    assert set(variants[0]) == set(variants[1])
+    assert set(variants[0]) == {
+        *("train", "constant", "function", "local", "alone", "bare")
+    }
+    assert all(variants[0]["alone"])
+    # The other rank was blocked meanwhile.
+    assert variants[1]["alone"] == variants[1]["bare"] == [None, None]
+    assert figures["start_up"]["command"] == "mpirun"
+    assert figures["consistency"]["ranks_are_equal"]
+    assert figures["consistency"]["largest_difference"] < 1e-6
+    projected = figures["projection"]["by_ranks"]
+    assert list(projected) == ["2", "4", "8", "16", "32", "64"]
+    assert "PROJECTION, not measured" in job.text
+    copy = shutil.copy(path, tmp_path / "copy.json")
+    compared = run([f"--compare={path},{copy}"], program=BENCHMARK)
+    assert compared.returncode == 0, compared.text
+    assert compared.lines[0].split() == ["strategy", "horovod", "horovod"]
+
+
+def test_one_process(start, tmp_path):
+    names = {"single": 1, "split": 2, "mirrored": 2}
+    jobs = {
+        name: start(
+            [*FEW, f"--strategy={name}", f"--json={tmp_path / name}.json"],
+            program=BENCHMARK,
+        )
+        for name in names
+    }
+    for name, job in jobs.items():
+        assert job.wait().returncode == 0, job.text
+        _, figures = figures_of(tmp_path / f"{name}.json", size=1, devices=names[name])
+        if names[name] > 1:
+            assert figures["consistency"]["largest_difference"] < 1e-6
+            assert figures["reduced_bytes"] == 407_080
+        assert "projection" not in figures
+
+
+def test_a_model_of_ones_own(run, tmp_path):
+    (tmp_path / "my_model.py").write_text(MODEL)
+    path = tmp_path / "own.json"
+    job = run(
+        [*FEW, "--workload=my_model:make", "--batch_size=8", f"--json={path}"],
+        program=BENCHMARK,
+        environment={"PYTHONPATH": f"{tmp_path}:."},
+    )
+    assert job.returncode == 0, job.text
+    result, figures = figures_of(path, size=1, devices=1)
+    assert result["flags"]["batch_size"] == 8
+    assert figures["reduced_bytes"] == 0
+    assert "communication" in job.text
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
+def test_collectives(run, tmp_path, launcher):
+    path = tmp_path / "collectives.json"
+    few = ["--rounds=2", "--seconds=0.01", "--max_bytes=64000"]
+    job = run(
+        ["--collectives", *few, f"--json={path}"], program=BENCHMARK, launcher=launcher
+    )
+    assert job.returncode == 0, job.text
+    measured = json.loads(path.read_text())["collectives"]
+    assert [row["bytes"] for row in measured["rows"]] == [1000, 4000, 16000, 64000]
+    paths = ["Horovod", "hvdtrain", "copy"]
+    if launcher == "mpi":
+        paths = ["MPI", *paths]
+    for row in measured["rows"]:
+        assert list(row["seconds"]) == paths
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert list(measured["lines"]) == paths[:-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "launcher", "words"),
+    [
+        (["--collectives"], "alone", ["--collectives", "1 rank", "horovodrun -np 2"]),
+        (["--strategy=split"], "gloo", ["2 ranks", "--strategy=split", "one process"]),
+        (
+            ["--strategy=mirrored", "--steps_per_execution=2"],
+            "alone",
+            ["--steps_per_execution=2", "expected 1"],
+        ),
+        (["--json=/dev/null/a.json"], "alone", ["/dev/null/a.json", "another --json"]),
+        (["--workload=no_module:make"], "alone", ["no_module", "module:function"]),
+        (["--workload=platform:node"], "alone", ["platform:node", "compiled Keras"]),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(run, arguments, launcher, words):
+    job = run(arguments, program=BENCHMARK, launcher=launcher)
+    assert job.returncode == 1, job.text
+    assert len(job.lines) == 1, job.text
+    assert all(word in job.text for word in words), job.text
