@@ -24,8 +24,10 @@ OURS = "hvdtrain"
 _MAX_REPEATS = 2000
 
 
-def path(world):
+def path(world, options):
     """Return how this job reduces: a word or two, such as shared memory."""
+    if options.strategy in ("mirrored", "split"):
+        return "in one process"
     if world.size == 1:
         return "no reduction"
     # Until the transport has more than one path.

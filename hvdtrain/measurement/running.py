@@ -36,7 +36,7 @@ def run(options, world, *, mpi_seconds):
     tf.get_logger().setLevel(logging.ERROR)
     values = dataclasses.asdict(options)
     check_same_flags(world, values, but=_OWN_FLAGS)
-    result = {**_environment(world), "flags": values}
+    result = {**_environment(options, world), "flags": values}
     if options.collectives:
         result["collectives"] = _collectives(options, world, mpi_seconds)
         return result, tables.collectives(result)
@@ -69,15 +69,15 @@ def write(options, world, result):
             files.write_plot(options.plot, result)
 
 
-def _environment(world):
+def _environment(options, world):
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _processor(),
-        # Of the last minute: other processes make the figures worse.
+        # Of the minute before: other processes make the figures worse.
         "load_average": os.getloadavg()[0],
         **report.describe(world),
-        "path": collectives.path(world),
+        "path": collectives.path(world, options),
     }
 
 

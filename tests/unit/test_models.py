@@ -25,6 +25,16 @@ def test_other_images_and_classes(name, shape):
     assert logits.dtype == "float32"
 
 
+def test_weights_of_the_synthetic_workloads():
+    # 896 + 18,496 + 36,928 + 1,024 * 64 + 64 + 650.
+    assert models.small_cnn((32, 32, 3), num_classes=10).count_params() == 122_570
+    model = models.resnet18((224, 224, 3), num_classes=1000)
+    # As published, with the moving averages of batch normalization beside them.
+    weights = sum(weight.numpy().size for weight in model.trainable_weights)
+    assert weights == 11_689_512
+    assert model.output_shape == (None, 1000)
+
+
 def test_images_too_small_for_the_cnn():
     with pytest.raises(JobError, match=r"5x28.*6x6"):
         models.cnn((5, 28, 1), num_classes=10)
