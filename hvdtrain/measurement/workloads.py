@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from hvdtrain import models, optimizers
 from hvdtrain.data import Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job import JobError
+from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.measurement import simulated
 from hvdtrain.measurement.options import WORKLOADS
 
@@ -180,6 +182,11 @@ def _of_function(name, batch_size):
                 f"Received {type(model).__name__} from --workload={name}; expected a "
                 "compiled Keras model."
             )
+        if is_distributed(model.optimizer):
+            raise JobError(
+                f"Received a distributed optimizer from --workload={name}; expected "
+                "the plain one: the benchmark trains with and without reduction."
+            )
         return model
 
     model = build()
@@ -205,10 +212,12 @@ def _import(name):
 
 def _synthetic_batch(model, batch_size, name):
     """Return random inputs and targets of the shapes that the model has."""
-    if len(model.inputs) != 1 or None in model.input_shape[1:]:
+    ends = [getattr(model, end, None) or [] for end in ("inputs", "outputs")]
+    shapes = [tuple(end.shape[1:]) for end in itertools.chain(*ends)]
+    if [len(end) for end in ends] != [1, 1] or any(None in shape for shape in shapes):
         raise JobError(
-            f"Received a model with inputs of {model.input_shape} from "
-            f"--workload={name}; expected one input of a known shape."
+            f"Received {len(ends[0])} inputs and {len(ends[1])} outputs of the shapes "
+            f"{shapes} from --workload={name}; expected one of each, of known shapes."
         )
     random = np.random.RandomState(0)
     shape = (batch_size, *model.input_shape[1:])
@@ -221,7 +230,7 @@ def _synthetic_batch(model, batch_size, name):
 
 
 def _targets(model, random, batch_size):
-    *others, classes = model.output_shape[1:]
+    *others, classes = model.output_shape[1:] or (1,)
     loss = model.loss if isinstance(model.loss, str) else type(model.loss).__name__
     shape = (batch_size, *others)
     if "sparse" in loss.lower():

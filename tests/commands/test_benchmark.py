@@ -140,6 +140,7 @@ def test_collectives(run, tmp_path, launcher):
         (["--json=/dev/null/a.json"], "alone", ["/dev/null/a.json", "another --json"]),
         (["--workload=no_module:make"], "alone", ["no_module", "module:function"]),
         (["--workload=platform:node"], "alone", ["platform:node", "compiled Keras"]),
+        (["--dataset=custom"], "alone", ["custom", "data_dir"]),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(run, arguments, launcher, words):
