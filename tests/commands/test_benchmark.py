@@ -1,5 +1,6 @@
 """The real benchmark for a few steps: its figures exist and are consistent."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -95,9 +96,13 @@ def test_one_process(start, tmp_path):
 
 def test_a_model_of_ones_own(run, tmp_path):
     (tmp_path / "my_model.py").write_text(MODEL)
-    path = tmp_path / "own.json"
+    path, plot = tmp_path / "own.json", tmp_path / "own.png"
+    # Without it: tests/unit/test_measurement.py.
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    flags = ["--workload=my_model:make", "--batch_size=8", f"--json={path}"]
+    flags += [f"--plot={plot}"] * has_matplotlib
     job = run(
-        [*FEW, "--workload=my_model:make", "--batch_size=8", f"--json={path}"],
+        [*FEW, *flags],
         program=BENCHMARK,
         environment={"PYTHONPATH": f"{tmp_path}:."},
     )
@@ -106,6 +111,8 @@ def test_a_model_of_ones_own(run, tmp_path):
     assert result["flags"]["batch_size"] == 8
     assert figures["reduced_bytes"] == 0
     assert "communication" in job.text
+    if has_matplotlib:
+        assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])
