@@ -63,7 +63,8 @@ class StepLines(keras.callbacks.Callback):
         before = self._steps // self._every_steps
         self._steps += self._steps_per_execution
         if self._steps // self._every_steps > before:
-            metrics = "  ".join(f"{k} {float(v):.4f}" for k, v in logs.items())
+            names = sorted(logs, key=lambda name: (name != "loss", name))
+            metrics = "  ".join(f"{name} {float(logs[name]):.4f}" for name in names)
             print(f"step {self._steps}  {metrics}", flush=True)
 
 

@@ -262,7 +262,7 @@ class TestRounds:
     def test_a_line_every_so_many_steps(self, capsys):
         lines = fitting.StepLines(every_steps=25, steps_per_execution=10)
         for batch in range(6):
-            lines.on_train_batch_end(batch, {"loss": 0.5, "accuracy": 0.25})
+            lines.on_train_batch_end(batch, {"accuracy": 0.25, "loss": 0.5})
         assert capsys.readouterr().out.splitlines() == [
             "step 30  loss 0.5000  accuracy 0.2500",
             "step 50  loss 0.5000  accuracy 0.2500",
