@@ -28,7 +28,7 @@ export PATH="$root/.venv/bin:$PATH"
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
 
-oracles=(tests/parallel/test_{optimizer,mixed_precision,callbacks_broadcast}.py)
+oracles=(tests/parallel/test_{optimizer,promise,mixed_precision,callbacks_broadcast}.py)
 summary=()
 failed=0
 
@@ -44,7 +44,7 @@ run() {
     *) result="FAILED (exit code $status)" ;;
   esac
   ((status == 0)) || failed=1
-  summary+=("$(printf '%-18s %s, %d s' "$name" "$result" $((SECONDS - start)))")
+  summary+=("$(printf '%-24s %s, %d s' "$name" "$result" $((SECONDS - start)))")
   return "$status"
 }
 
@@ -56,22 +56,27 @@ lint() {
 # unit [FILES]; in two processes, one for each of two cores.
 unit() { run unit 300 python -m pytest -q -n 2 --dist worksteal "${@:-tests/unit}"; }
 
-# launched CONTROLLER RANKS TESTS...; ranks share the folder: no cache of pytest's.
+# launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
+# pytest's.
 launched() {
-  local controller=$1 ranks=$2
-  shift 2
-  run "parallel $controller -np $ranks" 600 horovodrun "--$controller" -np "$ranks" \
+  local -x HVDTRAIN_REDUCTION=$1
+  local controller=$2 ranks=$3
+  shift 3
+  run "$HVDTRAIN_REDUCTION $controller -np $ranks" 600 \
+    horovodrun "--$controller" -np "$ranks" \
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
 # All of it on two ranks, and on three and four what the markers of pyproject.toml name.
+# The oracles on both paths of a reduction.
 parallel() {
-  launched mpi 2 tests/parallel
-  launched gloo 3 -m ranks tests/parallel
-  launched mpi 4 -m four_ranks tests/parallel
+  launched shared_memory mpi 2 tests/parallel
+  launched horovod mpi 2 "${oracles[@]}"
+  launched shared_memory gloo 3 -m ranks tests/parallel
+  launched horovod mpi 4 -m four_ranks tests/parallel
 }
 
-oracle() { launched mpi 2 "${oracles[@]}"; }
+oracle() { launched auto mpi 2 "${oracles[@]}"; }
 
 oldest() {
   local keras files

