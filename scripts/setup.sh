@@ -166,7 +166,7 @@ find_wheels() {
 
 # What the native library depends on.
 describe_native() {
-  echo "$abi $(uname -m)"
+  echo "$abi"
   requirements | grep '^tensorflow'
   grep -v '^ *#' "$root/scripts/build_native.sh"
   cat "$root"/hvdtrain/collectives/native/*
