@@ -16,7 +16,7 @@ from hvdtrain.collectives import transport
 RANK, SIZE = hvd.rank(), hvd.size()
 
 pytestmark = [
-    pytest.mark.ranks,
+    pytest.mark.four_ranks,
     pytest.mark.skipif(
         os.environ.get("HVDTRAIN_REDUCTION") == "horovod", reason="Horovod reduces"
     ),
