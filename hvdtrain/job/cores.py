@@ -63,16 +63,11 @@ def _place(cpu, topology):
 
 def _launcher_cores(default):
     """Return the number of cores of the process that started the ranks."""
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-            name = stat[stat.index("(") + 1 : stat.rindex(")")]
-            if name in launchers.PROCESSES:
+    for name, pid, _ in launchers.ancestors():
+        if name in launchers.PROCESSES:
+            with contextlib.suppress(OSError):
                 return max(default, len(os.sched_getaffinity(pid)))
-        except OSError:
             break
-        pid = int(stat[stat.rindex(")") + 2 :].split()[1])
     return default
 
 

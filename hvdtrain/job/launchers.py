@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 
 from hvdtrain.job.world import SharedJobError
 
@@ -47,6 +48,31 @@ def launch(environ=os.environ):
         if environ.get(size, "").isdigit() and environ.get(rank, "").isdigit():
             return Launch(launcher, int(environ[size]), int(environ[rank]))
     return Launch()
+
+
+def ancestors():
+    """Yield name, PID and start of the ancestors of this process, the nearest first.
+
+    The start is in seconds after the boot. Ends at an ancestor that has ended, or that
+    /proc hides.
+    """
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            name, parent, start = process(pid)
+        except OSError:
+            return
+        yield name, pid, start
+        pid = parent
+
+
+def process(pid):
+    """Return name, parent and start of a process; see `ancestors`."""
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    # The name may contain spaces and parentheses.
+    name = stat[stat.index("(") + 1 : stat.rindex(")")]
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return name, int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def has_rendezvous(environ):

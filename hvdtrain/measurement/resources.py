@@ -35,29 +35,10 @@ def seconds_since_command():
     process if there is none. Where a launcher started this process through a daemon on
     another host, it is that daemon.
     """
-    _, command_started, parent = _stat(os.getpid())
+    _, _, command_started = launchers.process(os.getpid())
     found = ""
-    for name, started, _ in _ancestors(parent):
+    for name, _, started in launchers.ancestors():
         is_launcher = name in launchers.PROCESSES
         if is_launcher and not (found and name == _SCHEDULERS_PROCESS):
             found, command_started = name, started
     return time.clock_gettime(time.CLOCK_BOOTTIME) - command_started
-
-
-def _ancestors(parent):
-    """Yield name, start and parent of each ancestor, the nearest first."""
-    while parent > 1:
-        try:
-            name, started, grandparent = _stat(parent)
-        except OSError:  # it has ended, or /proc hides it
-            return
-        yield name, started, grandparent
-        parent = grandparent
-
-
-def _stat(pid):
-    """Return name, start in seconds after the boot, and parent of a process."""
-    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    name = stat[stat.index("(") + 1 : stat.rindex(")")]
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return name, int(fields[19]) / os.sysconf("SC_CLK_TCK"), int(fields[1])

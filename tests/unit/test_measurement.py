@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.job import JobError, World
+from hvdtrain.job import JobError, World, launchers
 from hvdtrain.measurement import (
     comparison,
     figures,
@@ -315,12 +315,13 @@ class TestStartUp:
     )
     def test_the_command_is_the_outermost_launcher(self, monkeypatch, names, seconds):
         # Each ancestor started 10 s before its child, this process 10 s ago.
-        table = [("python", -10.0, 2)]
+        table = [("python", 2, -10.0)]
         for number, name in enumerate(names, start=2):
             is_last = number == len(names) + 1
-            table.append((name, -10.0 * number, 1 if is_last else number + 1))
-        monkeypatch.setattr(resources, "_stat", lambda pid: table[pid - 1])
+            table.append((name, 1 if is_last else number + 1, -10.0 * number))
+        monkeypatch.setattr(launchers, "process", lambda pid: table[pid - 1])
         monkeypatch.setattr(resources.os, "getpid", lambda: 1)
+        monkeypatch.setattr(launchers.os, "getppid", lambda: 2)
         monkeypatch.setattr(resources.time, "clock_gettime", lambda clock: 0.0)
         assert resources.seconds_since_command() == seconds
 
