@@ -77,8 +77,9 @@ def banner(info, dataset, *, warning=""):
     hosts = ", ".join(f"{count} on {host}" for host, count in info["hosts"].items())
     threads = " or ".join(str(count) for count in sorted(set(info["threads"])))
     window = info["accumulation_steps"]
-    controller = f"{info['controller']}; reduction: {info['reduction']}; "
-    controller = controller if info["size"] > 1 else ""
+    controller = ""
+    if info["size"] > 1:
+        controller = f"{info['controller']}; reduction: {info['reduction']}; "
     ranks = f"{info['size']} {'ranks' if info['size'] > 1 else 'rank'}"
     accumulated = f" x {window} accumulated" if window > 1 else ""
     updates = "updates" if window > 1 else "steps"

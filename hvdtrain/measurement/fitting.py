@@ -14,6 +14,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
 from hvdtrain.measurement.rounds import Variant
+from hvdtrain.training.observers import metrics_text
 from hvdtrain.training.progress import ProgressCallback
 
 # As `hvdtrain.mnist` has it.
@@ -63,9 +64,8 @@ class StepLines(keras.callbacks.Callback):
         before = self._steps // self._every_steps
         self._steps += self._steps_per_execution
         if self._steps // self._every_steps > before:
-            names = sorted(logs, key=lambda name: (name != "loss", name))
-            metrics = "  ".join(f"{name} {float(logs[name]):.4f}" for name in names)
-            print(f"step {self._steps}  {metrics}", flush=True)
+            metrics = {name: float(value) for name, value in logs.items()}
+            print(f"step {self._steps}  {metrics_text(metrics)}", flush=True)
 
 
 def trained(model, input_fn, workload, options, world, *, callbacks=()):

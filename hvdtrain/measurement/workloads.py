@@ -17,6 +17,7 @@ from hvdtrain.job import JobError
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.measurement import simulated
 from hvdtrain.measurement.options import WORKLOADS
+from hvdtrain.training.image_classifier import compiled
 
 _SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
 _CLASSES = 10
@@ -102,7 +103,7 @@ def _mnist(options, world):
             model = models.BY_NAME[options.workload](shape, num_classes=classes)
             factor = learning_rate_factor
         rate = optimizers.LEARNING_RATES["sgd"] * factor
-        return _compile(model, optimizers.make("sgd", learning_rate=rate))
+        return compiled(model, optimizers.make("sgd", learning_rate=rate))
 
     def batches(shard, start, end):
         return streams.train_batches(
@@ -132,9 +133,9 @@ def _synthetic(name, batch_size):
         model = models.BY_NAME[name](shape, num_classes=classes)
         if name != "resnet18":
             rate = optimizers.LEARNING_RATES["sgd"] * learning_rate_factor
-            return _compile(model, optimizers.make("sgd", learning_rate=rate))
+            return compiled(model, optimizers.make("sgd", learning_rate=rate))
         # The setting in which data-parallel methods are commonly compared.
-        return _compile(
+        return compiled(
             model,
             keras.optimizers.SGD(0.02, momentum=0.9, nesterov=True, weight_decay=1e-4),
         )
@@ -159,17 +160,6 @@ def _backward(options):
         batch=(zeros, zeros),
         note=f"none; backward pass of {options.backward_ms:g} ms off the CPU",
     )
-
-
-def _compile(model, optimizer):
-    # As `training.image_classifier`, without the distributed optimizer.
-    model.compile(
-        optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        jit_compile=False,
-    )
-    return model
 
 
 def _of_function(name, batch_size):

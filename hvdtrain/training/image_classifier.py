@@ -160,15 +160,21 @@ def _model(options, dataset, world):
         keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
     build = models.BY_NAME[options.model]
     model = build(dataset.image_shape, num_classes=dataset.num_classes)
-    model.compile(
-        hvd.DistributedOptimizer(
-            optimizers.make(
-                options.optimizer,
-                learning_rate=options.local_learning_rate * world.size,
-                accumulation_steps=options.accumulation_steps,
-            ),
-            compression=getattr(hvd.Compression, options.compression),
+    optimizer = hvd.DistributedOptimizer(
+        optimizers.make(
+            options.optimizer,
+            learning_rate=options.local_learning_rate * world.size,
+            accumulation_steps=options.accumulation_steps,
         ),
+        compression=getattr(hvd.Compression, options.compression),
+    )
+    return compiled(model, optimizer)
+
+
+def compiled(model, optimizer):
+    """Compile a classifier that returns logits, and return it."""
+    model.compile(
+        optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         # XLA cannot compile Horovod's operations.

@@ -53,14 +53,15 @@ class Console:
             return
         self._last_seconds = now
         self._write(
-            f"step {progress.step}/{progress.max_steps}  {_numbers(progress.metrics)}  "
+            f"step {progress.step}/{progress.max_steps}  "
+            f"{metrics_text(progress.metrics)}  "
             f"{progress.samples_per_second:,.0f} samples/s  "
             f"{_duration(progress.seconds_left)} left"
         )
 
     def on_evaluation(self, step, metrics):
         """Prints a line."""
-        self._write(f"evaluation at step {step}: {_numbers(metrics)}")
+        self._write(f"evaluation at step {step}: {metrics_text(metrics)}")
 
     def _draw(self, progress):
         if self._bar is None:
@@ -72,7 +73,7 @@ class Console:
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {desc}",
             )
         self._bar.set_description_str(
-            f"{_numbers(progress.metrics)}  {progress.samples_per_second:,.0f} "
+            f"{metrics_text(progress.metrics)}  {progress.samples_per_second:,.0f} "
             f"samples/s  {_duration(progress.seconds_left)} left",
             refresh=False,
         )
@@ -140,7 +141,8 @@ def _reason(error):
     return text.rpartition("; ")[2]
 
 
-def _numbers(metrics):
+def metrics_text(metrics):
+    """Return metrics as text, the loss first."""
     names = sorted(metrics, key=lambda name: (name != "loss", name))
     return "  ".join(f"{name} {metrics[name]:.4f}" for name in names)
 
