@@ -3,6 +3,9 @@
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
+# How the native library begins the reason: kernel.cc.
+NATIVE_FAILURE = "HvdtrainAllreduce failed"
+
 
 def is_collective_failure(error):
     """Returns whether `error` is that of a collective whose job has lost a rank.
@@ -19,7 +22,7 @@ def is_collective_failure(error):
         "Op:Horovod",
         "horovod/tensorflow/mpi_ops",
         "Horovod has been shut",
-        "HvdtrainAllreduce failed",
+        NATIVE_FAILURE,
     )
     return isinstance(error, (tf.errors.UnknownError, tf.errors.AbortedError)) and any(
         sign in str(error) for sign in signs

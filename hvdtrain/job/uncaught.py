@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.collectives.failures import is_collective_failure
+from hvdtrain.collectives.failures import NATIVE_FAILURE, is_collective_failure
 from hvdtrain.job.launchers import launch
 
 _CAUSE = """\
@@ -70,7 +70,7 @@ def _report(error, trace):
         if not frame.filename.startswith(_PACKAGES)
     ]
     lines = str(error).splitlines() or [""]
-    signs = ("Horovod", "HvdtrainAllreduce failed")
+    signs = ("Horovod", NATIVE_FAILURE)
     said = [line for line in lines if any(sign in line for sign in signs)]
     reason = (said or lines[-1:])[0]
     return "".join(

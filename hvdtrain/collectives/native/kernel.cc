@@ -1,10 +1,9 @@
 // The TensorFlow operation HvdtrainAllreduce, and the C functions that Python calls.
 
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "reduction.h"
 #include "tensorflow/core/framework/op.h"
@@ -44,7 +43,9 @@ class Collective : public OpKernel {
  protected:
   uint64_t Start() const { return Hash(kSeed, name_.data(), name_.size()); }
 
-  void Run(OpKernelContext* context, const Reduction& reduction) const {
+  void Run(OpKernelContext* context, Reduction reduction) const {
+    // 0 stands for a rank that has joined.
+    if (reduction.signature == 0) reduction.signature = 1;
     std::lock_guard<std::mutex> lock(mutex);
     OP_REQUIRES(context, segment != nullptr,
                 absl::FailedPreconditionError(
@@ -81,7 +82,7 @@ class AllreduceOp : public Collective {
                                   static_cast<char*>(output->data()),
                                   static_cast<size_t>(input.NumElements())});
     }
-    Run(context, reduction);
+    Run(context, std::move(reduction));
   }
 
  private:
@@ -97,7 +98,7 @@ class AllreduceOp : public Collective {
       }
       hash = Hash(hash, ";", 1);
     }
-    return hash ? hash : 1;
+    return hash;
   }
 
   std::string Describe(OpKernelContext* context) const {
@@ -121,8 +122,7 @@ class CompareOp : public Collective {
     const int64_t checksum = context->input(0).scalar<int64_t>()();
     const uint64_t hash = Hash(Start(), &checksum, sizeof(checksum));
     // Without the description: it holds static shapes, which not all ranks may know.
-    Run(context, {name_, hash ? hash : 1,
-                  [&] { return name_ + ": " + description_; },
+    Run(context, {name_, hash, [&] { return name_ + ": " + description_; },
                   tensorflow::DT_INT32, false, {}});
   }
 };
@@ -179,8 +179,8 @@ EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
 }
 
 EXPORT const char* hvdtrain_connect(int fd, int rank, int size, size_t slot_bytes,
-                             double spin_seconds, double warning_seconds,
-                             double failure_seconds) {
+                                    double spin_seconds, double warning_seconds,
+                                    double failure_seconds) {
   const auto nanoseconds = [](double seconds) {
     return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
   };

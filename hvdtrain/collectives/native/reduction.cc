@@ -119,10 +119,11 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   size_t total = 0;
   for (const Piece& piece : pieces) total += piece.elements;
   Publish(segment.mine(), reduction, total);
-  const Dtype* dtype = reduction ? FindDtype(reduction->dtype) : nullptr;
-  Cursor in(pieces, dtype ? dtype->bytes : 1), out(pieces, dtype ? dtype->bytes : 1);
-  size_t chunk = dtype ? segment.slot_bytes() / dtype->bytes : 0;
-  // Before the first barrier, while other ranks may still be on their way.
+  // A rank that has joined has no elements of any dtype.
+  const Dtype* dtype = FindDtype(reduction ? reduction->dtype : tensorflow::DT_FLOAT);
+  Cursor in(pieces, dtype->bytes), out(pieces, dtype->bytes);
+  size_t chunk = segment.slot_bytes() / dtype->bytes;
+  // Before the first barrier, while other ranks may still compute.
   in.CopyTo(segment.slot(segment.rank()), std::min(chunk, total));
   std::string lost = segment.Barrier(name);
   if (!lost.empty()) return {Outcome::kLost, lost};

@@ -24,7 +24,7 @@ struct Piece {
 // The reduction of a list of tensors of one dtype.
 struct Reduction {
   std::string name;
-  uint64_t signature;  // hash of all that the ranks must agree on; never 0
+  uint64_t signature;  // hash of all that the ranks must agree on
   std::function<std::string()> describe;  // the same as text
   tensorflow::DataType dtype;
   bool is_mean;  // over the ranks that have not joined

@@ -2,9 +2,7 @@
 
 #include <errno.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <signal.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -12,7 +10,6 @@
 
 #include <climits>
 #include <cstdio>
-#include <mutex>
 #include <system_error>
 
 namespace hvdtrain {
@@ -21,8 +18,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kPageBytes = 4096;
-// How often a rank that sleeps looks for the reasons to give up.
-constexpr std::chrono::milliseconds kPatrol(100);
+// Interval at which a rank that sleeps checks whether another one has failed.
+constexpr std::chrono::milliseconds kCheckInterval(100);
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
@@ -34,7 +31,7 @@ size_t RoundUp(size_t bytes) {
 // Blocks until `word` is not `value`, it was woken, or the time is over. The futex is
 // not private: the waker is another process.
 void SleepWhile(const std::atomic<uint32_t>& word, uint32_t value) {
-  timespec timeout{0, std::chrono::nanoseconds(kPatrol).count()};
+  timespec timeout{0, std::chrono::nanoseconds(kCheckInterval).count()};
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0);
 }
 
@@ -178,7 +175,7 @@ void Segment::Fail(const std::string& reason) {
     snprintf(header_->reason, kTextBytes, "%s", reason.c_str());
     header_->failure.store(2);
   }
-  // The sleepers look at it when they patrol.
+  // Ranks that sleep read it after kCheckInterval at the latest.
 }
 
 void Segment::NumberJoin() { mine().join_number.store(header_->joins.fetch_add(1) + 1); }

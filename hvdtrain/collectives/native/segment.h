@@ -1,4 +1,4 @@
-// The memory that the ranks of one node share, and how they meet in it.
+// The memory that the ranks of one node share, and their barrier.
 //
 // Each rank writes to its own member and its own slot alone; the part of a result that
 // a rank computes is its own as well. A barrier separates writes from the reads of
@@ -12,13 +12,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 namespace hvdtrain {
 
 constexpr int kTextBytes = 512;
 
-// What one rank says about itself and about the reduction that it takes part in.
+// What one rank publishes about itself and the reduction that it takes part in.
 // A multiple of two cache lines: a rank that spins on one member must not slow down
 // the owner of the next.
 struct alignas(128) Member {
@@ -65,9 +64,6 @@ class Segment {
   // has left, failed or not come in time; the segment is of no use afterwards.
   std::string Barrier(const std::string& operation);
 
-  // Ends the barriers of all ranks with a reason.
-  void Fail(const std::string& reason);
-
   // Numbers this rank's call of join.
   void NumberJoin();
 
@@ -84,6 +80,8 @@ class Segment {
   std::string Failure(int rank) const;
   std::string Missing() const;
   void Warn(const std::string& operation) const;
+  // Ends the barriers of all ranks with a reason.
+  void Fail(const std::string& reason);
 
   const int rank_, size_;
   const size_t slot_bytes_;

@@ -14,7 +14,7 @@ from hvdtrain.collectives.transport.moving import (
     broadcast_in_place,
     reducescatter,
 )
-from hvdtrain.collectives.transport.native import connect, disconnect, path
+from hvdtrain.collectives.transport.native import disconnect, path
 from hvdtrain.collectives.transport.reducing import allreduce
 from hvdtrain.collectives.transport.reduction import (
     Adasum,

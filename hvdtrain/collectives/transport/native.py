@@ -174,7 +174,8 @@ def _connect_ranks():
             try:
                 library = _library()
                 if hvd.rank() == 0:
-                    segment = stack.enter_context(_segment(library))
+                    size = library.hvdtrain_segment_bytes(hvd.size(), _slot_bytes())
+                    segment = stack.enter_context(_reserved_file(size)).name
             except (OSError, AttributeError) as error:
                 obstacle = str(error)
         obstacle, segment = _first(obstacle, segment)
@@ -248,24 +249,17 @@ def _slot_bytes():
     return min(_MAX_SLOT_BYTES, share)
 
 
-@contextlib.contextmanager
-def _segment(library):
-    """Yields the path of a file that holds the segment, and removes it at the end.
-
-    Raises:
-        OSError: there is no memory for it.
-    """
-    size = library.hvdtrain_segment_bytes(hvd.size(), _slot_bytes())
-    with contextlib.ExitStack() as stack:
-        yield stack.enter_context(_reserved_file(size)).name
-
-
 def _directories():
     # The first is memory; pages of the second may be written to a disk.
     return "/dev/shm", tempfile.gettempdir()
 
 
 def _reserved_file(size):
+    """Returns an open temporary file of `size` bytes, which is removed when closed.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
     errors = []
     for directory in _directories():
         with contextlib.ExitStack() as stack:
