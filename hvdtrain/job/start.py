@@ -17,6 +17,9 @@ _ENVIRONMENT = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300",
     "OMPI_MCA_mpi_yield_when_idle": "1",
+    # Milliseconds, while a tensor is negotiated. Horovod's default of 1 is long
+    # compared to a small model's step.
+    "HOROVOD_CYCLE_TIME": "0.1",
 }
 
 
@@ -84,10 +87,6 @@ def _set_environment(launched):
     """Set the variables that the user has not set."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # Milliseconds. Horovod's default of 1 is long compared to a small model's step;
-    # with Gloo each cycle costs a round of messages, whether there is work or not.
-    cycle = "0.5" if launchers.is_gloo(os.environ) else "0.1"
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", cycle)
     # When a rank is lost, every other rank would log its broken connection.
     level = "fatal" if launched.rank else "warning"
     os.environ.setdefault("HOROVOD_LOG_LEVEL", level)
