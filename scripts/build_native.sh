@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds libhvdtrain.so, the native reduction, for the TensorFlow that PYTHON has.
+# Builds libhvdtrain.so, the native operations, for the TensorFlow that PYTHON has.
 #
 #     scripts/build_native.sh PYTHON DIRECTORY
 #
-# It belongs in lib/ of the Python environment. The sources are in
-# hvdtrain/collectives/native. Takes half a minute on one core.
+# It belongs in lib/ of the Python environment. The sources are in hvdtrain/native.
+# Takes half a minute on one core.
 set -euo pipefail
 
 if (($# != 2)); then
@@ -21,4 +21,4 @@ read -ra compile <<<"${flags//-I/-isystem}"
 read -ra link < <(tail -n 1 <<<"$flags")
 # shellcheck disable=SC2086
 ${CXX:-c++} "${compile[@]}" -Wall -Wextra -O3 -fPIC -fvisibility=hidden -shared \
-  "$root"/hvdtrain/collectives/native/*.cc -o "$2/libhvdtrain.so" "${link[@]}" ${LDFLAGS:-}
+  "$root"/hvdtrain/native/*.cc -o "$2/libhvdtrain.so" "${link[@]}" ${LDFLAGS:-}

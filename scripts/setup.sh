@@ -169,7 +169,7 @@ describe_native() {
   echo "$abi"
   requirements | grep '^tensorflow'
   grep -v '^ *#' "$root/scripts/build_native.sh"
-  cat "$root"/hvdtrain/collectives/native/*
+  cat "$root"/hvdtrain/native/*.{cc,h}
 }
 
 # The packages that Horovod is built against or that hvdtrain hooks into, as installed.

@@ -3,13 +3,14 @@
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain import native
 from hvdtrain.data.files import DataError
 from hvdtrain.data.sharding import check_rank
 
 # Steps per call into Python, which holds the interpreter's lock. Measured: larger
 # blocks are no faster.
 _MAX_BLOCK_STEPS = 64
-_MAX_BLOCK_BYTES = 4 << 20
+_MAX_BLOCK_BYTES = 1 << 20
 
 
 def train_batches(x, y, *, shard, start_step, end_step):
@@ -32,22 +33,23 @@ def train_batches(x, y, *, shard, start_step, end_step):
         raise DataError(
             f"Received steps {start_step} to {end_step}; expected 0 <= start <= end."
         )
-    step_bytes = 4 * shard.local_batch_size * x[0].size
+    step_bytes = shard.local_batch_size * x[0].size
     block_steps = min(_MAX_BLOCK_STEPS, max(1, _MAX_BLOCK_BYTES // step_bytes))
 
     def read_block(first):
         steps = shard.indices(first, min(first + block_steps, end_step))
         return x[steps], y[steps].astype(np.int32, copy=False)
 
-    blocks = _dataset(
-        range(start_step, end_step, block_steps),
-        read_block,
-        images=(None, shard.local_batch_size, *x.shape[1:]),
-        labels=(None, shard.local_batch_size),
+    batches = _split(
+        _loaded(
+            range(start_step, end_step, block_steps),
+            read_block,
+            images=(None, shard.local_batch_size, *x.shape[1:]),
+            labels=(None, shard.local_batch_size),
+        )
     )
-    # Equal to `unbatch`, with a fifth less processor time.
-    batches = blocks.flat_map(lambda *block: tf.data.Dataset.from_tensor_slices(block))
-    batches = batches.prefetch(block_steps)
+    if _has_spare_thread():
+        batches = batches.prefetch(block_steps)
     steps = tf.data.experimental.assert_cardinality(end_step - start_step)
     return batches.apply(steps)
 
@@ -82,25 +84,59 @@ def evaluation_batches(x, y, *, rank, size, local_batch_size):
         part = slice(first, first + local_batch_size)
         return my_x[part].copy(), my_y[part].astype(np.int32)
 
-    batches = _dataset(
+    batches = _loaded(
         range(0, len(my_x), local_batch_size),
         read_batch,
         images=(None, *x.shape[1:]),
         labels=(None,),
     )
-    return batches.prefetch(2)
+    return batches.map(_scale).prefetch(2)
 
 
-def _dataset(firsts, read, *, images, labels):
-    """Return a dataset of `read(first)` for each of `firsts`, images in [0, 1]."""
+def _split(blocks):
+    """Return the batches of a dataset of blocks, images in [0, 1]."""
+    try:
+        operations = native.load().operations
+    except OSError:
+        # Equal to `unbatch`, with a fifth less processor time.
+        return blocks.map(_scale).flat_map(
+            lambda *block: tf.data.Dataset.from_tensor_slices(block)
+        )
+    images, labels = (spec.shape[1:] for spec in blocks.element_spec)
+    structure = tf.TensorSpec(images, tf.float32), tf.TensorSpec(labels, tf.int32)
+    batches = operations.hvdtrain_batches(
+        input_dataset=tf.data.experimental.to_variant(blocks),
+        output_types=[spec.dtype for spec in structure],
+        output_shapes=[spec.shape for spec in structure],
+    )
+    return tf.data.experimental.from_variant(batches, structure).with_options(
+        blocks.options()
+    )
+
+
+def _scale(x, y):
+    return tf.cast(x, tf.float32) / 255.0, y
+
+
+def _has_spare_thread():
+    """Whether batches can be made while a step is computed.
+
+    Where a rank has one thread, another one only takes turns with it, and the batches
+    that are ahead leave its cache: a tenth of the time of a small model's step.
+    """
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    return threads != 1 or bool(tf.config.list_physical_devices("GPU"))
+
+
+def _loaded(firsts, read, *, images, labels):
+    """Return a dataset of `read(first)` for each of `firsts`, images uint8."""
 
     def load(first):
         # Not tf.gather on a constant, which would hold a second copy of all images.
         x, y = tf.numpy_function(
             lambda first: read(int(first)), (first,), (tf.uint8, tf.int32)
         )
-        x = tf.cast(tf.ensure_shape(x, images), tf.float32) / 255.0
-        return x, tf.ensure_shape(y, labels)
+        return tf.ensure_shape(x, images), tf.ensure_shape(y, labels)
 
     options = tf.data.Options()
     options.deterministic = True

@@ -1,8 +1,10 @@
 """Which rank sees which sample at which step: the shards and the streams."""
 
+import errno
 import itertools
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -151,6 +153,15 @@ def batches_of(dataset):
     return [(x.numpy(), y.numpy()) for x, y in dataset]
 
 
+@pytest.fixture(params=["native", "TensorFlow"])
+def _splitting(request, monkeypatch):
+    """Both ways to split blocks into batches."""
+    if request.param == "TensorFlow":
+        missing = OSError(errno.ENOENT, "missing")
+        monkeypatch.setattr(streams.native, "load", mock.Mock(side_effect=missing))
+
+
+@pytest.mark.usefixtures("_splitting")
 def test_stream_is_the_indexed_images_scaled():
     x, y = pictures(40)
     mine = shard(40, 12, seed=3, rank=1, size=2)
@@ -175,6 +186,7 @@ def test_stream_has_fixed_shapes_and_a_known_length():
     assert len(batches) == 197
 
 
+@pytest.mark.usefixtures("_splitting")
 @pytest.mark.parametrize("start", [1, 63, 64, 65, 130])
 def test_resumed_stream_is_the_rest_of_the_uninterrupted_one(start):
     x, y = pictures(50)
@@ -193,6 +205,7 @@ def test_resumed_stream_is_the_rest_of_the_uninterrupted_one(start):
         assert np.array_equal(labels, same_labels)
 
 
+@pytest.mark.usefixtures("_splitting")
 def test_stream_of_images_larger_than_a_block():
     x, y = pictures(6, shape=(700, 500, 3))
     mine = shard(6, 2, seed=2)

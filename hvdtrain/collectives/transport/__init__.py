@@ -14,7 +14,6 @@ from hvdtrain.collectives.transport.moving import (
     broadcast_in_place,
     reducescatter,
 )
-from hvdtrain.collectives.transport.native import disconnect, path
 from hvdtrain.collectives.transport.reducing import allreduce
 from hvdtrain.collectives.transport.reduction import (
     Adasum,
@@ -27,3 +26,4 @@ from hvdtrain.collectives.transport.reduction import (
     check_compression,
     op_name,
 )
+from hvdtrain.collectives.transport.shared_memory import disconnect, path

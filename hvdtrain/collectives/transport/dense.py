@@ -10,7 +10,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import is_elastic
-from hvdtrain.collectives.transport import native
+from hvdtrain.collectives.transport import shared_memory
 from hvdtrain.collectives.transport.moving import exchange_guard
 from hvdtrain.collectives.transport.reduction import Adasum, Average, Sum
 
@@ -23,7 +23,7 @@ def method(bucket, reduction):
     Raises:
         TypeError: for a dtype that cannot be reduced.
     """
-    if native.covers(bucket[0], reduction):
+    if shared_memory.covers(bucket[0], reduction):
         return _reduce_natively
     if bucket[0].dtype == tf.bfloat16:
         is_added = reduction.op in (Average, Sum)
@@ -35,7 +35,7 @@ def method(bucket, reduction):
 
 def _reduce_natively(tensors, name, reduction, signature):
     sent = [dtypes.scaled(tensor, reduction.prescale_factor) for tensor in tensors]
-    reduced = native.allreduce(sent, name=name, reduction=reduction)
+    reduced = shared_memory.allreduce(sent, name=name, reduction=reduction)
     return [dtypes.scaled(tensor, reduction.postscale_factor) for tensor in reduced]
 
 

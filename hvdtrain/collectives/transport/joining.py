@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdtrain.collectives import graph
-from hvdtrain.collectives.transport import native
+from hvdtrain.collectives.transport import shared_memory
 
 
 def join():
@@ -17,7 +17,7 @@ def join():
 def _join():
     # The other ranks may still reduce through Horovod and natively, in any order.
     with futures.ThreadPoolExecutor(1) as pool:
-        last_native = pool.submit(native.join)
+        last_native = pool.submit(shared_memory.join)
         # The operation is stateless and has no inputs: TensorFlow runs it once for
         # each graph or eager kernel, and returns that result in later calls (constant
         # folding). Hence each call traces a graph of its own, inside a py_function,

@@ -10,7 +10,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import check_root, global_process_set
-from hvdtrain.collectives.transport import native
+from hvdtrain.collectives.transport import shared_memory
 from hvdtrain.collectives.transport.reduction import Sum
 from hvdtrain.collectives.transport.signature import Signature
 
@@ -115,8 +115,8 @@ def run(exchange, signature, *, name, process_set, is_compared=False):
         is_compared: its own operations compare the ranks natively.
     """
     guard = None
-    if native.takes_part(process_set) and not is_compared:
-        guard = functools.partial(native.compare, signature, name=name)
+    if shared_memory.takes_part(process_set) and not is_compared:
+        guard = functools.partial(shared_memory.compare, signature, name=name)
     with _mismatch_of_ranks(signature, process_set):
         return graph.serialize(exchange, guard=guard)
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import size_of
-from hvdtrain.collectives.transport import dense, moving, native
+from hvdtrain.collectives.transport import dense, moving, shared_memory
 from hvdtrain.collectives.transport.reduction import Average, Sum, op_name
 from hvdtrain.collectives.transport.signature import Signature
 
@@ -67,7 +67,7 @@ def _reduce_buckets(sent, buckets, reduction, name, signature):
 
 
 def _is_native(value, reduction):
-    return not is_slices(value) and native.covers(value, reduction)
+    return not is_slices(value) and shared_memory.covers(value, reduction)
 
 
 def _as_dense_or_slices(value):

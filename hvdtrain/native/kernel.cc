@@ -171,9 +171,6 @@ const char* Failed(const std::string& reason) {
 // Functions that return text return nullptr, or the reason of a failure.
 extern "C" {
 
-// A number that changes with the functions below; also in transport/native.py.
-EXPORT int hvdtrain_interface() { return 1; }
-
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);
 }

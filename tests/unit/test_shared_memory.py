@@ -7,34 +7,35 @@ import os
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain.collectives.transport import native
+from hvdtrain import native
+from hvdtrain.collectives.transport import shared_memory
 
 
 @pytest.fixture(autouse=True)
 def _forgotten():
     hvd.init()
-    native.connect.cache_clear()
+    shared_memory.connect.cache_clear()
     yield
-    native.connect.cache_clear()
+    shared_memory.connect.cache_clear()
 
 
 @pytest.fixture
 def two_ranks(monkeypatch):
     """This process as rank 0 of two, whose other rank says the same."""
-    monkeypatch.setattr(native.hvd, "size", lambda: 2)
-    monkeypatch.setattr(native.hvd, "local_size", lambda: 2)
-    monkeypatch.setattr(native, "_first", lambda *said: said)
+    monkeypatch.setattr(shared_memory.hvd, "size", lambda: 2)
+    monkeypatch.setattr(shared_memory.hvd, "local_size", lambda: 2)
+    monkeypatch.setattr(shared_memory, "_first", lambda *said: said)
 
 
 def test_one_rank_has_nothing_to_reduce():
-    assert native.path() == "Horovod"
-    assert native.connect().obstacle == "the job has one rank"
+    assert shared_memory.path() == "Horovod"
+    assert shared_memory.connect().obstacle == "the job has one rank"
 
 
 def test_unknown_choice_is_an_error(monkeypatch):
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "shm")
     with pytest.raises(ValueError, match="HVDTRAIN_REDUCTION=shm; expected one of"):
-        native.connect()
+        shared_memory.connect()
 
 
 @pytest.mark.parametrize(
@@ -46,46 +47,65 @@ def test_unknown_choice_is_an_error(monkeypatch):
 )
 def test_environment_chooses_horovod(monkeypatch, two_ranks, name, value, obstacle):
     monkeypatch.setenv(name, value)
-    assert native.path() == "Horovod"
-    assert obstacle in native.connect().obstacle
+    assert shared_memory.path() == "Horovod"
+    assert obstacle in shared_memory.connect().obstacle
 
 
 def test_ranks_of_several_hosts_reduce_through_horovod(monkeypatch, two_ranks):
-    monkeypatch.setattr(native.hvd, "local_size", lambda: 1)
-    assert native.path() == "Horovod"
+    monkeypatch.setattr(shared_memory.hvd, "local_size", lambda: 1)
+    assert shared_memory.path() == "Horovod"
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "shared_memory")
-    native.connect.cache_clear()
+    shared_memory.connect.cache_clear()
     with pytest.raises(RuntimeError, match="on several hosts"):
-        native.connect()
+        shared_memory.connect()
 
 
+@pytest.fixture
+def _unloaded():
+    native.load.cache_clear()
+    yield
+    native.load.cache_clear()
+
+
+@pytest.mark.usefixtures("_unloaded")
 def test_missing_library_is_an_obstacle(monkeypatch, two_ranks, tmp_path):
-    monkeypatch.setattr(native, "_library_path", lambda: tmp_path / "libhvdtrain.so")
-    assert (
-        "libhvdtrain.so is missing: run scripts/setup.sh" in native.connect().obstacle
-    )
+    monkeypatch.setattr(native, "path", lambda: tmp_path / "libhvdtrain.so")
+    obstacle = shared_memory.connect().obstacle
+    assert "libhvdtrain.so is missing: run scripts/setup.sh" in obstacle
 
 
+@pytest.mark.usefixtures("_unloaded")
+def test_library_that_does_not_load_is_an_obstacle(monkeypatch, two_ranks, tmp_path):
+    broken = tmp_path / "libhvdtrain.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(native, "path", lambda: broken)
+    assert f"{broken}: " in shared_memory.connect().obstacle
+
+
+@pytest.mark.usefixtures("_unloaded")
 def test_library_of_another_version_is_an_obstacle(monkeypatch, two_ranks):
     monkeypatch.setattr(native, "_INTERFACE", -1)
-    assert "is of another version: run scripts/setup.sh" in native.connect().obstacle
+    obstacle = shared_memory.connect().obstacle
+    assert "is of another version: run scripts/setup.sh" in obstacle
 
 
 def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
     def no_space(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(native.os, "posix_fallocate", no_space)
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", no_space)
     before = set(os.listdir("/dev/shm"))
     assert "bytes of shared memory: /dev/shm: No space left" in (
-        native.connect().obstacle
+        shared_memory.connect().obstacle
     )
     assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_second_directory_is_used_where_the_first_is_full(monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "_directories", lambda: ["/nowhere", str(tmp_path)])
-    with contextlib.closing(native._reserved_file(1 << 16)) as file:
+    monkeypatch.setattr(
+        shared_memory, "_directories", lambda: ["/nowhere", str(tmp_path)]
+    )
+    with contextlib.closing(shared_memory._reserved_file(1 << 16)) as file:
         assert os.path.dirname(file.name) == str(tmp_path)
         assert os.stat(file.name).st_blocks * 512 >= 1 << 16
     assert not list(tmp_path.iterdir())
@@ -105,4 +125,4 @@ def test_stall_limits_are_horovods(monkeypatch, environ, limits):
         monkeypatch.delenv(f"HOROVOD_STALL_{name}", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert native._stall_limits() == limits
+    assert shared_memory._stall_limits() == limits

@@ -2,8 +2,8 @@
 
 All ranks of a static job run the same graph, so once they have agreed on a reduction in
 the first step, Horovod's negotiation has nothing left to decide. An operation of the
-native library, whose sources are in `collectives/native`, then adds the ranks' tensors
-in shared memory. It costs two barriers in place of Horovod's cycles and messages.
+native library (`hvdtrain.native`) then adds the ranks' tensors in shared memory. It
+costs two barriers in place of Horovod's cycles and messages.
 
 It is used where it can be: see `_obstacle`. `HVDTRAIN_REDUCTION` chooses: `auto`, the
 default; `shared_memory`, an error where it cannot be used; `horovod`, never.
@@ -16,20 +16,17 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
-import sys
 import tempfile
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain import native
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.collectives.transport.reduction import Average, Sum
 
 _CHOICES = ("auto", "shared_memory", "horovod")
-# Of the functions that are called below; also in kernel.cc.
-_INTERFACE = 1
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 # A chunk of each rank: larger ones leave the second-level cache, smaller ones need more
@@ -39,9 +36,9 @@ _MAX_SEGMENT_BYTES = 32 << 20
 _LINE_BYTES = 128
 # What a rank sends to the others to connect.
 _RECORD_BYTES = 4096
-# To sleep and be woken takes 50 us and more on a virtual machine, and steps of ranks that
-# share a machine differ by some 100 us. A rank that spins longer takes processor time
-# from the threads that compute.
+# To sleep and be woken takes 50 us and more on a virtual machine, and the steps of
+# ranks that share a machine differ by some 100 us. A rank that spins longer takes
+# processor time from the threads that compute.
 _SPIN_SECONDS = 1e-3
 
 
@@ -50,13 +47,13 @@ class Connection:
     """The outcome of `connect`.
 
     Attributes:
-        operations: the loaded operations, None where Horovod reduces.
-        library: the same library's C functions.
+        operations: see `native.Library`; None where Horovod reduces.
+        functions: likewise.
         obstacle: why Horovod reduces.
     """
 
     operations: object = None
-    library: object = None
+    functions: object = None
     obstacle: str = ""
 
 
@@ -94,8 +91,8 @@ def connect():
 def disconnect():
     """Ends the reductions that other ranks wait in, before this rank leaves the job."""
     if connect.cache_info().currsize:
-        if library := connect().library:
-            library.hvdtrain_leave()
+        if functions := connect().functions:
+            functions.hvdtrain_leave()
         connect.cache_clear()
 
 
@@ -158,11 +155,11 @@ def join():
     Returns:
         The last rank that did; None where Horovod reduces.
     """
-    library = connect().library
-    if not library:
+    functions = connect().functions
+    if not functions:
         return None
     last = ctypes.c_int()
-    reason = library.hvdtrain_join(ctypes.byref(last))
+    reason = functions.hvdtrain_join(ctypes.byref(last))
     if reason:
         raise tf.errors.AbortedError(None, None, reason.decode())
     return last.value
@@ -170,26 +167,27 @@ def join():
 
 def _connect_ranks():
     with contextlib.ExitStack() as stack:
-        obstacle, library, segment = _obstacle(), None, None
+        obstacle, functions, segment = _obstacle(), None, None
         if not obstacle:
             try:
-                library = _library()
+                library = native.load()
+                functions = _declared(library.functions)
                 if hvd.rank() == 0:
-                    size = library.hvdtrain_segment_bytes(hvd.size(), _slot_bytes())
+                    size = functions.hvdtrain_segment_bytes(hvd.size(), _slot_bytes())
                     segment = stack.enter_context(_reserved_file(size)).name
-            except (OSError, AttributeError) as error:
+            except OSError as error:
                 obstacle = str(error)
         obstacle, segment = _first(obstacle, segment)
         if obstacle:
             return Connection(obstacle=obstacle)
         # The file is removed when all have mapped it: nothing is left behind by a job
         # that is killed.
-        obstacle, _ = _first(_map(library, segment), None)
+        obstacle, _ = _first(_map(functions, segment), None)
     if obstacle:
         return Connection(obstacle=obstacle)
-    library.hvdtrain_start()
+    functions.hvdtrain_start()
     atexit.register(disconnect)
-    return Connection(_operations(), library)
+    return Connection(library.operations, functions)
 
 
 def _first(obstacle, segment):
@@ -213,36 +211,21 @@ def _obstacle():
         return "the ranks are on several hosts"
     if tf.config.list_physical_devices("GPU"):
         return "gradients are on GPUs"
-    if not _library_path().exists():
-        return f"{_library_path()} is missing: run scripts/setup.sh"
     return ""
 
 
-def _library_path():
-    return pathlib.Path(sys.prefix, "lib", "libhvdtrain.so")
-
-
-@functools.cache
-def _operations():
-    # TensorFlow lists what is registered while it loads the library: before ctypes.
-    return tf.load_op_library(str(_library_path()))
-
-
-def _library():
-    _operations()
-    library = ctypes.CDLL(str(_library_path()))
-    if library.hvdtrain_interface() != _INTERFACE:
-        raise OSError(f"{_library_path()} is of another version: run scripts/setup.sh")
-    library.hvdtrain_segment_bytes.restype = ctypes.c_size_t
-    library.hvdtrain_segment_bytes.argtypes = [ctypes.c_int, ctypes.c_size_t]
-    library.hvdtrain_connect.restype = ctypes.c_char_p
-    library.hvdtrain_connect.argtypes = [
+def _declared(functions):
+    """Returns the C functions with the types that ctypes does not know."""
+    functions.hvdtrain_segment_bytes.restype = ctypes.c_size_t
+    functions.hvdtrain_segment_bytes.argtypes = [ctypes.c_int, ctypes.c_size_t]
+    functions.hvdtrain_connect.restype = ctypes.c_char_p
+    functions.hvdtrain_connect.argtypes = [
         *[ctypes.c_int] * 3,
         ctypes.c_size_t,
         *[ctypes.c_double] * 3,
     ]
-    library.hvdtrain_join.restype = ctypes.c_char_p
-    return library
+    functions.hvdtrain_join.restype = ctypes.c_char_p
+    return functions
 
 
 def _slot_bytes():
@@ -279,10 +262,10 @@ def _reserved_file(size):
     raise OSError(f"no {size:,} bytes of shared memory: {'; '.join(errors)}")
 
 
-def _map(library, segment):
+def _map(functions, segment):
     try:
         with open(segment, "r+b") as file:
-            reason = library.hvdtrain_connect(
+            reason = functions.hvdtrain_connect(
                 file.fileno(),
                 hvd.rank(),
                 hvd.size(),
