@@ -53,7 +53,7 @@ def describe(world):
         "size": world.size,
         "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
         "controller": "MPI" if hvd.mpi_enabled() else "Gloo",
-        "reduction": transport.path(),
+        "reduction": transport.reduction_path(),
         "threads": [threads for _, threads in ranks],
         "versions": {
             "hvdtrain": __version__,

@@ -72,7 +72,7 @@ launched() {
 parallel() {
   launched shared_memory mpi 2 tests/parallel
   launched horovod gloo 3 -m ranks tests/parallel
-  launched shared_memory mpi 4 -m four_ranks tests/parallel
+  launched shared_memory gloo 4 -m four_ranks tests/parallel
 }
 
 oracle() { launched auto mpi 2 "${oracles[@]}"; }

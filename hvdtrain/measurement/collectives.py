@@ -24,13 +24,13 @@ OURS = "hvdtrain"
 _MAX_REPEATS = 2000
 
 
-def path(world, options):
+def path_of(world, options):
     """Return how this job reduces: a word or two, such as shared memory."""
     if options.strategy in ("mirrored", "split"):
         return "in one process"
     if world.size == 1:
         return "no reduction"
-    return transport.path()
+    return transport.reduction_path()
 
 
 def measure(world, sizes, *, rounds, seconds, only=None):
@@ -41,14 +41,14 @@ def measure(world, sizes, *, rounds, seconds, only=None):
         sizes: bytes of each message.
         rounds: rounds of all paths for each size.
         seconds: of each path in a round, at most about.
-        only: names of paths; by default all that this job has.
+        only: name of a path; by default all that this job has.
 
     Returns:
         For each size a dict of its `bytes` and the median `seconds` by path:
         "Horovod", "hvdtrain", and "copy": each rank copies a buffer of this size in
         memory, all at the same time.
     """
-    makers = {name: make for name, make in _makers().items() if name in (only or name)}
+    makers = {name: make for name, make in _makers().items() if only in (None, name)}
     rows = []
     for count in sizes:
         with fail_together(world):

@@ -93,7 +93,8 @@ def _batches(options, workload, count):
 
 
 def _without_dropout(model):
-    for layer in model.layers:
+    # Those of nested models too.
+    for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Dropout):
             layer.rate = 0.0
     return model

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import training
-from hvdtrain.job import World
+from hvdtrain.job import World, launchers
+from hvdtrain.measurement import resources
 from hvdtrain.measurement.rounds import Variant
 from hvdtrain.training.observers import metrics_text
 from hvdtrain.training.progress import ProgressCallback
@@ -41,6 +42,21 @@ class Stopwatch(keras.callbacks.Callback):
     def seconds(self):
         """Of each execution but the first, which creates the iterator."""
         return [end - start for start, end in itertools.pairwise(self.stamps)]
+
+
+class StartUp(keras.callbacks.Callback):
+    """Notes the time from the command to the end of the first execution of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.figures = {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Notes the time once."""
+        if not self.figures:
+            command = launchers.launch().launcher or "python"
+            seconds = resources.seconds_since_command()
+            self.figures = {"command": command, "seconds": seconds}
 
 
 class StepLines(keras.callbacks.Callback):

@@ -104,20 +104,13 @@ def exposed_seconds(buckets, *, backward_seconds, seconds_of):
     return max(0.0, end - backward_seconds)
 
 
-def split_into_buckets(count, bucket_bytes):
-    """Return the sizes of full buckets and a rest, `count` bytes in all."""
-    full, rest = divmod(count, bucket_bytes)
-    return [bucket_bytes] * full + ([rest] if rest else [])
-
-
-def project(line, *, size, count, bucket_bytes, step_seconds, compute_seconds):
+def project(line, *, size, buckets, step_seconds, compute_seconds):
     """Return the projection for a number of ranks.
 
     Args:
         line: the `Line` of the measured ranks.
         size: number of ranks.
-        count: bytes reduced in a step.
-        bucket_bytes: bytes of a bucket.
+        buckets: the bytes of each, in the order in which they become ready.
         step_seconds: of a step without communication.
         compute_seconds: the part of it that is forward and backward pass and update.
 
@@ -134,13 +127,13 @@ def project(line, *, size, count, bucket_bytes, step_seconds, compute_seconds):
             return line.seconds(part, size=size, algorithm=algorithm)
 
         exposed = exposed_seconds(
-            split_into_buckets(count, bucket_bytes),
+            buckets,
             backward_seconds=BACKWARD_SHARE * compute_seconds,
             seconds_of=seconds_of,
         )
         projected[algorithm] = {
-            "communication": seconds_of(count),
-            "step": step_seconds + seconds_of(count),
+            "communication": seconds_of(sum(buckets)),
+            "step": step_seconds + seconds_of(sum(buckets)),
             "overlapped_step": step_seconds + exposed,
             "efficiency": step_seconds / (step_seconds + exposed),
         }

@@ -70,14 +70,17 @@ def write(options, world, result):
 
 
 def _environment(options, world):
+    described = report.describe(world)
+    # The banner's; the strategies of one process have another.
+    del described["reduction"]
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _processor(),
         # Of the minute before: other processes make the figures worse.
         "load_average": os.getloadavg()[0],
-        **report.describe(world),
-        "path": collectives.path(world, options),
+        **described,
+        "path": collectives.path_of(world, options),
     }
 
 

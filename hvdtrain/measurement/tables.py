@@ -177,10 +177,12 @@ def _projection(projected, size, measured):
         f"{_time(latency).strip()} + n x {1e9 * slope:.3f} ns."
     )
     yield (
-        "If every link is as fast as those of these ranks, with buckets of "
-        f"{size_text(projected['bucket_bytes'])} that are reduced during"
+        "If every link is as fast as those of these ranks, and buckets of "
+        f"{size_text(max(projected['buckets']))} or less are"
     )
-    yield "the backward pass, the time of a step and the efficiency are:"
+    yield (
+        "reduced during the backward pass, the time of a step and the efficiency are:"
+    )
     yield f"{'ranks':>8}" + "".join(f"{name:>24}" for name in ALGORITHMS)
     for ranks, by_algorithm in projected["by_ranks"].items():
         cells = [
@@ -200,7 +202,7 @@ def _time(seconds):
 
 
 def milliseconds(seconds):
-    """Return seconds as text in milliseconds, with three significant digits."""
+    """Return seconds as text in milliseconds, three decimals below 10 and else one."""
     value = 1000 * seconds
     digits = 3 if abs(value) < 10 else 1
     return f"{value:,.{digits}f} ms"

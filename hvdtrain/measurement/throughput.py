@@ -2,11 +2,10 @@
 
 import dataclasses
 import functools
-import math
 
 import hvdtrain.keras as hvd
-from hvdtrain.job import launchers
 from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.keras import groups
 from hvdtrain.measurement import (
     collectives,
     consistency,
@@ -23,8 +22,6 @@ _LINE_STEPS = 25
 _PROJECTION_SIZES = (1_000, 16_000, 256_000, 4_000_000)
 _PROJECTION_ROUNDS = 5
 _PROJECTION_SECONDS = 0.1
-# Small enough to start early, large enough for latency not to matter.
-_BUCKET_BYTES = 16_000_000
 
 
 def measure(options, world):
@@ -39,10 +36,10 @@ def measure(options, world):
     """
     names = () if options.strategy == "horovod" else one_process.devices(options)
     workload = workloads.load(options, world)
+    start = fitting.StartUp()
     with fail_together(world):
-        model, train, make_others = _variants(workload, options, world, names)
-    start = _Start()
-    speeds = rounds.warm_up(world, {"train": start.watch(train)})
+        model, train, make_others = _variants(workload, options, world, names, start)
+    speeds = rounds.warm_up(world, {"train": train})
     memory = gather(world, resources.memory())
     # Only now: their models are not part of the training's memory.
     with fail_together(world):
@@ -57,22 +54,22 @@ def measure(options, world):
     )
     count = max(world.size, len(names))
     figures = summarize(gather(world, measured), options, count)
-    reduced = _gradient_bytes(model) if count > 1 else 0
+    buckets = groups.bytes_of_groups(model.trainable_variables) if count > 1 else []
     if world.size > 1 and options.project:
-        figures["projection"] = _projection(options, world, figures, reduced)
+        figures["projection"] = _projection(options, world, figures, buckets)
     if count > 1 and options.consistency_steps and options.workload != "backward":
         figures["consistency"] = consistency.measure(options, world, workload, names)
     return {
         "data": workload.note,
         "warning": workload.warning,
-        "reduced_bytes": reduced,
+        "reduced_bytes": sum(buckets),
         "memory": memory,
         "start_up": start.figures,
         **figures,
     }
 
 
-def _variants(workload, options, world, names):
+def _variants(workload, options, world, names, start):
     """Return the model, the variant `train`, and a function that makes the others.
 
     Args:
@@ -80,15 +77,18 @@ def _variants(workload, options, world, names):
         options: the `Options`.
         world: the `World`.
         names: devices of a strategy in one process; empty for one process per device.
+        start: the `fitting.StartUp` of the training.
     """
-    lines = []
+    callbacks = [start]
     if options.workload == "resnet18" and world.is_chief:
         steps = options.steps_per_execution
-        lines = [fitting.StepLines(every_steps=_LINE_STEPS, steps_per_execution=steps)]
+        callbacks.append(
+            fitting.StepLines(every_steps=_LINE_STEPS, steps_per_execution=steps)
+        )
     if names:
         model = one_process.build(options, workload, names)
         input_fn = workload.input(options, devices=len(names))
-        train = one_process.train(model, input_fn, options, callbacks=lines)
+        train = one_process.train(model, input_fn, options, callbacks=callbacks)
         make_others = functools.partial(
             one_process.others, model, workload, options, names
         )
@@ -96,24 +96,10 @@ def _variants(workload, options, world, names):
     model = workload.build(world.size)
     hvd.DistributedOptimizer(model.optimizer)
     input_fn = workload.input(options, rank=world.rank, size=world.size)
-    train = fitting.trained(model, input_fn, workload, options, world, callbacks=lines)
+    train = fitting.trained(
+        model, input_fn, workload, options, world, callbacks=callbacks
+    )
     return model, train, functools.partial(_others, model, workload, options, world)
-
-
-class _Start:
-    """Notes the time from the command to the end of the first execution."""
-
-    def watch(self, variant):
-        """Return the variant; its run notes the time."""
-
-        def run(executions):
-            seconds = variant.run(executions)
-            since = resources.seconds_since_command() - sum(seconds)
-            command = launchers.launch().launcher or "python"
-            self.figures = {"command": command, "seconds": since}
-            return seconds
-
-        return dataclasses.replace(variant, run=run)
 
 
 def _others(model, workload, options, world):
@@ -142,25 +128,18 @@ def _others(model, workload, options, world):
     return variants
 
 
-def _gradient_bytes(model):
-    """Return the bytes of gradients that a rank gives to the reduction in a step."""
-    return sum(
-        math.prod(v.shape) * v.value.dtype.size for v in model.trainable_variables
-    )
-
-
-def _projection(options, world, figures, count):
+def _projection(options, world, figures, buckets):
     """Measure the allreduce, and project to more ranks. A collective.
 
     Args:
         options: the `Options`.
         world: the `World`.
         figures: those of `summarize`.
-        count: bytes reduced in a step.
+        buckets: bytes of the groups of gradients, in the order of their reduction.
     """
     rows = collectives.measure(
         world,
-        sorted({*_PROJECTION_SIZES, count // 4 * 4}),
+        sorted({*_PROJECTION_SIZES, sum(buckets) // 4 * 4}),
         rounds=_PROJECTION_ROUNDS,
         seconds=_PROJECTION_SECONDS,
         only=collectives.OURS,
@@ -170,13 +149,12 @@ def _projection(options, world, figures, count):
     sizes = sorted({world.size, *map(int, options.project)})
     return {
         **dataclasses.asdict(line),
-        "bucket_bytes": _BUCKET_BYTES,
+        "buckets": buckets,
         "by_ranks": {
             str(size): projection.project(
                 line,
                 size=size,
-                count=count,
-                bucket_bytes=_BUCKET_BYTES,
+                buckets=buckets,
                 step_seconds=parts["step"] - parts["communication"],
                 compute_seconds=parts["compute"],
             )

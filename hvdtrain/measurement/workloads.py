@@ -14,6 +14,7 @@ from hvdtrain import models, optimizers
 from hvdtrain.data import Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job import JobError
+from hvdtrain.job.agreement import fail_together
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.measurement import simulated
 from hvdtrain.measurement.options import WORKLOADS
@@ -86,7 +87,8 @@ def load(options, world):
         return _synthetic(name, size)
     if name in WORKLOADS:
         return _mnist(options, world)
-    return _of_function(name, size)
+    with fail_together(world):
+        return _of_function(name, size)
 
 
 def _mnist(options, world):
@@ -186,18 +188,29 @@ def _of_function(name, batch_size):
 
 
 def _import(name):
-    module, _, function = name.partition(":")
+    module_name, _, function = name.partition(":")
     # As `python -m` does for its module: relative to the current directory.
     sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise JobError(
-            f"Received --workload={name}: {error}; expected module:function, found "
-            "from the current directory or installed."
-        ) from None
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Not where the module itself imports what is missing.
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise _not_found(name, error) from None
     finally:
         sys.path.remove("")
+    try:
+        return getattr(module, function)
+    except AttributeError as error:
+        raise _not_found(name, error) from None
+
+
+def _not_found(name, error):
+    return JobError(
+        f"Received --workload={name}: {error}; expected module:function, found from "
+        "the current directory or installed."
+    )
 
 
 def _synthetic_batch(model, batch_size, name):

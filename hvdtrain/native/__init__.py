@@ -13,7 +13,7 @@ import sys
 import tensorflow as tf
 
 # Of the operations and of the C functions; also in interface.cc.
-_INTERFACE = 2
+_INTERFACE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Library:
     functions: object
 
 
-def path():
+def library_path():
     """Where set-up installs the library."""
     return pathlib.Path(sys.prefix, "lib", "libhvdtrain.so")
 
@@ -41,14 +41,15 @@ def load():
     Raises:
         OSError: it is missing, or it cannot be loaded, or it is of another version.
     """
-    if not path().exists():
-        raise OSError(f"{path()} is missing: run scripts/setup.sh")
+    if not library_path().exists():
+        raise OSError(f"{library_path()} is missing: run scripts/setup.sh")
     try:
         # TensorFlow lists what is registered while it loads the library: before ctypes.
-        operations = tf.load_op_library(str(path()))
+        operations = tf.load_op_library(str(library_path()))
     except tf.errors.OpError as error:
-        raise OSError(f"{path()}: {error.message}") from None
-    functions = ctypes.CDLL(str(path()))
-    if functions.hvdtrain_interface() != _INTERFACE:
-        raise OSError(f"{path()} is of another version: run scripts/setup.sh")
+        raise OSError(f"{library_path()}: {error.message}") from None
+    functions = ctypes.CDLL(str(library_path()))
+    interface = getattr(functions, "hvdtrain_interface", lambda: None)
+    if interface() != _INTERFACE:
+        raise OSError(f"{library_path()} is of another version: run scripts/setup.sh")
     return Library(operations, functions)

@@ -1,10 +1,9 @@
-// The TensorFlow operation HvdtrainAllreduce, and the C functions that Python calls.
+// The TensorFlow operations HvdtrainAllreduce and HvdtrainCompare.
 
-#include <exception>
-#include <mutex>
 #include <string>
 #include <utility>
 
+#include "interface.h"
 #include "reduction.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -12,11 +11,6 @@
 
 namespace hvdtrain {
 namespace {
-
-// One reduction at a time. Ranks call them in the same order, which the graph holds.
-std::mutex mutex;
-// Never deleted: a kernel may still wait in it when Python exits.
-Segment* segment = nullptr;
 
 constexpr uint64_t kSeed = 14695981039346656037u;
 
@@ -46,17 +40,18 @@ class Collective : public OpKernel {
   void Run(OpKernelContext* context, Reduction reduction) const {
     // 0 stands for a rank that has joined.
     if (reduction.signature == 0) reduction.signature = 1;
-    std::lock_guard<std::mutex> lock(mutex);
-    OP_REQUIRES(context, segment != nullptr,
+    std::lock_guard<std::mutex> lock(reduction_mutex);
+    Segment* const shared = segment;
+    OP_REQUIRES(context, shared != nullptr,
                 absl::FailedPreconditionError(
                     "Horovod has been shut down: call hvd.init() first"));
-    const Report report = Allreduce(*segment, &reduction);
+    const Report report = Allreduce(*shared, &reduction);
     OP_REQUIRES(context, report.outcome != Outcome::kMismatch,
                 absl::FailedPreconditionError(
                     "Mismatched collectives. Sent by " + report.reason +
                     ". Call them alike on all ranks."));
     OP_REQUIRES(context, report.outcome != Outcome::kLost,
-                absl::AbortedError("HvdtrainAllreduce failed: " + report.reason));
+                absl::AbortedError("A collective has lost a rank: " + report.reason));
   }
 
   std::string name_, description_;
@@ -155,66 +150,5 @@ REGISTER_KERNEL_BUILDER(Name("HvdtrainAllreduce").Device(tensorflow::DEVICE_CPU)
 REGISTER_KERNEL_BUILDER(Name("HvdtrainCompare").Device(tensorflow::DEVICE_CPU),
                         CompareOp);
 
-// Of the last call that failed, for Python.
-std::string error;
-
-const char* Failed(const std::string& reason) {
-  error = reason;
-  return error.c_str();
-}
-
 }  // namespace
 }  // namespace hvdtrain
-
-#define EXPORT __attribute__((visibility("default")))
-
-// Functions that return text return nullptr, or the reason of a failure.
-extern "C" {
-
-EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
-  return hvdtrain::Segment::Bytes(size, slot_bytes);
-}
-
-EXPORT const char* hvdtrain_connect(int fd, int rank, int size, size_t slot_bytes,
-                                    double spin_seconds, double warning_seconds,
-                                    double failure_seconds) {
-  const auto nanoseconds = [](double seconds) {
-    return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
-  };
-  try {
-    std::lock_guard<std::mutex> lock(hvdtrain::mutex);
-    hvdtrain::segment = new hvdtrain::Segment(
-        fd, rank, size, slot_bytes,
-        {nanoseconds(spin_seconds), nanoseconds(warning_seconds),
-         nanoseconds(failure_seconds)});
-  } catch (const std::exception& exception) {
-    return hvdtrain::Failed(exception.what());
-  }
-  return nullptr;
-}
-
-// After all ranks have connected.
-EXPORT void hvdtrain_start() { hvdtrain::segment->Start(); }
-
-// Writes the rank that was the last to call it.
-EXPORT const char* hvdtrain_join(int* last) {
-  std::lock_guard<std::mutex> lock(hvdtrain::mutex);
-  hvdtrain::segment->NumberJoin();
-  hvdtrain::Report report;
-  do {
-    report = hvdtrain::Allreduce(*hvdtrain::segment, nullptr);
-    if (report.outcome == hvdtrain::Outcome::kLost) {
-      return hvdtrain::Failed(report.reason);
-    }
-  } while (report.outcome != hvdtrain::Outcome::kAllJoined);
-  // No rank can call it again before this one has left Horovod's join.
-  *last = hvdtrain::segment->LastJoined();
-  return nullptr;
-}
-
-// Without the mutex, which a kernel that waits for other ranks holds.
-EXPORT void hvdtrain_leave() {
-  if (hvdtrain::segment != nullptr) hvdtrain::segment->Leave();
-}
-
-}  // extern "C"

@@ -113,6 +113,7 @@ void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtyp
 }  // namespace
 
 Report Allreduce(Segment& segment, const Reduction* reduction) {
+  if (!segment.lost().empty()) return {Outcome::kLost, segment.lost()};
   const std::string name = reduction ? reduction->name : "join";
   static const std::vector<Piece> kNone;
   const std::vector<Piece>& pieces = reduction ? reduction->pieces : kNone;

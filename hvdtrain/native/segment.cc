@@ -4,6 +4,7 @@
 #include <linux/futex.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -39,6 +40,11 @@ void WakeAll(const std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+uint64_t PidNamespace() {
+  struct stat status{};
+  return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+}
+
 void Pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -71,14 +77,17 @@ Segment::Segment(int fd, int rank, int size, size_t slot_bytes, Limits limits)
   slots_ = static_cast<char*>(memory) +
            RoundUp(sizeof(Header) + size * sizeof(Member));
   mine().pid = getpid();
+  mine().pid_namespace = PidNamespace();
 }
 
 void Segment::Start() {
-  // Containers that share memory may have PID namespaces of their own: the numbers of
-  // the other ranks then mean nothing here.
-  sees_processes_ = true;
+  // Containers that share memory may have PID namespaces of their own, in which the
+  // numbers of the other ranks mean other processes.
+  sees_processes_ = mine().pid_namespace != 0;
   for (int rank = 0; rank < size_; ++rank) {
-    sees_processes_ = sees_processes_ && kill(members_[rank].pid, 0) == 0;
+    sees_processes_ = sees_processes_ &&
+                      members_[rank].pid_namespace == mine().pid_namespace &&
+                      kill(members_[rank].pid, 0) == 0;
   }
 }
 
@@ -94,12 +103,10 @@ std::string Segment::Barrier(const std::string& operation) {
   // A rank counts itself as a sleeper before it reads `arrivals` for the last time:
   // with both in sequential order, either it sees this arrival or it is woken.
   if (own.sleepers.load() > 0) WakeAll(own.arrivals);
-  for (int rank = 0; rank < size_; ++rank) {
-    if (HasArrived(rank)) continue;
-    std::string reason = WaitFor(rank, operation);
-    if (!reason.empty()) return reason;
+  for (int rank = 0; rank < size_ && lost_.empty(); ++rank) {
+    if (!HasArrived(rank)) lost_ = WaitFor(rank, operation);
   }
-  return "";
+  return lost_;
 }
 
 std::string Segment::WaitFor(int rank, const std::string& operation) {
@@ -120,6 +127,11 @@ std::string Segment::WaitFor(int rank, const std::string& operation) {
     SleepWhile(member.arrivals, seen);
     if (HasArrived(rank)) break;
     reason = Failure(rank);
+    if (HasArrived(rank)) {
+      // It arrived and then left: this barrier is complete.
+      reason.clear();
+      break;
+    }
     if (!reason.empty()) break;
     const auto waited = Clock::now() - start;
     if (!has_warned && waited > limits_.warning) {

@@ -26,6 +26,7 @@ struct alignas(128) Member {
   std::atomic<uint32_t> has_left;
   std::atomic<uint32_t> join_number;  // counts the calls of join of all ranks, from 1
   int32_t pid;
+  uint64_t pid_namespace;
   // Written before a barrier and read after it.
   uint64_t signature;  // of the reduction, 0 for a rank that has joined
   uint64_t elements;
@@ -61,8 +62,12 @@ class Segment {
   void Start();
 
   // Blocks until every rank has entered the same barrier. Returns the reason if a rank
-  // has left, failed or not come in time; the segment is of no use afterwards.
+  // has left, failed or not come in time.
   std::string Barrier(const std::string& operation);
+
+  // The reason of the first barrier that failed, empty before. The segment is of no use
+  // afterwards: a rank that is late may still read what this one has written.
+  const std::string& lost() const { return lost_; }
 
   // Numbers this rank's call of join.
   void NumberJoin();
@@ -87,6 +92,7 @@ class Segment {
   const size_t slot_bytes_;
   const Limits limits_;
   uint32_t barriers_ = 0;
+  std::string lost_;
   bool sees_processes_ = false;
   Header* header_;
   Member* members_;

@@ -38,15 +38,17 @@ def operations(function):
 
 
 def test_ranks_of_one_host_share_memory():
-    assert transport.path() == "shared memory"
+    assert transport.reduction_path() == "shared memory"
     # Rank 0 removes the file: only after that may the others look.
     hvd.allreduce(0.0, name="removed")
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("hvdtrain-")]
 
 
-# 1 MiB is a chunk of two ranks: sizes below, at and above it, and some that do not
-# divide into equal parts.
-@pytest.mark.parametrize("elements", [1, 3, 1000, 1 << 18, (1 << 18) + 1, 1_000_003])
+# A chunk of 1 MiB has 1 << 17 elements: sizes below, at and above it, and some that do
+# not divide into equal parts.
+@pytest.mark.parametrize(
+    "elements", [1, 3, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, 1_000_003]
+)
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_every_element_is_reduced(elements, op):
     (reduced,) = reduce(values_of(RANK, elements, "float64"), op=op)
@@ -60,9 +62,11 @@ def test_every_element_is_reduced(elements, op):
     [("float64", 1e-14), ("float32", 1e-6), ("float16", 2**-11), ("bfloat16", 2**-8)],
 )
 def test_dtypes_are_rounded_once(dtype, tolerance):
-    (reduced,) = reduce(values_of(RANK, 1000, dtype))
+    # More than a chunk of each, in parts that end within a cache line.
+    elements = 600_011
+    (reduced,) = reduce(values_of(RANK, elements, dtype))
     assert reduced.dtype == dtype
-    inputs = [values_of(rank, 1000, dtype) for rank in range(SIZE)]
+    inputs = [values_of(rank, elements, dtype) for rank in range(SIZE)]
     expected = np.mean([tf.cast(value, tf.float64) for value in inputs], axis=0)
     np.testing.assert_allclose(
         tf.cast(reduced, tf.float64), expected, rtol=tolerance, atol=tolerance
@@ -159,6 +163,9 @@ def test_shape_that_changes_is_reduced_anew():
     "call",
     [
         lambda: hvd.allreduce(tf.ones([2 + RANK]), name="mine"),
+        lambda: hvd.grouped_allreduce(
+            [tf.ones([2]), tf.ones([2], tf.float64)][: 1 + (RANK == 0)], name="longer"
+        ),
         lambda: hvd.allreduce(tf.ones([2]), name=f"of_rank_{RANK}"),
         lambda: hvd.allreduce(tf.ones([2], tf.float64 if RANK else tf.float32)),
         lambda: hvd.allreduce(tf.ones([2]), op=hvd.Sum if RANK else hvd.Average),
@@ -193,9 +200,38 @@ def test_what_is_not_covered_goes_through_horovod():
     assert "HvdtrainAllreduce" not in types(hvd.Sum, tf.uint8)
 
 
-@pytest.mark.skipif(hvd.mpi_enabled(), reason="MPI can be initialized only once")
-def test_shutdown_and_init_connect_anew():
+def no_connection():
+    """Leave the job and join it anew: no rank is connected yet."""
+    if hvd.mpi_enabled():
+        pytest.skip("MPI can be initialized only once")
     hvd.shutdown()
     hvd.init()
-    (total,) = reduce(tf.constant(1.0), op=hvd.Sum)
-    assert total == SIZE
+
+
+def test_function_of_an_earlier_job_is_connected_anew():
+    @tf.function
+    def total(x):
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    assert total(tf.constant(1.0)) == SIZE
+    no_connection()
+    with pytest.raises(tf.errors.FailedPreconditionError, match=r"call hvd.init\(\)"):
+        total(tf.constant(1.0))
+    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum) == SIZE
+    assert total(tf.constant(2.0)) == 2 * SIZE
+
+
+def test_rank_whose_first_collective_is_join():
+    no_connection()
+    if RANK == 0:
+        assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum) == 1.0
+    assert hvd.join() == 0
+    assert reduce(tf.constant(1.0), op=hvd.Sum) == [SIZE]
+
+
+def test_rank_that_traces_alone_before_an_eager_collective():
+    no_connection()
+    if RANK == 0:
+        operations(tf.function(lambda: hvd.allreduce(tf.ones([2]))))
+    assert hvd.broadcast(tf.constant(float(RANK)), root_rank=1) == 1.0
+    assert reduce(tf.constant(1.0), op=hvd.Sum) == [SIZE]

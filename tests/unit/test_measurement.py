@@ -163,8 +163,9 @@ class TestProjection:
         line = projection.Line.fit(counts, seconds, size=2)
         assert line.latency == pytest.approx(8e-6, rel=0.1)
 
-    def test_equal_times_have_no_slope(self):
-        line = projection.Line.fit([1_000, 2_000], [3e-6, 2e-6], size=2)
+    @pytest.mark.parametrize("seconds", [[3e-6, 2e-6], [3e-6, 3e-6]])
+    def test_times_that_do_not_grow_have_no_slope(self, seconds):
+        line = projection.Line.fit([1_000, 2_000], seconds, size=2)
         assert line.seconds_per_byte == 0.0
         assert line.latency > 0
 
@@ -208,16 +209,11 @@ class TestProjection:
         )
         assert found == pytest.approx(exposed)
 
-    def test_buckets(self):
-        assert projection.split_into_buckets(10, 4) == [4, 4, 2]
-        assert projection.split_into_buckets(8, 4) == [4, 4]
-
     def test_a_step(self):
         found = projection.project(
             self.LINE,
             size=2,
-            count=2_000_000,
-            bucket_bytes=1_000_000,
+            buckets=[1_000_000, 1_000_000],
             step_seconds=0.1,
             compute_seconds=0.09,
         )

@@ -3,12 +3,13 @@
 import contextlib
 import errno
 import os
+from unittest import mock
 
 import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain import native
-from hvdtrain.collectives.transport import shared_memory
+from hvdtrain.collectives.transport import segment, shared_memory
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +25,11 @@ def two_ranks(monkeypatch):
     """This process as rank 0 of two, whose other rank says the same."""
     monkeypatch.setattr(shared_memory.hvd, "size", lambda: 2)
     monkeypatch.setattr(shared_memory.hvd, "local_size", lambda: 2)
-    monkeypatch.setattr(shared_memory, "_first", lambda *said: said)
+    monkeypatch.setattr(shared_memory, "_gather", lambda value: [value, value])
 
 
 def test_one_rank_has_nothing_to_reduce():
-    assert shared_memory.path() == "Horovod"
+    assert shared_memory.reduction_path() == "Horovod"
     assert shared_memory.connect().obstacle == "the job has one rank"
 
 
@@ -47,13 +48,13 @@ def test_unknown_choice_is_an_error(monkeypatch):
 )
 def test_environment_chooses_horovod(monkeypatch, two_ranks, name, value, obstacle):
     monkeypatch.setenv(name, value)
-    assert shared_memory.path() == "Horovod"
+    assert shared_memory.reduction_path() == "Horovod"
     assert obstacle in shared_memory.connect().obstacle
 
 
 def test_ranks_of_several_hosts_reduce_through_horovod(monkeypatch, two_ranks):
     monkeypatch.setattr(shared_memory.hvd, "local_size", lambda: 1)
-    assert shared_memory.path() == "Horovod"
+    assert shared_memory.reduction_path() == "Horovod"
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "shared_memory")
     shared_memory.connect.cache_clear()
     with pytest.raises(RuntimeError, match="on several hosts"):
@@ -69,7 +70,7 @@ def _unloaded():
 
 @pytest.mark.usefixtures("_unloaded")
 def test_missing_library_is_an_obstacle(monkeypatch, two_ranks, tmp_path):
-    monkeypatch.setattr(native, "path", lambda: tmp_path / "libhvdtrain.so")
+    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libhvdtrain.so")
     obstacle = shared_memory.connect().obstacle
     assert "libhvdtrain.so is missing: run scripts/setup.sh" in obstacle
 
@@ -78,7 +79,7 @@ def test_missing_library_is_an_obstacle(monkeypatch, two_ranks, tmp_path):
 def test_library_that_does_not_load_is_an_obstacle(monkeypatch, two_ranks, tmp_path):
     broken = tmp_path / "libhvdtrain.so"
     broken.write_text("no library")
-    monkeypatch.setattr(native, "path", lambda: broken)
+    monkeypatch.setattr(native, "library_path", lambda: broken)
     assert f"{broken}: " in shared_memory.connect().obstacle
 
 
@@ -93,7 +94,7 @@ def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
     def no_space(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(shared_memory.os, "posix_fallocate", no_space)
+    monkeypatch.setattr(segment.os, "posix_fallocate", no_space)
     before = set(os.listdir("/dev/shm"))
     assert "bytes of shared memory: /dev/shm: No space left" in (
         shared_memory.connect().obstacle
@@ -102,13 +103,47 @@ def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
 
 
 def test_second_directory_is_used_where_the_first_is_full(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        shared_memory, "_directories", lambda: ["/nowhere", str(tmp_path)]
-    )
-    with contextlib.closing(shared_memory._reserved_file(1 << 16)) as file:
+    directories = ["/nowhere", str(tmp_path)]
+    monkeypatch.setattr(segment, "_directories", lambda: directories)
+    with contextlib.closing(segment._reserved_file(1 << 16)) as file:
         assert os.path.dirname(file.name) == str(tmp_path)
         assert os.stat(file.name).st_blocks * 512 >= 1 << 16
     assert not list(tmp_path.iterdir())
+
+
+def test_another_ranks_obstacle_is_one_of_all(monkeypatch, two_ranks):
+    said = ["", "cannot map it"]
+    monkeypatch.setattr(segment, "attach", lambda *args, **kwargs: "")
+    monkeypatch.setattr(
+        shared_memory, "_gather", lambda value: said if value == "" else [value] * 2
+    )
+    assert shared_memory.connect().obstacle == "cannot map it (rank 1)"
+    assert not shared_memory.connect().operations
+
+
+@pytest.mark.parametrize(
+    ("cores", "is_shared"), [([[0], [0]], True), ([[0], [5]], False)]
+)
+def test_ranks_spin_where_each_has_a_core(monkeypatch, two_ranks, cores, is_shared):
+    attached = mock.Mock(return_value="stop here")
+    monkeypatch.setattr(segment, "attach", attached)
+
+    def gather(value):
+        if isinstance(value, str):
+            return [value] * 2
+        return [(*value[:2], each) for each in cores]
+
+    monkeypatch.setattr(shared_memory, "_gather", gather)
+    shared_memory.connect()
+    assert attached.call_args.kwargs["is_core_shared"] == is_shared
+
+
+@pytest.mark.parametrize("size", [2, 31, 32, 100, 1000])
+def test_memory_of_many_ranks_is_bounded(size):
+    count = segment.slot_bytes(size)
+    assert count % 128 == 0
+    assert 0 < count <= 1 << 20
+    assert count * (size + 1) <= 32 << 20
 
 
 @pytest.mark.parametrize(
@@ -125,4 +160,4 @@ def test_stall_limits_are_horovods(monkeypatch, environ, limits):
         monkeypatch.delenv(f"HOROVOD_STALL_{name}", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert shared_memory._stall_limits() == limits
+    assert segment.stall_limits() == limits

@@ -11,6 +11,8 @@ from hvdtrain.collectives.transport import shared_memory
 
 def join():
     """Blocks until every rank has called it; returns the last rank that did."""
+    with tf.init_scope():
+        shared_memory.connect()
     return graph.serialize(lambda: tf.py_function(_join, [], tf.int32))
 
 

@@ -36,12 +36,14 @@ def allreduce(values, reduction, *, name=None):
     signature = Signature(reduction.describe(), values)
     sent, contexts = zip(*(_compress(v, reduction) for v in values), strict=True)
     buckets = dtypes.partition(sent)
+    # A native reduction compares one bucket, not the number of buckets.
+    is_compared = len(buckets) == 1 and _is_native(sent[0], reduction)
     reduced = moving.run(
         functools.partial(_reduce_buckets, sent, buckets, reduction, name, signature),
         signature,
         name=name,
         process_set=reduction.process_set,
-        is_compared=all(_is_native(sent[places[0]], reduction) for places in buckets),
+        is_compared=is_compared,
     )
     return [
         result if is_slices(result) else reduction.compression.decompress(result, c)

@@ -14,9 +14,9 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import json
 import os
-import tempfile
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -24,22 +24,11 @@ import tensorflow as tf
 
 from hvdtrain import native
 from hvdtrain.collectives.process_sets import is_elastic
+from hvdtrain.collectives.transport import segment
 from hvdtrain.collectives.transport.reduction import Average, Sum
 
 _CHOICES = ("auto", "shared_memory", "horovod")
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
-
-# A chunk of each rank: larger ones leave the second-level cache, smaller ones need more
-# barriers. All slots together stay below the 64 MB of /dev/shm in a container.
-_MAX_SLOT_BYTES = 1 << 20
-_MAX_SEGMENT_BYTES = 32 << 20
-_LINE_BYTES = 128
-# What a rank sends to the others to connect.
-_RECORD_BYTES = 4096
-# To sleep and be woken takes 50 us and more on a virtual machine, and the steps of
-# ranks that share a machine differ by some 100 us. A rank that spins longer takes
-# processor time from the threads that compute.
-_SPIN_SECONDS = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +50,11 @@ class Connection:
 def connect():
     """Connects the ranks of the job, and returns the `Connection`.
 
-    A collective in its first call of a job. The answer is the same on all ranks.
+    A collective in its first call of a job, with the same answer on all ranks. It has
+    to be the start of a rank's first collective, whatever that is: one rank may trace a
+    function, or join, while another calls eagerly. It cannot be a part of `hvd.init`,
+    after which scripts configure devices and threads: TensorFlow's context is
+    initialized by the first operation.
 
     Raises:
         ValueError: for an unknown value of HVDTRAIN_REDUCTION.
@@ -96,22 +89,19 @@ def disconnect():
         connect.cache_clear()
 
 
-def path():
+def reduction_path():
     """How dense gradients are reduced, as a short text; see `connect`."""
     return "shared memory" if connect().operations else "Horovod"
 
 
 def takes_part(process_set):
-    """Whether collectives that are traced now begin with a native operation.
-
-    Asked for every collective: the ranks connect in the first, before one of them may
-    trace again what the others have not.
-    """
-    if tf.executing_eagerly() or process_set.process_set_id != 0:
+    """Whether collectives that are traced now begin with a native operation."""
+    if process_set.process_set_id != 0:
         return False
     # Outside of the function that is traced: the first call communicates.
     with tf.init_scope():
-        return connect().operations is not None
+        is_native = connect().operations is not None
+    return is_native and not tf.executing_eagerly()
 
 
 def covers(tensor, reduction):
@@ -159,6 +149,7 @@ def join():
     if not functions:
         return None
     last = ctypes.c_int()
+    functions.hvdtrain_join.restype = ctypes.c_char_p
     reason = functions.hvdtrain_join(ctypes.byref(last))
     if reason:
         raise tf.errors.AbortedError(None, None, reason.decode())
@@ -167,40 +158,52 @@ def join():
 
 def _connect_ranks():
     with contextlib.ExitStack() as stack:
-        obstacle, functions, segment = _obstacle(), None, None
+        obstacle, library, file = _obstacle(), None, None
         if not obstacle:
             try:
                 library = native.load()
-                functions = _declared(library.functions)
                 if hvd.rank() == 0:
-                    size = functions.hvdtrain_segment_bytes(hvd.size(), _slot_bytes())
-                    segment = stack.enter_context(_reserved_file(size)).name
+                    reserved = segment.reserve(library.functions, hvd.size())
+                    file = stack.enter_context(reserved).name
             except OSError as error:
                 obstacle = str(error)
-        obstacle, segment = _first(obstacle, segment)
+        said = _gather((obstacle, file, sorted(os.sched_getaffinity(0))))
+        obstacle = _first_obstacle(each[0] for each in said)
         if obstacle:
             return Connection(obstacle=obstacle)
+        cores = set(itertools.chain.from_iterable(each[2] for each in said))
+        reason = segment.attach(
+            library.functions,
+            said[0][1],
+            rank=hvd.rank(),
+            size=hvd.size(),
+            is_core_shared=len(cores) < hvd.size(),
+        )
         # The file is removed when all have mapped it: nothing is left behind by a job
         # that is killed.
-        obstacle, _ = _first(_map(functions, segment), None)
+        obstacle = _first_obstacle(_gather(reason))
     if obstacle:
         return Connection(obstacle=obstacle)
-    functions.hvdtrain_start()
+    library.functions.hvdtrain_start()
     atexit.register(disconnect)
-    return Connection(library.operations, functions)
+    return Connection(library.operations, library.functions)
 
 
-def _first(obstacle, segment):
-    """Returns the first rank's obstacle, and rank 0's segment. A collective."""
-    record = np.zeros([1, _RECORD_BYTES], np.uint8)
-    text = json.dumps([obstacle[: _RECORD_BYTES // 2], segment]).encode()
-    record[0, : len(text)] = np.frombuffer(text, np.uint8)
-    gathered = hvd.allgather(tf.constant(record), name="Connect").numpy()
-    said = [json.loads(row.tobytes().rstrip(b"\0")) for row in gathered]
-    obstacles = [
-        f"{theirs} (rank {rank})" for rank, (theirs, _) in enumerate(said) if theirs
+def _gather(value):
+    """Returns the values of all ranks, each of which JSON can hold. A collective."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = hvd.allgather(tf.constant([len(text)]), name="Connect_lengths").numpy()
+    texts = hvd.allgather(tf.constant(text), name="Connect").numpy()
+    ends = np.cumsum(lengths)
+    return [
+        json.loads(texts[end - length : end].tobytes())
+        for end, length in zip(ends, lengths, strict=True)
     ]
-    return (obstacles or [""])[0], said[0][1]
+
+
+def _first_obstacle(obstacles):
+    found = (f"{each} (rank {rank})" for rank, each in enumerate(obstacles) if each)
+    return next(found, "")
 
 
 def _obstacle():
@@ -212,77 +215,3 @@ def _obstacle():
     if tf.config.list_physical_devices("GPU"):
         return "gradients are on GPUs"
     return ""
-
-
-def _declared(functions):
-    """Returns the C functions with the types that ctypes does not know."""
-    functions.hvdtrain_segment_bytes.restype = ctypes.c_size_t
-    functions.hvdtrain_segment_bytes.argtypes = [ctypes.c_int, ctypes.c_size_t]
-    functions.hvdtrain_connect.restype = ctypes.c_char_p
-    functions.hvdtrain_connect.argtypes = [
-        *[ctypes.c_int] * 3,
-        ctypes.c_size_t,
-        *[ctypes.c_double] * 3,
-    ]
-    functions.hvdtrain_join.restype = ctypes.c_char_p
-    return functions
-
-
-def _slot_bytes():
-    share = _MAX_SEGMENT_BYTES // (hvd.size() + 1) // _LINE_BYTES * _LINE_BYTES
-    return min(_MAX_SLOT_BYTES, share)
-
-
-def _directories():
-    # The first is memory; pages of the second may be written to a disk.
-    return "/dev/shm", tempfile.gettempdir()
-
-
-def _reserved_file(size):
-    """Returns an open temporary file of `size` bytes, which is removed when closed.
-
-    Raises:
-        OSError: there is no memory for it.
-    """
-    errors = []
-    for directory in _directories():
-        with contextlib.ExitStack() as stack:
-            try:
-                file = stack.enter_context(
-                    tempfile.NamedTemporaryFile(prefix="hvdtrain-", dir=directory)
-                )
-                # Without reserved blocks, a full file system would kill the process
-                # when it writes to the mapped memory (SIGBUS).
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                errors.append(f"{directory}: {error.strerror}")
-                continue
-            stack.pop_all()
-            return file
-    raise OSError(f"no {size:,} bytes of shared memory: {'; '.join(errors)}")
-
-
-def _map(functions, segment):
-    try:
-        with open(segment, "r+b") as file:
-            reason = functions.hvdtrain_connect(
-                file.fileno(),
-                hvd.rank(),
-                hvd.size(),
-                _slot_bytes(),
-                _SPIN_SECONDS if hvd.size() <= os.cpu_count() else 0.0,
-                *_stall_limits(),
-            )
-    except OSError as error:
-        return str(error)
-    return reason.decode() if reason else ""
-
-
-def _stall_limits():
-    """Returns Horovod's seconds until a warning and until a failure; 0 for never."""
-    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
-        return 0.0, 0.0
-    return (
-        float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60),
-        float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0),
-    )

@@ -3,10 +3,11 @@
 Horovod matches the tensors of a group by "i of n" in their names and reports the
 status of the last one alone. Without a check, lists of different lengths wait for each
 other until the stall limit, and a shape that differs before the last tensor returns
-uninitialized memory. So the first operation of every collective is a group of two,
-whatever is reduced or gathered, and the second tensor is a guard: it has no elements,
-and its shape holds a checksum of the signature. Ranks whose signatures differ fail in
-the negotiation, at once and all of them.
+uninitialized memory. So the first of Horovod's operations in a collective is a group
+of two, whatever is reduced or gathered, and the second tensor is a guard: it has no
+elements, and its shape holds a checksum of the signature. Ranks whose signatures differ
+fail in the negotiation, at once and all of them. Where ranks share memory they compare
+the checksum there, before the negotiation.
 """
 
 import dataclasses

@@ -1,0 +1,97 @@
+"""The memory that the ranks of one node share, and the C functions that map it."""
+
+import contextlib
+import ctypes
+import os
+import tempfile
+
+# A chunk of each rank: larger ones leave the second-level cache, smaller ones need more
+# barriers. All slots together stay below the 64 MB of /dev/shm in a container.
+_MAX_SLOT_BYTES = 1 << 20
+_MAX_SEGMENT_BYTES = 32 << 20
+_LINE_BYTES = 128
+# To sleep and be woken takes 50 us and more on a virtual machine, and the steps of
+# ranks that share a machine differ by some 100 us. A rank that spins longer takes
+# processor time from the threads that compute.
+_SPIN_SECONDS = 1e-3
+
+
+def reserve(functions, size):
+    """Returns an open file for the memory of `size` ranks, removed when it is closed.
+
+    Args:
+        functions: see `native.Library`.
+        size: number of ranks.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    count = functions.hvdtrain_segment_bytes
+    count.restype = ctypes.c_size_t
+    count.argtypes = [ctypes.c_int, ctypes.c_size_t]
+    return _reserved_file(count(size, slot_bytes(size)))
+
+
+def attach(functions, file, *, rank, size, is_core_shared):
+    """Maps the memory, and returns the reason if this fails, else an empty text.
+
+    Args:
+        functions: see `native.Library`.
+        file: path of rank 0's file.
+        rank: this rank.
+        size: number of ranks.
+        is_core_shared: whether a rank that spins may take the core of another one.
+    """
+    connect = functions.hvdtrain_connect
+    connect.restype = ctypes.c_char_p
+    connect.argtypes = [*[ctypes.c_int] * 3, ctypes.c_size_t, *[ctypes.c_double] * 3]
+    spin_seconds = 0.0 if is_core_shared else _SPIN_SECONDS
+    limits = stall_limits()
+    try:
+        with open(file, "r+b") as opened:
+            reason = connect(
+                opened.fileno(), rank, size, slot_bytes(size), spin_seconds, *limits
+            )
+    except OSError as error:
+        return str(error)
+    return reason.decode() if reason else ""
+
+
+def slot_bytes(size):
+    """Returns the bytes of the slot of each of `size` ranks."""
+    share = _MAX_SEGMENT_BYTES // (size + 1) // _LINE_BYTES * _LINE_BYTES
+    return min(_MAX_SLOT_BYTES, share)
+
+
+def stall_limits():
+    """Returns Horovod's seconds until a warning and until a failure; 0 for never."""
+    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        return 0.0, 0.0
+    return (
+        float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60),
+        float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0),
+    )
+
+
+def _directories():
+    # The first is memory; pages of the second may be written to a disk.
+    return "/dev/shm", tempfile.gettempdir()
+
+
+def _reserved_file(size):
+    errors = []
+    for directory in _directories():
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(
+                    tempfile.NamedTemporaryFile(prefix="hvdtrain-", dir=directory)
+                )
+                # Without reserved blocks, a full file system would kill the process
+                # when it writes to the mapped memory (SIGBUS).
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                errors.append(f"{directory}: {error.strerror}")
+                continue
+            stack.pop_all()
+            return file
+    raise OSError(f"no {size:,} bytes of shared memory: {'; '.join(errors)}")
