@@ -67,7 +67,7 @@ class AllreduceOp : public Collective {
   void Compute(OpKernelContext* context) override {
     Reduction reduction{name_,  Signature(context), [&] { return Describe(context); },
                         dtype_, is_mean_,           {}};
-    for (int i = 0; i < context->num_inputs(); ++i) {
+    for (int i = 0; i < context->num_outputs(); ++i) {
       const tensorflow::Tensor& input = context->input(i);
       tensorflow::Tensor* output = nullptr;
       OP_REQUIRES_OK(context, context->forward_input_or_allocate_output(
@@ -83,9 +83,9 @@ class AllreduceOp : public Collective {
  private:
   uint64_t Signature(OpKernelContext* context) const {
     uint64_t hash = Hash(Start(), description_.data(), description_.size());
-    const int32_t options[] = {dtype_, is_mean_, context->num_inputs()};
+    const int32_t options[] = {dtype_, is_mean_, context->num_outputs()};
     hash = Hash(hash, options, sizeof(options));
-    for (int i = 0; i < context->num_inputs(); ++i) {
+    for (int i = 0; i < context->num_outputs(); ++i) {
       const tensorflow::TensorShape& shape = context->input(i).shape();
       for (int axis = 0; axis < shape.dims(); ++axis) {
         const int64_t length = shape.dim_size(axis);
@@ -99,7 +99,7 @@ class AllreduceOp : public Collective {
   std::string Describe(OpKernelContext* context) const {
     std::string text =
         name_ + ": " + description_ + " of " + tensorflow::DataTypeString(dtype_);
-    for (int i = 0; i < context->num_inputs(); ++i) {
+    for (int i = 0; i < context->num_outputs(); ++i) {
       text += " " + context->input(i).shape().DebugString();
     }
     return text;
@@ -122,9 +122,13 @@ class CompareOp : public Collective {
   }
 };
 
-// Stateful: not to be folded, pruned, or merged with another that has equal inputs.
+// Stateful: not to be folded, pruned, or merged with another that has equal inputs. The
+// token is not read. tf.function runs stateful operations without a resource one after
+// the other, also those of other kinds, and a reduction would wait for the end of a
+// backward pass that has any.
 REGISTER_OP("HvdtrainAllreduce")
     .Input("inputs: N * T")
+    .Input("token: resource")
     .Output("outputs: N * T")
     .Attr("N: int >= 1")
     .Attr("T: {half, bfloat16, float, double, int32, int64}")
@@ -133,7 +137,7 @@ REGISTER_OP("HvdtrainAllreduce")
     .Attr("description: string")
     .SetIsStateful()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
-      for (int i = 0; i < context->num_inputs(); ++i) {
+      for (int i = 0; i < context->num_outputs(); ++i) {
         context->set_output(i, context->input(i));
       }
       return absl::OkStatus();
@@ -141,6 +145,7 @@ REGISTER_OP("HvdtrainAllreduce")
 
 REGISTER_OP("HvdtrainCompare")
     .Input("checksum: int64")
+    .Input("token: resource")
     .Attr("collective: string")
     .Attr("description: string")
     .SetIsStateful();

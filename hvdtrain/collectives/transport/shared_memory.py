@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import native
+from hvdtrain.collectives import graph
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.collectives.transport import segment
 from hvdtrain.collectives.transport.reduction import Average, Sum
@@ -120,6 +121,7 @@ def allreduce(tensors, *, name, reduction):
     """
     return connect().operations.hvdtrain_allreduce(
         inputs=tensors,
+        token=graph.token().handle,
         mean=reduction.op == Average,
         collective=name,
         description=reduction.describe(),
@@ -134,6 +136,7 @@ def compare(signature, *, name):
     """
     return connect().operations.hvdtrain_compare(
         checksum=signature.checksum(),
+        token=graph.token().handle,
         collective=name,
         description=signature.describe(),
     )
