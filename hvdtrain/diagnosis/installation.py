@@ -25,6 +25,7 @@ def check():
     found = [*found, *found_horovod]
     if tensorflow:
         found += _check_tensorflow(tensorflow)
+        found.append(_check_native(tensorflow))
     if horovod:
         found += _check_horovod(horovod, tensorflow)
     found += _check_launchers(horovod)
@@ -64,6 +65,14 @@ def _check_tensorflow(tensorflow):
         remedy = f"hvdtrain is tested with {_TENSORFLOW_LINE}x"
         return [warning("TensorFlow", detail, remedy)]
     return [fine("TensorFlow", detail)]
+
+
+def _check_native(tensorflow):
+    obstacle = tensorflow["without_native"]
+    if obstacle:
+        remedy = "training works without, but slower"
+        return warning("operations", obstacle, remedy)
+    return fine("operations", "hvdtrain's own are built")
 
 
 def _check_horovod(horovod, tensorflow):

@@ -17,7 +17,18 @@ def _tensorflow():
         "version": tf.__version__,
         "keras": keras.__version__,
         "gpus": len(tf.config.list_physical_devices("GPU")),
+        "without_native": _without_native(),
     }
+
+
+def _without_native():
+    """Return why hvdtrain's own operations cannot be loaded, or an empty text."""
+    native = _load("hvdtrain.native")
+    try:
+        native.load()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _horovod():

@@ -169,6 +169,19 @@ def test_another_host(monkeypatch, tmp_path, login, status, words):
     assert words in finding.detail
 
 
+INSTALLED = {"version": "2.21.0", "keras": "3.15.1", "gpus": 0, "without_native": ""}
+
+
+@pytest.mark.parametrize(("obstacle", "status"), [("", "fine"), ("gone", "warning")])
+def test_missing_operations_of_hvdtrain_are_a_warning(monkeypatch, obstacle, status):
+    installed = {**INSTALLED, "without_native": obstacle}
+    found = {"TensorFlow": installed, "Horovod": None}
+    monkeypatch.setattr(installation, "load", lambda topic, _: (found[topic], []))
+    [finding] = [f for f in installation.check() if f.topic == "operations"]
+    assert finding.status == status
+    assert obstacle in finding.detail
+
+
 @pytest.mark.parametrize(
     ("keras", "status"),
     [
@@ -181,7 +194,7 @@ def test_another_host(monkeypatch, tmp_path, login, status, words):
 def test_a_keras_outside_the_range_of_the_package_is_broken(monkeypatch, keras, status):
     declared = pathlib.Path(__file__).parents[2].joinpath("setup.cfg").read_text()
     assert "keras>=3.12,<3.16" in declared
-    installed = {"version": "2.21.0", "keras": keras, "gpus": 0}
+    installed = {**INSTALLED, "keras": keras}
     found = {"TensorFlow": installed, "Horovod": None}
     monkeypatch.setattr(installation, "load", lambda topic, _: (found[topic], []))
     [finding] = [f for f in installation.check() if f.topic == "TensorFlow"]
