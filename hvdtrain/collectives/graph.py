@@ -32,21 +32,21 @@ def serialize(exchange, *, guard=None):
         exchange: creates the operations of one collective; returns a nest of tensors.
         guard: creates an operation that runs before those of `exchange`.
     """
-    counter = token()
+    token = order_token()
     if tf.executing_eagerly():
         results = exchange()
-        counter.assign_add(1)
+        token.assign_add(1)
         return results
     graph = tf.compat.v1.get_default_graph()
     # The backward function of a function whose gradient is taken outside of it has no
     # automatic control dependencies: a second order within one graph.
     previous = getattr(graph, "_hvdtrain_previous", [])
-    with tf.control_dependencies([*previous, counter.read_value()]):
+    with tf.control_dependencies([*previous, token.read_value()]):
         guards = [guard()] if guard else []
         with tf.control_dependencies(guards):
             results = exchange()
     with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
-        written = counter.assign_add(1)
+        written = token.assign_add(1)
     graph._hvdtrain_previous = [written]
     # A result is released after the write: whatever depends on it, also another
     # collective, starts later than the next reader of the token may.
@@ -56,7 +56,7 @@ def serialize(exchange, *, guard=None):
 
 def number_of_collectives():
     """Returns how many collectives this process has run, eagerly or in functions."""
-    return int(token())
+    return int(order_token())
 
 
 def block_constant_folding(tensor):
@@ -119,11 +119,11 @@ def check_not_compiled_by_xla():
 
 def _unknown_true():
     # Always true, but read from a variable: no pass over the graph can evaluate it.
-    return token().read_value() >= 0
+    return order_token().read_value() >= 0
 
 
 @functools.cache
-def token():
+def order_token():
     """Returns the variable that counts the collectives, and orders them."""
     # On the CPU: a token on a GPU would add a copy to every collective.
     with tf.init_scope(), tf.device("CPU"):

@@ -148,6 +148,25 @@ def test_order_holds_in_loops_and_branches():
     np.testing.assert_allclose(nested(tf.constant(float(RANK))), x[RANK], rtol=1e-6)
 
 
+def test_reduction_is_not_ordered_after_other_stateful_operations():
+    # A backward pass may have some, and would not overlap with the reduction.
+    @tf.function
+    def step(x):
+        unrelated = tf.numpy_function(lambda: np.float32(1.0), (), tf.float32)
+        return unrelated, hvd.allreduce(x, op=hvd.Sum)
+
+    graph = step.get_concrete_function(tf.constant(1.0)).graph
+    waiting = [op for op in graph.get_operations() if op.type == "HvdtrainAllreduce"]
+    before = set()
+    while waiting:
+        operation = waiting.pop()
+        before.add(operation.type)
+        waiting += operation.control_inputs + [each.op for each in operation.inputs]
+    assert "ReadVariableOp" in before
+    assert "PyFunc" not in before
+    assert step(tf.constant(1.0))[1] == SIZE
+
+
 def test_shape_that_changes_is_reduced_anew():
     @tf.function(input_signature=[tf.TensorSpec([None, 2])])
     def total(x):

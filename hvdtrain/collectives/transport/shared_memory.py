@@ -121,7 +121,7 @@ def allreduce(tensors, *, name, reduction):
     """
     return connect().operations.hvdtrain_allreduce(
         inputs=tensors,
-        token=graph.token().handle,
+        token=graph.order_token().handle,
         mean=reduction.op == Average,
         collective=name,
         description=reduction.describe(),
@@ -136,7 +136,7 @@ def compare(signature, *, name):
     """
     return connect().operations.hvdtrain_compare(
         checksum=signature.checksum(),
-        token=graph.token().handle,
+        token=graph.order_token().handle,
         collective=name,
         description=signature.describe(),
     )
