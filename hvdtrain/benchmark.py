@@ -8,6 +8,7 @@ python -m hvdtrain.benchmark --strategy=mirrored --workload=resnet18
 The default takes about a minute. docs/benchmark.md describes the figures.
 """
 
+import math
 import os
 
 from absl import flags
@@ -89,6 +90,14 @@ flags.DEFINE(program.Path(), "plot", None, "PNG file to draw the figures in.")
 @flags.validator("workload", f"expected {', '.join(WORKLOADS)}, or module:function")
 def _check_workload(text):
     return is_workload(text)
+
+
+@flags.multi_flags_validator(
+    ["seconds", "backward_ms"], "expected numbers for --seconds and --backward_ms"
+)
+def _check_numbers(values):
+    # absl's bounds accept nan.
+    return not any(map(math.isnan, values.values()))
 
 
 @flags.validator("project", "expected numbers of ranks, 2 or more, such as 4,8,16")

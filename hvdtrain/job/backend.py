@@ -11,7 +11,7 @@ from hvdtrain.collectives import transport
 from hvdtrain.job import open_mpi
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.uncaught import explain_failed_collectives
-from hvdtrain.job.world import JobError, World
+from hvdtrain.job.world import JobError, SharedJobError, World
 
 # Users' scripts may evaluate or save on rank 0 for long, with the other ranks blocked
 # in a collective. hvdtrain's programs have a shorter limit: job/start.py.
@@ -50,6 +50,10 @@ def init_world(*, is_alone):
     Args:
         is_alone: whether there is no launcher, hence no rendezvous.
     """
+    try:
+        transport.chosen()
+    except ValueError as error:
+        raise SharedJobError(str(error)) from None
     if is_alone and hvd.gloo_built():
         _choose_gloo()
     init()

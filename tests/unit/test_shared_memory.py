@@ -39,6 +39,11 @@ def test_unknown_choice_is_an_error(monkeypatch):
         shared_memory.connect()
 
 
+def test_empty_choice_is_the_default(monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_REDUCTION", "")
+    assert shared_memory.chosen() == "auto"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "obstacle"),
     [

@@ -26,4 +26,8 @@ from hvdtrain.collectives.transport.reduction import (
     check_compression,
     op_name,
 )
-from hvdtrain.collectives.transport.shared_memory import disconnect, reduction_path
+from hvdtrain.collectives.transport.shared_memory import (
+    chosen,
+    disconnect,
+    reduction_path,
+)

@@ -61,12 +61,7 @@ def connect():
         ValueError: for an unknown value of HVDTRAIN_REDUCTION.
         RuntimeError: HVDTRAIN_REDUCTION=shared_memory cannot be fulfilled.
     """
-    choice = os.environ.get("HVDTRAIN_REDUCTION", "auto")
-    if choice not in _CHOICES:
-        raise ValueError(
-            f"Received HVDTRAIN_REDUCTION={choice}; expected one of "
-            f"{', '.join(_CHOICES)}."
-        )
+    choice = chosen()
     # Both are known to every rank without communication.
     if is_elastic():
         connection = Connection(obstacle="the job is elastic")
@@ -80,6 +75,21 @@ def connect():
             f"{connection.obstacle}. Unset it to reduce through Horovod."
         )
     return connection
+
+
+def chosen():
+    """Returns HVDTRAIN_REDUCTION, `auto` where it is unset or empty.
+
+    Raises:
+        ValueError: for an unknown value.
+    """
+    choice = os.environ.get("HVDTRAIN_REDUCTION") or "auto"
+    if choice not in _CHOICES:
+        raise ValueError(
+            f"Received HVDTRAIN_REDUCTION={choice}; expected one of "
+            f"{', '.join(_CHOICES)}."
+        )
+    return choice
 
 
 def disconnect():
