@@ -25,6 +25,7 @@ def run_info(world, options, run):
     window = options.accumulation_steps
     return {
         **describe(world),
+        "reduction": transport.reduction_path(),
         "dataset": run.dataset.name,
         "requested_dataset": options.dataset,
         "model": options.model,
@@ -43,8 +44,8 @@ def run_info(world, options, run):
 def describe(world):
     """Return the environment of a run, for its summary. A collective.
 
-    Its keys: size, hosts (name to number of ranks), controller (MPI or Gloo), reduction
-    (how dense gradients are reduced), threads (of each rank), versions.
+    Its keys: size, hosts (name to number of ranks), controller (MPI or Gloo), threads
+    (of each rank), versions.
     """
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     ranks = gather(world, (socket.gethostname(), threads))
@@ -53,7 +54,6 @@ def describe(world):
         "size": world.size,
         "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
         "controller": "MPI" if hvd.mpi_enabled() else "Gloo",
-        "reduction": transport.reduction_path(),
         "threads": [threads for _, threads in ranks],
         "versions": {
             "hvdtrain": __version__,

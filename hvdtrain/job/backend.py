@@ -51,7 +51,7 @@ def init_world(*, is_alone):
         is_alone: whether there is no launcher, hence no rendezvous.
     """
     try:
-        transport.chosen()
+        transport.reduction_choice()
     except ValueError as error:
         raise SharedJobError(str(error)) from None
     if is_alone and hvd.gloo_built():

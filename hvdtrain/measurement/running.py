@@ -70,16 +70,13 @@ def write(options, world, result):
 
 
 def _environment(options, world):
-    described = report.describe(world)
-    # The banner's; the strategies of one process have another.
-    del described["reduction"]
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _processor(),
         # Of the minute before: other processes make the figures worse.
         "load_average": os.getloadavg()[0],
-        **described,
+        **report.describe(world),
         "path": collectives.path_of(world, options),
     }
 

@@ -41,7 +41,7 @@ def test_unknown_choice_is_an_error(monkeypatch):
 
 def test_empty_choice_is_the_default(monkeypatch):
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "")
-    assert shared_memory.chosen() == "auto"
+    assert shared_memory.reduction_choice() == "auto"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from hvdtrain.collectives.transport.reduction import (
     op_name,
 )
 from hvdtrain.collectives.transport.shared_memory import (
-    chosen,
     disconnect,
+    reduction_choice,
     reduction_path,
 )

@@ -61,7 +61,7 @@ def connect():
         ValueError: for an unknown value of HVDTRAIN_REDUCTION.
         RuntimeError: HVDTRAIN_REDUCTION=shared_memory cannot be fulfilled.
     """
-    choice = chosen()
+    choice = reduction_choice()
     # Both are known to every rank without communication.
     if is_elastic():
         connection = Connection(obstacle="the job is elastic")
@@ -77,7 +77,7 @@ def connect():
     return connection
 
 
-def chosen():
+def reduction_choice():
     """Returns HVDTRAIN_REDUCTION, `auto` where it is unset or empty.
 
     Raises:
@@ -221,7 +221,7 @@ def _first_obstacle(obstacles):
 
 def _obstacle():
     """Returns why this rank cannot reduce in shared memory, or an empty text."""
-    if os.environ.get("HVDTRAIN_REDUCTION") == "horovod":
+    if reduction_choice() == "horovod":
         return "HVDTRAIN_REDUCTION=horovod"
     if hvd.local_size() != hvd.size():
         return "the ranks are on several hosts"
