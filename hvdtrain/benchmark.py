@@ -81,7 +81,7 @@ flags.DEFINE_list(
     "project", ["4", "8", "16", "32", "64"], "Numbers of ranks to project to."
 )
 flags.DEFINE_list(
-    "compare", [], "Print a table of these files of --json, and measure nothing."
+    "compare", None, "Print a table of these files of --json, and measure nothing."
 )
 flags.DEFINE(program.Path(), "json", None, "File to write the figures to.")
 flags.DEFINE(program.Path(), "plot", None, "PNG file to draw the figures in.")
@@ -98,6 +98,11 @@ def _check_workload(text):
 def _check_numbers(values):
     # absl's bounds accept nan.
     return not any(map(math.isnan, values.values()))
+
+
+@flags.validator("compare", "expected files that --json wrote, such as a.json,b.json")
+def _check_compare(paths):
+    return paths is None or bool(paths and all(paths))
 
 
 @flags.validator("project", "expected numbers of ranks, 2 or more, such as 4,8,16")

@@ -2,6 +2,7 @@
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 # Moved as the bits of another dtype: an allgather, a broadcast and an alltoall compute
@@ -102,6 +103,17 @@ def scaled(tensor, factor):
     # A loss scale overflows float16 although the product does not.
     wide = tf.cast(tensor, tf.float32) if tensor.dtype == tf.float16 else tensor
     return tf.cast(wide * factor, tensor.dtype)
+
+
+def divide_bytes(content, lengths):
+    """Returns a list of bytes, from a tensor that holds them one after the other.
+
+    Args:
+        content: eager tensor of uint8.
+        lengths: eager tensor with the length of each.
+    """
+    content, ends = content.numpy().tobytes(), np.cumsum(lengths.numpy())
+    return [content[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
 
 def check_has_rows(tensor):

@@ -36,19 +36,22 @@ def _check_path(path, flag):
 
 
 def read_json(paths):
-    """Return the dicts of JSON files, by path.
+    """Return the contents of JSON files, by path.
 
     Raises:
-        JobError: a file cannot be read, or is not JSON.
+        JobError: a path is not that of a file, or a file cannot be read or is not JSON.
     """
     results = {}
     for path in paths:
         with one_line_errors(
             f"read {path}",
-            errors=(OSError, TypeError, ValueError),
+            errors=(OSError, ValueError),
             remedy="expected a file that --json wrote",
         ):
-            results[path] = dict(json.loads(pathlib.Path(path).read_text()))
+            # A pipe or a device would be read without end.
+            if pathlib.Path(path).exists() and not pathlib.Path(path).is_file():
+                raise ValueError("Not a regular file")
+            results[path] = json.loads(pathlib.Path(path).read_text())
     return results
 
 

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-_PARTS = ("compute", "communication", "overhead", "input_wait")
+from hvdtrain.measurement import tables
 
 
 def draw(result, path):
@@ -43,21 +43,27 @@ def _draw_collectives(figure, result):
 def _draw_training(figure, result):
     figures, flags = result["figures"], result["flags"]
     split, times = figure.subplots(1, 2, width_ratios=(2, 3))
-    bottom = 0.0
-    for name in _PARTS:
-        # Differences of noisy times may be negative: not drawn.
-        height = 1000 * max(0.0, figures["split_seconds"][name])
-        split.bar(["step"], [height], bottom=bottom, label=name.replace("_", " "))
-        bottom += height
-    split.set(ylabel="milliseconds")
-    split.legend()
+    # Side by side: differences of noisy times may be negative.
+    measured = tables.measured_parts(figures)
+    parts = {name: 1000 * each for name, each in measured.items() if each is not None}
+    bars = split.barh([name.replace("_", " ") for name in parts], parts.values())
+    split.bar_label(bars, fmt="%.3g", padding=3)
+    split.axvline(0, color="black", linewidth=0.8)
+    split.invert_yaxis()
+    split.margins(x=0.25)
+    split.set(xlabel="milliseconds", title="a step and its parts, all ranks")
     by_rank = figures["rounds"]["step_seconds_by_rank"][0]
     for name, seconds in by_rank.items():
         numbers = range(1, len(seconds) + 1)
         times.plot(numbers, [1000 * each for each in seconds], "o-", label=name)
     times.xaxis.get_major_locator().set_params(integer=True)
-    times.set(xlabel="round", ylabel="milliseconds per step, rank 0", ylim=(0, None))
-    times.legend()
+    times.set(
+        xlabel="round",
+        ylabel="milliseconds per step",
+        title="the variants, rank 0",
+        ylim=(0, None),
+    )
+    times.legend(loc="lower right")
     figure.suptitle(
         f"{flags['workload']}, {flags['strategy']}, ranks: {result['size']}: "
         f"{figures['samples_per_second']:,.0f} samples/s ({result['machine']})"

@@ -117,8 +117,8 @@ def project(line, *, size, buckets, step_seconds, compute_seconds):
     Returns:
         A dict by algorithm with, in seconds: `communication` of one bucket of all
         gradients, the `step` with that, and the `overlapped_step`, in which buckets
-        are reduced while the backward pass goes on; and the `efficiency` of the latter
-        against a step without communication.
+        are reduced while the backward pass goes on; and a step `without_communication`
+        divided by the latter.
     """
     projected = {}
     for algorithm in ALGORITHMS:
@@ -135,6 +135,6 @@ def project(line, *, size, buckets, step_seconds, compute_seconds):
             "communication": seconds_of(sum(buckets)),
             "step": step_seconds + seconds_of(sum(buckets)),
             "overlapped_step": step_seconds + exposed,
-            "efficiency": step_seconds / (step_seconds + exposed),
+            "without_communication": step_seconds / (step_seconds + exposed),
         }
     return projected

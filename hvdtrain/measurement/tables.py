@@ -2,6 +2,9 @@
 
 from hvdtrain.measurement.projection import ALGORITHMS
 
+NOT_MEASURED = "-"
+# Fewer, and a median is no protection against one slow round.
+_MIN_ROUNDS = 3
 _LABEL = 15
 
 
@@ -17,6 +20,7 @@ def training(result):
         *_workload(result["flags"], figures),
         *_speed(figures),
         *_split(figures),
+        *_doubts(result),
         *_one_rank(figures["one_rank"], figures["devices"], size),
         *_comparison(figures, result),
         *_resources(figures),
@@ -66,8 +70,11 @@ def _head(result):
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     hosts = ", ".join(f"{count} on {host}" for host, count in result["hosts"].items())
     threads = " or ".join(str(n) for n in sorted(set(result["threads"])))
+    path = result["path"]
+    if result["size"] > 1:
+        path = f"{result['controller']}; reduction: {path}"
     yield "versions", versions
-    yield "ranks", f"{hosts}; {result['path']}; threads per rank: {threads}"
+    yield "ranks", f"{hosts}; {path}; threads per rank: {threads}"
     yield "machine", f"{result['machine']}; load average {result['load_average']:.1f}"
 
 
@@ -83,6 +90,30 @@ def _workload(flags, figures):
     )
     if figures["warning"]:
         yield "WARNING", figures["warning"]
+
+
+def _doubts(result):
+    """Yield what makes the figures less than certain."""
+    flags, figures = result["flags"], result["figures"]
+    threads, load = sum(result["threads"]), result["load_average"]
+    if load > threads:
+        yield (
+            "WARNING",
+            f"the load average before was {load:.1f}, and the ranks have {threads} "
+            "threads: other programs disturb the figures",
+        )
+    if flags["rounds"] < _MIN_ROUNDS:
+        yield (
+            "WARNING",
+            f"fewer than {_MIN_ROUNDS} rounds: medians do not exclude a slow one; use "
+            "more --rounds",
+        )
+    if min(figures["split_seconds"].values()) < 0:
+        yield (
+            "WARNING",
+            "a part of the step is negative: it is smaller than the noise of this "
+            "machine; use more --rounds",
+        )
 
 
 def _speed(figures):
@@ -101,8 +132,21 @@ def _speed(figures):
     )
 
 
+def measured_parts(figures):
+    """Return the seconds of a step and its parts, None for those not measured.
+
+    Without a variant of its own, a part is zero by construction.
+    """
+    variants = figures["rounds"]["step_seconds_by_rank"][0]
+    needed = {"communication": "local", "input_wait": "constant"}
+    return {
+        name: seconds if needed.get(name, name) in {name, *variants} else None
+        for name, seconds in figures["split_seconds"].items()
+    }
+
+
 def _split(figures):
-    parts = figures["split_seconds"]
+    parts = measured_parts(figures)
     notes = {
         "compute": "forward and backward pass, update",
         "communication": f"not hidden; {size_text(figures['reduced_bytes'])} reduced",
@@ -110,10 +154,12 @@ def _split(figures):
         "input_wait": "for the input pipeline",
     }
     for name, note in notes.items():
-        share = parts[name] / parts["step"]
+        seconds, share = parts[name], NOT_MEASURED
+        if seconds is not None:
+            share = f"{seconds / parts['step']:.1%}"
         yield (
             f"  {name.replace('_', ' ')}",
-            f"{milliseconds(parts[name]):>11} {share:7.1%}  {note}",
+            f"{milliseconds(seconds):>11} {share:>7}  {note}",
         )
 
 
@@ -181,13 +227,15 @@ def _projection(projected, size, measured):
         f"{size_text(max(projected['buckets']))} or less are"
     )
     yield (
-        "reduced during the backward pass, the time of a step and the efficiency are:"
+        "reduced during the backward pass, the times of a step are those below. Beside "
+        "them: a step"
     )
+    yield ("without communication, divided by it.")
     yield f"{'ranks':>8}" + "".join(f"{name:>24}" for name in ALGORITHMS)
     for ranks, by_algorithm in projected["by_ranks"].items():
         cells = [
             f"{milliseconds(by_algorithm[name]['overlapped_step'])}, "
-            f"{by_algorithm[name]['efficiency']:.2f}"
+            f"{by_algorithm[name]['without_communication']:.2f}"
             for name in ALGORITHMS
         ]
         line = f"{ranks:>8}" + "".join(f"{cell:>24}" for cell in cells)
@@ -202,7 +250,12 @@ def _time(seconds):
 
 
 def milliseconds(seconds):
-    """Return seconds as text in milliseconds, three decimals below 10 and else one."""
+    """Return seconds as text in milliseconds, three decimals below 10 and else one.
+
+    None is `NOT_MEASURED`.
+    """
+    if seconds is None:
+        return NOT_MEASURED
     value = 1000 * seconds
     digits = 3 if abs(value) < 10 else 1
     return f"{value:,.{digits}f} ms"

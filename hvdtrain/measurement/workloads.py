@@ -1,9 +1,11 @@
 """Workloads: a plain compiled Keras model and its input, by name."""
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
 import sys
+import traceback
 from collections.abc import Callable
 
 import keras
@@ -14,7 +16,8 @@ from hvdtrain import models, optimizers
 from hvdtrain.data import Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job import JobError
-from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.measurement import simulated
 from hvdtrain.measurement.options import WORKLOADS
@@ -77,8 +80,8 @@ def load(options, world):
     """Return the `Workload` of the options. A collective.
 
     Raises:
-        JobError: the data or the function cannot be loaded, or the function returns
-            no compiled Keras model.
+        JobError: the data or the function cannot be loaded, the function fails or
+            returns no compiled Keras model, or the models of the ranks differ.
     """
     name, size = options.workload, options.batch_size
     if name == "backward":
@@ -88,7 +91,10 @@ def load(options, world):
     if name in WORKLOADS:
         return _mnist(options, world)
     with fail_together(world):
-        return _of_function(name, size)
+        workload = _of_function(name, size)
+        shapes = [tuple(weight.shape) for weight in workload.build().weights]
+    _check_same_weights(name, gather(world, shapes))
+    return workload
 
 
 def _mnist(options, world):
@@ -168,7 +174,8 @@ def _of_function(name, batch_size):
     function = _import(name)
 
     def build(learning_rate_factor=1):
-        model = function()
+        with _failures_of_user_code(name):
+            model = function()
         if not isinstance(model, keras.Model) or not model.compiled:
             raise JobError(
                 f"Received {type(model).__name__} from --workload={name}; expected a "
@@ -192,25 +199,41 @@ def _import(name):
     # As `python -m` does for its module: relative to the current directory.
     sys.path.insert(0, "")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # Not where the module itself imports what is missing.
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise _not_found(name, error) from None
+        with _failures_of_user_code(name):
+            return getattr(importlib.import_module(module_name), function)
     finally:
         sys.path.remove("")
+
+
+@contextlib.contextmanager
+def _failures_of_user_code(name):
+    """Raise what a user's code raises as a `JobError`, after the user's frames."""
     try:
-        return getattr(module, function)
-    except AttributeError as error:
-        raise _not_found(name, error) from None
+        yield
+    # sys.exit, too: it would end this rank without a word to the others.
+    except (Exception, SystemExit) as error:
+        not_theirs = (__file__, importlib.__file__, "<frozen importlib")
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith(not_theirs)
+        ]
+        raise JobError(
+            "".join(traceback.format_list(frames))
+            + f"--workload={name} raised {type(error).__name__}: {error}; expected "
+            "module:function, found from the current directory or installed, where "
+            "the function takes no arguments and returns a compiled Keras model."
+        ) from None
 
 
-def _not_found(name, error):
-    return JobError(
-        f"Received --workload={name}: {error}; expected module:function, found from "
-        "the current directory or installed."
-    )
+def _check_same_weights(name, shapes):
+    for rank, theirs in enumerate(shapes):
+        if theirs != shapes[0]:
+            raise SharedJobError(
+                f"Received a model with weights of the shapes {shapes[0]} on rank 0 "
+                f"and {theirs} on rank {rank} from --workload={name}; expected the "
+                "same model on all ranks."
+            )
 
 
 def _synthetic_batch(model, batch_size, name):

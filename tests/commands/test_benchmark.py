@@ -147,6 +147,8 @@ def test_collectives(run, tmp_path, launcher):
         (["--json=/dev/null/a.json"], "alone", ["/dev/null/a.json", "another --json"]),
         (["--workload=no_module:make"], "alone", ["no_module", "module:function"]),
         (["--workload=platform:node"], "alone", ["platform:node", "compiled Keras"]),
+        (["--workload=os.path:join"], "alone", ["os.path:join raised TypeError"]),
+        (["--workload=sys:exit"], "alone", ["sys:exit raised SystemExit"]),
         (["--dataset=custom"], "alone", ["custom", "data_dir"]),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -224,7 +225,7 @@ class TestProjection:
                 "communication": 2.008e-3,
                 "step": 0.102008,
                 "overlapped_step": 0.101008,
-                "efficiency": 0.1 / 0.101008,
+                "without_communication": 0.1 / 0.101008,
             }
         )
 
@@ -359,6 +360,9 @@ class TestOptions:
             ("--strategy=pipeline", ["--strategy=pipeline", "mirrored"]),
             ("--project=4,many", ["--project", "numbers of ranks"]),
             ("--seconds=-1", ["--seconds=-1", "[0, 120]"]),
+            ("--seconds=nan", ["expected numbers", "--seconds"]),
+            ("--compare=", ["--compare", "expected files"]),
+            ("--compare=a.json,", ["--compare", "expected files"]),
             ("--json=", ["--json", "expected a path"]),
         ],
     )
@@ -383,6 +387,7 @@ def result():
         "hosts": {"host1": 1},
         "threads": [2],
         "size": 1,
+        "controller": "MPI",
         "path": "no reduction",
         "flags": dataclasses.asdict(options(rounds=1)),
         "figures": {
@@ -421,12 +426,27 @@ class TestFiles:
         with pytest.raises(JobError, match=r"matplotlib is missing.*pip install"):
             files.check(options(plot=str(tmp_path / "plot.png")))
 
-    @pytest.mark.parametrize("text", ["[1]", "nothing", '{"format": 0}'])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "[1]",
+            "7",
+            "nothing",
+            '{"format": 0}',
+            f'{{"format": {comparison.FORMAT}, "figures": []}}',
+        ],
+    )
     def test_a_file_of_others_is_not_compared(self, tmp_path, text):
         path = tmp_path / "other.json"
         path.write_text(text)
         with pytest.raises(JobError, match=f"{path}.*expected a file that --json"):
             comparison.table(files.read_json([str(path)]))
+
+    def test_a_pipe_is_not_compared(self, tmp_path):
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+        with pytest.raises(JobError, match=f"{path}: Not a regular file"):
+            files.read_json([str(path)])
 
     def test_a_plot(self, tmp_path):
         pytest.importorskip("matplotlib")
@@ -448,6 +468,18 @@ class TestTables:
         assert "bare Keras 12,800 samples/s; one rank has 0.50 of it" in text
         assert "4.2 s from python" in text
         assert "peak of a rank 3 GB; PSS of all ranks 2 MB" in text
+        # Neither a variant without reduction nor one with a constant batch.
+        assert "communication - - not hidden" in text
+        assert "input wait - - for the input" in text
+
+    def test_doubts(self):
+        found = result()
+        found["load_average"] = 2.5
+        found["figures"]["split_seconds"]["overhead"] = -1e-6
+        text = tables.training(found)
+        assert "load average before was 2.5, and the ranks have 2 threads" in text
+        assert "fewer than 3 rounds" in text
+        assert "a part of the step is negative" in text
 
     def test_of_several_results(self):
         text = comparison.table({"a": result(), "b": result()})

@@ -96,9 +96,7 @@ def allgather_bytes(data, *, name, process_set=global_process_set):
     lengths, content = allgather(
         [[len(data)], content], name=name, process_set=process_set
     )
-    ends = np.cumsum(lengths.numpy())
-    content = content.numpy().tobytes()
-    return [content[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+    return dtypes.divide_bytes(content, lengths)
 
 
 def run(exchange, signature, *, name, process_set, is_compared=False):

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import native
-from hvdtrain.collectives import graph
+from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.collectives.transport import segment
 from hvdtrain.collectives.transport.reduction import Average, Sum
@@ -205,13 +205,9 @@ def _connect_ranks():
 def _gather(value):
     """Returns the values of all ranks, each of which JSON can hold. A collective."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = hvd.allgather(tf.constant([len(text)]), name="Connect_lengths").numpy()
-    texts = hvd.allgather(tf.constant(text), name="Connect").numpy()
-    ends = np.cumsum(lengths)
-    return [
-        json.loads(texts[end - length : end].tobytes())
-        for end, length in zip(ends, lengths, strict=True)
-    ]
+    lengths = hvd.allgather(tf.constant([len(text)]), name="Connect_lengths")
+    texts = hvd.allgather(tf.constant(text), name="Connect")
+    return [json.loads(each) for each in dtypes.divide_bytes(texts, lengths)]
 
 
 def _first_obstacle(obstacles):
