@@ -27,7 +27,24 @@ def _path(name, text):
 flags.DEFINE_enum("dataset", "auto", data.NAMES, "auto is mnist, or else digits.")
 _path("data_dir", "Directory of an npz file or the four IDX files of the data set.")
 flags.DEFINE_enum("model", "mlp", ("mlp", "cnn"), "The network.")
-_path("model_dir", "Where summary.json, model.keras and TensorBoard's logs go.")
+_path(
+    "model_dir",
+    "Where checkpoints, summary.json, model.keras and TensorBoard's logs go. A job "
+    "that was stopped or killed continues from its checkpoints there.",
+)
+_integer(
+    "save_every_steps", 0, "Steps between checkpoints, 0 for none.", low=0, high=None
+)
+flags.DEFINE_float(
+    "save_every_seconds", 600.0, "Seconds between checkpoints, 0 for none.", 0
+)
+_integer("keep_checkpoints", 5, "Newest checkpoints that are kept.")
+flags.DEFINE_float(
+    "max_minutes",
+    0.0,
+    "Stop after so many minutes with exit code 75, to be continued; 0 for no limit.",
+    0,
+)
 _integer("batch_size", 64, "Images per rank and step.", high=1 << 20)
 _integer(
     "max_steps",
@@ -93,6 +110,13 @@ def _check_warmup_epochs(epochs):
 
 
 @flags.multi_flags_validator(
+    ["save_every_seconds", "max_minutes"], "expected finite numbers"
+)
+def _check_times(values):
+    return all(map(math.isfinite, values.values()))
+
+
+@flags.multi_flags_validator(
     ["max_steps", "epochs"], "expected one of them: each says how long to train"
 )
 def _check_length(values):
@@ -124,9 +148,10 @@ def main():
     if world.is_chief:
         print(report.banner(info, run.dataset, warning=run.warning), flush=True)
     result = training.train_and_evaluate(
-        run.model,
+        lambda: run.model,
         run.train_spec,
         run.eval_spec,
+        run.config,
         world=world,
         observers=run.observers,
     )

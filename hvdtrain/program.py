@@ -1,7 +1,8 @@
 """What all programs share: flags, one line for a mistake, exit codes.
 
 The only module that ends processes. Exit codes: 0, 1 for a failure, 2 for wrong
-flags, 128 + its number for a signal: 130 for Ctrl-C.
+flags, 75 for a job that was stopped and can be continued, and 128 + its number for a
+signal: 130 for Ctrl-C.
 """
 
 import contextlib
@@ -61,7 +62,8 @@ def run(main, *, page):
             print(_help(page))
         sys.stdout.flush()
     except JobError as error:
-        _leave(str(error), code=1, is_shared=isinstance(error, SharedJobError))
+        is_shared = isinstance(error, SharedJobError)
+        _leave(str(error), code=error.exit_code, is_shared=is_shared)
     except Exception as error:
         _leave_after_bug(error)
 

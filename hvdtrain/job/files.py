@@ -32,9 +32,28 @@ def atomic_write(path):
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+        # The rename itself is durable only with its directory.
+        _synchronize_directory(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_partial(directory):
+    """Remove all temporary files of `atomic_write`. For the only writer of a directory.
+
+    They are those of processes that were killed.
+    """
+    for left in directory.glob(f".partial-{'?' * 8}-*"):
+        left.unlink(missing_ok=True)
+
+
+def _synchronize_directory(directory):
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _remove_stale(path):

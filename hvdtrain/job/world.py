@@ -6,9 +6,20 @@ import dataclasses
 class JobError(Exception):
     """The job cannot continue. The message is one line: the reason and the remedy."""
 
+    exit_code = 1
+
 
 class SharedJobError(JobError):
     """A `JobError` that is raised on every rank alike: rank 0 alone prints it."""
+
+
+class PreemptedError(SharedJobError):
+    """The job was asked to stop, and is to be started again to continue.
+
+    Its exit code is EX_TEMPFAIL of sysexits.h, on which schedulers can requeue.
+    """
+
+    exit_code = 75
 
 
 @dataclasses.dataclass(frozen=True)

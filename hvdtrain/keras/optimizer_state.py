@@ -15,13 +15,14 @@ def replicated_state(optimizer, trainable, local_keys=frozenset()):
         trainable: list of the variables that it trains.
         local_keys: set of `gradients.variable_key(variable)` of local variables.
     """
-    own = _slots(optimizer, trainable, local_keys) | _accumulated(optimizer)
+    own = _slots(optimizer, trainable, local_keys)
+    own |= {id(accumulator) for accumulator in accumulated_gradients(optimizer)}
     return [v for v in optimizer.variables if id(v) not in own]
 
 
-def _accumulated(optimizer):
-    accumulators = getattr(without_loss_scale(optimizer), "_accumulated_gradients", ())
-    return {id(accumulator) for accumulator in accumulators}
+def accumulated_gradients(optimizer):
+    """Returns the variables with the sums of an accumulation window; may be none."""
+    return list(getattr(without_loss_scale(optimizer), "_accumulated_gradients", ()))
 
 
 def _slots(optimizer, trainable, local_keys):

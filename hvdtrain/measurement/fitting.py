@@ -111,7 +111,7 @@ def trained(model, input_fn, workload, options, world, *, callbacks=()):
         )
         # One sample: evaluation is not measured.
         evaluation = training.EvalSpec(input_fn=lambda: sample)
-        training.train_and_evaluate(model, spec, evaluation, world=world)
+        training.train_and_evaluate(lambda: model, spec, evaluation, world=world)
         return stopwatch.seconds
 
     return Variant(run=run)

@@ -8,4 +8,4 @@ from hvdtrain.training import image_classifier, observers, run_directory
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.plan import Plan
-from hvdtrain.training.specs import EvalSpec, Result, TrainSpec
+from hvdtrain.training.specs import EvalSpec, Result, RunConfig, TrainSpec

@@ -12,7 +12,7 @@ from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same_flags, fail_together
 from hvdtrain.training import run_directory, schedules
 from hvdtrain.training.observers import make_observers
-from hvdtrain.training.specs import EvalSpec, TrainSpec
+from hvdtrain.training.specs import EvalSpec, RunConfig, TrainSpec
 
 _EVALUATION_BATCH_SIZE = 256
 
@@ -25,6 +25,10 @@ class Options:
     data_dir: str | None
     model: str
     model_dir: str | None
+    save_every_steps: int
+    save_every_seconds: float
+    keep_checkpoints: int
+    max_minutes: float
     batch_size: int
     max_steps: int | None
     epochs: int | None
@@ -55,6 +59,7 @@ class Run:
     model: keras.Model
     train_spec: TrainSpec
     eval_spec: EvalSpec
+    config: RunConfig
     observers: list
 
 
@@ -91,6 +96,13 @@ def build(options, world):
         model=model,
         train_spec=train_spec,
         eval_spec=eval_spec,
+        config=RunConfig(
+            model_dir=options.model_dir,
+            save_every_steps=options.save_every_steps,
+            save_every_seconds=options.save_every_seconds,
+            keep_max=options.keep_checkpoints,
+            max_minutes=options.max_minutes,
+        ),
         observers=observers,
     )
 

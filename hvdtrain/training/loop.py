@@ -1,77 +1,237 @@
 """Train and evaluate a Keras model on all ranks. The loop is Keras' `fit`."""
 
-import warnings
+import os
 
-import tensorflow as tf
+import keras
+import numpy as np
 
+import hvdtrain.keras as hvd
 from hvdtrain.job import JobError
-from hvdtrain.keras import callbacks as hvd_callbacks
+from hvdtrain.job.agreement import fail_together
+from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.training.checkpoints import CheckpointFiles
 from hvdtrain.training.evaluation import EvaluationCallback
+from hvdtrain.training.fitting import fit
 from hvdtrain.training.plan import Plan
+from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
-from hvdtrain.training.specs import Result
+from hvdtrain.training.requests import EVALUATE, SAVE, Every, Requests
+from hvdtrain.training.resuming import RestoreCallback, Start, assign_all, restore
+from hvdtrain.training.saving import BackgroundWriter, CheckpointCallback
+from hvdtrain.training.specs import Result, RunConfig
+
+_CHECKPOINTS = "checkpoints"
 
 
-def train_and_evaluate(model, train_spec, eval_spec, *, world, observers=()):
+def train_and_evaluate(
+    model_fn, train_spec, eval_spec, config=None, *, world, observers=()
+):
     """Train a model on all ranks, then evaluate it over the whole test set.
 
+    With a `model_dir`, a job that was stopped or killed continues from its newest
+    checkpoint there, and computes what the uninterrupted job computes. A job that is
+    finished trains nothing, and returns its last metrics.
+
     Args:
-        model: a compiled model whose optimizer is distributed.
+        model_fn: returns a compiled Keras model. Its optimizer becomes a
+            `DistributedOptimizer` if it is not one.
         train_spec: a `TrainSpec`.
         eval_spec: an `EvalSpec`.
+        config: a `RunConfig`.
         world: the `World`.
         observers: objects whose methods are called on the chief:
-            `on_progress(progress)` with a `Progress` about every second, and
-            `on_evaluation(step, metrics)` after each evaluation.
+            `on_progress(progress)` with a `Progress` about every second,
+            `on_evaluation(step, metrics)` after each evaluation, and
+            `on_checkpoint(step, text)` when a checkpoint was written, or was not.
 
     Returns:
         A `Result`.
 
     Raises:
-        JobError: on all ranks, when the loss is not finite.
+        PreemptedError: on all ranks, when the job was asked to stop.
+        JobError: on all ranks, when the loss is not finite, or when there are
+            checkpoints and none can be used.
     """
+    config = config or RunConfig()
     plan = Plan.of(train_spec)
+    model = _built(model_fn(), train_spec.input_fn)
     model.steps_per_execution = plan.steps_per_execution
-    observers = observers if world.is_chief else ()
-    evaluation = EvaluationCallback(eval_spec, plan, observers)
     global_batch_size = train_spec.local_batch_size * world.size
-    progress = ProgressCallback(plan, global_batch_size, world, observers)
-    history = _fit(
-        model,
-        train_spec.input_fn(0, plan.max_steps),
+    files, start = _files(config), Start()
+    if files:
+        start = restore(model, files, world, global_batch_size=global_batch_size)
+    training = _Training(
         plan,
-        callbacks=[
-            hvd_callbacks.BroadcastGlobalVariablesCallback(0),
-            hvd_callbacks.AverageMovingStatisticsCallback(),
-            hvd_callbacks.MetricAverageCallback(),
+        start,
+        config,
+        world,
+        writer=BackgroundWriter(files, observers) if world.is_chief and files else None,
+        observers=observers if world.is_chief else (),
+        global_batch_size=global_batch_size,
+    )
+    if start.step < plan.max_steps:
+        training.run(model, train_spec, eval_spec)
+    else:
+        assign_all(model, start)
+    return training.result(model)
+
+
+class _Training:
+    """The callbacks of a training, and what they have found.
+
+    Args:
+        plan: the `Plan`.
+        start: the `Start`.
+        config: the `RunConfig`.
+        world: the `World`.
+        writer: the `BackgroundWriter`; None on other ranks, and without checkpoints.
+        observers: see `train_and_evaluate`.
+        global_batch_size: samples of a step of the whole job.
+    """
+
+    def __init__(
+        self, plan, start, config, world, *, writer, observers, global_batch_size
+    ):
+        self._plan = plan
+        self._start = start
+        self._config = config
+        self._world = world
+        self._writer = writer
+        self._observers = observers
+        self._global_batch_size = global_batch_size
+        self._requests = Requests()
+        self._progress = ProgressCallback(
+            plan,
+            global_batch_size,
+            world,
+            observers,
+            requests=self._requests,
+            start_step=start.step,
+        )
+        self._history = keras.callbacks.History()
+        self._history.history = dict(start.metadata.get("history", {}))
+        self._evaluations = list(start.metadata.get("evaluations", ()))
+
+    def run(self, model, train_spec, eval_spec):
+        """Train to the end, or until the job is asked to stop."""
+        # Without checkpoints there is nothing to continue from.
+        numbers = self._config.stop_signals if self._config.model_dir else ()
+        with stopping_on(numbers, self._requests):
+            fit(
+                model,
+                train_spec.input_fn,
+                self._plan,
+                start_step=self._start.step,
+                callbacks=self._callbacks(train_spec, eval_spec),
+            )
+            with fail_together(self._world):
+                if self._writer:
+                    self._writer.wait()
+
+    def result(self, model):
+        """Return the `Result`."""
+        return Result(
+            model=model,
+            history=self._history.history,
+            test_metrics=self._evaluations[-1]["metrics"],
+            start_step=self._start.step,
+            train_seconds=self._train_seconds(),
+            samples_per_second=self._progress.samples_per_second,
+        )
+
+    def _callbacks(self, train_spec, eval_spec):
+        """Return all callbacks, in their order."""
+        config, plan = self._config, self._plan
+        evaluation = EvaluationCallback(
+            eval_spec,
+            plan,
+            self._every(EVALUATE, eval_spec.throttle_steps, eval_spec.throttle_seconds),
+            self._observers,
+            results=self._evaluations,
+        )
+        saving = CheckpointCallback(
+            self._writer,
+            plan,
+            self._every(SAVE, config.save_every_steps, config.save_every_seconds),
+            self._requests,
+            self._world,
+            describe=self._describe,
+        )
+        preemption = PreemptionCallback(
+            plan,
+            self._requests,
+            self._world,
+            self._writer,
+            max_minutes=config.max_minutes,
+        )
+        return [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.AverageMovingStatisticsCallback(),
+            # After these two, which make the ranks equal.
+            RestoreCallback(self._start, plan),
+            hvd.callbacks.MetricAverageCallback(),
             *train_spec.callbacks(plan),
-            progress,
+            self._progress,
             evaluation,
-        ],
-    )
-    return Result(
-        model=model,
-        train_metrics={name: float(values[-1]) for name, values in history.items()},
-        test_metrics=evaluation.metrics,
-        train_seconds=progress.seconds,
-        samples_per_second=progress.samples_per_second,
+            # Before the checkpoint, which contains it.
+            self._history,
+            *([saving] if config.model_dir else []),
+            preemption,
+        ]
+
+    def _every(self, name, steps, seconds):
+        return Every(
+            name,
+            self._requests,
+            steps=steps,
+            seconds=seconds,
+            world=self._world,
+            start_step=self._start.step,
+        )
+
+    def _describe(self):
+        """Return the metadata of a checkpoint."""
+        return {
+            "size": self._world.size,
+            "global_batch_size": self._global_batch_size,
+            "train_seconds": self._train_seconds(),
+            "history": _for_json(self._history.history),
+            "evaluations": _for_json(self._evaluations),
+        }
+
+    def _train_seconds(self):
+        return self._start.metadata.get("train_seconds", 0.0) + self._progress.seconds
+
+
+def _files(config):
+    if not config.model_dir:
+        return None
+    return CheckpointFiles(
+        os.path.join(config.model_dir, _CHECKPOINTS),
+        keep_max=config.keep_max,
+        keep_every_hours=config.keep_every_hours,
     )
 
 
-def _fit(model, batches, plan, *, callbacks):
-    # Keras needs the cardinality, which a dataset after `flat_map` does not have.
-    batches = batches.apply(tf.data.experimental.assert_cardinality(plan.max_steps))
-    with warnings.catch_warnings():
-        # The plan makes the last epoch shorter than the others.
-        warnings.filterwarnings("ignore", message="Your input ran out of data")
-        try:
-            return model.fit(
-                batches,
-                epochs=plan.epochs,
-                steps_per_epoch=plan.fit_epoch_steps,
-                callbacks=callbacks,
-                shuffle=False,
-                verbose=0,
-            ).history
-        except hvd_callbacks.DesynchronizedError as error:
-            raise JobError(str(error)) from None
+def _built(model, input_fn):
+    """Return a model that has all variables, with a distributed optimizer."""
+    if not getattr(model, "compiled", False):
+        raise JobError(
+            f"Received {type(model).__name__} from model_fn; expected a compiled Keras "
+            "model: call its compile()."
+        )
+    if not is_distributed(model.optimizer):
+        hvd.DistributedOptimizer(model.optimizer)
+    # Keras builds the metrics of `compile` with the first batch: a checkpoint that was
+    # written within an epoch has states for them.
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(next(iter(input_fn(0, 1))))
+    model.compute_metrics(x, y, model(x), weights)
+    model.reset_metrics()
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _for_json(values):
+    """Return lists and dicts of numbers and arrays, without arrays."""
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)

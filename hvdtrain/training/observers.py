@@ -63,6 +63,10 @@ class Console:
         """Prints a line."""
         self._write(f"evaluation at step {step}: {metrics_text(metrics)}")
 
+    def on_checkpoint(self, step, text):
+        """Prints a line."""
+        self._write(f"checkpoint at step {step} {text}")
+
     def _draw(self, progress):
         if self._bar is None:
             self._bar = tqdm.tqdm(
@@ -118,6 +122,9 @@ class EventLog:
     def on_evaluation(self, step, metrics):
         """Writes the test metrics."""
         self._write("test", step, metrics)
+
+    def on_checkpoint(self, step, text):
+        """Writes nothing: it is no number."""
 
     def _write(self, part, step, values):
         with self._one_line_errors():

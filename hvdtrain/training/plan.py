@@ -45,9 +45,50 @@ class Plan:
             steps_per_execution=execution,
         )
 
+    def segments(self, start_step):
+        """Return the calls of `fit` for the steps from `start_step` on.
+
+        Where that is within an epoch of `fit`, the rest of this epoch is a call of its
+        own: all epochs of one call have the same number of steps.
+        """
+        epoch, offset = divmod(start_step, self.fit_epoch_steps)
+        found = []
+        if offset and start_step < self.max_steps:
+            end = self.step(epoch + 1)
+            found.append(Segment(start_step, end, epoch, epoch + 1, end - start_step))
+            epoch += 1
+        if epoch < self.epochs:
+            steps = self.fit_epoch_steps
+            start = self.step(epoch)
+            found.append(Segment(start, self.max_steps, epoch, self.epochs, steps))
+        return found
+
+    def is_epoch_end(self, step):
+        """Whether an epoch of `fit` ends after `step` steps."""
+        return step == self.max_steps or step % self.fit_epoch_steps == 0
+
     def step(self, epoch, batch=0):
         """Return the number of steps before `batch` of this epoch of `fit`."""
         return min(epoch * self.fit_epoch_steps + batch, self.max_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """The arguments of one call of `fit`.
+
+    Attributes:
+        start_step: steps before it.
+        end_step: steps after it.
+        first_epoch: number of its first epoch.
+        end_epoch: number of the epoch after its last.
+        epoch_steps: steps of each of its epochs; the last may have fewer.
+    """
+
+    start_step: int
+    end_step: int
+    first_epoch: int
+    end_epoch: int
+    epoch_steps: int
 
 
 def _steps_per_execution(spec):

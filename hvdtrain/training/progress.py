@@ -9,6 +9,7 @@ import numpy as np
 
 from hvdtrain.job import JobError
 from hvdtrain.keras import Sum, allreduce
+from hvdtrain.training.requests import Requests
 
 _REPORT_SECONDS = 1.0
 
@@ -54,20 +55,33 @@ class ProgressCallback(keras.callbacks.Callback):
         global_batch_size: samples of a step of the whole job.
         world: the `World`.
         observers: see `train_and_evaluate`.
+        requests: the `Requests`, which a report agrees on.
+        start_step: the first step of this run.
         clock: returns seconds.
     """
 
     def __init__(
-        self, plan, global_batch_size, world, observers, *, clock=time.perf_counter
+        self,
+        plan,
+        global_batch_size,
+        world,
+        observers,
+        *,
+        requests=None,
+        start_step=0,
+        clock=time.perf_counter,
     ):
         super().__init__()
+        self._requests = requests or Requests()
+        self._start_step = start_step
         self._plan = plan
         self._global_batch_size = global_batch_size
         self._world = world
         self._observers = observers
         self._clock = clock
         self._next_step = 0
-        self._steps = self._first_steps = self._reported_steps = 0
+        self._first_steps = None
+        self._steps = self._reported_steps = start_step
         self._seconds = self._first_seconds = self._reported_seconds = 0.0
 
     @property
@@ -78,6 +92,8 @@ class ProgressCallback(keras.callbacks.Callback):
     @property
     def samples_per_second(self):
         """Of all ranks, without the first execution, in which TensorFlow traces."""
+        if self._first_steps is None:
+            return 0.0
         speed = self._steps_per_second(self._first_steps, self._first_seconds)
         return speed * self._global_batch_size
 
@@ -91,7 +107,9 @@ class ProgressCallback(keras.callbacks.Callback):
         """Reads the clock, and reports if it is due."""
         self._steps = self._plan.step(self._epoch, batch + 1)
         self._seconds = self._clock() - self._epoch_start_clock
-        if not self._first_steps:
+        # Requests hold for the step of their report.
+        self._requests.agreed = frozenset()
+        if self._first_steps is None:
             self._first_steps, self._first_seconds = self._steps, self._seconds
             self._reported_steps, self._reported_seconds = self._steps, self._seconds
             self._next_step = self._steps + 1
@@ -120,9 +138,9 @@ class ProgressCallback(keras.callbacks.Callback):
     def _steps_per_second(self, first_steps, first_seconds):
         steps, seconds = self._steps, self._seconds
         # A run of a single execution has no other speed than that with its tracing.
-        if steps > first_steps:
-            steps, seconds = steps - first_steps, seconds - first_seconds
-        return steps / seconds
+        if steps == first_steps:
+            return (steps - self._start_step) / seconds
+        return (steps - first_steps) / (seconds - first_seconds)
 
     def _since_report(self, means):
         """Convert means since the start of the epoch to means since the last report."""
@@ -140,12 +158,15 @@ class ProgressCallback(keras.callbacks.Callback):
     def _average(self, values):
         """Average over the ranks, and receive the next step of a report."""
         pause = max(1, int(self._recent_speed() * _REPORT_SECONDS))
+        votes = self._requests.votes()
         if self._world.size > 1:
             # A sum in which only the chief's pause is not zero broadcasts it.
-            sent = [*values.values(), pause if self._world.is_chief else 0]
+            sent = [pause if self._world.is_chief else 0, *votes, *values.values()]
             sums = allreduce(np.array(sent, "float64"), name="Progress", op=Sum)
-            *totals, pause = sums.numpy().tolist()
+            pause, *sums = sums.numpy().tolist()
+            votes, totals = sums[: len(votes)], sums[len(votes) :]
             means = [total / self._world.size for total in totals]
             values = dict(zip(values, means, strict=True))
+        self._requests.agree(votes)
         self._next_step = self._steps + int(pause)
         return values

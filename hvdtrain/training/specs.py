@@ -1,9 +1,16 @@
-"""The arguments and the result of `train_and_evaluate`."""
+"""The arguments and the result of `train_and_evaluate`.
+
+The names are those of TensorFlow's Estimator, which TensorFlow removed in 2.16.
+docs/training.md lists what differs.
+"""
 
 import dataclasses
+import signal
 from collections.abc import Callable
 
 import keras
+
+from hvdtrain.job import JobError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,7 +20,8 @@ class TrainSpec:
     Attributes:
         input_fn: `input_fn(start_step, end_step)` returns a `tf.data.Dataset` of
             the batches of this rank for these steps.
-        max_steps: batches that each rank takes; the same on all ranks.
+        max_steps: global steps of the whole job, over all its runs: batches that each
+            rank takes, which `optimizer.iterations` counts.
         pass_steps: batches in a pass over the data. Training metrics are reset about
             that often.
         local_batch_size: samples in a batch of one rank.
@@ -35,12 +43,59 @@ class EvalSpec:
     """What to evaluate on, and when. There is always an evaluation at the end.
 
     Attributes:
-        input_fn: returns a `tf.data.Dataset` of this rank's part of the test set.
+        input_fn: returns a `tf.data.Dataset` of this rank's part of the test set, each
+            of whose samples one rank has.
+        steps: batches of each rank that are evaluated, None for all.
         every_epochs: evaluate also after so many epochs of `fit`, 0 for never.
+        throttle_steps: evaluate also after so many steps, 0 for never.
+        throttle_seconds: evaluate also after so many seconds, 0 for never.
     """
 
     input_fn: Callable
+    steps: int | None = None
     every_epochs: int = 0
+    throttle_steps: int = 0
+    throttle_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the state of a job is kept.
+
+    Attributes:
+        model_dir: directory of the checkpoints, on a file system that rank 0 sees.
+            The job continues from the newest valid one there. None for no checkpoints.
+        save_every_steps: steps between checkpoints, 0 for none.
+        save_every_seconds: seconds between checkpoints, 0 for none. There is always
+            one at the end.
+        max_minutes: the job stops after so many minutes, so that it can be continued;
+            0 for no limit.
+        stop_signals: signals that make it stop in the same way, on any rank.
+        keep_max: number of the newest checkpoints that are kept.
+        keep_every_hours: in addition, one of every so many hours; 0 for none.
+    """
+
+    model_dir: str | None = None
+    save_every_steps: int = 0
+    save_every_seconds: float = 600.0
+    max_minutes: float = 0.0
+    stop_signals: tuple = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    keep_max: int = 5
+    keep_every_hours: float = 0.0
+
+    def __post_init__(self):
+        """Check the numbers."""
+        for name, low in (
+            ("save_every_steps", 0),
+            ("save_every_seconds", 0),
+            ("max_minutes", 0),
+            ("keep_max", 1),
+            ("keep_every_hours", 0),
+        ):
+            if getattr(self, name) < low:
+                raise JobError(
+                    f"Received {name}={getattr(self, name)}; expected {low} or more."
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,14 +104,23 @@ class Result:
 
     Attributes:
         model: the trained model.
-        train_metrics: by name, over the samples of all ranks in the last epoch.
+        history: the metrics of each epoch over the samples of all ranks, as lists by
+            name, from the start of the job.
         test_metrics: by name, over the whole test set.
-        train_seconds: in `fit`, without evaluation.
-        samples_per_second: of all ranks, without the first execution (tracing).
+        start_step: the step that this run has continued from, 0 for a new job.
+        train_seconds: in `fit`, without evaluation, of all runs of the job.
+        samples_per_second: of all ranks in this run, without the first execution
+            (tracing); 0 if it had nothing to train.
     """
 
     model: keras.Model
-    train_metrics: dict
+    history: dict
     test_metrics: dict
+    start_step: int
     train_seconds: float
     samples_per_second: float
+
+    @property
+    def train_metrics(self):
+        """The metrics of the last epoch, by name."""
+        return {name: float(values[-1]) for name, values in self.history.items()}

@@ -332,7 +332,7 @@ def test_what_train_and_evaluate_evaluates_is_the_model_of_every_rank():
         return pairs.batch(4)
 
     result = training.train_and_evaluate(
-        normalizer.model,
+        lambda: normalizer.model,
         training.TrainSpec(
             input_fn=lambda start, end: batches(data[start:end, RANK]),
             max_steps=6,

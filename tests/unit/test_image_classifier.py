@@ -126,7 +126,9 @@ def test_same_seed_same_bits():
         keras.utils.set_random_seed(0)
         run = build(options(**few), World())
         specs = run.train_spec, run.eval_spec
-        return train_and_evaluate(run.model, *specs, world=World()).model.get_weights()
+        return train_and_evaluate(
+            lambda: run.model, *specs, world=World()
+        ).model.get_weights()
 
     for a, b in zip(weights(), weights(), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -27,9 +27,13 @@ class Recorder:
     def __init__(self):
         self.progress = []
         self.evaluations = []
+        self.checkpoints = []
 
     def on_progress(self, progress):
         self.progress.append(progress)
+
+    def on_checkpoint(self, step, text):
+        self.checkpoints.append(step)
 
     def on_evaluation(self, step, metrics):
         self.evaluations.append((step, metrics))
@@ -56,7 +60,7 @@ def batches(start_step, end_step):
 def train(max_steps, *, pass_steps=100, model_fn=model, every_epochs=0, **options):
     recorder = Recorder()
     result = training.train_and_evaluate(
-        model_fn(),
+        model_fn,
         TrainSpec(
             input_fn=batches,
             max_steps=max_steps,

@@ -1,0 +1,108 @@
+"""Keras' `fit`, from any step on."""
+
+import warnings
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.job import JobError
+from hvdtrain.keras import callbacks as hvd_callbacks
+
+
+class _SegmentEndError(Exception):
+    """Leaves `fit` at the end of an epoch, without what it does at the end."""
+
+
+def fit(model, input_fn, plan, *, start_step, callbacks):
+    """Train from `start_step` to the end of the plan.
+
+    A run that continues within an epoch takes two calls of Keras' `fit`: all epochs of
+    one call have the same number of steps. The callbacks see one training, in which
+    batches are numbered as if it had not been interrupted.
+
+    Args:
+        model: a compiled model.
+        input_fn: see `TrainSpec`.
+        plan: the `Plan`.
+        start_step: steps taken before.
+        callbacks: Keras callbacks.
+
+    Raises:
+        JobError: the ranks hold different weights.
+    """
+    segments = plan.segments(start_step)
+    whole = _WholeTraining(callbacks, model=model, plan=plan)
+    for segment in segments:
+        whole.start(segment, is_last=segment is segments[-1])
+        batches = input_fn(segment.start_step, segment.end_step)
+        try:
+            _fit(model, batches, segment, whole)
+        except _SegmentEndError:
+            continue
+        except hvd_callbacks.DesynchronizedError as error:
+            raise JobError(str(error)) from None
+
+
+def _fit(model, batches, segment, callbacks):
+    # Keras needs the cardinality, which a dataset after `flat_map` does not have.
+    steps = segment.end_step - segment.start_step
+    batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
+    with warnings.catch_warnings():
+        # The plan makes the last epoch shorter than the others.
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        model.fit(
+            batches,
+            initial_epoch=segment.first_epoch,
+            epochs=segment.end_epoch,
+            steps_per_epoch=segment.epoch_steps,
+            callbacks=callbacks,
+            shuffle=False,
+            verbose=0,
+        )
+
+
+class _WholeTraining(keras.callbacks.CallbackList):
+    """Callbacks that see one training in several calls of `fit`.
+
+    Args:
+        callbacks: Keras callbacks.
+        model: the compiled model.
+        plan: the `Plan`.
+    """
+
+    def __init__(self, callbacks, *, model, plan):
+        super().__init__(
+            callbacks,
+            add_history=True,
+            model=model,
+            verbose=0,
+            epochs=plan.epochs,
+            steps=plan.fit_epoch_steps,
+        )
+        self._epoch_steps = plan.fit_epoch_steps
+        self._has_begun = False
+
+    def start(self, segment, *, is_last):
+        """Take the segment of the next call of `fit`."""
+        self._is_last = is_last
+        self._offset = segment.start_step % self._epoch_steps
+
+    def on_train_begin(self, logs=None):
+        if not self._has_begun:
+            self._has_begun = True
+            super().on_train_begin(logs)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        super().on_train_batch_begin(batch + self._offset, logs)
+
+    def on_train_batch_end(self, batch, logs=None):
+        # The last execution of an epoch may have fewer steps.
+        batch = min(batch + self._offset, self._epoch_steps - 1)
+        super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        self._offset = 0
+        if not self._is_last and not self.model.stop_training:
+            # At its end, fit would replace the weights by their moving averages.
+            raise _SegmentEndError

@@ -1,0 +1,93 @@
+"""The end of a job that is to be continued later: signals, and a limit of time."""
+
+import contextlib
+import time
+
+import keras
+
+from hvdtrain.job import signals
+from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.world import PreemptedError
+from hvdtrain.training.requests import STOP
+
+
+@contextlib.contextmanager
+def stopping_on(numbers, requests):
+    """Turn these signals into requests to stop, within the block.
+
+    The first signal asks all ranks to save at the same step and to stop there. A
+    second one ends this process at once, as before.
+
+    Args:
+        numbers: signals, as `signal.SIGTERM`.
+        requests: the `Requests`.
+    """
+    received = []
+
+    def postpone(number):
+        received.append(number)
+        if len(received) > 1:
+            return False
+        requests.ask(STOP)
+        return True
+
+    signals.subscribe(numbers, postpone)
+    try:
+        yield
+    finally:
+        signals.unsubscribe(postpone)
+
+
+class PreemptionCallback(keras.callbacks.Callback):
+    """Ends the training on all ranks once a stop is agreed on. After all others.
+
+    Args:
+        plan: the `Plan`.
+        requests: the `Requests`.
+        world: the `World`.
+        writer: the `BackgroundWriter` of the checkpoint of that step; None on other
+            ranks, and without checkpoints.
+        max_minutes: see `RunConfig`.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self, plan, requests, world, writer, *, max_minutes, clock=time.monotonic
+    ):
+        super().__init__()
+        self._plan = plan
+        self._requests = requests
+        self._world = world
+        self._writer = writer
+        self._clock = clock
+        self._end_seconds = clock() + 60 * max_minutes if max_minutes else None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Ends the training, unless the epoch ends here as well."""
+        if self._end_seconds is not None and self._clock() > self._end_seconds:
+            self._requests.ask(STOP)
+        step = self._plan.step(self._epoch, batch + 1)
+        if not self._plan.is_epoch_end(step):
+            self._stop_if_agreed(step)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Ends the training."""
+        step = self._plan.step(epoch + 1)
+        if step < self._plan.max_steps:
+            self._stop_if_agreed(step)
+
+    def _stop_if_agreed(self, step):
+        if STOP not in self._requests.agreed:
+            return
+        # Ranks that end first would have the launcher kill a chief that still writes.
+        with fail_together(self._world):
+            if self._writer:
+                self._writer.wait()
+        raise PreemptedError(
+            f"Stopped at step {step} of {self._plan.max_steps}; start the job again to "
+            "continue."
+        )

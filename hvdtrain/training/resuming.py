@@ -1,0 +1,131 @@
+"""Continuing from a checkpoint."""
+
+import dataclasses
+import warnings
+
+import keras
+
+import hvdtrain.keras as hvd
+from hvdtrain.collectives.objects import broadcast_object
+from hvdtrain.job import JobError
+from hvdtrain.job.agreement import fail_together
+from hvdtrain.training import state
+from hvdtrain.training.checkpoints import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts.
+
+    Attributes:
+        step: steps taken before; 0 for a new job.
+        metadata: of the checkpoint; empty for a new job.
+        own_state: the `state.OwnState`; None for a new job.
+    """
+
+    step: int = 0
+    metadata: dict = dataclasses.field(default_factory=dict)
+    own_state: state.OwnState | None = None
+
+
+def restore(model, files, world, *, global_batch_size):
+    """Restore the newest valid checkpoint. A collective.
+
+    The chief reads it, and assigns what is equal on all ranks: the broadcast before
+    the first step gives it to the others.
+
+    Args:
+        model: a built and compiled model whose optimizer is built.
+        files: the `CheckpointFiles`; used on the chief only.
+        world: the `World`.
+        global_batch_size: samples of a step of the whole job.
+
+    Returns:
+        The `Start`.
+
+    Raises:
+        JobError: on all ranks, if there are checkpoints and none is valid, or if the
+            job had another global batch.
+    """
+    found = None
+    with fail_together(world):
+        if world.is_chief:
+            found = _newest(model, files)
+            if found:
+                _check_batch(found, files, global_batch_size, world.size)
+    said = found and (found.step, found.metadata)
+    said = broadcast_object(said, name="Start") if world.size > 1 else said
+    if said is None:
+        return Start()
+    step, metadata = said
+    own = state.OwnState(world, found and found.arrays, metadata["size"])
+    return Start(step=step, metadata=metadata, own_state=own)
+
+
+def assign_all(model, start):
+    """Give all ranks the whole state of a finished job. A collective."""
+    hvd.broadcast_variables([*model.variables, *model.optimizer.variables], 0)
+    start.own_state.assign(model)
+    # As Keras' fit does at its end: moving averages of the weights, with use_ema.
+    model.optimizer.finalize_variable_values(model.trainable_variables)
+
+
+def _newest(model, files):
+    """Return the newest `Checkpoint` that is valid; None if there is no checkpoint."""
+    files.delete_leftovers()
+    reasons = []
+    for step in files.steps():
+        try:
+            checkpoint = files.read(step)
+            state.assign_shared(model, checkpoint.arrays)
+        except CheckpointError as error:
+            reasons.append(str(error))
+        except state.OtherModelError as error:
+            reasons.append(f"{files.path(step)} is of another model: {error}.")
+        else:
+            for reason in reasons:
+                warnings.warn(
+                    f"{reason} Continuing from step {step} instead.", stacklevel=2
+                )
+            return checkpoint
+    if reasons:
+        raise JobError(
+            f"No checkpoint can be used. {' '.join(reasons)} Choose another "
+            "--model_dir for a new job, or delete these files."
+        )
+    return None
+
+
+def _check_batch(checkpoint, files, global_batch_size, size):
+    before = checkpoint.metadata["global_batch_size"]
+    if before != global_batch_size:
+        raise JobError(
+            f"Received a global batch of {global_batch_size} samples on {size} ranks; "
+            f"expected {before}, with which {files.path(checkpoint.step)} was written: "
+            "the order of the samples depends on it."
+        )
+
+
+class RestoreCallback(keras.callbacks.Callback):
+    """Restores what differs by rank: after the broadcast, and in the first epoch.
+
+    Args:
+        start: the `Start`.
+        plan: the `Plan`.
+    """
+
+    def __init__(self, start, plan):
+        super().__init__()
+        self._own_state = start.own_state
+        self._is_within_epoch = not plan.is_epoch_end(start.step)
+
+    def on_train_begin(self, logs=None):
+        """Restores seeds, moving statistics and accumulated gradients."""
+        if self._own_state:
+            self._own_state.assign(self.model)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Restores the metrics of an interrupted epoch, which `fit` has reset."""
+        if self._own_state and self._is_within_epoch:
+            self._own_state.assign_metrics(self.model)
+        self._own_state = None

@@ -1,0 +1,123 @@
+"""When checkpoints are written, and in which thread."""
+
+import concurrent.futures
+import time
+
+import keras
+
+from hvdtrain.job import JobError
+from hvdtrain.training import state
+from hvdtrain.training.checkpoints import Checkpoint
+from hvdtrain.training.requests import STOP
+
+
+class BackgroundWriter:
+    """Writes checkpoints in a thread, one at a time.
+
+    Training goes on meanwhile. A disk that is slower than the interval of the
+    checkpoints, or full, costs checkpoints and no time: each is reported.
+
+    Args:
+        files: the `CheckpointFiles`.
+        observers: see `train_and_evaluate`; `on_checkpoint(step, text)` is called.
+        clock: returns seconds.
+    """
+
+    def __init__(self, files, observers, *, clock=time.monotonic):
+        self._files = files
+        self._observers = observers
+        self._clock = clock
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        self._writing = None
+
+    @property
+    def is_busy(self):
+        """Whether an earlier checkpoint is still being written."""
+        return self._writing is not None and not self._writing.done()
+
+    def submit(self, checkpoint):
+        """Write a `Checkpoint`, unless an earlier one is still being written."""
+        if self.is_busy:
+            self._report(
+                checkpoint.step,
+                "not written: the one before is still being written; the disk is "
+                "slower than the interval of checkpoints",
+            )
+        else:
+            self._writing = self._thread.submit(self._write, checkpoint)
+
+    def wait(self):
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._writing is not None and (error := self._writing.result()):
+            raise error
+
+    def _write(self, checkpoint):
+        start = self._clock()
+        try:
+            self._files.write(checkpoint)
+        except JobError as error:
+            self._report(checkpoint.step, f"not written: {error}")
+            return error
+        self._report(checkpoint.step, f"written in {self._clock() - start:.1f} s")
+        return None
+
+    def _report(self, step, text):
+        for observer in self._observers:
+            observer.on_checkpoint(step, text)
+
+
+class CheckpointCallback(keras.callbacks.Callback):
+    """Takes a copy of the state when a checkpoint is due, and gives it to the writer.
+
+    After all other callbacks: what they do at the end of an epoch is in the checkpoint.
+
+    Args:
+        writer: the `BackgroundWriter` on the chief; None elsewhere.
+        plan: the `Plan`.
+        is_due: an `Every`.
+        requests: the `Requests`.
+        world: the `World`.
+        describe: returns the metadata of a checkpoint at this moment.
+    """
+
+    def __init__(self, writer, plan, is_due, requests, world, *, describe):
+        super().__init__()
+        self._writer = writer
+        self._plan = plan
+        self._is_due = is_due
+        self._requests = requests
+        self._world = world
+        self._describe = describe
+        self._is_pending = False
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Saves if it is due, unless the epoch ends here as well."""
+        step = self._plan.step(self._epoch, batch + 1)
+        self._is_pending |= self._is_due(step) or STOP in self._requests.agreed
+        if self._is_pending and not self._plan.is_epoch_end(step):
+            self._save(step)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Saves if it is due, and after the last epoch."""
+        step = self._plan.step(epoch + 1)
+        if self._is_pending or step == self._plan.max_steps:
+            self._save(step)
+
+    def _save(self, step):
+        self._is_pending = False
+        is_last = step == self._plan.max_steps or STOP in self._requests.agreed
+        arrays = state.capture(self.model, self._world)
+        if self._writer is None:
+            return
+        if is_last and self._writer.is_busy:
+            self._writer.wait()
+        metadata = self._describe()
+        self._writer.submit(Checkpoint(step=step, arrays=arrays, metadata=metadata))

@@ -1,0 +1,151 @@
+"""The state of a training as arrays, and back.
+
+What is equal on all ranks is stored once: trainable weights, and the optimizer's
+variables. All else is stored for each rank: seeds of random layers, other weights that
+are not trained (moving statistics, for example), accumulated gradients, local weights,
+and the states of metrics.
+"""
+
+import numpy as np
+
+from hvdtrain.collectives.objects import broadcast_object
+from hvdtrain.job.agreement import gather
+from hvdtrain.keras.callbacks.broadcast import separate_seeds
+from hvdtrain.keras.groups import variable_key
+from hvdtrain.keras.metrics import local_states, metric_variables
+from hvdtrain.keras.optimizer_state import accumulated_gradients
+from hvdtrain.keras.variables import replicated_variables
+
+
+class OtherModelError(ValueError):
+    """The arrays are those of a model with other variables."""
+
+
+def capture(model, world):
+    """Return copies of all arrays by name, on the chief. A collective.
+
+    Args:
+        model: a built and compiled model whose optimizer is built.
+        world: the `World`.
+    """
+    everyone = gather(
+        world, [local_states(_own(model)), local_states(_of_metrics(model))]
+    )
+    if not world.is_chief:
+        return {}
+    shared = _shared(model)
+    arrays = _named("shared", shared, local_states(shared))
+    for rank, (own, of_metrics) in enumerate(everyone):
+        arrays |= _named(f"rank{rank}", _own(model), own)
+        arrays |= _named(f"metrics{rank}", _of_metrics(model), of_metrics)
+    return arrays
+
+
+def assign_shared(model, arrays):
+    """Assign what is equal on all ranks, on the chief; a broadcast follows.
+
+    Raises:
+        OtherModelError: a variable is missing, or has another shape or dtype. No
+            variable has been assigned then.
+    """
+    shared, values = _shared(model), _group(arrays, "shared")
+    _check_same(shared, values)
+    _check_same(_own(model), _group(arrays, "rank0"))
+    _assign(shared, values)
+
+
+class OwnState:
+    """The arrays of a checkpoint that differ by rank, for this rank. A collective.
+
+    Where the number of ranks has changed: accumulated gradients become their mean, so
+    that their window gives the same update; ranks take the moving statistics of the
+    rank with their number, or of rank 0, as the seeds, which are then separated; and
+    the metrics of the epoch start anew.
+
+    Args:
+        world: the `World`.
+        arrays: those of a checkpoint on the chief; None elsewhere.
+        size: number of ranks that wrote them, on the chief.
+    """
+
+    def __init__(self, world, arrays, size):
+        kept = None
+        if world.is_chief:
+            kept = [
+                [_group(arrays, f"{kind}{rank}") for rank in range(size)]
+                for kind in ("rank", "metrics")
+            ]
+        self._own, self._of_metrics = broadcast_object(kept, name="OwnState")
+        self._rank = world.rank
+        self._is_same_size = len(self._own) == world.size
+
+    def assign(self, model):
+        """Assign all but the states of metrics. A collective, after the broadcast."""
+        mine = self._own[self._rank if self._rank < len(self._own) else 0]
+        _assign(_own(model), mine)
+        if not self._is_same_size:
+            self._average_accumulated(model)
+            separate_seeds(model)
+
+    def assign_metrics(self, model):
+        """Assign the states of metrics, where they are those of as many ranks."""
+        if self._is_same_size:
+            variables, values = _of_metrics(model), self._of_metrics[self._rank]
+            _check_same(variables, values)
+            _assign(variables, values)
+
+    def _average_accumulated(self, model):
+        accumulated = {id(v) for v in accumulated_gradients(model.optimizer)}
+        for i, variable in enumerate(_own(model)):
+            if id(variable) in accumulated:
+                variable.assign(np.mean([each[i] for each in self._own], axis=0))
+
+
+def _shared(model):
+    fixed = {variable_key(weight) for weight in model.non_trainable_weights}
+    return [v for v in replicated_variables(model) if variable_key(v) not in fixed]
+
+
+def _own(model):
+    others = {id(v) for v in (*_shared(model), *_of_metrics(model))}
+    own = [v for v in model.variables if id(v) not in others]
+    taken = others | {id(v) for v in own}
+    return own + [v for v in model.optimizer.variables if id(v) not in taken]
+
+
+def _of_metrics(model):
+    return metric_variables(model.metrics)
+
+
+def _named(prefix, variables, values):
+    # Numbered: paths of different variables may be equal, and their order counts.
+    return {
+        f"{prefix}/{number:04}/{getattr(variable, 'path', variable.name)}": value
+        for number, (variable, value) in enumerate(zip(variables, values, strict=True))
+    }
+
+
+def _group(arrays, prefix):
+    names = sorted(name for name in arrays if name.startswith(f"{prefix}/"))
+    return [arrays[name] for name in names]
+
+
+def _check_same(variables, values):
+    if len(variables) != len(values):
+        raise OtherModelError(
+            f"it has {len(values)} variables, and the model has {len(variables)}"
+        )
+    for variable, value in zip(variables, values, strict=True):
+        stored = "uint16" if variable.dtype == "bfloat16" else variable.dtype
+        if (tuple(variable.shape), stored) != (value.shape, value.dtype.name):
+            raise OtherModelError(
+                f"{variable.path} has the shape {tuple(variable.shape)} and dtype "
+                f"{variable.dtype} in the model, {value.shape} and {value.dtype} there"
+            )
+
+
+def _assign(variables, values):
+    for variable, value in zip(variables, values, strict=True):
+        if variable.dtype == "bfloat16":
+            value = value.view("bfloat16")
+        variable.assign(value)
