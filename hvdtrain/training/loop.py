@@ -1,5 +1,6 @@
 """Train and evaluate a Keras model on all ranks. The loop is Keras' `fit`."""
 
+import contextlib
 import os
 
 import keras
@@ -116,7 +117,8 @@ class _Training:
         """Train to the end, or until the job is asked to stop."""
         # Without checkpoints there is nothing to continue from.
         numbers = self._config.stop_signals if self._config.model_dir else ()
-        with stopping_on(numbers, self._requests):
+        writing = self._writer or contextlib.nullcontext()
+        with stopping_on(numbers, self._requests), writing:
             fit(
                 model,
                 train_spec.input_fn,

@@ -46,14 +46,14 @@ class Plan:
         )
 
     def segments(self, start_step):
-        """Return the calls of `fit` for the steps from `start_step` on.
+        """Return the calls of `fit` for the steps from `start_step` to `max_steps`.
 
         Where that is within an epoch of `fit`, the rest of this epoch is a call of its
         own: all epochs of one call have the same number of steps.
         """
         epoch, offset = divmod(start_step, self.fit_epoch_steps)
         found = []
-        if offset and start_step < self.max_steps:
+        if offset:
             end = self.step(epoch + 1)
             found.append(Segment(start_step, end, epoch, epoch + 1, end - start_step))
             epoch += 1

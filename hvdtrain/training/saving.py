@@ -10,6 +10,8 @@ from hvdtrain.training import state
 from hvdtrain.training.checkpoints import Checkpoint
 from hvdtrain.training.requests import STOP
 
+_PATIENCE_SECONDS = 10.0
+
 
 class BackgroundWriter:
     """Writes checkpoints in a thread, one at a time.
@@ -54,6 +56,19 @@ class BackgroundWriter:
         """
         if self._writing is not None and (error := self._writing.result()):
             raise error
+
+    def __enter__(self):
+        """Return the writer."""
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """Wait for the checkpoint that is being written."""
+        # After an error not without limit: the disk may be the reason.
+        concurrent.futures.wait(
+            [self._writing] if self._writing else [],
+            timeout=_PATIENCE_SECONDS if error else None,
+        )
+        self._thread.shutdown(wait=False)
 
     def _write(self, checkpoint):
         start = self._clock()

@@ -1,5 +1,6 @@
 """The plan: global steps and epochs of `fit`."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -62,3 +63,19 @@ def test_steps_by_hand():
 def test_steps_per_execution(max_steps, local_batch_size, expected):
     found = plan(max_steps, local_batch_size=local_batch_size)
     assert found.steps_per_execution == expected
+
+
+@pytest.mark.parametrize(
+    ("start_step", "calls"),
+    [
+        # 23 steps in epochs of 5: as (first step, end, first epoch, end epoch, steps).
+        (0, [(0, 23, 0, 5, 5)]),
+        (5, [(5, 23, 1, 5, 5)]),
+        (7, [(7, 10, 1, 2, 3), (10, 23, 2, 5, 5)]),
+        (21, [(21, 23, 4, 5, 2)]),
+    ],
+)
+def test_a_run_that_continues_within_an_epoch_ends_it_first(start_step, calls):
+    plan = Plan(max_steps=23, epochs=5, fit_epoch_steps=5, steps_per_execution=1)
+    found = [dataclasses.astuple(each) for each in plan.segments(start_step)]
+    assert found == calls

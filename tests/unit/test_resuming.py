@@ -1,0 +1,265 @@
+"""A training that ends early and continues, against the uninterrupted one."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import training
+from hvdtrain.job import JobError, World
+from hvdtrain.job.world import PreemptedError
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
+from hvdtrain.training.checkpoints import CheckpointFiles
+
+RANDOM = np.random.RandomState(0)
+X = RANDOM.normal(size=(400, 6)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int32")
+BATCH = 4
+EPOCH_STEPS = 10
+
+
+class KilledError(Exception):
+    """Ends a training without any of its cleaning up."""
+
+
+class KillAfter(keras.callbacks.Callback):
+    """Stands for kill -9: leaves `fit` after so many batches of this process."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self._left = batches
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._left -= 1
+        if not self._left:
+            raise KilledError
+
+
+@pytest.fixture(autouse=True)
+def _horovod(monkeypatch):
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
+    hvd.init()
+
+
+def network(optimizer, *, units=8):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(units, "relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(
+        optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[
+            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+            keras.metrics.SparseTopKCategoricalAccuracy(1, name="top"),
+        ],
+    )
+    return model
+
+
+def batches(start_step, end_step):
+    places = np.arange(start_step * BATCH, end_step * BATCH) % len(X)
+    return tf.data.Dataset.from_tensor_slices((X[places], Y[places])).batch(BATCH)
+
+
+def momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def train(
+    directory,
+    *,
+    make_optimizer=momentum,
+    max_steps=35,
+    killed_after=None,
+    units=8,
+    local_batch_size=BATCH,
+    save_every_steps=1,
+    evaluation=None,
+    **config,
+):
+    callbacks = [KillAfter(killed_after)] if killed_after else []
+    return training.train_and_evaluate(
+        lambda: network(make_optimizer(), units=units),
+        TrainSpec(
+            input_fn=batches,
+            max_steps=max_steps,
+            pass_steps=EPOCH_STEPS,
+            local_batch_size=local_batch_size,
+            steps_per_execution=1,
+            callbacks=lambda plan: callbacks,
+        ),
+        evaluation or EvalSpec(input_fn=lambda: batches(0, 20), throttle_steps=6),
+        RunConfig(
+            model_dir=directory and str(directory),
+            save_every_steps=save_every_steps,
+            **config,
+        ),
+        world=World(),
+    )
+
+
+def state(result):
+    return [
+        np.array(v)
+        for v in (*result.model.variables, *result.model.optimizer.variables)
+    ]
+
+
+def assert_equal(result, expected):
+    for found, wanted in zip(state(result), state(expected), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert result.history == expected.history
+    assert result.test_metrics == expected.test_metrics
+
+
+OPTIMIZERS = {
+    "momentum": momentum,
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "accumulation": lambda: keras.optimizers.SGD(
+        0.1, momentum=0.9, gradient_accumulation_steps=3
+    ),
+    "averaged weights": lambda: keras.optimizers.Adam(0.01, use_ema=True),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        momentum(), dynamic_growth_steps=4
+    ),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.CosineDecay(0.1, 35)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_killed_job_computes_what_the_uninterrupted_one_computes(tmp_path, name):
+    make_optimizer = OPTIMIZERS[name]
+    expected = train(None, make_optimizer=make_optimizer)
+    # Within an epoch, within the next one, and at the end of an epoch.
+    for batches_of_this_run in (7, 9, 5):
+        with pytest.raises(KilledError):
+            train(
+                tmp_path,
+                make_optimizer=make_optimizer,
+                killed_after=batches_of_this_run,
+            )
+    result = train(tmp_path, make_optimizer=make_optimizer)
+    # The last step of a run has no checkpoint; nor have those that came while the one
+    # before was still being written.
+    assert 0 < result.start_step <= 18
+    assert_equal(result, expected)
+    assert len(result.history["loss"]) == 4
+
+
+def test_the_comparison_sees_what_is_not_restored(tmp_path, monkeypatch):
+    expected = train(None)
+    with pytest.raises(KilledError):
+        train(tmp_path, killed_after=7)
+    monkeypatch.setattr("hvdtrain.training.state.OwnState.assign", lambda *_: None)
+    result = train(tmp_path)
+    with pytest.raises(AssertionError):
+        assert_equal(result, expected)
+
+
+def test_a_finished_job_trains_nothing_and_returns_the_last_metrics(tmp_path):
+    expected = train(tmp_path)
+    again = train(tmp_path, killed_after=1)
+    assert again.start_step == 35
+    assert again.samples_per_second == 0
+    assert again.train_seconds == pytest.approx(expected.train_seconds)
+    assert_equal(again, expected)
+
+
+def test_a_longer_job_continues_a_finished_one(tmp_path):
+    train(tmp_path, max_steps=20)
+    result = train(tmp_path, max_steps=40)
+    assert result.start_step == 20
+    assert int(result.model.optimizer.iterations) == 40
+
+
+def files(directory):
+    return CheckpointFiles(directory / "checkpoints")
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
+    expected = train(None)
+    with pytest.raises(KilledError):
+        train(tmp_path, killed_after=8)
+    newest, before = files(tmp_path).steps()[:2]
+    files(tmp_path).path(newest).write_bytes(b"")
+    with pytest.warns(UserWarning, match=rf"0{newest}.*Continuing from step {before}"):
+        result = train(tmp_path)
+    assert result.start_step == before
+    assert_equal(result, expected)
+
+
+def test_no_usable_checkpoint_is_an_error_and_nothing_is_deleted(tmp_path):
+    train(tmp_path, keep_max=2)
+    steps = files(tmp_path).steps()
+    for step in steps:
+        files(tmp_path).path(step).write_bytes(b"damaged")
+    with pytest.raises(JobError, match=r"No checkpoint can be used.*bytes") as caught:
+        train(tmp_path)
+    assert all(str(files(tmp_path).path(step)) in str(caught.value) for step in steps)
+    assert files(tmp_path).steps() == steps
+
+
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
+    train(tmp_path)
+    with pytest.raises(JobError, match=r"another model.*\(6, 9\).*\(6, 8\)"):
+        train(tmp_path, units=9)
+
+
+def test_another_global_batch_is_refused(tmp_path):
+    train(tmp_path)
+    with pytest.raises(JobError, match=r"global batch of 8 samples .* expected 4"):
+        train(tmp_path, local_batch_size=8)
+
+
+def test_a_limit_of_time_stops_the_job_with_a_checkpoint(tmp_path):
+    expected = train(None)
+    with pytest.raises(PreemptedError, match="Stopped at step") as caught:
+        train(tmp_path, max_minutes=1e-9, save_every_steps=0)
+    (step,) = files(tmp_path).steps()
+    assert f"step {step} of 35" in str(caught.value)
+    result = train(tmp_path)
+    assert result.start_step == step
+    assert_equal(result, expected)
+
+
+def test_evaluations_within_an_epoch_change_nothing():
+    spec = EvalSpec(input_fn=lambda: batches(0, 20))
+    assert_equal(train(None), train(None, evaluation=spec))
+
+
+def test_a_part_of_the_test_set():
+    spec = EvalSpec(input_fn=lambda: batches(0, 20), steps=3)
+    result = train(None, evaluation=spec)
+    expected = result.model.evaluate(batches(0, 3), verbose=0, return_dict=True)
+    assert result.test_metrics == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("keep_max", 0), ("save_every_steps", -1), ("max_minutes", -1)]
+)
+def test_a_number_out_of_range(name, value):
+    with pytest.raises(JobError, match=f"Received {name}={value}; expected"):
+        RunConfig(**{name: value})
+
+
+def test_a_model_that_is_not_compiled():
+    with pytest.raises(JobError, match=r"Received Sequential .* compiled Keras model"):
+        training.train_and_evaluate(
+            lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]),
+            TrainSpec(
+                input_fn=batches, max_steps=1, pass_steps=1, local_batch_size=BATCH
+            ),
+            EvalSpec(input_fn=lambda: batches(0, 1)),
+            world=World(),
+        )
