@@ -6,16 +6,16 @@ import os
 import sys
 import threading
 
-from hvdtrain.job import cores, launchers, output
+from hvdtrain.job import cores, guard, launchers, output
 from hvdtrain.job.world import JobError
 
 # Where MPI threads spin while they wait, TensorFlow's threads lack their cores; and
 # a rank that waits for a lost one would wait for ever. The programs evaluate on all
-# ranks, so that 300 s are enough; job/backend.py gives users' scripts 1800 s.
+# ranks, so that 60 s are enough; job/backend.py gives users' scripts 1800 s.
 _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     # Milliseconds, while a tensor is negotiated. Horovod's default of 1 is long
     # compared to a small model's step.
@@ -27,9 +27,9 @@ def start(*, seed=0):
     """Start Horovod and TensorFlow for this rank.
 
     Called once, before TensorFlow is imported. Sets environment variables that the
-    user has not set, calls `hvd.init`, sizes TensorFlow's thread pools by
-    `cores.usable`, binds the rank to its part of the node unless `HVDTRAIN_BIND=0`,
-    selects the GPU and seeds Keras.
+    user has not set, starts the `guard` of a rank under a launcher, calls `hvd.init`,
+    sizes TensorFlow's thread pools by `cores.usable`, binds the rank to its part of the
+    node unless `HVDTRAIN_BIND=0`, selects the GPU and seeds Keras.
 
     Args:
         seed: 0 to 2**32 - 1, the same on all ranks.
@@ -46,6 +46,8 @@ def start(*, seed=0):
     is_alone = not launchers.has_rendezvous(os.environ)
     if is_alone:
         launchers.check_one_job(launched, size=1)
+    else:
+        guard.start(launched.rank, stall_seconds=_stall_seconds())
     with output.without_noise(), _excluded_from_garbage_collection():
         # Not at the top: TensorFlow and Horovod read the environment at their import.
         try:
@@ -81,6 +83,16 @@ def _excluded_from_garbage_collection():
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def _stall_seconds():
+    text = os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
+    try:
+        return float(text)
+    except ValueError:
+        raise JobError(
+            f"Received HOROVOD_STALL_SHUTDOWN_TIME_SECONDS={text}; expected seconds."
+        ) from None
 
 
 def _set_environment(launched):

@@ -10,6 +10,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.training import failures, run_directory
 from hvdtrain.training.checkpoints import CheckpointFiles
 from hvdtrain.training.evaluation import EvaluationCallback
 from hvdtrain.training.fitting import fit
@@ -50,10 +51,23 @@ def train_and_evaluate(
 
     Raises:
         PreemptedError: on all ranks, when the job was asked to stop.
-        JobError: on all ranks, when the loss is not finite, or when there are
-            checkpoints and none can be used.
+        JobError: on all ranks, when the loss is not finite, when there are
+            checkpoints and none can be used, or when another job uses the directory.
     """
     config = config or RunConfig()
+    with contextlib.ExitStack() as stack:
+        if config.model_dir:
+            with fail_together(world):
+                if world.is_chief:
+                    stack.enter_context(run_directory.locked(config.model_dir))
+            stack.enter_context(failures.recorded(config.model_dir, world))
+        return _train_and_evaluate(
+            model_fn, train_spec, eval_spec, config, world, observers
+        )
+
+
+def _train_and_evaluate(model_fn, train_spec, eval_spec, config, world, observers):
+    observers = observers if world.is_chief else ()
     plan = Plan.of(train_spec)
     model = _built(model_fn(), train_spec.input_fn)
     model.steps_per_execution = plan.steps_per_execution
@@ -67,7 +81,7 @@ def train_and_evaluate(
         config,
         world,
         writer=BackgroundWriter(files, observers) if world.is_chief and files else None,
-        observers=observers if world.is_chief else (),
+        observers=observers,
         global_batch_size=global_batch_size,
     )
     if start.step < plan.max_steps:

@@ -1,15 +1,19 @@
 """The directory of a run: `model.keras` and `summary.json`, written atomically."""
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
+import socket
 import tempfile
+import warnings
 
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.files import atomic_write, one_line_errors
 
-_MODEL, _SUMMARY = "model.keras", "summary.json"
+_MODEL, _SUMMARY, _LOCK = "model.keras", "summary.json", ".lock"
 # The largest model with the largest optimizer state, and some logs.
 _NEEDED_BYTES = 32 << 20
 
@@ -42,6 +46,37 @@ def prepare(model_dir, *, needed_bytes=_NEEDED_BYTES):
         # mounts; an allocation does.
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, needed_bytes)
+
+
+@contextlib.contextmanager
+def locked(model_dir):
+    """Hold the directory for this process, within the block. For the chief.
+
+    The lock ends with the process, however it ends.
+
+    Raises:
+        JobError: another process holds it, or the directory cannot be written.
+    """
+    path = pathlib.Path(model_dir) / _LOCK
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise JobError(
+                f"{model_dir} is in use by another job ({file.read().strip()}): wait "
+                "for its end, or choose another --model_dir."
+            ) from None
+        except OSError as error:
+            # A file system without locks: two jobs are not told apart there.
+            warnings.warn(f"Cannot lock {path}: {error.strerror}.", stacklevel=2)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def write(world, model_dir, *, model, summary):

@@ -128,6 +128,7 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     def _save(self, step):
         self._is_pending = False
+        state.check_finite(self.model, step)
         is_last = step == self._plan.max_steps or STOP in self._requests.agreed
         arrays = state.capture(self.model, self._world)
         if self._writer is None:

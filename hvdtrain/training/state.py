@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job.agreement import gather
+from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import local_states, metric_variables
@@ -39,6 +40,21 @@ def capture(model, world):
         arrays |= _named(f"rank{rank}", _own(model), own)
         arrays |= _named(f"metrics{rank}", _of_metrics(model), of_metrics)
     return arrays
+
+
+def check_finite(model, step):
+    """Raise `SharedJobError` unless all trained weights are finite.
+
+    They are equal on all ranks, each of which raises the error. Otherwise checkpoints
+    of a training that has diverged would replace the good ones before them.
+    """
+    for variable in model.trainable_variables:
+        if not np.isfinite(variable.numpy().astype("float32", copy=False)).all():
+            raise SharedJobError(
+                f"{variable.path} is no longer finite at step {step}: training has "
+                "diverged. Lower the learning rate, or add a warm-up. Earlier "
+                "checkpoints are kept."
+            )
 
 
 def assign_shared(model, arrays):

@@ -79,7 +79,9 @@ class Job:
             with contextlib.suppress(psutil.Error):
                 environ, words = process.environ(), process.cmdline()
                 rank = environ.get("HOROVOD_RANK", environ.get("OMPI_COMM_WORLD_RANK"))
-                if rank is not None and words[:1] == [sys.executable]:
+                # -I: the guard of a rank.
+                is_rank = words[:1] == [sys.executable] and words[1:2] != ["-I"]
+                if rank is not None and is_rank:
                     found[int(rank)] = process
         return found
 

@@ -88,7 +88,7 @@ def test_programs_have_a_shorter_stall_limit(monkeypatch):
     monkeypatch.setattr(backend.hvd, "init", mock.Mock(side_effect=StartedError))
     with pytest.raises(StartedError):
         job.start()
-    assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "300"
+    assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "60"
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "1800"), ("7", "7")])

@@ -1,5 +1,8 @@
 """A training that ends early and continues, against the uninterrupted one."""
 
+import json
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
-from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, run_directory
 from hvdtrain.training.checkpoints import CheckpointFiles
 
 RANDOM = np.random.RandomState(0)
@@ -84,13 +87,15 @@ def train(
     local_batch_size=BATCH,
     save_every_steps=1,
     evaluation=None,
+    input_fn=batches,
+    callbacks=(),
     **config,
 ):
-    callbacks = [KillAfter(killed_after)] if killed_after else []
+    callbacks = [*callbacks, *([KillAfter(killed_after)] if killed_after else [])]
     return training.train_and_evaluate(
         lambda: network(make_optimizer(), units=units),
         TrainSpec(
-            input_fn=batches,
+            input_fn=input_fn,
             max_steps=max_steps,
             pass_steps=EPOCH_STEPS,
             local_batch_size=local_batch_size,
@@ -263,3 +268,50 @@ def test_a_model_that_is_not_compiled():
             EvalSpec(input_fn=lambda: batches(0, 1)),
             world=World(),
         )
+
+
+def test_a_training_that_has_diverged_keeps_its_last_good_checkpoints(tmp_path):
+    train(tmp_path, max_steps=10, keep_max=2)
+    before = files(tmp_path).steps()
+    with pytest.raises(JobError, match=r"no longer finite|loss became"):
+        train(
+            tmp_path,
+            keep_max=2,
+            make_optimizer=momentum,
+            max_steps=35,
+            input_fn=lambda start, end: batches(start, end).map(
+                lambda x, y: (x * np.inf, y)
+            ),
+        )
+    assert files(tmp_path).steps() == before
+    errors = json.loads((tmp_path / "errors/rank-0.json").read_text())
+    assert errors["rank"] == 0
+    assert "JobError" in errors["error"]
+    assert "Traceback" in errors["traceback"]
+    # The next run deletes it.
+    train(tmp_path, max_steps=10)
+    assert not list((tmp_path / "errors").iterdir())
+
+
+def test_a_directory_in_use_is_refused(tmp_path):
+    expected = pytest.raises(JobError, match=rf"in use .*process {os.getpid()} on")
+    with run_directory.locked(tmp_path), expected:
+        train(tmp_path)
+    train(tmp_path, max_steps=2)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_checkpoint_that_cannot_be_written(tmp_path, is_last):
+    # A file has the name of the directory; it makes place before the last step.
+    blocker = tmp_path / "checkpoints"
+    blocker.touch()
+    if is_last:
+        with pytest.raises(JobError, match=r"Cannot write .*step-0"):
+            train(tmp_path)
+        return
+    unblock = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: blocker.unlink() if epoch == 1 else None
+    )
+    result = train(tmp_path, callbacks=[unblock])
+    assert files(tmp_path).steps()[0] == 35
+    assert_equal(result, train(None))
