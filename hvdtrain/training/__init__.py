@@ -7,5 +7,6 @@ that each rank has taken since the start. Epochs of `fit` occur in `plan` only.
 from hvdtrain.training import image_classifier, observers, run_directory
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.loop import train_and_evaluate
+from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.specs import EvalSpec, Result, RunConfig, TrainSpec

@@ -1,5 +1,6 @@
 """Keras' `fit`, from any step on."""
 
+import re
 import warnings
 
 import keras
@@ -7,6 +8,9 @@ import tensorflow as tf
 
 from hvdtrain.job import JobError
 from hvdtrain.keras import callbacks as hvd_callbacks
+
+# The error of `assert_cardinality`.
+_EARLY_END = re.compile(r"expected to contain \d+ elements? but contained only (\d+)")
 
 
 class _SegmentEndError(Exception):
@@ -28,7 +32,7 @@ def fit(model, input_fn, plan, *, start_step, callbacks):
         callbacks: Keras callbacks.
 
     Raises:
-        JobError: the ranks hold different weights.
+        JobError: the ranks hold different weights, or the input has ended early.
     """
     segments = plan.segments(start_step)
     whole = _WholeTraining(callbacks, model=model, plan=plan)
@@ -41,6 +45,14 @@ def fit(model, input_fn, plan, *, start_step, callbacks):
             continue
         except hvd_callbacks.DesynchronizedError as error:
             raise JobError(str(error)) from None
+        except tf.errors.OpError as error:
+            if found := _EARLY_END.search(str(error)):
+                raise JobError(
+                    f"Received {found[1]} batches from input_fn for the steps "
+                    f"{segment.start_step} to {segment.end_step}; expected one for "
+                    "each step: repeat the data set, or lower max_steps."
+                ) from None
+            raise
 
 
 def _fit(model, batches, segment, callbacks):

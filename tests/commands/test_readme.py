@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -61,6 +62,28 @@ def test_the_example(start, tmp_path):
     for job in jobs:
         assert job.wait().returncode == 0, job.text
         assert "Epoch 2/2" in job.text
+
+
+def test_the_script_of_your_own(run, tmp_path):
+    page = ROOT.joinpath("docs/training.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    x = np.random.RandomState(0).normal(size=(600, 5)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    np.savez(
+        tmp_path / "data.npz", x=x[:500], y=y[:500], x_test=x[500:], y_test=y[500:]
+    )
+    flags = [f"--data={tmp_path / 'data.npz'}", f"--model_dir={tmp_path / 'run'}"]
+    program = [sys.executable, str(script)]
+    texts = []
+    for _ in range(2):
+        job = run(flags, program=program, launcher="mpirun")
+        assert job.returncode == 0, job.text
+        texts.append(next(line for line in job.lines if "test error" in line))
+    # The second call has nothing to train.
+    assert "step " not in job.text
+    assert texts[0] == texts[1]
 
 
 def test_ci_calls_the_readmes_test_command():

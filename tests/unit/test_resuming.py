@@ -315,3 +315,8 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, is_last):
     result = train(tmp_path, callbacks=[unblock])
     assert files(tmp_path).steps()[0] == 35
     assert_equal(result, train(None))
+
+
+def test_an_input_that_ends_early():
+    with pytest.raises(JobError, match=r"^Received 23 batches .* steps 0 to 35; exp"):
+        train(None, input_fn=lambda start, end: batches(start, min(end, 23)))
