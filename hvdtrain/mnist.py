@@ -45,6 +45,14 @@ flags.DEFINE_float(
     "Stop after so many minutes with exit code 75, to be continued; 0 for no limit.",
     0,
 )
+_integer(
+    "commit_every_steps",
+    0,
+    "In an elastic job, steps between copies into memory, from which it continues "
+    "when a worker is lost. There is one every 5 seconds as well.",
+    low=0,
+    high=None,
+)
 _integer("batch_size", 64, "Images per rank and step.", high=1 << 20)
 _integer(
     "max_steps",
@@ -143,27 +151,33 @@ def main():
     from hvdtrain import report, training
 
     options = training.image_classifier.Options(**values)
-    run = training.image_classifier.build(options, world)
-    info = report.run_info(world, options, run)
-    if world.is_chief:
-        print(report.banner(info, run.dataset, warning=run.warning), flush=True)
-    result = training.train_and_evaluate(
-        lambda: run.model,
-        run.train_spec,
-        run.eval_spec,
-        run.config,
-        world=world,
-        observers=run.observers,
-    )
-    summary = report.summarize(result, info)
-    if world.is_chief:
-        print(report.last_line(summary), flush=True)
-    if options.model_dir:
-        training.run_directory.write(
-            world, options.model_dir, model=result.model, summary=summary
-        )
+
+    def train(world, commits):
+        run = training.image_classifier.build(options, world, commits)
+        info = report.run_info(world, options, run)
         if world.is_chief:
-            print(f"written to {options.model_dir}", flush=True)
+            print(report.banner(info, run.dataset, warning=run.warning), flush=True)
+        result = training.train_and_evaluate(
+            lambda: run.model,
+            run.train_spec,
+            run.eval_spec,
+            run.config,
+            world=world,
+            observers=run.observers,
+            commits=commits,
+        )
+        summary = report.summarize(result, info)
+        if world.is_chief:
+            print(report.last_line(summary), flush=True)
+        if options.model_dir:
+            training.run_directory.write(
+                world, options.model_dir, model=result.model, summary=summary
+            )
+            if world.is_chief:
+                print(f"written to {options.model_dir}", flush=True)
+
+    # In an elastic job it is called again after each change of the job.
+    training.run_elastic(train, world)
 
 
 if __name__ == "__main__":

@@ -30,12 +30,13 @@ def run_info(world, options, run):
         "requested_dataset": options.dataset,
         "model": options.model,
         "optimizer": options.optimizer,
-        "local_batch_size": options.batch_size,
+        "local_batch_size": run.train_spec.local_batch_size,
+        "original_size": run.original_size,
         "accumulation_steps": window,
-        "global_batch_size": options.batch_size * world.size * window,
+        "global_batch_size": options.batch_size * run.original_size * window,
         "steps": run.train_spec.max_steps // window,
         "local_learning_rate": options.local_learning_rate,
-        "learning_rate": options.local_learning_rate * world.size,
+        "learning_rate": options.local_learning_rate * run.original_size,
         "seed": options.seed,
         "flags": dataclasses.asdict(options),
     }
@@ -80,7 +81,7 @@ def banner(info, dataset, *, warning=""):
     controller = ""
     if info["size"] > 1:
         controller = f"{info['controller']}; reduction: {info['reduction']}; "
-    ranks = f"{info['size']} {'ranks' if info['size'] > 1 else 'rank'}"
+    ranks, original_ranks = _ranks(info["size"]), _ranks(info["original_size"])
     accumulated = f" x {window} accumulated" if window > 1 else ""
     updates = "updates" if window > 1 else "steps"
     lines = [
@@ -91,13 +92,17 @@ def banner(info, dataset, *, warning=""):
         f"model          {info['model']}, {info['optimizer']}",
         f"batch          {info['local_batch_size']} per rank x {ranks}"
         f"{accumulated} = {info['global_batch_size']}; {info['steps']:,} {updates}",
-        f"learning rate  {info['local_learning_rate']:g} x {ranks} = "
+        f"learning rate  {info['local_learning_rate']:g} x {original_ranks} = "
         f"{info['learning_rate']:g}",
     ]
     if warning:
         rule = "!" * 72
         lines += [rule, f"WARNING: {warning}", rule]
     return "\n".join(lines)
+
+
+def _ranks(size):
+    return f"{size} {'ranks' if size > 1 else 'rank'}"
 
 
 def summarize(result, info):

@@ -5,7 +5,8 @@ then that of epoch 1, and so on, each drawn from (seed, epoch). Global batch `s`
 positions `s * G` to `(s + 1) * G` of it; rank `r` of `size` takes every `size`-th of
 these, from the `r`-th on. Hence:
 
-- every global batch is full, so the mean over ranks is the mean over the batch;
+- every global batch is full; where its size is a multiple of the number of ranks, the
+  mean over ranks is the mean over the batch;
 - a batch may contain the end of one epoch and the start of the next;
 - the samples of a global batch are the same for any number of ranks;
 - a run resumed at step `s` needs the number `s` and nothing else.
@@ -25,7 +26,7 @@ class Shard:
 
     Attributes:
         num_samples: samples of the whole training set.
-        global_batch_size: samples per step of the whole job, a multiple of `size`.
+        global_batch_size: samples per step of the whole job, `size` or more.
         seed: 0 to 2**32 - 1; the same on all ranks.
         rank: this rank, 0 to `size - 1`.
         size: number of ranks.
@@ -43,10 +44,10 @@ class Shard:
     def __post_init__(self):
         """Check the numbers."""
         check_rank(self.rank, size=self.size, num_samples=self.num_samples)
-        if self.global_batch_size < 1 or self.global_batch_size % self.size:
+        if self.global_batch_size < self.size:
             raise DataError(
                 f"Received a global batch of {self.global_batch_size} for {self.size} "
-                "ranks; expected a positive multiple of the number of ranks."
+                "ranks; expected at least one sample per rank."
             )
         if not 0 <= self.seed < 2**32:
             raise DataError(
@@ -55,8 +56,8 @@ class Shard:
 
     @property
     def local_batch_size(self):
-        """Samples per step of this rank."""
-        return self.global_batch_size // self.size
+        """Samples per step of this rank; ranks may differ by one."""
+        return -(-(self.global_batch_size - self.rank) // self.size)
 
     def steps(self, epochs):
         """Steps after which every sample was seen at least `epochs` times."""
@@ -64,16 +65,17 @@ class Shard:
 
     def indices(self, start_step, end_step):
         """Sample numbers of this rank, int64 (end_step - start_step, local batch)."""
-        first = start_step * self.global_batch_size
-        last = end_step * self.global_batch_size
-        positions = np.arange(first + self.rank, last, self.size)
+        firsts = np.arange(start_step, end_step) * self.global_batch_size
+        positions = firsts[:, None] + np.arange(
+            self.rank, self.global_batch_size, self.size
+        )
         epochs, offsets = np.divmod(positions, self.num_samples)
         chosen = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             order = _permutation(self.num_samples, seed=self.seed, epoch=int(epoch))
             chosen[here] = order[offsets[here]]
-        return chosen.reshape(-1, self.local_batch_size)
+        return chosen
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,5 +1,6 @@
 """Horovod and TensorFlow of this rank. Importing this module loads both."""
 
+import contextlib
 import os
 import socket
 
@@ -8,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
+from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import open_mpi
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.uncaught import explain_failed_collectives
@@ -57,6 +59,11 @@ def init_world(*, is_alone):
     if is_alone and hvd.gloo_built():
         _choose_gloo()
     init()
+    return world()
+
+
+def world():
+    """Return the `World` of the job as it is now: an elastic job changes."""
     return World(
         rank=hvd.rank(),
         size=hvd.size(),
@@ -81,7 +88,8 @@ def configure(world, *, threads, seed):
     # At least two: a step that is blocked in a collective occupies one, and the input
     # pipeline needs another.
     tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
-    with fail_together(world):
+    # A worker that joins an elastic job later would call a collective alone.
+    with contextlib.nullcontext() if is_elastic() else fail_together(world):
         _select_gpu(world)
     keras.utils.set_random_seed(seed)
 

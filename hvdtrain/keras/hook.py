@@ -31,6 +31,7 @@ class ReductionHook:
         self._optimizer = optimizer
         self.reducer = reducer
         self._window_factor = window_factor
+        self._weight = 1.0
         self._variables, self._places = [], []
         self._has_reduced = False
         self._loss_scale_optimizer = None
@@ -42,6 +43,14 @@ class ReductionHook:
         optimizer.apply = self.apply
         optimizer._clip_gradients = self.clip_gradients
         optimizer.reduction_hook = self
+
+    def weigh_gradients(self, weight):
+        """Multiplies the gradients of this rank before they are reduced.
+
+        With the mean over ranks, the weight samples * ranks / samples of all ranks
+        gives the mean over samples where ranks have different numbers of them.
+        """
+        self._weight = weight
 
     def apply(self, grads, trainable_variables=None):
         """As `keras.optimizers.Optimizer.apply`."""
@@ -77,8 +86,9 @@ class ReductionHook:
     def clip_gradients(self, grads):
         """Combines `grads` over all ranks, then clips them as the optimizer does."""
         self._has_reduced = True
-        if self._window_factor != 1:
-            grads = [gradient * self._window_factor for gradient in grads]
+        factor = self._window_factor * self._weight
+        if factor != 1:
+            grads = [_scaled(gradient, factor) for gradient in grads]
         gradients = [None] * len(self._variables)
         for place, gradient in zip(self._places, grads, strict=True):
             gradients[place] = gradient
@@ -173,6 +183,14 @@ class ReductionHook:
                 f"_clip_gradients. Keras version: {keras.__version__}. Use "
                 "hvd.DistributedGradientTape with the plain optimizer instead."
             )
+
+
+def _scaled(gradient, factor):
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            gradient.values * factor, gradient.indices, gradient.dense_shape
+        )
+    return gradient * factor
 
 
 def hook_of(optimizer):

@@ -123,6 +123,16 @@ class CheckpointFiles:
             arrays = safetensors.numpy.load_file(path)
         return Checkpoint(step=step, arrays=arrays, metadata=described["metadata"])
 
+    def metadata(self, step):
+        """Return the metadata of a checkpoint, without its arrays.
+
+        Raises:
+            CheckpointError: its JSON file cannot be read.
+        """
+        path = self.path(step).with_suffix(".json")
+        with _one_line_errors("read", path):
+            return json.loads(path.read_text())["metadata"]
+
     def delete_leftovers(self):
         """Delete what a writer that was killed has left. For the only writer."""
         if self._directory.is_dir():

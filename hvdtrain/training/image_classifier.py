@@ -10,7 +10,8 @@ from hvdtrain import models, optimizers
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same_flags, fail_together
-from hvdtrain.training import run_directory, schedules
+from hvdtrain.training import resuming, run_directory, schedules
+from hvdtrain.training.loop import checkpoint_files
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.specs import EvalSpec, RunConfig, TrainSpec
 
@@ -29,6 +30,7 @@ class Options:
     save_every_seconds: float
     keep_checkpoints: int
     max_minutes: float
+    commit_every_steps: int
     batch_size: int
     max_steps: int | None
     epochs: int | None
@@ -52,7 +54,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What `build` returns: the arguments of `train_and_evaluate`, and their data."""
+    """What `build` returns: the arguments of `train_and_evaluate`, and their data.
+
+    `original_size` is the number of ranks that the job was first started with.
+    """
 
     dataset: Dataset
     warning: str
@@ -60,15 +65,20 @@ class Run:
     train_spec: TrainSpec
     eval_spec: EvalSpec
     config: RunConfig
+    original_size: int
     observers: list
 
 
-def build(options, world):
+def build(options, world, commits=None):
     """Build a run on all ranks. A collective.
+
+    A job that continues with another number of ranks keeps its global batch and its
+    learning rates: those of the number that it was first started with.
 
     Args:
         options: the `Options`; apart from paths the same on all ranks.
         world: the `World`.
+        commits: see `train_and_evaluate`.
 
     Returns:
         The `Run`.
@@ -81,42 +91,54 @@ def build(options, world):
     dataset, warning = load_everywhere(
         world, options.dataset, data_dir=options.data_dir
     )
+    config = _config(options)
+    stores = [store for store in (commits, checkpoint_files(config)) if store]
+    original_size = resuming.original_size(
+        stores, world, default=commits.original_size if commits else world.size
+    )
     with fail_together(world):
-        train_spec = _train_spec(options, dataset, world)
+        train_spec = _train_spec(options, dataset, world, original_size)
         eval_spec = _eval_spec(options, dataset, world)
         observers = ()
         if world.is_chief:
             if options.model_dir:
                 run_directory.prepare(options.model_dir)
             observers = make_observers(sys.stdout, model_dir=options.model_dir)
-        model = _model(options, dataset, world)
+        model = _model(options, dataset, original_size)
     return Run(
         dataset=dataset,
         warning=warning,
         model=model,
         train_spec=train_spec,
         eval_spec=eval_spec,
-        config=RunConfig(
-            model_dir=options.model_dir,
-            save_every_steps=options.save_every_steps,
-            save_every_seconds=options.save_every_seconds,
-            keep_max=options.keep_checkpoints,
-            max_minutes=options.max_minutes,
-        ),
+        config=config,
+        original_size=original_size,
         observers=observers,
     )
 
 
-def _train_spec(options, dataset, world):
+def _config(options):
+    return RunConfig(
+        model_dir=options.model_dir,
+        save_every_steps=options.save_every_steps,
+        save_every_seconds=options.save_every_seconds,
+        keep_max=options.keep_checkpoints,
+        max_minutes=options.max_minutes,
+        commit_every_steps=options.commit_every_steps,
+    )
+
+
+def _train_spec(options, dataset, world, original_size):
     shard = Shard(
         num_samples=len(dataset.x_train),
-        global_batch_size=options.batch_size * world.size,
+        global_batch_size=options.batch_size * original_size,
         seed=options.seed,
         rank=world.rank,
         size=world.size,
     )
     max_steps = schedules.steps_of_run(
         shard,
+        size=original_size,
         epochs=options.epochs,
         max_steps=options.max_steps,
         accumulation_steps=options.accumulation_steps,
@@ -124,8 +146,8 @@ def _train_spec(options, dataset, world):
     epochs = options.epochs or max_steps * shard.global_batch_size / shard.num_samples
     schedules.check_warmup(options.warmup_epochs, epochs=epochs)
     schedule = schedules.Schedule(
-        learning_rate=options.local_learning_rate * world.size,
-        size=world.size,
+        learning_rate=options.local_learning_rate * original_size,
+        size=original_size,
         max_steps=max_steps,
         warmup_steps=options.warmup_epochs * shard.steps(1),
         decay=options.decay,
@@ -141,6 +163,7 @@ def _train_spec(options, dataset, world):
         max_steps=max_steps,
         pass_steps=shard.steps(1),
         local_batch_size=shard.local_batch_size,
+        global_batch_size=shard.global_batch_size,
         callbacks=lambda plan: _callbacks(options, schedule, plan),
         steps_per_execution=options.steps_per_execution or None,
     )
@@ -167,7 +190,7 @@ def _eval_spec(options, dataset, world):
     return EvalSpec(input_fn=lambda: batches, every_epochs=options.evaluate_every)
 
 
-def _model(options, dataset, world):
+def _model(options, dataset, original_size):
     if options.mixed_precision != "none":
         keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
     build = models.BY_NAME[options.model]
@@ -175,7 +198,7 @@ def _model(options, dataset, world):
     optimizer = hvd.DistributedOptimizer(
         optimizers.make(
             options.optimizer,
-            learning_rate=options.local_learning_rate * world.size,
+            learning_rate=options.local_learning_rate * original_size,
             accumulation_steps=options.accumulation_steps,
         ),
         compression=getattr(hvd.Compression, options.compression),

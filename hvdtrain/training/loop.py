@@ -9,6 +9,7 @@ import numpy as np
 import hvdtrain.keras as hvd
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
+from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.training import failures, run_directory
 from hvdtrain.training.checkpoints import CheckpointFiles
@@ -17,7 +18,7 @@ from hvdtrain.training.fitting import fit
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
-from hvdtrain.training.requests import EVALUATE, SAVE, Every, Requests
+from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Every, Requests
 from hvdtrain.training.resuming import RestoreCallback, Start, assign_all, restore
 from hvdtrain.training.saving import BackgroundWriter, CheckpointCallback
 from hvdtrain.training.specs import Result, RunConfig
@@ -26,7 +27,14 @@ _CHECKPOINTS = "checkpoints"
 
 
 def train_and_evaluate(
-    model_fn, train_spec, eval_spec, config=None, *, world, observers=()
+    model_fn,
+    train_spec,
+    eval_spec,
+    config=None,
+    *,
+    world,
+    observers=(),
+    commits=None,
 ):
     """Train a model on all ranks, then evaluate it over the whole test set.
 
@@ -45,6 +53,7 @@ def train_and_evaluate(
             `on_progress(progress)` with a `Progress` about every second,
             `on_evaluation(step, metrics)` after each evaluation, and
             `on_checkpoint(step, text)` when a checkpoint was written, or was not.
+        commits: in an elastic job, what `run_elastic` gives.
 
     Returns:
         A `Result`.
@@ -62,25 +71,38 @@ def train_and_evaluate(
                     stack.enter_context(run_directory.locked(config.model_dir))
             stack.enter_context(failures.recorded(config.model_dir, world))
         return _train_and_evaluate(
-            model_fn, train_spec, eval_spec, config, world, observers
+            model_fn,
+            train_spec,
+            eval_spec,
+            config,
+            world,
+            observers=observers if world.is_chief else (),
+            commits=commits,
         )
 
 
-def _train_and_evaluate(model_fn, train_spec, eval_spec, config, world, observers):
-    observers = observers if world.is_chief else ()
+def _train_and_evaluate(
+    model_fn, train_spec, eval_spec, config, world, *, observers, commits
+):
     plan = Plan.of(train_spec)
     model = _built(model_fn(), train_spec.input_fn)
     model.steps_per_execution = plan.steps_per_execution
-    global_batch_size = train_spec.local_batch_size * world.size
-    files, start = _files(config), Start()
-    if files:
-        start = restore(model, files, world, global_batch_size=global_batch_size)
+    global_batch_size = train_spec.global_batch_size
+    if global_batch_size is None:
+        global_batch_size = train_spec.local_batch_size * world.size
+    share = train_spec.local_batch_size * world.size / global_batch_size
+    hook_of(model.optimizer).weigh_gradients(share)
+    files, start = checkpoint_files(config), Start()
+    stores = [store for store in (commits, files) if store]
+    if stores:
+        start = restore(model, stores, world, global_batch_size=global_batch_size)
     training = _Training(
         plan,
         start,
         config,
         world,
         writer=BackgroundWriter(files, observers) if world.is_chief and files else None,
+        commits=commits,
         observers=observers,
         global_batch_size=global_batch_size,
     )
@@ -100,18 +122,29 @@ class _Training:
         config: the `RunConfig`.
         world: the `World`.
         writer: the `BackgroundWriter`; None on other ranks, and without checkpoints.
+        commits: the `Commits` of an elastic job, or None.
         observers: see `train_and_evaluate`.
         global_batch_size: samples of a step of the whole job.
     """
 
     def __init__(
-        self, plan, start, config, world, *, writer, observers, global_batch_size
+        self,
+        plan,
+        start,
+        config,
+        world,
+        *,
+        writer,
+        commits,
+        observers,
+        global_batch_size,
     ):
         self._plan = plan
         self._start = start
         self._config = config
         self._world = world
         self._writer = writer
+        self._commits = commits
         self._observers = observers
         self._global_batch_size = global_batch_size
         self._requests = Requests()
@@ -165,14 +198,6 @@ class _Training:
             self._observers,
             results=self._evaluations,
         )
-        saving = CheckpointCallback(
-            self._writer,
-            plan,
-            self._every(SAVE, config.save_every_steps, config.save_every_seconds),
-            self._requests,
-            self._world,
-            describe=self._describe,
-        )
         preemption = PreemptionCallback(
             plan,
             self._requests,
@@ -191,9 +216,31 @@ class _Training:
             evaluation,
             # Before the checkpoint, which contains it.
             self._history,
-            *([saving] if config.model_dir else []),
+            *self._savings(),
             preemption,
         ]
+
+    def _savings(self):
+        config = self._config
+        # A commit leaves the training where hosts have changed: the file comes first.
+        if config.model_dir:
+            every = self._every(
+                SAVE, config.save_every_steps, config.save_every_seconds
+            )
+            yield self._saving(self._writer, every)
+        if self._commits:
+            steps, seconds = config.commit_every_steps, config.commit_every_seconds
+            yield self._saving(self._commits, self._every(COMMIT, steps, seconds))
+
+    def _saving(self, writer, every):
+        return CheckpointCallback(
+            writer,
+            self._plan,
+            every,
+            self._requests,
+            self._world,
+            describe=self._describe,
+        )
 
     def _every(self, name, steps, seconds):
         return Every(
@@ -209,6 +256,9 @@ class _Training:
         """Return the metadata of a checkpoint."""
         return {
             "size": self._world.size,
+            "original_size": self._start.metadata.get(
+                "original_size", self._world.size
+            ),
             "global_batch_size": self._global_batch_size,
             "train_seconds": self._train_seconds(),
             "history": _for_json(self._history.history),
@@ -219,7 +269,8 @@ class _Training:
         return self._start.metadata.get("train_seconds", 0.0) + self._progress.seconds
 
 
-def _files(config):
+def checkpoint_files(config):
+    """Return the `CheckpointFiles` of a `RunConfig`; None without a `model_dir`."""
     if not config.model_dir:
         return None
     return CheckpointFiles(

@@ -2,7 +2,7 @@
 
 import time
 
-SAVE, EVALUATE, STOP = NAMES = ("save", "evaluate", "stop")
+SAVE, COMMIT, EVALUATE, STOP = NAMES = ("save", "commit", "evaluate", "stop")
 
 
 class Requests:

@@ -1,5 +1,6 @@
 """Continuing from a checkpoint."""
 
+import contextlib
 import dataclasses
 import warnings
 
@@ -8,7 +9,7 @@ import keras
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError
-from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.training import state
 from hvdtrain.training.checkpoints import CheckpointError
 
@@ -28,7 +29,23 @@ class Start:
     own_state: state.OwnState | None = None
 
 
-def restore(model, files, world, *, global_batch_size):
+def original_size(stores, world, *, default):
+    """Return the number of ranks that the job was first started with. A collective.
+
+    Args:
+        stores: as in `restore`.
+        world: the `World`.
+        default: that of a new job, on the chief.
+    """
+    size = default
+    if world.is_chief:
+        with contextlib.suppress(StopIteration, JobError, LookupError):
+            store, step = next((each, step) for each in stores for step in each.steps())
+            size = store.metadata(step)["original_size"]
+    return gather(world, size)[0]
+
+
+def restore(model, stores, world, *, global_batch_size):
     """Restore the newest valid checkpoint. A collective.
 
     The chief reads it, and assigns what is equal on all ranks: the broadcast before
@@ -36,7 +53,8 @@ def restore(model, files, world, *, global_batch_size):
 
     Args:
         model: a built and compiled model whose optimizer is built.
-        files: the `CheckpointFiles`; used on the chief only.
+        stores: the `Commits` and the `CheckpointFiles` that there are, of which the
+            first with a checkpoint is used; on the chief only.
         world: the `World`.
         global_batch_size: samples of a step of the whole job.
 
@@ -50,9 +68,9 @@ def restore(model, files, world, *, global_batch_size):
     found = None
     with fail_together(world):
         if world.is_chief:
-            found = _newest(model, files)
+            found = next(filter(None, (_newest(model, each) for each in stores)), None)
             if found:
-                _check_batch(found, files, global_batch_size, world.size)
+                _check_batch(found, global_batch_size, world.size)
     said = found and (found.step, found.metadata)
     said = broadcast_object(said, name="Start") if world.size > 1 else said
     if said is None:
@@ -70,18 +88,18 @@ def assign_all(model, start):
     model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
-def _newest(model, files):
+def _newest(model, store):
     """Return the newest `Checkpoint` that is valid; None if there is no checkpoint."""
-    files.delete_leftovers()
+    store.delete_leftovers()
     reasons = []
-    for step in files.steps():
+    for step in store.steps():
         try:
-            checkpoint = files.read(step)
+            checkpoint = store.read(step)
             state.assign_shared(model, checkpoint.arrays)
         except CheckpointError as error:
             reasons.append(str(error))
         except state.OtherModelError as error:
-            reasons.append(f"{files.path(step)} is of another model: {error}.")
+            reasons.append(f"{store.path(step)} is of another model: {error}.")
         else:
             for reason in reasons:
                 warnings.warn(
@@ -96,13 +114,13 @@ def _newest(model, files):
     return None
 
 
-def _check_batch(checkpoint, files, global_batch_size, size):
+def _check_batch(checkpoint, global_batch_size, size):
     before = checkpoint.metadata["global_batch_size"]
     if before != global_batch_size:
         raise JobError(
             f"Received a global batch of {global_batch_size} samples on {size} ranks; "
-            f"expected {before}, with which {files.path(checkpoint.step)} was written: "
-            "the order of the samples depends on it."
+            f"expected {before}, with which the checkpoint of step {checkpoint.step} "
+            "was written: the order of the samples depends on it."
         )
 
 

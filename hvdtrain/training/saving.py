@@ -91,7 +91,8 @@ class CheckpointCallback(keras.callbacks.Callback):
     After all other callbacks: what they do at the end of an epoch is in the checkpoint.
 
     Args:
-        writer: the `BackgroundWriter` on the chief; None elsewhere.
+        writer: the `BackgroundWriter` on the chief and None elsewhere, or the
+            `Commits` of each rank.
         plan: the `Plan`.
         is_due: an `Every`.
         requests: the `Requests`.
@@ -130,8 +131,10 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._is_pending = False
         state.check_finite(self.model, step)
         is_last = step == self._plan.max_steps or STOP in self._requests.agreed
-        arrays = state.capture(self.model, self._world)
-        if self._writer is None:
+        arrays = state.capture(
+            self.model, self._world, is_kept=self._writer is not None
+        )
+        if arrays is None:
             return
         if is_last and self._writer.is_busy:
             self._writer.wait()

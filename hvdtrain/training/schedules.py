@@ -11,11 +11,14 @@ from hvdtrain.keras.learning_rates import set_learning_rate
 _DEFAULT_MAX_STEPS = 10_000
 
 
-def steps_of_run(shard, *, epochs=None, max_steps=None, accumulation_steps=1):
+def steps_of_run(
+    shard, *, size=None, epochs=None, max_steps=None, accumulation_steps=1
+):
     """Return the number of batches that each rank takes: whole accumulation windows.
 
     Args:
         shard: a `Shard`.
+        size: number of ranks that share `max_steps`; by default those of the shard.
         epochs: passes over the data, or None.
         max_steps: without `epochs`, the batches of all ranks together.
         accumulation_steps: batches of a rank per update of the weights.
@@ -23,7 +26,7 @@ def steps_of_run(shard, *, epochs=None, max_steps=None, accumulation_steps=1):
     Raises:
         JobError: the run is too short for one update.
     """
-    window = accumulation_steps
+    window, size = accumulation_steps, size or shard.size
     if epochs:
         steps = shard.steps(epochs)
         if window > steps:
@@ -33,11 +36,11 @@ def steps_of_run(shard, *, epochs=None, max_steps=None, accumulation_steps=1):
             )
         return math.ceil(steps / window) * window
     max_steps = max_steps or _DEFAULT_MAX_STEPS
-    steps = max_steps // (shard.size * window) * window
+    steps = max_steps // (size * window) * window
     if not steps:
         raise JobError(
-            f"Received --max_steps={max_steps} for {shard.size} ranks with "
-            f"--accumulation_steps={window}; expected {shard.size * window} or more, "
+            f"Received --max_steps={max_steps} for {size} ranks with "
+            f"--accumulation_steps={window}; expected {size * window} or more, "
             "for one update of the weights."
         )
     return steps

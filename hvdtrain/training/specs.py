@@ -24,7 +24,9 @@ class TrainSpec:
             rank takes, which `optimizer.iterations` counts.
         pass_steps: batches in a pass over the data. Training metrics are reset about
             that often.
-        local_batch_size: samples in a batch of one rank.
+        local_batch_size: samples in a batch of this rank.
+        global_batch_size: samples in a step of the whole job; None where all ranks
+            have equally many. Otherwise each rank's gradient counts by its samples.
         callbacks: `callbacks(plan)` returns more Keras callbacks, for the `Plan`.
         steps_per_execution: steps per call of the compiled train function, None for
             a default.
@@ -34,6 +36,7 @@ class TrainSpec:
     max_steps: int
     pass_steps: int
     local_batch_size: int
+    global_batch_size: int | None = None
     callbacks: Callable = lambda plan: ()
     steps_per_execution: int | None = None
 
@@ -70,6 +73,9 @@ class RunConfig:
             one at the end.
         max_minutes: the job stops after so many minutes, so that it can be continued;
             0 for no limit.
+        commit_every_steps: in an elastic job, steps between copies into memory, 0 for
+            none; the steps since the last one are taken again when a worker is lost.
+        commit_every_seconds: the same in seconds.
         stop_signals: signals that make it stop in the same way, on any rank.
         keep_max: number of the newest checkpoints that are kept.
         keep_every_hours: in addition, one of every so many hours; 0 for none.
@@ -79,6 +85,8 @@ class RunConfig:
     save_every_steps: int = 0
     save_every_seconds: float = 600.0
     max_minutes: float = 0.0
+    commit_every_steps: int = 0
+    commit_every_seconds: float = 5.0
     stop_signals: tuple = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     keep_max: int = 5
     keep_every_hours: float = 0.0
@@ -89,6 +97,8 @@ class RunConfig:
             ("save_every_steps", 0),
             ("save_every_seconds", 0),
             ("max_minutes", 0),
+            ("commit_every_steps", 0),
+            ("commit_every_seconds", 0),
             ("keep_max", 1),
             ("keep_every_hours", 0),
         ):

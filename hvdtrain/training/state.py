@@ -22,18 +22,19 @@ class OtherModelError(ValueError):
     """The arrays are those of a model with other variables."""
 
 
-def capture(model, world):
-    """Return copies of all arrays by name, on the chief. A collective.
+def capture(model, world, *, is_kept):
+    """Return copies of all arrays by name. A collective.
 
     Args:
         model: a built and compiled model whose optimizer is built.
         world: the `World`.
+        is_kept: whether this rank needs them; others return None.
     """
     everyone = gather(
         world, [local_states(_own(model)), local_states(_of_metrics(model))]
     )
-    if not world.is_chief:
-        return {}
+    if not is_kept:
+        return None
     shared = _shared(model)
     arrays = _named("shared", shared, local_states(shared))
     for rank, (own, of_metrics) in enumerate(everyone):
@@ -76,7 +77,7 @@ class OwnState:
     Where the number of ranks has changed: accumulated gradients become their mean, so
     that their window gives the same update; ranks take the moving statistics of the
     rank with their number, or of rank 0, as the seeds, which are then separated; and
-    the metrics of the epoch start anew.
+    the states of metrics are divided so that their reduction has the same result.
 
     Args:
         world: the `World`.
@@ -104,11 +105,24 @@ class OwnState:
             separate_seeds(model)
 
     def assign_metrics(self, model):
-        """Assign the states of metrics, where they are those of as many ranks."""
+        """Assign the states of metrics."""
+        variables = _of_metrics(model)
         if self._is_same_size:
-            variables, values = _of_metrics(model), self._of_metrics[self._rank]
-            _check_same(variables, values)
-            _assign(variables, values)
+            values = self._of_metrics[self._rank]
+        else:
+            by_variable = zip(variables, *self._of_metrics, strict=True)
+            values = [self._combined(v, states) for v, *states in by_variable]
+        _check_same(variables, values)
+        _assign(variables, values)
+
+    def _combined(self, variable, states):
+        # So that their reduction over the new ranks has the result of the old ones.
+        if variable.aggregation == "mean":
+            return np.mean(states, axis=0, dtype=states[0].dtype)
+        if variable.aggregation == "only_first_replica":
+            return states[0]
+        total = np.sum(states, axis=0, dtype=states[0].dtype)
+        return total if self._rank == 0 else np.zeros_like(total)
 
     def _average_accumulated(self, model):
         accumulated = {id(v) for v in accumulated_gradients(model.optimizer)}

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import pytest
 
+from hvdtrain import data
+
 STEPS_PER_EPOCH, EPOCHS = 6, 3
 EVERY_BATCH = [(e, b) for e in range(EPOCHS) for b in range(STEPS_PER_EPOCH)]
 RATE = 0.01
@@ -117,6 +119,10 @@ def run_elastic(run, folder, *, hosts, event, steps_per_epoch="STEPS"):
         steps_per_epoch=steps_per_epoch,
         event=textwrap.indent(textwrap.dedent(event), " " * 4).strip(),
     )
+    run_script(run, folder, script, hosts=hosts)
+
+
+def run_script(run, folder, script, *, hosts):
     (folder / "train.py").write_text(script)
     (folder / "hosts").write_text(hosts)
     discover = folder / "discover.sh"
@@ -203,3 +209,137 @@ def check_growth(folder, *, alone, together):
         for slot in (0, 1)
     ]
     assert weights[0] == weights[1]
+
+
+# Seven samples a step: 4 and 3 on two ranks.
+JOB = """
+    import json
+    import os
+    import signal
+    import sys
+    import time
+    from pathlib import Path
+
+    import numpy as np
+
+    from hvdtrain import job
+
+    GLOBAL_BATCH_SIZE, STEPS, folder = 7, 30, Path(sys.argv[1])
+    world = job.start()
+    import keras
+    import tensorflow as tf
+
+    from hvdtrain import data, training
+
+    x = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    worker = os.environ["HOROVOD_HOSTNAME"] + "-" + os.environ["HOROVOD_LOCAL_RANK"]
+
+
+    def model_fn():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        return model
+
+
+    def train(world, commits):
+        shard = data.Shard(
+            num_samples=50,
+            global_batch_size=7,
+            seed=0,
+            rank=world.rank,
+            size=world.size,
+        )
+
+        class Events(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                step = int(self.model.optimizer.iterations)
+                with (folder / f"steps.{worker}").open("a") as file:
+                    samples = shard.indices(step - 1, step).ravel().tolist()
+                    file.write(json.dumps([world.size, step, samples]) + "\\n")
+                if step == 13 and worker == "127.0.0.1-0":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if step == 20 and world.size == 1:
+                    (folder / "new_hosts").write_text("localhost:2")
+                    (folder / "new_hosts").replace(folder / "hosts")
+                    while not commits.has_host_updates:
+                        time.sleep(0.1)
+
+        def batches(start, end):
+            places = tf.data.Dataset.from_tensor_slices(shard.indices(start, end))
+            return places.map(lambda batch: (tf.gather(x, batch), tf.gather(y, batch)))
+
+        return training.train_and_evaluate(
+            model_fn,
+            training.TrainSpec(
+                input_fn=batches,
+                max_steps=STEPS,
+                pass_steps=8,
+                local_batch_size=shard.local_batch_size,
+                global_batch_size=shard.global_batch_size,
+                steps_per_execution=1,
+                callbacks=lambda plan: [Events()],
+            ),
+            training.EvalSpec(input_fn=lambda: batches(0, 1)),
+            training.RunConfig(commit_every_steps=5),
+            world=world,
+            commits=commits,
+        )
+
+
+    if __name__ == "__main__" and len(sys.argv) == 2:
+        result = training.run_elastic(train, world)
+        weights = [w.ravel().tolist() for w in result.model.get_weights()]
+        (folder / f"result.{worker}").write_text(json.dumps([weights, result.history]))
+"""
+
+
+def test_a_job_that_loses_and_gains_a_worker_computes_what_one_process_does(
+    run, tmp_path
+):
+    hosts = "localhost:1\n127.0.0.1:1\n"
+    run_script(run, tmp_path, textwrap.dedent(JOB), hosts=hosts)
+    steps = read_steps(tmp_path, "localhost-0")
+    # Two ranks; alone from the commit at step 10, and two again from that at step 20.
+    sizes = [(size, step) for size, step, _ in steps]
+    alone = [(1, step) for step in range(11, 21)]
+    assert [each for each in sizes if each[0] == 1] == alone
+    assert sizes[-10:] == [(2, step) for step in range(21, 31)]
+    assert sizes[:12] == [(2, step) for step in range(1, 13)]
+    check_samples(steps, read_steps(tmp_path, "localhost-1"))
+    found = [
+        json.loads((tmp_path / f"result.localhost-{slot}").read_text())
+        for slot in (0, 1)
+    ]
+    assert found[0] == found[1]
+    weights, history = found[0]
+    expected, losses = one_process_of_the_job()
+    np.testing.assert_allclose(np.concatenate(weights), expected, atol=1e-6)
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+
+
+def check_samples(chief, joined):
+    """The steps that count have each sample of their global batch once."""
+    shard = data.Shard(num_samples=50, global_batch_size=7, seed=0)
+    last = {step: samples for _, step, samples in chief}
+    for _, step, samples in joined:
+        last[step] = last[step] + samples
+    for step in range(11, 31):
+        assert sorted(last[step]) == sorted(shard.indices(step - 1, step).ravel())
+
+
+def one_process_of_the_job():
+    """The weights, and the mean loss of each of four epochs."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    x = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
+    shard = data.Shard(num_samples=50, global_batch_size=7, seed=0)
+    losses = []
+    for places in shard.indices(0, 30):
+        batch = x[places]
+        losses.append(model.train_on_batch(batch, batch.sum(1, keepdims=True)))
+        model.reset_metrics()
+    weights = np.concatenate([w.ravel() for w in model.get_weights()])
+    return weights, [np.mean(losses[i : i + 8]) for i in (0, 8, 16, 24)]

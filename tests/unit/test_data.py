@@ -131,9 +131,9 @@ def test_another_process_deals_the_same():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"global_batch_size": 5, "size": 2}, "multiple"),
-        ({"global_batch_size": 0}, "positive"),
-        ({"global_batch_size": -2, "size": 2}, "positive"),
+        ({"global_batch_size": 1, "size": 2}, "at least one sample per rank"),
+        ({"global_batch_size": 0}, "at least one sample"),
+        ({"global_batch_size": -2, "size": 2}, "at least one sample"),
         ({"size": 11, "global_batch_size": 11}, "fewer ranks"),
         ({"rank": 2, "size": 2}, "rank 2 of 2"),
         ({"rank": -1}, "rank -1"),
@@ -274,3 +274,11 @@ def test_keras_takes_every_sample_of_the_streams():
     part = streams.evaluation_batches(x, y, rank=0, size=1, local_batch_size=8)
     model.evaluate(part, verbose=0)
     assert int(accuracy.count) == 50
+
+
+def test_ranks_divide_a_batch_that_is_no_multiple_of_their_number():
+    whole = shard(50, 7, 0).indices(3, 9)
+    parts = [shard(50, 7, 0, rank=rank, size=3).indices(3, 9) for rank in range(3)]
+    assert [part.shape for part in parts] == [(6, 3), (6, 2), (6, 2)]
+    for rank, part in enumerate(parts):
+        np.testing.assert_array_equal(part, whole[:, rank::3])
