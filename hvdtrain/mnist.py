@@ -14,6 +14,8 @@ from hvdtrain.optimizers import LEARNING_RATES
 
 _RATES = ", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items())
 
+_EXPORTS = ("best", "latest", "final")
+
 
 def _integer(name, default, text, *, low=1, high=1_000_000):
     flags.DEFINE_integer(name, default, text, lower_bound=low, upper_bound=high)
@@ -92,6 +94,12 @@ flags.DEFINE_enum(
     "The precision that layers compute in.",
 )
 _integer("evaluate_every", 0, "Epochs; 0 evaluates at the end only.", low=0, high=None)
+flags.DEFINE_list(
+    "export",
+    None,
+    "SavedModels in MODEL_DIR/export, of evaluations: best (lowest test loss), latest, "
+    "final, or several of them with commas.",
+)
 _integer(
     "consistency_check_steps",
     1000,
@@ -122,6 +130,18 @@ def _check_warmup_epochs(epochs):
 )
 def _check_times(values):
     return all(map(math.isfinite, values.values()))
+
+
+@flags.validator("export", f"expected some of {', '.join(_EXPORTS)}, each once")
+def _check_export(names):
+    return names is None or sorted({*names} & {*_EXPORTS}) == sorted(names)
+
+
+@flags.multi_flags_validator(
+    ["export", "model_dir"], "--export needs --model_dir: exports are written there"
+)
+def _check_export_dir(values):
+    return not values["export"] or bool(values["model_dir"])
 
 
 @flags.multi_flags_validator(

@@ -1,10 +1,11 @@
-"""The atomic write of files, and their errors as one line."""
+"""The atomic write of files and directories, and their errors as one line."""
 
 import contextlib
 import glob
 import os
 import pathlib
 import secrets
+import shutil
 import time
 
 from hvdtrain.job.world import JobError
@@ -24,32 +25,71 @@ def atomic_write(path):
     """
     path = pathlib.Path(path)
     _remove_stale(path)
-    # With the suffix of `path`, from which Keras infers the format of a model.
-    temporary = path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
+    temporary = _temporary(path)
     try:
         yield temporary
         # Without it a crash of the machine may leave an empty file after the rename.
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        _synchronize(temporary)
         temporary.replace(path)
         # The rename itself is durable only with its directory.
-        _synchronize_directory(path.parent)
+        _synchronize(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def remove_partial(directory):
-    """Remove all temporary files of `atomic_write`. For the only writer of a directory.
+@contextlib.contextmanager
+def atomic_directory(path):
+    """Yield a new directory beside `path` that is renamed to `path` at the end.
 
-    They are those of processes that were killed.
+    For the only writer of `path`. A reader sees a complete directory: the old one or
+    the new one, and none between two renames. On an exception the new one is removed.
+    """
+    path = pathlib.Path(path)
+    temporary = _temporary(path)
+    try:
+        temporary.mkdir()
+        yield temporary
+        for directory, _, names in os.walk(temporary):
+            for name in (*names, "."):
+                _synchronize(os.path.join(directory, name))
+        # A rename replaces an empty directory only.
+        if path.is_dir():
+            remove_directory(path)
+        temporary.rename(path)
+        _synchronize(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_directory(path):
+    """Remove a directory that others may read: they see all of it, or nothing."""
+    removed = _temporary(path)
+    path.rename(removed)
+    # NFS refuses while a reader has a file open; the next start removes the rest.
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def remove_partial(directory):
+    """Remove all that killed processes have left. For the only writer of a directory.
+
+    These are the temporary files and directories of this module.
     """
     for left in directory.glob(f".partial-{'?' * 8}-*"):
-        left.unlink(missing_ok=True)
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
-def _synchronize_directory(directory):
-    number = os.open(directory, os.O_RDONLY)
+def _temporary(path):
+    # With the suffix of `path`, from which Keras infers the format of a model.
+    return path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
+
+
+def _synchronize(path):
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

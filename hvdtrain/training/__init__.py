@@ -7,6 +7,7 @@ that each rank has taken since the start. Epochs of `fit` occur in `plan` only.
 from hvdtrain.training import image_classifier, observers, run_directory
 from hvdtrain.training.elastic import run_elastic
 from hvdtrain.training.evaluation import evaluate
+from hvdtrain.training.exporters import BestExporter, FinalExporter, LatestExporter
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan

@@ -55,10 +55,12 @@ class EvaluationCallback(keras.callbacks.Callback):
         is_due: an `Every`.
         observers: see `train_and_evaluate`.
         results: the list of the job's evaluations, to which each is appended.
+        exports: the `Exports` on the chief; None elsewhere, and without exporters.
     """
 
-    def __init__(self, spec, plan, is_due, observers, *, results):
+    def __init__(self, spec, plan, is_due, observers, *, results, exports=None):
         super().__init__()
+        self._exports = exports
         self._results = results
         self._spec = spec
         self._plan = plan
@@ -90,9 +92,12 @@ class EvaluationCallback(keras.callbacks.Callback):
         with evaluated_weights(self.model, steps=steps):
             batches = self._spec.input_fn()
             found = evaluate(self.model, batches, steps=self._spec.steps)
-        # The loss of a training step is computed before its update: only here does
-        # an update that broke the weights in the last steps become visible.
-        check_loss(found["loss"], step)
-        self._results.append({"step": step, "metrics": found})
-        for observer in self._observers:
-            observer.on_evaluation(step, found)
+            # The loss of a training step is computed before its update: only here does
+            # an update that broke the weights in the last steps become visible.
+            check_loss(found["loss"], step)
+            self._results.append({"step": step, "metrics": found})
+            for observer in self._observers:
+                observer.on_evaluation(step, found)
+            if self._exports:
+                is_last = step == self._plan.max_steps
+                self._exports.write(self.model, self._results, is_last=is_last)

@@ -6,8 +6,9 @@ import warnings
 import keras
 import tensorflow as tf
 
+import hvdtrain.keras as hvd
 from hvdtrain.job import JobError
-from hvdtrain.keras import callbacks as hvd_callbacks
+from hvdtrain.keras.optimizer import is_distributed
 
 # The error of `assert_cardinality`.
 _EARLY_END = re.compile(r"expected to contain \d+ elements? but contained only (\d+)")
@@ -15,6 +16,33 @@ _EARLY_END = re.compile(r"expected to contain \d+ elements? but contained only (
 
 class _SegmentEndError(Exception):
     """Leaves `fit` at the end of an epoch, without what it does at the end."""
+
+
+def built(model, input_fn):
+    """Return a model that has all variables, with a distributed optimizer.
+
+    Args:
+        model: a compiled model.
+        input_fn: see `TrainSpec`.
+
+    Raises:
+        JobError: it is not compiled.
+    """
+    if not getattr(model, "compiled", False):
+        raise JobError(
+            f"Received {type(model).__name__} from model_fn; expected a compiled Keras "
+            "model: call its compile()."
+        )
+    if not is_distributed(model.optimizer):
+        hvd.DistributedOptimizer(model.optimizer)
+    # Keras builds the metrics of `compile` with the first batch: a checkpoint that was
+    # written within an epoch has states for them.
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(next(iter(input_fn(0, 1))))
+    model.compute_metrics(x, y, model(x), weights)
+    model.reset_metrics()
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model
 
 
 def fit(model, input_fn, plan, *, start_step, callbacks):
@@ -43,7 +71,7 @@ def fit(model, input_fn, plan, *, start_step, callbacks):
             _fit(model, batches, segment, whole)
         except _SegmentEndError:
             continue
-        except hvd_callbacks.DesynchronizedError as error:
+        except hvd.callbacks.DesynchronizedError as error:
             raise JobError(str(error)) from None
         except tf.errors.OpError as error:
             if found := _EARLY_END.search(str(error)):

@@ -10,9 +10,9 @@ from hvdtrain import models, optimizers
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same_flags, fail_together
-from hvdtrain.training import resuming, run_directory, schedules
-from hvdtrain.training.loop import checkpoint_files
+from hvdtrain.training import exporters, resuming, run_directory, schedules
 from hvdtrain.training.observers import make_observers
+from hvdtrain.training.saving import checkpoint_files
 from hvdtrain.training.specs import EvalSpec, RunConfig, TrainSpec
 
 _EVALUATION_BATCH_SIZE = 256
@@ -43,6 +43,7 @@ class Options:
     compression: str
     mixed_precision: str
     evaluate_every: int
+    export: list[str] | None
     consistency_check_steps: int
     steps_per_execution: int
 
@@ -187,7 +188,11 @@ def _eval_spec(options, dataset, world):
         size=world.size,
         local_batch_size=_EVALUATION_BATCH_SIZE,
     )
-    return EvalSpec(input_fn=lambda: batches, every_epochs=options.evaluate_every)
+    return EvalSpec(
+        input_fn=lambda: batches,
+        every_epochs=options.evaluate_every,
+        exporters=[exporters.BY_NAME[name]() for name in options.export or ()],
+    )
 
 
 def _model(options, dataset, original_size):

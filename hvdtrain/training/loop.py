@@ -1,29 +1,27 @@
 """Train and evaluate a Keras model on all ranks. The loop is Keras' `fit`."""
 
 import contextlib
-import os
 
 import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
-from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.keras.hook import hook_of
-from hvdtrain.keras.optimizer import is_distributed
-from hvdtrain.training import failures, run_directory
-from hvdtrain.training.checkpoints import CheckpointFiles
+from hvdtrain.training import exporting, failures, run_directory
 from hvdtrain.training.evaluation import EvaluationCallback
-from hvdtrain.training.fitting import fit
+from hvdtrain.training.fitting import built, fit
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
 from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Every, Requests
 from hvdtrain.training.resuming import RestoreCallback, Start, assign_all, restore
-from hvdtrain.training.saving import BackgroundWriter, CheckpointCallback
+from hvdtrain.training.saving import (
+    BackgroundWriter,
+    CheckpointCallback,
+    checkpoint_files,
+)
 from hvdtrain.training.specs import Result, RunConfig
-
-_CHECKPOINTS = "checkpoints"
 
 
 def train_and_evaluate(
@@ -51,8 +49,9 @@ def train_and_evaluate(
         world: the `World`.
         observers: objects whose methods are called on the chief:
             `on_progress(progress)` with a `Progress` about every second,
-            `on_evaluation(step, metrics)` after each evaluation, and
-            `on_checkpoint(step, text)` when a checkpoint was written, or was not.
+            `on_evaluation(step, metrics)` after each evaluation,
+            `on_checkpoint(step, text)` when a checkpoint was written, or was not, and
+            `on_export(step, text)` for exports.
         commits: in an elastic job, what `run_elastic` gives.
 
     Returns:
@@ -61,7 +60,8 @@ def train_and_evaluate(
     Raises:
         PreemptedError: on all ranks, when the job was asked to stop.
         JobError: on all ranks, when the loss is not finite, when there are
-            checkpoints and none can be used, or when another job uses the directory.
+            checkpoints and none can be used, when another job uses the directory, or
+            when the last checkpoint or an export of the last step cannot be written.
     """
     config = config or RunConfig()
     with contextlib.ExitStack() as stack:
@@ -85,8 +85,11 @@ def _train_and_evaluate(
     model_fn, train_spec, eval_spec, config, world, *, observers, commits
 ):
     plan = Plan.of(train_spec)
-    model = _built(model_fn(), train_spec.input_fn)
+    model = built(model_fn(), train_spec.input_fn)
     model.steps_per_execution = plan.steps_per_execution
+    exports = exporting.prepare(
+        eval_spec.exporters, model, world, observers, model_dir=config.model_dir
+    )
     global_batch_size = train_spec.global_batch_size
     if global_batch_size is None:
         global_batch_size = train_spec.local_batch_size * world.size
@@ -103,6 +106,7 @@ def _train_and_evaluate(
         world,
         writer=BackgroundWriter(files, observers) if world.is_chief and files else None,
         commits=commits,
+        exports=exports,
         observers=observers,
         global_batch_size=global_batch_size,
     )
@@ -110,6 +114,7 @@ def _train_and_evaluate(
         training.run(model, train_spec, eval_spec)
     else:
         assign_all(model, start)
+        training.complete(model)
     return training.result(model)
 
 
@@ -123,6 +128,7 @@ class _Training:
         world: the `World`.
         writer: the `BackgroundWriter`; None on other ranks, and without checkpoints.
         commits: the `Commits` of an elastic job, or None.
+        exports: the `Exports` on the chief; None elsewhere, and without exporters.
         observers: see `train_and_evaluate`.
         global_batch_size: samples of a step of the whole job.
     """
@@ -136,6 +142,7 @@ class _Training:
         *,
         writer,
         commits,
+        exports,
         observers,
         global_batch_size,
     ):
@@ -145,6 +152,7 @@ class _Training:
         self._world = world
         self._writer = writer
         self._commits = commits
+        self._exports = exports
         self._observers = observers
         self._global_batch_size = global_batch_size
         self._requests = Requests()
@@ -176,6 +184,15 @@ class _Training:
             with fail_together(self._world):
                 if self._writer:
                     self._writer.wait()
+                if self._exports:
+                    self._exports.check()
+
+    def complete(self, model):
+        """Write the exports that a finished job lacks."""
+        with fail_together(self._world):
+            if self._exports and self._start.step == self._plan.max_steps:
+                self._exports.write_missing(model, self._evaluations)
+                self._exports.check()
 
     def result(self, model):
         """Return the `Result`."""
@@ -197,6 +214,7 @@ class _Training:
             self._every(EVALUATE, eval_spec.throttle_steps, eval_spec.throttle_seconds),
             self._observers,
             results=self._evaluations,
+            exports=self._exports,
         )
         preemption = PreemptionCallback(
             plan,
@@ -267,36 +285,6 @@ class _Training:
 
     def _train_seconds(self):
         return self._start.metadata.get("train_seconds", 0.0) + self._progress.seconds
-
-
-def checkpoint_files(config):
-    """Return the `CheckpointFiles` of a `RunConfig`; None without a `model_dir`."""
-    if not config.model_dir:
-        return None
-    return CheckpointFiles(
-        os.path.join(config.model_dir, _CHECKPOINTS),
-        keep_max=config.keep_max,
-        keep_every_hours=config.keep_every_hours,
-    )
-
-
-def _built(model, input_fn):
-    """Return a model that has all variables, with a distributed optimizer."""
-    if not getattr(model, "compiled", False):
-        raise JobError(
-            f"Received {type(model).__name__} from model_fn; expected a compiled Keras "
-            "model: call its compile()."
-        )
-    if not is_distributed(model.optimizer):
-        hvd.DistributedOptimizer(model.optimizer)
-    # Keras builds the metrics of `compile` with the first batch: a checkpoint that was
-    # written within an epoch has states for them.
-    x, y, weights = keras.utils.unpack_x_y_sample_weight(next(iter(input_fn(0, 1))))
-    model.compute_metrics(x, y, model(x), weights)
-    model.reset_metrics()
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    return model
 
 
 def _for_json(values):

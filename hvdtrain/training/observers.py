@@ -67,6 +67,10 @@ class Console:
         """Prints a line."""
         self._write(f"checkpoint at step {step} {text}")
 
+    def on_export(self, step, text):
+        """Prints a line."""
+        self._write(f"export at step {step} {text}")
+
     def _draw(self, progress):
         if self._bar is None:
             self._bar = tqdm.tqdm(
@@ -126,6 +130,9 @@ class EventLog:
     def on_checkpoint(self, step, text):
         """Writes nothing: it is no number."""
 
+    def on_export(self, step, text):
+        """Writes nothing: it is no number."""
+
     def _write(self, part, step, values):
         with self._one_line_errors():
             with self._writers[part].as_default(step=step):
@@ -139,11 +146,12 @@ class EventLog:
             f"write TensorBoard's logs to {self._directory}",
             errors=(tf.errors.OpError,),
             remedy="choose another --model_dir",
-            reason_of=_reason,
+            reason_of=reason_of,
         )
 
 
-def _reason(error):
+def reason_of(error):
+    """Return the reason of a `tf.errors.OpError`, as the system's message has it."""
     text = _GRAPH_NAMES.sub("", error.message.splitlines()[0])
     return text.rpartition("; ")[2]
 

@@ -1,16 +1,31 @@
 """When checkpoints are written, and in which thread."""
 
 import concurrent.futures
+import os
 import time
 
 import keras
 
 from hvdtrain.job import JobError
 from hvdtrain.training import state
-from hvdtrain.training.checkpoints import Checkpoint
+from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 from hvdtrain.training.requests import STOP
 
 _PATIENCE_SECONDS = 10.0
+
+
+_CHECKPOINTS = "checkpoints"
+
+
+def checkpoint_files(config):
+    """Return the `CheckpointFiles` of a `RunConfig`, None without `model_dir`."""
+    if not config.model_dir:
+        return None
+    return CheckpointFiles(
+        os.path.join(config.model_dir, _CHECKPOINTS),
+        keep_max=config.keep_max,
+        keep_every_hours=config.keep_every_hours,
+    )
 
 
 class BackgroundWriter:

@@ -6,7 +6,7 @@ docs/training.md lists what differs.
 
 import dataclasses
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 
@@ -52,6 +52,8 @@ class EvalSpec:
         every_epochs: evaluate also after so many epochs of `fit`, 0 for never.
         throttle_steps: evaluate also after so many steps, 0 for never.
         throttle_seconds: evaluate also after so many seconds, 0 for never.
+        exporters: see `exporters`; they write the model that was evaluated to
+            `RunConfig.model_dir`.
     """
 
     input_fn: Callable
@@ -59,6 +61,7 @@ class EvalSpec:
     every_epochs: int = 0
     throttle_steps: int = 0
     throttle_seconds: float = 0.0
+    exporters: Sequence = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import threading
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_SECONDS = 240
@@ -153,7 +154,7 @@ def check_output(lines):
 
 
 def test_all_flags_together(train):
-    _, summary = train(
+    job, summary = train(
         [
             "--dataset=digits",
             "--epochs=2",
@@ -165,6 +166,7 @@ def test_all_flags_together(train):
             "--compression=bf16",
             "--mixed_precision=bfloat16",
             "--evaluate_every=1",
+            "--export=best,final",
             "--consistency_check_steps=3",
             "--steps_per_execution=2",
         ],
@@ -175,6 +177,9 @@ def test_all_flags_together(train):
     assert summary["global_batch_size"] == 200
     assert summary["learning_rate"] == pytest.approx(0.002)
     assert summary["test_accuracy"] > 0.7
+    path = f"{summary['flags']['model_dir']}/export/final/step-00000030"
+    assert f"export at step 30 written to {path} in " in job.text
+    assert tf.saved_model.contains_saved_model(path)
 
 
 def test_help_is_readable_and_needs_no_tensorflow(run):

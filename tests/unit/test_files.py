@@ -1,4 +1,4 @@
-"""The atomic write, and errors of files in one line."""
+"""The atomic write of files and directories, and errors of files in one line."""
 
 import os
 import time
@@ -7,7 +7,12 @@ import pytest
 
 from hvdtrain.data import DataError
 from hvdtrain.job import JobError
-from hvdtrain.job.files import atomic_write, one_line_errors
+from hvdtrain.job.files import (
+    atomic_directory,
+    atomic_write,
+    one_line_errors,
+    remove_partial,
+)
 
 
 def names(directory):
@@ -38,6 +43,39 @@ def test_files_of_killed_writers_are_removed_when_they_are_old(tmp_path):
         temporary.write_text("whole")
     # The recent one may be that of another job, which still writes to it.
     assert names(tmp_path) == sorted([other.name, recent.name, "a[b].npz"])
+
+
+def test_a_directory_is_complete_or_absent(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    synchronized = []
+    monkeypatch.setattr(
+        os, "fsync", lambda number: synchronized.append(os.fstat(number).st_ino)
+    )
+    for content in ("first", "second"):
+        with atomic_directory(path) as temporary:
+            (temporary / "inner").mkdir()
+            (temporary / "inner" / "file").write_text(content)
+            seen = [each.stat().st_ino for each in temporary.rglob("*")]
+            assert path.exists() == (content == "second")
+        assert (path / "inner" / "file").read_text() == content
+        assert {*seen, path.stat().st_ino, tmp_path.stat().st_ino} <= {*synchronized}
+    with pytest.raises(OSError, match="full"), atomic_directory(path) as temporary:
+        write_half(temporary)
+    assert (path / "inner" / "file").read_text() == "second"
+    assert names(tmp_path) == ["a"]
+
+
+def write_half(directory):
+    (directory / "half").write_text("half")
+    raise OSError(28, "full")
+
+
+def test_what_killed_writers_have_left_is_removed(tmp_path):
+    (tmp_path / ".partial-00000000-a" / "inner").mkdir(parents=True)
+    (tmp_path / ".partial-00000000-b").write_text("half")
+    (tmp_path / "c").write_text("whole")
+    remove_partial(tmp_path)
+    assert names(tmp_path) == ["c"]
 
 
 def test_an_error_names_the_file_the_reason_and_the_remedy(tmp_path):

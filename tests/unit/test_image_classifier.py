@@ -37,7 +37,8 @@ def test_options_are_the_flags_of_mnist():
 
 
 def test_a_run_with_the_defaults(tmp_path):
-    run = build(options(model_dir=str(tmp_path)), World())
+    run = build(options(model_dir=str(tmp_path), export=["best", "final"]), World())
+    assert [each.name for each in run.eval_spec.exporters] == ["best", "final"]
     assert run.warning == ""
     assert run.dataset.name == "synthetic"
     assert run.train_spec.max_steps == 10_000
@@ -88,6 +89,8 @@ def test_options_that_contradict_each_other(changes, reason):
         (["--dataset=imagenet"], ["--dataset=imagenet", "digits"]),
         (["--dataset=digits", "--data_dir=/tmp"], ["dataset=digits", "data_dir=/tmp"]),
         (["--dataset=custom"], ["custom", "--data_dir"]),
+        (["--export=best"], ["--export needs --model_dir"]),
+        (["--export=best,worst", "--model_dir=x"], ["worst", "best, latest, final"]),
     ],
 )
 def test_wrong_flags(arguments, words):

@@ -51,6 +51,17 @@ def test_a_line_of_evaluation():
     assert file.getvalue() == "evaluation at step 7: loss 2.0000  accuracy 0.2500\n"
 
 
+def test_lines_of_files():
+    file = io.StringIO()
+    console = Console(file, has_bar=False)
+    console.on_checkpoint(7, "written in 0.1 s")
+    console.on_export(7, "written to a in 0.1 s")
+    assert file.getvalue() == (
+        "checkpoint at step 7 written in 0.1 s\n"
+        "export at step 7 written to a in 0.1 s\n"
+    )
+
+
 def test_bar_shows_the_same():
     file = io.StringIO()
     console = Console(file, has_bar=True)

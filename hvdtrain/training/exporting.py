@@ -1,0 +1,184 @@
+"""Exports of the evaluated model, each complete or absent.
+
+    MODEL_DIR/export/best/step-00000300/     a SavedModel, for `tf.saved_model.load`
+
+They are written to a temporary directory, synchronized to the disk and renamed.
+"""
+
+import pathlib
+import re
+import time
+
+import tensorflow as tf
+
+from hvdtrain.job import JobError
+from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.files import (
+    atomic_directory,
+    one_line_errors,
+    remove_directory,
+    remove_partial,
+)
+from hvdtrain.keras import metrics
+from hvdtrain.training.observers import reason_of
+
+_DIRECTORY = "export"
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class Exports:
+    """The exports of a job, which one process writes.
+
+    During the training, an export that cannot be written is reported and training
+    goes on. Those of the last step are an error, which `check` raises: after the last
+    checkpoint, from which a second call of the job writes what is missing.
+
+    Args:
+        directory: holds a directory for each exporter.
+        exporters: list of `Exporter`.
+        observers: see `train_and_evaluate`; `on_export(step, text)` is called.
+        clock: returns seconds.
+    """
+
+    def __init__(self, directory, exporters, observers, *, clock=time.monotonic):
+        self._directory = pathlib.Path(directory)
+        self._exporters = exporters
+        self._observers = observers
+        self._clock = clock
+        self._error = None
+
+    def prepare(self):
+        """Create the directories, and delete what a writer that was killed has left.
+
+        Raises:
+            JobError: a directory cannot be created.
+        """
+        for exporter in self._exporters:
+            directory = self._directory / exporter.name
+            with _one_line_errors(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                remove_partial(directory)
+
+    def write(self, model, evaluations, *, is_last):
+        """Write the exports that are due after the last of `evaluations`.
+
+        Args:
+            model: the model as it was evaluated.
+            evaluations: see `Exporter.is_due`.
+            is_last: whether the training ends here.
+        """
+        step = evaluations[-1]["step"]
+        for exporter in self._exporters:
+            if exporter.is_due(evaluations, is_last=is_last):
+                self._write(model, exporter, step, is_last=is_last)
+
+    def write_missing(self, model, evaluations):
+        """Write those of the last step that are due and not there."""
+        step = evaluations[-1]["step"]
+        for exporter in self._exporters:
+            is_due = exporter.is_due(evaluations, is_last=True)
+            if is_due and not self._path(exporter, step).is_dir():
+                self._write(model, exporter, step, is_last=True)
+
+    def check(self):
+        """Raise `JobError` if an export of the last step could not be written."""
+        if self._error:
+            raise self._error
+
+    def _write(self, model, exporter, step, *, is_last):
+        path = self._path(exporter, step)
+        start = self._clock()
+        try:
+            with _one_line_errors(path):
+                with atomic_directory(path) as temporary:
+                    model.export(temporary, verbose=False)
+                _delete_others(path.parent, step, keep=exporter.exports_to_keep)
+        except JobError as error:
+            text = f"not written: {error}"
+            if is_last:
+                self._error = error
+        else:
+            text = f"written to {path} in {self._clock() - start:.1f} s"
+        for observer in self._observers:
+            observer.on_export(step, text)
+
+    def _path(self, exporter, step):
+        return self._directory / exporter.name / f"step-{step:08}"
+
+
+def prepare(exporters, model, world, observers, *, model_dir):
+    """Check the exporters and prepare their directories. A collective, if any.
+
+    Args:
+        exporters: list of `Exporter`, on all ranks.
+        model: a compiled model whose metrics are built.
+        world: the `World`.
+        observers: see `train_and_evaluate`.
+        model_dir: see `RunConfig`.
+
+    Returns:
+        The `Exports` on the chief; None elsewhere, and without exporters.
+
+    Raises:
+        JobError: on all ranks, if the exports could not be written.
+    """
+    if not exporters:
+        return None
+    exports = None
+    with fail_together(world):
+        _check(exporters, model, model_dir)
+        if world.is_chief:
+            directory = pathlib.Path(model_dir) / _DIRECTORY
+            exports = Exports(directory, exporters, observers)
+            exports.prepare()
+    return exports
+
+
+def _check(exporters, model, model_dir):
+    if not model_dir:
+        raise JobError(
+            "Received exporters without a model_dir; expected the directory in which "
+            "exports are written: RunConfig(model_dir=...)."
+        )
+    names = [exporter.name for exporter in exporters]
+    if len({*names}) < len(names):
+        raise JobError(
+            f"Received exporters with the names {', '.join(names)}; expected a "
+            "different name, and so a directory, for each."
+        )
+    states = metrics.local_states(metrics.metric_variables(model.metrics))
+    found = metrics.results(model.metrics, states)
+    for exporter in exporters:
+        exporter.check_metrics([k for k, v in found.items() if isinstance(v, float)])
+
+
+def _delete_others(directory, newest, *, keep):
+    """Delete all exports but the newest `keep` up to the step `newest`.
+
+    Later ones are those of a killed run, after the checkpoint that was continued from.
+    """
+    matches = [_STEP.fullmatch(path.name) for path in directory.iterdir()]
+    steps = {int(match[1]): directory / match[0] for match in matches if match}
+    kept = sorted((step for step in steps if step <= newest), reverse=True)[:keep]
+    for step, path in steps.items():
+        if step not in kept:
+            remove_directory(path)
+
+
+def _one_line_errors(path):
+    # Of any kind: an export traces the layers of the user's model.
+    return one_line_errors(
+        f"write {path}",
+        errors=(Exception,),
+        remedy="expected a model that Keras' export can save, and a directory with "
+        "free space that this user can write",
+        reason_of=_reason,
+    )
+
+
+def _reason(error):
+    if isinstance(error, tf.errors.OpError):
+        return reason_of(error)
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
