@@ -168,15 +168,15 @@ def main():
     world = job.start(seed=values["seed"])
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
-    from hvdtrain import report, training
+    from hvdtrain import description, training
 
     options = training.image_classifier.Options(**values)
 
     def train(world, commits):
         run = training.image_classifier.build(options, world, commits)
-        info = report.run_info(world, options, run)
+        info = description.run_info(world, options, run)
         if world.is_chief:
-            print(report.banner(info, run.dataset, warning=run.warning), flush=True)
+            print(description.banner(info, run.dataset, warning=run.warning), flush=True)
         result = training.train_and_evaluate(
             lambda: run.model,
             run.train_spec,
@@ -186,9 +186,9 @@ def main():
             observers=run.observers,
             commits=commits,
         )
-        summary = report.summarize(result, info)
+        summary = description.summarize(result, info)
         if world.is_chief:
-            print(report.last_line(summary), flush=True)
+            print(description.last_line(summary), flush=True)
         if options.model_dir:
             training.run_directory.write(
                 world, options.model_dir, model=result.model, summary=summary

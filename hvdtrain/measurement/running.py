@@ -8,7 +8,7 @@ import platform
 
 import tensorflow as tf
 
-from hvdtrain import report
+from hvdtrain import description
 from hvdtrain.job.agreement import check_same_flags, fail_together
 from hvdtrain.measurement import collectives, files, tables, throughput
 from hvdtrain.measurement.comparison import FORMAT
@@ -76,7 +76,7 @@ def _environment(options, world):
         "machine": _processor(),
         # Of the minute before: other processes make the figures worse.
         "load_average": os.getloadavg()[0],
-        **report.describe(world),
+        **description.describe(world),
         "path": collectives.path_of(world, options),
     }
 

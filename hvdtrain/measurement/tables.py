@@ -12,7 +12,7 @@ def training(result):
     """Return the table of a result of `throughput.measure`.
 
     Args:
-        result: its dict, with that of `hvdtrain.report.describe` and the flags.
+        result: its dict, with that of `hvdtrain.description.describe` and the flags.
     """
     size, figures = result["size"], result["figures"]
     rows = [
@@ -36,7 +36,8 @@ def collectives(result):
     """Return the table of a result with collectives.
 
     Args:
-        result: a dict with that of `hvdtrain.report.describe` and the measured rows.
+        result: a dict with that of `hvdtrain.description.describe` and the measured
+            rows.
     """
     size, measured = result["size"], result["collectives"]
     names = list(measured["rows"][0]["seconds"])

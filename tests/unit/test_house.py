@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Top floor first. The names are modules and packages of hvdtrain.
 FLOORS = [
     [
-        *("mnist", "benchmark", "doctor", "report", "program"),
+        *("mnist", "benchmark", "doctor", "description", "program"),
         *("diagnosis", "measurement"),
     ],
     ["training"],
