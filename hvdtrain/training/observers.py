@@ -1,8 +1,12 @@
-"""Observers of a training: the console, and TensorBoard's logs."""
+"""Observers of a training: the console, and TensorBoard's logs.
+
+hvdtrain/log.py has a third one, which writes log.jsonl.
+"""
 
 import math
 import os
 import re
+import tempfile
 import time
 
 import tensorflow as tf
@@ -10,18 +14,33 @@ import tqdm
 
 from hvdtrain.job import launchers
 from hvdtrain.job.files import one_line_errors
+from hvdtrain.log import JsonLog, WarnOnce
 
 # TensorFlow's own additions to the reason of an error.
 _GRAPH_NAMES = re.compile(r"\{\{.*?\}\} | \[Op:.*")
+# More than the events of a report.
+_NEEDED_BYTES = 1 << 20
 
 
 def make_observers(file, *, model_dir=None):
-    """Return the observers of a program: `Console` on `file`, and an `EventLog`."""
+    """Return the observers of a program.
+
+    They are a `Console` on `file`; with a `model_dir` also the two logs in it, whose
+    warnings the console prints.
+
+    Raises:
+        JobError: the logs cannot be written.
+    """
     # Launchers connect their ranks to a pseudo terminal, also where their own output
     # is a file. A bar would fill that file with control characters.
     has_bar = file.isatty() and not launchers.launch().launcher
-    observers = [Console(file, has_bar=has_bar)]
-    return [*observers, EventLog(model_dir)] if model_dir else observers
+    console = Console(file, has_bar=has_bar)
+    if not model_dir:
+        return [console]
+    return [
+        console,
+        *(log(model_dir, warn=console.warn) for log in (JsonLog, EventLog)),
+    ]
 
 
 class Console:
@@ -41,6 +60,9 @@ class Console:
         self._clock = clock
         self._last_seconds = -math.inf
         self._bar = None
+
+    def on_start(self, start):
+        """Prints nothing: the banner of the program has it."""
 
     def on_progress(self, progress):
         """Moves the bar, or prints a line if the last one is old enough."""
@@ -70,6 +92,10 @@ class Console:
     def on_export(self, step, text):
         """Prints a line."""
         self._write(f"export at step {step} {text}")
+
+    def warn(self, text):
+        """Prints a line."""
+        self._write(f"WARNING: {text}")
 
     def _draw(self, progress):
         if self._bar is None:
@@ -102,26 +128,34 @@ class EventLog:
 
     Args:
         directory: the parent of the directories `train` and `test`.
+        warn: receives a text when events could not be written, once.
 
     Raises:
-        JobError: the files cannot be written, for example on a full disk.
+        JobError: the files cannot be opened.
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory, *, warn):
         self._directory = directory
-        with self._one_line_errors():
-            self._writers = {
-                part: tf.summary.create_file_writer(os.path.join(directory, part))
-                for part in ("train", "test")
-            }
+        self._warn_once = WarnOnce(warn)
+        self._writers = {}
+        with self._one_line_errors("choose another --model_dir"):
+            for part in ("train", "test"):
+                self._writers[part] = self._open(part)
         # tf.summary.scalar would need the package tensorboard.
         self._metadata = tf.compat.v1.SummaryMetadata(data_class=1)
         self._metadata.plugin_data.plugin_name = "scalars"
 
+    def on_start(self, start):
+        """Writes nothing: TensorBoard finds restarts by their steps."""
+
     def on_progress(self, progress):
-        """Writes the training metrics and the speed."""
-        speed = {"samples_per_second": progress.samples_per_second}
-        self._write("train", progress.step, {**progress.metrics, **speed})
+        """Writes the training metrics, the learning rate and the speed."""
+        values = {
+            **progress.metrics,
+            "learning_rate": progress.learning_rate,
+            "samples_per_second": progress.samples_per_second,
+        }
+        self._write("train", progress.step, values)
 
     def on_evaluation(self, step, metrics):
         """Writes the test metrics."""
@@ -134,24 +168,40 @@ class EventLog:
         """Writes nothing: it is no number."""
 
     def _write(self, part, step, values):
-        with self._one_line_errors():
-            with self._writers[part].as_default(step=step):
+        with (
+            self._warn_once,
+            self._one_line_errors("training continues, without events meanwhile"),
+        ):
+            # A file ends for TensorBoard where an event is cut off: it is opened only
+            # while it can be written, and another one after a failure.
+            writer = self._writers.pop(part, None) or self._open(part)
+            with writer.as_default(step=step):
                 for name, value in values.items():
                     value = tf.constant(value, tf.float32)
                     tf.summary.write(name, value, metadata=self._metadata)
-            self._writers[part].flush()
+            writer.flush()
+            self._writers[part] = writer
 
-    def _one_line_errors(self):
+    def _open(self, part):
+        os.makedirs(self._directory, exist_ok=True)
+        # An empty file would be left behind by each attempt on a full disk.
+        with tempfile.TemporaryFile(dir=self._directory) as file:
+            os.posix_fallocate(file.fileno(), 0, _NEEDED_BYTES)
+        return tf.summary.create_file_writer(os.path.join(self._directory, part))
+
+    def _one_line_errors(self, remedy):
         return one_line_errors(
             f"write TensorBoard's logs to {self._directory}",
-            errors=(tf.errors.OpError,),
-            remedy="choose another --model_dir",
+            errors=(tf.errors.OpError, OSError),
+            remedy=remedy,
             reason_of=reason_of,
         )
 
 
 def reason_of(error):
-    """Return the reason of a `tf.errors.OpError`, as the system's message has it."""
+    """Return the reason of an `OpError` or `OSError`, as the system's message has it."""
+    if isinstance(error, OSError):
+        return error.strerror
     text = _GRAPH_NAMES.sub("", error.message.splitlines()[0])
     return text.rpartition("; ")[2]
 

@@ -15,6 +15,23 @@ _REPORT_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """The start of a run of a job.
+
+    Attributes:
+        step: the step that it continues from, 0 for a new job.
+        max_steps: steps of the whole job.
+        ranks: number of ranks.
+        global_batch_size: samples of a step of the whole job.
+    """
+
+    step: int
+    max_steps: int
+    ranks: int
+    global_batch_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
     """The state of the training of the whole job.
 
@@ -22,6 +39,7 @@ class Progress:
         step: steps taken.
         max_steps: steps to take.
         metrics: means over all ranks and the steps since the last report, by name.
+        learning_rate: at this step; that of a schedule of Keras is for the next step.
         samples_per_second: of all ranks since the last report.
         seconds_left: estimate for the rest of the training.
     """
@@ -29,6 +47,7 @@ class Progress:
     step: int
     max_steps: int
     metrics: dict
+    learning_rate: float
     samples_per_second: float
     seconds_left: float
 
@@ -97,6 +116,17 @@ class ProgressCallback(keras.callbacks.Callback):
         speed = self._steps_per_second(self._first_steps, self._first_seconds)
         return speed * self._global_batch_size
 
+    def on_train_begin(self, logs=None):
+        """Reports the start."""
+        start = RunStart(
+            step=self._start_step,
+            max_steps=self._plan.max_steps,
+            ranks=self._world.size,
+            global_batch_size=self._global_batch_size,
+        )
+        for observer in self._observers:
+            observer.on_start(start)
+
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the clock."""
         self._epoch = epoch
@@ -119,17 +149,23 @@ class ProgressCallback(keras.callbacks.Callback):
     def _report(self, means):
         recent = self._average(self._since_report(means))
         check_loss(recent["loss"], self._steps)
+        if self._observers:
+            progress = self._progress(recent)
+            for observer in self._observers:
+                observer.on_progress(progress)
+        self._reported_steps, self._reported_seconds = self._steps, self._seconds
+
+    def _progress(self, metrics):
         samples_left = (self._plan.max_steps - self._steps) * self._global_batch_size
-        progress = Progress(
+        return Progress(
             step=self._steps,
             max_steps=self._plan.max_steps,
-            metrics=recent,
+            metrics=metrics,
+            # Of the optimizer inside, for a LossScaleOptimizer.
+            learning_rate=float(self.model.optimizer.learning_rate),
             samples_per_second=self._recent_speed() * self._global_batch_size,
             seconds_left=samples_left / self.samples_per_second,
         )
-        self._reported_steps, self._reported_seconds = self._steps, self._seconds
-        for observer in self._observers:
-            observer.on_progress(progress)
 
     def _recent_speed(self):
         """Steps per second since the last report."""

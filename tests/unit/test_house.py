@@ -17,7 +17,7 @@ FLOORS = [
         *("diagnosis", "measurement"),
     ],
     ["training"],
-    ["data", "models", "optimizers"],
+    ["data", "log", "models", "optimizers"],
     ["parallel"],
     ["keras"],
     ["job"],

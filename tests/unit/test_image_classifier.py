@@ -44,7 +44,8 @@ def test_a_run_with_the_defaults(tmp_path):
     assert run.train_spec.max_steps == 10_000
     assert run.train_spec.pass_steps == 128  # 8,192 images
     assert float(run.model.optimizer.learning_rate) == pytest.approx(0.1)
-    assert [type(each).__name__ for each in run.observers] == ["Console", "EventLog"]
+    observers = [type(each).__name__ for each in run.observers]
+    assert observers == ["Console", "JsonLog", "EventLog"]
     plan = Plan.of(run.train_spec)
     (check,) = run.train_spec.callbacks(plan)
     assert type(check) is hvd.callbacks.ConsistencyCheckCallback

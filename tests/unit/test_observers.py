@@ -1,6 +1,10 @@
 """The output of the observers: console, bar and TensorBoard's logs."""
 
+import contextlib
 import io
+import json
+import os
+import subprocess
 
 import pytest
 import tensorflow as tf
@@ -16,6 +20,7 @@ def progress(step, **changes):
         "step": step,
         "max_steps": 1000,
         "metrics": {"accuracy": 0.5, "loss": 1.25},
+        "learning_rate": 0.125,
         "samples_per_second": 12345.6,
         "seconds_left": 61.2,
     }
@@ -96,28 +101,75 @@ def test_a_bar_only_on_terminals_without_a_launcher(monkeypatch, file, size, has
 
 
 def test_logs_only_with_a_directory(tmp_path):
-    _, log = make_observers(io.StringIO(), model_dir=tmp_path)
-    log.on_evaluation(5, {"loss": 1})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "train"]
+    _, *logs = make_observers(io.StringIO(), model_dir=tmp_path)
+    for log in logs:
+        log.on_evaluation(5, {"loss": 1})
+    entries = sorted(path.name for path in tmp_path.iterdir())
+    assert entries == ["log.jsonl", "test", "train"]
 
 
 def test_tensorboard_reads_the_event_log(tmp_path):
-    log = EventLog(tmp_path)
+    log = EventLog(tmp_path, warn=pytest.fail)
     log.on_progress(progress(100))
     log.on_progress(progress(200, metrics={"loss": 0.5, "accuracy": 1.0}))
     log.on_evaluation(200, {"loss": 0.75})
     train = EventAccumulator(str(tmp_path / "train")).Reload()
     test = EventAccumulator(str(tmp_path / "test")).Reload()
-    assert set(train.Tags()["tensors"]) == {"loss", "accuracy", "samples_per_second"}
+    assert set(train.Tags()["tensors"]) == {
+        *("loss", "accuracy", "learning_rate", "samples_per_second")
+    }
     read = [(event.step, number(event)) for event in train.Tensors("loss")]
     assert read == [(100, 1.25), (200, 0.5)]
     assert number(test.Tensors("loss")[0]) == pytest.approx(0.75)
+    assert number(train.Tensors("learning_rate")[0]) == pytest.approx(0.125)
 
 
 def test_event_log_that_cannot_be_made(tmp_path):
     (tmp_path / "train").write_text("a file")
     with pytest.raises(JobError, match=rf"logs to {tmp_path}: Not a directory; "):
-        EventLog(tmp_path)
+        EventLog(tmp_path, warn=pytest.fail)
+
+
+def test_a_full_disk_is_reported_once_and_logs_go_on_when_it_has_space(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        file = io.StringIO()
+        _, *logs = make_observers(file, model_dir=tmp_path)
+        for step in range(1, 8):
+            if step == 3:
+                fill(tmp_path / "big")
+            if step == 6:
+                (tmp_path / "big").unlink()
+            for log in logs:
+                # Longer than the rest of a page.
+                log.on_progress(progress(step, metrics={"loss" * 1500: 1.0, "loss": 2}))
+        assert [line["step"] for line in written_lines(tmp_path)] == [1, 2, 6, 7]
+        train = EventAccumulator(str(tmp_path / "train")).Reload()
+        assert [event.step for event in train.Tensors("loss")] == [1, 2, 6, 7]
+    finally:
+        # Lazily: the logs are still open.
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    first, second = file.getvalue().splitlines()
+    assert first == (
+        f"WARNING: Cannot write {tmp_path / 'log.jsonl'}: No space left on device; "
+        "training continues, without lines in it meanwhile."
+    )
+    assert "TensorBoard's logs" in second
+    assert "No space left on device" in second
+
+
+def fill(path):
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(512)):
+            pass
+
+
+def written_lines(directory):
+    for text in (directory / "log.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(text)
 
 
 def number(event):

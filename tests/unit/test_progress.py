@@ -2,6 +2,7 @@
 
 import math
 
+import keras
 import pytest
 
 from hvdtrain.job import JobError, World
@@ -32,7 +33,11 @@ def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper):
         fit_epoch_steps=fit_epoch_steps,
         steps_per_execution=10,
     )
-    return ProgressCallback(plan, 32, World(), [keeper], clock=clock)
+    callback = ProgressCallback(plan, 32, World(), [keeper], clock=clock)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.125), "mse")
+    callback.set_model(model)
+    return callback
 
 
 def run(callback, clock, means, *, seconds=0.5, first=0):
@@ -51,6 +56,22 @@ def test_reports_are_about_a_second_apart_and_the_last_step_is_one(clock):
     assert [progress.step for progress in keeper] == [20, 40, 60, 80, 100]
     assert [p.samples_per_second for p in keeper] == pytest.approx([640.0] * 5)
     assert [p.seconds_left for p in keeper] == pytest.approx([4, 3, 2, 1, 0])
+    assert [p.learning_rate for p in keeper] == [0.125] * 5
+
+
+def test_learning_rate_of_a_schedule_with_loss_scaling(clock):
+    keeper = Keeper()
+    callback = make(clock, keeper=keeper)
+    rates = keras.optimizers.schedules.PiecewiseConstantDecay([25], [0.5, 0.25])
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rates))
+    callback.model.compile(optimizer, "mse")
+    callback.on_epoch_begin(0)
+    for steps in (10, 20, 30):
+        optimizer.inner_optimizer.iterations.assign(steps)
+        clock.seconds += 0.5
+        callback.on_train_batch_end(steps - 1, {"loss": 1.0})
+    callback.on_train_batch_end(99, {"loss": 1.0})
+    assert [p.learning_rate for p in keeper] == [0.5, 0.25]
 
 
 def test_metrics_are_means_since_the_last_report(clock):

@@ -1,5 +1,7 @@
 """Training on one rank: exact numbers of steps, and what plain Keras computes."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -25,9 +27,13 @@ def _horovod(monkeypatch):
 
 class Recorder:
     def __init__(self):
+        self.starts = []
         self.progress = []
         self.evaluations = []
         self.checkpoints = []
+
+    def on_start(self, start):
+        self.starts.append(start)
 
     def on_progress(self, progress):
         self.progress.append(progress)
@@ -102,6 +108,8 @@ def test_result_is_that_of_plain_keras():
     assert result.test_metrics["loss"] == pytest.approx(loss, rel=1e-6)
     assert result.test_metrics["accuracy"] == pytest.approx(accuracy, rel=1e-6)
     assert recorder.evaluations == [(25, result.test_metrics)]
+    (start,) = recorder.starts
+    assert dataclasses.astuple(start) == (0, 25, 1, BATCH)
 
 
 def test_evaluates_every_so_many_epochs_and_at_the_end():

@@ -1,0 +1,204 @@
+"""log.jsonl: the course of a training, one JSON object per line.
+
+    {"event": "start", "seconds": 1.5e9, "step": 0, "max_steps": 5000, "ranks": 2,
+     "global_batch_size": 128}
+    {"event": "progress", "seconds": 1.5e9, "step": 40, "metrics": {"loss": 0.99},
+     "learning_rate": 0.2, "samples_per_second": 106668.1}
+    {"event": "evaluation", "seconds": 1.5e9, "step": 5000, "metrics": {"loss": 0.07}}
+    {"event": "checkpoint", "seconds": 1.5e9, "step": 5000, "text": "written in 0.1 s"}
+
+Events of exports have the form of those of checkpoints. `seconds` is the time since the epoch. A number that is not finite is null. All runs of
+a job append to the file, and no line is changed: a start at step s supersedes the lines
+of later steps above it, and of several lines of an event and a step the last is valid.
+What is not JSON is the rest of a line that a killed process did not complete.
+
+Importing this module loads no TensorFlow.
+"""
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import pathlib
+import threading
+import time
+
+from hvdtrain.job import JobError
+from hvdtrain.job.files import one_line_errors
+
+NAME = "log.jsonl"
+_NUMBER = (int, float)
+_COMMON = {"event": str, "seconds": _NUMBER, "step": int}
+_FIELDS = {
+    "start": {"max_steps": int, "ranks": int, "global_batch_size": int},
+    "progress": {
+        "metrics": dict,
+        "learning_rate": (*_NUMBER, type(None)),
+        "samples_per_second": (*_NUMBER, type(None)),
+    },
+    "evaluation": {"metrics": dict},
+    "checkpoint": {"text": str},
+    "export": {"text": str},
+}
+
+
+class WarnOnce:
+    """A context in which a log that cannot be written does not end the training.
+
+    Args:
+        warn: receives the message of the first `JobError`; later ones are dropped.
+    """
+
+    def __init__(self, warn):
+        self._warn = warn
+        self._has_warned = False
+
+    def __enter__(self):
+        """Begin the block."""
+
+    def __exit__(self, kind, error, traceback):
+        """Warn of a `JobError` instead of raising it."""
+        if not isinstance(error, JobError):
+            return False
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(str(error))
+        return True
+
+
+class JsonLog:
+    """An observer that appends to log.jsonl.
+
+    Args:
+        directory: where the file is.
+        warn: receives a text when a line could not be written, once.
+        clock: returns seconds since the epoch.
+
+    Raises:
+        JobError: the file cannot be opened.
+    """
+
+    def __init__(self, directory, *, warn, clock=time.time):
+        self._path = pathlib.Path(directory, NAME)
+        self._clock = clock
+        self._warn_once = WarnOnce(warn)
+        # The thread that writes checkpoints reports them.
+        self._lock = threading.Lock()
+        with self._one_line_errors("choose another --model_dir"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: each line is one write, and what fails is not written later.
+            self._file = self._path.open("a+b", buffering=0)
+            self._is_within_line = not _ends_with_newline(self._file)
+
+    def on_start(self, start):
+        """Writes a line."""
+        self._append("start", **dataclasses.asdict(start))
+
+    def on_progress(self, progress):
+        """Writes a line."""
+        self._append(
+            "progress",
+            step=progress.step,
+            metrics=_finite_values(progress.metrics),
+            learning_rate=_finite(progress.learning_rate),
+            samples_per_second=progress.samples_per_second,
+        )
+
+    def on_evaluation(self, step, metrics):
+        """Writes a line."""
+        self._append("evaluation", step=step, metrics=_finite_values(metrics))
+
+    def on_checkpoint(self, step, text):
+        """Writes a line."""
+        self._append("checkpoint", step=step, text=text)
+
+    def on_export(self, step, text):
+        """Writes a line."""
+        self._append("export", step=step, text=text)
+
+    def _append(self, event, **values):
+        values = {"event": event, "seconds": self._clock(), **values}
+        line = json.dumps(values, allow_nan=False) + "\n"
+        with (
+            self._lock,
+            self._warn_once,
+            self._one_line_errors("training continues, without lines in it meanwhile"),
+        ):
+            # What a killed process or a full disk has cut off ends here.
+            data = ("\n" * self._is_within_line + line).encode()
+            self._is_within_line = True
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._is_within_line = False
+
+    def _one_line_errors(self, remedy):
+        return one_line_errors(f"write {self._path}", remedy=remedy)
+
+
+def read(directory):
+    """Return all valid lines of a log.jsonl, as dicts, from its first start on.
+
+    Raises:
+        JobError: it is missing, cannot be read, or has no line of a start.
+    """
+    path = pathlib.Path(directory, NAME)
+    remedy = "expected the --model_dir of a training"
+    with one_line_errors(f"read {path}", remedy=remedy):
+        if not path.parent.is_dir():
+            raise JobError(f"Received {directory}; {remedy}, an existing directory.")
+        # A pipe or a device would be read without end.
+        if path.exists() and not path.is_file():
+            raise OSError("Not a regular file")
+        texts = path.read_text(errors="replace").splitlines()
+    lines = [line for line in map(_parsed, texts) if line]
+    for number, line in enumerate(lines):
+        if line["event"] == "start":
+            return lines[number:]
+    raise JobError(f"{path} has no line of a start; {remedy}.")
+
+
+def valid(lines):
+    """Return the lines that are not superseded, ordered by step.
+
+    Args:
+        lines: the result of `read`.
+    """
+    found = {}
+    for line in lines:
+        if line["event"] == "start":
+            found = {key: old for key, old in found.items() if key[0] <= line["step"]}
+        found[line["step"], line["event"]] = line
+    return sorted(found.values(), key=lambda line: line["step"])
+
+
+def _ends_with_newline(file):
+    if not file.seek(0, os.SEEK_END):
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def _parsed(text):
+    """Return a line as a dict; None for what is not a line of this format."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict):
+        return None
+    fields = _COMMON | _FIELDS.get(str(line.get("event")), {"event": type(None)})
+    if not all(isinstance(line.get(name), kind) for name, kind in fields.items()):
+        return None
+    metrics = line.get("metrics", {}).values()
+    if not all(isinstance(value, (*_NUMBER, type(None))) for value in metrics):
+        return None
+    return line
+
+
+def _finite_values(metrics):
+    return {name: _finite(value) for name, value in metrics.items()}
+
+
+def _finite(value):
+    return float(value) if math.isfinite(value) else None
