@@ -38,26 +38,30 @@ _is_leaving = threading.Event()
 _HELP = flags.DEFINE_bool("help", False, "Print this page and exit.", short_name="h")
 
 
-def run(main, *, page):
-    """Parse the flags, call `main()`, and exit.
+def run(main, *, page, operands=None):
+    """Parse the flags, call `main`, and exit.
 
     Args:
         main: the program; it raises `JobError` for what a user can correct. Any other
             exception is a bug, and its traceback is shown.
         page: text of --help, above the list of the flags.
+        operands: the name of the arguments that are no flags, if the program takes
+            them: one or more, which `main` receives as a list.
     """
     _open_closed_streams()
     output.write_whole_lines()
     _leave_on_signal()
     try:
-        arguments = flags.FLAGS(sys.argv)
-        if arguments[1:]:
-            raise flags.Error(f"Unexpected argument: {arguments[1]}")
+        arguments = flags.FLAGS(sys.argv)[1:]
+        if arguments and not operands:
+            raise flags.Error(f"Unexpected argument: {arguments[0]}")
+        if operands and not arguments and not _HELP.value:
+            raise flags.Error(f"Received no {operands}; expected one or more")
     except flags.Error as error:
         _leave(f"{' '.join(str(error).split())} (see --help)", code=2)
     try:
         if not _HELP.value:
-            main()
+            main(*([arguments] if operands else []))
         elif launch().rank == 0:
             print(_help(page))
         sys.stdout.flush()

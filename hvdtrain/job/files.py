@@ -6,6 +6,7 @@ import os
 import pathlib
 import secrets
 import shutil
+import tempfile
 import time
 
 from hvdtrain.job.world import JobError
@@ -126,6 +127,35 @@ def one_line_errors(
     except errors as error:
         reason = (reason_of or _reason)(error)
         raise raises(f"Cannot {action}: {reason}; {remedy}.") from None
+
+
+def check_output(path, flag):
+    """Check, before a long computation, that a file can be written after it.
+
+    Args:
+        path: of the file.
+        flag: the name of the flag that has received it.
+
+    Raises:
+        JobError: it is a directory, or its directory is missing or cannot be written.
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        raise JobError(
+            f"Received --{flag}={path}, a directory; expected the path of a file."
+        )
+    # Permissions as reported do not include quotas and read-only mounts.
+    with writing_output(path, flag), tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def writing_output(path, flag):
+    """`one_line_errors` for a file that a flag names."""
+    return one_line_errors(
+        f"write {path}",
+        remedy="expected a directory with free space that this user can write: choose "
+        f"another --{flag}",
+    )
 
 
 def _reason(error):

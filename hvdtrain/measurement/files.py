@@ -3,10 +3,14 @@
 import importlib.util
 import json
 import pathlib
-import tempfile
 
 from hvdtrain.job import JobError
-from hvdtrain.job.files import atomic_write, one_line_errors
+from hvdtrain.job.files import (
+    atomic_write,
+    check_output,
+    one_line_errors,
+    writing_output,
+)
 
 
 def check(options):
@@ -16,23 +20,23 @@ def check(options):
         JobError: a directory is missing or cannot be written, the path is that of a
             directory, or matplotlib is missing.
     """
-    for flag, path in (("json", options.json), ("plot", options.plot)):
-        if path:
-            _check_path(pathlib.Path(path), flag)
-    if options.plot and not importlib.util.find_spec("matplotlib"):
-        raise JobError(
-            "matplotlib is missing; --plot needs it: pip install matplotlib."
-        )
+    if options.json:
+        check_output(options.json, "json")
+    if options.plot:
+        check_plot(options.plot, "plot")
 
 
-def _check_path(path, flag):
-    if path.is_dir():
+def check_plot(path, flag):
+    """Check that a PNG file can be drawn, and written for a flag.
+
+    Raises:
+        JobError: as `check_output`; or matplotlib is missing.
+    """
+    check_output(path, flag)
+    if not importlib.util.find_spec("matplotlib"):
         raise JobError(
-            f"Received --{flag}={path}, a directory; expected the path of a file."
+            f"matplotlib is missing; --{flag} needs it: pip install matplotlib."
         )
-    # Permissions as reported do not include quotas and read-only mounts.
-    with _writing(path, flag), tempfile.TemporaryFile(dir=path.parent):
-        pass
 
 
 def read_json(paths):
@@ -59,7 +63,7 @@ def write_json(path, result):
     """Write a dict as JSON."""
     path = pathlib.Path(path)
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-    with _writing(path, "json"), atomic_write(path) as temporary:
+    with writing_output(path, "json"), atomic_write(path) as temporary:
         temporary.write_text(text)
 
 
@@ -68,13 +72,5 @@ def write_plot(path, result):
     path = pathlib.Path(path)
     # Loads matplotlib, which is an extra.
     plotting = importlib.import_module("hvdtrain.measurement.plotting")
-    with _writing(path, "plot"), atomic_write(path) as temporary:
+    with writing_output(path, "plot"), atomic_write(path) as temporary:
         plotting.draw(result, temporary)
-
-
-def _writing(path, flag):
-    return one_line_errors(
-        f"write {path}",
-        remedy="expected a directory with free space that this user can write: choose "
-        f"another --{flag}",
-    )

@@ -13,8 +13,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Top floor first. The names are modules and packages of hvdtrain.
 FLOORS = [
     [
-        *("mnist", "benchmark", "doctor", "description", "program"),
-        *("diagnosis", "measurement"),
+        *("mnist", "benchmark", "doctor", "report", "description", "program"),
+        *("diagnosis", "measurement", "reporting"),
     ],
     ["training"],
     ["data", "log", "models", "optimizers"],
@@ -143,7 +143,7 @@ def test_data_and_models_are_independent_of_horovod():
 
 
 # Programs define flags of the same name: one process imports one of them.
-@pytest.mark.parametrize("program", ["mnist", "benchmark", "doctor"])
+@pytest.mark.parametrize("program", ["mnist", "benchmark", "doctor", "report"])
 def test_importing_the_package_loads_no_tensorflow(program):
     code = (
         "import hvdtrain, hvdtrain.job, hvdtrain.job.signals, hvdtrain.data;"

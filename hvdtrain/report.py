@@ -1,0 +1,42 @@
+"""Draws the course of trainings, and prints what they cost, from their log.jsonl.
+
+python -m hvdtrain.report runs/a
+python -m hvdtrain.report --output=two.png runs/a runs/b
+
+Arguments: one or more directories that hvdtrain.mnist received as --model_dir. They are
+only read, also while their jobs run. The picture needs matplotlib.
+
+The table counts all starts of a job. wall time: from each start to the last line of the
+log, with evaluation and checkpoints. samples/s: the mean over it. steps repeated: taken
+again after a restart from a checkpoint. best: the evaluation with the lowest loss.
+"""
+
+import importlib
+
+from absl import flags
+
+from hvdtrain import program
+from hvdtrain.job.files import atomic_write, writing_output
+from hvdtrain.measurement.files import check_plot
+from hvdtrain.reporting import runs, table
+
+_OUTPUT = flags.DEFINE(
+    program.Path(), "output", "report.png", "PNG file to draw the curves in."
+)
+
+
+def main(directories):
+    """Print the table, then draw the picture."""
+    found = runs.read(directories)
+    print(table.table(found), flush=True)
+    path = _OUTPUT.value
+    check_plot(path, "output")
+    # Loads matplotlib, which is an extra.
+    plotting = importlib.import_module("hvdtrain.reporting.plotting")
+    with writing_output(path, "output"), atomic_write(path) as temporary:
+        plotting.draw(found, temporary)
+    print(f"written to {path}", flush=True)
+
+
+if __name__ == "__main__":
+    program.run(main, page=__doc__, operands="MODEL_DIR")

@@ -1,0 +1,4 @@
+"""What `report.py` prints and draws of runs. Loads no TensorFlow.
+
+Importing `plotting` loads matplotlib, an extra.
+"""

@@ -1,0 +1,123 @@
+"""A PNG file of runs. Importing this module loads matplotlib, an extra."""
+
+import math
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+_COLUMNS = 2
+# Losses, and the largest learning rates of runs, that differ by a larger factor are
+# drawn on a logarithmic axis.
+_LINEAR_FACTOR = 30
+# A decay to 0 does not end on such an axis.
+_DECADES_BELOW = 2
+# Of the width of the figure; each entry has a line and a gap in addition.
+_LEGEND_CHARACTERS, _ENTRY_CHARACTERS = 140, 8
+_RESTART = {"linestyle": (0, (1, 2)), "linewidth": 1.2, "alpha": 0.8}
+_EVALUATION = {"linestyle": "none", "marker": "o", "markersize": 5}
+_EVALUATION |= {"markeredgecolor": "black", "markeredgewidth": 0.7}
+
+
+def draw(runs, path):
+    """Draw `Run`s to a PNG file: metrics, learning rate and speed by step.
+
+    Args:
+        runs: a list of `reporting.runs.Run`.
+        path: the file.
+    """
+    metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    panels = [*metrics, "learning rate", "samples/s"]
+    rows = math.ceil(len(panels) / _COLUMNS)
+    # Without pyplot, which needs a display or the choice of a backend.
+    figure = Figure(figsize=(11, 3.1 * rows + 0.8), layout="constrained")
+    grid = figure.subplots(rows, _COLUMNS, sharex=True, squeeze=False)
+    axes = list(grid.flat)
+    colors = _colors(len(runs))
+    for name, ax in zip(panels, axes, strict=False):
+        for run, color in zip(runs, colors, strict=True):
+            _draw_run(ax, name, run, color)
+        _finish(ax, name, is_lowest=axes.index(ax) + _COLUMNS >= len(panels))
+        for run, color in zip(runs, colors, strict=True):
+            for step in run.restarts:
+                ax.axvline(step, color=color, **_RESTART)
+    for ax in axes[len(panels) :]:
+        ax.remove()
+    _add_legends(figure, runs, colors)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _colors(count):
+    # The palette of ten is the more legible one.
+    if count <= 10:
+        return [f"C{number}" for number in range(count)]
+    return list(matplotlib.colormaps["turbo"].resampled(count)(range(count)))
+
+
+def _draw_run(ax, name, run, color):
+    if name == "learning rate":
+        series = run.series("progress", lambda line: line["learning_rate"])
+        ax.plot(*series, color=color)
+    elif name == "samples/s":
+        series = run.series("progress", lambda line: line["samples_per_second"])
+        ax.plot(*series, color=color, linewidth=1)
+    else:
+        # A metric may exist in training or in evaluation alone.
+        training, evaluation = (
+            run.series(event, lambda line: line["metrics"].get(name))
+            for event in ("progress", "evaluation")
+        )
+        ax.plot(*training, color=color, linewidth=1.2, alpha=0.75)
+        ax.plot(*evaluation, color=color, zorder=3, **_EVALUATION)
+
+
+def _finish(ax, name, *, is_lowest):
+    ax.set_title(name.replace("_", " "), fontsize=11)
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    ax.tick_params(labelbottom=is_lowest)
+    if is_lowest:
+        ax.set_xlabel("global step")
+    if name == "samples/s":
+        ax.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if name in ("learning rate", "samples/s"):
+        ax.set_ylim(bottom=0)
+    values = [[y for y in line.get_ydata() if y == y] for line in ax.lines]
+    if name == "loss" and _spans_decades([y for each in values for y in each]):
+        ax.set_yscale("log")
+    peaks = [max(each) for each in values if each]
+    if name == "learning rate" and _spans_decades(peaks):
+        ax.set_yscale("log")
+        ax.set_ylim(min(peaks) / 10**_DECADES_BELOW, 2 * max(peaks))
+
+
+def _spans_decades(values):
+    return min(values, default=0) > 0 and max(values) / min(values) > _LINEAR_FACTOR
+
+
+def _add_legends(figure, runs, colors):
+    handles = [
+        Line2D([], [], color=color, linewidth=3, label=run.name)
+        for run, color in zip(runs, colors, strict=True)
+    ]
+    _add_legend(figure, handles, "outside upper center")
+    handles = [
+        Line2D([], [], color="gray", label="training"),
+        Line2D([], [], color="gray", label="evaluation", **_EVALUATION),
+    ]
+    if any(run.restarts for run in runs):
+        handles.append(Line2D([], [], color="gray", label="restart", **_RESTART))
+    _add_legend(figure, handles, "outside lower center")
+
+
+def _add_legend(figure, handles, place):
+    longest = max(len(handle.get_label()) for handle in handles) + _ENTRY_CHARACTERS
+    figure.legend(
+        handles=handles,
+        loc=place,
+        ncols=max(1, min(len(handles), _LEGEND_CHARACTERS // longest)),
+        frameon=False,
+    )

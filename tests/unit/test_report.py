@@ -1,0 +1,193 @@
+"""The report of runs: costs computed by hand, curves, and its program."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.job import JobError
+from hvdtrain.reporting import runs
+from hvdtrain.reporting.table import table
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def start(seconds, step, *, ranks=2):
+    facts = {"max_steps": 1000, "ranks": ranks, "global_batch_size": 8}
+    return {"event": "start", "seconds": seconds, "step": step, **facts}
+
+
+def progress(seconds, step, *, loss=1.0):
+    return {
+        "event": "progress",
+        "seconds": seconds,
+        "step": step,
+        "metrics": {"loss": loss},
+        "learning_rate": 0.5,
+        "samples_per_second": 80.0,
+    }
+
+
+def evaluation(seconds, step, **metrics):
+    event = {"event": "evaluation", "seconds": seconds, "step": step}
+    return {**event, "metrics": metrics}
+
+
+# Killed after step 300, with a checkpoint at step 200.
+KILLED = [
+    start(100, 0),
+    progress(101, 100),
+    evaluation(101.5, 200, loss=0.5, accuracy=0.75),
+    {"event": "checkpoint", "seconds": 102, "step": 200, "text": "written in 0.1 s"},
+    progress(102.5, 300, loss=2.0),
+    # The best of all, of weights that are lost.
+    evaluation(103, 300, loss=0.125, accuracy=0.5),
+]
+CONTINUED = [
+    *KILLED,
+    start(500, 200, ranks=4),
+    progress(501, 250, loss=0.5),
+    evaluation(502, 600, loss=0.25, accuracy=0.875),
+    progress(503, 1000, loss=0.25),
+    evaluation(505, 1000, loss=0.375, accuracy=0.9375, f1=None),
+]
+
+
+def write(directory, lines, **summary):
+    directory.mkdir(parents=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (directory / "log.jsonl").write_text(text)
+    if summary:
+        (directory / "summary.json").write_text(json.dumps(summary))
+    return directory
+
+
+def test_costs_of_a_run_that_was_killed_and_continued():
+    costs = runs.costs(CONTINUED)
+    assert costs.ranks == [2, 4]
+    assert (costs.step, costs.max_steps) == (1000, 1000)
+    assert costs.samples == 300 * 8 + 800 * 8
+    assert costs.seconds == 3 + 5
+    assert costs.samples_per_second == 1100
+    assert costs.starts == 2
+    assert costs.repeated_steps == 100
+    assert [line["step"] for line in costs.evaluations] == [200, 600, 1000]
+    assert costs.best_evaluation["step"] == 600
+
+
+def test_costs_of_a_run_that_has_only_started():
+    costs = runs.costs([start(100, 0)])
+    assert (costs.step, costs.samples, costs.seconds) == (0, 0, 0)
+    assert costs.samples_per_second == 0
+    assert costs.best_evaluation is None
+
+
+def test_a_start_before_the_first_report_repeats_no_more():
+    costs = runs.costs([*KILLED, start(500, 200), start(600, 200), progress(601, 250)])
+    assert costs.starts == 3
+    assert costs.repeated_steps == 100
+    assert costs.samples == 300 * 8 + 50 * 8
+
+
+def test_curves_have_no_superseded_points(tmp_path):
+    (run,) = runs.read([write(tmp_path / "a", CONTINUED)])
+    loss = run.series("progress", lambda line: line["metrics"]["loss"])
+    assert loss == ([100, 250, 1000], [1.0, 0.5, 0.25])
+    assert run.metrics == ["loss", "accuracy", "f1"]
+    assert run.restarts == [200]
+
+
+def test_table(tmp_path):
+    summary = {"model": "mlp", "dataset": "digits", "optimizer": "sgd"}
+    first = write(tmp_path / "a", CONTINUED, **summary)
+    text = table(runs.read([first, write(tmp_path / "b", KILLED)]))
+    assert [line.split("  ") for line in squeezed(text)] == [
+        ["run", "a", "b"],
+        ["model, data, optimizer", "mlp, digits, sgd", "-"],
+        ["ranks", "2, 4", "2"],
+        ["global batch", "8", "8"],
+        ["steps", "1,000 of 1,000", "300 of 1,000"],
+        ["samples", "8,800", "2,400"],
+        ["wall time", "0:00:08.0", "0:00:03.0"],
+        ["samples/s", "1,100", "800"],
+        ["starts", "2", "1"],
+        ["steps repeated", "100", "0"],
+        ["last evaluation, step", "1,000", "300"],
+        ["last loss", "0.3750", "0.1250"],
+        ["last accuracy", "0.9375", "0.5000"],
+        ["last f1", "-", "-"],
+        ["best evaluation, step", "600", "300"],
+        ["best loss", "0.2500", "0.1250"],
+        ["best accuracy", "0.8750", "0.5000"],
+    ]
+
+
+def squeezed(text):
+    for line in text.splitlines():
+        yield "  ".join(part.strip() for part in line.split("  ") if part.strip())
+
+
+def test_a_wide_table_has_parts(tmp_path):
+    directories = [write(tmp_path / f"{n}{'x' * 40}", KILLED) for n in range(3)]
+    text = table(runs.read(directories))
+    assert text.count("wall time") == 3
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_names_are_as_short_as_is_unique(tmp_path):
+    directories = [write(tmp_path / name / "run", KILLED) for name in "ab"]
+    assert [run.name for run in runs.read(directories)] == ["a/run", "b/run"]
+    assert [run.name for run in runs.read(directories[:1] * 2)] == ["run", "run"]
+
+
+def test_summary_of_something_else(tmp_path):
+    directory = write(tmp_path / "a", KILLED, model=7)
+    assert "7" not in table(runs.read([directory])).split("ranks")[0]
+    (directory / "summary.json").write_text("[]")
+    assert runs.read([directory])[0].summary == {}
+
+
+def test_a_directory_without_a_log(tmp_path):
+    good = write(tmp_path / "a", KILLED)
+    (tmp_path / "b").mkdir()
+    with pytest.raises(JobError, match=r"/b/log\.jsonl: No such file"):
+        runs.read([good, tmp_path / "b"])
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_a_picture(tmp_path, count):
+    plotting = pytest.importorskip("hvdtrain.reporting.plotting")
+    directories = [write(tmp_path / str(n), CONTINUED) for n in range(count)]
+    # No metric, and one that exists in no line of progress.
+    directories.append(write(tmp_path / "new", [start(0, 0)]))
+    plotting.draw(runs.read(directories), tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, ["MODEL_DIR", "--help"]),
+        (["--output="], 2, ["--output", "expected a path"]),
+        (["/dev/null/none"], 1, ["Received /dev/null/none", "--model_dir"]),
+        (["{directory}", "--output=/dev/null/a.png"], 1, ["another --output"]),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, arguments, code, words):
+    directory = write(tmp_path / "a", KILLED)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "hvdtrain.report"),
+            *(argument.format(directory=directory) for argument in arguments),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
