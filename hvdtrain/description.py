@@ -95,6 +95,8 @@ def banner(info, dataset, *, warning=""):
         f"learning rate  {info['local_learning_rate']:g} x {original_ranks} = "
         f"{info['learning_rate']:g}",
     ]
+    if path := info["flags"]["timeline_file"]:
+        lines.append(f"timeline       {path}")
     if warning:
         rule = "!" * 72
         lines += [rule, f"WARNING: {warning}", rule]

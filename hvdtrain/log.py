@@ -102,7 +102,7 @@ class JsonLog:
             step=progress.step,
             metrics=_finite_values(progress.metrics),
             learning_rate=_finite(progress.learning_rate),
-            samples_per_second=progress.samples_per_second,
+            samples_per_second=_finite(progress.samples_per_second),
         )
 
     def on_evaluation(self, step, metrics):

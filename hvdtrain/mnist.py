@@ -6,10 +6,14 @@ python -m hvdtrain.mnist --dataset=digits --model_dir=/tmp/digits
 """
 
 import math
+import os
 
 from absl import flags
 
 from hvdtrain import data, job, program
+from hvdtrain.job import launchers
+from hvdtrain.job.files import check_output
+from hvdtrain.job.world import SharedJobError
 from hvdtrain.optimizers import LEARNING_RATES
 
 _RATES = ", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items())
@@ -25,14 +29,27 @@ def _path(name, text):
     flags.DEFINE(program.Path(), name, None, text)
 
 
+class _Interval(flags.ArgumentParser):
+    """Parser of two steps."""
+
+    syntactic_help = "two steps, such as 100,120"
+
+    def parse(self, argument):
+        """Return two integers."""
+        first, _, last = argument.partition(",")
+        if first.isdecimal() and last.isdecimal() and int(first) < int(last):
+            return int(first), int(last)
+        raise ValueError(f"expected {self.syntactic_help}")
+
+
 # Each is a field of `training.image_classifier.Options`.
 flags.DEFINE_enum("dataset", "auto", data.NAMES, "auto is mnist, or else digits.")
 _path("data_dir", "Directory of an npz file or the four IDX files of the data set.")
 flags.DEFINE_enum("model", "mlp", ("mlp", "cnn"), "The network.")
 _path(
     "model_dir",
-    "Where checkpoints, summary.json, model.keras and TensorBoard's logs go. A job "
-    "that was stopped or killed continues from its checkpoints there.",
+    "Where checkpoints, summary.json, model.keras, log.jsonl and TensorBoard's logs "
+    "go. A job that was stopped or killed continues from its checkpoints there.",
 )
 _integer(
     "save_every_steps", 0, "Steps between checkpoints, 0 for none.", low=0, high=None
@@ -115,6 +132,21 @@ _integer(
 )
 
 
+flags.DEFINE(
+    _Interval(),
+    "profile_steps",
+    None,
+    "A,B: TensorFlow's profiler runs on rank 0 from global step A to B, rounded to "
+    "whole executions, and writes to --model_dir for TensorBoard.",
+)
+_path(
+    # horovodrun refuses --timeline, as an abbreviation of two flags of its own.
+    "timeline_file",
+    "File for Horovod's timeline, as JSON for chrome://tracing. Gradients are then "
+    "reduced by Horovod, unless HVDTRAIN_REDUCTION is set.",
+)
+
+
 @flags.validator("learning_rate", "expected a positive number")
 def _check_learning_rate(rate):
     return rate is None or (rate > 0 and math.isfinite(rate))
@@ -161,10 +193,19 @@ def _check_data_dir(values):
     return values["dataset"] not in ("digits", "synthetic") or not values["data_dir"]
 
 
+@flags.multi_flags_validator(
+    ["profile_steps", "model_dir"], "expected a --model_dir for --profile_steps"
+)
+def _check_profile(values):
+    return not values["profile_steps"] or bool(values["model_dir"])
+
+
 def main():
     """Trains, evaluates, and writes the model and the summary."""
     # Before `start` imports TensorFlow, which defines flags of its own.
     values = program.flag_values()
+    if values["timeline_file"]:
+        _record_timeline(values["timeline_file"])
     world = job.start(seed=values["seed"])
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
@@ -198,6 +239,21 @@ def main():
 
     # In an elastic job it is called again after each change of the job.
     training.run_elastic(train, world)
+
+
+def _record_timeline(path):
+    """Make Horovod, which is not started yet, write its timeline until it ends."""
+    launched = launchers.launch()
+    if launched.size == 1:
+        raise SharedJobError(
+            "Received --timeline_file in a job of 1 rank, which moves nothing; "
+            "expected 2 or more: start it by horovodrun -np 2 or mpirun -np 2."
+        )
+    if launched.rank == 0:
+        check_output(path, "timeline_file")
+    os.environ["HOROVOD_TIMELINE"] = path
+    # A reduction in shared memory is not in the timeline.
+    os.environ.setdefault("HVDTRAIN_REDUCTION", "horovod")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same_flags, fail_together
 from hvdtrain.training import exporters, resuming, run_directory, schedules
 from hvdtrain.training.observers import make_observers
+from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
 from hvdtrain.training.saving import checkpoint_files
 from hvdtrain.training.specs import EvalSpec, RunConfig, TrainSpec
 
@@ -46,6 +47,8 @@ class Options:
     export: list[str] | None
     consistency_check_steps: int
     steps_per_execution: int
+    profile_steps: tuple | None
+    timeline_file: str | None
 
     @property
     def local_learning_rate(self):
@@ -88,7 +91,7 @@ def build(options, world, commits=None):
         JobError: on all ranks, if one of them cannot build it.
     """
     values = dataclasses.asdict(options)
-    check_same_flags(world, values, but=("data_dir", "model_dir"))
+    check_same_flags(world, values, but=("data_dir", "model_dir", "timeline_file"))
     dataset, warning = load_everywhere(
         world, options.dataset, data_dir=options.data_dir
     )
@@ -144,6 +147,7 @@ def _train_spec(options, dataset, world, original_size):
         max_steps=options.max_steps,
         accumulation_steps=options.accumulation_steps,
     )
+    check_profile_steps(options.profile_steps, max_steps)
     epochs = options.epochs or max_steps * shard.global_batch_size / shard.num_samples
     schedules.check_warmup(options.warmup_epochs, epochs=epochs)
     schedule = schedules.Schedule(
@@ -165,18 +169,21 @@ def _train_spec(options, dataset, world, original_size):
         pass_steps=shard.steps(1),
         local_batch_size=shard.local_batch_size,
         global_batch_size=shard.global_batch_size,
-        callbacks=lambda plan: _callbacks(options, schedule, plan),
+        callbacks=lambda plan: _callbacks(options, schedule, plan, world),
         steps_per_execution=options.steps_per_execution or None,
     )
 
 
-def _callbacks(options, schedule, plan):
+def _callbacks(options, schedule, plan, world):
     callbacks = []
     if not schedule.is_constant:
         callbacks.append(schedules.LearningRateCallback(schedule, plan))
     if options.consistency_check_steps:
         every_steps = options.consistency_check_steps
         callbacks.append(hvd.callbacks.ConsistencyCheckCallback(every_steps))
+    if options.profile_steps and world.is_chief:
+        directory, steps = options.model_dir, options.profile_steps
+        callbacks.append(ProfileCallback(directory, plan, steps=steps))
     return callbacks
 
 

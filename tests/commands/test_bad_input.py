@@ -89,6 +89,12 @@ def test_flags_that_differ_between_ranks(run):
     assert len(job.lines) == 1, job.text
 
 
+def test_timeline_of_one_rank(run, tmp_path):
+    path = tmp_path / "timeline.json"
+    fails_with(run([f"--timeline_file={path}"]), "--timeline_file", "1 rank")
+    assert not path.exists()
+
+
 def test_interrupt_while_tensorflow_loads(start):
     job = start(ENDLESS)
     job.wait_for_import("tensorflow")

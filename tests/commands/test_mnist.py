@@ -1,5 +1,6 @@
 """The real program, for a few steps, under each launcher."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -109,7 +110,9 @@ def test_summary_and_files(alone):
     assert summary["samples_per_second"] > 0
     assert summary["train_seconds"] > 0
     entries = sorted(path.name for path in (home / "run").iterdir())
-    assert entries == ["model.keras", "summary.json", "test", "train"]
+    assert entries == [
+        *("checkpoints", "log.jsonl", "model.keras", "summary.json", "test", "train")
+    ]
 
 
 @pytest.mark.xdist_group("alone")
@@ -150,10 +153,30 @@ def check_output(lines):
     while re.fullmatch(progress, rest[0]):
         rest = rest[1:]
     assert lines[lines.index(rest[0]) - 1].startswith("step 40/40")
-    assert [line.split()[0] for line in rest] == ["evaluation", "test", "written"]
+    words = [line.split()[0] for line in rest]
+    assert words == ["evaluation", "checkpoint", "test", "written"]
 
 
-def test_all_flags_together(train):
+@pytest.mark.xdist_group("alone")
+def test_report_of_a_run(alone, run, tmp_path):
+    _, home = alone
+    # The table does not need it.
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    output = tmp_path / "report.png"
+    arguments = [f"--output={output}", str(home / "run")]
+    job = run(arguments, program=[sys.executable, "-m", "hvdtrain.report"])
+    cells = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in job.lines}
+    summary = json.loads((home / "run" / "summary.json").read_text())
+    assert cells["steps"] == "40 of 40", job.text
+    assert cells["samples"] == "2,560"
+    assert cells["starts"] == "1"
+    assert cells["last accuracy"] == f"{summary['test_accuracy']:.4f}"
+    assert job.returncode == (0 if has_matplotlib else 1)
+    assert output.exists() == has_matplotlib
+
+
+def test_all_flags_together(train, tmp_path):
+    timeline = tmp_path / "timeline.json"
     job, summary = train(
         [
             "--dataset=digits",
@@ -169,9 +192,17 @@ def test_all_flags_together(train):
             "--export=best,final",
             "--consistency_check_steps=3",
             "--steps_per_execution=2",
+            "--profile_steps=11,13",
+            f"--timeline_file={timeline}",
         ],
         launcher="mpirun",
     )
+    assert "reduction: Horovod" in job.text
+    assert f"timeline       {timeline}" in job.text
+    names = {event.get("name") for event in json.loads(timeline.read_text())}
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= names
+    (trace,) = (tmp_path / "mpirun" / "plugins").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 0
     # 1,497 images twice in batches of 100: 30 passes of each rank.
     assert summary["steps"] == 15
     assert summary["global_batch_size"] == 200

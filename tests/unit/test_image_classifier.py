@@ -68,6 +68,7 @@ def test_rates_and_policy_follow_the_options():
     [
         ({"epochs": 1, "warmup_epochs": 2.0}, r"--warmup_epochs=2 .* 1 epochs"),
         ({"max_steps": 3, "accumulation_steps": 4}, r"--max_steps=3 .* expected 4"),
+        ({"max_steps": 9, "profile_steps": (5, 10)}, r"--profile_steps=5,10 .* 9 st"),
         ({"model_dir": "/dev/null"}, r"/dev/null is not a directory"),
     ],
 )
@@ -92,6 +93,10 @@ def test_options_that_contradict_each_other(changes, reason):
         (["--dataset=custom"], ["custom", "--data_dir"]),
         (["--export=best"], ["--export needs --model_dir"]),
         (["--export=best,worst", "--model_dir=x"], ["worst", "best, latest, final"]),
+        (["--profile_steps=9,9", "--model_dir=a"], ["profile_steps=9,9", "100,120"]),
+        (["--profile_steps=9", "--model_dir=a"], ["profile_steps=9", "100,120"]),
+        (["--profile_steps=a,b", "--model_dir=a"], ["profile_steps=a,b", "100,120"]),
+        (["--profile_steps=5,9"], ["profile_steps", "--model_dir"]),
     ],
 )
 def test_wrong_flags(arguments, words):
