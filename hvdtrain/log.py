@@ -3,7 +3,7 @@
     {"event": "start", "seconds": 1.5e9, "step": 0, "max_steps": 5000, "ranks": 2,
      "global_batch_size": 128}
     {"event": "progress", "seconds": 1.5e9, "step": 40, "metrics": {"loss": 0.99},
-     "learning_rate": 0.2, "samples_per_second": 106668.1}
+     "learning_rate": 0.2, "communication": 0.1, "samples_per_second": 106668.1}
     {"event": "evaluation", "seconds": 1.5e9, "step": 5000, "metrics": {"loss": 0.07}}
     {"event": "checkpoint", "seconds": 1.5e9, "step": 5000, "text": "written in 0.1 s"}
 
@@ -35,6 +35,7 @@ _FIELDS = {
     "progress": {
         "metrics": dict,
         "learning_rate": (*_NUMBER, type(None)),
+        "communication": (*_NUMBER, type(None)),
         "samples_per_second": (*_NUMBER, type(None)),
     },
     "evaluation": {"metrics": dict},
@@ -102,6 +103,7 @@ class JsonLog:
             step=progress.step,
             metrics=_finite_values(progress.metrics),
             learning_rate=_finite(progress.learning_rate),
+            communication=_finite(progress.communication),
             samples_per_second=_finite(progress.samples_per_second),
         )
 

@@ -4,6 +4,7 @@
 #define HVDTRAIN_INTERFACE_H_
 
 #include <atomic>
+#include <cstdint>
 #include <mutex>
 
 #include "segment.h"
@@ -16,6 +17,9 @@ extern std::mutex reduction_mutex;
 // nullptr before a process has connected and after it has left. The segments are never
 // deleted: a kernel may still wait in one when Python exits.
 extern std::atomic<Segment*> segment;
+
+// Of this process in reductions, with the wait for other ranks.
+extern std::atomic<uint64_t> reduction_nanoseconds;
 
 }  // namespace hvdtrain
 

@@ -1,5 +1,6 @@
 // The TensorFlow operations HvdtrainAllreduce and HvdtrainCompare.
 
+#include <chrono>
 #include <string>
 #include <utility>
 
@@ -45,7 +46,11 @@ class Collective : public OpKernel {
     OP_REQUIRES(context, shared != nullptr,
                 absl::FailedPreconditionError(
                     "Horovod has been shut down: call hvd.init() first"));
+    const auto start = std::chrono::steady_clock::now();
     const Report report = Allreduce(*shared, &reduction);
+    reduction_nanoseconds += std::chrono::nanoseconds(std::chrono::steady_clock::now() -
+                                                      start)
+                                 .count();
     OP_REQUIRES(context, report.outcome != Outcome::kMismatch,
                 absl::FailedPreconditionError(
                     "Mismatched collectives. Sent by " + report.reason +

@@ -5,9 +5,10 @@ import math
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 _COLUMNS = 2
+_COMMUNICATION = "communication, share of the time"
 # Losses, and the largest learning rates of runs, that differ by a larger factor are
 # drawn on a logarithmic axis.
 _LINEAR_FACTOR = 30
@@ -29,6 +30,8 @@ def draw(runs, path):
     """
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     panels = [*metrics, "learning rate", "samples/s"]
+    if any(math.isfinite(share) for run in runs for share in _communication(run)[1]):
+        panels.append(_COMMUNICATION)
     rows = math.ceil(len(panels) / _COLUMNS)
     # Without pyplot, which needs a display or the choice of a backend.
     figure = Figure(figsize=(11, 3.1 * rows + 0.8), layout="constrained")
@@ -57,10 +60,12 @@ def _colors(count):
 
 def _draw_run(ax, name, run, color):
     if name == "learning rate":
-        series = run.series("progress", lambda line: line["learning_rate"])
+        series = run.series("progress", lambda line: line.get("learning_rate"))
         ax.plot(*series, color=color)
+    elif name == _COMMUNICATION:
+        ax.plot(*_communication(run), color=color, linewidth=1)
     elif name == "samples/s":
-        series = run.series("progress", lambda line: line["samples_per_second"])
+        series = run.series("progress", lambda line: line.get("samples_per_second"))
         ax.plot(*series, color=color, linewidth=1)
     else:
         # A metric may exist in training or in evaluation alone.
@@ -70,6 +75,10 @@ def _draw_run(ax, name, run, color):
         )
         ax.plot(*training, color=color, linewidth=1.2, alpha=0.75)
         ax.plot(*evaluation, color=color, zorder=3, **_EVALUATION)
+
+
+def _communication(run):
+    return run.series("progress", lambda line: line.get("communication"))
 
 
 def _finish(ax, name, *, is_lowest):
@@ -83,7 +92,9 @@ def _finish(ax, name, *, is_lowest):
         ax.set_xlabel("global step")
     if name == "samples/s":
         ax.yaxis.set_major_formatter(EngFormatter(sep=""))
-    if name in ("learning rate", "samples/s"):
+    if name == _COMMUNICATION:
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
+    if name in ("learning rate", "samples/s", _COMMUNICATION):
         ax.set_ylim(bottom=0)
     values = [[y for y in line.get_ydata() if y == y] for line in ax.lines]
     if name == "loss" and _spans_decades([y for each in values for y in each]):

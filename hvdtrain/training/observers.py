@@ -149,12 +149,14 @@ class EventLog:
         """Writes nothing: TensorBoard finds restarts by their steps."""
 
     def on_progress(self, progress):
-        """Writes the training metrics, the learning rate and the speed."""
+        """Writes training metrics, learning rate, communication and speed."""
         values = {
             **progress.metrics,
             "learning_rate": progress.learning_rate,
             "samples_per_second": progress.samples_per_second,
         }
+        if not math.isnan(progress.communication):
+            values["communication"] = progress.communication
         self._write("train", progress.step, values)
 
     def on_evaluation(self, step, metrics):

@@ -7,11 +7,14 @@ import time
 import keras
 import numpy as np
 
+from hvdtrain.collectives import transport
 from hvdtrain.job import JobError
 from hvdtrain.keras import Sum, allreduce
 from hvdtrain.training.requests import Requests
 
 _REPORT_SECONDS = 1.0
+# No name of a metric, with which it is averaged.
+_SHARE = object()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,10 @@ class Progress:
         max_steps: steps to take.
         metrics: means over all ranks and the steps since the last report, by name.
         learning_rate: at this step; that of a schedule of Keras is for the next step.
+        communication: share of the time since the last report in which ranks reduced
+            gradients, or waited for another rank to do so: the mean over the ranks.
+            Their computation may go on meanwhile. NaN where it is not measured: on one
+            rank, and where Horovod reduces.
         samples_per_second: of all ranks since the last report.
         seconds_left: estimate for the rest of the training.
     """
@@ -48,6 +55,7 @@ class Progress:
     max_steps: int
     metrics: dict
     learning_rate: float
+    communication: float
     samples_per_second: float
     seconds_left: float
 
@@ -77,6 +85,7 @@ class ProgressCallback(keras.callbacks.Callback):
         requests: the `Requests`, which a report agrees on.
         start_step: the first step of this run.
         clock: returns seconds.
+        reduction_seconds: returns the seconds that this rank has spent in reductions.
     """
 
     def __init__(
@@ -89,6 +98,7 @@ class ProgressCallback(keras.callbacks.Callback):
         requests=None,
         start_step=0,
         clock=time.perf_counter,
+        reduction_seconds=transport.reduction_seconds,
     ):
         super().__init__()
         self._requests = requests or Requests()
@@ -98,10 +108,14 @@ class ProgressCallback(keras.callbacks.Callback):
         self._world = world
         self._observers = observers
         self._clock = clock
+        self._reduction_clock = (
+            reduction_seconds if world.size > 1 else lambda: math.nan
+        )
         self._next_step = 0
         self._first_steps = None
         self._steps = self._reported_steps = start_step
         self._seconds = self._first_seconds = self._reported_seconds = 0.0
+        self._reduction_seconds = self._reported_reduction_seconds = 0.0
 
     @property
     def seconds(self):
@@ -131,31 +145,47 @@ class ProgressCallback(keras.callbacks.Callback):
         """Starts the clock."""
         self._epoch = epoch
         self._epoch_start_clock = self._clock() - self._seconds
+        self._epoch_start_reduction = self._reduction_clock() - self._reduction_seconds
         self._reported_means = None
 
     def on_train_batch_end(self, batch, logs=None):
         """Reads the clock, and reports if it is due."""
         self._steps = self._plan.step(self._epoch, batch + 1)
         self._seconds = self._clock() - self._epoch_start_clock
+        self._reduction_seconds = self._reduction_clock() - self._epoch_start_reduction
         # Requests hold for the step of their report.
         self._requests.agreed = frozenset()
         if self._first_steps is None:
             self._first_steps, self._first_seconds = self._steps, self._seconds
-            self._reported_steps, self._reported_seconds = self._steps, self._seconds
+            self._note_report()
             self._next_step = self._steps + 1
         if self._steps >= min(self._next_step, self._plan.max_steps):
             self._report({name: float(value) for name, value in (logs or {}).items()})
 
     def _report(self, means):
-        recent = self._average(self._since_report(means))
+        recent = self._since_report(means) | {_SHARE: self._communication()}
+        recent = self._average(recent)
+        communication = recent.pop(_SHARE)
         check_loss(recent["loss"], self._steps)
         if self._observers:
-            progress = self._progress(recent)
+            progress = self._progress(recent, communication)
             for observer in self._observers:
                 observer.on_progress(progress)
-        self._reported_steps, self._reported_seconds = self._steps, self._seconds
+        self._note_report()
 
-    def _progress(self, metrics):
+    def _note_report(self):
+        self._reported_steps, self._reported_seconds = self._steps, self._seconds
+        self._reported_reduction_seconds = self._reduction_seconds
+
+    def _communication(self):
+        """Return this rank's share of the time since the last report."""
+        # As of the speed: without tracing, except in a run of a single execution.
+        is_single = self._steps == self._reported_steps
+        before = 0.0 if is_single else self._reported_seconds
+        reduced = 0.0 if is_single else self._reported_reduction_seconds
+        return (self._reduction_seconds - reduced) / (self._seconds - before)
+
+    def _progress(self, metrics, communication):
         samples_left = (self._plan.max_steps - self._steps) * self._global_batch_size
         return Progress(
             step=self._steps,
@@ -163,6 +193,7 @@ class ProgressCallback(keras.callbacks.Callback):
             metrics=metrics,
             # Of the optimizer inside, for a LossScaleOptimizer.
             learning_rate=float(self.model.optimizer.learning_rate),
+            communication=communication,
             samples_per_second=self._recent_speed() * self._global_batch_size,
             seconds_left=samples_left / self.samples_per_second,
         )

@@ -109,7 +109,7 @@ def test_summary_and_files(alone):
     assert 0 < summary["test_accuracy"] <= 1
     assert summary["samples_per_second"] > 0
     assert summary["train_seconds"] > 0
-    entries = sorted(path.name for path in (home / "run").iterdir())
+    entries = sorted(path.name for path in (home / "run").glob("[!.]*"))
     assert entries == [
         *("checkpoints", "log.jsonl", "model.keras", "summary.json", "test", "train")
     ]

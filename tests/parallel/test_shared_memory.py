@@ -4,6 +4,7 @@ A rank that is missing, or has been killed, is tested in tests/commands.
 """
 
 import os
+import time
 
 import horovod.tensorflow as raw
 import numpy as np
@@ -42,6 +43,22 @@ def test_ranks_of_one_host_share_memory():
     # Rank 0 removes the file: only after that may the others look.
     hvd.allreduce(0.0, name="removed")
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("hvdtrain-")]
+
+
+def test_waiting_for_another_rank_is_time_in_reductions():
+    tensor = tf.ones(8)
+    reduce(tensor)  # traced
+    before = transport.reduction_seconds()
+    start = time.perf_counter()
+    if RANK == 0:
+        time.sleep(0.3)  # the delay that the others measure
+    reduce(tensor)
+    waited = transport.reduction_seconds() - before
+    elapsed = time.perf_counter() - start
+    if RANK == 0:
+        assert 0 < waited <= elapsed - 0.3
+    else:
+        assert elapsed / 2 < waited <= elapsed
 
 
 # A chunk of 1 MiB has 1 << 17 elements: sizes below, at and above it, and some that do

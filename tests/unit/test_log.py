@@ -21,6 +21,7 @@ def progress(step, loss):
         max_steps=100,
         metrics={"loss": loss},
         learning_rate=0.5,
+        communication=math.nan,
         samples_per_second=16.0,
         seconds_left=1.0,
     )
@@ -58,6 +59,7 @@ def test_lines_are_as_documented(make, tmp_path):
                 "step": 40,
                 "metrics": {"loss": 0.25},
                 "learning_rate": 0.5,
+                "communication": None,
                 "samples_per_second": 16.0,
             },
             {

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import subprocess
 
@@ -21,6 +22,7 @@ def progress(step, **changes):
         "max_steps": 1000,
         "metrics": {"accuracy": 0.5, "loss": 1.25},
         "learning_rate": 0.125,
+        "communication": math.nan,
         "samples_per_second": 12345.6,
         "seconds_left": 61.2,
     }
@@ -111,12 +113,14 @@ def test_logs_only_with_a_directory(tmp_path):
 def test_tensorboard_reads_the_event_log(tmp_path):
     log = EventLog(tmp_path, warn=pytest.fail)
     log.on_progress(progress(100))
-    log.on_progress(progress(200, metrics={"loss": 0.5, "accuracy": 1.0}))
+    metrics = {"loss": 0.5, "accuracy": 1.0}
+    log.on_progress(progress(200, metrics=metrics, communication=0.25))
     log.on_evaluation(200, {"loss": 0.75})
     train = EventAccumulator(str(tmp_path / "train")).Reload()
     test = EventAccumulator(str(tmp_path / "test")).Reload()
     assert set(train.Tags()["tensors"]) == {
-        *("loss", "accuracy", "learning_rate", "samples_per_second")
+        *("loss", "accuracy"),
+        *("learning_rate", "communication", "samples_per_second"),
     }
     read = [(event.step, number(event)) for event in train.Tensors("loss")]
     assert read == [(100, 1.25), (200, 0.5)]

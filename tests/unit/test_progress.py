@@ -5,6 +5,7 @@ import math
 import keras
 import pytest
 
+import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.progress import ProgressCallback
@@ -12,6 +13,7 @@ from hvdtrain.training.progress import ProgressCallback
 
 class Clock:
     seconds = 0.0
+    reduction_seconds = 1000.0
 
     def __call__(self):
         return self.seconds
@@ -26,14 +28,21 @@ def clock():
     return Clock()
 
 
-def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper):
+def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1):
     plan = Plan(
         max_steps=max_steps,
         epochs=math.ceil(max_steps / fit_epoch_steps),
         fit_epoch_steps=fit_epoch_steps,
         steps_per_execution=10,
     )
-    callback = ProgressCallback(plan, 32, World(), [keeper], clock=clock)
+    callback = ProgressCallback(
+        plan,
+        32,
+        World(size=size),
+        [keeper],
+        clock=clock,
+        reduction_seconds=lambda: clock.reduction_seconds,
+    )
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.125), "mse")
     callback.set_model(model)
@@ -117,6 +126,35 @@ def test_speed_of_a_single_execution_is_that_of_the_execution(clock):
     callback.on_epoch_begin(0)
     run(callback, clock, [1.0])
     assert callback.samples_per_second == pytest.approx(32 * 10 / 0.5)
+
+
+def test_communication_is_a_share_of_the_time_in_steps(clock, monkeypatch):
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
+    hvd.init()
+    keeper = Keeper()
+    callback = make(clock, keeper=keeper, max_steps=80, fit_epoch_steps=40, size=2)
+    for epoch in (0, 1):
+        callback.on_epoch_begin(epoch)
+        for number, seconds in enumerate((0.5, 0.25, 0.125, 0.0)):
+            clock.reduction_seconds += seconds
+            run(callback, clock, [1.0], first=10 * number)
+        # An evaluation.
+        clock.seconds += 100
+        clock.reduction_seconds += 100
+    assert [p.step for p in keeper] == [20, 40, 60, 80]
+    # Half of 0.25 / 0.5, 0.125 / 1, 0.75 / 1 and 0.125 / 1: Horovod has this rank
+    # alone, and adds up no share of the second one.
+    shares = [p.communication for p in keeper]
+    assert shares == pytest.approx([0.25, 0.0625, 0.375, 0.0625])
+
+
+def test_communication_of_one_rank_is_not_measured(clock):
+    keeper = Keeper()
+    callback = make(clock, keeper=keeper, max_steps=20)
+    callback.on_epoch_begin(0)
+    run(callback, clock, [1.0, 1.0])
+    assert [math.isnan(p.communication) for p in keeper] == [True]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

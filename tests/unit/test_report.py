@@ -26,6 +26,7 @@ def progress(seconds, step, *, loss=1.0):
         "step": step,
         "metrics": {"loss": loss},
         "learning_rate": 0.5,
+        "communication": None,
         "samples_per_second": 80.0,
     }
 

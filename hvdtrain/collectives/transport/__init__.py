@@ -30,4 +30,5 @@ from hvdtrain.collectives.transport.shared_memory import (
     disconnect,
     reduction_choice,
     reduction_path,
+    reduction_seconds,
 )

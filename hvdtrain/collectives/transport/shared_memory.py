@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 
 import horovod.tensorflow as hvd
@@ -167,6 +168,18 @@ def join():
     if reason:
         raise tf.errors.AbortedError(None, None, reason.decode())
     return last.value
+
+
+def reduction_seconds():
+    """Seconds that this process has spent in reductions, with waiting for other ranks.
+
+    NaN where Horovod reduces, which does not measure them.
+    """
+    functions = connect().functions
+    if not functions:
+        return math.nan
+    functions.hvdtrain_reduction_nanoseconds.restype = ctypes.c_uint64
+    return 1e-9 * functions.hvdtrain_reduction_nanoseconds()
 
 
 def _connect_ranks():
