@@ -7,9 +7,10 @@
     {"event": "evaluation", "seconds": 1.5e9, "step": 5000, "metrics": {"loss": 0.07}}
     {"event": "checkpoint", "seconds": 1.5e9, "step": 5000, "text": "written in 0.1 s"}
 
-Events of exports have the form of those of checkpoints. `seconds` is the time since the epoch. A number that is not finite is null. All runs of
-a job append to the file, and no line is changed: a start at step s supersedes the lines
-of later steps above it, and of several lines of an event and a step the last is valid.
+Lines of the event export are as those of checkpoints. `seconds` is the time since the
+epoch. A number that is not finite is null. All runs of a job append to the file, and no
+line is changed: a start at step s supersedes the lines of later steps above it, and of
+several lines of an event and a step the last is valid.
 What is not JSON is the rest of a line that a killed process did not complete.
 
 Importing this module loads no TensorFlow.

@@ -217,7 +217,8 @@ def main():
         run = training.image_classifier.build(options, world, commits)
         info = description.run_info(world, options, run)
         if world.is_chief:
-            print(description.banner(info, run.dataset, warning=run.warning), flush=True)
+            banner = description.banner(info, run.dataset, warning=run.warning)
+            print(banner, flush=True)
         result = training.train_and_evaluate(
             lambda: run.model,
             run.train_spec,

@@ -201,7 +201,7 @@ class EventLog:
 
 
 def reason_of(error):
-    """Return the reason of an `OpError` or `OSError`, as the system's message has it."""
+    """Return the reason of an `OpError` or `OSError`, in the system's words."""
     if isinstance(error, OSError):
         return error.strerror
     text = _GRAPH_NAMES.sub("", error.message.splitlines()[0])
