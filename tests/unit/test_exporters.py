@@ -39,6 +39,9 @@ class Recorder:
         self.metrics = {}
         self.exports = []
 
+    def on_start(self, start):
+        pass
+
     def on_progress(self, progress):
         pass
 
