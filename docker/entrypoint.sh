@@ -2,7 +2,7 @@
 # docker run IMAGE [test | FLAGS of hvdtrain.mnist | COMMAND...]
 set -eu
 
-train() { horovodrun -np 2 python -m hvdtrain.mnist "$@"; }
+train() { exec horovodrun -np 2 python -m hvdtrain.mnist "$@"; }
 
 # Needs no network. Compares two ranks with one process on the big batch, and runs the
 # program for MNIST.

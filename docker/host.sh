@@ -25,11 +25,29 @@ make_keys() {
 	CONFIG
 }
 
+# Processes of ranks in this container.
+ranks() {
+  grep -lsz '^\(HOROVOD\|OMPI_COMM_WORLD\)_RANK=' /proc/[0-9]*/environ | cut -d / -f 3
+}
+
+# The container ends with this script: after the ranks, which write a checkpoint first.
+stop() {
+  for rank in $(ranks); do
+    kill -USR1 "$rank" || true
+  done
+  while [ -n "$(ranks)" ]; do
+    sleep 1
+  done
+  exit 0
+}
+
 if [ "${1-}" = keys ]; then
   make_keys
 else
   # StrictModes=no: sshd would refuse keys in a volume whose modes the engine sets.
-  exec /usr/sbin/sshd -D -e -f /dev/null -p "$port" -h "$PWD/${1:-cluster}" \
+  /usr/sbin/sshd -D -e -f /dev/null -p "$port" -h "$PWD/${1:-cluster}" \
     -o PidFile=none -o PasswordAuthentication=no -o KbdInteractiveAuthentication=no \
-    -o StrictModes=no -o "SetEnv=PATH=$PATH"
+    -o StrictModes=no -o "SetEnv=PATH=$PATH" &
+  trap stop TERM USR1
+  wait
 fi

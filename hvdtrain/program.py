@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import textwrap
-import threading
 import time
 import traceback
 
@@ -31,9 +30,9 @@ _WRITE_SECONDS = 10.0
 _SIGNAL_WRITE_SECONDS = 1.0
 
 _INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-# Set when this process has a reason to end. The launcher's signal, which follows when
-# another rank has ended first, is then not printed.
-_is_leaving = threading.Event()
+# The exit code of this process, once it has a reason to end. The launcher's signal,
+# which follows when another rank has ended first, then ends it with that code.
+_exit_codes = []
 
 _HELP = flags.DEFINE_bool("help", False, "Print this page and exit.", short_name="h")
 
@@ -123,7 +122,7 @@ def _leave_after_bug(error):
     if _is_collective_failure(error):
         # The rank that failed prints the reason, and the launcher ends the others. A
         # launcher that does not leaves it to this rank.
-        _is_leaving.set()
+        _exit_codes.append(1)
         time.sleep(_PATIENCE_SECONDS)
         _leave(
             "Another rank has left the job, or has not called a collective within "
@@ -153,7 +152,7 @@ def _leave(text, *, code, is_shared=False):
         code: exit code.
         is_shared: every rank has the same reason, and rank 0 prints it.
     """
-    _is_leaving.set()
+    _exit_codes.append(code)
     is_chief = launch().rank == 0
     if not is_chief:
         # The launcher ends all ranks when the first exits, perhaps before rank 0 has
@@ -174,20 +173,21 @@ def _write_reason(text, *, timeout_seconds):
 
 
 def _leave_on_signal():
-    """Make Ctrl-C, and on rank 0 SIGTERM, end the process at once with a line.
+    """Make these signals end the process at once, with a line.
 
-    Launchers turn Ctrl-C into SIGTERM for their ranks.
+    Launchers turn Ctrl-C into SIGTERM or SIGUSR1 for all of their ranks: rank 0 alone
+    prints the line.
     """
-    numbers = {signal.SIGINT}
-    if launch().rank == 0:
-        numbers.add(signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     signals.subscribe(numbers, _report_signal)
 
 
 def _report_signal(number):
     # Without a flush of stdout: the main thread may be blocked in a write to a full
     # pipe, and holds the lock of the stream.
-    if not _is_leaving.is_set():
+    if _exit_codes:
+        os._exit(_exit_codes[0])
+    if launch().rank == 0 or number == signal.SIGINT:
         reason = f"Stopped by {signal.Signals(number).name}."
         _write_reason(reason, timeout_seconds=_SIGNAL_WRITE_SECONDS)
     os._exit(128 + number)

@@ -133,15 +133,17 @@ refuses_a_flag() {
 
 is_training() { grep -q 'step [0-9]' <("$docker" logs "$1" 2>&1); }
 
-stops_at_once() {
+stops_after_saving() {
   local start
-  "$docker" run --detach --rm --label "$name" --network none --name "$name" "$name" \
-    "${endless[@]}"
+  "$docker" run --detach --label "$name" --network none --name "$name" "$name" \
+    "${endless[@]}" --model_dir=/tmp/run
   wait_for 120 is_training "$name" || return
   start=$SECONDS
   "$docker" stop --time 30 "$name"
   echo "stopped after $((SECONDS - start)) s"
-  ((SECONDS - start < 25))
+  "$docker" logs "$name" 2>&1 | tee "$work/stopped"
+  ((SECONDS - start < 25)) && grep -q 'Stopped at step' "$work/stopped" &&
+    [[ $("$docker" inspect --format '{{.State.ExitCode}}' "$name") == 75 ]]
 }
 
 # across COMMAND...: on host1.
@@ -241,6 +243,6 @@ check "the image holds no compiler, secret or key" holds_no_build
 check "docker run IMAGE trains two ranks" trains_by_default
 check "docker run IMAGE test" run test
 check "a flag that is wrong ends with 2" refuses_a_flag
-check "docker stop ends all ranks" stops_at_once
+check "docker stop ends all ranks, after a checkpoint" stops_after_saving
 two_hosts
 report

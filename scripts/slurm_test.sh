@@ -181,24 +181,49 @@ fails() {
   check "and print the remedy" grep 'Received 2 processes from srun' no-pmix.log
 }
 
-# A long job prints a warning before its time limit, and starts again after a requeue.
-is_managed() {
-  local job
-  # Slurm may send the signal up to a minute early.
-  job=$(sbatch --parsable --job-name=long --output=long.log --time=2 \
-    --signal=B:USR1@60 scripts/slurm/mnist.sbatch \
-    --dataset=digits --max_steps=100000000)
-  check "a long job starts" wait_for 60 grep '^step' long.log
-  check "it warns of its time limit" wait_for 120 grep 'the time limit' long.log
-  scontrol requeue "$job"
-  check "it starts again" wait_for 120 starts_again "$job"
-  scancel "$job"
+# A job that is asked to stop is requeued, and computes what it would have without.
+is_preempted() {
+  check "a longer job trains" exits_with 0 submit plain "${two_nodes[@]}" \
+    scripts/slurm/mnist.sbatch "${longer[@]}"
+  # As --signal=B:USR1@120 does.
+  check "signalled before its time limit, it continues" \
+    continues usr1 '--batch --signal=USR1' scripts/slurm/mnist.sbatch
+  # As preemption does: SIGTERM to the tasks of srun.
+  check "preempted under srun, too" \
+    continues term --signal=TERM scripts/slurm/mnist_srun.sbatch
+  check "what may not be requeued ends with 75" \
+    ends_with_75 --no-requeue scripts/slurm/mnist.sbatch
+}
+
+# continues NAME OPTIONS-OF-SCANCEL SCRIPT
+continues() {
+  local name=$1 last=checkpoints/step-00010000.safetensors job
+  job=$(sbatch --parsable --job-name="$name" --output="$name.log" "${two_nodes[@]}" \
+    "$3" "${longer[@]}")
+  wait_for 60 grep 'samples/s' "$name.log" || return
+  # shellcheck disable=SC2086
+  scancel $2 "$job"
+  wait_for 60 starts_again "$job" && wait_for 60 is_over "$job" &&
+    grep 'Stopped at step' "$name.log" && cmp runs/plain-*/$last runs/"$name"-*/$last
 }
 
 # Slurm delays a requeued job by two minutes unless a start time is set.
 starts_again() {
   scontrol update "job=$1" StartTime=now 2>/dev/null || true
-  grep 'start number 2' long.log
+  [[ $(scontrol show job "$1") == *" Restarts=1 "*JobState=RUNNING* ]] ||
+    [[ $(scontrol show job "$1") == *JobState=RUNNING*" Restarts=1 "* ]]
+}
+
+is_over() { [[ $(scontrol show job "$1") == *JobState=COMPLETED*ExitCode=0:0* ]]; }
+
+# ends_with_75 [OPTIONS of sbatch] SCRIPT
+ends_with_75() {
+  local status=0 job
+  submit once "$@" --dataset=digits --max_steps=100000000 &
+  wait_for 60 grep 'samples/s' once.log || return
+  scancel --batch --signal=TERM --name=once
+  wait $! || status=$?
+  ((status == 75)) && grep 'not requeued' once.log
 }
 
 is_an_array() {
@@ -211,6 +236,8 @@ is_an_array() {
 main() {
   work=$1
   quick=(--dataset=digits --max_steps=200)
+  longer=(--dataset=digits --max_steps=20000)
+  two_nodes=(--nodes=2 --ntasks-per-node=1)
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   configure
   start_cluster
@@ -220,7 +247,7 @@ main() {
   trains_by_srun
   fails
   is_an_array
-  is_managed
+  is_preempted
   report
 }
 

@@ -19,6 +19,11 @@ import sys
 _SHARE_OF_STALL_LIMIT = 0.5
 _MAX_PERIOD_SECONDS = 1.0
 _STDIN, _STDERR = 0, 2
+# A rank may end later than its signal.
+_IGNORED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
 # Kept open: its end is the end of this process.
 _guards = []
 
@@ -46,7 +51,7 @@ def start(rank, *, stall_seconds):
 def _watch(pid, limit_seconds, rank):
     # It ends with the rank: by the end of its input, or by another parent where
     # a child of the rank holds the other end of the pipe.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     period = min(_MAX_PERIOD_SECONDS, limit_seconds / 10)
     # Counted, not measured: where a scheduler suspends all processes, this one too.

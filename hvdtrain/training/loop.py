@@ -173,7 +173,7 @@ class _Training:
         # Without checkpoints there is nothing to continue from.
         numbers = self._config.stop_signals if self._config.model_dir else ()
         writing = self._writer or contextlib.nullcontext()
-        with stopping_on(numbers, self._requests), writing:
+        with stopping_on(numbers, self._requests, rank=self._world.rank), writing:
             fit(
                 model,
                 train_spec.input_fn,

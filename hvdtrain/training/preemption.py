@@ -1,35 +1,40 @@
 """The end of a job that is to be continued later: signals, and a limit of time."""
 
 import contextlib
+import signal
 import time
 
 import keras
 
 from hvdtrain.job import signals
-from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training.requests import STOP
 
+# A request may arrive twice: from a launcher, and from the sender itself where it
+# signals all processes of a group or of a job of Slurm.
+_SAME_REQUEST_SECONDS = 1.0
+
 
 @contextlib.contextmanager
-def stopping_on(numbers, requests):
+def stopping_on(numbers, requests, *, rank, clock=time.monotonic):
     """Turn these signals into requests to stop, within the block.
 
-    The first signal asks all ranks to save at the same step and to stop there. A
-    second one ends this process at once, as before.
+    The first signal asks all ranks to save at the same step and to stop there. One
+    that arrives more than a second later ends this process at once, as before.
 
     Args:
         numbers: signals, as `signal.SIGTERM`.
         requests: the `Requests`.
+        rank: number of this rank, for the message.
+        clock: returns seconds.
     """
     received = []
 
     def postpone(number):
-        received.append(number)
-        if len(received) > 1:
-            return False
-        requests.ask(STOP)
-        return True
+        received.append(clock())
+        requests.stop(f"{signal.Signals(number).name} on rank {rank}")
+        return received[-1] - received[0] <= _SAME_REQUEST_SECONDS
 
     signals.subscribe(numbers, postpone)
     try:
@@ -60,6 +65,7 @@ class PreemptionCallback(keras.callbacks.Callback):
         self._world = world
         self._writer = writer
         self._clock = clock
+        self._max_minutes = max_minutes
         self._end_seconds = clock() + 60 * max_minutes if max_minutes else None
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -69,7 +75,7 @@ class PreemptionCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         """Ends the training, unless the epoch ends here as well."""
         if self._end_seconds is not None and self._clock() > self._end_seconds:
-            self._requests.ask(STOP)
+            self._requests.stop(f"max_minutes={self._max_minutes:g}")
         step = self._plan.step(self._epoch, batch + 1)
         if not self._plan.is_epoch_end(step):
             self._stop_if_agreed(step)
@@ -87,7 +93,8 @@ class PreemptionCallback(keras.callbacks.Callback):
         with fail_together(self._world):
             if self._writer:
                 self._writer.wait()
+        reason = next(filter(None, gather(self._world, self._requests.stop_reason)))
         raise PreemptedError(
-            f"Stopped at step {step} of {self._plan.max_steps}; start the job again to "
-            "continue."
+            f"Stopped at step {step} of {self._plan.max_steps} by {reason}; start the "
+            "job again to continue."
         )

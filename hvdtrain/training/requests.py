@@ -16,10 +16,16 @@ class Requests:
     def __init__(self):
         self._asked = set()
         self.agreed = frozenset()
+        self.stop_reason = ""
 
     def ask(self, name):
         """Ask for one of `NAMES`; from any thread."""
         self._asked.add(name)
+
+    def stop(self, reason):
+        """Ask for the end of this run; from any thread. The first reason counts."""
+        self.stop_reason = self.stop_reason or reason
+        self.ask(STOP)
 
     def votes(self):
         """Return one number for each of `NAMES`: whether this rank asks for it."""

@@ -79,7 +79,8 @@ class RunConfig:
         commit_every_steps: in an elastic job, steps between copies into memory, 0 for
             none; the steps since the last one are taken again when a worker is lost.
         commit_every_seconds: the same in seconds.
-        stop_signals: signals that make it stop in the same way, on any rank.
+        stop_signals: signals that make it stop in the same way, on any rank. Only with
+            a model_dir: otherwise they end it at once.
         keep_max: number of the newest checkpoints that are kept.
         keep_every_hours: in addition, one of every so many hours; 0 for none.
     """
@@ -90,7 +91,12 @@ class RunConfig:
     max_minutes: float = 0.0
     commit_every_steps: int = 0
     commit_every_seconds: float = 5.0
-    stop_signals: tuple = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    stop_signals: tuple = (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    )
     keep_max: int = 5
     keep_every_hours: float = 0.0
 
@@ -109,6 +115,11 @@ class RunConfig:
                 raise JobError(
                     f"Received {name}={getattr(self, name)}; expected {low} or more."
                 )
+        if self.max_minutes and not self.model_dir:
+            raise JobError(
+                f"Received max_minutes={self.max_minutes:g} without model_dir; "
+                "expected a directory for the checkpoint from which the job continues."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

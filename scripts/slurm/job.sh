@@ -25,15 +25,25 @@ program=(python -m hvdtrain.mnist "--model_dir=$run"
   ${SLURM_ARRAY_TASK_ID:+"--seed=$SLURM_ARRAY_TASK_ID"})
 mkdir -p "$run"
 
-warn_of_time_limit() {
-  echo "$SLURM_JOB_NAME: the time limit is near, and Slurm will end the job there;" \
-    "a larger one: sbatch --time=..." >&2
+# mpirun and srun forward SIGUSR1 to all ranks. They write a checkpoint, and end with 75.
+# At SIGTERM mpirun would kill them within two seconds.
+stop_ranks() {
+  echo "$SLURM_JOB_NAME: the time limit is near, or the job was asked to stop" >&2
+  kill -USR1 "$!" || true
+}
+
+# To continue from the checkpoint. Not for ever: with 75 the checkpoint is of a later
+# step than the one that the run started from.
+requeue() {
+  trap '' USR1 TERM
+  scontrol requeue "$SLURM_JOB_ID" ||
+    echo "$SLURM_JOB_NAME: not requeued; to continue: sbatch ... --model_dir=$run" >&2
 }
 
 # launch COMMAND...: exits with its exit code. In the background: the shell runs a trap
 # only between commands and during `wait`.
 launch() {
-  trap warn_of_time_limit USR1
+  trap stop_ranks USR1 TERM
   echo "$SLURM_JOB_NAME: $*"
   [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] ||
     echo "$SLURM_JOB_NAME: start number $((SLURM_RESTART_COUNT + 1)), after a requeue"
@@ -44,5 +54,6 @@ launch() {
     status=0
     wait $! || status=$?
   done
+  ((status != 75)) || requeue
   exit "$status"
 }

@@ -42,7 +42,6 @@ class Job:
     process: subprocess.Popen
     output: pathlib.Path
     mark: str
-    is_gloo: bool
 
     def wait(self):
         """Wait for the launcher's end, then for the end of all ranks."""
@@ -134,7 +133,7 @@ def start(tmp_path):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        jobs.append(Job(process, output, mark, is_gloo=launcher == "gloo"))
+        jobs.append(Job(process, output, mark))
         return jobs[-1]
 
     yield start
