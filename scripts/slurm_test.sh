@@ -183,47 +183,60 @@ fails() {
 
 # A job that is asked to stop is requeued, and computes what it would have without.
 is_preempted() {
-  check "a longer job trains" exits_with 0 submit plain "${two_nodes[@]}" \
-    scripts/slurm/mnist.sbatch "${longer[@]}"
+  local plain
+  plain=$(submit_longer plain scripts/slurm/mnist.sbatch)
   # As --signal=B:USR1@120 does.
-  check "signalled before its time limit, it continues" \
+  check "signalled before its time limit, a job continues" \
     continues usr1 '--batch --signal=USR1' scripts/slurm/mnist.sbatch
   # As preemption does: SIGTERM to the tasks of srun.
   check "preempted under srun, too" \
     continues term --signal=TERM scripts/slurm/mnist_srun.sbatch
-  check "what may not be requeued ends with 75" \
-    ends_with_75 --no-requeue scripts/slurm/mnist.sbatch
+  check "one that was not signalled ends" wait_for 60 ended "$plain" 0
+  check "the three compute the same" same_checkpoint
+  check "what may not be requeued ends with 75" ends_with_75
+}
+
+# submit_longer NAME [OPTIONS of sbatch] SCRIPT [FLAGS]: prints the job. sbatch --wait
+# would look for its end half a minute later.
+submit_longer() {
+  sbatch --parsable --job-name="$1" --output="$1.log" --nodes=2 --ntasks-per-node=1 \
+    "${@:2}" --dataset=digits --max_steps=6000
+}
+
+# ended JOB EXIT-CODE
+ended() {
+  [[ $(scontrol show job "$1") =~ JobState=(COMPLETED|FAILED).*ExitCode=$2:0 ]]
 }
 
 # continues NAME OPTIONS-OF-SCANCEL SCRIPT
 continues() {
-  local name=$1 last=checkpoints/step-00010000.safetensors job
-  job=$(sbatch --parsable --job-name="$name" --output="$name.log" "${two_nodes[@]}" \
-    "$3" "${longer[@]}")
-  wait_for 60 grep 'samples/s' "$name.log" || return
+  local job
+  job=$(submit_longer "$1" "$3")
+  wait_for 60 grep 'samples/s' "$1.log" || return
   # shellcheck disable=SC2086
   scancel $2 "$job"
-  wait_for 60 starts_again "$job" && wait_for 60 is_over "$job" &&
-    grep 'Stopped at step' "$name.log" && cmp runs/plain-*/$last runs/"$name"-*/$last
+  # Slurm delays a requeued job by two minutes. Its nodes need a few seconds.
+  wait_for 60 is_pending "$job" || return
+  scontrol update "job=$job" StartTime=now+5
+  wait_for 120 ended "$job" 0 && grep 'Stopped at step' "$1.log" &&
+    grep 'start number 2' "$1.log"
 }
 
-# Slurm delays a requeued job by two minutes unless a start time is set.
-starts_again() {
-  scontrol update "job=$1" StartTime=now 2>/dev/null || true
-  [[ $(scontrol show job "$1") == *" Restarts=1 "*JobState=RUNNING* ]] ||
-    [[ $(scontrol show job "$1") == *JobState=RUNNING*" Restarts=1 "* ]]
+is_pending() { [[ $(squeue -h -j "$1" -o %t) == PD ]]; }
+
+same_checkpoint() {
+  local last=checkpoints/step-00003000.safetensors name
+  for name in usr1 term; do
+    cmp runs/plain-*/$last runs/$name-*/$last || return
+  done
 }
 
-is_over() { [[ $(scontrol show job "$1") == *JobState=COMPLETED*ExitCode=0:0* ]]; }
-
-# ends_with_75 [OPTIONS of sbatch] SCRIPT
 ends_with_75() {
-  local status=0 job
-  submit once "$@" --dataset=digits --max_steps=100000000 &
+  local job
+  job=$(submit_longer once --no-requeue scripts/slurm/mnist.sbatch)
   wait_for 60 grep 'samples/s' once.log || return
-  scancel --batch --signal=TERM --name=once
-  wait $! || status=$?
-  ((status == 75)) && grep 'not requeued' once.log
+  scancel --batch --signal=TERM "$job"
+  wait_for 60 ended "$job" 75 && grep 'not requeued' once.log
 }
 
 is_an_array() {
@@ -236,8 +249,6 @@ is_an_array() {
 main() {
   work=$1
   quick=(--dataset=digits --max_steps=200)
-  longer=(--dataset=digits --max_steps=20000)
-  two_nodes=(--nodes=2 --ntasks-per-node=1)
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   configure
   start_cluster
