@@ -96,7 +96,8 @@ class CheckpointFiles:
                 "seconds": self._clock(),
                 "metadata": checkpoint.metadata,
             }
-            text = json.dumps(described, indent=2, allow_nan=False) + "\n"
+            # A metric may be NaN; Python's JSON has a word for it.
+            text = json.dumps(described, indent=2) + "\n"
             with atomic_write(path.with_suffix(".json")) as temporary:
                 temporary.write_text(text)
         self.delete_old()

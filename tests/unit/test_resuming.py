@@ -1,6 +1,7 @@
 """A training that ends early and continues, against the uninterrupted one."""
 
 import json
+import math
 import os
 
 import keras
@@ -13,7 +14,7 @@ from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, run_directory
-from hvdtrain.training.checkpoints import CheckpointFiles
+from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 
 RANDOM = np.random.RandomState(0)
 X = RANDOM.normal(size=(400, 6)).astype("float32")
@@ -320,3 +321,20 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, is_last):
 def test_an_input_that_ends_early():
     with pytest.raises(JobError, match=r"^Received 23 batches .* steps 0 to 35; exp"):
         train(None, input_fn=lambda start, end: batches(start, min(end, 23)))
+
+
+def test_a_job_that_is_shortened_evaluates_what_it_has(tmp_path):
+    spec = EvalSpec(input_fn=lambda: batches(0, 20))
+    with pytest.raises(KilledError):
+        train(tmp_path, killed_after=9, evaluation=spec)
+    result = train(tmp_path, max_steps=3, evaluation=spec)
+    assert result.start_step > 3
+    expected = result.model.evaluate(batches(0, 20), verbose=0, return_dict=True)
+    assert result.test_metrics == pytest.approx(expected)
+
+
+def test_a_metric_that_is_not_a_number_is_kept(tmp_path):
+    files(tmp_path).write(
+        Checkpoint(step=1, arrays={}, metadata={"history": {"f1": [math.nan]}})
+    )
+    assert math.isnan(files(tmp_path).read(1).metadata["history"]["f1"][0])
