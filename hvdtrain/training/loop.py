@@ -2,13 +2,15 @@
 
 import contextlib
 
+import keras
+
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.training import exporting, failures, run_directory
 from hvdtrain.training.fitting import built
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.resuming import Start, assign_all, restore
-from hvdtrain.training.saving import BackgroundWriter, checkpoint_files
+from hvdtrain.training.saving import checkpoint_files
 from hvdtrain.training.session import Session
 from hvdtrain.training.specs import RunConfig
 
@@ -74,6 +76,8 @@ def _train_and_evaluate(
     model_fn, train_spec, eval_spec, config, world, *, observers, commits
 ):
     plan = Plan.of(train_spec)
+    if config.seed is not None:
+        keras.utils.set_random_seed(config.seed)
     model = built(model_fn(), train_spec.input_fn)
     model.steps_per_execution = plan.steps_per_execution
     exports = exporting.prepare(
@@ -93,7 +97,7 @@ def _train_and_evaluate(
         start,
         config,
         world,
-        writer=BackgroundWriter(files, observers) if world.is_chief and files else None,
+        files=files,
         commits=commits,
         exports=exports,
         observers=observers,

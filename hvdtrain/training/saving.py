@@ -12,8 +12,6 @@ from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 from hvdtrain.training.requests import STOP
 
 _PATIENCE_SECONDS = 10.0
-
-
 _CHECKPOINTS = "checkpoints"
 
 
@@ -37,12 +35,14 @@ class BackgroundWriter:
     Args:
         files: the `CheckpointFiles`.
         observers: see `train_and_evaluate`; `on_checkpoint(step, text)` is called.
+        on_failure: called in the thread when a checkpoint could not be written.
         clock: returns seconds.
     """
 
-    def __init__(self, files, observers, *, clock=time.monotonic):
+    def __init__(self, files, observers, *, on_failure, clock=time.monotonic):
         self._files = files
         self._observers = observers
+        self._on_failure = on_failure
         self._clock = clock
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self._writing = None
@@ -91,6 +91,7 @@ class BackgroundWriter:
             self._files.write(checkpoint)
         except JobError as error:
             self._report(checkpoint.step, f"not written: {error}")
+            self._on_failure()
             return error
         self._report(checkpoint.step, f"written in {self._clock() - start:.1f} s")
         return None

@@ -13,7 +13,7 @@ from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
 from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Every, Requests
 from hvdtrain.training.resuming import RestoreCallback
-from hvdtrain.training.saving import CheckpointCallback
+from hvdtrain.training.saving import BackgroundWriter, CheckpointCallback
 from hvdtrain.training.specs import Result
 
 
@@ -25,7 +25,7 @@ class Session:
         start: the `Start`.
         config: the `RunConfig`.
         world: the `World`.
-        writer: the `BackgroundWriter`; None on other ranks, and without checkpoints.
+        files: the `CheckpointFiles`; None without checkpoints.
         commits: the `Commits` of an elastic job, or None.
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
         observers: see `train_and_evaluate`.
@@ -39,7 +39,7 @@ class Session:
         config,
         world,
         *,
-        writer,
+        files,
         commits,
         exports,
         observers,
@@ -49,12 +49,16 @@ class Session:
         self._start = start
         self._config = config
         self._world = world
-        self._writer = writer
         self._commits = commits
         self._exports = exports
         self._observers = observers
         self._global_batch_size = global_batch_size
         self._requests = Requests()
+        self._writer = None
+        if world.is_chief and files:
+            self._writer = BackgroundWriter(
+                files, observers, on_failure=self._on_failed_save
+            )
         self._progress = ProgressCallback(
             plan,
             global_batch_size,
@@ -141,6 +145,10 @@ class Session:
             *self._savings(),
             preemption,
         ]
+
+    def _on_failed_save(self):
+        if self._config.stop_on_failed_save:
+            self._requests.stop("a checkpoint that could not be written")
 
     def _savings(self):
         config = self._config

@@ -71,9 +71,13 @@ class RunConfig:
     Attributes:
         model_dir: directory of the checkpoints, on a file system that rank 0 sees.
             The job continues from the newest valid one there. None for no checkpoints.
+        seed: of initial weights and of random layers, set before `model_fn` is called;
+            None for that of `job.start`.
         save_every_steps: steps between checkpoints, 0 for none.
         save_every_seconds: seconds between checkpoints, 0 for none. There is always
             one at the end.
+        stop_on_failed_save: stop the job if a checkpoint cannot be written. By default
+            this is reported, and training goes on.
         max_minutes: the job stops after so many minutes, so that it can be continued;
             0 for no limit.
         commit_every_steps: in an elastic job, steps between copies into memory, 0 for
@@ -86,8 +90,10 @@ class RunConfig:
     """
 
     model_dir: str | None = None
+    seed: int | None = None
     save_every_steps: int = 0
     save_every_seconds: float = 600.0
+    stop_on_failed_save: bool = False
     max_minutes: float = 0.0
     commit_every_steps: int = 0
     commit_every_seconds: float = 5.0

@@ -75,7 +75,11 @@ def model(*layers, **compile_args):
 
 def batches(start_step, end_step):
     places = np.arange(start_step * BATCH, end_step * BATCH) % len(X)
-    return tf.data.Dataset.from_tensor_slices((X[places], Y[places])).batch(BATCH)
+    pairs = tf.data.Dataset.from_tensor_slices((X[places], Y[places])).batch(BATCH)
+    options = tf.data.Options()
+    # The end of an iterator waits for the end of a period of it, up to 10 s.
+    options.autotune.enabled = False
+    return pairs.with_options(options)
 
 
 def train(

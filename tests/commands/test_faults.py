@@ -1,0 +1,76 @@
+"""Each fault of a rank ends the job in bounded time, with its first cause.
+
+All faults, on either rank, in each phase, under each launcher, are 72 launches. By
+default a few of them run, in which each fault, rank, phase and launcher occurs;
+HVDTRAIN_FAULT_TABLE=FILE runs all, and writes the table of docs/training.md to FILE.
+"""
+
+import itertools
+import os
+import pathlib
+import re
+import sys
+import time
+
+import pytest
+from faulty_program import FAULT_STEP, FAULTS, PHASES
+
+from hvdtrain.training.checkpoints import CheckpointFiles
+
+PROGRAM = [sys.executable, str(pathlib.Path(__file__).parent / "faulty_program.py")]
+STALL_SECONDS = 10
+LAUNCHERS = ("gloo", "mpi", "mpirun")
+FEW = [
+    ("raise", 1, "evaluate", "mpi"),
+    ("kill", 0, "save", "mpirun"),
+    ("stop", 0, "step", "mpirun"),
+    ("stop", 1, "save", "gloo"),
+    ("hang", 1, "step", "gloo"),
+]
+TABLE = os.environ.get("HVDTRAIN_FAULT_TABLE")
+ALL = list(itertools.product(FAULTS, (0, 1), PHASES, LAUNCHERS))
+# What names the rank, in the output.
+CAUSES = {
+    "raise": r"KeyError: 'a bug on purpose'",
+    "kill": r"signal 9|exit with status code 137|Exit code: 137",
+    "stop": r"rank {rank} on \S+: was stopped, as by SIGSTOP, for 5 s, and is killed",
+    "hang": r"Missing ranks: {rank}\b",
+}
+
+
+@pytest.mark.parametrize(("fault", "rank", "phase", "launcher"), ALL if TABLE else FEW)
+def test_a_fault_of_one_rank_ends_the_job(
+    start, tmp_path, fault, rank, phase, launcher
+):
+    job = start(
+        [
+            *(f"--fault={fault}", f"--phase={phase}", f"--on_rank={rank}"),
+            f"--model_dir={tmp_path / 'run'}",
+        ],
+        program=PROGRAM,
+        launcher=launcher,
+        environment={
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_SECONDS),
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "3",
+        },
+    )
+    job.wait()
+    seconds = time.time() - float(re.search(r"fault at ([\d.]+)", job.text)[1])
+    assert job.returncode not in (0, 75), job.text
+    assert re.search(CAUSES[fault].format(rank=rank), job.text), job.text
+    # The launcher needs some seconds after the limit.
+    assert seconds < STALL_SECONDS + 30
+    files = CheckpointFiles(tmp_path / "run" / "checkpoints")
+    checkpoint = files.read(files.steps()[0])
+    lost = FAULT_STEP - checkpoint.step
+    assert 0 <= lost <= FAULT_STEP
+    if TABLE:
+        cells = fault, rank, phase, launcher, f"{seconds:.1f}", job.returncode, lost
+        with open(TABLE, "a") as file:
+            file.write(f"| {' | '.join(map(str, cells))} | {last_line(job)} |\n")
+
+
+def last_line(job):
+    """The last line of a rank."""
+    spoken = [line for line in job.lines if "Traceback" not in line]
+    return spoken[-1][:150]
