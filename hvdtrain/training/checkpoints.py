@@ -79,8 +79,6 @@ class CheckpointFiles:
         path = self.path(checkpoint.step)
         with _one_line_errors("write", path):
             self._directory.mkdir(parents=True, exist_ok=True)
-            # A valid JSON file must not stand beside the arrays that replace its own.
-            path.with_suffix(".json").unlink(missing_ok=True)
             with atomic_write(path) as temporary:
                 temporary.touch()
                 mode = temporary.stat().st_mode
@@ -100,7 +98,7 @@ class CheckpointFiles:
             text = json.dumps(described, indent=2) + "\n"
             with atomic_write(path.with_suffix(".json")) as temporary:
                 temporary.write_text(text)
-        self.delete_old()
+            self._delete_old(checkpoint.step)
 
     def read(self, step):
         """Return a `Checkpoint`.
@@ -110,7 +108,7 @@ class CheckpointFiles:
         """
         path = self.path(step)
         with _one_line_errors("read", path):
-            described = json.loads(path.with_suffix(".json").read_text())
+            described = self._described(step)
             if described["format"] != FORMAT:
                 raise CheckpointError(
                     f"Cannot read {path}: it has the format {described['format']}, "
@@ -130,22 +128,26 @@ class CheckpointFiles:
         Raises:
             CheckpointError: its JSON file cannot be read.
         """
-        path = self.path(step).with_suffix(".json")
-        with _one_line_errors("read", path):
-            return json.loads(path.read_text())["metadata"]
+        with _one_line_errors("read", self.path(step)):
+            return self._described(step)["metadata"]
 
     def delete_leftovers(self):
         """Delete what a writer that was killed has left. For the only writer."""
-        if self._directory.is_dir():
+        if not self._directory.is_dir():
+            return
+        with _one_line_errors("write", self._directory):
             remove_partial(self._directory)
             for step in self._names(".safetensors") - self._names(".json"):
                 self.path(step).unlink(missing_ok=True)
 
-    def delete_old(self):
-        """Delete the checkpoints that are not to be kept."""
-        steps = self.steps()
+    def _delete_old(self, newest):
+        """Delete the checkpoints that are not to be kept.
+
+        Those of later steps are of a run before, which did not continue from them.
+        """
+        steps = [step for step in self.steps() if step <= newest]
         kept = {*steps[: self._keep_max], *self._hourly(steps)}
-        for step in steps:
+        for step in self.steps():
             if step not in kept:
                 # In this order: arrays without JSON file are no checkpoint.
                 self.path(step).with_suffix(".json").unlink(missing_ok=True)
@@ -156,10 +158,13 @@ class CheckpointFiles:
             return
         last = None
         for step in reversed(steps):
-            seconds = self.path(step).with_suffix(".json").stat().st_mtime
+            seconds = self._described(step)["seconds"]
             if last is None or seconds - last >= self._keep_seconds:
                 last = seconds
                 yield step
+
+    def _described(self, step):
+        return json.loads(self.path(step).with_suffix(".json").read_text())
 
     def _names(self, suffix):
         if not self._directory.is_dir():

@@ -62,8 +62,9 @@ class Commits:
         """Whether the launcher has announced hosts since the last commit."""
         return not self._state._host_messages.empty()
 
-    def wait(self):
-        """Do nothing: a commit is made at once."""
+    def is_done(self):
+        """Return True: a commit is made at once."""
+        return True
 
 
 class _HostUpdates(State):

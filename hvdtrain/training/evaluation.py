@@ -2,11 +2,10 @@
 
 import contextlib
 
-import keras
-
 from hvdtrain.keras import metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
-from hvdtrain.training.progress import check_loss
+from hvdtrain.training.progress import check_loss, scalars
+from hvdtrain.training.stepping import StepCallback
 
 
 def evaluate(model, batches, *, steps=None):
@@ -34,7 +33,8 @@ def evaluated_weights(model, *, steps):
         model: a compiled and built model.
         steps: steps since the moving statistics were equal on all ranks.
     """
-    variables = [*model.weights, *metrics.metric_variables(model.metrics)]
+    # With the seeds of layers that draw in evaluations, too.
+    variables = [*model.variables, *metrics.metric_variables(model.metrics)]
     before = metrics.local_states(variables)
     average_moving_statistics(model, steps=steps)
     # Without use_ema it does nothing.
@@ -46,8 +46,8 @@ def evaluated_weights(model, *, steps):
             variable.assign(value)
 
 
-class EvaluationCallback(keras.callbacks.Callback):
-    """Evaluates over all ranks when it is due, and after the last epoch.
+class EvaluationCallback(StepCallback):
+    """Evaluates over all ranks when it is due, and at the end of the training.
 
     Args:
         spec: the `EvalSpec`.
@@ -59,45 +59,37 @@ class EvaluationCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, spec, plan, is_due, observers, *, results, exports=None):
-        super().__init__()
+        super().__init__(plan)
         self._exports = exports
         self._results = results
         self._spec = spec
-        self._plan = plan
         self._is_due = is_due
         self._observers = observers
         self._is_pending = False
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
-        self._epoch = epoch
+    def note_step(self):
+        """Asks whether it is due."""
+        self._is_pending |= self._is_due(self.step)
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Evaluates if it is due, unless the epoch ends here as well."""
-        step = self._plan.step(self._epoch, batch + 1)
-        self._is_pending |= self._is_due(step)
-        if self._is_pending and not self._plan.is_epoch_end(step):
-            self._evaluate(step, steps=batch + 1)
-
-    def on_epoch_end(self, epoch, logs=None):
+    def act(self, *, is_epoch_end):
         """Evaluates if it is due."""
-        done = epoch + 1
         every = self._spec.every_epochs
-        is_last = done == self._plan.epochs
-        if is_last or self._is_pending or (every and done % every == 0):
-            self._evaluate(self._plan.step(done), steps=None)
+        is_epoch_due = every and (self._epoch + 1) % every == 0
+        if self._is_pending or (is_epoch_end and (self.is_last or is_epoch_due)):
+            self._is_pending = False
+            # At the end of an epoch the moving statistics are equal already.
+            steps = None if is_epoch_end else self.epoch_steps
+            with evaluated_weights(self.model, steps=steps):
+                self._evaluate()
 
-    def _evaluate(self, step, *, steps):
-        self._is_pending = False
-        with evaluated_weights(self.model, steps=steps):
-            batches = self._spec.input_fn()
-            found = evaluate(self.model, batches, steps=self._spec.steps)
-            # The loss of a training step is computed before its update: only here does
-            # an update that broke the weights in the last steps become visible.
-            check_loss(found["loss"], step)
-            self._results.append({"step": step, "metrics": found})
-            for observer in self._observers:
-                observer.on_evaluation(step, found)
-            if self._exports:
-                is_last = step == self._plan.max_steps
-                self._exports.write(self.model, self._results, is_last=is_last)
+    def _evaluate(self):
+        batches = self._spec.input_fn()
+        found = evaluate(self.model, batches, steps=self._spec.steps)
+        # The loss of a training step is computed before its update: only here does
+        # an update that broke the weights in the last steps become visible.
+        check_loss(found["loss"], self.step)
+        self._results.append({"step": self.step, "metrics": found})
+        for observer in self._observers:
+            observer.on_evaluation(self.step, scalars(found))
+        if self._exports:
+            self._exports.write(self.model, self._results, is_last=self.is_last)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import JobError
+from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer import is_distributed
 
 # The error of `assert_cardinality`.
@@ -38,7 +39,10 @@ def built(model, input_fn):
     # Keras builds the metrics of `compile` with the first batch: a checkpoint that was
     # written within an epoch has states for them.
     x, y, weights = keras.utils.unpack_x_y_sample_weight(next(iter(input_fn(0, 1))))
-    model.compute_metrics(x, y, model(x), weights)
+    predictions = model(x)
+    # With several losses, Keras builds a metric for each here.
+    model.compute_loss(x, y, predictions, weights)
+    model.compute_metrics(x, y, predictions, weights)
     model.reset_metrics()
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -69,6 +73,8 @@ def fit(model, input_fn, plan, *, start_step, callbacks):
         batches = input_fn(segment.start_step, segment.end_step)
         try:
             _fit(model, batches, segment, whole)
+            # The last segment, or a callback has stopped the training.
+            return
         except _SegmentEndError:
             continue
         except hvd.callbacks.DesynchronizedError as error:
@@ -86,6 +92,8 @@ def fit(model, input_fn, plan, *, start_step, callbacks):
 def _fit(model, batches, segment, callbacks):
     # Keras needs the cardinality, which a dataset after `flat_map` does not have.
     steps = segment.end_step - segment.start_step
+    # Without `take`, one batch more than asserted would be read, and be an error.
+    batches = batches.take(steps)
     batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
     with warnings.catch_warnings():
         # The plan makes the last epoch shorter than the others.
@@ -131,6 +139,15 @@ class _WholeTraining(keras.callbacks.CallbackList):
         if not self._has_begun:
             self._has_begun = True
             super().on_train_begin(logs)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        # An interrupted epoch has begun before: a callback that changes the learning
+        # rate there, `LearningRateScheduler` for example, would do so twice.
+        rate = without_loss_scale(self.model.optimizer).learning_rate
+        before = rate.numpy()
+        super().on_epoch_begin(epoch, logs)
+        if self._offset and isinstance(rate, keras.Variable):
+            rate.assign(before)
 
     def on_train_batch_begin(self, batch, logs=None):
         super().on_train_batch_begin(batch + self._offset, logs)

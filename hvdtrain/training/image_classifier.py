@@ -168,7 +168,6 @@ def _train_spec(options, dataset, world, original_size):
         max_steps=max_steps,
         pass_steps=shard.steps(1),
         local_batch_size=shard.local_batch_size,
-        global_batch_size=shard.global_batch_size,
         callbacks=lambda plan: _callbacks(options, schedule, plan, world),
         steps_per_execution=options.steps_per_execution or None,
     )
@@ -205,6 +204,8 @@ def _eval_spec(options, dataset, world):
 def _model(options, dataset, original_size):
     if options.mixed_precision != "none":
         keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
+    # In an elastic job it is built more than once.
+    keras.utils.set_random_seed(options.seed)
     build = models.BY_NAME[options.model]
     model = build(dataset.image_shape, num_classes=dataset.num_classes)
     optimizer = hvd.DistributedOptimizer(

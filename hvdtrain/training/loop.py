@@ -4,7 +4,7 @@ import contextlib
 
 import keras
 
-from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.training import exporting, failures, run_directory
 from hvdtrain.training.fitting import built
@@ -75,23 +75,23 @@ def train_and_evaluate(
 def _train_and_evaluate(
     model_fn, train_spec, eval_spec, config, world, *, observers, commits
 ):
-    plan = Plan.of(train_spec)
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
     model = built(model_fn(), train_spec.input_fn)
-    model.steps_per_execution = plan.steps_per_execution
     exports = exporting.prepare(
         eval_spec.exporters, model, world, observers, model_dir=config.model_dir
     )
-    global_batch_size = train_spec.global_batch_size
-    if global_batch_size is None:
-        global_batch_size = train_spec.local_batch_size * world.size
-    share = train_spec.local_batch_size * world.size / global_batch_size
+    # Ranks may have batches of different sizes, and so different plans.
+    described = gather(world, (train_spec.local_batch_size, Plan.of(train_spec)))
+    shares, plans = zip(*described, strict=True)
+    share = train_spec.local_batch_size * world.size / sum(shares)
     hook_of(model.optimizer).weigh_gradients(share)
     files, start = checkpoint_files(config), Start()
     stores = [store for store in (commits, files) if store]
     if stores:
-        start = restore(model, stores, world, global_batch_size=global_batch_size)
+        start = restore(model, stores, world, global_batch_size=sum(shares))
+    plan = plans[0].as_before(start.metadata)
+    model.steps_per_execution = plan.steps_per_execution
     session = Session(
         plan,
         start,
@@ -101,11 +101,11 @@ def _train_and_evaluate(
         commits=commits,
         exports=exports,
         observers=observers,
-        global_batch_size=global_batch_size,
+        shares=shares,
     )
-    if start.step < plan.max_steps:
-        session.run(model, train_spec, eval_spec)
-    else:
+    if start.is_finished(plan.max_steps):
         assign_all(model, start)
         session.complete(model, eval_spec)
+    else:
+        session.run(model, train_spec, eval_spec)
     return session.result(model)

@@ -45,6 +45,24 @@ class Plan:
             steps_per_execution=execution,
         )
 
+    def as_before(self, metadata):
+        """Return the plan with the epochs of the run that wrote a checkpoint.
+
+        Another number of ranks, or of steps, would give epochs of another length.
+
+        Args:
+            metadata: of the checkpoint; empty for a new job.
+        """
+        if not metadata:
+            return self
+        steps = metadata["fit_epoch_steps"]
+        return dataclasses.replace(
+            self,
+            epochs=math.ceil(self.max_steps / steps),
+            fit_epoch_steps=steps,
+            steps_per_execution=metadata["steps_per_execution"],
+        )
+
     def segments(self, start_step):
         """Return the calls of `fit` for the steps from `start_step` to `max_steps`.
 

@@ -4,12 +4,12 @@ import contextlib
 import signal
 import time
 
-import keras
-
 from hvdtrain.job import signals
-from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training.requests import STOP
+from hvdtrain.training.saving import wait_together
+from hvdtrain.training.stepping import StepCallback
 
 # A request may arrive twice: from a launcher, and from the sender itself where it
 # signals all processes of a group or of a job of Slurm.
@@ -43,7 +43,7 @@ def stopping_on(numbers, requests, *, rank, clock=time.monotonic):
         signals.unsubscribe(postpone)
 
 
-class PreemptionCallback(keras.callbacks.Callback):
+class PreemptionCallback(StepCallback):
     """Ends the training on all ranks once a stop is agreed on. After all others.
 
     Args:
@@ -59,8 +59,7 @@ class PreemptionCallback(keras.callbacks.Callback):
     def __init__(
         self, plan, requests, world, writer, *, max_minutes, clock=time.monotonic
     ):
-        super().__init__()
-        self._plan = plan
+        super().__init__(plan)
         self._requests = requests
         self._world = world
         self._writer = writer
@@ -68,33 +67,19 @@ class PreemptionCallback(keras.callbacks.Callback):
         self._max_minutes = max_minutes
         self._end_seconds = clock() + 60 * max_minutes if max_minutes else None
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
-        self._epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Ends the training, unless the epoch ends here as well."""
+    def note_step(self):
+        """Asks for a stop when the time is over."""
         if self._end_seconds is not None and self._clock() > self._end_seconds:
             self._requests.stop(f"max_minutes={self._max_minutes:g}")
-        step = self._plan.step(self._epoch, batch + 1)
-        if not self._plan.is_epoch_end(step):
-            self._stop_if_agreed(step)
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Ends the training."""
-        step = self._plan.step(epoch + 1)
-        if step < self._plan.max_steps:
-            self._stop_if_agreed(step)
-
-    def _stop_if_agreed(self, step):
-        if STOP not in self._requests.agreed:
+    def act(self, *, is_epoch_end):
+        """Ends the training if it is agreed on; not where it ends anyway."""
+        if STOP not in self._requests.agreed or self.is_last:
             return
         # Ranks that end first would have the launcher kill a chief that still writes.
-        with fail_together(self._world):
-            if self._writer:
-                self._writer.wait()
+        wait_together(self._world, self._writer)
         reason = next(filter(None, gather(self._world, self._requests.stop_reason)))
         raise PreemptedError(
-            f"Stopped at step {step} of {self._plan.max_steps} by {reason}; start the "
-            "job again to continue."
+            f"Stopped at step {self.step} of {self.plan.max_steps} by {reason}; start "
+            "the job again to continue."
         )

@@ -60,6 +60,11 @@ class Progress:
     seconds_left: float
 
 
+def scalars(metrics):
+    """Return the metrics that are numbers, as floats, without those that are arrays."""
+    return {name: float(v) for name, v in metrics.items() if np.ndim(v) == 0}
+
+
 def check_loss(loss, step):
     """Raise `JobError` if `loss`, a mean over all ranks, is not finite."""
     if not math.isfinite(loss):
@@ -160,7 +165,7 @@ class ProgressCallback(keras.callbacks.Callback):
             self._note_report()
             self._next_step = self._steps + 1
         if self._steps >= min(self._next_step, self._plan.max_steps):
-            self._report({name: float(value) for name, value in (logs or {}).items()})
+            self._report(scalars(logs or {}))
 
     def _report(self, means):
         recent = self._since_report(means) | {_SHARE: self._communication()}

@@ -28,6 +28,10 @@ class Start:
     metadata: dict = dataclasses.field(default_factory=dict)
     own_state: state.OwnState | None = None
 
+    def is_finished(self, max_steps):
+        """Whether a job of so many steps ends here; a callback may have ended it."""
+        return self.step >= max_steps or self.metadata.get("finished") == max_steps
+
 
 def original_size(stores, world, *, default):
     """Return the number of ranks that the job was first started with. A collective.
@@ -39,9 +43,11 @@ def original_size(stores, world, *, default):
     """
     size = default
     if world.is_chief:
-        with contextlib.suppress(StopIteration, JobError, LookupError):
-            store, step = next((each, step) for each in stores for step in each.steps())
-            size = store.metadata(step)["original_size"]
+        for store, step in [(each, step) for each in stores for step in each.steps()]:
+            # A damaged one gives way to the one before, as in `restore`.
+            with contextlib.suppress(JobError, LookupError):
+                size = store.metadata(step)["original_size"]
+                break
     return gather(world, size)[0]
 
 
@@ -76,7 +82,7 @@ def restore(model, stores, world, *, global_batch_size):
     if said is None:
         return Start()
     step, metadata = said
-    own = state.OwnState(world, found and found.arrays, metadata["size"])
+    own = state.OwnState(world, found and found.arrays, metadata["shares"])
     return Start(step=step, metadata=metadata, own_state=own)
 
 

@@ -4,14 +4,15 @@ import concurrent.futures
 import os
 import time
 
-import keras
-
 from hvdtrain.job import JobError
+from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.training import state
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 from hvdtrain.training.requests import STOP
+from hvdtrain.training.stepping import StepCallback
 
 _PATIENCE_SECONDS = 10.0
+_POLL_SECONDS = 5.0
 _CHECKPOINTS = "checkpoints"
 
 
@@ -63,12 +64,17 @@ class BackgroundWriter:
         else:
             self._writing = self._thread.submit(self._write, checkpoint)
 
-    def wait(self):
-        """Wait for the checkpoint that is being written.
+    def is_done(self, timeout_seconds=None):
+        """Wait for the checkpoint that is being written; return whether it has ended.
 
-        Raises:
-            CheckpointError: it could not be written.
+        Args:
+            timeout_seconds: limit of the wait, None for none.
         """
+        writing = [self._writing] if self._writing else []
+        return not concurrent.futures.wait(writing, timeout=timeout_seconds).not_done
+
+    def check(self):
+        """Raise the `CheckpointError` of the last checkpoint, if it was not written."""
         if self._writing is not None and (error := self._writing.result()):
             raise error
 
@@ -79,10 +85,7 @@ class BackgroundWriter:
     def __exit__(self, kind, error, trace):
         """Wait for the checkpoint that is being written."""
         # After an error not without limit: the disk may be the reason.
-        concurrent.futures.wait(
-            [self._writing] if self._writing else [],
-            timeout=_PATIENCE_SECONDS if error else None,
-        )
+        self.is_done(_PATIENCE_SECONDS if error else None)
         self._thread.shutdown(wait=False)
 
     def _write(self, checkpoint):
@@ -101,7 +104,25 @@ class BackgroundWriter:
             observer.on_checkpoint(step, text)
 
 
-class CheckpointCallback(keras.callbacks.Callback):
+def wait_together(world, writer):
+    """Wait on all ranks until the chief has written its checkpoint. A collective.
+
+    Args:
+        world: the `World`.
+        writer: the `BackgroundWriter` on the chief; None elsewhere.
+
+    Raises:
+        SharedJobError: it could not be written.
+    """
+    # Short waits: a long one would be taken for a rank that hangs.
+    while not all(gather(world, writer is None or writer.is_done(_POLL_SECONDS))):
+        pass
+    with fail_together(world):
+        if writer:
+            writer.check()
+
+
+class CheckpointCallback(StepCallback):
     """Takes a copy of the state when a checkpoint is due, and gives it to the writer.
 
     After all other callbacks: what they do at the end of an epoch is in the checkpoint.
@@ -113,46 +134,50 @@ class CheckpointCallback(keras.callbacks.Callback):
         is_due: an `Every`.
         requests: the `Requests`.
         world: the `World`.
-        describe: returns the metadata of a checkpoint at this moment.
+        describe: `describe(is_finished)` returns the metadata at this moment.
+        saves_on_stop: whether it saves where the job stops.
     """
 
-    def __init__(self, writer, plan, is_due, requests, world, *, describe):
-        super().__init__()
+    def __init__(
+        self, writer, plan, is_due, requests, world, *, describe, saves_on_stop=True
+    ):
+        super().__init__(plan)
         self._writer = writer
-        self._plan = plan
         self._is_due = is_due
         self._requests = requests
         self._world = world
         self._describe = describe
+        self._saves_on_stop = saves_on_stop
         self._is_pending = False
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
-        self._epoch = epoch
+    @property
+    def _is_stopping(self):
+        return STOP in self._requests.agreed
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Saves if it is due, unless the epoch ends here as well."""
-        step = self._plan.step(self._epoch, batch + 1)
-        self._is_pending |= self._is_due(step) or STOP in self._requests.agreed
-        if self._is_pending and not self._plan.is_epoch_end(step):
-            self._save(step)
+    def note_step(self):
+        """Asks whether it is due."""
+        self._is_pending |= self._is_due(self.step) or self._is_stopping
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Saves if it is due, and after the last epoch."""
-        step = self._plan.step(epoch + 1)
-        if self._is_pending or step == self._plan.max_steps:
-            self._save(step)
+    def act(self, *, is_epoch_end):
+        """Saves if it is due, and at the end of the training."""
+        if self._is_stopping and not self._saves_on_stop:
+            return
+        is_finished = is_epoch_end and self.is_last
+        if self._is_pending or is_finished:
+            self._is_pending = False
+            self._save(is_finished)
 
-    def _save(self, step):
-        self._is_pending = False
-        state.check_finite(self.model, step)
-        is_last = step == self._plan.max_steps or STOP in self._requests.agreed
+    def _save(self, is_finished):
+        state.check_finite(self.model, self.step)
         arrays = state.capture(
             self.model, self._world, is_kept=self._writer is not None
         )
         if arrays is None:
             return
-        if is_last and self._writer.is_busy:
-            self._writer.wait()
-        metadata = self._describe()
-        self._writer.submit(Checkpoint(step=step, arrays=arrays, metadata=metadata))
+        if is_finished or self._is_stopping:
+            # This one must not be left out.
+            self._writer.is_done()
+        checkpoint = Checkpoint(
+            step=self.step, arrays=arrays, metadata=self._describe(is_finished)
+        )
+        self._writer.submit(checkpoint)

@@ -7,13 +7,21 @@ import numpy as np
 
 import hvdtrain.keras as hvd
 from hvdtrain.job.agreement import fail_together
-from hvdtrain.training.evaluation import EvaluationCallback, evaluate
+from hvdtrain.training.evaluation import (
+    EvaluationCallback,
+    evaluate,
+    evaluated_weights,
+)
 from hvdtrain.training.fitting import fit
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
 from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Every, Requests
 from hvdtrain.training.resuming import RestoreCallback
-from hvdtrain.training.saving import BackgroundWriter, CheckpointCallback
+from hvdtrain.training.saving import (
+    BackgroundWriter,
+    CheckpointCallback,
+    wait_together,
+)
 from hvdtrain.training.specs import Result
 
 
@@ -29,7 +37,7 @@ class Session:
         commits: the `Commits` of an elastic job, or None.
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
         observers: see `train_and_evaluate`.
-        global_batch_size: samples of a step of the whole job.
+        shares: samples in a batch of each rank.
     """
 
     def __init__(
@@ -43,7 +51,7 @@ class Session:
         commits,
         exports,
         observers,
-        global_batch_size,
+        shares,
     ):
         self._plan = plan
         self._start = start
@@ -52,7 +60,7 @@ class Session:
         self._commits = commits
         self._exports = exports
         self._observers = observers
-        self._global_batch_size = global_batch_size
+        self._shares = shares
         self._requests = Requests()
         self._writer = None
         if world.is_chief and files:
@@ -61,7 +69,7 @@ class Session:
             )
         self._progress = ProgressCallback(
             plan,
-            global_batch_size,
+            sum(shares),
             world,
             observers,
             requests=self._requests,
@@ -73,6 +81,10 @@ class Session:
 
     def run(self, model, train_spec, eval_spec):
         """Train to the end, or until the job is asked to stop."""
+        # The last epoch of a shorter job is completed, and reported again.
+        epochs = self._start.step // self._plan.fit_epoch_steps
+        history = self._history.history
+        self._history.history = {name: each[:epochs] for name, each in history.items()}
         # Without checkpoints there is nothing to continue from.
         numbers = self._config.stop_signals if self._config.model_dir else ()
         writing = self._writer or contextlib.nullcontext()
@@ -84,9 +96,8 @@ class Session:
                 start_step=self._start.step,
                 callbacks=self._callbacks(train_spec, eval_spec),
             )
+            wait_together(self._world, self._writer)
             with fail_together(self._world):
-                if self._writer:
-                    self._writer.wait()
                 if self._exports:
                     self._exports.check()
 
@@ -95,10 +106,11 @@ class Session:
         step = self._start.step
         # There is none where max_steps was lowered below an earlier checkpoint.
         if not self._evaluations or self._evaluations[-1]["step"] != step:
-            found = evaluate(model, eval_spec.input_fn(), steps=eval_spec.steps)
+            with evaluated_weights(model, steps=None):
+                found = evaluate(model, eval_spec.input_fn(), steps=eval_spec.steps)
             self._evaluations.append({"step": step, "metrics": found})
         with fail_together(self._world):
-            if self._exports and step == self._plan.max_steps:
+            if self._exports and step <= self._plan.max_steps:
                 self._exports.write_missing(model, self._evaluations)
                 self._exports.check()
 
@@ -160,9 +172,10 @@ class Session:
             yield self._saving(self._writer, every)
         if self._commits:
             steps, seconds = config.commit_every_steps, config.commit_every_seconds
-            yield self._saving(self._commits, self._every(COMMIT, steps, seconds))
+            every = self._every(COMMIT, steps, seconds)
+            yield self._saving(self._commits, every, saves_on_stop=False)
 
-    def _saving(self, writer, every):
+    def _saving(self, writer, every, **options):
         return CheckpointCallback(
             writer,
             self._plan,
@@ -170,6 +183,7 @@ class Session:
             self._requests,
             self._world,
             describe=self._describe,
+            **options,
         )
 
     def _every(self, name, steps, seconds):
@@ -182,14 +196,16 @@ class Session:
             start_step=self._start.step,
         )
 
-    def _describe(self):
+    def _describe(self, is_finished):
         """Return the metadata of a checkpoint."""
+        first_size = self._commits.original_size if self._commits else self._world.size
         return {
-            "size": self._world.size,
-            "original_size": self._start.metadata.get(
-                "original_size", self._world.size
-            ),
-            "global_batch_size": self._global_batch_size,
+            "shares": self._shares,
+            "global_batch_size": sum(self._shares),
+            "original_size": self._start.metadata.get("original_size", first_size),
+            "fit_epoch_steps": self._plan.fit_epoch_steps,
+            "steps_per_execution": self._plan.steps_per_execution,
+            "finished": self._plan.max_steps if is_finished else None,
             "train_seconds": self._train_seconds(),
             "history": _for_json(self._history.history),
             "evaluations": _for_json(self._evaluations),

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 import keras
+import numpy as np
 
 from hvdtrain.job import JobError
 
@@ -24,9 +25,8 @@ class TrainSpec:
             rank takes, which `optimizer.iterations` counts.
         pass_steps: batches in a pass over the data. Training metrics are reset about
             that often.
-        local_batch_size: samples in a batch of this rank.
-        global_batch_size: samples in a step of the whole job; None where all ranks
-            have equally many. Otherwise each rank's gradient counts by its samples.
+        local_batch_size: samples in a batch of this rank. Where ranks have different
+            numbers, each rank's gradient counts by its samples.
         callbacks: `callbacks(plan)` returns more Keras callbacks, for the `Plan`.
         steps_per_execution: steps per call of the compiled train function, None for
             a default.
@@ -36,7 +36,6 @@ class TrainSpec:
     max_steps: int
     pass_steps: int
     local_batch_size: int
-    global_batch_size: int | None = None
     callbacks: Callable = lambda plan: ()
     steps_per_execution: int | None = None
 
@@ -152,5 +151,8 @@ class Result:
 
     @property
     def train_metrics(self):
-        """The metrics of the last epoch, by name."""
-        return {name: float(values[-1]) for name, values in self.history.items()}
+        """The metrics of the last epoch, by name; without those that are arrays."""
+        last = {name: values[-1] for name, values in self.history.items()}
+        return {
+            name: float(value) for name, value in last.items() if np.ndim(value) == 0
+        }

@@ -44,12 +44,15 @@ def capture(model, world, *, is_kept):
 
 
 def check_finite(model, step):
-    """Raise `SharedJobError` unless all trained weights are finite.
+    """Raise `SharedJobError` unless all shared weights are finite.
 
     They are equal on all ranks, each of which raises the error. Otherwise checkpoints
     of a training that has diverged would replace the good ones before them.
     """
-    for variable in model.trainable_variables:
+    trainable = {id(v) for v in model.trainable_variables}
+    for variable in _shared(model):
+        if id(variable) not in trainable:
+            continue
         if not np.isfinite(variable.numpy().astype("float32", copy=False)).all():
             raise SharedJobError(
                 f"{variable.path} is no longer finite at step {step}: training has "
@@ -68,6 +71,7 @@ def assign_shared(model, arrays):
     shared, values = _shared(model), _group(arrays, "shared")
     _check_same(shared, values)
     _check_same(_own(model), _group(arrays, "rank0"))
+    _check_same(_of_metrics(model), _group(arrays, "metrics0"))
     _assign(shared, values)
 
 
@@ -82,10 +86,11 @@ class OwnState:
     Args:
         world: the `World`.
         arrays: those of a checkpoint on the chief; None elsewhere.
-        size: number of ranks that wrote them, on the chief.
+        shares: samples in a batch of each rank that wrote them.
     """
 
-    def __init__(self, world, arrays, size):
+    def __init__(self, world, arrays, shares):
+        self._shares, size = shares, len(shares)
         kept = None
         if world.is_chief:
             kept = [
@@ -128,7 +133,8 @@ class OwnState:
         accumulated = {id(v) for v in accumulated_gradients(model.optimizer)}
         for i, variable in enumerate(_own(model)):
             if id(variable) in accumulated:
-                variable.assign(np.mean([each[i] for each in self._own], axis=0))
+                sums = [each[i] for each in self._own]
+                variable.assign(np.average(sums, axis=0, weights=self._shares))
 
 
 def _shared(model):

@@ -54,6 +54,10 @@ launch() {
     status=0
     wait $! || status=$?
   done
+  # The status of an interrupted wait is that of the signal, also where the ranks have
+  # ended since.
+  status=0
+  wait $! || status=$?
   ((status != 75)) || requeue
   exit "$status"
 }

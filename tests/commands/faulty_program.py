@@ -13,11 +13,11 @@ from absl import flags
 
 from hvdtrain import job, program
 
-FAULTS = ("raise", "kill", "stop", "hang")
-PHASES = ("step", "save", "evaluate")
-FAULT_STEP = 25
-_FAULT = flags.DEFINE_enum("fault", "raise", FAULTS, "What happens.")
-_PHASE = flags.DEFINE_enum("phase", "step", PHASES, "When.")
+_FAULT = flags.DEFINE_enum(
+    "fault", "raise", ("raise", "kill", "stop", "hang"), "What happens."
+)
+_PHASE = flags.DEFINE_enum("phase", "step", ("step", "save", "evaluate"), "When.")
+_STEP = flags.DEFINE_integer("step", 25, "The step before which it happens.")
 _ON_RANK = flags.DEFINE_integer("on_rank", 0, "Where.")
 _MODEL_DIR = flags.DEFINE_string("model_dir", None, "Checkpoints.")
 # A checkpoint of so many weights takes about as long as the steps between two.
@@ -67,7 +67,7 @@ def main():
 
     class Fault(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            if int(self.model.optimizer.iterations) == FAULT_STEP:
+            if int(self.model.optimizer.iterations) == _STEP.value:
                 _fail()
 
     # In the input where it hangs, since that is where ranks do.
@@ -77,7 +77,7 @@ def main():
         model_fn,
         training.TrainSpec(
             input_fn=lambda start, end: batches(
-                start, end, FAULT_STEP if in_input else None
+                start, end, _STEP.value if in_input else None
             ),
             max_steps=1000,
             pass_steps=100,
@@ -87,7 +87,7 @@ def main():
         ),
         training.EvalSpec(
             input_fn=lambda: batches(0, 9, 5 if phase == "evaluate" else None),
-            throttle_steps=FAULT_STEP,
+            throttle_steps=_STEP.value,
         ),
         training.RunConfig(
             model_dir=_MODEL_DIR.value,

@@ -252,13 +252,6 @@ def test_interrupt(start, launcher, name):
     assert launcher != "alone" or job.returncode == 130
 
 
-def test_a_signal_to_horovodrun_ends_the_ranks(start):
-    job = start(ENDLESS, launcher="mpi")
-    job.wait_for("samples/s")
-    job.process.terminate()
-    fails_with(job.wait(), "Stopped by SIGTERM", code=None)
-
-
 def test_killed_rank_ends_the_job(start):
     for job in [start(ENDLESS, launcher=name) for name in ("gloo", "mpirun")]:
         job.wait_for("samples/s")

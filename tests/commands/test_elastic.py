@@ -175,15 +175,6 @@ def test_a_worker_killed_in_mid_epoch(run, tmp_path):
     check_result(tmp_path, "localhost-0", size=1, rates=[2 * RATE] * 8 + [RATE] * 10)
 
 
-def test_a_worker_that_joins_late(run, tmp_path):
-    event = GROW.replace("BATCH", "2")
-    run_elastic(run, tmp_path, hosts="localhost:1\n", event=event)
-    # No batch is lost or repeated. The new worker starts at the tenth batch, with the
-    # state of an optimizer that it has not trained.
-    together = EVERY_BATCH[9:]
-    check_growth(tmp_path, alone=EVERY_BATCH[:9], together=together)
-
-
 def test_a_worker_that_joins_late_in_an_epoch(run, tmp_path):
     event = GROW.replace("BATCH", "4")
     run_elastic(
@@ -277,7 +268,6 @@ JOB = """
                 max_steps=STEPS,
                 pass_steps=8,
                 local_batch_size=shard.local_batch_size,
-                global_batch_size=shard.global_batch_size,
                 steps_per_execution=1,
                 callbacks=lambda plan: [Events()],
             ),

@@ -76,14 +76,11 @@ def test_the_script_of_your_own(run, tmp_path):
     )
     flags = [f"--data={tmp_path / 'data.npz'}", f"--model_dir={tmp_path / 'run'}"]
     program = [sys.executable, str(script)]
-    texts = []
-    for _ in range(2):
-        job = run(flags, program=program, launcher="mpirun")
-        assert job.returncode == 0, job.text
-        texts.append(next(line for line in job.lines if "test error" in line))
-    # The second call has nothing to train.
-    assert "step " not in job.text
-    assert texts[0] == texts[1]
+    job = run(flags, program=program, launcher="mpirun")
+    assert job.returncode == 0, job.text
+    # Of targets of variance 5.
+    assert float(re.search(r"test error ([\d.]+)", job.text)[1]) < 1
+    assert list((tmp_path / "run/checkpoints").glob("step-*.safetensors"))
 
 
 def test_ci_calls_the_readmes_test_command():

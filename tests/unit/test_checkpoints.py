@@ -65,12 +65,20 @@ def test_the_newest_are_kept(files):
 
 
 def test_one_of_every_so_many_hours_is_kept(tmp_path):
-    files = CheckpointFiles(tmp_path, keep_max=1, keep_every_hours=2)
-    for step, hours in ((1, 0), (2, 1), (3, 2), (4, 3), (5, 4)):
+    hours = iter(range(5))
+    files = CheckpointFiles(
+        tmp_path, keep_max=1, keep_every_hours=2, clock=lambda: 3600 * next(hours)
+    )
+    for step in (1, 2, 3, 4, 5):
         files.write(checkpoint(step))
-        os.utime(files.path(step).with_suffix(".json"), (0, hours * 3600))
-    files.delete_old()
     assert files.steps() == [5, 3, 1]
+
+
+def test_those_of_later_steps_are_of_a_run_before(files):
+    for step in (10, 20, 30):
+        files.write(checkpoint(step))
+    files.write(checkpoint(20))
+    assert files.steps() == [20, 10]
 
 
 def truncate(path):
@@ -126,7 +134,7 @@ def test_leftovers_of_a_killed_writer_are_deleted(files):
     assert names(files) == ["step-00000300.json", "step-00000300.safetensors"]
 
 
-def test_a_failed_write_leaves_the_others(files, monkeypatch):
+def test_a_failed_write_leaves_the_others(files):
     files.write(checkpoint(300))
     blocked = files.path(400)
     blocked.mkdir()  # the rename to this name fails

@@ -360,3 +360,101 @@ def test_the_seed_is_that_of_the_run():
     ]
     np.testing.assert_array_equal(weights[0][0], weights[1][0])
     assert (weights[0][0] != weights[2][0]).any()
+
+
+class StopAfter(keras.callbacks.Callback):
+    """Ends the training after a number of steps of the job."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self._steps = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) >= self._steps:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize("steps", [14, 18])
+def test_a_callback_ends_the_job_where_it_ends_the_uninterrupted_one(tmp_path, steps):
+    spec = EvalSpec(input_fn=lambda: batches(0, 20))
+    expected = train(None, callbacks=[StopAfter(steps)], evaluation=spec)
+    with pytest.raises(KilledError):
+        train(tmp_path, callbacks=[StopAfter(steps)], evaluation=spec, killed_after=12)
+    result = train(tmp_path, callbacks=[StopAfter(steps)], evaluation=spec)
+    assert int(result.model.optimizer.iterations) == steps
+    assert_equal(result, expected)
+    # The job is finished: nothing is trained.
+    again = train(tmp_path, callbacks=[KillAfter(1)], evaluation=spec)
+    assert again.start_step == steps
+    assert_equal(again, expected)
+
+
+def test_a_scheduler_that_acts_at_the_start_of_an_epoch_acts_once(tmp_path):
+    def scheduler():
+        return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
+
+    expected = train(None, callbacks=[scheduler()])
+    with pytest.raises(KilledError):
+        train(tmp_path, callbacks=[scheduler()], killed_after=14)
+    result = train(tmp_path, callbacks=[scheduler()])
+    assert result.start_step > 10
+    assert_equal(result, expected)
+
+
+def two_outputs(optimizer, *, units):
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(units)(inputs)
+    heads = [keras.layers.Dense(2, name=name)(hidden) for name in ("a", "b")]
+    model = keras.Model(inputs, heads)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    scores = [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+    model.compile(optimizer, loss=[loss, loss], metrics=[scores, scores])
+    return model
+
+
+def test_a_model_with_several_losses(tmp_path):
+    def pairs(start, end):
+        return batches(start, end).map(lambda x, y: (x, (y, 1 - y)))
+
+    options = {
+        "make_model": two_outputs,
+        "input_fn": pairs,
+        "evaluation": EvalSpec(input_fn=lambda: pairs(0, 20)),
+        "seed": 1,
+    }
+    expected = train(None, **options)
+    with pytest.raises(KilledError):
+        train(tmp_path, killed_after=7, **options)
+    assert_equal(train(tmp_path, **options), expected)
+
+
+def test_a_metric_whose_result_is_an_array(tmp_path):
+    def one_hot(start, end):
+        return batches(start, end).map(lambda x, y: (x, tf.one_hot(y, 2)))
+
+    def make_model(optimizer, *, units):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, "softmax")])
+        score = keras.metrics.F1Score(average=None, name="f1")
+        model.compile(optimizer, "categorical_crossentropy", metrics=[score])
+        return model
+
+    result = train(
+        tmp_path,
+        make_model=make_model,
+        input_fn=one_hot,
+        evaluation=EvalSpec(input_fn=lambda: one_hot(0, 20)),
+    )
+    assert np.shape(result.test_metrics["f1"]) == (2,)
+    assert list(result.train_metrics) == ["loss"]
+
+
+def test_an_input_without_end():
+    result = train(None, input_fn=lambda start, end: batches(start, end).repeat())
+    assert int(result.model.optimizer.iterations) == 35
+
+
+def test_a_longer_job_keeps_the_epochs_of_the_one_that_it_continues(tmp_path):
+    train(tmp_path, max_steps=35)
+    result = train(tmp_path, max_steps=40)
+    # 4 epochs of 9 steps, the last one of 8 at first; then one of 4 more.
+    assert len(result.history["loss"]) == 5

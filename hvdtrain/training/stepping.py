@@ -1,0 +1,52 @@
+"""What callbacks share that act between two steps."""
+
+import keras
+
+
+class StepCallback(keras.callbacks.Callback):
+    """Calls `act` after an execution, or at the end of the epoch if that follows.
+
+    At the end of an epoch all callbacks before this one have done what they do there:
+    moving statistics are averaged, and the learning rate of the next epoch is set.
+
+    Args:
+        plan: the `Plan`.
+
+    Attributes:
+        plan: the `Plan`.
+        step: global steps taken.
+        epoch_steps: those of the current epoch.
+    """
+
+    def __init__(self, plan):
+        super().__init__()
+        self.plan = plan
+        self.step = self.epoch_steps = 0
+
+    @property
+    def is_last(self):
+        """Whether the training ends here; a callback may have set `stop_training`."""
+        return self.step == self.plan.max_steps or self.model.stop_training
+
+    def note_step(self):
+        """Is called after each execution, before `act`."""
+
+    def act(self, *, is_epoch_end):
+        """Is called between two steps, on all ranks."""
+        raise NotImplementedError
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Acts, unless the epoch ends here."""
+        self.epoch_steps = batch + 1
+        self.step = self.plan.step(self._epoch, batch + 1)
+        self.note_step()
+        if not (self.plan.is_epoch_end(self.step) or self.model.stop_training):
+            self.act(is_epoch_end=False)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Acts."""
+        self.act(is_epoch_end=True)

@@ -1,0 +1,137 @@
+"""A training on several ranks that ends early and continues; and unequal shares."""
+
+import pathlib
+import tempfile
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import training
+from hvdtrain.data import Shard
+from hvdtrain.job import World
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
+
+RANK, SIZE = hvd.rank(), hvd.size()
+WORLD = World(rank=RANK, size=SIZE)
+STEPS, EPOCH_STEPS, SAMPLES = 16, 6, 50
+GLOBAL_BATCH_SIZE = 2 * SIZE + 1
+X = np.random.RandomState(0).normal(size=(SAMPLES, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+class KilledError(Exception):
+    """Ends a training without any of its cleaning up."""
+
+
+def fail_after(batches):
+    left = iter(range(batches))
+
+    def on_batch_end(batch, logs):
+        if next(left, None) is None:
+            raise KilledError
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=on_batch_end)
+
+
+def model(*layers, optimizer):
+    dense = [keras.layers.Dense(8, "relu"), *layers, keras.layers.Dense(1)]
+    network = keras.Sequential([keras.Input((4,)), *dense])
+    network.compile(optimizer, "mse", metrics=["mae"])
+    return network
+
+
+def shard(world):
+    return Shard(
+        num_samples=SAMPLES,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        seed=0,
+        rank=world.rank,
+        size=world.size,
+    )
+
+
+def batches(start_step, end_step, world=WORLD):
+    places = shard(world).indices(start_step, end_step)
+    options = tf.data.Options()
+    # The end of an iterator waits for the end of a period of it, up to 10 s.
+    options.autotune.enabled = False
+    pairs = tf.data.Dataset.from_tensor_slices((X[places], Y[places]))
+    return pairs.with_options(options)
+
+
+def train(model_fn, *, directory=None, callbacks=()):
+    return training.train_and_evaluate(
+        model_fn,
+        TrainSpec(
+            input_fn=batches,
+            max_steps=STEPS,
+            pass_steps=EPOCH_STEPS,
+            local_batch_size=shard(WORLD).local_batch_size,
+            steps_per_execution=1,
+            callbacks=lambda plan: callbacks,
+        ),
+        EvalSpec(input_fn=lambda: batches(0, 3), throttle_steps=5),
+        RunConfig(model_dir=directory, save_every_steps=1, seed=1),
+        world=WORLD,
+    )
+
+
+@pytest.fixture
+def directory():
+    """One that rank 0 made; the others have its name only."""
+    with tempfile.TemporaryDirectory() as own:
+        yield hvd.broadcast_object(str(pathlib.Path(own) / "run"), name="directory")
+        hvd.allreduce(0, name="leave_directory")
+
+
+def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
+    def model_fn():
+        return model(
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            optimizer=keras.optimizers.SGD(
+                0.05, momentum=0.9, gradient_accumulation_steps=3
+            ),
+        )
+
+    expected = train(model_fn)
+    # Within an epoch, and within the next one.
+    for count in (4, 5):
+        with pytest.raises(KilledError):
+            train(model_fn, directory=directory, callbacks=[fail_after(count)])
+    result = train(model_fn, directory=directory)
+    assert 0 < result.start_step < STEPS
+    variables = zip(
+        [*result.model.variables, *result.model.optimizer.variables],
+        [*expected.model.variables, *expected.model.optimizer.variables],
+        strict=True,
+    )
+    for found, wanted in variables:
+        np.testing.assert_array_equal(found.numpy(), wanted.numpy(), wanted.path)
+    assert result.history == expected.history
+    assert result.test_metrics == expected.test_metrics
+
+
+@pytest.mark.ranks
+def test_ranks_with_unequal_shares_compute_what_one_process_computes():
+    """A global batch that is no multiple of the number of ranks."""
+
+    def model_fn():
+        return model(optimizer=keras.optimizers.SGD(0.05, momentum=0.9))
+
+    def one_process():
+        keras.utils.set_random_seed(1)
+        network = model_fn()
+        one = World()
+        network.fit(batches(0, STEPS, one), shuffle=False, verbose=0)
+        return network.get_weights()
+
+    result = train(model_fn)
+    oracle.assert_bitwise_equal_over_ranks(result.model.get_weights())
+    expected = oracle.on_one_process(one_process)
+    for found, wanted in zip(result.model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
