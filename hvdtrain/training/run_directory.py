@@ -71,7 +71,7 @@ def locked(model_dir):
                 "for its end, or choose another --model_dir."
             ) from None
         except OSError as error:
-            # A file system without locks: two jobs are not told apart there.
+            # A file system without locks: a second job is not detected there.
             warnings.warn(f"Cannot lock {path}: {error.strerror}.", stacklevel=2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
