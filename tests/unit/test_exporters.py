@@ -1,5 +1,6 @@
 """Exports on one rank: which there are, and what they compute."""
 
+import functools
 import os
 import subprocess
 
@@ -7,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy
 
 import hvdtrain.keras as hvd
 from hvdtrain import training
@@ -14,10 +16,9 @@ from hvdtrain.job import JobError, World
 from hvdtrain.training import BestExporter, FinalExporter, LatestExporter
 from hvdtrain.training.exporting import Exports
 
-RANDOM = np.random.RandomState(0)
-X = RANDOM.normal(size=(200, 6)).astype("float32")
-Y = (X.sum(axis=1) > 0).astype("int32")
-BATCH = 4
+X, Y = toy.X[:200], toy.Y[:200]
+BATCH = toy.BATCH
+batches = functools.partial(toy.batches, num_samples=len(X))
 ALL = (LatestExporter(exports_to_keep=2), BestExporter(), FinalExporter())
 # The loss falls: the first evaluation has the highest.
 WORST = BestExporter("worst", mode="max")
@@ -71,15 +72,6 @@ def model(*layers, **compile_args):
         **compile_args,
     )
     return network
-
-
-def batches(start_step, end_step):
-    places = np.arange(start_step * BATCH, end_step * BATCH) % len(X)
-    pairs = tf.data.Dataset.from_tensor_slices((X[places], Y[places])).batch(BATCH)
-    options = tf.data.Options()
-    # The end of an iterator waits for the end of a period of it, up to 10 s.
-    options.autotune.enabled = False
-    return pairs.with_options(options)
 
 
 def train(

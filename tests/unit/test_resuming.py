@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from toy import BATCH, batches
 
 import hvdtrain.keras as hvd
 from hvdtrain import training
@@ -18,10 +19,6 @@ from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, run_directory
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 
-RANDOM = np.random.RandomState(0)
-X = RANDOM.normal(size=(400, 6)).astype("float32")
-Y = (X.sum(axis=1) > 0).astype("int32")
-BATCH = 4
 EPOCH_STEPS = 10
 
 
@@ -79,15 +76,6 @@ def unseeded(optimizer, *, units=8):
         ],
     )
     return model
-
-
-def batches(start_step, end_step):
-    places = np.arange(start_step * BATCH, end_step * BATCH) % len(X)
-    pairs = tf.data.Dataset.from_tensor_slices((X[places], Y[places])).batch(BATCH)
-    options = tf.data.Options()
-    # The end of an iterator waits for the end of a period of it, up to 10 s.
-    options.autotune.enabled = False
-    return pairs.with_options(options)
 
 
 def momentum():

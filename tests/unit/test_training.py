@@ -5,17 +5,12 @@ import dataclasses
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
+from toy import BATCH, batches
 
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.training import EvalSpec, TrainSpec
-
-RANDOM = np.random.RandomState(0)
-X = RANDOM.normal(size=(400, 6)).astype("float32")
-Y = (X.sum(axis=1) > 0).astype("int32")
-BATCH = 4
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +51,6 @@ def model(*, learning_rate=0.1):
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
     )
     return network
-
-
-def batches(start_step, end_step):
-    places = np.arange(start_step * BATCH, end_step * BATCH) % len(X)
-    pairs = tf.data.Dataset.from_tensor_slices((X[places], Y[places])).batch(BATCH)
-    options = tf.data.Options()
-    # The end of an iterator waits for the end of a period of it, up to 10 s.
-    options.autotune.enabled = False
-    return pairs.with_options(options)
 
 
 def train(max_steps, *, pass_steps=100, model_fn=model, every_epochs=0, **options):
