@@ -3,7 +3,8 @@
     {"event": "start", "seconds": 1.5e9, "step": 0, "max_steps": 5000, "ranks": 2,
      "global_batch_size": 128}
     {"event": "progress", "seconds": 1.5e9, "step": 40, "metrics": {"loss": 0.99},
-     "learning_rate": 0.2, "communication": 0.1, "samples_per_second": 106668.1}
+     "learning_rate": 0.2, "communication": 0.1, "input_wait": 0.02,
+     "samples_per_second": 106668.1}
     {"event": "evaluation", "seconds": 1.5e9, "step": 5000, "metrics": {"loss": 0.07}}
     {"event": "checkpoint", "seconds": 1.5e9, "step": 5000, "text": "written in 0.1 s"}
 
@@ -37,6 +38,7 @@ _FIELDS = {
         "metrics": dict,
         "learning_rate": (*_NUMBER, type(None)),
         "communication": (*_NUMBER, type(None)),
+        "input_wait": (*_NUMBER, type(None)),
         "samples_per_second": (*_NUMBER, type(None)),
     },
     "evaluation": {"metrics": dict},
@@ -105,6 +107,7 @@ class JsonLog:
             metrics=_finite_values(progress.metrics),
             learning_rate=_finite(progress.learning_rate),
             communication=_finite(progress.communication),
+            input_wait=_finite(progress.input_wait),
             samples_per_second=_finite(progress.samples_per_second),
         )
 

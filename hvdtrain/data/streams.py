@@ -1,5 +1,8 @@
 """The batches of one rank as `tf.data` datasets."""
 
+import ctypes
+import math
+
 import numpy as np
 import tensorflow as tf
 
@@ -11,6 +14,19 @@ from hvdtrain.data.sharding import check_rank
 # blocks are no faster.
 _MAX_BLOCK_STEPS = 64
 _MAX_BLOCK_BYTES = 1 << 20
+
+
+def input_wait_seconds():
+    """Seconds in which this process has waited for a batch of any dataset.
+
+    NaN where the native library is not installed.
+    """
+    try:
+        functions = native.load().functions
+    except OSError:
+        return math.nan
+    functions.hvdtrain_input_wait_microseconds.restype = ctypes.c_int64
+    return 1e-6 * functions.hvdtrain_input_wait_microseconds()
 
 
 def train_batches(x, y, *, shard, start_step, end_step):

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "reduction.h"
+#include "tensorflow/core/lib/monitoring/collection_registry.h"
 
 namespace hvdtrain {
 
@@ -38,7 +39,7 @@ extern "C" {
 
 // A number that changes with these functions and with the operations; also in
 // __init__.py.
-EXPORT int hvdtrain_interface() { return 5; }
+EXPORT int hvdtrain_interface() { return 6; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);
@@ -82,6 +83,20 @@ EXPORT const char* hvdtrain_join(int* last) {
 
 EXPORT uint64_t hvdtrain_reduction_nanoseconds() {
   return hvdtrain::reduction_nanoseconds;
+}
+
+// Of all iterators of this process in GetNext, which tf.data counts; 0 before the
+// first. The counter has no function in TensorFlow's Python.
+EXPORT int64_t hvdtrain_input_wait_microseconds() {
+  using tensorflow::monitoring::CollectionRegistry;
+  CollectionRegistry::CollectMetricsOptions options;
+  options.collect_metric_descriptors = false;
+  const auto metrics = CollectionRegistry::Default()->CollectMetrics(options);
+  const auto counter = metrics->point_set_map.find("/tensorflow/data/iterator_busy");
+  if (counter == metrics->point_set_map.end()) return 0;
+  int64_t total = 0;
+  for (const auto& point : counter->second->points) total += point->int64_value;
+  return total;
 }
 
 // Without the mutex, which a kernel that waits for other ranks holds.

@@ -8,7 +8,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 _COLUMNS = 2
-_COMMUNICATION = "communication, share of the time"
+# Fields of log.jsonl by the titles of their panels.
+_SHARES = {
+    "communication, share of the time": "communication",
+    "input wait, share of the time": "input_wait",
+}
 # Losses, and the largest learning rates of runs, that differ by a larger factor are
 # drawn on a logarithmic axis.
 _LINEAR_FACTOR = 30
@@ -30,8 +34,9 @@ def draw(runs, path):
     """
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     panels = [*metrics, "learning rate", "samples/s"]
-    if any(math.isfinite(share) for run in runs for share in _communication(run)[1]):
-        panels.append(_COMMUNICATION)
+    for title in _SHARES:
+        if any(math.isfinite(y) for run in runs for y in _share(run, title)[1]):
+            panels.append(title)
     rows = math.ceil(len(panels) / _COLUMNS)
     # Without pyplot, which needs a display or the choice of a backend.
     figure = Figure(figsize=(11, 3.1 * rows + 0.8), layout="constrained")
@@ -62,8 +67,8 @@ def _draw_run(ax, name, run, color):
     if name == "learning rate":
         series = run.series("progress", lambda line: line.get("learning_rate"))
         ax.plot(*series, color=color)
-    elif name == _COMMUNICATION:
-        ax.plot(*_communication(run), color=color, linewidth=1)
+    elif name in _SHARES:
+        ax.plot(*_share(run, name), color=color, linewidth=1)
     elif name == "samples/s":
         series = run.series("progress", lambda line: line.get("samples_per_second"))
         ax.plot(*series, color=color, linewidth=1)
@@ -77,8 +82,8 @@ def _draw_run(ax, name, run, color):
         ax.plot(*evaluation, color=color, zorder=3, **_EVALUATION)
 
 
-def _communication(run):
-    return run.series("progress", lambda line: line.get("communication"))
+def _share(run, title):
+    return run.series("progress", lambda line: line.get(_SHARES[title]))
 
 
 def _finish(ax, name, *, is_lowest):
@@ -92,9 +97,9 @@ def _finish(ax, name, *, is_lowest):
         ax.set_xlabel("global step")
     if name == "samples/s":
         ax.yaxis.set_major_formatter(EngFormatter(sep=""))
-    if name == _COMMUNICATION:
+    if name in _SHARES:
         ax.yaxis.set_major_formatter(PercentFormatter(1))
-    if name in ("learning rate", "samples/s", _COMMUNICATION):
+    if name in ("learning rate", "samples/s", *_SHARES):
         ax.set_ylim(bottom=0)
     values = [[y for y in line.get_ydata() if y == y] for line in ax.lines]
     if name == "loss" and _spans_decades([y for each in values for y in each]):

@@ -4,7 +4,8 @@ import contextlib
 
 from hvdtrain.keras import metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
-from hvdtrain.training.progress import check_loss, scalars
+from hvdtrain.training.events import scalars
+from hvdtrain.training.progress import check_loss
 from hvdtrain.training.stepping import StepCallback
 
 

@@ -149,14 +149,15 @@ class EventLog:
         """Writes nothing: TensorBoard finds restarts by their steps."""
 
     def on_progress(self, progress):
-        """Writes training metrics, learning rate, communication and speed."""
+        """Writes training metrics, learning rate, shares of the time, and speed."""
         values = {
             **progress.metrics,
             "learning_rate": progress.learning_rate,
             "samples_per_second": progress.samples_per_second,
         }
-        if not math.isnan(progress.communication):
-            values["communication"] = progress.communication
+        for name in ("communication", "input_wait"):
+            if not math.isnan(share := getattr(progress, name)):
+                values[name] = share
         self._write("train", progress.step, values)
 
     def on_evaluation(self, step, metrics):

@@ -1,6 +1,5 @@
 """Progress of `fit`: speed, metrics over all ranks, and the check of the loss."""
 
-import dataclasses
 import math
 import time
 
@@ -8,61 +7,16 @@ import keras
 import numpy as np
 
 from hvdtrain.collectives import transport
+from hvdtrain.data.streams import input_wait_seconds
 from hvdtrain.job import JobError
 from hvdtrain.keras import Sum, allreduce
+from hvdtrain.training.events import Progress, RunStart, scalars
 from hvdtrain.training.requests import Requests
+from hvdtrain.training.stopwatch import Stopwatch
 
 _REPORT_SECONDS = 1.0
-# No name of a metric, with which it is averaged.
-_SHARE = object()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunStart:
-    """The start of a run of a job.
-
-    Attributes:
-        step: the step that it continues from, 0 for a new job.
-        max_steps: steps of the whole job.
-        ranks: number of ranks.
-        global_batch_size: samples of a step of the whole job.
-    """
-
-    step: int
-    max_steps: int
-    ranks: int
-    global_batch_size: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The state of the training of the whole job.
-
-    Attributes:
-        step: steps taken.
-        max_steps: steps to take.
-        metrics: means over all ranks and the steps since the last report, by name.
-        learning_rate: at this step; that of a schedule of Keras is for the next step.
-        communication: share of the time since the last report in which ranks reduced
-            gradients, or waited for another rank to do so: the mean over the ranks.
-            Their computation may go on meanwhile. NaN where it is not measured: on one
-            rank, and where Horovod reduces.
-        samples_per_second: of all ranks since the last report.
-        seconds_left: estimate for the rest of the training.
-    """
-
-    step: int
-    max_steps: int
-    metrics: dict
-    learning_rate: float
-    communication: float
-    samples_per_second: float
-    seconds_left: float
-
-
-def scalars(metrics):
-    """Return the metrics that are numbers, as floats, without those that are arrays."""
-    return {name: float(v) for name, v in metrics.items() if np.ndim(v) == 0}
+# No names of metrics, with which they are averaged.
+_COMMUNICATION, _INPUT_WAIT = object(), object()
 
 
 def check_loss(loss, step):
@@ -91,6 +45,7 @@ class ProgressCallback(keras.callbacks.Callback):
         start_step: the first step of this run.
         clock: returns seconds.
         reduction_seconds: returns the seconds that this rank has spent in reductions.
+        input_seconds: returns those in which it has waited for input.
     """
 
     def __init__(
@@ -104,6 +59,7 @@ class ProgressCallback(keras.callbacks.Callback):
         start_step=0,
         clock=time.perf_counter,
         reduction_seconds=transport.reduction_seconds,
+        input_seconds=input_wait_seconds,
     ):
         super().__init__()
         self._requests = requests or Requests()
@@ -112,20 +68,21 @@ class ProgressCallback(keras.callbacks.Callback):
         self._global_batch_size = global_batch_size
         self._world = world
         self._observers = observers
-        self._clock = clock
-        self._reduction_clock = (
+        self._time = Stopwatch(clock)
+        self._input = Stopwatch(input_seconds)
+        self._reduction = Stopwatch(
             reduction_seconds if world.size > 1 else lambda: math.nan
         )
+        self._stopwatches = (self._time, self._input, self._reduction)
         self._next_step = 0
         self._first_steps = None
         self._steps = self._reported_steps = start_step
-        self._seconds = self._first_seconds = self._reported_seconds = 0.0
-        self._reduction_seconds = self._reported_reduction_seconds = 0.0
+        self._first_seconds = 0.0
 
     @property
     def seconds(self):
         """Seconds in the steps so far, without evaluation at the ends of epochs."""
-        return self._seconds
+        return self._time.total
 
     @property
     def samples_per_second(self):
@@ -147,50 +104,55 @@ class ProgressCallback(keras.callbacks.Callback):
             observer.on_start(start)
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Starts the clock."""
+        """Starts the clocks."""
         self._epoch = epoch
-        self._epoch_start_clock = self._clock() - self._seconds
-        self._epoch_start_reduction = self._reduction_clock() - self._reduction_seconds
+        for stopwatch in self._stopwatches:
+            stopwatch.begin_epoch()
         self._reported_means = None
 
     def on_train_batch_end(self, batch, logs=None):
-        """Reads the clock, and reports if it is due."""
+        """Reads the clocks, and reports if it is due."""
         self._steps = self._plan.step(self._epoch, batch + 1)
-        self._seconds = self._clock() - self._epoch_start_clock
-        self._reduction_seconds = self._reduction_clock() - self._epoch_start_reduction
+        for stopwatch in self._stopwatches:
+            stopwatch.read()
         # Requests hold for the step of their report.
         self._requests.agreed = frozenset()
         if self._first_steps is None:
-            self._first_steps, self._first_seconds = self._steps, self._seconds
+            self._first_steps, self._first_seconds = self._steps, self._time.total
             self._note_report()
             self._next_step = self._steps + 1
         if self._steps >= min(self._next_step, self._plan.max_steps):
             self._report(scalars(logs or {}))
 
     def _report(self, means):
-        recent = self._since_report(means) | {_SHARE: self._communication()}
+        recent = self._since_report(means)
+        recent[_COMMUNICATION] = self._share(self._reduction)
+        recent[_INPUT_WAIT] = self._share(self._input)
         recent = self._average(recent)
-        communication = recent.pop(_SHARE)
+        communication, input_wait = recent.pop(_COMMUNICATION), recent.pop(_INPUT_WAIT)
         check_loss(recent["loss"], self._steps)
         if self._observers:
-            progress = self._progress(recent, communication)
+            progress = self._progress(recent, communication, input_wait)
             for observer in self._observers:
                 observer.on_progress(progress)
         self._note_report()
 
     def _note_report(self):
-        self._reported_steps, self._reported_seconds = self._steps, self._seconds
-        self._reported_reduction_seconds = self._reduction_seconds
+        self._reported_steps = self._steps
+        for stopwatch in self._stopwatches:
+            stopwatch.reported = stopwatch.total
 
-    def _communication(self):
-        """Return this rank's share of the time since the last report."""
+    def _share(self, part):
+        """Return a stopwatch's share of this rank's time since the last report."""
         # As of the speed: without tracing, except in a run of a single execution.
         is_single = self._steps == self._reported_steps
-        before = 0.0 if is_single else self._reported_seconds
-        reduced = 0.0 if is_single else self._reported_reduction_seconds
-        return (self._reduction_seconds - reduced) / (self._seconds - before)
+        seconds, of_part = (
+            each.total - (0.0 if is_single else each.reported)
+            for each in (self._time, part)
+        )
+        return of_part / seconds
 
-    def _progress(self, metrics, communication):
+    def _progress(self, metrics, communication, input_wait):
         samples_left = (self._plan.max_steps - self._steps) * self._global_batch_size
         return Progress(
             step=self._steps,
@@ -199,16 +161,17 @@ class ProgressCallback(keras.callbacks.Callback):
             # Of the optimizer inside, for a LossScaleOptimizer.
             learning_rate=float(self.model.optimizer.learning_rate),
             communication=communication,
+            input_wait=input_wait,
             samples_per_second=self._recent_speed() * self._global_batch_size,
             seconds_left=samples_left / self.samples_per_second,
         )
 
     def _recent_speed(self):
         """Steps per second since the last report."""
-        return self._steps_per_second(self._reported_steps, self._reported_seconds)
+        return self._steps_per_second(self._reported_steps, self._time.reported)
 
     def _steps_per_second(self, first_steps, first_seconds):
-        steps, seconds = self._steps, self._seconds
+        steps, seconds = self._steps, self._time.total
         # A run of a single execution has no other speed than that with its tracing.
         if steps == first_steps:
             return (steps - self._start_step) / seconds

@@ -4,10 +4,12 @@ import errno
 import itertools
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdtrain import data
 from hvdtrain.data import streams
@@ -253,6 +255,19 @@ def test_evaluation_refuses_what_does_not_fit():
         streams.evaluation_batches(x, y, rank=0, size=4, local_batch_size=1)
     with pytest.raises(data.DataError, match="batch of 0"):
         streams.evaluation_batches(x, y, rank=0, size=1, local_batch_size=0)
+
+
+def test_wait_for_input_is_the_time_until_a_batch_is_there():
+    def slow(element):
+        time.sleep(0.02)
+        return element
+
+    slow_dataset = tf.data.Dataset.range(10).map(
+        lambda element: tf.numpy_function(slow, [element], tf.int64)
+    )
+    before = streams.input_wait_seconds()
+    assert [int(element) for element in slow_dataset] == list(range(10))
+    assert streams.input_wait_seconds() - before >= 10 * 0.02
 
 
 def test_keras_takes_every_sample_of_the_streams():

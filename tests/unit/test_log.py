@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain import log
 from hvdtrain.job import JobError
-from hvdtrain.training.progress import Progress, RunStart
+from hvdtrain.training.events import Progress, RunStart
 
 
 def start(step, *, ranks=2):
@@ -22,6 +22,7 @@ def progress(step, loss):
         metrics={"loss": loss},
         learning_rate=0.5,
         communication=math.nan,
+        input_wait=0.125,
         samples_per_second=16.0,
         seconds_left=1.0,
     )
@@ -60,6 +61,7 @@ def test_lines_are_as_documented(make, tmp_path):
                 "metrics": {"loss": 0.25},
                 "learning_rate": 0.5,
                 "communication": None,
+                "input_wait": 0.125,
                 "samples_per_second": 16.0,
             },
             {

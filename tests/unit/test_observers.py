@@ -12,8 +12,8 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdtrain.job import JobError
+from hvdtrain.training.events import Progress
 from hvdtrain.training.observers import Console, EventLog, make_observers
-from hvdtrain.training.progress import Progress
 
 
 def progress(step, **changes):
@@ -23,6 +23,7 @@ def progress(step, **changes):
         "metrics": {"accuracy": 0.5, "loss": 1.25},
         "learning_rate": 0.125,
         "communication": math.nan,
+        "input_wait": math.nan,
         "samples_per_second": 12345.6,
         "seconds_left": 61.2,
     }
@@ -114,13 +115,13 @@ def test_tensorboard_reads_the_event_log(tmp_path):
     log = EventLog(tmp_path, warn=pytest.fail)
     log.on_progress(progress(100))
     metrics = {"loss": 0.5, "accuracy": 1.0}
-    log.on_progress(progress(200, metrics=metrics, communication=0.25))
+    log.on_progress(progress(200, metrics=metrics, communication=0.25, input_wait=0.5))
     log.on_evaluation(200, {"loss": 0.75})
     train = EventAccumulator(str(tmp_path / "train")).Reload()
     test = EventAccumulator(str(tmp_path / "test")).Reload()
     assert set(train.Tags()["tensors"]) == {
         *("loss", "accuracy"),
-        *("learning_rate", "communication", "samples_per_second"),
+        *("learning_rate", "communication", "input_wait", "samples_per_second"),
     }
     read = [(event.step, number(event)) for event in train.Tensors("loss")]
     assert read == [(100, 1.25), (200, 0.5)]

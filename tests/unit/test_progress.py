@@ -3,6 +3,7 @@
 import math
 
 import keras
+import numpy as np
 import pytest
 
 import hvdtrain.keras as hvd
@@ -14,6 +15,7 @@ from hvdtrain.training.progress import ProgressCallback
 class Clock:
     seconds = 0.0
     reduction_seconds = 1000.0
+    input_seconds = 2000.0
 
     def __call__(self):
         return self.seconds
@@ -42,6 +44,7 @@ def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1):
         [keeper],
         clock=clock,
         reduction_seconds=lambda: clock.reduction_seconds,
+        input_seconds=lambda: clock.input_seconds,
     )
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.125), "mse")
@@ -128,7 +131,7 @@ def test_speed_of_a_single_execution_is_that_of_the_execution(clock):
     assert callback.samples_per_second == pytest.approx(32 * 10 / 0.5)
 
 
-def test_communication_is_a_share_of_the_time_in_steps(clock, monkeypatch):
+def test_communication_and_input_wait_are_shares_of_the_time(clock, monkeypatch):
     monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
     monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
     hvd.init()
@@ -138,15 +141,18 @@ def test_communication_is_a_share_of_the_time_in_steps(clock, monkeypatch):
         callback.on_epoch_begin(epoch)
         for number, seconds in enumerate((0.5, 0.25, 0.125, 0.0)):
             clock.reduction_seconds += seconds
+            clock.input_seconds += seconds / 2
             run(callback, clock, [1.0], first=10 * number)
         # An evaluation.
         clock.seconds += 100
         clock.reduction_seconds += 100
+        clock.input_seconds += 100
     assert [p.step for p in keeper] == [20, 40, 60, 80]
     # Half of 0.25 / 0.5, 0.125 / 1, 0.75 / 1 and 0.125 / 1: Horovod has this rank
     # alone, and adds up no share of the second one.
-    shares = [p.communication for p in keeper]
-    assert shares == pytest.approx([0.25, 0.0625, 0.375, 0.0625])
+    shares = np.array([0.25, 0.0625, 0.375, 0.0625])
+    assert [p.communication for p in keeper] == pytest.approx(shares)
+    assert [p.input_wait for p in keeper] == pytest.approx(shares / 2)
 
 
 def test_communication_of_one_rank_is_not_measured(clock):

@@ -1,0 +1,56 @@
+"""What the observers of a training receive, on the chief."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """The start of a run of a job.
+
+    Attributes:
+        step: the step that it continues from, 0 for a new job.
+        max_steps: steps of the whole job.
+        ranks: number of ranks.
+        global_batch_size: samples of a step of the whole job.
+    """
+
+    step: int
+    max_steps: int
+    ranks: int
+    global_batch_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The state of the training of the whole job.
+
+    Attributes:
+        step: steps taken.
+        max_steps: steps to take.
+        metrics: means over all ranks and the steps since the last report, by name.
+        learning_rate: at this step; that of a schedule of Keras is for the next step.
+        communication: share of the time since the last report in which ranks reduced
+            gradients, or waited for another rank to do so: the mean over the ranks.
+            Their computation may go on meanwhile. NaN where it is not measured: on one
+            rank, and where Horovod reduces.
+        input_wait: share of the same time in which ranks waited for a batch: the mean
+            over the ranks. NaN without the native library.
+        samples_per_second: of all ranks since the last report.
+        seconds_left: estimate for the rest of the training.
+    """
+
+    step: int
+    max_steps: int
+    metrics: dict
+    learning_rate: float
+    communication: float
+    input_wait: float
+    samples_per_second: float
+    seconds_left: float
+
+
+def scalars(metrics):
+    """Return the metrics that are numbers, as floats, without those that are arrays."""
+    return {name: float(v) for name, v in metrics.items() if np.ndim(v) == 0}
