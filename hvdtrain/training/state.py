@@ -3,7 +3,7 @@
 What is equal on all ranks is stored once: trainable weights, and the optimizer's
 variables. All else is stored for each rank: seeds of random layers, other weights that
 are not trained (moving statistics, for example), accumulated gradients, local weights,
-and the states of metrics.
+the states of metrics, and those of the global random generators.
 """
 
 import numpy as np
@@ -16,6 +16,7 @@ from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import local_states, metric_variables
 from hvdtrain.keras.optimizer_state import accumulated_gradients
 from hvdtrain.keras.variables import replicated_variables
+from hvdtrain.training import random_states
 
 
 class OtherModelError(ValueError):
@@ -30,16 +31,16 @@ def capture(model, world, *, is_kept):
         world: the `World`.
         is_kept: whether this rank needs them; others return None.
     """
-    everyone = gather(
-        world, [local_states(_own(model)), local_states(_of_metrics(model))]
-    )
+    own = local_states(_own(model)), local_states(_of_metrics(model))
+    everyone = gather(world, (*own, random_states.capture()))
     if not is_kept:
         return None
     shared = _shared(model)
     arrays = _named("shared", shared, local_states(shared))
-    for rank, (own, of_metrics) in enumerate(everyone):
+    for rank, (own, of_metrics, of_random) in enumerate(everyone):
         arrays |= _named(f"rank{rank}", _own(model), own)
         arrays |= _named(f"metrics{rank}", _of_metrics(model), of_metrics)
+        arrays |= {f"random{rank}/{name}": each for name, each in of_random.items()}
     return arrays
 
 
@@ -80,8 +81,9 @@ class OwnState:
 
     Where the number of ranks has changed: accumulated gradients become their mean, so
     that their window gives the same update; ranks take the moving statistics of the
-    rank with their number, or of rank 0, as the seeds, which are then separated; and
-    the states of metrics are divided so that their reduction has the same result.
+    rank with their number, or of rank 0, as the seeds, which are then separated; the
+    states of metrics are divided so that their reduction has the same result; and the
+    global random generators are left as they are.
 
     Args:
         world: the `World`.
@@ -94,10 +96,16 @@ class OwnState:
         kept = None
         if world.is_chief:
             kept = [
-                [_group(arrays, f"{kind}{rank}") for rank in range(size)]
-                for kind in ("rank", "metrics")
+                [group(arrays, f"{kind}{rank}") for rank in range(size)]
+                for kind, group in (
+                    ("rank", _group),
+                    ("metrics", _group),
+                    ("random", _by_name),
+                )
             ]
-        self._own, self._of_metrics = broadcast_object(kept, name="OwnState")
+        self._own, self._of_metrics, self._of_random = broadcast_object(
+            kept, name="OwnState"
+        )
         self._rank = world.rank
         self._is_same_size = len(self._own) == world.size
 
@@ -105,7 +113,9 @@ class OwnState:
         """Assign all but the states of metrics. A collective, after the broadcast."""
         mine = self._own[self._rank if self._rank < len(self._own) else 0]
         _assign(_own(model), mine)
-        if not self._is_same_size:
+        if self._is_same_size:
+            random_states.restore(self._of_random[self._rank])
+        else:
             self._average_accumulated(model)
             separate_seeds(model)
 
@@ -161,9 +171,17 @@ def _named(prefix, variables, values):
     }
 
 
+def _by_name(arrays, prefix):
+    prefix += "/"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in arrays.items()
+        if name.startswith(prefix)
+    }
+
+
 def _group(arrays, prefix):
-    names = sorted(name for name in arrays if name.startswith(f"{prefix}/"))
-    return [arrays[name] for name in names]
+    return [value for _, value in sorted(_by_name(arrays, prefix).items())]
 
 
 def _check_same(variables, values):

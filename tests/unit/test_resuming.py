@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import time
 
@@ -43,6 +44,15 @@ class KillAfter(keras.callbacks.Callback):
             if self._is_time():
                 raise KilledError
             time.sleep(0.05)
+
+
+class Draws(keras.callbacks.Callback):
+    """Logs numbers of the global random generators."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["python"] = random.gauss(0, 1)
+        logs["numpy"] = np.random.normal()
+        logs["keras"] = float(keras.random.normal(()))
 
 
 @pytest.fixture(autouse=True)
@@ -146,16 +156,13 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_killed_job_computes_what_the_uninterrupted_one_computes(tmp_path, name):
     make_optimizer = OPTIMIZERS[name]
-    expected = train(None, make_optimizer=make_optimizer)
+    options = {"make_optimizer": make_optimizer, "callbacks": [Draws()]}
+    expected = train(None, **options)
     # Within an epoch, and within the next one.
     for batches_of_this_run in (7, 9):
         with pytest.raises(KilledError):
-            train(
-                tmp_path,
-                make_optimizer=make_optimizer,
-                killed_after=batches_of_this_run,
-            )
-    result = train(tmp_path, make_optimizer=make_optimizer)
+            train(tmp_path, killed_after=batches_of_this_run, **options)
+    result = train(tmp_path, **options)
     # The last step of a run has no checkpoint; nor have those that came while the one
     # before was still being written.
     assert 0 < result.start_step <= 14
