@@ -6,7 +6,8 @@
      "learning_rate": 0.2, "communication": 0.1, "input_wait": 0.02,
      "samples_per_second": 106668.1}
     {"event": "evaluation", "seconds": 1.5e9, "step": 5000, "metrics": {"loss": 0.07}}
-    {"event": "checkpoint", "seconds": 1.5e9, "step": 5000, "text": "written in 0.1 s"}
+    {"event": "checkpoint", "seconds": 1.5e9, "step": 5000, "text":
+     "copied in 0.002 s, written in 0.1 s"}
 
 Lines of the event export are as those of checkpoints. `seconds` is the time since the
 epoch. A number that is not finite is null. All runs of a job append to the file, and no

@@ -49,10 +49,10 @@ class Commits:
     def delete_leftovers(self):
         """Do nothing: no process leaves any."""
 
-    def submit(self, checkpoint):
+    def submit(self, checkpoint, *, copy_seconds):
         """Keep a `Checkpoint`, then leave the training if hosts have come or gone.
 
-        A collective: all ranks leave it at the same step.
+        A collective: all ranks leave it at the same step. `copy_seconds` is not used.
         """
         self._newest = checkpoint
         self._state.check_host_updates()

@@ -53,8 +53,13 @@ class BackgroundWriter:
         """Whether an earlier checkpoint is still being written."""
         return self._writing is not None and not self._writing.done()
 
-    def submit(self, checkpoint):
-        """Write a `Checkpoint`, unless an earlier one is still being written."""
+    def submit(self, checkpoint, *, copy_seconds):
+        """Write a `Checkpoint`, unless an earlier one is still being written.
+
+        Args:
+            checkpoint: the `Checkpoint`.
+            copy_seconds: for which training has stopped, to be reported.
+        """
         if self.is_busy:
             self._report(
                 checkpoint.step,
@@ -62,7 +67,7 @@ class BackgroundWriter:
                 "slower than the interval of checkpoints",
             )
         else:
-            self._writing = self._thread.submit(self._write, checkpoint)
+            self._writing = self._thread.submit(self._write, checkpoint, copy_seconds)
 
     def is_done(self, timeout_seconds=None):
         """Wait for the checkpoint that is being written; return whether it has ended.
@@ -88,7 +93,7 @@ class BackgroundWriter:
         self.is_done(_PATIENCE_SECONDS if error else None)
         self._thread.shutdown(wait=False)
 
-    def _write(self, checkpoint):
+    def _write(self, checkpoint, copy_seconds):
         start = self._clock()
         try:
             self._files.write(checkpoint)
@@ -96,7 +101,10 @@ class BackgroundWriter:
             self._report(checkpoint.step, f"not written: {error}")
             self._on_failure()
             return error
-        self._report(checkpoint.step, f"written in {self._clock() - start:.1f} s")
+        self._report(
+            checkpoint.step,
+            f"copied in {copy_seconds:.3f} s, written in {self._clock() - start:.1f} s",
+        )
         return None
 
     def _report(self, step, text):
@@ -168,16 +176,18 @@ class CheckpointCallback(StepCallback):
             self._save(is_finished)
 
     def _save(self, is_finished):
+        start = time.perf_counter()
         state.check_finite(self.model, self.step)
         arrays = state.capture(
             self.model, self._world, is_kept=self._writer is not None
         )
         if arrays is None:
             return
+        copy_seconds = time.perf_counter() - start
         if is_finished or self._is_stopping:
             # This one must not be left out.
             self._writer.is_done()
         checkpoint = Checkpoint(
             step=self.step, arrays=arrays, metadata=self._describe(is_finished)
         )
-        self._writer.submit(checkpoint)
+        self._writer.submit(checkpoint, copy_seconds=copy_seconds)
