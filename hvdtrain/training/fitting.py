@@ -19,12 +19,12 @@ class _SegmentEndError(Exception):
     """Leaves `fit` at the end of an epoch, without what it does at the end."""
 
 
-def built(model, input_fn):
+def built(model, make_batches):
     """Return a model that has all variables, with a distributed optimizer.
 
     Args:
         model: a compiled model.
-        input_fn: see `TrainSpec`.
+        make_batches: `TrainSpec.batches`.
 
     Raises:
         JobError: it is not compiled.
@@ -38,7 +38,7 @@ def built(model, input_fn):
         hvd.DistributedOptimizer(model.optimizer)
     # Keras builds the metrics of `compile` with the first batch: a checkpoint that was
     # written within an epoch has states for them.
-    x, y, weights = keras.utils.unpack_x_y_sample_weight(next(iter(input_fn(0, 1))))
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(next(iter(make_batches(0, 1))))
     predictions = model(x)
     # With several losses, Keras builds a metric for each here.
     model.compute_loss(x, y, predictions, weights)
@@ -49,7 +49,7 @@ def built(model, input_fn):
     return model
 
 
-def fit(model, input_fn, plan, *, start_step, callbacks):
+def fit(model, make_batches, plan, *, start_step, callbacks):
     """Train from `start_step` to the end of the plan.
 
     A run that continues within an epoch takes two calls of Keras' `fit`: all epochs of
@@ -58,7 +58,7 @@ def fit(model, input_fn, plan, *, start_step, callbacks):
 
     Args:
         model: a compiled model.
-        input_fn: see `TrainSpec`.
+        make_batches: `TrainSpec.batches`.
         plan: the `Plan`.
         start_step: steps taken before.
         callbacks: Keras callbacks.
@@ -70,7 +70,7 @@ def fit(model, input_fn, plan, *, start_step, callbacks):
     whole = _WholeTraining(callbacks, model=model, plan=plan)
     for segment in segments:
         whole.start(segment, is_last=segment is segments[-1])
-        batches = input_fn(segment.start_step, segment.end_step)
+        batches = make_batches(segment.start_step, segment.end_step)
         try:
             _fit(model, batches, segment, whole)
             # The last segment, or a callback has stopped the training.
@@ -84,7 +84,7 @@ def fit(model, input_fn, plan, *, start_step, callbacks):
                 raise JobError(
                     f"Received {found[1]} batches from input_fn for the steps "
                     f"{segment.start_step} to {segment.end_step}; expected one for "
-                    "each step: repeat the data set, or lower max_steps."
+                    "each step: set TrainSpec.repeat, or lower max_steps."
                 ) from None
             raise
 

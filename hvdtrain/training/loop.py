@@ -77,7 +77,7 @@ def _train_and_evaluate(
 ):
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
-    model = built(model_fn(), train_spec.input_fn)
+    model = built(model_fn(), train_spec.batches)
     exports = exporting.prepare(
         eval_spec.exporters, model, world, observers, model_dir=config.model_dir
     )

@@ -91,7 +91,7 @@ class Session:
         with stopping_on(numbers, self._requests, rank=self._world.rank), writing:
             fit(
                 model,
-                train_spec.input_fn,
+                train_spec.batches,
                 self._plan,
                 start_step=self._start.step,
                 callbacks=self._callbacks(train_spec, eval_spec),

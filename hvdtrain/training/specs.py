@@ -30,6 +30,8 @@ class TrainSpec:
         callbacks: `callbacks(plan)` returns more Keras callbacks, for the `Plan`.
         steps_per_execution: steps per call of the compiled train function, None for
             a default.
+        repeat: where the input of a rank ends, take it from its start again, as the
+            next pass over the data. By default an early end is an error.
     """
 
     input_fn: Callable
@@ -38,6 +40,14 @@ class TrainSpec:
     local_batch_size: int
     callbacks: Callable = lambda plan: ()
     steps_per_execution: int | None = None
+    repeat: bool = False
+
+    def batches(self, start_step, end_step):
+        """Return this rank's dataset of these steps."""
+        if not self.repeat:
+            return self.input_fn(start_step, end_step)
+        # The length of a pass is not known: a job that continues reads it again.
+        return self.input_fn(0, self.max_steps).repeat().skip(start_step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,7 @@ def train(
     evaluation=None,
     input_fn=batches,
     callbacks=(),
+    repeat=False,
     **config,
 ):
     callbacks = [*callbacks, *([KillAfter(killed_after)] if killed_after else [])]
@@ -116,6 +117,7 @@ def train(
             pass_steps=EPOCH_STEPS,
             local_batch_size=local_batch_size,
             steps_per_execution=1,
+            repeat=repeat,
             callbacks=lambda plan: callbacks,
         ),
         evaluation or EvalSpec(input_fn=lambda: batches(0, 20), throttle_steps=6),
@@ -329,6 +331,22 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, is_last):
 def test_an_input_that_ends_early():
     with pytest.raises(JobError, match=r"^Received 23 batches .* steps 0 to 35; exp"):
         train(None, input_fn=lambda start, end: batches(start, min(end, 23)))
+
+
+def test_an_input_that_starts_again_where_it_ends(tmp_path):
+    def one_pass(start, end):
+        del start, end
+        return batches(0, 13)
+
+    expected = train(
+        None, input_fn=lambda start, end: batches(start, end, num_samples=13 * BATCH)
+    )
+    options = {"input_fn": one_pass, "repeat": True}
+    with pytest.raises(KilledError):
+        train(tmp_path, killed_after=20, **options)
+    result = train(tmp_path, **options)
+    assert 0 < result.start_step <= 20
+    assert_equal(result, expected)
 
 
 def test_a_job_that_is_shortened_evaluates_what_it_has(tmp_path):
