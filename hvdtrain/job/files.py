@@ -39,6 +39,16 @@ def atomic_write(path):
         raise
 
 
+def make_directory(path):
+    """Create a directory and those above it, durably, unless it exists."""
+    path = pathlib.Path(path)
+    missing = [each for each in (path, *path.parents) if not each.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in reversed(missing):
+        # A directory is durable only with the one that contains it.
+        _synchronize(each.parent)
+
+
 @contextlib.contextmanager
 def atomic_directory(path):
     """Yield a new directory beside `path` that is renamed to `path` at the end.

@@ -1,17 +1,21 @@
 """Checkpoint files: complete or absent, named by their step, the newest ones kept.
 
-    step-00000300.safetensors   arrays, in the format of the library safetensors
-    step-00000300.json          digest of that file, and what is not an array
+    step-00000300.json                   name and digest of the other, and the rest
+    step-00000300-9f86d081.safetensors   arrays, in the format of safetensors
 
 Each is written to a temporary file, synchronized to the disk and renamed. The JSON
-file comes last: without it the arrays are those of a writer that was killed.
+file comes last: arrays that none names are those of a writer that was killed. The
+arrays have a new name in each write, so that the rename of the JSON file alone
+replaces a checkpoint of the same step.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import pathlib
 import re
+import secrets
 import time
 
 import numpy as np
@@ -19,11 +23,16 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from hvdtrain.job import JobError
-from hvdtrain.job.files import atomic_write, one_line_errors, remove_partial
+from hvdtrain.job.files import (
+    atomic_write,
+    make_directory,
+    one_line_errors,
+    remove_partial,
+)
 
 # To be increased when an older version could not read what this one writes.
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})\.(json|safetensors)")
+_NAME = re.compile(r"step-(\d{8,})\.json")
 _HOUR_SECONDS = 3600.0
 
 
@@ -61,14 +70,18 @@ class CheckpointFiles:
         self._keep_max = keep_max
         self._keep_seconds = keep_every_hours * _HOUR_SECONDS
         self._clock = clock
+        self._superseded = set()
 
     def steps(self):
         """Return the steps of all checkpoints, newest first, valid or not."""
-        return sorted(self._names(".json"), reverse=True)
+        if not self._directory.is_dir():
+            return []
+        matches = [_NAME.fullmatch(path.name) for path in self._directory.iterdir()]
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def path(self, step):
-        """Return the path of the arrays of a checkpoint."""
-        return self._directory / f"step-{step:08}.safetensors"
+        """Return the path of the JSON file of a checkpoint."""
+        return self._directory / f"step-{step:08}.json"
 
     def write(self, checkpoint):
         """Write a `Checkpoint`, then delete those that are not to be kept.
@@ -77,27 +90,23 @@ class CheckpointFiles:
             CheckpointError: a file cannot be written; earlier checkpoints are intact.
         """
         path = self.path(checkpoint.step)
-        with _one_line_errors("write", path):
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as temporary:
-                temporary.touch()
-                mode = temporary.stat().st_mode
-                safetensors.numpy.save_file(_storable(checkpoint.arrays), temporary)
-                # The library makes a file that only this user can read.
-                temporary.chmod(mode)
-                digest, size = _digest(temporary), temporary.stat().st_size
-            described = {
+        with _one_line_errors("write", path), contextlib.ExitStack() as on_error:
+            make_directory(self._directory)
+            described = self._write_arrays(checkpoint)
+            on_error.callback((self._directory / described["arrays"]).unlink)
+            described |= {
                 "format": FORMAT,
                 "step": checkpoint.step,
-                "sha256": digest,
-                "bytes": size,
                 "seconds": self._clock(),
                 "metadata": checkpoint.metadata,
             }
-            # A metric may be NaN; Python's JSON has a word for it.
+            # A metric may be NaN, which Python writes and reads as the word NaN.
             text = json.dumps(described, indent=2) + "\n"
-            with atomic_write(path.with_suffix(".json")) as temporary:
+            with atomic_write(path) as temporary:
                 temporary.write_text(text)
+            on_error.pop_all()
+        # The checkpoint is complete: what cannot be deleted now is so after the next.
+        with contextlib.suppress(OSError):
             self._delete_old(checkpoint.step)
 
     def read(self, step):
@@ -114,12 +123,18 @@ class CheckpointFiles:
                     f"Cannot read {path}: it has the format {described['format']}, "
                     f"and this version of hvdtrain reads {FORMAT}."
                 )
-            size = path.stat().st_size
+            arrays_path = self._directory / described["arrays"]
+            size = arrays_path.stat().st_size
             if size != described["bytes"]:
-                raise ValueError(f"{size} bytes, expected {described['bytes']}")
-            if _digest(path) != described["sha256"]:
-                raise ValueError("the digest differs from that in its JSON file")
-            arrays = safetensors.numpy.load_file(path)
+                raise ValueError(
+                    f"{arrays_path.name} has {size} bytes, expected "
+                    f"{described['bytes']}"
+                )
+            if _digest(arrays_path) != described["sha256"]:
+                raise ValueError(f"{arrays_path.name} has another digest")
+            arrays = safetensors.numpy.load_file(arrays_path)
+            for name in described["bfloat16"]:
+                arrays[name] = arrays[name].view("bfloat16")
         return Checkpoint(step=step, arrays=arrays, metadata=described["metadata"])
 
     def metadata(self, step):
@@ -137,40 +152,71 @@ class CheckpointFiles:
             return
         with _one_line_errors("write", self._directory):
             remove_partial(self._directory)
-            for step in self._names(".safetensors") - self._names(".json"):
-                self.path(step).unlink(missing_ok=True)
+            self._delete_arrays(but=self.steps())
+
+    def supersede_after(self, step):
+        """Let the next write delete all checkpoints of later steps than `step`.
+
+        They were passed over: the training goes on from `step`.
+        """
+        self._superseded = {each for each in self.steps() if each > step}
+
+    def _write_arrays(self, checkpoint):
+        """Write them to a file with a new name; return what the JSON file has of it."""
+        name = f"{self.path(checkpoint.step).stem}-{secrets.token_hex(4)}.safetensors"
+        arrays, of_bfloat16 = _storable(checkpoint.arrays)
+        with atomic_write(self._directory / name) as temporary:
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            safetensors.numpy.save_file(arrays, temporary)
+            # The library makes a file that only this user can read.
+            temporary.chmod(mode)
+            digest, size = _digest(temporary), temporary.stat().st_size
+        return {
+            "arrays": name,
+            "sha256": digest,
+            "bytes": size,
+            "bfloat16": of_bfloat16,
+        }
 
     def _delete_old(self, newest):
-        """Delete the checkpoints that are not to be kept.
-
-        Those of later steps are of a run before, which did not continue from them.
-        """
-        steps = [step for step in self.steps() if step <= newest]
+        """Delete the checkpoints that are not to be kept."""
+        superseded = self._superseded - {newest}
+        steps = [step for step in self.steps() if step not in superseded]
         kept = {*steps[: self._keep_max], *self._hourly(steps)}
         for step in self.steps():
             if step not in kept:
-                # In this order: arrays without JSON file are no checkpoint.
-                self.path(step).with_suffix(".json").unlink(missing_ok=True)
                 self.path(step).unlink(missing_ok=True)
+        self._superseded = set()
+        # After the JSON files: arrays that none names are no checkpoint.
+        self._delete_arrays(but=kept)
+
+    def _delete_arrays(self, *, but):
+        """Delete the arrays that no JSON file of the steps `but` names."""
+        named = set()
+        for step in but:
+            with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
+                named.add(self._described(step)["arrays"])
+        for path in self._directory.glob("step-*.safetensors"):
+            if path.name not in named:
+                path.unlink(missing_ok=True)
 
     def _hourly(self, steps):
         if not self._keep_seconds:
             return
         last = None
         for step in reversed(steps):
-            seconds = self._described(step)["seconds"]
+            try:
+                seconds = self._described(step)["seconds"]
+            except (OSError, LookupError, TypeError, ValueError):
+                # Damaged: resuming passes it over, too.
+                continue
             if last is None or seconds - last >= self._keep_seconds:
                 last = seconds
                 yield step
 
     def _described(self, step):
-        return json.loads(self.path(step).with_suffix(".json").read_text())
-
-    def _names(self, suffix):
-        if not self._directory.is_dir():
-            return set()
-        matches = [_NAME.fullmatch(path.name) for path in self._directory.iterdir()]
-        return {int(m[1]) for m in matches if m and m[0].endswith(suffix)}
+        return json.loads(self.path(step).read_text())
 
 
 def _digest(path):
@@ -179,13 +225,14 @@ def _digest(path):
 
 
 def _storable(arrays):
-    """Return the arrays contiguous, and those of bfloat16 as their bits."""
+    """Return contiguous arrays, bfloat16 as its bits, and the names of the latter."""
+    of_bfloat16 = [name for name, a in arrays.items() if a.dtype.name == "bfloat16"]
+    bits = {name: arrays[name].view(np.uint16) for name in of_bfloat16}
+    # The shape of a scalar is lost otherwise.
     return {
-        name: np.ascontiguousarray(
-            array.view(np.uint16) if array.dtype.name == "bfloat16" else array
-        ).reshape(array.shape)
-        for name, array in arrays.items()
-    }
+        name: np.ascontiguousarray(array).reshape(array.shape)
+        for name, array in (arrays | bits).items()
+    }, of_bfloat16
 
 
 def _one_line_errors(action, path):

@@ -11,7 +11,7 @@ import warnings
 
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
-from hvdtrain.job.files import atomic_write, one_line_errors
+from hvdtrain.job.files import atomic_write, make_directory, one_line_errors
 
 _MODEL, _SUMMARY, _LOCK = "model.keras", "summary.json", ".lock"
 # The largest model with the largest optimizer state, and some logs.
@@ -41,7 +41,7 @@ def prepare(model_dir, *, needed_bytes=_NEEDED_BYTES):
             raise JobError(
                 f"{directory} is not a directory: choose another --model_dir."
             )
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         # Permissions and free space as reported do not include quotas and read-only
         # mounts; an allocation does.
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -59,7 +59,7 @@ def locked(model_dir):
     """
     path = pathlib.Path(model_dir) / _LOCK
     with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         file = path.open("a+")
     with file:
         try:

@@ -3,9 +3,11 @@
 import json
 import os
 import stat
+from unittest import mock
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointError, CheckpointFiles
 
@@ -26,6 +28,11 @@ def files(tmp_path):
     return CheckpointFiles(tmp_path / "checkpoints", keep_max=3)
 
 
+def arrays_path(files, step=300):
+    (path,) = files.path(0).parent.glob(f"step-{step:08}-*.safetensors")
+    return path
+
+
 def names(files):
     return sorted(path.name for path in files.path(0).parent.iterdir())
 
@@ -37,15 +44,16 @@ def test_what_is_written_is_read(files):
     assert found.arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(found.arrays[name], array, strict=True)
-    assert names(files) == ["step-00000300.json", "step-00000300.safetensors"]
+    assert names(files) == [arrays_path(files).name, "step-00000300.json"]
 
 
 def test_bfloat16_is_stored_as_its_bits(files):
     weights = np.array([1.0, -2.5], "float32").astype("bfloat16")
     files.write(Checkpoint(step=1, arrays={"w": weights}, metadata={}))
-    stored = files.read(1).arrays["w"]
-    assert stored.dtype == np.uint16
-    np.testing.assert_array_equal(stored.view("bfloat16"), weights)
+    found = files.read(1).arrays["w"]
+    np.testing.assert_array_equal(found, weights, strict=True)
+    stored = load_file(arrays_path(files, 1))["w"]
+    np.testing.assert_array_equal(stored, [0x3F80, 0xC020])
 
 
 def test_permissions_are_those_of_any_file(files):
@@ -54,7 +62,8 @@ def test_permissions_are_those_of_any_file(files):
         files.write(checkpoint())
     finally:
         os.umask(before)
-    assert stat.S_IMODE(files.path(300).stat().st_mode) == 0o640
+    for path in (files.path(300), arrays_path(files)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 def test_the_newest_are_kept(files):
@@ -74,15 +83,40 @@ def test_one_of_every_so_many_hours_is_kept(tmp_path):
     assert files.steps() == [5, 3, 1]
 
 
-def test_those_of_later_steps_are_of_a_run_before(files):
+def test_a_damaged_one_is_not_of_an_hour(tmp_path):
+    files = CheckpointFiles(tmp_path, keep_max=1, keep_every_hours=1)
+    files.write(checkpoint(10))
+    truncate(files.path(10), size=5)
+    files.write(checkpoint(20))
+    files.write(checkpoint(30))
+    assert files.steps() == [30, 20]
+
+
+def test_the_next_write_deletes_those_that_were_passed_over(files):
     for step in (10, 20, 30):
         files.write(checkpoint(step))
+    files.supersede_after(10)
+    assert files.steps() == [30, 20, 10]
     files.write(checkpoint(20))
     assert files.steps() == [20, 10]
+    assert len(names(files)) == 4
 
 
-def truncate(path):
-    os.truncate(path, path.stat().st_size - 1)
+def test_a_step_is_replaced_at_once(files, monkeypatch):
+    files.write(checkpoint())
+    with monkeypatch.context() as patch:
+        # A writer that is killed before the JSON file is written.
+        patch.setattr("json.dumps", mock.Mock(side_effect=ValueError("killed")))
+        with pytest.raises(CheckpointError):
+            files.write(Checkpoint(step=300, arrays={}, metadata={}))
+    assert files.read(300).arrays.keys() == ARRAYS.keys()
+    files.write(Checkpoint(step=300, arrays={}, metadata={}))
+    assert files.read(300).arrays == {}
+    assert len(names(files)) == 2
+
+
+def truncate(path, *, size=-1):
+    os.truncate(path, size % path.stat().st_size)
 
 
 def flip_a_bit(path):
@@ -91,25 +125,19 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-def remove(path):
-    path.unlink()
-
-
-def empty_json(path):
-    path.with_suffix(".json").write_text("{}")
-
-
-def truncated_json(path):
-    truncate(path.with_suffix(".json"))
-    truncate(path.with_suffix(".json"))
-
-
 @pytest.mark.parametrize(
-    "damage", [truncate, flip_a_bit, remove, empty_json, truncated_json]
+    "damage",
+    [
+        lambda files: truncate(arrays_path(files)),
+        lambda files: flip_a_bit(arrays_path(files)),
+        lambda files: arrays_path(files).unlink(),
+        lambda files: files.path(300).write_text("{}"),
+        lambda files: truncate(files.path(300), size=-2),
+    ],
 )
 def test_damage_is_found(files, damage):
     files.write(checkpoint())
-    damage(files.path(300))
+    damage(files)
     with pytest.raises(CheckpointError) as caught:
         files.read(300)
     assert str(files.path(300)) in str(caught.value)
@@ -118,7 +146,7 @@ def test_damage_is_found(files, damage):
 
 def test_a_newer_format_is_named(files):
     files.write(checkpoint())
-    path = files.path(300).with_suffix(".json")
+    path = files.path(300)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     with pytest.raises(CheckpointError, match="format 99"):
         files.read(300)
@@ -126,20 +154,22 @@ def test_a_newer_format_is_named(files):
 
 def test_leftovers_of_a_killed_writer_are_deleted(files):
     files.write(checkpoint())
+    complete = names(files)
     directory = files.path(0).parent
-    (directory / ".partial-0123abcd-step-00000400.safetensors").touch()
-    files.path(400).touch()  # its JSON file was never written
+    for left in ".partial-0123abcd-step-00000400-0.json", "step-00000400-0.safetensors":
+        (directory / left).touch()
     assert files.steps() == [300]
     files.delete_leftovers()
-    assert names(files) == ["step-00000300.json", "step-00000300.safetensors"]
+    assert names(files) == complete
 
 
 def test_a_failed_write_leaves_the_others(files):
     files.write(checkpoint(300))
+    complete = names(files)
     blocked = files.path(400)
     blocked.mkdir()  # the rename to this name fails
     with pytest.raises(CheckpointError, match=f"Cannot write {blocked}"):
         files.write(checkpoint(400))
     blocked.rmdir()
     assert files.read(300).step == 300
-    assert names(files) == ["step-00000300.json", "step-00000300.safetensors"]
+    assert names(files) == complete
