@@ -47,19 +47,21 @@ def fail_together(world, *, expected=(JobError,)):
             raise SharedJobError(f"rank {rank} on {host}: {text}")
 
 
-def check_same_flags(world, values, *, but=()):
-    """Raise `SharedJobError` if a flag differs between them. A collective.
+def check_same(world, values, *, but=(), prefix=""):
+    """Raise `SharedJobError` if an option differs between the ranks. A collective.
 
     Args:
         world: the `World`.
-        values: this rank's flags, a dict by name.
-        but: names of flags that may differ.
+        values: this rank's options, a dict by name.
+        but: names of options that may differ.
+        prefix: of the names in the message, "--" for flags.
     """
     everyone = gather(world, values)
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
-            if name not in but and value != everyone[0][name]:
+            before = everyone[0][name]
+            if name not in but and value != before:
                 raise SharedJobError(
-                    f"Received --{name}={everyone[0][name]} on rank 0 and --{name}="
+                    f"Received {prefix}{name}={before} on rank 0 and {prefix}{name}="
                     f"{value} on rank {rank}; expected the same on all ranks."
                 )

@@ -9,7 +9,7 @@ import platform
 import tensorflow as tf
 
 from hvdtrain import description
-from hvdtrain.job.agreement import check_same_flags, fail_together
+from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.measurement import collectives, files, tables, throughput
 from hvdtrain.measurement.comparison import FORMAT
 
@@ -35,7 +35,7 @@ def run(options, world, *, mpi_seconds):
     # repeated tracing.
     tf.get_logger().setLevel(logging.ERROR)
     values = dataclasses.asdict(options)
-    check_same_flags(world, values, but=_OWN_FLAGS)
+    check_same(world, values, but=_OWN_FLAGS, prefix="--")
     result = {**_environment(options, world), "flags": values}
     if options.collectives:
         result["collectives"] = _collectives(options, world, mpi_seconds)

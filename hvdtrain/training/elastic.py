@@ -12,21 +12,28 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import backend
+from hvdtrain.training.requests import Requests
 
 
 class Commits:
     """The newest state of the job, in the memory of this rank.
 
-    It has the methods of `CheckpointFiles` and of its writer.
+    It has the methods of `CheckpointFiles` that reading takes, and `submit` of the
+    writer.
 
     Args:
         size: number of ranks at the start.
-    """
 
-    is_busy = False
+    Attributes:
+        original_size: number of ranks at the start.
+        requests: the `Requests` of this rank, which outlive a change of the job.
+        writer: the `BackgroundWriter` of the last run on this rank; None elsewhere.
+    """
 
     def __init__(self, size):
         self.original_size = size
+        self.requests = Requests()
+        self.writer = None
         self._newest = None
         self._state = _HostUpdates()
 
@@ -49,6 +56,9 @@ class Commits:
     def delete_leftovers(self):
         """Do nothing: no process leaves any."""
 
+    def supersede_after(self, step):
+        """Do nothing: the next commit replaces this one."""
+
     def submit(self, checkpoint, *, copy_seconds):
         """Keep a `Checkpoint`, then leave the training if hosts have come or gone.
 
@@ -61,10 +71,6 @@ class Commits:
     def has_host_updates(self):
         """Whether the launcher has announced hosts since the last commit."""
         return not self._state._host_messages.empty()
-
-    def is_done(self):
-        """Return True: a commit is made at once."""
-        return True
 
 
 class _HostUpdates(State):

@@ -4,7 +4,7 @@ import contextlib
 
 from hvdtrain.keras import metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
-from hvdtrain.training.events import scalars
+from hvdtrain.training.events import notify, scalars
 from hvdtrain.training.progress import check_loss
 from hvdtrain.training.stepping import StepCallback
 
@@ -57,10 +57,12 @@ class EvaluationCallback(StepCallback):
         observers: see `train_and_evaluate`.
         results: the list of the job's evaluations, to which each is appended.
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
+        on_end: called after each evaluation.
     """
 
-    def __init__(self, spec, plan, is_due, observers, *, results, exports=None):
+    def __init__(self, spec, plan, is_due, observers, *, results, exports=None, on_end):
         super().__init__(plan)
+        self._on_end = on_end
         self._exports = exports
         self._results = results
         self._spec = spec
@@ -82,6 +84,7 @@ class EvaluationCallback(StepCallback):
             steps = None if is_epoch_end else self.epoch_steps
             with evaluated_weights(self.model, steps=steps):
                 self._evaluate()
+            self._on_end()
 
     def _evaluate(self):
         batches = self._spec.input_fn()
@@ -90,7 +93,6 @@ class EvaluationCallback(StepCallback):
         # an update that broke the weights in the last steps become visible.
         check_loss(found["loss"], self.step)
         self._results.append({"step": self.step, "metrics": found})
-        for observer in self._observers:
-            observer.on_evaluation(self.step, scalars(found))
+        notify(self._observers, "on_evaluation", self.step, scalars(found))
         if self._exports:
             self._exports.write(self.model, self._results, is_last=self.is_last)

@@ -51,6 +51,12 @@ class Progress:
     seconds_left: float
 
 
+def notify(observers, method, *arguments):
+    """Call a method of all observers; `train_and_evaluate` lists their methods."""
+    for observer in observers:
+        getattr(observer, method)(*arguments)
+
+
 def scalars(metrics):
     """Return the metrics that are numbers, as floats, without those that are arrays."""
     return {name: float(v) for name, v in metrics.items() if np.ndim(v) == 0}

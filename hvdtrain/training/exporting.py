@@ -20,6 +20,7 @@ from hvdtrain.job.files import (
     remove_partial,
 )
 from hvdtrain.keras import metrics
+from hvdtrain.training.events import notify
 from hvdtrain.training.observers import reason_of
 
 _DIRECTORY = "export"
@@ -99,8 +100,7 @@ class Exports:
                 self._error = error
         else:
             text = f"written to {path} in {self._clock() - start:.1f} s"
-        for observer in self._observers:
-            observer.on_export(step, text)
+        notify(self._observers, "on_export", step, text)
 
     def _path(self, exporter, step):
         return self._directory / exporter.name / f"step-{step:08}"

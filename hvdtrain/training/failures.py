@@ -46,7 +46,7 @@ def _write(directory, world, error):
     values = {
         "rank": world.rank,
         "host": socket.gethostname(),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         "error": f"{type(error).__name__}: {error}",
         "traceback": traceback.format_exc(),
     }

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import JobError
+from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer import is_distributed
 
@@ -38,7 +39,11 @@ def built(model, make_batches):
         hvd.DistributedOptimizer(model.optimizer)
     # Keras builds the metrics of `compile` with the first batch: a checkpoint that was
     # written within an epoch has states for them.
-    x, y, weights = keras.utils.unpack_x_y_sample_weight(next(iter(make_batches(0, 1))))
+    for batch in make_batches(0, 1).take(1):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        break
+    else:
+        raise JobError("Received no batch from input_fn; expected one for each step.")
     predictions = model(x)
     # With several losses, Keras builds a metric for each here.
     model.compute_loss(x, y, predictions, weights)
@@ -78,7 +83,7 @@ def fit(model, make_batches, plan, *, start_step, callbacks):
         except _SegmentEndError:
             continue
         except hvd.callbacks.DesynchronizedError as error:
-            raise JobError(str(error)) from None
+            raise SharedJobError(str(error)) from None
         except tf.errors.OpError as error:
             if found := _EARLY_END.search(str(error)):
                 raise JobError(
@@ -127,13 +132,13 @@ class _WholeTraining(keras.callbacks.CallbackList):
             epochs=plan.epochs,
             steps=plan.fit_epoch_steps,
         )
-        self._epoch_steps = plan.fit_epoch_steps
+        self._plan = plan
         self._has_begun = False
 
     def start(self, segment, *, is_last):
         """Take the segment of the next call of `fit`."""
         self._is_last = is_last
-        self._offset = segment.start_step % self._epoch_steps
+        self._offset = segment.start_step % self._plan.fit_epoch_steps
 
     def on_train_begin(self, logs=None):
         if not self._has_begun:
@@ -144,17 +149,20 @@ class _WholeTraining(keras.callbacks.CallbackList):
         # An interrupted epoch has begun before: a callback that changes the learning
         # rate there, `LearningRateScheduler` for example, would do so twice.
         rate = without_loss_scale(self.model.optimizer).learning_rate
-        before = rate.numpy()
+        is_kept = self._offset and isinstance(rate, keras.Variable)
+        before = rate.numpy() if is_kept else None
+        self._epoch = epoch
         super().on_epoch_begin(epoch, logs)
-        if self._offset and isinstance(rate, keras.Variable):
+        if is_kept:
             rate.assign(before)
 
     def on_train_batch_begin(self, batch, logs=None):
         super().on_train_batch_begin(batch + self._offset, logs)
 
     def on_train_batch_end(self, batch, logs=None):
-        # The last execution of an epoch may have fewer steps.
-        batch = min(batch + self._offset, self._epoch_steps - 1)
+        # The last execution of the last epoch may have fewer steps.
+        steps = self._plan.step(self._epoch + 1) - self._plan.step(self._epoch)
+        batch = min(batch + self._offset, steps - 1)
         super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch, logs=None):

@@ -9,7 +9,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import models, optimizers
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
-from hvdtrain.job.agreement import check_same_flags, fail_together
+from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.training import exporters, resuming, run_directory, schedules
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
@@ -91,7 +91,8 @@ def build(options, world, commits=None):
         JobError: on all ranks, if one of them cannot build it.
     """
     values = dataclasses.asdict(options)
-    check_same_flags(world, values, but=("data_dir", "model_dir", "timeline_file"))
+    own = ("data_dir", "model_dir", "timeline_file")
+    check_same(world, values, but=own, prefix="--")
     dataset, warning = load_everywhere(
         world, options.dataset, data_dir=options.data_dir
     )

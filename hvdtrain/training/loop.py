@@ -4,13 +4,13 @@ import contextlib
 
 import keras
 
-from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.job.agreement import check_same, fail_together, gather
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.training import exporting, failures, run_directory
 from hvdtrain.training.fitting import built
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.resuming import Start, assign_all, restore
-from hvdtrain.training.saving import checkpoint_files
+from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.session import Session
 from hvdtrain.training.specs import RunConfig
 
@@ -55,6 +55,7 @@ def train_and_evaluate(
             when the last checkpoint or an export of the last step cannot be written.
     """
     config = config or RunConfig()
+    _check_alike(eval_spec, config, world)
     with contextlib.ExitStack() as stack:
         if config.model_dir:
             with fail_together(world):
@@ -72,6 +73,25 @@ def train_and_evaluate(
         )
 
 
+def _check_alike(eval_spec, config, world):
+    """Check the options that decide which collectives a rank calls. A collective."""
+    check_same(
+        world,
+        {
+            "model_dir": config.model_dir is not None,
+            **{
+                name: getattr(config, name)
+                for name in ("save_every_steps", "commit_every_steps", "seed")
+            },
+            **{
+                name: getattr(eval_spec, name)
+                for name in ("every_epochs", "throttle_steps")
+            },
+            "exporters": [exporter.name for exporter in eval_spec.exporters],
+        },
+    )
+
+
 def _train_and_evaluate(
     model_fn, train_spec, eval_spec, config, world, *, observers, commits
 ):
@@ -87,6 +107,9 @@ def _train_and_evaluate(
     share = train_spec.local_batch_size * world.size / sum(shares)
     hook_of(model.optimizer).weigh_gradients(share)
     files, start = checkpoint_files(config), Start()
+    if commits:
+        # That of the last run, before this one reads and writes the directory.
+        wait_together(world, commits.writer)
     stores = [store for store in (commits, files) if store]
     if stores:
         start = restore(model, stores, world, global_batch_size=sum(shares))

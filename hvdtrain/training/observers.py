@@ -120,7 +120,9 @@ class Console:
         if self._bar is not None and not self._bar.disable:
             self._bar.write(line, file=self._file)
         else:
-            print(line, file=self._file, flush=True)
+            # In one write: a thread prints as well.
+            self._file.write(f"{line}\n")
+            self._file.flush()
 
 
 class EventLog:

@@ -8,7 +8,7 @@ from hvdtrain.job import signals
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training.requests import STOP
-from hvdtrain.training.saving import wait_together
+from hvdtrain.training.saving import complete_together
 from hvdtrain.training.stepping import StepCallback
 
 # A request may arrive twice: from a launcher, and from the sender itself where it
@@ -65,19 +65,20 @@ class PreemptionCallback(StepCallback):
         self._writer = writer
         self._clock = clock
         self._max_minutes = max_minutes
-        self._end_seconds = clock() + 60 * max_minutes if max_minutes else None
 
     def note_step(self):
         """Asks for a stop when the time is over."""
-        if self._end_seconds is not None and self._clock() > self._end_seconds:
+        minutes = (self._clock() - self._requests.start_seconds) / 60
+        if self._max_minutes and minutes > self._max_minutes:
             self._requests.stop(f"max_minutes={self._max_minutes:g}")
 
     def act(self, *, is_epoch_end):
         """Ends the training if it is agreed on; not where it ends anyway."""
         if STOP not in self._requests.agreed or self.is_last:
             return
-        # Ranks that end first would have the launcher kill a chief that still writes.
-        wait_together(self._world, self._writer)
+        # A launcher kills all ranks once one has ended with 75: also a chief that is
+        # still writing.
+        complete_together(self._world, self._writer)
         reason = next(filter(None, gather(self._world, self._requests.stop_reason)))
         raise PreemptedError(
             f"Stopped at step {self.step} of {self.plan.max_steps} by {reason}; start "

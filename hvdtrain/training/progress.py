@@ -8,9 +8,9 @@ import numpy as np
 
 from hvdtrain.collectives import transport
 from hvdtrain.data.streams import input_wait_seconds
-from hvdtrain.job import JobError
+from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras import Sum, allreduce
-from hvdtrain.training.events import Progress, RunStart, scalars
+from hvdtrain.training.events import Progress, RunStart, notify, scalars
 from hvdtrain.training.requests import Requests
 from hvdtrain.training.stopwatch import Stopwatch
 
@@ -20,11 +20,11 @@ _COMMUNICATION, _INPUT_WAIT = object(), object()
 
 
 def check_loss(loss, step):
-    """Raise `JobError` if `loss`, a mean over all ranks, is not finite."""
+    """Raise `SharedJobError` if `loss`, a mean over all ranks, is not finite."""
     if not math.isfinite(loss):
-        raise JobError(
+        raise SharedJobError(
             f"The loss became {loss} before step {step}: training has diverged. Lower "
-            "--learning_rate, or add --warmup_epochs."
+            "the learning rate, or add a warm-up."
         )
 
 
@@ -81,7 +81,7 @@ class ProgressCallback(keras.callbacks.Callback):
 
     @property
     def seconds(self):
-        """Seconds in the steps so far, without evaluation at the ends of epochs."""
+        """Seconds in the steps so far, without evaluations."""
         return self._time.total
 
     @property
@@ -100,15 +100,18 @@ class ProgressCallback(keras.callbacks.Callback):
             ranks=self._world.size,
             global_batch_size=self._global_batch_size,
         )
-        for observer in self._observers:
-            observer.on_start(start)
+        notify(self._observers, "on_start", start)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the clocks."""
         self._epoch = epoch
-        for stopwatch in self._stopwatches:
-            stopwatch.begin_epoch()
+        self.leave_out()
         self._reported_means = None
+
+    def leave_out(self):
+        """Leave out the time since the last execution, in which nothing was trained."""
+        for stopwatch in self._stopwatches:
+            stopwatch.resume()
 
     def on_train_batch_end(self, batch, logs=None):
         """Reads the clocks, and reports if it is due."""
@@ -133,8 +136,7 @@ class ProgressCallback(keras.callbacks.Callback):
         check_loss(recent["loss"], self._steps)
         if self._observers:
             progress = self._progress(recent, communication, input_wait)
-            for observer in self._observers:
-                observer.on_progress(progress)
+            notify(self._observers, "on_progress", progress)
         self._note_report()
 
     def _note_report(self):

@@ -11,9 +11,17 @@ class Requests:
     A report of progress, which is a collective about every second, adds up the
     requests of all ranks. What one rank has asked for is then agreed on by all of
     them, at the same step: agreement costs no collective of its own.
+
+    An elastic job keeps them when it changes: no request to stop is lost.
+
+    Attributes:
+        agreed: names that all ranks have agreed on at this step.
+        stop_reason: why this rank has asked for a stop; empty if it has not.
+        start_seconds: when the run began, by `time.monotonic`.
     """
 
     def __init__(self):
+        self.start_seconds = time.monotonic()
         self._asked = set()
         self.agreed = frozenset()
         self.stop_reason = ""
@@ -32,11 +40,12 @@ class Requests:
         return [int(name in self._asked) for name in NAMES]
 
     def agree(self, counts):
-        """Take the sums of all ranks' votes. Requests of this rank stay until then."""
+        """Take the sums of all ranks' votes; requests end, apart from one to stop."""
         self.agreed = frozenset(
             name for name, count in zip(NAMES, counts, strict=True) if count
         )
-        self._asked -= self.agreed
+        # If the job changes before it has stopped, it is to stop afterwards.
+        self._asked -= self.agreed - {STOP}
 
 
 class Every:
@@ -74,12 +83,12 @@ class Every:
     def __call__(self, step):
         """Return whether it is due after `step` steps."""
         now = self._clock()
-        if self._seconds and now - self._last_seconds >= self._seconds:
-            self._requests.ask(self._name)
         is_due = self._name in self._requests.agreed or bool(
             self._steps and step // self._steps > self._last_step // self._steps
         )
         self._last_step = step
         if is_due:
             self._last_seconds = now
+        elif self._seconds and now - self._last_seconds >= self._seconds:
+            self._requests.ask(self._name)
         return is_due

@@ -111,11 +111,12 @@ def _newest(model, store):
                 warnings.warn(
                     f"{reason} Continuing from step {step} instead.", stacklevel=2
                 )
+            store.supersede_after(step)
             return checkpoint
     if reasons:
         raise JobError(
             f"No checkpoint can be used. {' '.join(reasons)} Choose another "
-            "--model_dir for a new job, or delete these files."
+            "model_dir for a new job, or delete these files."
         )
     return None
 
@@ -152,4 +153,6 @@ class RestoreCallback(keras.callbacks.Callback):
         """Restores the metrics of an interrupted epoch, which `fit` has reset."""
         if self._own_state and self._is_within_epoch:
             self._own_state.assign_metrics(self.model)
+        if self._own_state:
+            self._own_state.release()
         self._own_state = None

@@ -1,17 +1,17 @@
 """When checkpoints are written, and in which thread."""
 
-import concurrent.futures
 import os
+import threading
 import time
 
-from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.training import state
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
+from hvdtrain.training.events import notify
 from hvdtrain.training.requests import STOP
 from hvdtrain.training.stepping import StepCallback
 
-_PATIENCE_SECONDS = 10.0
+_LIMIT_AFTER_ERROR_SECONDS = 10.0
 _POLL_SECONDS = 5.0
 _CHECKPOINTS = "checkpoints"
 
@@ -30,8 +30,8 @@ def checkpoint_files(config):
 class BackgroundWriter:
     """Writes checkpoints in a thread, one at a time.
 
-    Training goes on meanwhile. A disk that is slower than the interval of the
-    checkpoints, or full, costs checkpoints and no time: each is reported.
+    Training goes on meanwhile, also where the disk is full, or slower than the
+    interval of the checkpoints: those that are not written are reported.
 
     Args:
         files: the `CheckpointFiles`.
@@ -45,13 +45,8 @@ class BackgroundWriter:
         self._observers = observers
         self._on_failure = on_failure
         self._clock = clock
-        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-        self._writing = None
-
-    @property
-    def is_busy(self):
-        """Whether an earlier checkpoint is still being written."""
-        return self._writing is not None and not self._writing.done()
+        self._thread = None
+        self._error = None
 
     def submit(self, checkpoint, *, copy_seconds):
         """Write a `Checkpoint`, unless an earlier one is still being written.
@@ -60,14 +55,18 @@ class BackgroundWriter:
             checkpoint: the `Checkpoint`.
             copy_seconds: for which training has stopped, to be reported.
         """
-        if self.is_busy:
+        if not self.is_done(0):
             self._report(
                 checkpoint.step,
                 "not written: the one before is still being written; the disk is "
                 "slower than the interval of checkpoints",
             )
         else:
-            self._writing = self._thread.submit(self._write, checkpoint, copy_seconds)
+            # A daemon: the exit of Python does not wait for a disk that hangs.
+            self._thread = threading.Thread(
+                target=self._write, args=(checkpoint, copy_seconds), daemon=True
+            )
+            self._thread.start()
 
     def is_done(self, timeout_seconds=None):
         """Wait for the checkpoint that is being written; return whether it has ended.
@@ -75,13 +74,15 @@ class BackgroundWriter:
         Args:
             timeout_seconds: limit of the wait, None for none.
         """
-        writing = [self._writing] if self._writing else []
-        return not concurrent.futures.wait(writing, timeout=timeout_seconds).not_done
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
 
     def check(self):
-        """Raise the `CheckpointError` of the last checkpoint, if it was not written."""
-        if self._writing is not None and (error := self._writing.result()):
-            raise error
+        """Raise the error of the last checkpoint, if it was not written."""
+        if self._error:
+            raise self._error
 
     def __enter__(self):
         """Return the writer."""
@@ -90,26 +91,25 @@ class BackgroundWriter:
     def __exit__(self, kind, error, trace):
         """Wait for the checkpoint that is being written."""
         # After an error not without limit: the disk may be the reason.
-        self.is_done(_PATIENCE_SECONDS if error else None)
-        self._thread.shutdown(wait=False)
+        self.is_done(_LIMIT_AFTER_ERROR_SECONDS if error else None)
 
     def _write(self, checkpoint, copy_seconds):
         start = self._clock()
+        self._error = None
         try:
             self._files.write(checkpoint)
-        except JobError as error:
+        # Of any kind, MemoryError for example: a thread has no other way to report it.
+        except Exception as error:
+            self._error = error
             self._report(checkpoint.step, f"not written: {error}")
             self._on_failure()
-            return error
-        self._report(
-            checkpoint.step,
-            f"copied in {copy_seconds:.3f} s, written in {self._clock() - start:.1f} s",
-        )
-        return None
+        else:
+            seconds = self._clock() - start
+            text = f"copied in {copy_seconds:.3f} s, written in {seconds:.1f} s"
+            self._report(checkpoint.step, text)
 
     def _report(self, step, text):
-        for observer in self._observers:
-            observer.on_checkpoint(step, text)
+        notify(self._observers, "on_checkpoint", step, text)
 
 
 def wait_together(world, writer):
@@ -118,13 +118,15 @@ def wait_together(world, writer):
     Args:
         world: the `World`.
         writer: the `BackgroundWriter` on the chief; None elsewhere.
-
-    Raises:
-        SharedJobError: it could not be written.
     """
     # Short waits: a long one would be taken for a rank that hangs.
     while not all(gather(world, writer is None or writer.is_done(_POLL_SECONDS))):
         pass
+
+
+def complete_together(world, writer):
+    """`wait_together`, and raise `SharedJobError` if it could not be written."""
+    wait_together(world, writer)
     with fail_together(world):
         if writer:
             writer.check()
@@ -143,11 +145,12 @@ class CheckpointCallback(StepCallback):
         requests: the `Requests`.
         world: the `World`.
         describe: `describe(is_finished)` returns the metadata at this moment.
-        saves_on_stop: whether it saves where the job stops.
+        is_commit: whether all ranks keep the state; there is none at the end, where
+            the ranks are not to leave the training for hosts that have come.
     """
 
     def __init__(
-        self, writer, plan, is_due, requests, world, *, describe, saves_on_stop=True
+        self, writer, plan, is_due, requests, world, *, describe, is_commit=False
     ):
         super().__init__(plan)
         self._writer = writer
@@ -155,38 +158,33 @@ class CheckpointCallback(StepCallback):
         self._requests = requests
         self._world = world
         self._describe = describe
-        self._saves_on_stop = saves_on_stop
+        self._is_commit = is_commit
         self._is_pending = False
-
-    @property
-    def _is_stopping(self):
-        return STOP in self._requests.agreed
 
     def note_step(self):
         """Asks whether it is due."""
-        self._is_pending |= self._is_due(self.step) or self._is_stopping
+        self._is_pending |= self._is_due(self.step)
 
     def act(self, *, is_epoch_end):
         """Saves if it is due, and at the end of the training."""
-        if self._is_stopping and not self._saves_on_stop:
-            return
         is_finished = is_epoch_end and self.is_last
-        if self._is_pending or is_finished:
+        is_end = is_finished or STOP in self._requests.agreed
+        if self._is_commit and is_end:
+            return
+        if is_end:
+            # This one must not be left out.
+            wait_together(self._world, self._writer)
+        if self._is_pending or is_end:
             self._is_pending = False
             self._save(is_finished)
 
     def _save(self, is_finished):
         start = time.perf_counter()
         state.check_finite(self.model, self.step)
-        arrays = state.capture(
-            self.model, self._world, is_kept=self._writer is not None
-        )
+        arrays = state.capture(self.model, self._world, everywhere=self._is_commit)
+        copy_seconds = time.perf_counter() - start
         if arrays is None:
             return
-        copy_seconds = time.perf_counter() - start
-        if is_finished or self._is_stopping:
-            # This one must not be left out.
-            self._writer.is_done()
         checkpoint = Checkpoint(
             step=self.step, arrays=arrays, metadata=self._describe(is_finished)
         )

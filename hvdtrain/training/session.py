@@ -20,9 +20,10 @@ from hvdtrain.training.resuming import RestoreCallback
 from hvdtrain.training.saving import (
     BackgroundWriter,
     CheckpointCallback,
-    wait_together,
+    complete_together,
 )
 from hvdtrain.training.specs import Result
+from hvdtrain.training.stepping import StopAtEpochEndCallback
 
 
 class Session:
@@ -61,12 +62,14 @@ class Session:
         self._exports = exports
         self._observers = observers
         self._shares = shares
-        self._requests = Requests()
+        self._requests = commits.requests if commits else Requests()
         self._writer = None
         if world.is_chief and files:
             self._writer = BackgroundWriter(
                 files, observers, on_failure=self._on_failed_save
             )
+        if commits:
+            commits.writer = self._writer
         self._progress = ProgressCallback(
             plan,
             sum(shares),
@@ -96,7 +99,7 @@ class Session:
                 start_step=self._start.step,
                 callbacks=self._callbacks(train_spec, eval_spec),
             )
-            wait_together(self._world, self._writer)
+            complete_together(self._world, self._writer)
             with fail_together(self._world):
                 if self._exports:
                     self._exports.check()
@@ -135,6 +138,7 @@ class Session:
             self._observers,
             results=self._evaluations,
             exports=self._exports,
+            on_end=self._progress.leave_out,
         )
         preemption = PreemptionCallback(
             plan,
@@ -149,8 +153,10 @@ class Session:
             # After these two, which make the ranks equal.
             RestoreCallback(self._start, plan),
             hvd.callbacks.MetricAverageCallback(),
-            *train_spec.callbacks(plan),
+            # Before callbacks of users, whose logs may differ by rank.
             self._progress,
+            *train_spec.callbacks(plan),
+            StopAtEpochEndCallback(self._world),
             evaluation,
             # Before the checkpoint, which contains it.
             self._history,
@@ -173,7 +179,7 @@ class Session:
         if self._commits:
             steps, seconds = config.commit_every_steps, config.commit_every_seconds
             every = self._every(COMMIT, steps, seconds)
-            yield self._saving(self._commits, every, saves_on_stop=False)
+            yield self._saving(self._commits, every, is_commit=True)
 
     def _saving(self, writer, every, **options):
         return CheckpointCallback(

@@ -14,6 +14,15 @@ import numpy as np
 from hvdtrain.job import JobError
 
 
+def _check_numbers(spec, **lowest):
+    for name, low in lowest.items():
+        # Also NaN is not accepted.
+        if not getattr(spec, name) >= low:
+            raise JobError(
+                f"Received {name}={getattr(spec, name)}; expected {low} or more."
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSpec:
     """What to train on, and how long.
@@ -41,6 +50,10 @@ class TrainSpec:
     callbacks: Callable = lambda plan: ()
     steps_per_execution: int | None = None
     repeat: bool = False
+
+    def __post_init__(self):
+        """Check the numbers."""
+        _check_numbers(self, max_steps=1, pass_steps=1, local_batch_size=1)
 
     def batches(self, start_step, end_step):
         """Return this rank's dataset of these steps."""
@@ -71,6 +84,10 @@ class EvalSpec:
     throttle_steps: int = 0
     throttle_seconds: float = 0.0
     exporters: Sequence = ()
+
+    def __post_init__(self):
+        """Check the numbers."""
+        _check_numbers(self, every_epochs=0, throttle_steps=0, throttle_seconds=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,19 +134,16 @@ class RunConfig:
 
     def __post_init__(self):
         """Check the numbers."""
-        for name, low in (
-            ("save_every_steps", 0),
-            ("save_every_seconds", 0),
-            ("max_minutes", 0),
-            ("commit_every_steps", 0),
-            ("commit_every_seconds", 0),
-            ("keep_max", 1),
-            ("keep_every_hours", 0),
-        ):
-            if getattr(self, name) < low:
-                raise JobError(
-                    f"Received {name}={getattr(self, name)}; expected {low} or more."
-                )
+        _check_numbers(
+            self,
+            save_every_steps=0,
+            save_every_seconds=0,
+            max_minutes=0,
+            commit_every_steps=0,
+            commit_every_seconds=0,
+            keep_max=1,
+            keep_every_hours=0,
+        )
         if self.max_minutes and not self.model_dir:
             raise JobError(
                 f"Received max_minutes={self.max_minutes:g} without model_dir; "

@@ -8,7 +8,11 @@ the states of metrics, and those of the global random generators.
 
 import numpy as np
 
-from hvdtrain.collectives.objects import broadcast_object
+from hvdtrain.collectives.objects import (
+    broadcast_object,
+    gather_object,
+    scatter_object,
+)
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
@@ -23,17 +27,22 @@ class OtherModelError(ValueError):
     """The arrays are those of a model with other variables."""
 
 
-def capture(model, world, *, is_kept):
+def capture(model, world, *, everywhere):
     """Return copies of all arrays by name. A collective.
 
     Args:
         model: a built and compiled model whose optimizer is built.
         world: the `World`.
-        is_kept: whether this rank needs them; others return None.
+        everywhere: whether all ranks keep them; otherwise the chief does, and the
+            others return None.
     """
     own = local_states(_own(model)), local_states(_of_metrics(model))
-    everyone = gather(world, (*own, random_states.capture()))
-    if not is_kept:
+    own = (*own, random_states.capture())
+    if everywhere or world.size == 1:
+        everyone = gather(world, own)
+    else:
+        everyone = gather_object(own, name="capture")
+    if everyone is None:
         return None
     shared = _shared(model)
     arrays = _named("shared", shared, local_states(shared))
@@ -92,48 +101,48 @@ class OwnState:
     """
 
     def __init__(self, world, arrays, shares):
-        self._shares, size = shares, len(shares)
-        kept = None
+        self._shares, self._rank = shares, world.rank
+        self._is_same_size = len(shares) == world.size
+        everyone = None
         if world.is_chief:
-            kept = [
-                [group(arrays, f"{kind}{rank}") for rank in range(size)]
-                for kind, group in (
-                    ("rank", _group),
-                    ("metrics", _group),
-                    ("random", _by_name),
-                )
-            ]
-        self._own, self._of_metrics, self._of_random = broadcast_object(
-            kept, name="OwnState"
-        )
-        self._rank = world.rank
-        self._is_same_size = len(self._own) == world.size
+            everyone = [_of_rank(arrays, rank) for rank in range(len(shares))]
+        if self._is_same_size:
+            self._states = [scatter_object(everyone, name="OwnState")]
+        else:
+            self._states = broadcast_object(everyone, name="OwnState")
 
     def assign(self, model):
         """Assign all but the states of metrics. A collective, after the broadcast."""
-        mine = self._own[self._rank if self._rank < len(self._own) else 0]
-        _assign(_own(model), mine)
         if self._is_same_size:
-            random_states.restore(self._of_random[self._rank])
-        else:
-            self._average_accumulated(model)
-            separate_seeds(model)
+            (mine,) = self._states
+            _assign(_own(model), mine["rank"])
+            random_states.restore(mine["random"])
+            return
+        before = self._states[self._rank if self._rank < len(self._states) else 0]
+        _assign(_own(model), before["rank"])
+        self._average_accumulated(model)
+        separate_seeds(model)
 
     def assign_metrics(self, model):
         """Assign the states of metrics."""
         variables = _of_metrics(model)
+        states = [each["metrics"] for each in self._states]
         if self._is_same_size:
-            values = self._of_metrics[self._rank]
+            (values,) = states
         else:
-            by_variable = zip(variables, *self._of_metrics, strict=True)
-            values = [self._combined(v, states) for v, *states in by_variable]
+            by_variable = zip(variables, *states, strict=True)
+            values = [self._combined(variable, each) for variable, *each in by_variable]
         _check_same(variables, values)
         _assign(variables, values)
+
+    def release(self):
+        """Give back the memory: nothing is assigned any more."""
+        self._states = None
 
     def _combined(self, variable, states):
         # So that their reduction over the new ranks has the result of the old ones.
         if variable.aggregation == "mean":
-            return np.mean(states, axis=0, dtype=states[0].dtype)
+            return _mean(states)
         if variable.aggregation == "only_first_replica":
             return states[0]
         total = np.sum(states, axis=0, dtype=states[0].dtype)
@@ -143,8 +152,22 @@ class OwnState:
         accumulated = {id(v) for v in accumulated_gradients(model.optimizer)}
         for i, variable in enumerate(_own(model)):
             if id(variable) in accumulated:
-                sums = [each[i] for each in self._own]
-                variable.assign(np.average(sums, axis=0, weights=self._shares))
+                sums = [each["rank"][i] for each in self._states]
+                variable.assign(_mean(sums, weights=self._shares))
+
+
+def _of_rank(arrays, rank):
+    return {
+        "rank": _group(arrays, f"rank{rank}"),
+        "metrics": _group(arrays, f"metrics{rank}"),
+        "random": _by_name(arrays, f"random{rank}"),
+    }
+
+
+def _mean(values, weights=None):
+    # NumPy computes no mean of bfloat16.
+    mean = np.average([each.astype("float64") for each in values], 0, weights)
+    return np.asarray(mean).astype(values[0].dtype)
 
 
 def _shared(model):
@@ -181,7 +204,13 @@ def _by_name(arrays, prefix):
 
 
 def _group(arrays, prefix):
-    return [value for _, value in sorted(_by_name(arrays, prefix).items())]
+    """Return the arrays under a prefix in the order of their numbers."""
+    found = _by_name(arrays, prefix)
+    return [found[name] for name in sorted(found, key=_number)]
+
+
+def _number(name):
+    return int(name.partition("/")[0])
 
 
 def _check_same(variables, values):
@@ -190,8 +219,8 @@ def _check_same(variables, values):
             f"it has {len(values)} variables, and the model has {len(variables)}"
         )
     for variable, value in zip(variables, values, strict=True):
-        stored = "uint16" if variable.dtype == "bfloat16" else variable.dtype
-        if (tuple(variable.shape), stored) != (value.shape, value.dtype.name):
+        expected = tuple(variable.shape), variable.dtype
+        if expected != (value.shape, value.dtype.name):
             raise OtherModelError(
                 f"{variable.path} has the shape {tuple(variable.shape)} and dtype "
                 f"{variable.dtype} in the model, {value.shape} and {value.dtype} there"
@@ -200,6 +229,4 @@ def _check_same(variables, values):
 
 def _assign(variables, values):
     for variable, value in zip(variables, values, strict=True):
-        if variable.dtype == "bfloat16":
-            value = value.view("bfloat16")
         variable.assign(value)

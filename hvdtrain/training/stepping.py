@@ -1,6 +1,8 @@
-"""What callbacks share that act between two steps."""
+"""Callbacks that act between two steps, and the end of a training at an epoch."""
 
 import keras
+
+from hvdtrain.job.agreement import gather
 
 
 class StepCallback(keras.callbacks.Callback):
@@ -50,3 +52,22 @@ class StepCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Acts."""
         self.act(is_epoch_end=True)
+
+
+class StopAtEpochEndCallback(keras.callbacks.Callback):
+    """Ends `fit` on all ranks if one has set `stop_training` by the end of an epoch.
+
+    The others would wait for it in the next collective.
+
+    Args:
+        world: the `World`.
+    """
+
+    def __init__(self, world):
+        super().__init__()
+        self._world = world
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Gathers `stop_training`."""
+        stops = gather(self._world, bool(self.model.stop_training))
+        self.model.stop_training = any(stops)

@@ -16,7 +16,7 @@ class Stopwatch:
         self._clock = clock
         self.total = self.reported = 0.0
 
-    def begin_epoch(self):
+    def resume(self):
         """Leave out the time since the last `read`."""
         self._start = self._clock() - self.total
 

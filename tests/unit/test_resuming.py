@@ -220,7 +220,7 @@ def test_no_usable_checkpoint_is_an_error_and_nothing_is_deleted(tmp_path):
     steps = files(tmp_path).steps()
     for step in steps:
         files(tmp_path).path(step).write_bytes(b"damaged")
-    with pytest.raises(JobError, match=r"No checkpoint can be used.*bytes") as caught:
+    with pytest.raises(JobError, match=r"No checkpoint can be used.*json: ") as caught:
         train(tmp_path)
     assert all(str(files(tmp_path).path(step)) in str(caught.value) for step in steps)
     assert files(tmp_path).steps() == steps
