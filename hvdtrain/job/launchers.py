@@ -50,6 +50,11 @@ def launch(environ=os.environ):
     return Launch()
 
 
+def assign(*, rank, size, environ=os.environ):
+    """Set what `launch` returns in a job of horovodrun whose ranks have changed."""
+    environ.update(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(size))
+
+
 def ancestors():
     """Yield name, PID and start of the ancestors of this process, the nearest first.
 

@@ -42,6 +42,10 @@ def prepare(model_dir, *, needed_bytes=_NEEDED_BYTES):
                 f"{directory} is not a directory: choose another --model_dir."
             )
         make_directory(directory)
+        if (directory / _LOCK).exists():
+            # Before anything is written to the directory of another job.
+            with locked(directory):
+                pass
         # Permissions and free space as reported do not include quotas and read-only
         # mounts; an allocation does.
         with tempfile.TemporaryFile(dir=directory) as file:

@@ -12,7 +12,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.data import Shard
-from hvdtrain.job import World
+from hvdtrain.job import JobError, World
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -63,7 +63,7 @@ def batches(start_step, end_step, world=WORLD):
     return pairs.with_options(options)
 
 
-def train(model_fn, *, directory=None, callbacks=()):
+def train(model_fn, *, directory=None, callbacks=(), save_every_steps=1):
     return training.train_and_evaluate(
         model_fn,
         TrainSpec(
@@ -75,7 +75,7 @@ def train(model_fn, *, directory=None, callbacks=()):
             callbacks=lambda plan: callbacks,
         ),
         EvalSpec(input_fn=lambda: batches(0, 3), throttle_steps=5),
-        RunConfig(model_dir=directory, save_every_steps=1, seed=1),
+        RunConfig(model_dir=directory, save_every_steps=save_every_steps, seed=1),
         world=WORLD,
     )
 
@@ -114,6 +114,24 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
         np.testing.assert_array_equal(found.numpy(), wanted.numpy(), wanted.path)
     assert result.history == expected.history
     assert result.test_metrics == expected.test_metrics
+
+
+def test_one_rank_may_end_the_training_at_the_end_of_an_epoch():
+    """Also one whose callbacks are not on the other ranks."""
+
+    def stop(epoch, logs):
+        network.stop_training = epoch == 1
+
+    network = model(optimizer=keras.optimizers.SGD(0.05))
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=stop)] if RANK else []
+    result = train(lambda: network, callbacks=callbacks)
+    assert len(result.history["loss"]) == 2
+    assert int(network.optimizer.iterations) == 2 * EPOCH_STEPS
+
+
+def test_options_that_differ_are_an_error_on_all_ranks():
+    with pytest.raises(JobError, match=r"^Received save_every_steps=1 on rank 0 and"):
+        train(model_fn=None, save_every_steps=1 + RANK)
 
 
 @pytest.mark.ranks

@@ -7,10 +7,10 @@ import signal
 import pytest
 
 from hvdtrain import training
-from hvdtrain.job import JobError, signals
+from hvdtrain.job import JobError, World, signals
 from hvdtrain.training import RunConfig
 from hvdtrain.training.preemption import stopping_on
-from hvdtrain.training.requests import STOP, Requests
+from hvdtrain.training.requests import SAVE, STOP, Every, Requests
 
 TIMEOUT_SECONDS = 60
 
@@ -54,6 +54,36 @@ def test_the_first_signal_asks_and_a_later_one_ends(before):
 def asked(requests):
     votes = dict(zip(training.requests.NAMES, requests.votes(), strict=True))
     return {name for name, vote in votes.items() if vote}
+
+
+def test_what_is_due_after_some_seconds_is_done_once():
+    requests, seconds = Requests(), 0.0
+    is_due = Every(
+        SAVE,
+        requests,
+        steps=0,
+        seconds=10,
+        world=World(),
+        start_step=0,
+        clock=lambda: seconds,
+    )
+    done = []
+    # A report of progress, which agrees on the requests, in each second.
+    for step in range(1, 40):
+        seconds = float(step)
+        requests.agree(requests.votes())
+        if is_due(step):
+            done.append(step)
+    # Agreed on by the report after the ten seconds.
+    assert done == [11, 22, 33]
+
+
+def test_a_request_to_stop_stays_until_the_job_ends():
+    requests = Requests()
+    requests.stop("SIGTERM on rank 0")
+    requests.ask(SAVE)
+    requests.agree(requests.votes())
+    assert asked(requests) == {STOP}
 
 
 def test_a_limit_of_time_needs_a_place_for_the_checkpoint():

@@ -172,6 +172,64 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(tmp_path, nam
     assert len(result.history["loss"]) == 4
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_of_two_ranks_continues_on_one(tmp_path, dtype):
+    def make_model(optimizer, *, units):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(units, "relu"), keras.layers.BatchNormalization()]
+        model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(2)])
+        model.compile(optimizer, "mse", metrics=["mae"])
+        return model
+
+    options = {
+        "make_model": make_model,
+        "make_optimizer": OPTIMIZERS["momentum, accumulation"],
+    }
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(dtype)
+    try:
+        expected = train(None, **options)
+        kill = KillAfter(8, lambda: within_window(files(tmp_path)))
+        with pytest.raises(KilledError):
+            train(tmp_path, callbacks=[kill], **options)
+        rewrite_for_two_ranks(files(tmp_path))
+        result = train(tmp_path, **options)
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert result.start_step
+    assert_equal(result, expected)
+
+
+def within_window(files):
+    return [step for step in files.steps() if step % 3]
+
+
+def rewrite_for_two_ranks(files):
+    """Make the newest checkpoint one of two ranks, in the middle of a window.
+
+    The mean of their accumulated gradients, and the sum of their metrics, are those of
+    the checkpoint before.
+    """
+    step = within_window(files)[0]
+    before = files.read(step)
+    arrays = dict(before.arrays)
+    for name, array in before.arrays.items():
+        kind, _, rest = name.partition("/")
+        if kind == "rank0":
+            is_sum = "gradient_accumulator" in rest
+            arrays[name] = array * array.dtype.type(2) if is_sum else array
+            arrays[f"rank1/{rest}"] = np.zeros_like(array)
+        elif kind == "metrics0":
+            half = (array / 2).astype(array.dtype)
+            arrays[name] = arrays[f"metrics1/{rest}"] = half
+        elif kind == "random0":
+            arrays[f"random1/{rest}"] = array
+    assert any("gradient_accumulator" in name for name in arrays)
+    files.supersede_after(step)
+    metadata = before.metadata | {"shares": [BATCH // 2, BATCH // 2]}
+    files.write(Checkpoint(step=step, arrays=arrays, metadata=metadata))
+
+
 def test_the_comparison_sees_what_is_not_restored(tmp_path, monkeypatch):
     expected = train(None)
     with pytest.raises(KilledError):

@@ -12,6 +12,7 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from hvdtrain.collectives import graph
 from hvdtrain.collectives.failures import is_collective_failure
 from hvdtrain.collectives.process_sets import is_elastic
+from hvdtrain.job import launchers
 from hvdtrain.job.backend import init
 
 
@@ -89,6 +90,8 @@ def _run_to_the_end(func, state, *args, **kwargs):
             needs_sync = not interrupt.skip_sync
         hvd.shutdown()
         init()
+        # Horovod changes its variables in C, which Python does not see.
+        launchers.assign(rank=hvd.rank(), size=hvd.size())
         state.on_reset()
 
 
