@@ -12,6 +12,7 @@ from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer_state import replicated_state
+from hvdtrain.keras.skipping import UpdateSkipping, all_finite
 
 
 class ReductionHook:
@@ -37,6 +38,7 @@ class ReductionHook:
         self._loss_scale_optimizer = None
         self._is_shared = None
         self._is_first_step = True
+        self._skipping = None
         self.is_configured = False
         self._apply = optimizer.apply
         self._clip_gradients = optimizer._clip_gradients
@@ -51,6 +53,15 @@ class ReductionHook:
         gives the mean over samples where ranks have different numbers of them.
         """
         self._weight = weight
+
+    def skip_nonfinite(self):
+        """Leaves out, on all ranks, updates whose gradients are not all finite.
+
+        Call it before the first step is traced. It returns the variable that counts
+        them; overflows that a `LossScaleOptimizer` skips are none of them.
+        """
+        self._skipping = self._skipping or UpdateSkipping(self._optimizer)
+        return self._skipping.count
 
     def apply(self, grads, trainable_variables=None):
         """As `keras.optimizers.Optimizer.apply`."""
@@ -81,6 +92,8 @@ class ReductionHook:
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
         self._variables = variables
         self._has_reduced = False
+        if self._skipping:
+            self._skipping.begin()
         return grads, trainable_variables
 
     def clip_gradients(self, grads):
@@ -93,7 +106,16 @@ class ReductionHook:
         for place, gradient in zip(self._places, grads, strict=True):
             gradients[place] = gradient
         reduced = self.reducer(gradients, self._variables)
-        return self._clip([reduced[place] for place in self._places])
+        reduced = [reduced[place] for place in self._places]
+        clipped = self._clip(reduced)
+        if self._skipping:
+            # Both: clipping makes infinity finite, and large gradients NaN.
+            finite = all_finite([*reduced, *clipped])
+            # Reduced gradients are equal on all ranks, those of local variables not.
+            if self._has_unshared_variables():
+                finite = self._is_true_on_all_ranks(finite, "FiniteGradients")
+            self._skipping.note(finite)
+        return clipped
 
     def _clip(self, grads):
         limit = self._optimizer.global_clipnorm
@@ -125,23 +147,25 @@ class ReductionHook:
         # Compiling again puts a new LossScaleOptimizer around the same optimizer.
         self._loss_scale_optimizer = loss_scale_optimizer
         check_locally = loss_scale_optimizer.check_finite
-        process_set = self.reducer.process_set
 
         def check_finite(grads):
-            finite = check_locally(grads)
-            if not needs_communication(process_set):
-                return finite
-            # Overflows are counted, not the ranks without one: a rank that has joined
-            # contributes zeros.
-            overflows = ops.allreduce(
-                tf.cast(tf.logical_not(finite), tf.int32),
-                name="LossScaleOverflow",
-                op=Sum,
-                process_set=process_set,
-            )
-            return tf.equal(overflows, 0)
+            return self._is_true_on_all_ranks(check_locally(grads), "LossScaleOverflow")
 
         loss_scale_optimizer.check_finite = check_finite
+
+    def _is_true_on_all_ranks(self, value, name):
+        process_set = self.reducer.process_set
+        if not needs_communication(process_set):
+            return value
+        # Values that are false are counted, not the others: a rank that has joined
+        # contributes zeros.
+        count = ops.allreduce(
+            tf.cast(tf.logical_not(value), tf.int32),
+            name=name,
+            op=Sum,
+            process_set=process_set,
+        )
+        return tf.equal(count, 0)
 
     def _check_loss_scale(self):
         caller = _calling_loss_scale_optimizer()
