@@ -115,13 +115,17 @@ def summarize(result, info):
         **{f"test_{name}": value for name, value in result.test_metrics.items()},
         "samples_per_second": result.samples_per_second,
         "train_seconds": result.train_seconds,
+        "skipped_updates": result.skipped_updates,
     }
 
 
 def last_line(summary):
     """Return the line after training."""
-    return (
+    line = (
         f"test accuracy {summary['test_accuracy']:.4f} after "
         f"{summary['train_seconds']:.1f} s of training at "
         f"{summary['samples_per_second']:,.0f} samples/s"
     )
+    if skipped := summary["skipped_updates"]:
+        line += f"; updates left out, as they were not finite: {skipped:,}"
+    return line

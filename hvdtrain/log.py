@@ -4,7 +4,7 @@
      "global_batch_size": 128}
     {"event": "progress", "seconds": 1.5e9, "step": 40, "metrics": {"loss": 0.99},
      "learning_rate": 0.2, "communication": 0.1, "input_wait": 0.02,
-     "samples_per_second": 106668.1}
+     "samples_per_second": 106668.1, "skipped_updates": 0}
     {"event": "evaluation", "seconds": 1.5e9, "step": 5000, "metrics": {"loss": 0.07}}
     {"event": "checkpoint", "seconds": 1.5e9, "step": 5000, "text":
      "copied in 0.002 s, written in 0.1 s"}
@@ -110,6 +110,7 @@ class JsonLog:
             communication=_finite(progress.communication),
             input_wait=_finite(progress.input_wait),
             samples_per_second=_finite(progress.samples_per_second),
+            skipped_updates=progress.skipped_updates,
         )
 
     def on_evaluation(self, step, metrics):

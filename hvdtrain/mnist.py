@@ -58,6 +58,12 @@ flags.DEFINE_float(
     "save_every_seconds", 600.0, "Seconds between checkpoints, 0 for none.", 0
 )
 _integer("keep_checkpoints", 5, "Newest checkpoints that are kept.")
+flags.DEFINE_boolean(
+    "skip_nonfinite",
+    False,
+    "Leave out updates whose gradients are not finite, and count them. By default a "
+    "loss that is not finite ends the job.",
+)
 flags.DEFINE_float(
     "max_minutes",
     0.0,

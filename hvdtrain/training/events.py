@@ -39,6 +39,8 @@ class Progress:
             over the ranks. NaN without the native library.
         samples_per_second: of all ranks since the last report.
         seconds_left: estimate for the rest of the training.
+        skipped_updates: those of the job that were left out, as their gradients were
+            not finite.
     """
 
     step: int
@@ -49,6 +51,7 @@ class Progress:
     input_wait: float
     samples_per_second: float
     seconds_left: float
+    skipped_updates: int = 0
 
 
 def notify(observers, method, *arguments):

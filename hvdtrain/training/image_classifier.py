@@ -30,6 +30,7 @@ class Options:
     save_every_steps: int
     save_every_seconds: float
     keep_checkpoints: int
+    skip_nonfinite: bool
     max_minutes: float
     commit_every_steps: int
     batch_size: int
@@ -128,6 +129,7 @@ def _config(options):
         save_every_steps=options.save_every_steps,
         save_every_seconds=options.save_every_seconds,
         keep_max=options.keep_checkpoints,
+        skip_nonfinite=options.skip_nonfinite,
         max_minutes=options.max_minutes,
         commit_every_steps=options.commit_every_steps,
     )

@@ -12,6 +12,7 @@ from hvdtrain.training.plan import Plan
 from hvdtrain.training.resuming import Start, assign_all, restore
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.session import Session
+from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import RunConfig
 
 
@@ -113,6 +114,10 @@ def _train_and_evaluate(
     stores = [store for store in (commits, files) if store]
     if stores:
         start = restore(model, stores, world, global_batch_size=sum(shares))
+    skipping = Skipping(
+        start.metadata.get("skipped_updates", 0),
+        model if config.skip_nonfinite else None,
+    )
     plan = plans[0].as_before(start.metadata)
     model.steps_per_execution = plan.steps_per_execution
     session = Session(
@@ -123,6 +128,7 @@ def _train_and_evaluate(
         files=files,
         commits=commits,
         exports=exports,
+        skipping=skipping,
         observers=observers,
         shares=shares,
     )

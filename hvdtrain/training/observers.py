@@ -74,11 +74,13 @@ class Console:
         if not is_last and now - self._last_seconds < self._every_seconds:
             return
         self._last_seconds = now
+        skipped = progress.skipped_updates
         self._write(
             f"step {progress.step}/{progress.max_steps}  "
             f"{metrics_text(progress.metrics)}  "
             f"{progress.samples_per_second:,.0f} samples/s  "
             f"{_duration(progress.seconds_left)} left"
+            f"{f'  {skipped:,} updates left out' if skipped else ''}"
         )
 
     def on_evaluation(self, step, metrics):
@@ -160,6 +162,8 @@ class EventLog:
         for name in ("communication", "input_wait"):
             if not math.isnan(share := getattr(progress, name)):
                 values[name] = share
+        if progress.skipped_updates:
+            values["skipped_updates"] = progress.skipped_updates
         self._write("train", progress.step, values)
 
     def on_evaluation(self, step, metrics):

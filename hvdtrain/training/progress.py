@@ -12,6 +12,8 @@ from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras import Sum, allreduce
 from hvdtrain.training.events import Progress, RunStart, notify, scalars
 from hvdtrain.training.requests import Requests
+from hvdtrain.training.skipping import Skipping
+from hvdtrain.training.state import check_finite
 from hvdtrain.training.stopwatch import Stopwatch
 
 _REPORT_SECONDS = 1.0
@@ -42,6 +44,7 @@ class ProgressCallback(keras.callbacks.Callback):
         world: the `World`.
         observers: see `train_and_evaluate`.
         requests: the `Requests`, which a report agrees on.
+        skipping: the `Skipping`.
         start_step: the first step of this run.
         clock: returns seconds.
         reduction_seconds: returns the seconds that this rank has spent in reductions.
@@ -56,6 +59,7 @@ class ProgressCallback(keras.callbacks.Callback):
         observers,
         *,
         requests=None,
+        skipping=None,
         start_step=0,
         clock=time.perf_counter,
         reduction_seconds=transport.reduction_seconds,
@@ -63,6 +67,7 @@ class ProgressCallback(keras.callbacks.Callback):
     ):
         super().__init__()
         self._requests = requests or Requests()
+        self._skipping = skipping or Skipping()
         self._start_step = start_step
         self._plan = plan
         self._global_batch_size = global_batch_size
@@ -107,6 +112,7 @@ class ProgressCallback(keras.callbacks.Callback):
         self._epoch = epoch
         self.leave_out()
         self._reported_means = None
+        self._skipping.begin_epoch()
 
     def leave_out(self):
         """Leave out the time since the last execution, in which nothing was trained."""
@@ -128,16 +134,23 @@ class ProgressCallback(keras.callbacks.Callback):
             self._report(scalars(logs or {}))
 
     def _report(self, means):
-        recent = self._since_report(means)
+        recent = self._since_report(means) | self._skipping.loss_sums()
         recent[_COMMUNICATION] = self._share(self._reduction)
         recent[_INPUT_WAIT] = self._share(self._input)
-        recent = self._average(recent)
+        recent = self._skipping.divide(self._average(recent))
         communication, input_wait = recent.pop(_COMMUNICATION), recent.pop(_INPUT_WAIT)
-        check_loss(recent["loss"], self._steps)
+        self._check(recent["loss"])
         if self._observers:
             progress = self._progress(recent, communication, input_wait)
             notify(self._observers, "on_progress", progress)
         self._note_report()
+
+    def _check(self, loss):
+        if not self._skipping.is_on:
+            check_loss(loss, self._steps)
+        elif not math.isfinite(loss):
+            # No loss was finite. Training goes on as long as the weights are.
+            check_finite(self.model, self._steps)
 
     def _note_report(self):
         self._reported_steps = self._steps
@@ -166,6 +179,7 @@ class ProgressCallback(keras.callbacks.Callback):
             input_wait=input_wait,
             samples_per_second=self._recent_speed() * self._global_batch_size,
             seconds_left=samples_left / self.samples_per_second,
+            skipped_updates=self._skipping.count,
         )
 
     def _recent_speed(self):

@@ -37,6 +37,7 @@ class Session:
         files: the `CheckpointFiles`; None without checkpoints.
         commits: the `Commits` of an elastic job, or None.
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
+        skipping: the `Skipping`.
         observers: see `train_and_evaluate`.
         shares: samples in a batch of each rank.
     """
@@ -51,6 +52,7 @@ class Session:
         files,
         commits,
         exports,
+        skipping,
         observers,
         shares,
     ):
@@ -60,6 +62,7 @@ class Session:
         self._world = world
         self._commits = commits
         self._exports = exports
+        self._skipping = skipping
         self._observers = observers
         self._shares = shares
         self._requests = commits.requests if commits else Requests()
@@ -76,6 +79,7 @@ class Session:
             world,
             observers,
             requests=self._requests,
+            skipping=skipping,
             start_step=start.step,
         )
         self._history = keras.callbacks.History()
@@ -126,6 +130,7 @@ class Session:
             start_step=self._start.step,
             train_seconds=self._train_seconds(),
             samples_per_second=self._progress.samples_per_second,
+            skipped_updates=self._skipping.count,
         )
 
     def _callbacks(self, train_spec, eval_spec):
@@ -213,6 +218,7 @@ class Session:
             "steps_per_execution": self._plan.steps_per_execution,
             "finished": self._plan.max_steps if is_finished else None,
             "train_seconds": self._train_seconds(),
+            "skipped_updates": self._skipping.count,
             "history": _for_json(self._history.history),
             "evaluations": _for_json(self._evaluations),
         }

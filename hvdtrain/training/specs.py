@@ -104,6 +104,8 @@ class RunConfig:
             one at the end.
         stop_on_failed_save: stop the job if a checkpoint cannot be written. By default
             this is reported, and training goes on.
+        skip_nonfinite: leave out, on all ranks, updates whose gradients are not finite,
+            and count them. By default such a loss ends the job.
         max_minutes: the job stops after so many minutes, so that it can be continued;
             0 for no limit.
         commit_every_steps: in an elastic job, steps between copies into memory, 0 for
@@ -120,6 +122,7 @@ class RunConfig:
     save_every_steps: int = 0
     save_every_seconds: float = 600.0
     stop_on_failed_save: bool = False
+    skip_nonfinite: bool = False
     max_minutes: float = 0.0
     commit_every_steps: int = 0
     commit_every_seconds: float = 5.0
@@ -164,6 +167,7 @@ class Result:
         train_seconds: in `fit`, without evaluation, of all runs of the job.
         samples_per_second: of all ranks in this run, without the first execution
             (tracing); 0 if it had nothing to train.
+        skipped_updates: left out by `RunConfig.skip_nonfinite`, in all runs of the job.
     """
 
     model: keras.Model
@@ -172,6 +176,7 @@ class Result:
     start_step: int
     train_seconds: float
     samples_per_second: float
+    skipped_updates: int
 
     @property
     def train_metrics(self):

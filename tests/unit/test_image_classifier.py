@@ -37,7 +37,9 @@ def test_options_are_the_flags_of_mnist():
 
 
 def test_a_run_with_the_defaults(tmp_path):
-    run = build(options(model_dir=str(tmp_path), export=["best", "final"]), World())
+    changes = {"model_dir": str(tmp_path), "skip_nonfinite": True}
+    run = build(options(export=["best", "final"], **changes), World())
+    assert run.config.skip_nonfinite
     assert [each.name for each in run.eval_spec.exporters] == ["best", "final"]
     assert run.warning == ""
     assert run.dataset.name == "synthetic"

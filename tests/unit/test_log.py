@@ -63,6 +63,7 @@ def test_lines_are_as_documented(make, tmp_path):
                 "communication": None,
                 "input_wait": 0.125,
                 "samples_per_second": 16.0,
+                "skipped_updates": 0,
             },
             {
                 "event": "evaluation",

@@ -115,13 +115,18 @@ def test_tensorboard_reads_the_event_log(tmp_path):
     log = EventLog(tmp_path, warn=pytest.fail)
     log.on_progress(progress(100))
     metrics = {"loss": 0.5, "accuracy": 1.0}
-    log.on_progress(progress(200, metrics=metrics, communication=0.25, input_wait=0.5))
+    log.on_progress(
+        progress(
+            200, metrics=metrics, communication=0.25, input_wait=0.5, skipped_updates=3
+        )
+    )
     log.on_evaluation(200, {"loss": 0.75})
     train = EventAccumulator(str(tmp_path / "train")).Reload()
     test = EventAccumulator(str(tmp_path / "test")).Reload()
     assert set(train.Tags()["tensors"]) == {
         *("loss", "accuracy"),
         *("learning_rate", "communication", "input_wait", "samples_per_second"),
+        "skipped_updates",
     }
     read = [(event.step, number(event)) for event in train.Tensors("loss")]
     assert read == [(100, 1.25), (200, 0.5)]

@@ -5,11 +5,13 @@ import math
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.progress import ProgressCallback
+from hvdtrain.training.skipping import Skipping
 
 
 class Clock:
@@ -30,7 +32,7 @@ def clock():
     return Clock()
 
 
-def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1):
+def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1, skipping=None):
     plan = Plan(
         max_steps=max_steps,
         epochs=math.ceil(max_steps / fit_epoch_steps),
@@ -42,6 +44,7 @@ def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1):
         32,
         World(size=size),
         [keeper],
+        skipping=skipping,
         clock=clock,
         reduction_seconds=lambda: clock.reduction_seconds,
         input_seconds=lambda: clock.input_seconds,
@@ -169,3 +172,23 @@ def test_broken_loss_is_an_error(clock, loss):
     callback.on_epoch_begin(0)
     with pytest.raises(JobError, match=f"loss became {loss} before step 20"):
         run(callback, clock, [1.0, loss])
+
+
+def test_losses_that_are_left_out_do_not_count(clock, monkeypatch):
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
+    hvd.init()
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
+    keeper, skipping = Keeper(), Skipping(3, model)
+    callback = make(clock, keeper=keeper, max_steps=60, skipping=skipping)
+    callback.set_model(model)
+    callback.on_epoch_begin(0)
+    # On inputs of 0 the losses are the squares.
+    for number, target in enumerate([2, math.nan, math.nan, math.nan, 1, 3]):
+        batch = tf.zeros((2, 1)), tf.fill((2, 1), float(target))
+        run(callback, clock, [model.train_step(batch)["loss"]], first=10 * number)
+    losses = [p.metrics["loss"] for p in keeper]
+    assert losses == pytest.approx([4, math.nan, 5], nan_ok=True)
+    assert [p.skipped_updates for p in keeper] == [4, 6, 6]
+    assert {*keeper[0].metrics} == {"loss"}
