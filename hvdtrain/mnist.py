@@ -172,14 +172,18 @@ def _check_times(values):
 
 @flags.validator("export", f"expected some of {', '.join(_EXPORTS)}, each once")
 def _check_export(names):
-    return names is None or sorted({*names} & {*_EXPORTS}) == sorted(names)
+    return names is None or (
+        bool(names) and sorted({*names} & {*_EXPORTS}) == sorted(names)
+    )
 
 
 @flags.multi_flags_validator(
-    ["export", "model_dir"], "--export needs --model_dir: exports are written there"
+    ["export", "save_every_steps", "max_minutes", "model_dir"],
+    "--export, --save_every_steps and --max_minutes need --model_dir: exports and "
+    "checkpoints are written there",
 )
-def _check_export_dir(values):
-    return not values["export"] or bool(values["model_dir"])
+def _check_model_dir(values):
+    return bool(values.pop("model_dir")) or not any(values.values())
 
 
 @flags.multi_flags_validator(

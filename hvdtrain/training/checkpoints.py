@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from hvdtrain.job import JobError
 from hvdtrain.job.files import (
     atomic_write,
-    make_directory,
     one_line_errors,
     remove_partial,
 )
@@ -59,7 +58,7 @@ class CheckpointFiles:
     """The checkpoints in a directory, which one process writes.
 
     Args:
-        directory: created when the first checkpoint is written.
+        directory: created with the first checkpoint, in a directory that exists.
         keep_max: the newest ones that are kept, 1 or more.
         keep_every_hours: in addition, the first of every so many hours; 0 for none.
         clock: returns seconds since the epoch.
@@ -91,7 +90,8 @@ class CheckpointFiles:
         """
         path = self.path(checkpoint.step)
         with _one_line_errors("write", path), contextlib.ExitStack() as on_error:
-            make_directory(self._directory)
+            # Not those above it: the directory of the run may have been removed.
+            self._directory.mkdir(exist_ok=True)
             described = self._write_arrays(checkpoint)
             on_error.callback((self._directory / described["arrays"]).unlink)
             described |= {
@@ -118,6 +118,8 @@ class CheckpointFiles:
         path = self.path(step)
         with _one_line_errors("read", path):
             described = self._described(step)
+            if described["step"] != step:
+                raise ValueError(f"it is that of step {described['step']}")
             if described["format"] != FORMAT:
                 raise CheckpointError(
                     f"Cannot read {path}: it has the format {described['format']}, "
@@ -147,10 +149,21 @@ class CheckpointFiles:
             return self._described(step)["metadata"]
 
     def delete_leftovers(self):
-        """Delete what a writer that was killed has left. For the only writer."""
+        """Delete what a writer that was killed has left. For the only writer.
+
+        Raises:
+            CheckpointError: there are arrays of several checkpoints, and no JSON file.
+        """
         if not self._directory.is_dir():
             return
         with _one_line_errors("write", self._directory):
+            # A killed writer leaves the arrays of one checkpoint.
+            if not self.steps() and len(self._all_arrays()) > 1:
+                raise CheckpointError(
+                    f"{self._directory} has the arrays of {len(self._all_arrays())} "
+                    "checkpoints, and no JSON file, without which they cannot be used: "
+                    "restore these files, or choose another model_dir."
+                )
             remove_partial(self._directory)
             self._delete_arrays(but=self.steps())
 
@@ -197,9 +210,12 @@ class CheckpointFiles:
         for step in but:
             with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
                 named.add(self._described(step)["arrays"])
-        for path in self._directory.glob("step-*.safetensors"):
+        for path in self._all_arrays():
             if path.name not in named:
                 path.unlink(missing_ok=True)
+
+    def _all_arrays(self):
+        return list(self._directory.glob("step-*.safetensors"))
 
     def _hourly(self, steps):
         if not self._keep_seconds:

@@ -1,8 +1,12 @@
 """Evaluation over the whole test set, each rank on its part."""
 
 import contextlib
+import itertools
 
-from hvdtrain.keras import metrics
+import keras
+
+from hvdtrain.job.world import SharedJobError
+from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.training.events import notify, scalars
 from hvdtrain.training.progress import check_loss
@@ -17,8 +21,19 @@ def evaluate(model, batches, *, steps=None):
         batches: a `tf.data.Dataset` of this rank's samples; ranks may have
             different numbers of them.
         steps: batches that are evaluated, None for all.
+
+    Raises:
+        SharedJobError: on all ranks, if no rank has a sample.
     """
-    model.evaluate(batches, steps=steps, verbose=0)
+    count = itertools.count()
+    counter = keras.callbacks.LambdaCallback(
+        on_test_batch_end=lambda batch, logs: next(count)
+    )
+    model.evaluate(batches, steps=steps, verbose=0, callbacks=[counter])
+    if not int(allreduce(next(count), name="EvaluatedBatches", op=Sum)):
+        raise SharedJobError(
+            "Received no sample to evaluate on any rank; expected a test set."
+        )
     return metrics.reduce_metrics(model.metrics)
 
 
@@ -87,7 +102,7 @@ class EvaluationCallback(StepCallback):
             self._on_end()
 
     def _evaluate(self):
-        batches = self._spec.input_fn()
+        batches = self._spec.batches()
         found = evaluate(self.model, batches, steps=self._spec.steps)
         # The loss of a training step is computed before its update: only here does
         # an update that broke the weights in the last steps become visible.

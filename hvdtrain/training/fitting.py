@@ -20,15 +20,16 @@ class _SegmentEndError(Exception):
     """Leaves `fit` at the end of an epoch, without what it does at the end."""
 
 
-def built(model, make_batches):
+def built(model, make_batches, *, local_batch_size=None):
     """Return a model that has all variables, with a distributed optimizer.
 
     Args:
         model: a compiled model.
         make_batches: `TrainSpec.batches`.
+        local_batch_size: samples that the first batch has to have, if given.
 
     Raises:
-        JobError: it is not compiled.
+        JobError: it is not compiled, or the first batch has another size.
     """
     if not getattr(model, "compiled", False):
         raise JobError(
@@ -44,6 +45,12 @@ def built(model, make_batches):
         break
     else:
         raise JobError("Received no batch from input_fn; expected one for each step.")
+    size = keras.tree.flatten(x)[0].shape[0]
+    if local_batch_size not in (None, size):
+        raise JobError(
+            f"Received a batch of {size} samples from input_fn; expected "
+            f"local_batch_size={local_batch_size}, by which the ranks are weighted."
+        )
     predictions = model(x)
     # With several losses, Keras builds a metric for each here.
     model.compute_loss(x, y, predictions, weights)

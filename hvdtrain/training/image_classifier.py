@@ -12,6 +12,7 @@ from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.training import exporters, resuming, run_directory, schedules
 from hvdtrain.training.observers import make_observers
+from hvdtrain.training.plan import fast_steps_per_execution
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
 from hvdtrain.training.saving import checkpoint_files
 from hvdtrain.training.specs import EvalSpec, RunConfig, TrainSpec
@@ -172,7 +173,10 @@ def _train_spec(options, dataset, world, original_size):
         pass_steps=shard.steps(1),
         local_batch_size=shard.local_batch_size,
         callbacks=lambda plan: _callbacks(options, schedule, plan, world),
-        steps_per_execution=options.steps_per_execution or None,
+        steps_per_execution=options.steps_per_execution
+        or fast_steps_per_execution(
+            local_batch_size=shard.local_batch_size, max_steps=max_steps
+        ),
     )
 
 

@@ -98,7 +98,11 @@ def _train_and_evaluate(
 ):
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
-    model = built(model_fn(), train_spec.batches)
+    model = built(
+        model_fn(),
+        train_spec.batches,
+        local_batch_size=train_spec.local_batch_size,
+    )
     exports = exporting.prepare(
         eval_spec.exporters, model, world, observers, model_dir=config.model_dir
     )

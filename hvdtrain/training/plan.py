@@ -4,9 +4,9 @@ import dataclasses
 import math
 
 # An execution is one call of the compiled train function. Python's part of it costs
-# about as much as a step of a small model, ...
+# about as much as a step of a small model.
 _MAX_STEPS_PER_EXECUTION = 20
-# ... and nothing is reported before its end, so that long steps take fewer.
+# Nothing is reported before its end, so that long steps take fewer.
 _SAMPLES_PER_EXECUTION = 2560
 # Short runs still report a few times.
 _MIN_EXECUTIONS = 5
@@ -34,7 +34,14 @@ class Plan:
     @classmethod
     def of(cls, spec):
         """Return the plan for a `TrainSpec`."""
-        execution = spec.steps_per_execution or _steps_per_execution(spec)
+        execution = spec.steps_per_execution or (
+            # Callbacks may count batches.
+            1
+            if spec.callbacks
+            else fast_steps_per_execution(
+                local_batch_size=spec.local_batch_size, max_steps=spec.max_steps
+            )
+        )
         epochs = max(1, round(spec.max_steps / spec.pass_steps))
         executions = math.ceil(spec.max_steps / epochs / execution)
         fit_epoch_steps = executions * execution
@@ -109,12 +116,11 @@ class Segment:
     epoch_steps: int
 
 
-def _steps_per_execution(spec):
-    return max(
-        1,
-        min(
-            _MAX_STEPS_PER_EXECUTION,
-            _SAMPLES_PER_EXECUTION // spec.local_batch_size,
-            spec.max_steps // _MIN_EXECUTIONS,
-        ),
+def fast_steps_per_execution(*, local_batch_size, max_steps):
+    """Return the steps of an execution that make short steps fast."""
+    steps = min(
+        _MAX_STEPS_PER_EXECUTION,
+        _SAMPLES_PER_EXECUTION // local_batch_size,
+        max_steps // _MIN_EXECUTIONS,
     )
+    return max(1, steps)

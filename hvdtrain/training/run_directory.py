@@ -37,11 +37,7 @@ def prepare(model_dir, *, needed_bytes=_NEEDED_BYTES):
                     f"{path} is a directory, expected a file or nothing: remove it or "
                     "choose another --model_dir."
                 )
-        if os.path.lexists(directory) and not directory.is_dir():
-            raise JobError(
-                f"{directory} is not a directory: choose another --model_dir."
-            )
-        make_directory(directory)
+        _make(directory)
         if (directory / _LOCK).exists():
             # Before anything is written to the directory of another job.
             with locked(directory):
@@ -63,7 +59,7 @@ def locked(model_dir):
     """
     path = pathlib.Path(model_dir) / _LOCK
     with _writing(path):
-        make_directory(path.parent)
+        _make(path.parent)
         file = path.open("a+")
     with file:
         try:
@@ -81,6 +77,12 @@ def locked(model_dir):
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def _make(directory):
+    if os.path.lexists(directory) and not directory.is_dir():
+        raise JobError(f"{directory} is not a directory: choose another --model_dir.")
+    make_directory(directory)
 
 
 def write(world, model_dir, *, model, summary):

@@ -114,7 +114,7 @@ class Session:
         # There is none where max_steps was lowered below an earlier checkpoint.
         if not self._evaluations or self._evaluations[-1]["step"] != step:
             with evaluated_weights(model, steps=None):
-                found = evaluate(model, eval_spec.input_fn(), steps=eval_spec.steps)
+                found = evaluate(model, eval_spec.batches(), steps=eval_spec.steps)
             self._evaluations.append({"step": step, "metrics": found})
         with fail_together(self._world):
             if self._exports and step <= self._plan.max_steps:
@@ -160,7 +160,7 @@ class Session:
             hvd.callbacks.MetricAverageCallback(),
             # Before callbacks of users, whose logs may differ by rank.
             self._progress,
-            *train_spec.callbacks(plan),
+            *(train_spec.callbacks(plan) if train_spec.callbacks else ()),
             StopAtEpochEndCallback(self._world),
             evaluation,
             # Before the checkpoint, which contains it.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.job import JobError
 
@@ -21,6 +22,15 @@ def _check_numbers(spec, **lowest):
             raise JobError(
                 f"Received {name}={getattr(spec, name)}; expected {low} or more."
             )
+
+
+def _dataset(received):
+    if not isinstance(received, tf.data.Dataset):
+        raise JobError(
+            f"Received {type(received).__name__} from input_fn; expected a "
+            "tf.data.Dataset, such as tf.data.Dataset.from_tensor_slices(arrays)."
+        )
+    return received
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +47,9 @@ class TrainSpec:
         local_batch_size: samples in a batch of this rank. Where ranks have different
             numbers, each rank's gradient counts by its samples.
         callbacks: `callbacks(plan)` returns more Keras callbacks, for the `Plan`.
-        steps_per_execution: steps per call of the compiled train function, None for
-            a default.
+        steps_per_execution: steps per call of the compiled train function, after which
+            Keras calls callbacks. By default 1 if there are `callbacks`, and otherwise
+            as many as make short steps fast.
         repeat: where the input of a rank ends, take it from its start again, as the
             next pass over the data. By default an early end is an error.
     """
@@ -47,7 +58,7 @@ class TrainSpec:
     max_steps: int
     pass_steps: int
     local_batch_size: int
-    callbacks: Callable = lambda plan: ()
+    callbacks: Callable | None = None
     steps_per_execution: int | None = None
     repeat: bool = False
 
@@ -58,9 +69,10 @@ class TrainSpec:
     def batches(self, start_step, end_step):
         """Return this rank's dataset of these steps."""
         if not self.repeat:
-            return self.input_fn(start_step, end_step)
+            return _dataset(self.input_fn(start_step, end_step))
         # The length of a pass is not known: a job that continues reads it again.
-        return self.input_fn(0, self.max_steps).repeat().skip(start_step)
+        one_pass = _dataset(self.input_fn(0, self.max_steps))
+        return one_pass.repeat().skip(start_step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +100,12 @@ class EvalSpec:
     def __post_init__(self):
         """Check the numbers."""
         _check_numbers(self, every_epochs=0, throttle_steps=0, throttle_seconds=0)
+        if self.steps is not None:
+            _check_numbers(self, steps=1)
+
+    def batches(self):
+        """Return this rank's dataset."""
+        return _dataset(self.input_fn())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

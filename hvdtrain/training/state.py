@@ -6,7 +6,11 @@ are not trained (moving statistics, for example), accumulated gradients, local w
 the states of metrics, and those of the global random generators.
 """
 
+import re
+
+import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.objects import (
     broadcast_object,
@@ -14,7 +18,7 @@ from hvdtrain.collectives.objects import (
     scatter_object,
 )
 from hvdtrain.job.agreement import gather
-from hvdtrain.job.world import SharedJobError
+from hvdtrain.job.world import JobError, SharedJobError
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import local_states, metric_variables
@@ -71,6 +75,31 @@ def check_finite(model, step):
             )
 
 
+def untracked(model):
+    """Return the variables of a model that are in none of Keras' lists.
+
+    They are those of optimizers that are attributes of it, beside that of `compile`,
+    and TensorFlow's own variables in layers.
+
+    Raises:
+        JobError: such an optimizer is not built.
+    """
+    variables = []
+    for name, each in vars(model).items():
+        is_own = isinstance(each, keras.optimizers.Optimizer)
+        if is_own and each is not model.optimizer:
+            if not each.built:
+                raise JobError(
+                    f"Received a model with a second optimizer, {name}, that has no "
+                    "variables yet, so that checkpoints could not contain them: call "
+                    "its build(variables) in model_fn."
+                )
+            variables += each.variables
+    for layer in model._flatten_layers():
+        variables += [v for v in vars(layer).values() if isinstance(v, tf.Variable)]
+    return variables
+
+
 def assign_shared(model, arrays):
     """Assign what is equal on all ranks, on the chief; a broadcast follows.
 
@@ -78,11 +107,11 @@ def assign_shared(model, arrays):
         OtherModelError: a variable is missing, or has another shape or dtype. No
             variable has been assigned then.
     """
-    shared, values = _shared(model), _group(arrays, "shared")
-    _check_same(shared, values)
-    _check_same(_own(model), _group(arrays, "rank0"))
-    _check_same(_of_metrics(model), _group(arrays, "metrics0"))
-    _assign(shared, values)
+    shared = _shared(model)
+    _check_same(shared, _by_name(arrays, "shared"))
+    _check_same(_own(model), _by_name(arrays, "rank0"))
+    _check_same(_of_metrics(model), _by_name(arrays, "metrics0"))
+    _assign(shared, _group(arrays, "shared"))
 
 
 class OwnState:
@@ -132,7 +161,6 @@ class OwnState:
         else:
             by_variable = zip(variables, *states, strict=True)
             values = [self._combined(variable, each) for variable, *each in by_variable]
-        _check_same(variables, values)
         _assign(variables, values)
 
     def release(self):
@@ -176,10 +204,9 @@ def _shared(model):
 
 
 def _own(model):
-    others = {id(v) for v in (*_shared(model), *_of_metrics(model))}
-    own = [v for v in model.variables if id(v) not in others]
-    taken = others | {id(v) for v in own}
-    return own + [v for v in model.optimizer.variables if id(v) not in taken]
+    taken = {id(v) for v in (*_shared(model), *_of_metrics(model))}
+    candidates = [*model.variables, *model.optimizer.variables, *untracked(model)]
+    return [v for v in candidates if id(v) not in taken]
 
 
 def _of_metrics(model):
@@ -189,7 +216,7 @@ def _of_metrics(model):
 def _named(prefix, variables, values):
     # Numbered: paths of different variables may be equal, and their order counts.
     return {
-        f"{prefix}/{number:04}/{getattr(variable, 'path', variable.name)}": value
+        f"{prefix}/{number:04}/{_path(variable)}": value
         for number, (variable, value) in enumerate(zip(variables, values, strict=True))
     }
 
@@ -213,18 +240,31 @@ def _number(name):
     return int(name.partition("/")[0])
 
 
-def _check_same(variables, values):
-    if len(variables) != len(values):
+def _check_same(variables, stored):
+    if len(variables) != len(stored):
         raise OtherModelError(
-            f"it has {len(values)} variables, and the model has {len(variables)}"
+            f"it has {len(stored)} variables, and the model has {len(variables)}"
         )
-    for variable, value in zip(variables, values, strict=True):
-        expected = tuple(variable.shape), variable.dtype
-        if expected != (value.shape, value.dtype.name):
+    for variable, name in zip(variables, sorted(stored, key=_number), strict=True):
+        before, path = name.partition("/")[2], _path(variable)
+        if _kind(before) != _kind(path):
+            raise OtherModelError(f"it has {before} where the model has {path}")
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        value = stored[name]
+        if (tuple(variable.shape), dtype) != (value.shape, value.dtype.name):
             raise OtherModelError(
-                f"{variable.path} has the shape {tuple(variable.shape)} and dtype "
-                f"{variable.dtype} in the model, {value.shape} and {value.dtype} there"
+                f"{path} has the shape {tuple(variable.shape)} and dtype {dtype} in "
+                f"the model, {value.shape} and {value.dtype} there"
             )
+
+
+def _path(variable):
+    return getattr(variable, "path", variable.name)
+
+
+def _kind(path):
+    # Keras numbers the layers of a process: dense, dense_1, dense_2.
+    return re.sub(r"_\d+(?=_|/|$)", "", path)
 
 
 def _assign(variables, values):

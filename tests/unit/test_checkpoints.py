@@ -132,10 +132,12 @@ def flip_a_bit(path):
         lambda files: flip_a_bit(arrays_path(files)),
         lambda files: arrays_path(files).unlink(),
         lambda files: files.path(300).write_text("{}"),
+        lambda files: files.path(300).write_text(files.path(200).read_text()),
         lambda files: truncate(files.path(300), size=-2),
     ],
 )
 def test_damage_is_found(files, damage):
+    files.write(checkpoint(200))
     files.write(checkpoint())
     damage(files)
     with pytest.raises(CheckpointError) as caught:
@@ -161,6 +163,22 @@ def test_leftovers_of_a_killed_writer_are_deleted(files):
     assert files.steps() == [300]
     files.delete_leftovers()
     assert names(files) == complete
+
+
+def test_arrays_that_have_lost_their_json_files_are_not_deleted(files):
+    for step in (100, 200):
+        files.write(checkpoint(step))
+    for step in (100, 200):
+        files.path(step).unlink()
+    with pytest.raises(CheckpointError, match="arrays of 2 checkpoints, and no JSON"):
+        files.delete_leftovers()
+    assert len(names(files)) == 2
+
+
+def test_a_removed_directory_is_not_made_again(tmp_path):
+    files = CheckpointFiles(tmp_path / "removed" / "checkpoints")
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        files.write(checkpoint())
 
 
 def test_a_failed_write_leaves_the_others(files):

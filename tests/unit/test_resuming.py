@@ -1,5 +1,6 @@
 """A training that ends early and continues, against the uninterrupted one."""
 
+import functools
 import json
 import math
 import os
@@ -177,7 +178,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(tmp_path, dtype):
     def make_model(optimizer, *, units):
         keras.utils.set_random_seed(1)
         layers = [keras.layers.Dense(units, "relu"), keras.layers.BatchNormalization()]
-        model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(2)])
+        model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)])
         model.compile(optimizer, "mse", metrics=["mae"])
         return model
 
@@ -228,6 +229,64 @@ def rewrite_for_two_ranks(files):
     files.supersede_after(step)
     metadata = before.metadata | {"shares": [BATCH // 2, BATCH // 2]}
     files.write(Checkpoint(step=step, arrays=arrays, metadata=metadata))
+
+
+def test_state_that_keras_does_not_list(tmp_path):
+    """That of a second optimizer, and TensorFlow's own variables."""
+
+    class Count(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.count = tf.Variable(0.0)
+
+        def call(self, x):
+            return x + self.count.assign_add(0.001)
+
+    class Model(keras.Model):
+        def __init__(self, second):
+            super().__init__()
+            self.count, self.dense = Count(), keras.layers.Dense(1)
+            self.bias = self.add_weight(shape=(1,), initializer="zeros")
+            self.second = second
+
+        def call(self, x):
+            return self.dense(self.count(x)) + self.bias
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x))
+            kernel = self.dense.trainable_variables
+            gradients = tape.gradient(loss, [self.bias, *kernel])
+            self.second.apply(gradients[:1], [self.bias])
+            self.optimizer.apply(gradients[1:], kernel)
+            return self.compute_metrics(x, y, None)
+
+    def make_model(optimizer, *, units, is_built=True):
+        keras.utils.set_random_seed(1)
+        second = keras.optimizers.SGD(0.05, momentum=0.5)
+        model = Model(second)
+        model(tf.zeros((1, 6)))
+        model.count.count.assign(0.0)
+        optimizer.build(model.dense.trainable_variables)
+        if is_built:
+            second.build([model.bias])
+        model.compile(optimizer, "mse")
+        return model
+
+    def own(result):
+        return float(result.model.count.count), *result.model.second.variables
+
+    expected = train(None, make_model=make_model)
+    with pytest.raises(KilledError):
+        train(tmp_path, make_model=make_model, killed_after=8)
+    result = train(tmp_path, make_model=make_model)
+    assert result.start_step
+    assert_equal(result, expected)
+    for found, wanted in zip(own(result), own(expected), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(JobError, match="second optimizer, second, that has no var"):
+        train(tmp_path, make_model=functools.partial(make_model, is_built=False))
 
 
 def test_the_comparison_sees_what_is_not_restored(tmp_path, monkeypatch):
@@ -284,6 +343,14 @@ def test_no_usable_checkpoint_is_an_error_and_nothing_is_deleted(tmp_path):
     assert files(tmp_path).steps() == steps
 
 
+def test_a_checkpoint_of_another_optimizer_is_an_error(tmp_path):
+    train(tmp_path, max_steps=2)
+    with pytest.raises(
+        JobError, match=r"it has sgd\S*iteration where the model has lion/"
+    ):
+        train(tmp_path, make_optimizer=keras.optimizers.Lion)
+
+
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
     train(tmp_path)
     with pytest.raises(JobError, match=r"another model.*\(6, 9\).*\(6, 8\)"):
@@ -293,7 +360,11 @@ def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
 def test_another_global_batch_is_refused(tmp_path):
     train(tmp_path)
     with pytest.raises(JobError, match=r"global batch of 8 samples .* expected 4"):
-        train(tmp_path, local_batch_size=8)
+        train(
+            tmp_path,
+            local_batch_size=2 * BATCH,
+            input_fn=lambda start, end: batches(start, end).unbatch().batch(2 * BATCH),
+        )
 
 
 def test_a_limit_of_time_stops_the_job_with_a_checkpoint(tmp_path):
@@ -384,6 +455,27 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, is_last):
     result = train(tmp_path, callbacks=[unblock])
     assert files(tmp_path).steps()[0] == 35
     assert_equal(result, train(None))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"input_fn": lambda start, end: None}, "Received NoneType from input_fn"),
+        (
+            {"input_fn": lambda start, end: batches(0, 0)},
+            "Received no batch from input_fn",
+        ),
+        ({"local_batch_size": 5}, "Received a batch of 4 samples .*local_batch_size=5"),
+        (
+            {"evaluation": EvalSpec(input_fn=lambda: batches(0, 0)), "max_steps": 1},
+            "Received no sample to evaluate",
+        ),
+        ({"max_steps": 0}, "Received max_steps=0; expected 1 or more"),
+    ],
+)
+def test_an_input_that_cannot_be_used_is_one_line(options, reason):
+    with pytest.raises(JobError, match=f"^{reason}"):
+        train(None, **options)
 
 
 def test_an_input_that_ends_early():
