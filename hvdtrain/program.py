@@ -13,11 +13,10 @@ import socket
 import sys
 import textwrap
 import time
-import traceback
 
 from absl import flags
 
-from hvdtrain.job import JobError, output, signals
+from hvdtrain.job import JobError, output, signals, tracebacks
 from hvdtrain.job.launchers import launch
 from hvdtrain.job.start import stop
 from hvdtrain.job.world import SharedJobError
@@ -131,7 +130,7 @@ def _leave_after_bug(error):
         )
     if getattr(error, "errno", None) in (errno.EPIPE, errno.ENOSPC):
         _leave(f"Cannot write the output: {error.strerror}.", code=1)
-    _leave(traceback.format_exc().rstrip(), code=1)
+    _leave(tracebacks.describe(error)[1], code=1)
 
 
 def _is_collective_failure(error):

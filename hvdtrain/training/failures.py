@@ -5,8 +5,8 @@ import datetime
 import json
 import pathlib
 import socket
-import traceback
 
+from hvdtrain.job import tracebacks
 from hvdtrain.job.files import atomic_write
 from hvdtrain.job.world import PreemptedError
 
@@ -43,12 +43,13 @@ def _write(directory, world, error):
     if not directory.parent.is_dir():
         return
     directory.mkdir(exist_ok=True)
+    last_lines, whole = tracebacks.describe(error)
     values = {
         "rank": world.rank,
         "host": socket.gethostname(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-        "error": f"{type(error).__name__}: {error}",
-        "traceback": traceback.format_exc(),
+        "error": last_lines,
+        "traceback": whole,
     }
     with atomic_write(directory / f"rank-{world.rank}.json") as temporary:
         temporary.write_text(json.dumps(values, indent=2) + "\n")
