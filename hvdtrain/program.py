@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import textwrap
+import threading
 import time
 
 from absl import flags
@@ -119,9 +120,12 @@ def _help(page):
 
 def _leave_after_bug(error):
     if _is_collective_failure(error):
-        # The rank that failed prints the reason, and the launcher ends the others. A
-        # launcher that does not leaves it to this rank.
+        # The rank that failed prints the reason, and the launcher ends the others, by a
+        # signal that may have been taken as a request to stop. A launcher that does not
+        # leaves it to this rank.
         _exit_codes.append(1)
+        if signals.has_received():
+            os._exit(1)
         time.sleep(_PATIENCE_SECONDS)
         _leave(
             "Another rank has left the job, or has not called a collective within "
@@ -186,7 +190,15 @@ def _report_signal(number):
     # pipe, and holds the lock of the stream.
     if _exit_codes:
         os._exit(_exit_codes[0])
-    if launch().rank == 0 or number == signal.SIGINT:
+    prints = launch().rank == 0 or number == signal.SIGINT
+    if prints and not _is_collective_failure(_handled_exception()):
         reason = f"Stopped by {signal.Signals(number).name}."
         _write_reason(reason, timeout_seconds=_SIGNAL_WRITE_SECONDS)
     os._exit(128 + number)
+
+
+def _handled_exception():
+    # A failed collective, before the main thread has left the blocks that it ends.
+    found = sys._current_exceptions().get(threading.main_thread().ident)
+    # Until Python 3.11 a tuple.
+    return found[1] if isinstance(found, tuple) else found

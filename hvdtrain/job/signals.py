@@ -18,6 +18,8 @@ _subscribers = ()
 _replaced = {}
 _thread = None
 _writer = None
+# Whether a subscriber was called.
+_has_received = False
 
 
 def subscribe(numbers, callback):
@@ -51,6 +53,11 @@ def unsubscribe(callback):
     subscribed = set().union(*(numbers for numbers, _ in _subscribers))
     for number in _replaced.keys() - subscribed:
         signal.signal(number, _replaced.pop(number))
+
+
+def has_received():
+    """Return whether a signal has arrived for a subscriber."""
+    return _has_received
 
 
 def _handle(number, frame):
@@ -95,10 +102,14 @@ os.register_at_fork(after_in_child=_reset)
 
 
 def _deliver(reader):
+    global _has_received
     while True:
         number = os.read(reader, 1)[0]
         # Other handlers of this process write their bytes, too.
-        if signal.getsignal(number) is _handle and not _is_handled(number):
+        if signal.getsignal(number) is not _handle:
+            continue
+        _has_received = True
+        if not _is_handled(number):
             os._exit(128 + number)
 
 

@@ -138,13 +138,40 @@ def test_only_a_reason_that_rank_0_prints_is_left_out(rank, body, flag, code, re
     assert len(errors.splitlines()) == bool(reason), errors
 
 
-def test_a_lost_rank_is_one_line():
-    body = """\
-import sys, types
-fake = types.SimpleNamespace(is_collective_failure=lambda error: True)
+LOSE_A_RANK = """\
+import os, signal, sys, time, types
+from hvdtrain.job import signals
+fake = types.SimpleNamespace(is_collective_failure=lambda error: bool(error))
 sys.modules["hvdtrain.collectives.failures"] = fake
+"""
+# As in a training, where it is a request to stop.
+TERMINATED_BEFORE = """\
+signals.subscribe([signal.SIGTERM], lambda number: True)
+os.kill(os.getpid(), signal.SIGTERM)
+while not signals.has_received():
+    time.sleep(0.01)
 raise RuntimeError("of Horovod")
 """
+TERMINATED_AFTER = """\
+try:
+    raise RuntimeError("of Horovod")
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code"), [(TERMINATED_BEFORE, 1), (TERMINATED_AFTER, 143)]
+)
+def test_a_rank_that_the_launcher_ends_after_another_prints_nothing(body, code):
+    process = start(LOSE_A_RANK + body, stderr=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=TIMEOUT_SECONDS)[1] == ""
+    assert process.returncode == code
+
+
+def test_a_lost_rank_is_one_line():
+    body = f'{LOSE_A_RANK}raise RuntimeError("of Horovod")\n'
     process = start(body, stderr=subprocess.PIPE, text=True)
     errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
     assert process.returncode == 1
