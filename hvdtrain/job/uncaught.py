@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import time
 import traceback
 
 import horovod
@@ -23,6 +24,9 @@ rank {rank} on {host}: a collective failed: another rank has ended or did not ca
   only rank 0 calls.
 - HOROVOD_STALL_SHUTDOWN_TIME_SECONDS={limit} is how long a rank waits for the others.
 """
+# The launcher ends the others once the rank that failed has ended, which takes Python
+# some seconds. A launcher that does not leaves the report to them.
+_PATIENCE_SECONDS = 5.0
 _PACKAGES = tuple(
     os.path.dirname(module.__file__) + os.sep
     for module in (tf, keras, horovod, hvdtrain)
@@ -42,7 +46,10 @@ def explain_failed_collectives():
         return
 
     def explain(kind, error, trace):
-        if _is_filtered() and is_collective_failure(error):
+        is_of_others = is_collective_failure(error)
+        if is_of_others and launch().launcher:
+            time.sleep(_PATIENCE_SECONDS)
+        if is_of_others and _is_filtered():
             sys.stderr.write(_report(error, trace))
         else:
             previous(kind, error, trace)
