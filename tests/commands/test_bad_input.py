@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import socket
 import sys
@@ -252,12 +253,21 @@ def test_interrupt(start, launcher, name):
     assert launcher != "alone" or job.returncode == 130
 
 
-def test_killed_rank_ends_the_job(start):
-    for job in [start(ENDLESS, launcher=name) for name in ("gloo", "mpirun")]:
+def test_killed_rank_ends_the_job(start, tmp_path):
+    # With a model_dir, the survivor takes the launcher's SIGTERM for a request to stop.
+    jobs = [
+        start([*ENDLESS, f"--model_dir={tmp_path / name}"], launcher=name)
+        for name in ("gloo", "mpirun")
+    ]
+    for job in jobs:
         job.wait_for("samples/s")
         job.ranks()[1].kill()
-        assert job.wait().returncode != 0
+        assert job.wait().returncode == 137
         assert "Traceback" not in "\n".join(job.lines), job.text
+        assert "Another rank" not in job.text, job.text
+        # mpirun's last line is a ruler.
+        end = "\n".join(job.text.splitlines()[-2:])
+        assert re.search(rf"rank 1 .*\b{socket.gethostname()}\b.*(KILL|9)", end), end
 
 
 def test_bug_on_one_rank_is_shown_with_its_rank(run):
