@@ -10,6 +10,9 @@ these, from the `r`-th on. Hence:
 - a batch may contain the end of one epoch and the start of the next;
 - the samples of a global batch are the same for any number of ranks;
 - a run resumed at step `s` needs the number `s` and nothing else.
+
+Where the global batch has changed at step `s0`, after `p0` positions, global batch `s`
+starts at position `p0 + (s - s0) * G`: no position is left out or repeated.
 """
 
 import dataclasses
@@ -30,6 +33,8 @@ class Shard:
         seed: 0 to 2**32 - 1; the same on all ranks.
         rank: this rank, 0 to `size - 1`.
         size: number of ranks.
+        start_step: the step from which the global batch has this size.
+        start_sample: position in the sequence of samples at that step.
 
     Raises:
         DataError: a number is out of range, or there are more ranks than samples.
@@ -40,6 +45,8 @@ class Shard:
     seed: int
     rank: int = 0
     size: int = 1
+    start_step: int = 0
+    start_sample: int = 0
 
     def __post_init__(self):
         """Check the numbers."""
@@ -53,19 +60,40 @@ class Shard:
             raise DataError(
                 f"Received the seed {self.seed}; expected 0 to {2**32 - 1}."
             )
+        if min(self.start_step, self.start_sample) < 0:
+            raise DataError(
+                f"Received the start_step {self.start_step} and the start_sample "
+                f"{self.start_sample}; expected 0 or more."
+            )
 
     @property
     def local_batch_size(self):
         """Samples per step of this rank; ranks may differ by one."""
         return -(-(self.global_batch_size - self.rank) // self.size)
 
+    @property
+    def pass_steps(self):
+        """Steps of a pass over the data."""
+        return -(-self.num_samples // self.global_batch_size)
+
     def steps(self, epochs):
-        """Steps after which every sample was seen at least `epochs` times."""
-        return -(-epochs * self.num_samples // self.global_batch_size)
+        """Steps of the job after which every sample was seen `epochs` times or more."""
+        return self.steps_to(epochs * self.num_samples)
+
+    def steps_to(self, position):
+        """Steps of the job after which it has reached a position in the sequence."""
+        left = max(0, position - self.start_sample)
+        return self.start_step + -(-left // self.global_batch_size)
 
     def indices(self, start_step, end_step):
         """Sample numbers of this rank, int64 (end_step - start_step, local batch)."""
-        firsts = np.arange(start_step, end_step) * self.global_batch_size
+        if start_step < self.start_step:
+            raise DataError(
+                f"Received the step {start_step}; expected {self.start_step} or more, "
+                "from which the global batch has this size."
+            )
+        steps = np.arange(start_step, end_step) - self.start_step
+        firsts = self.start_sample + steps * self.global_batch_size
         positions = firsts[:, None] + np.arange(
             self.rank, self.global_batch_size, self.size
         )

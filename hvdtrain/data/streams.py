@@ -45,9 +45,10 @@ def train_batches(x, y, *, shard, start_step, end_step):
         (local batch,). The order never depends on timing.
     """
     _check_lengths(x, y, num_samples=shard.num_samples)
-    if not 0 <= start_step <= end_step:
+    if not shard.start_step <= start_step <= end_step:
         raise DataError(
-            f"Received steps {start_step} to {end_step}; expected 0 <= start <= end."
+            f"Received steps {start_step} to {end_step}; expected "
+            f"{shard.start_step} <= start <= end."
         )
     step_bytes = shard.local_batch_size * x[0].size
     block_steps = min(_MAX_BLOCK_STEPS, max(1, _MAX_BLOCK_BYTES // step_bytes))

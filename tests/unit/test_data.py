@@ -1,5 +1,6 @@
 """Which rank sees which sample at which step: the shards and the streams."""
 
+import dataclasses
 import errno
 import itertools
 import subprocess
@@ -102,6 +103,47 @@ def test_indices_of_a_part_are_that_part_of_the_whole():
     assert wrong == []
 
 
+def test_a_global_batch_that_changes_leaves_out_and_repeats_nothing():
+    wrong = []
+    for n, local_batch, sizes in itertools.product(
+        (24, 25, 7), (1, 3, 4), [(2, 1), (1, 4, 2), (3, 2, 1, 3)]
+    ):
+        step = position = 0
+        for size in sizes:
+            parts = [
+                data.Shard(
+                    num_samples=n,
+                    global_batch_size=local_batch * size,
+                    seed=1,
+                    rank=rank,
+                    size=size,
+                    start_step=step,
+                    start_sample=position,
+                )
+                for rank in range(size)
+            ]
+            end = step + 5 if size != sizes[-1] else parts[0].steps(4)
+            dealt = np.stack([part.indices(step, end) for part in parts], axis=1)
+            found = dealt.transpose(0, 2, 1).ravel()
+            whole = shard(n, 1, 1).indices(position, position + len(found))
+            if not np.array_equal(found, whole.ravel()):
+                wrong.append((n, local_batch, sizes, step))
+            position, step = position + len(found), max(step, end)
+        # Four epochs, and less than a batch more unless they had ended before.
+        if position < 4 * n or (len(found) and position >= 4 * n + local_batch * size):
+            wrong.append((n, local_batch, sizes, position))
+    assert wrong == []
+
+
+def test_steps_and_positions_after_a_change_by_hand():
+    # 7 steps of 4 samples; 22 of 50 are left then, in batches of 8.
+    changed = dataclasses.replace(shard(10, 8), start_step=7, start_sample=28)
+    assert (changed.pass_steps, changed.steps(5), changed.steps_to(29)) == (2, 10, 8)
+    assert changed.steps(1) == 7  # it was over before
+    with pytest.raises(data.DataError, match="the step 6; expected 7 or more"):
+        changed.indices(6, 8)
+
+
 def test_epochs_and_seeds_differ():
     orders = [shard(50, 50, seed).indices(0, 2) for seed in (0, 1)]
     distinct = {tuple(order) for order in np.concatenate(orders)}
@@ -142,6 +184,7 @@ def test_another_process_deals_the_same():
         ({"seed": -1}, "seed"),
         ({"seed": 2**32}, "seed"),
         ({"num_samples": 0}, "0 samples"),
+        ({"start_sample": -1}, "start_sample -1"),
     ],
 )
 def test_bad_numbers_are_one_clear_line(arguments, reason):
