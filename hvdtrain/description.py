@@ -31,12 +31,12 @@ def run_info(world, options, run):
         "model": options.model,
         "optimizer": options.optimizer,
         "local_batch_size": run.train_spec.local_batch_size,
-        "original_size": run.original_size,
+        "batch_ranks": run.batch_ranks,
         "accumulation_steps": window,
-        "global_batch_size": options.batch_size * run.original_size * window,
+        "global_batch_size": options.batch_size * run.batch_ranks * window,
         "steps": run.train_spec.max_steps // window,
         "local_learning_rate": options.local_learning_rate,
-        "learning_rate": options.local_learning_rate * run.original_size,
+        "learning_rate": options.local_learning_rate * run.batch_ranks,
         "seed": options.seed,
         "flags": dataclasses.asdict(options),
     }
@@ -81,7 +81,7 @@ def banner(info, dataset, *, warning=""):
     controller = ""
     if info["size"] > 1:
         controller = f"{info['controller']}; reduction: {info['reduction']}; "
-    ranks, original_ranks = _ranks(info["size"]), _ranks(info["original_size"])
+    ranks, batch_ranks = _ranks(info["size"]), _ranks(info["batch_ranks"])
     accumulated = f" x {window} accumulated" if window > 1 else ""
     updates = "updates" if window > 1 else "steps"
     lines = [
@@ -92,7 +92,7 @@ def banner(info, dataset, *, warning=""):
         f"model          {info['model']}, {info['optimizer']}",
         f"batch          {info['local_batch_size']} per rank x {ranks}"
         f"{accumulated} = {info['global_batch_size']}; {info['steps']:,} {updates}",
-        f"learning rate  {info['local_learning_rate']:g} x {original_ranks} = "
+        f"learning rate  {info['local_learning_rate']:g} x {batch_ranks} = "
         f"{info['learning_rate']:g}",
     ]
     if path := info["flags"]["timeline_file"]:

@@ -107,6 +107,12 @@ _integer(
     1,
     "Average the gradients of so many steps, then update the weights.",
 )
+flags.DEFINE_bool(
+    "scale_batch",
+    False,
+    "When the number of ranks changes, each keeps its batch: the global batch and the "
+    "learning rate follow. Without it they stay, and each rank's batch changes.",
+)
 flags.DEFINE_enum(
     "compression", "none", ("none", "fp16", "bf16"), "Precision of reduced gradients."
 )

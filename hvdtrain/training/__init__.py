@@ -11,4 +11,5 @@ from hvdtrain.training.exporters import BestExporter, FinalExporter, LatestExpor
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan
-from hvdtrain.training.specs import EvalSpec, Result, RunConfig, TrainSpec
+from hvdtrain.training.resuming import position
+from hvdtrain.training.specs import EvalSpec, Position, Result, RunConfig, TrainSpec

@@ -139,15 +139,6 @@ class CheckpointFiles:
                 arrays[name] = arrays[name].view("bfloat16")
         return Checkpoint(step=step, arrays=arrays, metadata=described["metadata"])
 
-    def metadata(self, step):
-        """Return the metadata of a checkpoint, without its arrays.
-
-        Raises:
-            CheckpointError: its JSON file cannot be read.
-        """
-        with _one_line_errors("read", self.path(step)):
-            return self._described(step)["metadata"]
-
     def delete_leftovers(self):
         """Delete what a writer that was killed has left. For the only writer.
 

@@ -45,10 +45,6 @@ class Commits:
         """Return the newest commit, a `Checkpoint`."""
         return self._newest
 
-    def metadata(self, step):
-        """Return the metadata of the newest commit."""
-        return self._newest.metadata
-
     def path(self, step):
         """Return what an error calls it."""
         return f"the commit of step {step}"

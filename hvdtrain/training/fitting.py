@@ -20,13 +20,12 @@ class _SegmentEndError(Exception):
     """Leaves `fit` at the end of an epoch, without what it does at the end."""
 
 
-def built(model, make_batches, *, local_batch_size=None):
+def built(model, train_spec):
     """Return a model that has all variables, with a distributed optimizer.
 
     Args:
         model: a compiled model.
-        make_batches: `TrainSpec.batches`.
-        local_batch_size: samples that the first batch has to have, if given.
+        train_spec: the `TrainSpec`.
 
     Raises:
         JobError: it is not compiled, or the first batch has another size.
@@ -40,16 +39,18 @@ def built(model, make_batches, *, local_batch_size=None):
         hvd.DistributedOptimizer(model.optimizer)
     # Keras builds the metrics of `compile` with the first batch: a checkpoint that was
     # written within an epoch has states for them.
-    for batch in make_batches(0, 1).take(1):
+    step = train_spec.scale_from.step if train_spec.scale_from else 0
+    for batch in train_spec.batches(step, step + 1).take(1):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
         break
     else:
         raise JobError("Received no batch from input_fn; expected one for each step.")
     size = keras.tree.flatten(x)[0].shape[0]
-    if local_batch_size not in (None, size):
+    if size != train_spec.local_batch_size:
         raise JobError(
             f"Received a batch of {size} samples from input_fn; expected "
-            f"local_batch_size={local_batch_size}, by which the ranks are weighted."
+            f"local_batch_size={train_spec.local_batch_size}, by which the gradients of "
+            "the ranks are weighted."
         )
     predictions = model(x)
     # With several losses, Keras builds a metric for each here.

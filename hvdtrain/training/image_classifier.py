@@ -14,7 +14,6 @@ from hvdtrain.training import exporters, resuming, run_directory, schedules
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import fast_steps_per_execution
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
-from hvdtrain.training.saving import checkpoint_files
 from hvdtrain.training.specs import EvalSpec, RunConfig, TrainSpec
 
 _EVALUATION_BATCH_SIZE = 256
@@ -43,6 +42,7 @@ class Options:
     decay: str
     seed: int
     accumulation_steps: int
+    scale_batch: bool
     compression: str
     mixed_precision: str
     evaluate_every: int
@@ -62,7 +62,8 @@ class Options:
 class Run:
     """What `build` returns: the arguments of `train_and_evaluate`, and their data.
 
-    `original_size` is the number of ranks that the job was first started with.
+    `batch_ranks` is the number of ranks whose batches make the global batch, and whose
+    learning rate it has: that of the first start, or of this one with `scale_batch`.
     """
 
     dataset: Dataset
@@ -71,7 +72,7 @@ class Run:
     train_spec: TrainSpec
     eval_spec: EvalSpec
     config: RunConfig
-    original_size: int
+    batch_ranks: int
     observers: list
 
 
@@ -79,7 +80,8 @@ def build(options, world, commits=None):
     """Build a run on all ranks. A collective.
 
     A job that continues with another number of ranks keeps its global batch and its
-    learning rates: those of the number that it was first started with.
+    learning rates: those of the number that it was first started with. With
+    `scale_batch` it has those of the new number, and ends after the same samples.
 
     Args:
         options: the `Options`; apart from paths the same on all ranks.
@@ -99,19 +101,17 @@ def build(options, world, commits=None):
         world, options.dataset, data_dir=options.data_dir
     )
     config = _config(options)
-    stores = [store for store in (commits, checkpoint_files(config)) if store]
-    original_size = resuming.original_size(
-        stores, world, default=commits.original_size if commits else world.size
-    )
+    position = resuming.position(config, world, commits)
+    batch_ranks = world.size if options.scale_batch else position.original_size
     with fail_together(world):
-        train_spec = _train_spec(options, dataset, world, original_size)
+        train_spec = _train_spec(options, dataset, world, position)
         eval_spec = _eval_spec(options, dataset, world)
         observers = ()
         if world.is_chief:
             if options.model_dir:
                 run_directory.prepare(options.model_dir)
             observers = make_observers(sys.stdout, model_dir=options.model_dir)
-        model = _model(options, dataset, original_size)
+        model = _model(options, dataset, batch_ranks)
     return Run(
         dataset=dataset,
         warning=warning,
@@ -119,7 +119,7 @@ def build(options, world, commits=None):
         train_spec=train_spec,
         eval_spec=eval_spec,
         config=config,
-        original_size=original_size,
+        batch_ranks=batch_ranks,
         observers=observers,
     )
 
@@ -136,31 +136,29 @@ def _config(options):
     )
 
 
-def _train_spec(options, dataset, world, original_size):
+def _train_spec(options, dataset, world, position):
     shard = Shard(
         num_samples=len(dataset.x_train),
-        global_batch_size=options.batch_size * original_size,
+        global_batch_size=options.batch_size * position.original_size,
         seed=options.seed,
         rank=world.rank,
         size=world.size,
     )
     max_steps = schedules.steps_of_run(
         shard,
-        size=original_size,
+        size=position.original_size,
         epochs=options.epochs,
         max_steps=options.max_steps,
         accumulation_steps=options.accumulation_steps,
     )
-    check_profile_steps(options.profile_steps, max_steps)
     epochs = options.epochs or max_steps * shard.global_batch_size / shard.num_samples
     schedules.check_warmup(options.warmup_epochs, epochs=epochs)
-    schedule = schedules.Schedule(
-        learning_rate=options.local_learning_rate * original_size,
-        size=original_size,
-        max_steps=max_steps,
-        warmup_steps=options.warmup_epochs * shard.steps(1),
-        decay=options.decay,
-    )
+    if options.scale_batch:
+        end = max_steps * shard.global_batch_size
+        shard = _scaled(shard, options.batch_size * world.size, position)
+        max_steps = shard.steps_to(end)
+    check_profile_steps(options.profile_steps, max_steps)
+    schedule = _schedule(options, shard, max_steps)
     return TrainSpec(
         input_fn=lambda start_step, end_step: streams.train_batches(
             dataset.x_train,
@@ -170,13 +168,36 @@ def _train_spec(options, dataset, world, original_size):
             end_step=end_step,
         ),
         max_steps=max_steps,
-        pass_steps=shard.steps(1),
+        pass_steps=shard.pass_steps,
         local_batch_size=shard.local_batch_size,
         callbacks=lambda plan: _callbacks(options, schedule, plan, world),
         steps_per_execution=options.steps_per_execution
         or fast_steps_per_execution(
             local_batch_size=shard.local_batch_size, max_steps=max_steps
         ),
+        scale_from=position if options.scale_batch else None,
+    )
+
+
+def _scaled(shard, global_batch_size, position):
+    """Return the shard that continues with another global batch."""
+    return dataclasses.replace(
+        shard,
+        global_batch_size=global_batch_size,
+        start_step=position.step,
+        start_sample=position.sample,
+    )
+
+
+def _schedule(options, shard, max_steps):
+    batch_ranks = shard.global_batch_size // options.batch_size
+    return schedules.Schedule(
+        learning_rate=options.local_learning_rate * batch_ranks,
+        size=batch_ranks,
+        max_steps=max_steps,
+        warmup_steps=options.warmup_epochs * shard.pass_steps,
+        decay=options.decay,
+        offset=shard.start_sample / shard.global_batch_size - shard.start_step,
     )
 
 
@@ -208,7 +229,7 @@ def _eval_spec(options, dataset, world):
     )
 
 
-def _model(options, dataset, original_size):
+def _model(options, dataset, batch_ranks):
     if options.mixed_precision != "none":
         keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
     # In an elastic job it is built more than once.
@@ -218,7 +239,7 @@ def _model(options, dataset, original_size):
     optimizer = hvd.DistributedOptimizer(
         optimizers.make(
             options.optimizer,
-            learning_rate=options.local_learning_rate * original_size,
+            learning_rate=options.local_learning_rate * batch_ranks,
             accumulation_steps=options.accumulation_steps,
         ),
         compression=getattr(hvd.Compression, options.compression),

@@ -98,11 +98,7 @@ def _train_and_evaluate(
 ):
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
-    model = built(
-        model_fn(),
-        train_spec.batches,
-        local_batch_size=train_spec.local_batch_size,
-    )
+    model = built(model_fn(), train_spec)
     exports = exporting.prepare(
         eval_spec.exporters, model, world, observers, model_dir=config.model_dir
     )
@@ -117,7 +113,13 @@ def _train_and_evaluate(
         wait_together(world, commits.writer)
     stores = [store for store in (commits, files) if store]
     if stores:
-        start = restore(model, stores, world, global_batch_size=sum(shares))
+        start = restore(
+            model,
+            stores,
+            world,
+            global_batch_size=sum(shares),
+            scale_from=train_spec.scale_from,
+        )
     skipping = Skipping(
         start.metadata.get("skipped_updates", 0),
         model if config.skip_nonfinite else None,
@@ -136,7 +138,7 @@ def _train_and_evaluate(
         observers=observers,
         shares=shares,
     )
-    if start.is_finished(plan.max_steps):
+    if start.is_finished(plan.max_steps, global_batch_size=sum(shares)):
         assign_all(model, start)
         session.complete(model, eval_spec)
     else:

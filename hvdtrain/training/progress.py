@@ -46,6 +46,7 @@ class ProgressCallback(keras.callbacks.Callback):
         requests: the `Requests`, which a report agrees on.
         skipping: the `Skipping`.
         start_step: the first step of this run.
+        batch_before: samples of a step before that one, by default as many.
         clock: returns seconds.
         reduction_seconds: returns the seconds that this rank has spent in reductions.
         input_seconds: returns those in which it has waited for input.
@@ -61,6 +62,7 @@ class ProgressCallback(keras.callbacks.Callback):
         requests=None,
         skipping=None,
         start_step=0,
+        batch_before=None,
         clock=time.perf_counter,
         reduction_seconds=transport.reduction_seconds,
         input_seconds=input_wait_seconds,
@@ -69,6 +71,7 @@ class ProgressCallback(keras.callbacks.Callback):
         self._requests = requests or Requests()
         self._skipping = skipping or Skipping()
         self._start_step = start_step
+        self._weight_before = (batch_before or global_batch_size) / global_batch_size
         self._plan = plan
         self._global_batch_size = global_batch_size
         self._world = world
@@ -195,7 +198,10 @@ class ProgressCallback(keras.callbacks.Callback):
 
     def _since_report(self, means):
         """Convert means since the start of the epoch to means since the last report."""
-        count = self._steps - self._plan.step(self._epoch)
+        first = self._plan.step(self._epoch)
+        # Steps of an interrupted epoch may have had another number of samples.
+        steps_before = max(0, self._start_step - first)
+        count = self._steps - first + steps_before * (self._weight_before - 1)
         before, self._reported_means = self._reported_means, (count, means)
         if before is None:
             return means

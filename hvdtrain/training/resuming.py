@@ -10,8 +10,12 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.keras.learning_rates import set_learning_rate, without_loss_scale
+from hvdtrain.keras.optimizer_state import accumulated_gradients
 from hvdtrain.training import state
 from hvdtrain.training.checkpoints import CheckpointError
+from hvdtrain.training.saving import checkpoint_files
+from hvdtrain.training.specs import Position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,30 +32,40 @@ class Start:
     metadata: dict = dataclasses.field(default_factory=dict)
     own_state: state.OwnState | None = None
 
-    def is_finished(self, max_steps):
+    def is_finished(self, max_steps, *, global_batch_size):
         """Whether a job of so many steps ends here; a callback may have ended it."""
-        return self.step >= max_steps or self.metadata.get("finished") == max_steps
+        if self.step >= max_steps or not self.metadata.get("finished"):
+            return self.step >= max_steps
+        # With batches of another size, the same job ends within a batch of there.
+        before = self.metadata["global_batch_size"]
+        left_before = (self.metadata["finished"] - self.step) * before
+        left = (max_steps - self.step) * global_batch_size
+        return abs(left - left_before) < max(before, global_batch_size)
 
 
-def original_size(stores, world, *, default):
-    """Return the number of ranks that the job was first started with. A collective.
+def position(config, world, commits=None):
+    """Return the `Position` from which a job continues. A collective.
 
     Args:
-        stores: as in `restore`.
+        config: the `RunConfig`.
         world: the `World`.
-        default: that of a new job, on the chief.
+        commits: see `train_and_evaluate`.
     """
-    size = default
+    first_size = commits.original_size if commits else world.size
+    found = Position(step=0, sample=0, original_size=first_size)
+    stores = [store for store in (commits, checkpoint_files(config)) if store]
     if world.is_chief:
         for store, step in [(each, step) for each in stores for step in each.steps()]:
             # A damaged one gives way to the one before, as in `restore`.
             with contextlib.suppress(JobError, LookupError):
-                size = store.metadata(step)["original_size"]
+                metadata = store.read(step).metadata
+                sample, size = metadata["sample"], metadata["original_size"]
+                found = Position(step=step, sample=sample, original_size=size)
                 break
-    return gather(world, size)[0]
+    return gather(world, found)[0]
 
 
-def restore(model, stores, world, *, global_batch_size):
+def restore(model, stores, world, *, global_batch_size, scale_from=None):
     """Restore the newest valid checkpoint. A collective.
 
     The chief reads it, and assigns what is equal on all ranks: the broadcast before
@@ -63,6 +77,7 @@ def restore(model, stores, world, *, global_batch_size):
             first with a checkpoint is used; on the chief only.
         world: the `World`.
         global_batch_size: samples of a step of the whole job.
+        scale_from: see `TrainSpec`.
 
     Returns:
         The `Start`.
@@ -76,7 +91,11 @@ def restore(model, stores, world, *, global_batch_size):
         if world.is_chief:
             found = next(filter(None, (_newest(model, each) for each in stores)), None)
             if found:
-                _check_batch(found, global_batch_size, world.size)
+                scale = world.size / len(found.metadata["shares"]) if scale_from else 1
+                _check_batch(found, global_batch_size, world.size, scale)
+                _scale_learning_rate(model.optimizer, scale)
+            if scale_from:
+                _check_scale(model.optimizer, found.step if found else 0, scale_from)
     said = found and (found.step, found.metadata)
     said = broadcast_object(said, name="Start") if world.size > 1 else said
     if said is None:
@@ -121,14 +140,35 @@ def _newest(model, store):
     return None
 
 
-def _check_batch(checkpoint, global_batch_size, size):
+def _check_batch(checkpoint, global_batch_size, size, scale):
     before = checkpoint.metadata["global_batch_size"]
-    if before != global_batch_size:
+    if global_batch_size != round(before * scale, 3):
         raise JobError(
             f"Received a global batch of {global_batch_size} samples on {size} ranks; "
-            f"expected {before}, with which the checkpoint of step {checkpoint.step} "
-            "was written: the order of the samples depends on it."
+            f"expected {before * scale:.9g}: the checkpoint of step {checkpoint.step} "
+            f"was written with {before} on {len(checkpoint.metadata['shares'])}, and "
+            "the order of the samples depends on it."
         )
+
+
+def _check_scale(optimizer, step, scale_from):
+    if step != scale_from.step:
+        raise JobError(
+            f"Received scale_from of step {scale_from.step}; expected {step}, that of "
+            "the newest checkpoint of this model: delete later ones."
+        )
+    if accumulated_gradients(optimizer):
+        raise JobError(
+            "Received an optimizer that accumulates gradients in a job that scales its "
+            "batch; expected none: a change of the batch could cut a window."
+        )
+
+
+def _scale_learning_rate(optimizer, scale):
+    rate = without_loss_scale(optimizer).learning_rate
+    # That of a schedule is computed from the step, by the new model_fn.
+    if scale != 1 and isinstance(rate, keras.Variable):
+        set_learning_rate(optimizer, float(rate.numpy()) * scale)
 
 
 class RestoreCallback(keras.callbacks.Callback):

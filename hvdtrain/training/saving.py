@@ -144,7 +144,7 @@ class CheckpointCallback(StepCallback):
         is_due: an `Every`.
         requests: the `Requests`.
         world: the `World`.
-        describe: `describe(is_finished)` returns the metadata at this moment.
+        describe: `describe(step, is_finished)` returns the metadata at this moment.
         is_commit: whether all ranks keep the state; there is none at the end, where
             the ranks are not to leave the training for hosts that have come.
     """
@@ -185,7 +185,6 @@ class CheckpointCallback(StepCallback):
         copy_seconds = time.perf_counter() - start
         if arrays is None:
             return
-        checkpoint = Checkpoint(
-            step=self.step, arrays=arrays, metadata=self._describe(is_finished)
-        )
+        metadata = self._describe(self.step, is_finished)
+        checkpoint = Checkpoint(step=self.step, arrays=arrays, metadata=metadata)
         self._writer.submit(checkpoint, copy_seconds=copy_seconds)

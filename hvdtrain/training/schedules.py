@@ -65,6 +65,8 @@ class Schedule:
         size: number of ranks; the warm-up starts from `learning_rate / size`.
         max_steps: steps of the run.
         warmup_steps: steps of the warm-up, 0 for none; may be a fraction.
+        offset: added to each step, where the global batch was another one before: the
+            steps that the samples before would take with this one, less those taken.
         decay: "none", or "cosine" for a decay to 0 (Loshchilov and Hutter 2017,
             arXiv:1608.03983, without restarts).
     """
@@ -74,6 +76,7 @@ class Schedule:
     max_steps: int
     warmup_steps: float = 0.0
     decay: str = "none"
+    offset: float = 0.0
 
     @property
     def is_constant(self):
@@ -86,14 +89,15 @@ class Schedule:
         The warm-up has the value of the last of them, and so reaches `learning_rate`
         for any number of steps per execution. The decay has the value of the first.
         """
+        step, end_step = step + self.offset, end_step + self.offset
         if step < self.warmup_steps:
             progress = min(1.0, end_step / self.warmup_steps)
             return self.learning_rate * ((1 + (self.size - 1) * progress) / self.size)
         if self.decay == "cosine":
             # Keras calls on_train_batch_begin once more before it finds the end of the
             # data: both differences are zero there if the warm-up takes all steps.
-            decay_steps = max(self.max_steps - self.warmup_steps, 1e-9)
-            progress = (step - self.warmup_steps) / decay_steps
+            decay_steps = self.max_steps + self.offset - self.warmup_steps
+            progress = (step - self.warmup_steps) / max(decay_steps, 1e-9)
             return self.learning_rate * ((1 + math.cos(math.pi * progress)) / 2)
         return self.learning_rate
 

@@ -81,6 +81,7 @@ class Session:
             requests=self._requests,
             skipping=skipping,
             start_step=start.step,
+            batch_before=start.metadata.get("global_batch_size"),
         )
         self._history = keras.callbacks.History()
         self._history.history = dict(start.metadata.get("history", {}))
@@ -207,13 +208,16 @@ class Session:
             start_step=self._start.step,
         )
 
-    def _describe(self, is_finished):
+    def _describe(self, step, is_finished):
         """Return the metadata of a checkpoint."""
+        start, global_batch_size = self._start, sum(self._shares)
+        new_samples = (step - start.step) * global_batch_size
         first_size = self._commits.original_size if self._commits else self._world.size
         return {
             "shares": self._shares,
-            "global_batch_size": sum(self._shares),
-            "original_size": self._start.metadata.get("original_size", first_size),
+            "global_batch_size": global_batch_size,
+            "sample": start.metadata.get("sample", 0) + new_samples,
+            "original_size": start.metadata.get("original_size", first_size),
             "fit_epoch_steps": self._plan.fit_epoch_steps,
             "steps_per_execution": self._plan.steps_per_execution,
             "finished": self._plan.max_steps if is_finished else None,

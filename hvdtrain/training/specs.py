@@ -34,6 +34,21 @@ def _dataset(received):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a job continues; `position` returns it.
+
+    Attributes:
+        step: steps taken before; 0 for a new job.
+        sample: samples of all ranks that these steps took.
+        original_size: number of ranks that the job was first started with.
+    """
+
+    step: int
+    sample: int
+    original_size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSpec:
     """What to train on, and how long.
 
@@ -52,6 +67,9 @@ class TrainSpec:
             as many as make short steps fast.
         repeat: where the input of a rank ends, take it from its start again, as the
             next pass over the data. By default an early end is an error.
+        scale_from: the `Position` from which `input_fn` and `max_steps` are computed.
+            With it each rank keeps its batch when the number of ranks changes: the
+            global batch and the learning rate follow it. None keeps the global batch.
     """
 
     input_fn: Callable
@@ -61,10 +79,16 @@ class TrainSpec:
     callbacks: Callable | None = None
     steps_per_execution: int | None = None
     repeat: bool = False
+    scale_from: Position | None = None
 
     def __post_init__(self):
         """Check the numbers."""
         _check_numbers(self, max_steps=1, pass_steps=1, local_batch_size=1)
+        if self.repeat and self.scale_from:
+            raise JobError(
+                "Received repeat and scale_from; expected one of them: an input that "
+                "repeats has no positions of samples. Use hvdtrain.data.Shard."
+            )
 
     def batches(self, start_step, end_step):
         """Return this rank's dataset of these steps."""

@@ -1,6 +1,8 @@
 """A training on several ranks that ends early and continues; and unequal shares."""
 
+import math
 import pathlib
+import shutil
 import tempfile
 
 import keras
@@ -13,6 +15,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.data import Shard
 from hvdtrain.job import JobError, World
+from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -132,6 +135,98 @@ def test_one_rank_may_end_the_training_at_the_end_of_an_epoch():
 def test_options_that_differ_are_an_error_on_all_ranks():
     with pytest.raises(JobError, match=r"^Received save_every_steps=1 on rank 0 and"):
         train(model_fn=None, save_every_steps=1 + RANK)
+
+
+def train_scaled(world, directory, **config):
+    """Train with four samples a rank, until the limits in `config`."""
+    config = RunConfig(model_dir=directory, seed=1, **config)
+    here = training.position(config, world)
+    part = Shard(
+        num_samples=SAMPLES,
+        global_batch_size=4 * world.size,
+        seed=0,
+        rank=world.rank,
+        size=world.size,
+        start_step=here.step,
+        start_sample=here.sample,
+    )
+
+    def input_fn(start_step, end_step):
+        places = part.indices(start_step, end_step)
+        return tf.data.Dataset.from_tensor_slices((X[places], Y[places]))
+
+    return training.train_and_evaluate(
+        lambda: model(optimizer=keras.optimizers.SGD(0.02 * world.size, momentum=0.9)),
+        TrainSpec(
+            input_fn=input_fn,
+            max_steps=part.steps(2),
+            pass_steps=part.pass_steps,
+            local_batch_size=part.local_batch_size,
+            steps_per_execution=1,
+            scale_from=here,
+        ),
+        EvalSpec(input_fn=lambda: batches(0, 3)),
+        config,
+        world=world,
+    )
+
+
+def stopped_position(world, directory):
+    """Train to the first report; return the `Position` of the checkpoint there."""
+    with pytest.raises(PreemptedError):
+        train_scaled(world, directory, max_minutes=1e-9)
+    return training.position(RunConfig(model_dir=directory), world)
+
+
+@pytest.mark.ranks
+def test_a_scaled_job_takes_every_sample_once_with_the_rates_of_its_ranks(directory):
+    first = stopped_position(WORLD, directory)
+    # Each rank goes on alone, and all compute the same: its averages change nothing.
+    own = f"{directory}-{RANK}"
+    shutil.copytree(directory, own)
+    second = stopped_position(World(), own)
+    result = train_scaled(WORLD, f"{directory}-0")
+    assert 0 < first.step < second.step
+    assert second.sample - first.sample == 4 * (second.step - first.step)
+    expected, losses, sizes = oracle.on_one_process(
+        lambda: scaled_on_one_process(first.step, second.step)
+    )
+    oracle.assert_bitwise_equal_over_ranks(result.model.get_weights())
+    for found, wanted in zip(result.model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    # The first start has two epochs of equal length; both changes are in the first.
+    steps = math.ceil(math.ceil(2 * SAMPLES / (4 * SIZE)) / 2)
+    assert second.step < steps
+    means = [
+        np.average(losses[i : i + steps], weights=sizes[i : i + steps])
+        for i in range(0, len(losses), steps)
+    ]
+    np.testing.assert_allclose(result.history["loss"], means, rtol=1e-5)
+
+
+def scaled_on_one_process(first_step, second_step):
+    """Weights, and losses and sizes of batches, of two epochs."""
+    keras.utils.set_random_seed(1)
+    optimizer = keras.optimizers.SGD(0.02 * SIZE, momentum=0.9)
+    network = model(optimizer=optimizer)
+    order = Shard(num_samples=SAMPLES, global_batch_size=1, seed=0)
+    order = order.indices(0, 3 * SAMPLES).ravel()
+    sizes, losses, place = [], [], 0
+    while place < 2 * SAMPLES:
+        step = len(sizes)
+        ranks = 1 if first_step <= step < second_step else SIZE
+        if step in (first_step, second_step):
+            # The momentum contains the rate.
+            optimizer.learning_rate.assign(0.02 * ranks)
+            factor = ranks / SIZE if ranks == 1 else ranks
+            for velocity in optimizer.momentums:
+                velocity.assign(velocity * factor)
+        batch = order[place : place + 4 * ranks]
+        losses.append(network.train_on_batch(X[batch], Y[batch])[0])
+        network.reset_metrics()
+        sizes.append(len(batch))
+        place += len(batch)
+    return network.get_weights(), losses, sizes
 
 
 @pytest.mark.ranks

@@ -11,8 +11,10 @@ from absl.testing import flagsaver
 
 import hvdtrain.keras as hvd
 from hvdtrain import mnist
+from hvdtrain.data import Shard
 from hvdtrain.job import JobError, World
 from hvdtrain.training import Plan, train_and_evaluate
+from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 from hvdtrain.training.image_classifier import Options, build
 
 DEFAULTS = {
@@ -63,6 +65,37 @@ def test_rates_and_policy_follow_the_options():
     assert float(run.model.optimizer.learning_rate) == pytest.approx(0.001)
     (rates,) = run.train_spec.callbacks(Plan.of(run.train_spec))
     assert type(rates).__name__ == "LearningRateCallback"
+
+
+def test_a_scaled_run_goes_on_from_the_samples_of_its_checkpoint(tmp_path):
+    # 250 steps of 256 samples on four ranks, of which 100 and their samples are left.
+    metadata = {"sample": 150 * 256, "original_size": 4}
+    files = CheckpointFiles(tmp_path / "checkpoints")
+    files.write(Checkpoint(step=150, arrays={}, metadata=metadata))
+    changes = {"max_steps": 1000, "decay": "cosine", "consistency_check_steps": 0}
+    changes["model_dir"] = str(tmp_path)
+    run = build(options(scale_batch=True, **changes), World())
+    spec = run.train_spec
+    assert (spec.scale_from.step, spec.local_batch_size, run.batch_ranks) == (
+        150,
+        64,
+        1,
+    )
+    assert spec.max_steps == 150 + 400
+    assert spec.pass_steps == 128
+    images = next(iter(spec.input_fn(150, 151)))[0].numpy()
+    order = Shard(num_samples=8192, global_batch_size=1, seed=0)
+    expected = run.dataset.x_train[order.indices(150 * 256, 150 * 256 + 64).ravel()]
+    np.testing.assert_array_equal(np.rint(images * 255), expected)
+    (rates,) = spec.callbacks(Plan.of(spec))
+    rates.set_model(run.model)
+    rates.on_epoch_begin(0)
+    rates.on_train_batch_begin(150)
+    cosine = (1 + np.cos(np.pi * 0.6)) / 2
+    assert float(run.model.optimizer.learning_rate) == pytest.approx(0.1 * cosine)
+    kept = build(options(**changes), World())
+    assert (kept.train_spec.max_steps, kept.train_spec.local_batch_size) == (250, 256)
+    assert kept.train_spec.scale_from is None
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def clock():
     return Clock()
 
 
-def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1, skipping=None):
+def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1, **options):
     plan = Plan(
         max_steps=max_steps,
         epochs=math.ceil(max_steps / fit_epoch_steps),
@@ -44,10 +44,10 @@ def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1, skipping=
         32,
         World(size=size),
         [keeper],
-        skipping=skipping,
         clock=clock,
         reduction_seconds=lambda: clock.reduction_seconds,
         input_seconds=lambda: clock.input_seconds,
+        **options,
     )
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.125), "mse")
@@ -96,6 +96,19 @@ def test_metrics_are_means_since_the_last_report(clock):
     # Losses of 4, 2, 1, 1, 0, 0 in the six executions: their running means.
     run(callback, clock, [4, 3, 7 / 3, 2, 8 / 5, 8 / 6])
     assert [p.metrics["loss"] for p in keeper] == pytest.approx([3, 1, 0])
+
+
+def test_means_in_an_epoch_whose_batch_has_changed(clock):
+    keeper = Keeper()
+    callback = make(clock, keeper=keeper, max_steps=70, start_step=30, batch_before=64)
+    callback.on_epoch_begin(0)
+    # 30 steps of 64 samples with a loss of 4, then 32 samples with 2, 2, 1, 1.
+    totals = [60 * 4 + 20, 60 * 4 + 40, 60 * 4 + 50, 60 * 4 + 60]
+    means = [total / (60 + 10 * i) for i, total in enumerate(totals, 1)]
+    run(callback, clock, means, first=30)
+    assert [p.step for p in keeper] == [50, 70]
+    # The first report is of the epoch so far.
+    assert [p.metrics["loss"] for p in keeper] == pytest.approx([280 / 80, 1])
 
 
 def test_means_start_anew_with_each_epoch(clock):

@@ -20,6 +20,7 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, run_directory
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
+from hvdtrain.training.resuming import Start
 
 EPOCH_STEPS = 10
 
@@ -107,6 +108,7 @@ def train(
     input_fn=batches,
     callbacks=(),
     repeat=False,
+    scale_from=None,
     **config,
 ):
     callbacks = [*callbacks, *([KillAfter(killed_after)] if killed_after else [])]
@@ -120,6 +122,7 @@ def train(
             steps_per_execution=1,
             repeat=repeat,
             callbacks=lambda plan: callbacks,
+            scale_from=scale_from,
         ),
         evaluation or EvalSpec(input_fn=lambda: batches(0, 20), throttle_steps=6),
         RunConfig(
@@ -365,6 +368,39 @@ def test_another_global_batch_is_refused(tmp_path):
             local_batch_size=2 * BATCH,
             input_fn=lambda start, end: batches(start, end).unbatch().batch(2 * BATCH),
         )
+
+
+def test_what_a_job_that_scales_its_batch_refuses(tmp_path):
+    train(tmp_path, max_steps=10)
+    here = training.position(RunConfig(model_dir=str(tmp_path)), World())
+    assert here == training.Position(step=10, sample=10 * BATCH, original_size=1)
+    # It scales with the number of ranks only.
+    with pytest.raises(JobError, match=r"global batch of 8 samples .* expected 4"):
+        train(tmp_path, local_batch_size=8, scale_from=here)
+    other = training.Position(step=9, sample=9 * BATCH, original_size=1)
+    with pytest.raises(JobError, match=r"scale_from of step 9; expected 10"):
+        train(tmp_path, scale_from=other)
+    new = training.position(RunConfig(), World())
+    accumulating = OPTIMIZERS["momentum, accumulation"]
+    with pytest.raises(JobError, match=r"accumulates gradients .* expected none"):
+        train(tmp_path / "new", scale_from=new, make_optimizer=accumulating)
+
+
+def test_a_damaged_checkpoint_is_no_position(tmp_path):
+    train(tmp_path, max_steps=10)
+    newest, before = files(tmp_path).steps()[:2]
+    files(tmp_path).path(newest).write_bytes(b"")
+    here = training.position(RunConfig(model_dir=str(tmp_path)), World())
+    assert (here.step, here.sample) == (before, before * BATCH)
+
+
+def test_a_job_that_a_callback_has_ended_stays_ended_with_another_batch():
+    # 21 steps of 8 samples are left of it: 42 of 4.
+    metadata = {"finished": 35, "global_batch_size": 8}
+    start = Start(step=14, metadata=metadata)
+    assert start.is_finished(56, global_batch_size=4)
+    assert not start.is_finished(58, global_batch_size=4)
+    assert not start.is_finished(36, global_batch_size=8)
 
 
 def test_a_limit_of_time_stops_the_job_with_a_checkpoint(tmp_path):

@@ -115,6 +115,27 @@ def test_steps_do_not_depend_on_the_epochs_of_fit():
     assert rates(**options, fit_epoch_steps=20) == rates(**options, fit_epoch_steps=3)
 
 
+def test_a_batch_that_changes_keeps_the_share_of_the_samples():
+    # Ten steps of four ranks, of which eight are left: 32 of one rank.
+    before = schedules.Schedule(
+        learning_rate=0.8, size=4, max_steps=10, warmup_steps=5, decay="cosine"
+    )
+    alone = schedules.Schedule(
+        learning_rate=0.2,
+        size=1,
+        max_steps=34,
+        warmup_steps=20,
+        decay="cosine",
+        offset=8 / 1 - 2,
+    )
+    for step in range(5, 10):
+        expected = before.rate(step, step + 1) / 4
+        assert alone.rate(2 + (step - 2) * 4, 0) == pytest.approx(expected)
+    # The warm-up of one rank is constant.
+    assert alone.rate(13, 14) == pytest.approx(0.2)
+    assert alone.rate(34, 35) == pytest.approx(0)
+
+
 def test_constant_rate():
     options = {"learning_rate": 0.8, "size": 4, "max_steps": 20}
     assert schedules.Schedule(**options).is_constant
