@@ -94,8 +94,9 @@ def restore(model, stores, world, *, global_batch_size, scale_from=None):
                 scale = world.size / len(found.metadata["shares"]) if scale_from else 1
                 _check_batch(found, global_batch_size, world.size, scale)
                 _scale_learning_rate(model.optimizer, scale)
+            _check_position(found, scale_from, global_batch_size)
             if scale_from:
-                _check_scale(model.optimizer, found.step if found else 0, scale_from)
+                _check_windows(model.optimizer)
     said = found and (found.step, found.metadata)
     said = broadcast_object(said, name="Start") if world.size > 1 else said
     if said is None:
@@ -151,12 +152,25 @@ def _check_batch(checkpoint, global_batch_size, size, scale):
         )
 
 
-def _check_scale(optimizer, step, scale_from):
-    if step != scale_from.step:
+def _check_position(checkpoint, scale_from, global_batch_size):
+    """Raise `JobError` unless `input_fn` continues where the checkpoint stands."""
+    step = checkpoint.step if checkpoint else 0
+    sample = checkpoint.metadata["sample"] if checkpoint else 0
+    if scale_from and scale_from.step != step:
         raise JobError(
             f"Received scale_from of step {scale_from.step}; expected {step}, that of "
             "the newest checkpoint of this model: delete later ones."
         )
+    # The batch of a job that has scaled it may be that of the first start again.
+    if not scale_from and sample != step * global_batch_size:
+        raise JobError(
+            f"Received a checkpoint of step {step} after {sample} samples; expected "
+            f"{step * global_batch_size}: the job scales its batch. Set scale_from, or "
+            "--scale_batch."
+        )
+
+
+def _check_windows(optimizer):
     if accumulated_gradients(optimizer):
         raise JobError(
             "Received an optimizer that accumulates gradients in a job that scales its "

@@ -1,5 +1,6 @@
 """A training that ends early and continues, against the uninterrupted one."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -380,6 +381,11 @@ def test_what_a_job_that_scales_its_batch_refuses(tmp_path):
     other = training.Position(step=9, sample=9 * BATCH, original_size=1)
     with pytest.raises(JobError, match=r"scale_from of step 9; expected 10"):
         train(tmp_path, scale_from=other)
+    found = files(tmp_path).read(10)
+    scaled = found.metadata | {"sample": 12 * BATCH}
+    files(tmp_path).write(dataclasses.replace(found, metadata=scaled))
+    with pytest.raises(JobError, match=r"step 10 after 48 samples; expected 40: .*Set"):
+        train(tmp_path)
     new = training.position(RunConfig(), World())
     accumulating = OPTIMIZERS["momentum, accumulation"]
     with pytest.raises(JobError, match=r"accumulates gradients .* expected none"):
