@@ -62,8 +62,7 @@ class Options:
 class Run:
     """What `build` returns: the arguments of `train_and_evaluate`, and their data.
 
-    `batch_ranks` is the number of ranks whose batches make the global batch, and whose
-    learning rate it has: that of the first start, or of this one with `scale_batch`.
+    `batch_ranks` is the number of ranks that the global batch and the rate are for.
     """
 
     dataset: Dataset
@@ -80,8 +79,8 @@ def build(options, world, commits=None):
     """Build a run on all ranks. A collective.
 
     A job that continues with another number of ranks keeps its global batch and its
-    learning rates: those of the number that it was first started with. With
-    `scale_batch` it has those of the new number, and ends after the same samples.
+    learning rates: those of the number that it was first started with, or with
+    `scale_batch` those of the new number.
 
     Args:
         options: the `Options`; apart from paths the same on all ranks.
@@ -180,7 +179,6 @@ def _train_spec(options, dataset, world, position):
 
 
 def _scaled(shard, global_batch_size, position):
-    """Return the shard that continues with another global batch."""
     return dataclasses.replace(
         shard,
         global_batch_size=global_batch_size,

@@ -387,6 +387,8 @@ def test_what_a_job_that_scales_its_batch_refuses(tmp_path):
     with pytest.raises(JobError, match=r"step 10 after 48 samples; expected 40: .*Set"):
         train(tmp_path)
     new = training.position(RunConfig(), World())
+    with pytest.raises(JobError, match="repeat and scale_from; expected one"):
+        train(None, scale_from=new, repeat=True)
     accumulating = OPTIMIZERS["momentum, accumulation"]
     with pytest.raises(JobError, match=r"accumulates gradients .* expected none"):
         train(tmp_path / "new", scale_from=new, make_optimizer=accumulating)
