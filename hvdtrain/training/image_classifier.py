@@ -154,7 +154,12 @@ def _train_spec(options, dataset, world, position):
     schedules.check_warmup(options.warmup_epochs, epochs=epochs)
     if options.scale_batch:
         end = max_steps * shard.global_batch_size
-        shard = _scaled(shard, options.batch_size * world.size, position)
+        shard = dataclasses.replace(
+            shard,
+            global_batch_size=options.batch_size * world.size,
+            start_step=position.step,
+            start_sample=position.sample,
+        )
         max_steps = shard.steps_to(end)
     check_profile_steps(options.profile_steps, max_steps)
     schedule = _schedule(options, shard, max_steps)
@@ -175,15 +180,6 @@ def _train_spec(options, dataset, world, position):
             local_batch_size=shard.local_batch_size, max_steps=max_steps
         ),
         scale_from=position if options.scale_batch else None,
-    )
-
-
-def _scaled(shard, global_batch_size, position):
-    return dataclasses.replace(
-        shard,
-        global_batch_size=global_batch_size,
-        start_step=position.step,
-        start_sample=position.sample,
     )
 
 

@@ -14,7 +14,7 @@ from hvdtrain.keras.learning_rates import set_learning_rate, without_loss_scale
 from hvdtrain.keras.optimizer_state import accumulated_gradients
 from hvdtrain.training import state
 from hvdtrain.training.checkpoints import CheckpointError
-from hvdtrain.training.saving import checkpoint_files
+from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.specs import Position
 
 
@@ -51,6 +51,9 @@ def position(config, world, commits=None):
         world: the `World`.
         commits: see `train_and_evaluate`.
     """
+    if commits:
+        # Of the last run, which may write a newer checkpoint still.
+        wait_together(world, commits.writer)
     first_size = commits.original_size if commits else world.size
     found = Position(step=0, sample=0, original_size=first_size)
     stores = [store for store in (commits, checkpoint_files(config)) if store]
