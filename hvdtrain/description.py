@@ -111,6 +111,8 @@ def summarize(result, info):
     """Return the summary: `run_info` and the numbers of a `training.Result`."""
     return {
         **info,
+        # Where max_steps was lowered, the model is that of a later step.
+        "steps": result.step // info["accumulation_steps"],
         **{f"train_{name}": value for name, value in result.train_metrics.items()},
         **{f"test_{name}": value for name, value in result.test_metrics.items()},
         "samples_per_second": result.samples_per_second,

@@ -49,8 +49,8 @@ def built(model, train_spec):
     if size != train_spec.local_batch_size:
         raise JobError(
             f"Received a batch of {size} samples from input_fn; expected "
-            f"local_batch_size={train_spec.local_batch_size}, by which the gradients of "
-            "the ranks are weighted."
+            f"local_batch_size={train_spec.local_batch_size}, by which the ranks are "
+            "weighted."
         )
     predictions = model(x)
     # With several losses, Keras builds a metric for each here.

@@ -99,7 +99,7 @@ def build(options, world, commits=None):
     dataset, warning = load_everywhere(
         world, options.dataset, data_dir=options.data_dir
     )
-    config = _config(options)
+    config = _config(options, dataset)
     position = resuming.position(config, world, commits)
     batch_ranks = world.size if options.scale_batch else position.original_size
     with fail_together(world):
@@ -123,8 +123,13 @@ def build(options, world, commits=None):
     )
 
 
-def _config(options):
+def _config(options, dataset):
     return RunConfig(
+        unchanged={
+            "dataset": dataset.name,
+            "samples": len(dataset.x_train),
+            "seed": options.seed,
+        },
         model_dir=options.model_dir,
         save_every_steps=options.save_every_steps,
         save_every_seconds=options.save_every_seconds,

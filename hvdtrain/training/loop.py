@@ -1,6 +1,7 @@
 """Train and evaluate a Keras model on all ranks. The loop is Keras' `fit`."""
 
 import contextlib
+import warnings
 
 import keras
 
@@ -11,7 +12,7 @@ from hvdtrain.training.fitting import built
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.resuming import Start, assign_all, restore
 from hvdtrain.training.saving import checkpoint_files, wait_together
-from hvdtrain.training.session import Session
+from hvdtrain.training.session import Run, Session
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import RunConfig
 
@@ -104,9 +105,10 @@ def _train_and_evaluate(
     )
     # Ranks may have batches of different sizes, and so different plans.
     described = gather(world, (train_spec.local_batch_size, Plan.of(train_spec)))
-    shares, plans = zip(*described, strict=True)
-    share = train_spec.local_batch_size * world.size / sum(shares)
-    hook_of(model.optimizer).weigh_gradients(share)
+    local_batch_sizes, plans = zip(*described, strict=True)
+    global_batch_size = sum(local_batch_sizes)
+    weight = train_spec.local_batch_size * world.size / global_batch_size
+    hook_of(model.optimizer).weigh_gradients(weight)
     files, start = checkpoint_files(config), Start()
     if commits:
         # That of the last run, before this one reads and writes the directory.
@@ -117,8 +119,9 @@ def _train_and_evaluate(
             model,
             stores,
             world,
-            global_batch_size=sum(shares),
+            global_batch_size=global_batch_size,
             scale_from=train_spec.scale_from,
+            unchanged=config.unchanged,
         )
     skipping = Skipping(
         start.metadata.get("skipped_updates", 0),
@@ -127,18 +130,26 @@ def _train_and_evaluate(
     plan = plans[0].as_before(start.metadata)
     model.steps_per_execution = plan.steps_per_execution
     session = Session(
-        plan,
-        start,
-        config,
-        world,
-        files=files,
-        commits=commits,
-        exports=exports,
-        skipping=skipping,
-        observers=observers,
-        shares=shares,
+        Run(
+            world=world,
+            config=config,
+            plan=plan,
+            start=start,
+            local_batch_sizes=local_batch_sizes,
+            files=files,
+            commits=commits,
+            exports=exports,
+            skipping=skipping,
+            observers=observers,
+        )
     )
-    if start.is_finished(plan.max_steps, global_batch_size=sum(shares)):
+    if start.step > plan.max_steps and world.is_chief:
+        warnings.warn(
+            f"The checkpoint of step {start.step} is beyond max_steps="
+            f"{plan.max_steps}: nothing is trained.",
+            stacklevel=3,
+        )
+    if start.is_finished(plan.max_steps, global_batch_size=global_batch_size):
         assign_all(model, start)
         session.complete(model, eval_spec)
     else:

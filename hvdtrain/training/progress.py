@@ -17,6 +17,7 @@ from hvdtrain.training.state import check_finite
 from hvdtrain.training.stopwatch import Stopwatch
 
 _REPORT_SECONDS = 1.0
+_MAX_GROWTH = 4
 # No names of metrics, with which they are averaged.
 _COMMUNICATION, _INPUT_WAIT = object(), object()
 
@@ -76,6 +77,7 @@ class ProgressCallback(keras.callbacks.Callback):
         self._global_batch_size = global_batch_size
         self._world = world
         self._observers = observers
+        self._clock = clock
         self._time = Stopwatch(clock)
         self._input = Stopwatch(input_seconds)
         self._reduction = Stopwatch(
@@ -157,6 +159,7 @@ class ProgressCallback(keras.callbacks.Callback):
 
     def _note_report(self):
         self._reported_steps = self._steps
+        self._reported_clock = self._clock()
         for stopwatch in self._stopwatches:
             stopwatch.reported = stopwatch.total
 
@@ -212,9 +215,20 @@ class ProgressCallback(keras.callbacks.Callback):
             for name, mean in means.items()
         }
 
+    def _pause(self):
+        """Return the number of steps until about a second from now."""
+        # Of all the time, with evaluations and checkpoints, unlike the speed.
+        seconds = self._clock() - self._reported_clock
+        steps = self._steps - self._reported_steps
+        if not steps:
+            return 1
+        # The first steps may be faster than the input, which was read ahead.
+        pause = min(int(steps / seconds * _REPORT_SECONDS), _MAX_GROWTH * steps)
+        return max(1, pause)
+
     def _average(self, values):
         """Average over the ranks, and receive the next step of a report."""
-        pause = max(1, int(self._recent_speed() * _REPORT_SECONDS))
+        pause = self._pause()
         votes = self._requests.votes()
         if self._world.size > 1:
             # A sum in which only the chief's pause is not zero broadcasts it.

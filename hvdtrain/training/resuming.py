@@ -10,12 +10,19 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.keras.learning_rates import set_learning_rate, without_loss_scale
-from hvdtrain.keras.optimizer_state import accumulated_gradients
-from hvdtrain.training import state
+from hvdtrain.training import compatibility, state
 from hvdtrain.training.checkpoints import CheckpointError
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.specs import Position
+
+_REQUIRED = {
+    "local_batch_sizes",
+    "global_batch_size",
+    "sample",
+    "original_size",
+    "fit_epoch_steps",
+    "steps_per_execution",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,11 +33,13 @@ class Start:
         step: steps taken before; 0 for a new job.
         metadata: of the checkpoint; empty for a new job.
         own_state: the `state.OwnState`; None for a new job.
+        learning_rate: of the new model; None for that of a schedule.
     """
 
     step: int = 0
     metadata: dict = dataclasses.field(default_factory=dict)
     own_state: state.OwnState | None = None
+    learning_rate: float | None = None
 
     def is_finished(self, max_steps, *, global_batch_size):
         """Whether a job of so many steps ends here; a callback may have ended it."""
@@ -68,7 +77,9 @@ def position(config, world, commits=None):
     return gather(world, found)[0]
 
 
-def restore(model, stores, world, *, global_batch_size, scale_from=None):
+def restore(
+    model, stores, world, *, global_batch_size, scale_from=None, unchanged=None
+):
     """Restore the newest valid checkpoint. A collective.
 
     The chief reads it, and assigns what is equal on all ranks: the broadcast before
@@ -81,6 +92,7 @@ def restore(model, stores, world, *, global_batch_size, scale_from=None):
         world: the `World`.
         global_batch_size: samples of a step of the whole job.
         scale_from: see `TrainSpec`.
+        unchanged: see `RunConfig`.
 
     Returns:
         The `Start`.
@@ -89,24 +101,30 @@ def restore(model, stores, world, *, global_batch_size, scale_from=None):
         JobError: on all ranks, if there are checkpoints and none is valid, or if the
             job had another global batch.
     """
-    found = None
+    found, rate = None, compatibility.learning_rate(model.optimizer)
     with fail_together(world):
         if world.is_chief:
             found = next(filter(None, (_newest(model, each) for each in stores)), None)
             if found:
-                scale = world.size / len(found.metadata["shares"]) if scale_from else 1
-                _check_batch(found, global_batch_size, world.size, scale)
-                _scale_learning_rate(model.optimizer, scale)
-            _check_position(found, scale_from, global_batch_size)
+                compatibility.check_unchanged(found, unchanged or {})
+                before = len(found.metadata["local_batch_sizes"])
+                scale = world.size / before if scale_from else 1
+                compatibility.check_batch(
+                    found, global_batch_size, world.size, scale=scale
+                )
+                compatibility.adjust_learning_rate(
+                    model.optimizer, found, rate, size=world.size, scale=scale
+                )
+            compatibility.check_position(found, scale_from, global_batch_size)
             if scale_from:
-                _check_windows(model.optimizer)
-    said = found and (found.step, found.metadata)
-    said = broadcast_object(said, name="Start") if world.size > 1 else said
-    if said is None:
-        return Start()
-    step, metadata = said
-    own = state.OwnState(world, found and found.arrays, metadata["shares"])
-    return Start(step=step, metadata=metadata, own_state=own)
+                compatibility.check_windows(model.optimizer)
+    header = found and (found.step, found.metadata)
+    header = broadcast_object(header, name="Start") if world.size > 1 else header
+    if header is None:
+        return Start(learning_rate=rate)
+    step, metadata = header
+    own = state.OwnState(world, found and found.arrays, metadata["local_batch_sizes"])
+    return Start(step=step, metadata=metadata, own_state=own, learning_rate=rate)
 
 
 def assign_all(model, start):
@@ -124,6 +142,8 @@ def _newest(model, store):
     for step in store.steps():
         try:
             checkpoint = store.read(step)
+            if not checkpoint.metadata.keys() >= _REQUIRED:
+                raise CheckpointError(f"{store.path(step)} is incomplete.")
             state.assign_shared(model, checkpoint.arrays)
         except CheckpointError as error:
             reasons.append(str(error))
@@ -142,50 +162,6 @@ def _newest(model, store):
             "model_dir for a new job, or delete these files."
         )
     return None
-
-
-def _check_batch(checkpoint, global_batch_size, size, scale):
-    before = checkpoint.metadata["global_batch_size"]
-    if global_batch_size != round(before * scale, 3):
-        raise JobError(
-            f"Received a global batch of {global_batch_size} samples on {size} ranks; "
-            f"expected {before * scale:.9g}: the checkpoint of step {checkpoint.step} "
-            f"was written with {before} on {len(checkpoint.metadata['shares'])}, and "
-            "the order of the samples depends on it."
-        )
-
-
-def _check_position(checkpoint, scale_from, global_batch_size):
-    """Raise `JobError` unless `input_fn` continues where the checkpoint stands."""
-    step = checkpoint.step if checkpoint else 0
-    sample = checkpoint.metadata["sample"] if checkpoint else 0
-    if scale_from and scale_from.step != step:
-        raise JobError(
-            f"Received scale_from of step {scale_from.step}; expected {step}, that of "
-            "the newest checkpoint of this model: delete later ones."
-        )
-    # The batch of a job that has scaled it may be that of the first start again.
-    if not scale_from and sample != step * global_batch_size:
-        raise JobError(
-            f"Received a checkpoint of step {step} after {sample} samples; expected "
-            f"{step * global_batch_size}: the job scales its batch. Set scale_from, or "
-            "--scale_batch."
-        )
-
-
-def _check_windows(optimizer):
-    if accumulated_gradients(optimizer):
-        raise JobError(
-            "Received an optimizer that accumulates gradients in a job that scales its "
-            "batch; expected none: a change of the batch could cut a window."
-        )
-
-
-def _scale_learning_rate(optimizer, scale):
-    rate = without_loss_scale(optimizer).learning_rate
-    # That of a schedule is computed from the step, by the new model_fn.
-    if scale != 1 and isinstance(rate, keras.Variable):
-        set_learning_rate(optimizer, float(rate.numpy()) * scale)
 
 
 class RestoreCallback(keras.callbacks.Callback):

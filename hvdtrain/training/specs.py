@@ -157,6 +157,8 @@ class RunConfig:
             a model_dir: otherwise they end it at once.
         keep_max: number of the newest checkpoints that are kept.
         keep_every_hours: in addition, one of every so many hours; 0 for none.
+        unchanged: values by name with which a job has to be continued, such as the
+            name of the data set, and the seed of the order of its samples.
     """
 
     model_dir: str | None = None
@@ -176,6 +178,7 @@ class RunConfig:
     )
     keep_max: int = 5
     keep_every_hours: float = 0.0
+    unchanged: dict = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         """Check the numbers."""
@@ -206,6 +209,7 @@ class Result:
             name, from the start of the job.
         test_metrics: by name, over the whole test set.
         start_step: the step that this run has continued from, 0 for a new job.
+        step: that of the model and of its metrics.
         train_seconds: in `fit`, without evaluation, of all runs of the job.
         samples_per_second: of all ranks in this run, without the first execution
             (tracing); 0 if it had nothing to train.
@@ -216,6 +220,7 @@ class Result:
     history: dict
     test_metrics: dict
     start_step: int
+    step: int
     train_seconds: float
     samples_per_second: float
     skipped_updates: int

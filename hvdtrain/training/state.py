@@ -126,15 +126,16 @@ class OwnState:
     Args:
         world: the `World`.
         arrays: those of a checkpoint on the chief; None elsewhere.
-        shares: samples in a batch of each rank that wrote them.
+        local_batch_sizes: samples in a batch of each rank that wrote them.
     """
 
-    def __init__(self, world, arrays, shares):
-        self._shares, self._rank = shares, world.rank
-        self._is_same_size = len(shares) == world.size
+    def __init__(self, world, arrays, local_batch_sizes):
+        self._local_batch_sizes, self._rank = local_batch_sizes, world.rank
+        self._is_same_size = len(local_batch_sizes) == world.size
         everyone = None
         if world.is_chief:
-            everyone = [_of_rank(arrays, rank) for rank in range(len(shares))]
+            size_before = len(local_batch_sizes)
+            everyone = [_of_rank(arrays, rank) for rank in range(size_before)]
         if self._is_same_size:
             self._states = [scatter_object(everyone, name="OwnState")]
         else:
@@ -181,7 +182,7 @@ class OwnState:
         for i, variable in enumerate(_own(model)):
             if id(variable) in accumulated:
                 sums = [each["rank"][i] for each in self._states]
-                variable.assign(_mean(sums, weights=self._shares))
+                variable.assign(_mean(sums, weights=self._local_batch_sizes))
 
 
 def _of_rank(arrays, rank):

@@ -126,7 +126,7 @@ def test_options_that_contradict_each_other(changes, reason):
         (["--dataset=imagenet"], ["--dataset=imagenet", "digits"]),
         (["--dataset=digits", "--data_dir=/tmp"], ["dataset=digits", "data_dir=/tmp"]),
         (["--dataset=custom"], ["custom", "--data_dir"]),
-        (["--export=best"], ["--export needs --model_dir"]),
+        (["--export=best"], ["--export,", "need --model_dir"]),
         (["--export=best,worst", "--model_dir=x"], ["worst", "best, latest, final"]),
         (["--profile_steps=9,9", "--model_dir=a"], ["profile_steps=9,9", "100,120"]),
         (["--profile_steps=9", "--model_dir=a"], ["profile_steps=9", "100,120"]),

@@ -231,7 +231,7 @@ def rewrite_for_two_ranks(files):
             arrays[f"random1/{rest}"] = array
     assert any("gradient_accumulator" in name for name in arrays)
     files.supersede_after(step)
-    metadata = before.metadata | {"shares": [BATCH // 2, BATCH // 2]}
+    metadata = before.metadata | {"local_batch_sizes": [BATCH // 2, BATCH // 2]}
     files.write(Checkpoint(step=step, arrays=arrays, metadata=metadata))
 
 
@@ -361,13 +361,36 @@ def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
         train(tmp_path, units=9)
 
 
+def test_another_learning_rate_is_taken_and_said(tmp_path):
+    def slower():
+        return keras.optimizers.SGD(0.01, momentum=0.9)
+
+    train(tmp_path, max_steps=10)
+    with pytest.warns(UserWarning, match="is 0.01; it was 0.1 before step 10"):
+        result = train(tmp_path, max_steps=12, make_optimizer=slower)
+    assert float(result.model.optimizer.learning_rate) == pytest.approx(0.01)
+    # The change is that of the run before.
+    assert train(tmp_path, max_steps=14, make_optimizer=slower).start_step == 12
+
+
+def test_other_data_are_refused(tmp_path):
+    train(tmp_path, max_steps=2, unchanged={"data": "a", "seed": 1})
+    train(tmp_path, max_steps=4, unchanged={"data": "a", "seed": 1})
+    with pytest.raises(JobError, match=r"^Received seed=2; expected 1, with which"):
+        train(tmp_path, max_steps=6, unchanged={"data": "a", "seed": 2})
+
+
+def double_batches(start_step, end_step):
+    return batches(2 * start_step, 2 * end_step).unbatch().batch(2 * BATCH)
+
+
 def test_another_global_batch_is_refused(tmp_path):
     train(tmp_path)
     with pytest.raises(JobError, match=r"global batch of 8 samples .* expected 4"):
         train(
             tmp_path,
             local_batch_size=2 * BATCH,
-            input_fn=lambda start, end: batches(start, end).unbatch().batch(2 * BATCH),
+            input_fn=double_batches,
         )
 
 
@@ -377,7 +400,7 @@ def test_what_a_job_that_scales_its_batch_refuses(tmp_path):
     assert here == training.Position(step=10, sample=10 * BATCH, original_size=1)
     # It scales with the number of ranks only.
     with pytest.raises(JobError, match=r"global batch of 8 samples .* expected 4"):
-        train(tmp_path, local_batch_size=8, scale_from=here)
+        train(tmp_path, local_batch_size=8, input_fn=double_batches, scale_from=here)
     other = training.Position(step=9, sample=9 * BATCH, original_size=1)
     with pytest.raises(JobError, match=r"scale_from of step 9; expected 10"):
         train(tmp_path, scale_from=other)
@@ -547,8 +570,9 @@ def test_a_job_that_is_shortened_evaluates_what_it_has(tmp_path):
     spec = EvalSpec(input_fn=lambda: batches(0, 20))
     with pytest.raises(KilledError):
         train(tmp_path, killed_after=9, evaluation=spec)
-    result = train(tmp_path, max_steps=1, evaluation=spec)
-    assert result.start_step >= 1
+    with pytest.warns(UserWarning, match="beyond max_steps=1: nothing is trained"):
+        result = train(tmp_path, max_steps=1, evaluation=spec)
+    assert result.step == result.start_step > 1
     expected = result.model.evaluate(batches(0, 20), verbose=0, return_dict=True)
     assert result.test_metrics == pytest.approx(expected)
 
