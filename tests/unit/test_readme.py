@@ -1,8 +1,17 @@
-"""The README's tree lists the files of the package."""
+"""The tree of the README, and the Python in the documents, are of this package."""
 
+import ast
+import inspect
 import pathlib
 import re
+import textwrap
 
+import pytest
+
+import hvdtrain.keras
+from hvdtrain import data, job, training
+
+MODULES = {"data": data, "job": job, "training": training, "hvd": hvdtrain.keras}
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -43,3 +52,30 @@ def test_every_module_is_in_the_tree():
     ]
     assert len(described) > 40
     assert not missing
+
+
+def calls():
+    """Yields the page, source and node of each call of the package in the documents."""
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        for block in re.findall(r"```py(?:thon)?\n(.*?)```", page.read_text(), re.S):
+            for node in ast.walk(ast.parse(textwrap.dedent(block))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    yield page.name, ast.unparse(node.func), node
+
+
+def test_calls_in_the_documents_fit_the_functions():
+    checked = 0
+    for page, name, node in calls():
+        first, *rest = name.split(".")
+        target = MODULES.get(first)
+        for part in rest:
+            target = getattr(target, part) if target else None
+        if target is None:
+            continue
+        keywords = {each.arg: None for each in node.keywords if each.arg}
+        try:
+            inspect.signature(target).bind_partial(**keywords)
+        except TypeError as error:
+            pytest.fail(f"{page}: {name}: {error}")
+        checked += 1
+    assert checked > 20
