@@ -42,7 +42,7 @@ class _Interval(flags.ArgumentParser):
         raise ValueError(f"expected {self.syntactic_help}")
 
 
-# Each is a field of `training.image_classifier.Options`.
+# Each is a field of `training.options.Options`.
 flags.DEFINE_enum("dataset", "auto", data.NAMES, "auto is mnist, or else digits.")
 _path("data_dir", "Directory of an npz file or the four IDX files of the data set.")
 flags.DEFINE_enum("model", "mlp", ("mlp", "cnn"), "The network.")
@@ -227,7 +227,7 @@ def main():
     # `start` sets it.
     from hvdtrain import description, training
 
-    options = training.image_classifier.Options(**values)
+    options = training.options.Options(**values)
 
     def train(world, commits):
         run = training.image_classifier.build(options, world, commits)

@@ -33,6 +33,7 @@ from hvdtrain.job.files import (
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})\.json")
 _HOUR_SECONDS = 3600.0
+_DAMAGE = (OSError, LookupError, TypeError, ValueError, SafetensorError)
 
 
 class CheckpointError(JobError):
@@ -199,7 +200,7 @@ class CheckpointFiles:
         """Delete the arrays that no JSON file of the steps `but` names."""
         named = set()
         for step in but:
-            with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
+            with contextlib.suppress(*_DAMAGE):
                 named.add(self._described(step)["arrays"])
         for path in self._all_arrays():
             if path.name not in named:
@@ -215,8 +216,8 @@ class CheckpointFiles:
         for step in reversed(steps):
             try:
                 seconds = self._described(step)["seconds"]
-            except (OSError, LookupError, TypeError, ValueError):
-                # Damaged: resuming passes it over, too.
+            except _DAMAGE:
+                # Resuming passes it over, too.
                 continue
             if last is None or seconds - last >= self._keep_seconds:
                 last = seconds
@@ -245,7 +246,7 @@ def _storable(arrays):
 def _one_line_errors(action, path):
     return one_line_errors(
         f"{action} {path}",
-        errors=(OSError, LookupError, TypeError, ValueError, SafetensorError),
+        errors=_DAMAGE,
         remedy="expected a directory with free space that this user can write"
         if action == "write"
         else "expected a complete checkpoint",

@@ -20,45 +20,6 @@ _EVALUATION_BATCH_SIZE = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a run. They have the names and the meaning of `mnist`'s flags."""
-
-    dataset: str
-    data_dir: str | None
-    model: str
-    model_dir: str | None
-    save_every_steps: int
-    save_every_seconds: float
-    keep_checkpoints: int
-    skip_nonfinite: bool
-    max_minutes: float
-    commit_every_steps: int
-    batch_size: int
-    max_steps: int | None
-    epochs: int | None
-    optimizer: str
-    learning_rate: float | None
-    warmup_epochs: float
-    decay: str
-    seed: int
-    accumulation_steps: int
-    scale_batch: bool
-    compression: str
-    mixed_precision: str
-    evaluate_every: int
-    export: list[str] | None
-    consistency_check_steps: int
-    steps_per_execution: int
-    profile_steps: tuple | None
-    timeline_file: str | None
-
-    @property
-    def local_learning_rate(self):
-        """The learning rate for one rank."""
-        return self.learning_rate or optimizers.LEARNING_RATES[self.optimizer]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """What `build` returns: the arguments of `train_and_evaluate`, and their data.
 
@@ -140,7 +101,8 @@ def _config(options, dataset):
     )
 
 
-def _train_spec(options, dataset, world, position):
+def _shard(options, dataset, world, position):
+    """Return the `Shard`, and the steps of the whole job."""
     shard = Shard(
         num_samples=len(dataset.x_train),
         global_batch_size=options.batch_size * position.original_size,
@@ -166,6 +128,11 @@ def _train_spec(options, dataset, world, position):
             start_sample=position.sample,
         )
         max_steps = shard.steps_to(end)
+    return shard, max_steps
+
+
+def _train_spec(options, dataset, world, position):
+    shard, max_steps = _shard(options, dataset, world, position)
     check_profile_steps(options.profile_steps, max_steps)
     schedule = _schedule(options, shard, max_steps)
     return TrainSpec(

@@ -12,6 +12,7 @@ from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.training import compatibility, state
 from hvdtrain.training.checkpoints import CheckpointError
+from hvdtrain.training.per_rank_state import PerRankState
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.specs import Position
 
@@ -32,13 +33,13 @@ class Start:
     Attributes:
         step: steps taken before; 0 for a new job.
         metadata: of the checkpoint; empty for a new job.
-        own_state: the `state.OwnState`; None for a new job.
+        per_rank_state: the `PerRankState`; None for a new job.
         learning_rate: of the new model; None for that of a schedule.
     """
 
     step: int = 0
     metadata: dict = dataclasses.field(default_factory=dict)
-    own_state: state.OwnState | None = None
+    per_rank_state: PerRankState | None = None
     learning_rate: float | None = None
 
     def is_finished(self, max_steps, *, global_batch_size):
@@ -123,14 +124,14 @@ def restore(
     if header is None:
         return Start(learning_rate=rate)
     step, metadata = header
-    own = state.OwnState(world, found and found.arrays, metadata["local_batch_sizes"])
-    return Start(step=step, metadata=metadata, own_state=own, learning_rate=rate)
+    own = PerRankState(world, found and found.arrays, metadata["local_batch_sizes"])
+    return Start(step=step, metadata=metadata, per_rank_state=own, learning_rate=rate)
 
 
 def assign_all(model, start):
     """Give all ranks the whole state of a finished job. A collective."""
     hvd.broadcast_variables([*model.variables, *model.optimizer.variables], 0)
-    start.own_state.assign(model)
+    start.per_rank_state.assign(model)
     # As Keras' fit does at its end: moving averages of the weights, with use_ema.
     model.optimizer.finalize_variable_values(model.trainable_variables)
 
@@ -174,18 +175,18 @@ class RestoreCallback(keras.callbacks.Callback):
 
     def __init__(self, start, plan):
         super().__init__()
-        self._own_state = start.own_state
+        self._per_rank_state = start.per_rank_state
         self._is_within_epoch = not plan.is_epoch_end(start.step)
 
     def on_train_begin(self, logs=None):
         """Restores seeds, moving statistics and accumulated gradients."""
-        if self._own_state:
-            self._own_state.assign(self.model)
+        if self._per_rank_state:
+            self._per_rank_state.assign(self.model)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Restores the metrics of an interrupted epoch, which `fit` has reset."""
-        if self._own_state and self._is_within_epoch:
-            self._own_state.assign_metrics(self.model)
-        if self._own_state:
-            self._own_state.release()
-        self._own_state = None
+        if self._per_rank_state and self._is_within_epoch:
+            self._per_rank_state.assign_metrics(self.model)
+        if self._per_rank_state:
+            self._per_rank_state.release()
+        self._per_rank_state = None

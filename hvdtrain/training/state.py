@@ -12,17 +12,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.objects import (
-    broadcast_object,
-    gather_object,
-    scatter_object,
-)
+from hvdtrain.collectives.objects import gather_object
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import JobError, SharedJobError
-from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import local_states, metric_variables
-from hvdtrain.keras.optimizer_state import accumulated_gradients
 from hvdtrain.keras.variables import replicated_variables
 from hvdtrain.training import random_states
 
@@ -40,8 +34,11 @@ def capture(model, world, *, everywhere):
         everywhere: whether all ranks keep them; otherwise the chief does, and the
             others return None.
     """
-    own = local_states(_own(model)), local_states(_of_metrics(model))
-    own = (*own, random_states.capture())
+    own = (
+        local_states(per_rank_variables(model)),
+        local_states(metric_variables_of(model)),
+        random_states.capture(),
+    )
     if everywhere or world.size == 1:
         everyone = gather(world, own)
     else:
@@ -51,8 +48,8 @@ def capture(model, world, *, everywhere):
     shared = _shared(model)
     arrays = _named("shared", shared, local_states(shared))
     for rank, (own, of_metrics, of_random) in enumerate(everyone):
-        arrays |= _named(f"rank{rank}", _own(model), own)
-        arrays |= _named(f"metrics{rank}", _of_metrics(model), of_metrics)
+        arrays |= _named(f"rank{rank}", per_rank_variables(model), own)
+        arrays |= _named(f"metrics{rank}", metric_variables_of(model), of_metrics)
         arrays |= {f"random{rank}/{name}": each for name, each in of_random.items()}
     return arrays
 
@@ -108,95 +105,10 @@ def assign_shared(model, arrays):
             variable has been assigned then.
     """
     shared = _shared(model)
-    _check_same(shared, _by_name(arrays, "shared"))
-    _check_same(_own(model), _by_name(arrays, "rank0"))
-    _check_same(_of_metrics(model), _by_name(arrays, "metrics0"))
-    _assign(shared, _group(arrays, "shared"))
-
-
-class OwnState:
-    """The arrays of a checkpoint that differ by rank, for this rank. A collective.
-
-    Where the number of ranks has changed: accumulated gradients become their mean, so
-    that their window gives the same update; ranks take the moving statistics of the
-    rank with their number, or of rank 0, as the seeds, which are then separated; the
-    states of metrics are divided so that their reduction has the same result; and the
-    global random generators are left as they are.
-
-    Args:
-        world: the `World`.
-        arrays: those of a checkpoint on the chief; None elsewhere.
-        local_batch_sizes: samples in a batch of each rank that wrote them.
-    """
-
-    def __init__(self, world, arrays, local_batch_sizes):
-        self._local_batch_sizes, self._rank = local_batch_sizes, world.rank
-        self._is_same_size = len(local_batch_sizes) == world.size
-        everyone = None
-        if world.is_chief:
-            size_before = len(local_batch_sizes)
-            everyone = [_of_rank(arrays, rank) for rank in range(size_before)]
-        if self._is_same_size:
-            self._states = [scatter_object(everyone, name="OwnState")]
-        else:
-            self._states = broadcast_object(everyone, name="OwnState")
-
-    def assign(self, model):
-        """Assign all but the states of metrics. A collective, after the broadcast."""
-        if self._is_same_size:
-            (mine,) = self._states
-            _assign(_own(model), mine["rank"])
-            random_states.restore(mine["random"])
-            return
-        before = self._states[self._rank if self._rank < len(self._states) else 0]
-        _assign(_own(model), before["rank"])
-        self._average_accumulated(model)
-        separate_seeds(model)
-
-    def assign_metrics(self, model):
-        """Assign the states of metrics."""
-        variables = _of_metrics(model)
-        states = [each["metrics"] for each in self._states]
-        if self._is_same_size:
-            (values,) = states
-        else:
-            by_variable = zip(variables, *states, strict=True)
-            values = [self._combined(variable, each) for variable, *each in by_variable]
-        _assign(variables, values)
-
-    def release(self):
-        """Give back the memory: nothing is assigned any more."""
-        self._states = None
-
-    def _combined(self, variable, states):
-        # So that their reduction over the new ranks has the result of the old ones.
-        if variable.aggregation == "mean":
-            return _mean(states)
-        if variable.aggregation == "only_first_replica":
-            return states[0]
-        total = np.sum(states, axis=0, dtype=states[0].dtype)
-        return total if self._rank == 0 else np.zeros_like(total)
-
-    def _average_accumulated(self, model):
-        accumulated = {id(v) for v in accumulated_gradients(model.optimizer)}
-        for i, variable in enumerate(_own(model)):
-            if id(variable) in accumulated:
-                sums = [each["rank"][i] for each in self._states]
-                variable.assign(_mean(sums, weights=self._local_batch_sizes))
-
-
-def _of_rank(arrays, rank):
-    return {
-        "rank": _group(arrays, f"rank{rank}"),
-        "metrics": _group(arrays, f"metrics{rank}"),
-        "random": _by_name(arrays, f"random{rank}"),
-    }
-
-
-def _mean(values, weights=None):
-    # NumPy computes no mean of bfloat16.
-    mean = np.average([each.astype("float64") for each in values], 0, weights)
-    return np.asarray(mean).astype(values[0].dtype)
+    _check_same(shared, by_name(arrays, "shared"))
+    _check_same(per_rank_variables(model), by_name(arrays, "rank0"))
+    _check_same(metric_variables_of(model), by_name(arrays, "metrics0"))
+    assign(shared, ordered(arrays, "shared"))
 
 
 def _shared(model):
@@ -204,13 +116,15 @@ def _shared(model):
     return [v for v in replicated_variables(model) if variable_key(v) not in fixed]
 
 
-def _own(model):
-    taken = {id(v) for v in (*_shared(model), *_of_metrics(model))}
+def per_rank_variables(model):
+    """Return the variables that are stored for each rank, without those of metrics."""
+    taken = {id(v) for v in (*_shared(model), *metric_variables_of(model))}
     candidates = [*model.variables, *model.optimizer.variables, *untracked(model)]
     return [v for v in candidates if id(v) not in taken]
 
 
-def _of_metrics(model):
+def metric_variables_of(model):
+    """Return the states of all metrics."""
     return metric_variables(model.metrics)
 
 
@@ -222,7 +136,8 @@ def _named(prefix, variables, values):
     }
 
 
-def _by_name(arrays, prefix):
+def by_name(arrays, prefix):
+    """Return the arrays under a prefix by the rest of their names."""
     prefix += "/"
     return {
         name.removeprefix(prefix): value
@@ -231,9 +146,9 @@ def _by_name(arrays, prefix):
     }
 
 
-def _group(arrays, prefix):
+def ordered(arrays, prefix):
     """Return the arrays under a prefix in the order of their numbers."""
-    found = _by_name(arrays, prefix)
+    found = by_name(arrays, prefix)
     return [found[name] for name in sorted(found, key=_number)]
 
 
@@ -268,6 +183,7 @@ def _kind(path):
     return re.sub(r"_\d+(?=_|/|$)", "", path)
 
 
-def _assign(variables, values):
+def assign(variables, values):
+    """Assign values to variables, in their order."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)

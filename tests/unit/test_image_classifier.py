@@ -15,7 +15,8 @@ from hvdtrain.data import Shard
 from hvdtrain.job import JobError, World
 from hvdtrain.training import Plan, train_and_evaluate
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
-from hvdtrain.training.image_classifier import Options, build
+from hvdtrain.training.image_classifier import build
+from hvdtrain.training.options import Options
 
 DEFAULTS = {
     flag.name: flag.default

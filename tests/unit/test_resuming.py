@@ -21,6 +21,7 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, run_directory
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
+from hvdtrain.training.per_rank_state import PerRankState
 from hvdtrain.training.resuming import Start
 
 EPOCH_STEPS = 10
@@ -297,7 +298,7 @@ def test_the_comparison_sees_what_is_not_restored(tmp_path, monkeypatch):
     expected = train(None)
     with pytest.raises(KilledError):
         train(tmp_path, killed_after=7)
-    monkeypatch.setattr("hvdtrain.training.state.OwnState.assign", lambda *_: None)
+    monkeypatch.setattr(PerRankState, "assign", lambda *_: None)
     result = train(tmp_path)
     with pytest.raises(AssertionError):
         assert_equal(result, expected)
