@@ -237,7 +237,7 @@ def test_lonely_ranks(start):
 
 def test_loss_that_is_not_a_number(run):
     job = run(["--dataset=digits", "--learning_rate=1e30"], launcher="mpirun")
-    fails_with(job, "The loss became nan", "--learning_rate")
+    fails_with(job, "The loss became nan", "Lower the learning rate")
     assert "test accuracy" not in job.text
 
 
