@@ -46,11 +46,12 @@ def shutdown():
     hvd.shutdown()
 
 
-def init_world(*, is_alone):
+def init_world(*, is_alone, mesh=None):
     """Start Horovod and return the `World`.
 
     Args:
         is_alone: whether there is no launcher, hence no rendezvous.
+        mesh: a complete `MeshShape`, whose process sets are made.
     """
     try:
         transport.reduction_choice()
@@ -58,7 +59,8 @@ def init_world(*, is_alone):
         raise SharedJobError(str(error)) from None
     if is_alone and hvd.gloo_built():
         _choose_gloo()
-    init()
+    groups = mesh.process_sets() if mesh else ()
+    init(process_sets=[hvd.ProcessSet(group) for group in groups] or None)
     return world()
 
 

@@ -23,7 +23,7 @@ _ENVIRONMENT = {
 }
 
 
-def start(*, seed=0):
+def start(*, seed=0, mesh=None):
     """Start Horovod and TensorFlow for this rank.
 
     Called once, before TensorFlow is imported. Sets environment variables that the
@@ -33,6 +33,7 @@ def start(*, seed=0):
 
     Args:
         seed: 0 to 2**32 - 1, the same on all ranks.
+        mesh: the `MeshShape` of a `parallel.Mesh` that is made later.
 
     Returns:
         The `World`.
@@ -58,7 +59,7 @@ def start(*, seed=0):
                 f"Cannot load TensorFlow and Horovod: {reason[0]}. "
                 "python -m hvdtrain.doctor says what is wrong."
             ) from error
-    world = backend.init_world(is_alone=is_alone)
+    world = backend.init_world(is_alone=is_alone, mesh=mesh and mesh.of(launched.size))
     launchers.check_one_job(launched, size=world.size)
     threads = cores.usable(world.local_size)
     if os.environ.get("HVDTRAIN_BIND") != "0":

@@ -9,9 +9,11 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import is_elastic, needs_communication
 from hvdtrain.collectives.transport import Sum
+from hvdtrain.keras import clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer_state import replicated_state
+from hvdtrain.keras.partition import partition_of
 from hvdtrain.keras.skipping import UpdateSkipping, all_finite
 
 
@@ -118,15 +120,20 @@ class ReductionHook:
         return clipped
 
     def _clip(self, grads):
+        variables = [self._variables[place] for place in self._places]
+        if any(map(partition_of, variables)) and self._clips_by_norm():
+            return clipping.clip(self._optimizer, grads, variables)
         limit = self._optimizer.global_clipnorm
         if not limit or not self._has_unshared_variables():
             return self._clip_gradients(grads)
-        variables = [self._variables[place] for place in self._places]
         # Each rank's own norm would scale the shared gradients by another factor on
         # each rank. The formula is that of Keras, which also turns infinity into NaN.
         norm = self.reducer.global_norm(grads, variables)
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         return [tf.convert_to_tensor(gradient) * scale for gradient in grads]
+
+    def _clips_by_norm(self):
+        return self._optimizer.clipnorm or self._optimizer.global_clipnorm
 
     def _has_unshared_variables(self):
         # On any rank: each must take part in the reduction of the norm, also one

@@ -1,0 +1,79 @@
+"""Ranks arranged along the axes data, pipeline and model. A pure function of sizes."""
+
+import dataclasses
+
+from hvdtrain.job.world import JobError
+
+AXES = ("data", "pipeline", "model")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """The number of ranks along each axis.
+
+    Rank `(d * pipeline + p) * model + m` has the coordinates (d, p, m): ranks that
+    differ in `model` only are adjacent, so that they share a node.
+
+    Attributes:
+        model: ranks among which layers are divided.
+        pipeline: ranks that hold successive stages of a model.
+        data: replicas of the model; None for all ranks that are left.
+    """
+
+    model: int = 1
+    pipeline: int = 1
+    data: int | None = None
+
+    def __post_init__(self):
+        """Check the numbers."""
+        for name in AXES:
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise JobError(f"Received {name}={size}; expected 1 or more.")
+
+    def of(self, size):
+        """Return the shape for `size` ranks, in which `data` is a number.
+
+        Raises:
+            JobError: they do not fit.
+        """
+        inner = self.model * self.pipeline
+        data = self.data or size // inner
+        if data * inner != size or not data:
+            wanted = " x ".join(str(n) for n in (self.data, *self._inner()) if n)
+            raise JobError(
+                f"Received {size} ranks for a mesh of {wanted} ranks (data, pipeline, "
+                f"model); expected {'a multiple of ' if self.data is None else ''}"
+                f"{(self.data or 1) * inner}."
+            )
+        return dataclasses.replace(self, data=data)
+
+    def coordinates(self, rank):
+        """Return the position of a rank on each axis, by name. Of a complete shape."""
+        data, rest = divmod(rank, self.model * self.pipeline)
+        pipeline, model = divmod(rest, self.model)
+        return {"data": data, "pipeline": pipeline, "model": model}
+
+    def groups(self, axis):
+        """Return the groups of ranks that differ on one axis only, as lists.
+
+        Of a complete shape.
+        """
+        found = {}
+        for rank in range(self.data * self.pipeline * self.model):
+            place = self.coordinates(rank)
+            del place[axis]
+            found.setdefault(tuple(place.values()), []).append(rank)
+        return list(found.values())
+
+    def process_sets(self):
+        """Return all groups that need a process set of Horovod. Of a complete shape.
+
+        Those of one rank need none, and that of all ranks exists.
+        """
+        size = self.data * self.pipeline * self.model
+        groups = [group for axis in AXES for group in self.groups(axis)]
+        return [group for group in groups if 1 < len(group) < size]
+
+    def _inner(self):
+        return self.pipeline, self.model

@@ -1,0 +1,62 @@
+"""Variables that are divided over the ranks of a process set."""
+
+import dataclasses
+
+import numpy as np
+
+_ATTRIBUTE = "_hvdtrain_partition"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Partition:
+    """How a dense variable is divided: each rank of a process set has a slice of it.
+
+    The first ranks have one element more where the size is not divisible, as in
+    `numpy.array_split` and in Horovod's reducescatter.
+
+    Attributes:
+        axis: the axis of the dense variable that is divided.
+        size: elements of the dense variable on this axis.
+        ranks: number of ranks.
+        rank: number of this one among them.
+        process_set: the ranks.
+    """
+
+    axis: int
+    size: int
+    ranks: int
+    rank: int
+    process_set: object
+
+    @property
+    def sizes(self):
+        """Elements of each rank on this axis."""
+        return [len(part) for part in np.array_split(np.empty(self.size), self.ranks)]
+
+    @property
+    def slice(self):
+        """This rank's part of the axis."""
+        start = sum(self.sizes[: self.rank])
+        return slice(start, start + self.sizes[self.rank])
+
+    def of(self, array):
+        """Return this rank's part of a dense array or tensor."""
+        index = [slice(None)] * len(array.shape)
+        index[self.axis] = self.slice
+        return array[tuple(index)]
+
+    def local_shape(self, shape):
+        """Return the shape of this rank's part of a dense variable."""
+        shape = list(shape)
+        shape[self.axis] = self.sizes[self.rank]
+        return tuple(shape)
+
+
+def set_partition(variable, partition):
+    """Notes that a variable is this rank's part of a dense one."""
+    setattr(variable, _ATTRIBUTE, partition)
+
+
+def partition_of(variable):
+    """Returns the `Partition` of a Keras variable, None for one that is whole."""
+    return getattr(variable, _ATTRIBUTE, None)

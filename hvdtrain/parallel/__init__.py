@@ -1,0 +1,5 @@
+"""Models that are divided over ranks. Importing this package loads TensorFlow."""
+
+from hvdtrain.job.mesh_shape import MeshShape
+from hvdtrain.parallel.dense import ColumnParallelDense, RowParallelDense
+from hvdtrain.parallel.mesh import Mesh

@@ -1,0 +1,131 @@
+"""Dense layers whose kernel is divided among the ranks of a model group."""
+
+import dataclasses
+import types
+
+import keras
+from keras import ops
+
+from hvdtrain.parallel import mappings
+from hvdtrain.parallel.divided_weights import DividedWeights
+
+_NOT_ELEMENTWISE = (keras.activations.softmax, keras.activations.log_softmax)
+# Their sum over the slices is that of the dense weight.
+_ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+
+class _ParallelDense(DividedWeights, keras.layers.Dense):
+    """What both have in common: arguments that a slice of a weight does not allow."""
+
+    def __init__(self, units, *, mesh=None, **kwargs):
+        super().__init__(units, **kwargs)
+        self._set_mesh(mesh)
+        self._check()
+
+    def _check(self):
+        refused = {
+            "lora_rank": self.lora_rank,
+            "quantization_config": self.quantization_config,
+            "kernel_constraint": self.kernel_constraint,
+            "bias_constraint": self.bias_constraint,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(
+                    f"{type(self).__name__} does not support {name}. Received: "
+                    f"{name}={value!r}"
+                )
+        for name in ("kernel_regularizer", "bias_regularizer"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, _ADDITIVE):
+                raise ValueError(
+                    f"{type(self).__name__} supports L1, L2 and L1L2 as {name}. "
+                    f"Received: {value!r}"
+                )
+
+
+class ColumnParallelDense(_ParallelDense):
+    """`keras.layers.Dense` whose outputs are divided among the ranks of a model group.
+
+    Each rank has some columns of the kernel, and computes these outputs:
+
+        Y_r = activation(X A_r + b_r),  A = [A_0 | A_1 | ...]
+
+    Args:
+        units: outputs of the dense twin; need not be a multiple of the ranks.
+        gather_output: whether the output is that of the dense twin, on all ranks. If
+            not, it is this rank's part, for a `RowParallelDense` with
+            `input_is_parallel`; the activation must then be elementwise.
+        mesh: the `Mesh`; by default the active one.
+        **kwargs: as for `keras.layers.Dense`.
+    """
+
+    divided_axes = types.MappingProxyType({"kernel": 1, "bias": 0})
+
+    def __init__(self, units, *, gather_output=True, **kwargs):
+        super().__init__(units, **kwargs)
+        self.gather_output = gather_output
+        if not gather_output and self.activation in _NOT_ELEMENTWISE:
+            raise ValueError(
+                "The activation of a ColumnParallelDense with gather_output=False must "
+                f"be elementwise. Received: {self.activation.__name__}"
+            )
+
+    def compute_output_shape(self, input_shape):
+        """Return the shape of the outputs, or of this rank's part."""
+        partition = self.partition(-1, self.units)
+        size = self.units if self.gather_output else partition.sizes[partition.rank]
+        return (*input_shape[:-1], size)
+
+    def call(self, inputs, training=None):
+        """Return the outputs, or this rank's part of them."""
+        outputs = self.partition(-1 % len(inputs.shape), self.units)
+        x = ops.matmul(mappings.copy(inputs, outputs), self.kernel)
+        if self.bias is not None:
+            x = ops.add(x, self.bias)
+        if self.gather_output:
+            x = mappings.gather(x, outputs)
+        return x if self.activation is None else self.activation(x)
+
+
+class RowParallelDense(_ParallelDense):
+    """`keras.layers.Dense` whose inputs are divided among the ranks of a model group.
+
+    Each rank has some rows of the kernel, and computes a part of the sum:
+
+        Y = activation(X_0 A_0 + X_1 A_1 + ... + b)
+
+    The bias is replicated, and added once.
+
+    Args:
+        units: outputs.
+        input_is_parallel: whether the input is this rank's part, as that of a
+            `ColumnParallelDense` without `gather_output`.
+        mesh: the `Mesh`; by default the active one.
+        **kwargs: as for `keras.layers.Dense`.
+    """
+
+    divided_axes = types.MappingProxyType({"kernel": 0})
+
+    def __init__(self, units, *, input_is_parallel=False, **kwargs):
+        super().__init__(units, **kwargs)
+        self.input_is_parallel = input_is_parallel
+
+    def build(self, input_shape):
+        """Make the weights; their initial values are those of the dense twin."""
+        width = input_shape[-1]
+        if self.input_is_parallel:
+            width = self.sum_over_ranks(width)
+        self._inputs = self.partition(0, width)
+        super().build((*input_shape[:-1], width))
+        # Keras checks the width of the dense twin's input otherwise.
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})
+
+    def call(self, inputs, training=None):
+        """Return the outputs, on all ranks."""
+        along = dataclasses.replace(self._inputs, axis=len(inputs.shape) - 1)
+        x = inputs if self.input_is_parallel else mappings.scatter(inputs, along)
+        x = mappings.reduce(ops.matmul(x, self.kernel), along)
+        if self.bias is not None:
+            x = ops.add(x, self.bias)
+        return x if self.activation is None else self.activation(x)

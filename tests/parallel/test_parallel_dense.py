@@ -1,0 +1,156 @@
+"""Dense layers that are divided, against their dense twin."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import parallel
+from hvdtrain.keras.partition import partition_of
+
+pytestmark = [pytest.mark.ranks, pytest.mark.four_ranks]
+RANK, SIZE = hvd.rank(), hvd.size()
+INPUTS, HIDDEN, OUTPUTS, BATCH, STEPS = 13, 17, 3, 6, 10
+
+
+@pytest.fixture(scope="module")
+def meshes():
+    """All ranks in one model group, and of four also two groups of two."""
+    found = [parallel.Mesh(model=SIZE)]
+    return found + ([parallel.Mesh(model=2)] if SIZE == 4 else [])
+
+
+def slice_of(variable, dense):
+    partition = partition_of(variable)
+    return partition.of(dense) if partition else dense
+
+
+LAYERS = {
+    "column": lambda: parallel.ColumnParallelDense(HIDDEN, activation="tanh"),
+    "column, softmax": lambda: parallel.ColumnParallelDense(
+        HIDDEN, activation="softmax", use_bias=False
+    ),
+    "row": lambda: parallel.RowParallelDense(HIDDEN, activation="tanh"),
+    "column, row": lambda: keras.Sequential(
+        [
+            parallel.ColumnParallelDense(
+                HIDDEN, activation="gelu", gather_output=False
+            ),
+            parallel.RowParallelDense(OUTPUTS, input_is_parallel=True),
+        ]
+    ),
+}
+TWINS = {
+    "column": lambda: keras.layers.Dense(HIDDEN, activation="tanh"),
+    "column, softmax": lambda: keras.layers.Dense(
+        HIDDEN, activation="softmax", use_bias=False
+    ),
+    "row": lambda: keras.layers.Dense(HIDDEN, activation="tanh"),
+    "column, row": lambda: keras.Sequential(
+        [keras.layers.Dense(HIDDEN, activation="gelu"), keras.layers.Dense(OUTPUTS)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_computes_what_its_dense_twin_does(meshes, name):
+    for mesh in meshes:
+        keras.utils.set_random_seed(3)
+        twin = TWINS[name]()
+        expected = run(twin)
+        keras.utils.set_random_seed(3)
+        with mesh:
+            layer = LAYERS[name]()
+        output, by_input, by_weights = run(layer)
+        np.testing.assert_allclose(output, expected[0], atol=1e-6)
+        np.testing.assert_allclose(by_input, expected[1], atol=1e-6)
+        pairs = zip(layer.trainable_variables, by_weights, strict=True)
+        twins = zip(twin.trainable_variables, expected[2], strict=True)
+        for (variable, found), (dense, wanted) in zip(pairs, twins, strict=True):
+            np.testing.assert_array_equal(variable, slice_of(variable, dense.numpy()))
+            np.testing.assert_allclose(found, slice_of(variable, wanted), atol=1e-6)
+        assert any(map(partition_of, layer.trainable_variables))
+
+
+def run(layer):
+    """Output, and gradients by input and by weights, of a sum that is not symmetric."""
+    rng = np.random.default_rng(5)
+    x = tf.constant(rng.normal(size=(BATCH, INPUTS)).astype("float32"))
+    layer(x)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            output = layer(x)
+            factors = np.random.default_rng(6).normal(size=output.shape)
+            loss = tf.reduce_sum(tf.sin(output) * factors.astype("float32"))
+        return output, tape.gradient(loss, [x, *layer.trainable_variables])
+
+    output, (by_input, *by_weights) = step(x)
+    return output.numpy(), by_input.numpy(), [each.numpy() for each in by_weights]
+
+
+OPTIMIZERS = {
+    "momentum, global norm": lambda: keras.optimizers.SGD(
+        0.1, momentum=0.9, global_clipnorm=0.2
+    ),
+    "adam, norms, accumulation": lambda: keras.optimizers.Adam(
+        0.02, clipnorm=0.05, gradient_accumulation_steps=2
+    ),
+    "adamw": lambda: keras.optimizers.AdamW(0.02, weight_decay=0.1, clipvalue=0.02),
+}
+
+
+def model(column, row, optimizer):
+    keras.utils.set_random_seed(3)
+    network = keras.Sequential(
+        [
+            keras.Input((INPUTS,)),
+            keras.layers.Dense(HIDDEN, "tanh"),
+            column(
+                2 * HIDDEN,
+                activation="relu",
+                kernel_regularizer=keras.regularizers.L2(0.01),
+            ),
+            row(OUTPUTS, activation="softmax"),
+        ]
+    )
+    network.compile(optimizer, oracle.LOSS, metrics=["accuracy"])
+    return network
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
+    rng = np.random.default_rng(7)
+    for mesh in meshes:
+        batch = BATCH * mesh.data.size
+        x = rng.normal(size=(STEPS * batch, INPUTS)).astype("float32")
+        y = rng.integers(0, OUTPUTS, len(x))
+        dense = model(keras.layers.Dense, keras.layers.Dense, OPTIMIZERS[name]())
+        expected = oracle.fit(dense, x, y, batch)
+        with mesh:
+            optimizer = hvd.DistributedOptimizer(
+                OPTIMIZERS[name](), process_set=mesh.data.process_set
+            )
+            divided = model(
+                parallel.ColumnParallelDense, parallel.RowParallelDense, optimizer
+            )
+        mine = slice(mesh.data.index, None, mesh.data.size)
+        found = oracle.fit(
+            divided,
+            x[mine],
+            y[mine],
+            callbacks=[hvd.callbacks.MetricAverageCallback()],
+            batch_size=BATCH,
+        )
+        for key, values in expected.history.items():
+            np.testing.assert_allclose(found.history[key], values, rtol=1e-5)
+        weights = zip(divided.weights, dense.weights, strict=True)
+        for variable, wanted in weights:
+            wanted = slice_of(variable, wanted.numpy())
+            np.testing.assert_allclose(variable, wanted, atol=2e-6)
+        replicated = [w.numpy() for w in divided.weights if not partition_of(w)]
+        oracle.assert_bitwise_equal_over_ranks(replicated)
