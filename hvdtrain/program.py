@@ -29,6 +29,10 @@ _PATIENCE_SECONDS = 3.0
 _WRITE_SECONDS = 10.0
 _SIGNAL_WRITE_SECONDS = 1.0
 
+# A launcher sends it to the others when a rank has failed, whose broken connections
+# end their collectives at the same time.
+_SIGNAL_OF_LAUNCHER_SECONDS = 5.0
+
 _INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 # The exit code of this process, once it has a reason to end. The launcher's signal,
 # which follows when another rank has ended first, then ends it with that code.
@@ -124,7 +128,7 @@ def _leave_after_bug(error):
         # signal that may have been taken as a request to stop. A launcher that does not
         # leaves it to this rank.
         _exit_codes.append(1)
-        if signals.has_received():
+        if signals.seconds_since_last() < _SIGNAL_OF_LAUNCHER_SECONDS:
             os._exit(1)
         time.sleep(_PATIENCE_SECONDS)
         _leave(

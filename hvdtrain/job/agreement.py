@@ -1,11 +1,14 @@
 """Python values and failures of all ranks. Importing this module loads TensorFlow."""
 
+import concurrent.futures
 import contextlib
 import socket
 import traceback
 
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.job.world import JobError, SharedJobError
+
+_POLL_SECONDS = 5.0
 
 
 def gather(world, value):
@@ -45,6 +48,29 @@ def fail_together(world, *, expected=(JobError,)):
     for rank, (text, host) in enumerate(failures):
         if text:
             raise SharedJobError(f"rank {rank} on {host}: {text}")
+
+
+def on_chief(world, work):
+    """Return `work()` on the chief, and None on the others. A collective.
+
+    The work may take longer than the limit for a rank that hangs.
+
+    Raises:
+        SharedJobError: on every rank, if it raises an exception; see `fail_together`.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        working = [thread.submit(work)] if world.is_chief else []
+        # Short waits: a long one would be taken for a rank that hangs.
+        while not all(gather(world, _are_done(working))):
+            pass
+    with fail_together(world):
+        for each in working:
+            return each.result()
+
+
+def _are_done(working):
+    found = concurrent.futures.wait(working, timeout=_POLL_SECONDS)
+    return not found.not_done
 
 
 def check_same(world, values, *, but=(), prefix=""):

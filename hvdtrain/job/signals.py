@@ -5,9 +5,11 @@ thread that is blocked in a collective may never return. The interpreter's C han
 writes the number of the signal to a file descriptor at once, and a thread reads it.
 """
 
+import math
 import os
 import signal
 import threading
+import time
 import traceback
 
 from hvdtrain.job import output
@@ -18,8 +20,8 @@ _subscribers = ()
 _replaced = {}
 _thread = None
 _writer = None
-# Whether a subscriber was called.
-_has_received = False
+# When a subscriber was called, by `time.monotonic`.
+_received_seconds = -math.inf
 
 
 def subscribe(numbers, callback):
@@ -55,9 +57,9 @@ def unsubscribe(callback):
         signal.signal(number, _replaced.pop(number))
 
 
-def has_received():
-    """Return whether a signal has arrived for a subscriber."""
-    return _has_received
+def seconds_since_last():
+    """Return the seconds since a signal has arrived for a subscriber; or infinity."""
+    return time.monotonic() - _received_seconds
 
 
 def _handle(number, frame):
@@ -102,13 +104,13 @@ os.register_at_fork(after_in_child=_reset)
 
 
 def _deliver(reader):
-    global _has_received
+    global _received_seconds
     while True:
         number = os.read(reader, 1)[0]
         # Other handlers of this process write their bytes, too.
         if signal.getsignal(number) is not _handle:
             continue
-        _has_received = True
+        _received_seconds = time.monotonic()
         if not _is_handled(number):
             os._exit(128 + number)
 

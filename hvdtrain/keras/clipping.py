@@ -27,8 +27,8 @@ def clip(optimizer, grads, variables):
             for gradient, square in zip(grads, squares, strict=True)
         ]
     limit = optimizer.global_clipnorm
-    # Not add_n, whose order TensorFlow's graph optimizer chooses by rank: the replicated
-    # weights would differ in their last bit.
+    # Not add_n: TensorFlow's graph optimizer chooses its order, which may differ by
+    # rank, and with it the last bit of the replicated weights.
     norm = tf.sqrt(tf.reduce_sum(tf.stack(dense_squares(grads, variables))))
     # The last term turns the scale into NaN where the norm is not finite.
     scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)

@@ -30,7 +30,7 @@ from hvdtrain.job.files import (
 )
 
 # To be increased when an older version could not read what this one writes.
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})\.json")
 _HOUR_SECONDS = 3600.0
 _DAMAGE = (OSError, LookupError, TypeError, ValueError, SafetensorError)
@@ -93,9 +93,9 @@ class CheckpointFiles:
         with _one_line_errors("write", path), contextlib.ExitStack() as on_error:
             # Not those above it: the directory of the run may have been removed.
             self._directory.mkdir(exist_ok=True)
-            described = self._write_arrays(checkpoint)
-            on_error.callback((self._directory / described["arrays"]).unlink)
-            described |= {
+            name = f"{path.stem}-{secrets.token_hex(4)}.safetensors"
+            on_error.callback(self._discard, checkpoint.step, name)
+            described = self._write_arrays(name, checkpoint.arrays) | {
                 "format": FORMAT,
                 "step": checkpoint.step,
                 "seconds": self._clock(),
@@ -166,10 +166,9 @@ class CheckpointFiles:
         """
         self._superseded = {each for each in self.steps() if each > step}
 
-    def _write_arrays(self, checkpoint):
-        """Write them to a file with a new name; return what the JSON file has of it."""
-        name = f"{self.path(checkpoint.step).stem}-{secrets.token_hex(4)}.safetensors"
-        arrays, of_bfloat16 = _storable(checkpoint.arrays)
+    def _write_arrays(self, name, arrays):
+        """Write them to a new file; return what the JSON file has of it."""
+        arrays, of_bfloat16 = _storable(arrays)
         with atomic_write(self._directory / name) as temporary:
             temporary.touch()
             mode = temporary.stat().st_mode
@@ -183,6 +182,13 @@ class CheckpointFiles:
             "bytes": size,
             "bfloat16": of_bfloat16,
         }
+
+    def _discard(self, step, name):
+        """Delete the arrays of a failed write, unless the JSON file names them."""
+        with contextlib.suppress(*_DAMAGE):
+            if self._described(step)["arrays"] == name:
+                return
+        (self._directory / name).unlink(missing_ok=True)
 
     def _delete_old(self, newest):
         """Delete the checkpoints that are not to be kept."""
@@ -198,16 +204,19 @@ class CheckpointFiles:
 
     def _delete_arrays(self, *, but):
         """Delete the arrays that no JSON file of the steps `but` names."""
-        named = set()
+        kept = set()
         for step in but:
-            with contextlib.suppress(*_DAMAGE):
-                named.add(self._described(step)["arrays"])
+            try:
+                kept.add(self._described(step)["arrays"])
+            except _DAMAGE:
+                # Also of another version: all that may belong to it is kept.
+                kept |= {path.name for path in self._all_arrays(f"step-{step:08}*")}
         for path in self._all_arrays():
-            if path.name not in named:
+            if path.name not in kept:
                 path.unlink(missing_ok=True)
 
-    def _all_arrays(self):
-        return list(self._directory.glob("step-*.safetensors"))
+    def _all_arrays(self, stem="step-*"):
+        return list(self._directory.glob(f"{stem}.safetensors"))
 
     def _hourly(self, steps):
         if not self._keep_seconds:

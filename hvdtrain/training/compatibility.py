@@ -8,6 +8,9 @@ from hvdtrain.job import JobError
 from hvdtrain.keras.learning_rates import set_learning_rate, without_loss_scale
 from hvdtrain.keras.optimizer_state import accumulated_gradients
 
+# Learning rates are stored in float32.
+_SAME = 1e-5
+
 
 def check_unchanged(checkpoint, unchanged):
     """Raise `JobError` if one of `RunConfig.unchanged` was another one before."""
@@ -84,20 +87,22 @@ def adjust_learning_rate(optimizer, checkpoint, rate, *, size, scale):
     if restored is None:
         return
     before = checkpoint.metadata.get("learning_rate")
-    is_same_size = size == len(checkpoint.metadata["local_batch_sizes"])
-    # With another number of ranks and the same batch, it is that of the first start.
-    if before and rate and (is_same_size or scale != 1):
-        changed = rate / (before * scale)
-        if abs(changed - 1) > 1e-6:
+    factor = scale
+    if before and rate:
+        size_before = len(checkpoint.metadata["local_batch_sizes"])
+        factor = rate / before
+        if scale == 1 and abs(factor - size / size_before) < _SAME * factor:
+            # model_fn multiplies it by the number of ranks; the batch has not changed.
+            factor = 1
+        if abs(factor - scale) > _SAME * scale:
             warnings.warn(
                 f"The learning rate of model_fn is {rate:g}; it was {before:g} before "
                 f"step {checkpoint.step}. Training continues with "
-                f"{restored * scale * changed:g}.",
+                f"{restored * factor:g}.",
                 stacklevel=2,
             )
-            scale *= changed
-    if scale != 1:
-        set_learning_rate(optimizer, restored * scale)
+    if factor != 1:
+        set_learning_rate(optimizer, restored * factor)
 
 
 def _ranks(size):

@@ -57,7 +57,7 @@ def train_and_evaluate(
             when the last checkpoint or an export of the last step cannot be written.
     """
     config = config or RunConfig()
-    _check_alike(eval_spec, config, world)
+    _check_alike(train_spec, eval_spec, config, world)
     with contextlib.ExitStack() as stack:
         if config.model_dir:
             with fail_together(world):
@@ -75,23 +75,20 @@ def train_and_evaluate(
         )
 
 
-def _check_alike(eval_spec, config, world):
-    """Check the options that decide which collectives a rank calls. A collective."""
-    check_same(
-        world,
-        {
-            "model_dir": config.model_dir is not None,
-            **{
-                name: getattr(config, name)
-                for name in ("save_every_steps", "commit_every_steps", "seed")
-            },
-            **{
-                name: getattr(eval_spec, name)
-                for name in ("every_epochs", "throttle_steps")
-            },
-            "exporters": [exporter.name for exporter in eval_spec.exporters],
-        },
-    )
+_ALIKE = (
+    *("max_steps", "repeat", "scale_from"),
+    *("every_epochs", "throttle_steps"),
+    *("save_every_steps", "commit_every_steps", "seed", "skip_nonfinite"),
+)
+
+
+def _check_alike(train_spec, eval_spec, config, world):
+    """Check the options that decide what the ranks do together. A collective."""
+    options = vars(train_spec) | vars(eval_spec) | vars(config)
+    values = {name: options[name] for name in _ALIKE}
+    values["model_dir"] = config.model_dir is not None
+    values["exporters"] = [exporter.name for exporter in eval_spec.exporters]
+    check_same(world, values)
 
 
 def _train_and_evaluate(

@@ -40,12 +40,17 @@ class PerRankState:
         if self._is_same_size:
             (mine,) = self._states
             state.assign(state.per_rank_variables(model), mine["rank"])
-            random_states.restore(mine["random"])
             return
         before = self._states[self._rank if self._rank < len(self._states) else 0]
         state.assign(state.per_rank_variables(model), before["rank"])
         self._average_accumulated(model)
         separate_seeds(model)
+
+    def restore_generators(self):
+        """Restore the global random generators of this rank."""
+        if self._is_same_size:
+            (mine,) = self._states
+            random_states.restore(mine["random"])
 
     def assign_metrics(self, model):
         """Assign the states of metrics."""

@@ -9,7 +9,7 @@ import keras
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError
-from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.training import compatibility, state
 from hvdtrain.training.checkpoints import CheckpointError
 from hvdtrain.training.per_rank_state import PerRankState
@@ -65,17 +65,18 @@ def position(config, world, commits=None):
         # Of the last run, which may write a newer checkpoint still.
         wait_together(world, commits.writer)
     first_size = commits.original_size if commits else world.size
-    found = Position(step=0, sample=0, original_size=first_size)
     stores = [store for store in (commits, checkpoint_files(config)) if store]
-    if world.is_chief:
+
+    def read():
         for store, step in [(each, step) for each in stores for step in each.steps()]:
-            # A damaged one gives way to the one before, as in `restore`.
-            with contextlib.suppress(JobError, LookupError):
+            # A damaged one is passed over, as in `restore`.
+            with contextlib.suppress(CheckpointError, LookupError):
                 metadata = store.read(step).metadata
                 sample, size = metadata["sample"], metadata["original_size"]
-                found = Position(step=step, sample=sample, original_size=size)
-                break
-    return gather(world, found)[0]
+                return Position(step=step, sample=sample, original_size=size)
+        return Position(step=0, sample=0, original_size=first_size)
+
+    return gather(world, on_chief(world, read))[0]
 
 
 def restore(
@@ -102,23 +103,28 @@ def restore(
         JobError: on all ranks, if there are checkpoints and none is valid, or if the
             job had another global batch.
     """
-    found, rate = None, compatibility.learning_rate(model.optimizer)
-    with fail_together(world):
-        if world.is_chief:
-            found = next(filter(None, (_newest(model, each) for each in stores)), None)
-            if found:
-                compatibility.check_unchanged(found, unchanged or {})
-                before = len(found.metadata["local_batch_sizes"])
-                scale = world.size / before if scale_from else 1
-                compatibility.check_batch(
-                    found, global_batch_size, world.size, scale=scale
-                )
-                compatibility.adjust_learning_rate(
-                    model.optimizer, found, rate, size=world.size, scale=scale
-                )
-            compatibility.check_position(found, scale_from, global_batch_size)
-            if scale_from:
-                compatibility.check_windows(model.optimizer)
+    rate = compatibility.learning_rate(model.optimizer)
+
+    def read():
+        found = next(filter(None, (_newest(model, each) for each in stores)), None)
+        if found:
+            compatibility.check_unchanged(found, unchanged or {})
+            before = len(found.metadata["local_batch_sizes"])
+            scale = world.size / before if scale_from else 1
+            compatibility.check_batch(found, global_batch_size, world.size, scale=scale)
+            compatibility.adjust_learning_rate(
+                model.optimizer, found, rate, size=world.size, scale=scale
+            )
+            for store in stores:
+                # Also where the newest commit is used, and the files are not read.
+                store.delete_leftovers()
+                store.supersede_after(found.step)
+        compatibility.check_position(found, scale_from, global_batch_size)
+        if scale_from:
+            compatibility.check_windows(model.optimizer)
+        return found
+
+    found = on_chief(world, read)
     header = found and (found.step, found.metadata)
     header = broadcast_object(header, name="Start") if world.size > 1 else header
     if header is None:
@@ -155,7 +161,6 @@ def _newest(model, store):
                 warnings.warn(
                     f"{reason} Continuing from step {step} instead.", stacklevel=2
                 )
-            store.supersede_after(step)
             return checkpoint
     if reasons:
         raise JobError(
@@ -163,6 +168,35 @@ def _newest(model, store):
             "model_dir for a new job, or delete these files."
         )
     return None
+
+
+class RestoreGeneratorsCallback(keras.callbacks.Callback):
+    """Restores the global random generators, after all other callbacks.
+
+    What callbacks draw when a training or an epoch begins, they have drawn before.
+
+    Args:
+        start: the `Start`.
+        plan: the `Plan`.
+    """
+
+    def __init__(self, start, plan):
+        super().__init__()
+        self._per_rank_state = start.per_rank_state
+        self._is_within_epoch = not plan.is_epoch_end(start.step)
+
+    def on_train_begin(self, logs=None):
+        """Restores them."""
+        if self._per_rank_state:
+            self._per_rank_state.restore_generators()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Restores them again in an interrupted epoch, and gives back the memory."""
+        if self._per_rank_state:
+            if self._is_within_epoch:
+                self._per_rank_state.restore_generators()
+            self._per_rank_state.release()
+        self._per_rank_state = None
 
 
 class RestoreCallback(keras.callbacks.Callback):
@@ -187,6 +221,4 @@ class RestoreCallback(keras.callbacks.Callback):
         """Restores the metrics of an interrupted epoch, which `fit` has reset."""
         if self._per_rank_state and self._is_within_epoch:
             self._per_rank_state.assign_metrics(self.model)
-        if self._per_rank_state:
-            self._per_rank_state.release()
         self._per_rank_state = None

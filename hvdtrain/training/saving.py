@@ -101,8 +101,9 @@ class BackgroundWriter:
         # Of any kind, MemoryError for example: a thread has no other way to report it.
         except Exception as error:
             self._error = error
-            self._report(checkpoint.step, f"not written: {error}")
+            # First: an observer of the user may raise an exception.
             self._on_failure()
+            self._report(checkpoint.step, f"not written: {error}")
         else:
             seconds = self._clock() - start
             text = f"copied in {copy_seconds:.3f} s, written in {seconds:.1f} s"
@@ -159,7 +160,9 @@ class CheckpointCallback(StepCallback):
         self._world = world
         self._describe = describe
         self._is_commit = is_commit
-        self._is_pending = False
+        # A worker that has just joined has no state of the job yet: were the others
+        # lost, it would start from the beginning.
+        self._is_pending = is_commit
 
     def note_step(self):
         """Asks whether it is due."""

@@ -23,7 +23,7 @@ from hvdtrain.training.plan import Plan
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
 from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Every, Requests
-from hvdtrain.training.resuming import RestoreCallback, Start
+from hvdtrain.training.resuming import RestoreCallback, RestoreGeneratorsCallback, Start
 from hvdtrain.training.saving import (
     BackgroundWriter,
     CheckpointCallback,
@@ -178,6 +178,7 @@ class Session:
             self._history,
             *self._savings(),
             preemption,
+            RestoreGeneratorsCallback(self._run.start, plan),
         ]
 
     def _on_failed_save(self):

@@ -35,7 +35,11 @@ class Skipping:
         return int(self._count)
 
     def begin_epoch(self):
-        """Is called after the metrics were reset."""
+        """Is called after the metrics were reset, or restored from a checkpoint."""
+        for mean in self._means:
+            # Of a run without this option.
+            if not math.isfinite(float(mean.total)):
+                mean.reset_state()
         self._before = {}
 
     def loss_sums(self):

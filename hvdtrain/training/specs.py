@@ -5,6 +5,7 @@ docs/training.md lists what differs.
 """
 
 import dataclasses
+import json
 import signal
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,16 @@ def _check_numbers(spec, **lowest):
             raise JobError(
                 f"Received {name}={getattr(spec, name)}; expected {low} or more."
             )
+
+
+def _as_in_json(values):
+    """Return a dict as it is after it was written and read."""
+    try:
+        return json.loads(json.dumps(values))
+    except (TypeError, ValueError) as error:
+        raise JobError(
+            f"Received unchanged={values}; expected values that JSON can hold: {error}."
+        ) from None
 
 
 def _dataset(received):
@@ -192,6 +203,7 @@ class RunConfig:
             keep_max=1,
             keep_every_hours=0,
         )
+        object.__setattr__(self, "unchanged", _as_in_json(self.unchanged))
         if self.max_minutes and not self.model_dir:
             raise JobError(
                 f"Received max_minutes={self.max_minutes:g} without model_dir; "

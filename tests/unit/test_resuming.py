@@ -51,7 +51,13 @@ class KillAfter(keras.callbacks.Callback):
 
 
 class Draws(keras.callbacks.Callback):
-    """Logs numbers of the global random generators."""
+    """Logs numbers of the global random generators, and draws when things begin."""
+
+    def on_train_begin(self, logs=None):
+        random.random()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        np.random.normal()
 
     def on_epoch_end(self, epoch, logs=None):
         logs["python"] = random.gauss(0, 1)
@@ -342,10 +348,12 @@ def test_no_usable_checkpoint_is_an_error_and_nothing_is_deleted(tmp_path):
     steps = files(tmp_path).steps()
     for step in steps:
         files(tmp_path).path(step).write_bytes(b"damaged")
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert len(names) == 4
     with pytest.raises(JobError, match=r"No checkpoint can be used.*json: ") as caught:
         train(tmp_path)
     assert all(str(files(tmp_path).path(step)) in str(caught.value) for step in steps)
-    assert files(tmp_path).steps() == steps
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
 
 
 def test_a_checkpoint_of_another_optimizer_is_an_error(tmp_path):
@@ -377,6 +385,9 @@ def test_another_learning_rate_is_taken_and_said(tmp_path):
 def test_other_data_are_refused(tmp_path):
     train(tmp_path, max_steps=2, unchanged={"data": "a", "seed": 1})
     train(tmp_path, max_steps=4, unchanged={"data": "a", "seed": 1})
+    with pytest.raises(JobError, match=r"unchanged=.*expected values that JSON can"):
+        RunConfig(unchanged={"path": object()})
+    assert RunConfig(unchanged={"shape": (2, 3)}).unchanged == {"shape": [2, 3]}
     with pytest.raises(JobError, match=r"^Received seed=2; expected 1, with which"):
         train(tmp_path, max_steps=6, unchanged={"data": "a", "seed": 2})
 
