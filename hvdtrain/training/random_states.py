@@ -13,6 +13,8 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
 _MERSENNE_TWISTER = "MT19937"
+# Keras 3.12 has no constant for it.
+_KERAS_GENERATOR = "global_seed_generator"
 
 
 def capture():
@@ -23,7 +25,7 @@ def capture():
         "python_gauss": np.array([math.nan if gauss is None else gauss]),
     }
     # Keras makes its generator when it is first used, by a draw of Python's.
-    of_keras = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    of_keras = global_state.get_global_attribute(_KERAS_GENERATOR)
     if of_keras is not None:
         arrays["keras"] = of_keras.state.numpy()
     of_numpy = np.random.get_state(legacy=False)
