@@ -106,12 +106,11 @@ def _train_and_evaluate(
     global_batch_size = sum(local_batch_sizes)
     weight = train_spec.local_batch_size * world.size / global_batch_size
     hook_of(model.optimizer).weigh_gradients(weight)
-    files, start = checkpoint_files(config), Start()
     if commits:
         # That of the last run, before this one reads and writes the directory.
         wait_together(world, commits.writer)
-    stores = [store for store in (commits, files) if store]
-    if stores:
+    files, start = checkpoint_files(config), Start()
+    if stores := [store for store in (commits, files) if store]:
         start = restore(
             model,
             stores,
@@ -140,15 +139,20 @@ def _train_and_evaluate(
             observers=observers,
         )
     )
-    if start.step > plan.max_steps and world.is_chief:
-        warnings.warn(
-            f"The checkpoint of step {start.step} is beyond max_steps="
-            f"{plan.max_steps}: nothing is trained.",
-            stacklevel=3,
-        )
+    if world.is_chief:
+        _warn_if_beyond(plan.max_steps, start.step)
     if start.is_finished(plan.max_steps, global_batch_size=global_batch_size):
         assign_all(model, start)
         session.complete(model, eval_spec)
     else:
         session.run(model, train_spec, eval_spec)
     return session.result(model)
+
+
+def _warn_if_beyond(max_steps, step):
+    if step > max_steps:
+        warnings.warn(
+            f"The checkpoint of step {step} is beyond max_steps={max_steps}: nothing "
+            "is trained.",
+            stacklevel=4,
+        )
