@@ -179,8 +179,9 @@ def _path(variable):
 
 
 def _kind(path):
-    # Keras numbers the layers of a process: dense, dense_1, dense_2.
-    return re.sub(r"_\d+(?=_|/|$)", "", path)
+    # Keras numbers the layers of a process: dense, dense_1, dense_2. Before 3.13 it
+    # wrote SGD for sgd.
+    return re.sub(r"_\d+(?=_|/|$)", "", path).lower()
 
 
 def assign(variables, values):

@@ -50,6 +50,11 @@ class KillAfter(keras.callbacks.Callback):
             time.sleep(0.05)
 
 
+# Keras 3.12 keeps its global generator in `set_random_seed`: of two trainings in this
+# process, the second one would draw other numbers.
+HAS_NEW_GENERATOR = tuple(map(int, keras.__version__.split(".")[:2])) > (3, 12)
+
+
 class Draws(keras.callbacks.Callback):
     """Logs numbers of the global random generators, and draws when things begin."""
 
@@ -62,7 +67,8 @@ class Draws(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         logs["python"] = random.gauss(0, 1)
         logs["numpy"] = np.random.normal()
-        logs["keras"] = float(keras.random.normal(()))
+        if HAS_NEW_GENERATOR:
+            logs["keras"] = float(keras.random.normal(()))
 
 
 @pytest.fixture(autouse=True)
@@ -359,7 +365,7 @@ def test_no_usable_checkpoint_is_an_error_and_nothing_is_deleted(tmp_path):
 def test_a_checkpoint_of_another_optimizer_is_an_error(tmp_path):
     train(tmp_path, max_steps=2)
     with pytest.raises(
-        JobError, match=r"it has sgd\S*iteration where the model has lion/"
+        JobError, match=r"(?i)it has sgd\S*iteration where the model has lion/"
     ):
         train(tmp_path, make_optimizer=keras.optimizers.Lion)
 
