@@ -225,8 +225,9 @@ continues() {
 is_pending() { [[ $(squeue -h -j "$1" -o %t) == PD ]]; }
 
 same_checkpoint() {
-  local last=checkpoints/step-00003000.safetensors name
+  local last=checkpoints/step-00003000-*.safetensors name
   for name in usr1 term; do
+    # shellcheck disable=SC2086
     cmp runs/plain-*/$last runs/$name-*/$last || return
   done
 }
