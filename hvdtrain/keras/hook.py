@@ -1,19 +1,22 @@
 """The hook by which an optimizer's gradients are reduced inside Keras' own step."""
 
-import inspect
-
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.collectives.process_sets import is_elastic, needs_communication
+from hvdtrain.collectives.process_sets import (
+    global_process_set,
+    is_elastic,
+    needs_communication,
+)
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras import clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.loss_scaling import calling_loss_scale_optimizer
 from hvdtrain.keras.optimizer_state import replicated_state
-from hvdtrain.keras.partition import partition_of
+from hvdtrain.keras.partition import check_elementwise, is_divided
 from hvdtrain.keras.skipping import UpdateSkipping, all_finite
 
 
@@ -90,6 +93,7 @@ class ReductionHook:
         variables = trainable_variables or list(self._optimizer._trainable_variables)
         _check_not_overwritten(grads, variables)
         self._check_first_step(variables)
+        check_elementwise(self._optimizer, variables)
         # Keras removes gradients that are None before it clips.
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
         self._variables = variables
@@ -121,7 +125,7 @@ class ReductionHook:
 
     def _clip(self, grads):
         variables = [self._variables[place] for place in self._places]
-        if any(map(partition_of, variables)) and self._clips_by_norm():
+        if is_divided(variables) and self._clips_by_norm():
             return clipping.clip(self._optimizer, grads, variables)
         limit = self._optimizer.global_clipnorm
         if not limit or not self._has_unshared_variables():
@@ -161,7 +165,10 @@ class ReductionHook:
         loss_scale_optimizer.check_finite = check_finite
 
     def _is_true_on_all_ranks(self, value, name):
+        # The ranks that have the other slices skip a step together with this one.
         process_set = self.reducer.process_set
+        if is_divided(getattr(self._optimizer, "_trainable_variables", ())):
+            process_set = global_process_set
         if not needs_communication(process_set):
             return value
         # Values that are false are counted, not the others: a rank that has joined
@@ -175,7 +182,7 @@ class ReductionHook:
         return tf.equal(count, 0)
 
     def _check_loss_scale(self):
-        caller = _calling_loss_scale_optimizer()
+        caller = calling_loss_scale_optimizer()
         if caller is None or caller is self._loss_scale_optimizer:
             return
         raise ValueError(
@@ -227,20 +234,6 @@ def _scaled(gradient, factor):
 def hook_of(optimizer):
     """Returns the `ReductionHook` of `optimizer`, or None."""
     return getattr(without_loss_scale(optimizer), "reduction_hook", None)
-
-
-def _calling_loss_scale_optimizer():
-    """Returns the `LossScaleOptimizer` whose `apply` is on the stack, or None.
-
-    The inner optimizer has no reference to it. In a graph it calls the inner `apply`
-    in a branch for steps without overflow, as a user's own `tf.cond` may do rightly.
-    """
-    source = inspect.getsourcefile(keras.optimizers.LossScaleOptimizer)
-    frame = inspect.currentframe()
-    while frame := frame.f_back:
-        if frame.f_code.co_filename == source and "self" in frame.f_locals:
-            return frame.f_locals["self"]
-    return None
 
 
 def _check_not_overwritten(grads, variables):

@@ -2,9 +2,15 @@
 
 import dataclasses
 
+import keras
 import numpy as np
 
 _ATTRIBUTE = "_hvdtrain_partition"
+_NOT_ELEMENTWISE = (
+    keras.optimizers.Adafactor,
+    keras.optimizers.Lamb,
+    keras.optimizers.Muon,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,3 +66,18 @@ def set_partition(variable, partition):
 def partition_of(variable):
     """Returns the `Partition` of a Keras variable, None for one that is whole."""
     return getattr(variable, _ATTRIBUTE, None)
+
+
+def is_divided(variables):
+    """Returns whether this rank has only a slice of one of these variables."""
+    return any(map(partition_of, variables))
+
+
+def check_elementwise(optimizer, variables):
+    """Raises a ValueError if an update needs the whole of a divided variable."""
+    if is_divided(variables) and isinstance(optimizer, _NOT_ELEMENTWISE):
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the update of an element from its "
+            "whole variable, of which each rank has a slice. Use an elementwise "
+            "optimizer: SGD, Adam, AdamW, Nadam, RMSprop, Adagrad or Lion."
+        )

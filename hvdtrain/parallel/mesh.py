@@ -87,7 +87,8 @@ class Mesh:
         self.shape = shape.of(horovod.size())
         place = self.shape.coordinates(horovod.rank())
         known = _registered()
-        sets = {tuple(ranks): _added(ranks, known) for ranks in self._ranks()}
+        sets = {ranks: _process_set(ranks, known) for ranks in self._ranks()}
+        self._made = [each for ranks, each in sets.items() if ranks not in known]
         for name in AXES:
             (mine,) = [g for g in self.shape.groups(name) if horovod.rank() in g]
             axis = Axis(
@@ -98,6 +99,12 @@ class Mesh:
     def _ranks(self):
         # Of one order on all ranks: to add a process set is a collective of all.
         return dict.fromkeys(map(tuple, self.shape.process_sets()))
+
+    def remove(self):
+        """Remove the process sets that this mesh has made. All ranks call it."""
+        for process_set in self._made:
+            horovod.remove_process_set(process_set)
+        self._made = []
 
     def __enter__(self):
         """Make it the mesh of the layers that are made in the block."""
@@ -129,7 +136,7 @@ def _registered():
     return {tuple(ranks): number for number, ranks in ids.items()}
 
 
-def _added(ranks, known):
+def _process_set(ranks, known):
     if ranks in known:
         process_set = horovod.ProcessSet(list(ranks))
         process_set.process_set_id = known[ranks]

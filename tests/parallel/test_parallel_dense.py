@@ -10,7 +10,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.keras.partition import partition_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.four_ranks]
+ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
 RANK, SIZE = hvd.rank(), hvd.size()
 INPUTS, HIDDEN, OUTPUTS, BATCH, STEPS = 13, 17, 3, 6, 10
 
@@ -19,7 +19,11 @@ INPUTS, HIDDEN, OUTPUTS, BATCH, STEPS = 13, 17, 3, 6, 10
 def meshes():
     """All ranks in one model group, and of four also two groups of two."""
     found = [parallel.Mesh(model=SIZE)]
-    return found + ([parallel.Mesh(model=2)] if SIZE == 4 else [])
+    if SIZE == 4:
+        found.append(parallel.Mesh(model=2))
+    yield found
+    for mesh in found:
+        mesh.remove()
 
 
 def slice_of(variable, dense):
@@ -54,7 +58,13 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+def with_more_ranks(names):
+    """The last one also on three and four ranks."""
+    *others, last = names
+    return [*others, pytest.param(last, marks=[ranks, four_ranks])]
+
+
+@pytest.mark.parametrize("name", with_more_ranks(LAYERS))
 def test_a_layer_computes_what_its_dense_twin_does(meshes, name):
     for mesh in meshes:
         keras.utils.set_random_seed(3)
@@ -94,14 +104,46 @@ def run(layer):
 
 
 OPTIMIZERS = {
-    "momentum, global norm": lambda: keras.optimizers.SGD(
-        0.1, momentum=0.9, global_clipnorm=0.2
-    ),
     "adam, norms, accumulation": lambda: keras.optimizers.Adam(
         0.02, clipnorm=0.05, gradient_accumulation_steps=2
     ),
     "adamw": lambda: keras.optimizers.AdamW(0.02, weight_decay=0.1, clipvalue=0.02),
+    "momentum, global norm": lambda: keras.optimizers.SGD(
+        0.1, momentum=0.9, global_clipnorm=0.2
+    ),
 }
+
+
+def test_an_optimizer_that_needs_whole_variables_is_refused(meshes):
+    with meshes[0]:
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.Lamb(), process_set=meshes[0].data.process_set
+        )
+        divided = model(
+            parallel.ColumnParallelDense, parallel.RowParallelDense, optimizer
+        )
+    with pytest.raises(ValueError, match="Lamb computes the update of an element"):
+        divided.fit(np.zeros((2, INPUTS)), np.zeros(2), verbose=0)
+
+
+@ranks
+@four_ranks
+def test_ranks_skip_a_step_in_which_a_slice_overflows(meshes):
+    for mesh in meshes:
+        with mesh:
+            layer = parallel.ColumnParallelDense(HIDDEN, use_bias=False)
+            layer.build((None, 1))
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)),
+            process_set=mesh.data.process_set,
+        )
+        optimizer.build(layer.trainable_variables)
+        before = layer.kernel.numpy()
+        value = np.inf if RANK == SIZE - 1 else 1.0
+        optimizer.apply([tf.fill(layer.kernel.shape, value)])
+        np.testing.assert_array_equal(layer.kernel, before)
+        optimizer.apply([tf.fill(layer.kernel.shape, float(optimizer.dynamic_scale))])
+        np.testing.assert_allclose(layer.kernel, before - 0.5)
 
 
 def model(column, row, optimizer):
@@ -122,7 +164,7 @@ def model(column, row, optimizer):
     return network
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", with_more_ranks(OPTIMIZERS))
 def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
     rng = np.random.default_rng(7)
     for mesh in meshes:
