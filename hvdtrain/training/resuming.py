@@ -170,10 +170,8 @@ def _newest(model, store):
     return None
 
 
-class RestoreGeneratorsCallback(keras.callbacks.Callback):
-    """Restores the global random generators, after all other callbacks.
-
-    What callbacks draw when a training or an epoch begins, they have drawn before.
+class _RestoringCallback(keras.callbacks.Callback):
+    """What both callbacks that restore have in common.
 
     Args:
         start: the `Start`.
@@ -184,6 +182,13 @@ class RestoreGeneratorsCallback(keras.callbacks.Callback):
         super().__init__()
         self._per_rank_state = start.per_rank_state
         self._is_within_epoch = not plan.is_epoch_end(start.step)
+
+
+class RestoreGeneratorsCallback(_RestoringCallback):
+    """Restores the global random generators, after all other callbacks.
+
+    What callbacks draw when a training or an epoch begins, they have drawn before.
+    """
 
     def on_train_begin(self, logs=None):
         """Restores them."""
@@ -199,18 +204,8 @@ class RestoreGeneratorsCallback(keras.callbacks.Callback):
         self._per_rank_state = None
 
 
-class RestoreCallback(keras.callbacks.Callback):
-    """Restores what differs by rank: after the broadcast, and in the first epoch.
-
-    Args:
-        start: the `Start`.
-        plan: the `Plan`.
-    """
-
-    def __init__(self, start, plan):
-        super().__init__()
-        self._per_rank_state = start.per_rank_state
-        self._is_within_epoch = not plan.is_epoch_end(start.step)
+class RestoreCallback(_RestoringCallback):
+    """Restores what differs by rank: after the broadcast, and in the first epoch."""
 
     def on_train_begin(self, logs=None):
         """Restores seeds, moving statistics and accumulated gradients."""
