@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 
 from absl import flags
 
@@ -52,6 +53,7 @@ def run(main, *, page, operands=None):
             them: one or more, which `main` receives as a list.
     """
     _open_closed_streams()
+    warnings.formatwarning = _warning_line
     output.write_whole_lines()
     _leave_on_signal()
     try:
@@ -102,6 +104,11 @@ def flag_values():
         if not module.startswith(not_ours)
         for flag in defined
     }
+
+
+def _warning_line(message, *_, **__):
+    """As `warnings.formatwarning`, without the place in the source."""
+    return f"WARNING: {message}\n"
 
 
 def _open_closed_streams():

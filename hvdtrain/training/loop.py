@@ -97,6 +97,8 @@ def _train_and_evaluate(
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
     model = built(model_fn(), train_spec)
+    # What it returns is checked before the training, not after it.
+    eval_spec.batches()
     exports = exporting.prepare(
         eval_spec.exporters, model, world, observers, model_dir=config.model_dir
     )

@@ -35,11 +35,12 @@ def _as_in_json(values):
         ) from None
 
 
-def _dataset(received):
+def _dataset(spec, received):
     if not isinstance(received, tf.data.Dataset):
         raise JobError(
-            f"Received {type(received).__name__} from input_fn; expected a "
-            "tf.data.Dataset, such as tf.data.Dataset.from_tensor_slices(arrays)."
+            f"Received {type(received).__name__} from {type(spec).__name__}.input_fn; "
+            "expected a tf.data.Dataset, such as "
+            "tf.data.Dataset.from_tensor_slices(arrays)."
         )
     return received
 
@@ -104,9 +105,9 @@ class TrainSpec:
     def batches(self, start_step, end_step):
         """Return this rank's dataset of these steps."""
         if not self.repeat:
-            return _dataset(self.input_fn(start_step, end_step))
+            return _dataset(self, self.input_fn(start_step, end_step))
         # The length of a pass is not known: a job that continues reads it again.
-        one_pass = _dataset(self.input_fn(0, self.max_steps))
+        one_pass = _dataset(self, self.input_fn(0, self.max_steps))
         return one_pass.repeat().skip(start_step)
 
 
@@ -140,7 +141,7 @@ class EvalSpec:
 
     def batches(self):
         """Return this rank's dataset."""
-        return _dataset(self.input_fn())
+        return _dataset(self, self.input_fn())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

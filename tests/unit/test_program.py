@@ -170,6 +170,13 @@ def test_a_rank_that_the_launcher_ends_after_another_prints_nothing(body, code):
     assert process.returncode == code
 
 
+def test_a_warning_is_one_line():
+    body = 'import warnings\nwarnings.warn("not so")\n'
+    process = start(body, stderr=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=TIMEOUT_SECONDS)[1] == "WARNING: not so\n"
+    assert process.returncode == 0
+
+
 def test_a_lost_rank_is_one_line():
     body = f'{LOSE_A_RANK}raise RuntimeError("of Horovod")\n'
     process = start(body, stderr=subprocess.PIPE, text=True)

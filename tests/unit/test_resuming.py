@@ -545,7 +545,14 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, is_last):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"input_fn": lambda start, end: None}, "Received NoneType from input_fn"),
+        (
+            {"input_fn": lambda start, end: None},
+            "Received NoneType from TrainSpec.input_fn",
+        ),
+        (
+            {"evaluation": EvalSpec(input_fn=lambda: None)},
+            "Received NoneType from EvalSpec.input_fn",
+        ),
         (
             {"input_fn": lambda start, end: batches(0, 0)},
             "Received no batch from input_fn",
