@@ -72,12 +72,14 @@ class EvaluationCallback(StepCallback):
         observers: see `train_and_evaluate`.
         results: the list of the job's evaluations, to which each is appended.
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
-        on_end: called after each evaluation.
+        left_out: a context manager in which each evaluation is run.
     """
 
-    def __init__(self, spec, plan, is_due, observers, *, results, exports=None, on_end):
+    def __init__(
+        self, spec, plan, is_due, observers, *, results, exports=None, left_out
+    ):
         super().__init__(plan)
-        self._on_end = on_end
+        self._left_out = left_out
         self._exports = exports
         self._results = results
         self._spec = spec
@@ -97,9 +99,8 @@ class EvaluationCallback(StepCallback):
             self._is_pending = False
             # At the end of an epoch the moving statistics are equal already.
             steps = None if is_epoch_end else self.epoch_steps
-            with evaluated_weights(self.model, steps=steps):
+            with self._left_out(), evaluated_weights(self.model, steps=steps):
                 self._evaluate()
-            self._on_end()
 
     def _evaluate(self):
         batches = self._spec.batches()

@@ -154,7 +154,7 @@ class Session:
             self._run.observers,
             results=self._evaluations,
             exports=self._run.exports,
-            on_end=self._progress.leave_out,
+            left_out=self._progress.left_out,
         )
         preemption = PreemptionCallback(
             plan,
