@@ -50,6 +50,15 @@ def fail_together(world, *, expected=(JobError,)):
             raise SharedJobError(f"rank {rank} on {host}: {text}")
 
 
+def wait_together(world, is_done):
+    """Wait on all ranks until `is_done(timeout_seconds)` is true on each. A collective.
+
+    Short waits: a long one would be taken for a rank that hangs.
+    """
+    while not all(gather(world, is_done(_POLL_SECONDS))):
+        pass
+
+
 def on_chief(world, work):
     """Return `work()` on the chief, and None on the others. A collective.
 
@@ -60,17 +69,14 @@ def on_chief(world, work):
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         working = [thread.submit(work)] if world.is_chief else []
-        # Short waits: a long one would be taken for a rank that hangs.
-        while not all(gather(world, _are_done(working))):
-            pass
+        wait_together(world, lambda seconds: _are_done(working, seconds))
     with fail_together(world):
         for each in working:
             return each.result()
 
 
-def _are_done(working):
-    found = concurrent.futures.wait(working, timeout=_POLL_SECONDS)
-    return not found.not_done
+def _are_done(working, timeout_seconds):
+    return not concurrent.futures.wait(working, timeout=timeout_seconds).not_done
 
 
 def check_same(world, values, *, but=(), prefix=""):

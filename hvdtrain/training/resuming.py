@@ -106,6 +106,8 @@ def restore(
     rate = compatibility.learning_rate(model.optimizer)
 
     def read():
+        for store in stores:
+            store.delete_leftovers()
         found = next(filter(None, (_newest(model, each) for each in stores)), None)
         if found:
             compatibility.check_unchanged(found, unchanged or {})
@@ -117,7 +119,6 @@ def restore(
             )
             for store in stores:
                 # Also where the newest commit is used, and the files are not read.
-                store.delete_leftovers()
                 store.supersede_after(found.step)
         compatibility.check_position(found, scale_from, global_batch_size)
         if scale_from:
@@ -144,7 +145,6 @@ def assign_all(model, start):
 
 def _newest(model, store):
     """Return the newest `Checkpoint` that is valid; None if there is no checkpoint."""
-    store.delete_leftovers()
     reasons = []
     for step in store.steps():
         try:

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 
-from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.job import agreement
 from hvdtrain.training import state
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 from hvdtrain.training.events import notify
@@ -12,7 +12,6 @@ from hvdtrain.training.requests import STOP
 from hvdtrain.training.stepping import StepCallback
 
 _LIMIT_AFTER_ERROR_SECONDS = 10.0
-_POLL_SECONDS = 5.0
 _CHECKPOINTS = "checkpoints"
 
 
@@ -120,15 +119,15 @@ def wait_together(world, writer):
         world: the `World`.
         writer: the `BackgroundWriter` on the chief; None elsewhere.
     """
-    # Short waits: a long one would be taken for a rank that hangs.
-    while not all(gather(world, writer is None or writer.is_done(_POLL_SECONDS))):
-        pass
+    agreement.wait_together(
+        world, lambda seconds: writer is None or writer.is_done(seconds)
+    )
 
 
 def complete_together(world, writer):
     """`wait_together`, and raise `SharedJobError` if it could not be written."""
     wait_together(world, writer)
-    with fail_together(world):
+    with agreement.fail_together(world):
         if writer:
             writer.check()
 
