@@ -3,7 +3,6 @@
 import dataclasses
 
 import keras
-import numpy as np
 
 _ATTRIBUTE = "_hvdtrain_partition"
 _NOT_ELEMENTWISE = (
@@ -37,7 +36,8 @@ class Partition:
     @property
     def sizes(self):
         """Elements of each rank on this axis."""
-        return [len(part) for part in np.array_split(np.empty(self.size), self.ranks)]
+        least, more = divmod(self.size, self.ranks)
+        return [least + (rank < more) for rank in range(self.ranks)]
 
     @property
     def slice(self):

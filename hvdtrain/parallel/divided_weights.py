@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.keras.partition import Partition, partition_of, set_partition
+from hvdtrain.keras.partition import Partition, set_partition
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.mesh import active_mesh
 
@@ -91,8 +91,3 @@ class _SumRegularizer(keras.regularizers.Regularizer):
 
     def __call__(self, x):
         return mappings.reduce(self._regularizer(x), self._partition)
-
-
-def divided_weights(model):
-    """Return the weights of a model of which this rank holds a slice."""
-    return [weight for weight in model.weights if partition_of(weight)]
