@@ -25,6 +25,12 @@ class Partition:
         ranks: number of ranks.
         rank: number of this one among them.
         process_set: the ranks.
+        uneven: elements of each rank on this axis, where they are not about equal;
+            0 for a rank that has none of the variable.
+        shape: of the dense variable, where its flattened elements are divided: with
+            the axis 0, and their number as size.
+        within: the `Partition` of the dense variable, where that is itself a slice of
+            another one.
     """
 
     axis: int
@@ -32,10 +38,15 @@ class Partition:
     ranks: int
     rank: int
     process_set: object
+    uneven: tuple | None = None
+    shape: tuple | None = None
+    within: "Partition | None" = None
 
     @property
     def sizes(self):
         """Elements of each rank on this axis."""
+        if self.uneven is not None:
+            return list(self.uneven)
         least, more = divmod(self.size, self.ranks)
         return [least + (rank < more) for rank in range(self.ranks)]
 
@@ -47,15 +58,31 @@ class Partition:
 
     def of(self, array):
         """Return this rank's part of a dense array or tensor."""
+        if self.within:
+            array = self.within.of(array)
+        if self.shape is not None:
+            return keras.ops.reshape(array, [-1])[self.slice]
         index = [slice(None)] * len(array.shape)
         index[self.axis] = self.slice
         return array[tuple(index)]
 
     def local_shape(self, shape):
         """Return the shape of this rank's part of a dense variable."""
+        if self.within:
+            shape = self.within.local_shape(shape)
+        if self.shape is not None:
+            return (self.sizes[self.rank],)
         shape = list(shape)
         shape[self.axis] = self.sizes[self.rank]
         return tuple(shape)
+
+    def dense_shape(self, local_shape):
+        """Return the shape of the dense variable of which a part has this shape."""
+        shape = self.shape
+        if shape is None:
+            shape = list(local_shape)
+            shape[self.axis] = self.size
+        return self.within.dense_shape(shape) if self.within else tuple(shape)
 
 
 def set_partition(variable, partition):

@@ -1,0 +1,194 @@
+"""Values of dense variables, of which each rank holds a part, on the chief and back."""
+
+import dataclasses
+import math
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives import transport
+from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.keras.partition import partition_of
+
+# MPI counts elements in 32 bits, and each message is copied a few times.
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Which elements of a dense variable a rank holds.
+
+    Attributes:
+        bounds: (start, stop) on each axis.
+        start: the first element that it holds of this block, flattened.
+        stop: the element after the last one.
+    """
+
+    bounds: tuple
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, shape, partition):
+        """Return that of a dense shape and a `Partition`, None for all of it."""
+        chain = []
+        while partition:
+            chain.insert(0, partition)
+            partition = partition.within
+        bounds = [(0, size) for size in shape]
+        flat = None
+        for each in chain:
+            part = each.slice
+            if each.shape is not None:
+                flat = part
+            else:
+                start = bounds[each.axis][0]
+                bounds[each.axis] = (start + part.start, start + part.stop)
+        count = math.prod(stop - start for start, stop in bounds)
+        flat = flat or slice(0, count)
+        return cls(tuple(bounds), flat.start, flat.stop)
+
+    @property
+    def size(self):
+        """Number of elements."""
+        return self.stop - self.start
+
+    def read(self, dense, start, stop):
+        """Return the elements [start, stop) of this block of a dense array."""
+        return self._view(dense).flat[self.start + start : self.start + stop]
+
+    def write(self, dense, start, values):
+        """Write elements of this block, from `start` on, into a dense array."""
+        first = self.start + start
+        self._view(dense).flat[first : first + len(values)] = values
+
+    def _view(self, dense):
+        # With the ellipsis also of a scalar a view.
+        return dense[(*(slice(*bounds) for bounds in self.bounds), ...)]
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseVariable:
+    """A variable of the dense model.
+
+    Attributes:
+        path: its path.
+        shape: its shape.
+        dtype: its dtype, as a string.
+        variable: this rank's part of it, a Keras variable; None without one.
+    """
+
+    path: str
+    shape: tuple
+    dtype: str
+    variable: object
+
+    @classmethod
+    def of(cls, variable):
+        """Return that of a Keras variable, which may be a part of it."""
+        partition, shape = partition_of(variable), tuple(variable.shape)
+        return cls(
+            path=getattr(variable, "path", variable.name),
+            shape=partition.dense_shape(shape) if partition else shape,
+            dtype=keras.backend.standardize_dtype(variable.dtype),
+            variable=variable,
+        )
+
+    @property
+    def block(self):
+        """The `Block` that this rank holds; None without a variable."""
+        if self.variable is None:
+            return None
+        return Block.of(self.shape, partition_of(self.variable))
+
+
+class DenseValues:
+    """Moves the values of dense variables to the chief and back. All ranks make it.
+
+    Each moves in chunks, from and to the ranks that hold its parts.
+
+    Args:
+        variables: list of `DenseVariable`, the same ones in the same order on all
+            ranks of the job.
+    """
+
+    def __init__(self, variables):
+        self.variables = list(variables)
+        self._rank = global_process_set.rank()
+        mine = [each.block for each in self.variables]
+        self._blocks = allgather_object(mine, name="DenseBlocks")
+
+    def is_replicated(self, number):
+        """Whether all ranks hold all of a variable."""
+        whole = Block.of(self.variables[number].shape, None)
+        return all(blocks[number] == whole for blocks in self._blocks)
+
+    def gather(self, number):
+        """Return the value of a variable on the chief, None on others. A collective.
+
+        Args:
+            number: of the variable in the list.
+        """
+        described = self.variables[number]
+        blocks = [each[number] for each in self._blocks]
+        if blocks[0] == Block.of(described.shape, None):
+            return described.variable.numpy() if self._rank == 0 else None
+        # Of the ranks that hold the same part, the first sends it.
+        senders = {block: r for r, block in reversed(list(enumerate(blocks))) if block}
+        sizes = [b.size if b and senders[b] == r else 0 for r, b in enumerate(blocks)]
+        dense, local = None, np.zeros([0], described.dtype)
+        if self._rank == 0:
+            dense = np.empty(described.shape, described.dtype)
+        if sizes[self._rank]:
+            local = described.variable.numpy().reshape(-1)
+        for start, stop in self._chunks(described, sizes):
+            splits = [0] * len(blocks)
+            splits[0] = len(local[start:stop])
+            for rank, values in enumerate(_exchange([local[start:stop]], splits)):
+                if len(values):
+                    blocks[rank].write(dense, start, values)
+        return dense
+
+    def scatter(self, number, dense):
+        """Assign to each rank its part of a value of the chief. A collective.
+
+        Args:
+            number: of the variable in the list.
+            dense: a NumPy array on the chief; not used elsewhere.
+        """
+        described = self.variables[number]
+        blocks = [each[number] for each in self._blocks]
+        sizes = [block.size if block else 0 for block in blocks]
+        local = np.empty([sizes[self._rank]], described.dtype)
+        for start, stop in self._chunks(described, sizes):
+            parts = []
+            if self._rank == 0:
+                ends = [min(stop, size) for size in sizes]
+                parts = [
+                    block.read(dense, start, max(start, end)) if block else local[:0]
+                    for block, end in zip(blocks, ends, strict=True)
+                ]
+            splits = [len(part) for part in parts] or [0] * len(blocks)
+            values, *_ = _exchange(parts or [local[:0]], splits)
+            local[start : start + len(values)] = values
+        if described.variable is not None:
+            described.variable.assign(local.reshape(described.variable.shape))
+
+    def _chunks(self, described, sizes):
+        """Yield (start, stop) of the elements of each rank that move together."""
+        bytes_each = np.dtype(described.dtype).itemsize
+        step = max(1, _CHUNK_BYTES // bytes_each // len(sizes))
+        for start in range(0, max(sizes), step):
+            yield start, start + step
+
+
+def _exchange(parts, splits):
+    """Return what each rank has sent to this one, as arrays."""
+    sent = np.concatenate(parts)
+    received, counts = transport.alltoall(
+        tf.constant(sent), tf.constant(splits, tf.int32), name="DenseValues"
+    )
+    ends = np.cumsum(counts.numpy())
+    return np.split(received.numpy(), ends[:-1])

@@ -1,0 +1,85 @@
+"""Parts of dense variables on the chief and back, against the dense array."""
+
+import keras
+import numpy as np
+import pytest
+
+import hvdtrain.keras as hvd
+from hvdtrain.keras import dense_values
+from hvdtrain.keras.dense_values import DenseValues, DenseVariable
+from hvdtrain.keras.partition import Partition, set_partition
+
+RANK, SIZE = hvd.rank(), hvd.size()
+SHAPE = (5, 7, 3)
+DENSE = np.arange(105, dtype="float32").reshape(SHAPE)
+
+
+def partition(**options):
+    return Partition(
+        ranks=SIZE, rank=RANK, process_set=hvd.global_process_set, **options
+    )
+
+
+def flat(shape, **options):
+    return partition(axis=0, size=int(np.prod(shape)), shape=shape, **options)
+
+
+def one_owner(size):
+    return partition(axis=0, size=5, uneven=(0,) * (SIZE - 1) + (size,))
+
+
+PARTITIONS = {
+    "whole": lambda: None,
+    "rows": lambda: partition(axis=0, size=5),
+    "columns": lambda: partition(axis=1, size=7),
+    "one owner": lambda: one_owner(5),
+    "flat": lambda: flat(SHAPE),
+    "flat, of a column": lambda: flat(
+        (5, 1, 3),
+        within=Partition(
+            axis=1,
+            size=7,
+            ranks=7,
+            rank=6,
+            process_set=None,
+        ),
+    ),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_move_to_the_chief_and_back(monkeypatch, dtype):
+    # Several chunks, the last of which is not full.
+    monkeypatch.setattr(dense_values, "_CHUNK_BYTES", 64)
+    dense = DENSE.astype(dtype)
+    variables, expected = [], []
+    for make in PARTITIONS.values():
+        mine = make()
+        expected.append(np.asarray(mine.of(dense) if mine else dense))
+        variable = keras.Variable(expected[-1], dtype=dtype)
+        if mine:
+            set_partition(variable, mine)
+            assert mine.local_shape(SHAPE) == variable.shape
+        variables.append(variable)
+    values = DenseValues(map(DenseVariable.of, variables))
+    for number, name in enumerate(PARTITIONS):
+        assert values.is_replicated(number) == (name == "whole")
+        found = values.gather(number)
+        assert (found is None) == (RANK > 0)
+        if RANK == 0 and name == "flat, of a column":
+            np.testing.assert_array_equal(found[:, 6:], dense[:, 6:])
+        elif RANK == 0:
+            np.testing.assert_array_equal(found, dense)
+        variables[number].assign(keras.ops.zeros_like(variables[number]))
+        values.scatter(number, dense)
+        np.testing.assert_array_equal(variables[number], expected[number])
+
+
+def test_a_variable_that_only_another_rank_has():
+    scalar = keras.Variable(3.0) if RANK == SIZE - 1 else None
+    values = DenseValues([DenseVariable("step", (), "float32", scalar)])
+    found = values.gather(0)
+    assert found is None or found == 3
+    values.scatter(0, np.float32(5))
+    assert scalar is None or float(scalar) == 5
