@@ -15,8 +15,13 @@ from hvdtrain.keras import clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.loss_scaling import calling_loss_scale_optimizer
-from hvdtrain.keras.optimizer_state import replicated_state
-from hvdtrain.keras.partition import check_elementwise, is_divided
+from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
+from hvdtrain.keras.partition import (
+    check_elementwise,
+    check_mesh,
+    is_divided,
+    is_divided_along,
+)
 from hvdtrain.keras.skipping import UpdateSkipping, all_finite
 
 
@@ -25,18 +30,20 @@ class ReductionHook:
 
     `apply` of Keras calls `_clip_gradients` with the gradients of a complete
     accumulation window, also where nothing is to be clipped. The hook replaces these
-    two methods on one instance, and is its attribute `reduction_hook`.
+    two methods and `build` on one instance, and is its attribute `reduction_hook`.
 
     Args:
         optimizer: a Keras optimizer, not a `LossScaleOptimizer`.
         reducer: a `GradientReducer`.
         window_factor: number by which the mean over a window is multiplied.
+        mesh: the `parallel.Mesh` over which the model is divided, or None.
     """
 
-    def __init__(self, optimizer, reducer, *, window_factor):
+    def __init__(self, optimizer, reducer, *, window_factor, mesh=None):
         self._optimizer = optimizer
         self.reducer = reducer
         self._window_factor = window_factor
+        self.mesh = mesh
         self._weight = 1.0
         self._variables, self._places = [], []
         self._has_reduced = False
@@ -47,9 +54,29 @@ class ReductionHook:
         self.is_configured = False
         self._apply = optimizer.apply
         self._clip_gradients = optimizer._clip_gradients
+        self._build = optimizer.build
+        optimizer.build = self.build
         optimizer.apply = self.apply
         optimizer._clip_gradients = self.clip_gradients
         optimizer.reduction_hook = self
+
+    @property
+    def all_ranks(self):
+        """The ranks that train."""
+        return global_process_set if self.mesh else self.reducer.process_set
+
+    def axes(self, root_rank=None):
+        """Process sets along which variables are copied, and the root in each.
+
+        Args:
+            root_rank: the rank whose values are meant; by default the first.
+        """
+        if not self.mesh:
+            ranks = self.reducer.process_set
+            return [(ranks, ranks.ranks[0] if root_rank is None else root_rank)]
+        place = self.mesh.shape.coordinates(root_rank or 0)
+        axes = (self.mesh.model, self.mesh.data)
+        return [(a.process_set, a.process_set.ranks[place[a.name]]) for a in axes]
 
     def weigh_gradients(self, weight):
         """Multiplies the gradients of this rank before they are reduced.
@@ -67,6 +94,11 @@ class ReductionHook:
         """
         self._skipping = self._skipping or UpdateSkipping(self._optimizer)
         return self._skipping.count
+
+    def build(self, variables):
+        """As `keras.optimizers.Optimizer.build`."""
+        self._build(variables)
+        divide_slots(self._optimizer, variables)
 
     def apply(self, grads, trainable_variables=None):
         """As `keras.optimizers.Optimizer.apply`."""
@@ -92,8 +124,9 @@ class ReductionHook:
         self._check_loss_scale()
         variables = trainable_variables or list(self._optimizer._trainable_variables)
         _check_not_overwritten(grads, variables)
-        self._check_first_step(variables)
         check_elementwise(self._optimizer, variables)
+        check_mesh(variables, [process_set for process_set, _ in self.axes()])
+        self._check_first_step(variables)
         # Keras removes gradients that are None before it clips.
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
         self._variables = variables
@@ -118,7 +151,7 @@ class ReductionHook:
             # Both: clipping makes infinity finite, and large gradients NaN.
             finite = all_finite([*reduced, *clipped])
             # Reduced gradients are equal on all ranks, those of local variables not.
-            if self._has_unshared_variables():
+            if self.mesh or self._has_unshared_variables():
                 finite = self._is_true_on_all_ranks(finite, "FiniteGradients")
             self._skipping.note(finite)
         return clipped
@@ -166,10 +199,7 @@ class ReductionHook:
 
     def _is_true_on_all_ranks(self, value, name):
         # The ranks that have the other slices skip a step together with this one.
-        process_set = self.reducer.process_set
-        if is_divided(getattr(self._optimizer, "_trainable_variables", ())):
-            process_set = global_process_set
-        if not needs_communication(process_set):
+        if not needs_communication(self.all_ranks):
             return value
         # Values that are false are counted, not the others: a rank that has joined
         # contributes zeros.
@@ -177,7 +207,7 @@ class ReductionHook:
             tf.cast(tf.logical_not(value), tf.int32),
             name=name,
             op=Sum,
-            process_set=process_set,
+            process_set=self.all_ranks,
         )
         return tf.equal(count, 0)
 
@@ -204,7 +234,13 @@ class ReductionHook:
                 self._optimizer.build(variables)
         weights = [v for v in variables if not self.reducer.is_local(v)]
         state = replicated_state(self._optimizer, variables, self.reducer.local_keys)
-        check_first_step(weights + state, process_set=self.reducer.process_set)
+        for process_set, _ in self.axes():
+            copies = [
+                variable
+                for variable in weights + state
+                if not is_divided_along(variable, process_set)
+            ]
+            check_first_step(copies, process_set=process_set)
         self._is_first_step = False
 
     @do_not_convert

@@ -34,6 +34,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups=None,
     process_set=global_process_set,
     scale_local_gradients=True,
+    mesh=None,
 ):
     """Makes a Keras optimizer combine its gradients over all ranks.
 
@@ -68,6 +69,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: the ranks that take part.
         scale_local_gradients: divide gradients of local variables by the number
             of ranks.
+        mesh: a `parallel.Mesh`, instead of `process_set`: for models that are divided
+            over ranks. Gradients are reduced along its axis data.
 
     Returns:
         `optimizer`, with a method `register_local_var(variable)` added.
@@ -77,6 +80,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ValueError: for arguments out of range or excluding each other, and for an
             optimizer that is distributed already.
     """
+    if mesh is not None:
+        process_set = _data_ranks(mesh, process_set)
     options = GradientOptions(
         device_dense=device_dense,
         device_sparse=device_sparse,
@@ -94,6 +99,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         name=name,
         backward_passes_per_step=backward_passes_per_step,
         average_aggregated_gradients=average_aggregated_gradients,
+        mesh=mesh,
     )
 
 
@@ -104,6 +110,7 @@ def distribute(
     name=None,
     backward_passes_per_step=1,
     average_aggregated_gradients=False,
+    mesh=None,
 ):
     """Hooks a reduction with these `GradientOptions` into `optimizer`; returns it."""
     _check_optimizer(optimizer)
@@ -118,7 +125,10 @@ def distribute(
     _accumulate(base, backward_passes_per_step)
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
     hook = ReductionHook(
-        base, reducer, window_factor=backward_passes_per_step if sums_window else 1
+        base,
+        reducer,
+        window_factor=backward_passes_per_step if sums_window else 1,
+        mesh=mesh,
     )
     optimizer.register_local_var = reducer.register_local
     if base is not optimizer:
@@ -129,18 +139,6 @@ def distribute(
 def is_distributed(optimizer):
     """Whether `optimizer` went through `DistributedOptimizer`."""
     return hook_of(optimizer) is not None
-
-
-def process_set_of(optimizer):
-    """The ranks that train with `optimizer`; by default all."""
-    hook = hook_of(optimizer)
-    return hook.reducer.process_set if hook else global_process_set
-
-
-def local_keys_of(optimizer):
-    """The `variable_key`s of the variables that were registered as local."""
-    hook = hook_of(optimizer)
-    return hook.reducer.local_keys if hook else frozenset()
 
 
 def optimizers_of(model):
@@ -220,6 +218,15 @@ def _check_not_horovods(optimizer):
             f"{cls.__name__}. Change `import horovod.tensorflow.keras as hvd` to "
             "`import hvdtrain.keras as hvd` in the file that creates it."
         )
+
+
+def _data_ranks(mesh, process_set):
+    if process_set is not global_process_set:
+        raise ValueError(
+            "A mesh has the process set of the optimizer. Received: mesh and "
+            f"process_set of the ranks {list(process_set.ranks)}. Pass one of them."
+        )
+    return mesh.data.process_set
 
 
 def _accumulate(optimizer, passes):

@@ -2,6 +2,7 @@
 
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.partition import is_divided, partition_of, set_partition
 
 
 def replicated_state(optimizer, trainable, local_keys=frozenset()):
@@ -25,15 +26,36 @@ def accumulated_gradients(optimizer):
     return list(getattr(without_loss_scale(optimizer), "_accumulated_gradients", ()))
 
 
+def divide_slots(optimizer, trainable):
+    """Gives the slots of divided variables the partitions of these.
+
+    Args:
+        optimizer: a Keras optimizer that is built.
+        trainable: list of the variables that it trains.
+    """
+    if not is_divided(trainable):
+        return
+    for slot, variable in _owned_slots(optimizer, trainable):
+        if slot.shape == variable.shape and partition_of(variable):
+            set_partition(slot, partition_of(variable))
+
+
 def _slots(optimizer, trainable, local_keys):
-    # Keras names a slot after its variable's path. Of several paths that fit, the
-    # longest is the variable's own: "a/kernel_2" has "a_kernel_2_momentum".
     if not any(variable_key(v) in local_keys for v in trainable):
         return set()
+    return {
+        id(slot)
+        for slot, variable in _owned_slots(optimizer, trainable)
+        if variable_key(variable) in local_keys
+    }
+
+
+def _owned_slots(optimizer, trainable):
+    """Yields each slot, and the variable that it belongs to."""
+    # Keras names a slot after its variable's path. Of several paths that fit, the
+    # longest is the variable's own: "a/kernel_2" has "a_kernel_2_momentum".
     prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
-    slots = set()
     for slot in optimizer.variables:
         owners = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
-        if owners and variable_key(prefixes[max(owners, key=len)]) in local_keys:
-            slots.add(id(slot))
-    return slots
+        if owners:
+            yield slot, prefixes[max(owners, key=len)]

@@ -100,6 +100,16 @@ def is_divided(variables):
     return any(map(partition_of, variables))
 
 
+def is_divided_along(variable, process_set):
+    """Returns whether the ranks of a process set have different parts of it."""
+    partition = partition_of(variable)
+    while partition:
+        if list(partition.process_set.ranks) == list(process_set.ranks):
+            return partition.ranks > 1
+        partition = partition.within
+    return False
+
+
 def check_elementwise(optimizer, variables):
     """Raises a ValueError if an update needs the whole of a divided variable."""
     if is_divided(variables) and isinstance(optimizer, _NOT_ELEMENTWISE):
@@ -108,3 +118,24 @@ def check_elementwise(optimizer, variables):
             "whole variable, of which each rank has a slice. Use an elementwise "
             "optimizer: SGD, Adam, AdamW, Nadam, RMSprop, Adagrad or Lion."
         )
+
+
+def check_mesh(variables, process_sets):
+    """Raises a ValueError if a variable is divided over other ranks than these.
+
+    Args:
+        variables: list of variables of an optimizer.
+        process_sets: those of its mesh, or the one that it reduces gradients over.
+    """
+    along = [list(process_set.ranks) for process_set in process_sets]
+    for variable in variables:
+        partition = partition_of(variable)
+        if not partition or partition.ranks == 1:
+            continue
+        ranks = list(partition.process_set.ranks)
+        if ranks not in along:
+            raise ValueError(
+                f"{variable.path} is divided over the ranks {ranks}; the optimizer was "
+                f"made for the ranks {' and '.join(map(str, along))}. Pass the mesh of "
+                "the layers: hvd.DistributedOptimizer(optimizer, mesh=mesh)."
+            )

@@ -1,8 +1,8 @@
 """Which variables of a model and its optimizer are equal on all ranks."""
 
 from hvdtrain.keras.groups import variable_key
-from hvdtrain.keras.optimizer import local_keys_of
 from hvdtrain.keras.optimizer_state import replicated_state
+from hvdtrain.keras.ranks import local_keys_of
 
 
 def replicated_variables(model, *, optimizer=None, local_keys=frozenset()):

@@ -116,9 +116,7 @@ OPTIMIZERS = {
 
 def test_an_optimizer_that_needs_whole_variables_is_refused(meshes):
     with meshes[0]:
-        optimizer = hvd.DistributedOptimizer(
-            keras.optimizers.Lamb(), process_set=meshes[0].data.process_set
-        )
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Lamb(), mesh=meshes[0])
         divided = model(
             parallel.ColumnParallelDense, parallel.RowParallelDense, optimizer
         )
@@ -126,16 +124,49 @@ def test_an_optimizer_that_needs_whole_variables_is_refused(meshes):
         divided.fit(np.zeros((2, INPUTS)), np.zeros(2), verbose=0)
 
 
+def test_an_optimizer_without_the_mesh_is_refused(meshes):
+    with meshes[0]:
+        layer = parallel.RowParallelDense(HIDDEN, use_bias=False)
+    layer.build((None, INPUTS))
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(), process_set=parallel.mesh.OneRank()
+    )
+    with pytest.raises(ValueError, match="Pass the mesh of the layers"):
+        optimizer.apply([layer.kernel], [layer.kernel])
+
+
+@four_ranks
+def test_all_copies_are_those_of_the_root(meshes):
+    mesh, root = meshes[-1], SIZE - 1
+    with mesh:
+        divided = model(
+            parallel.ColumnParallelDense,
+            parallel.RowParallelDense,
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), mesh=mesh),
+            seed=RANK,
+        )
+    before = hvd.allgather_object([v.numpy() for v in divided.weights])
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(root)
+    divided.fit(np.zeros((1, INPUTS)), np.zeros(1), verbose=0, callbacks=[callback])
+    # Ranks are numbered along the axis model first.
+    of_slices = before[root - 1 + mesh.model.index]
+    weights = zip(divided.weights, before[root], of_slices, strict=True)
+    for variable, of_root, of_slice in weights:
+        expected = of_slice if partition_of(variable) else of_root
+        np.testing.assert_array_equal(variable, expected)
+
+
 @ranks
 @four_ranks
 def test_ranks_skip_a_step_in_which_a_slice_overflows(meshes):
     for mesh in meshes:
+        keras.utils.set_random_seed(3)
         with mesh:
             layer = parallel.ColumnParallelDense(HIDDEN, use_bias=False)
             layer.build((None, 1))
         optimizer = hvd.DistributedOptimizer(
             keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)),
-            process_set=mesh.data.process_set,
+            mesh=mesh,
         )
         optimizer.build(layer.trainable_variables)
         before = layer.kernel.numpy()
@@ -146,8 +177,8 @@ def test_ranks_skip_a_step_in_which_a_slice_overflows(meshes):
         np.testing.assert_allclose(layer.kernel, before - 0.5)
 
 
-def model(column, row, optimizer):
-    keras.utils.set_random_seed(3)
+def model(column, row, optimizer, seed=3):
+    keras.utils.set_random_seed(seed)
     network = keras.Sequential(
         [
             keras.Input((INPUTS,)),
@@ -174,9 +205,7 @@ def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
         dense = model(keras.layers.Dense, keras.layers.Dense, OPTIMIZERS[name]())
         expected = oracle.fit(dense, x, y, batch)
         with mesh:
-            optimizer = hvd.DistributedOptimizer(
-                OPTIMIZERS[name](), process_set=mesh.data.process_set
-            )
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS[name](), mesh=mesh)
             divided = model(
                 parallel.ColumnParallelDense, parallel.RowParallelDense, optimizer
             )
@@ -185,7 +214,11 @@ def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
             divided,
             x[mine],
             y[mine],
-            callbacks=[hvd.callbacks.MetricAverageCallback()],
+            callbacks=[
+                hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+                hvd.callbacks.ConsistencyCheckCallback(4),
+                hvd.callbacks.MetricAverageCallback(),
+            ],
             batch_size=BATCH,
         )
         for key, values in expected.history.items():

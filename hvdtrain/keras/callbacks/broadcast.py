@@ -16,7 +16,9 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.keras import train_functions
 from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.groups import variable_key
-from hvdtrain.keras.optimizer import configure_compiled_model, process_set_of
+from hvdtrain.keras.optimizer import configure_compiled_model
+from hvdtrain.keras.partition import is_divided
+from hvdtrain.keras.ranks import all_ranks_of, copies_of, process_set_of
 from hvdtrain.keras.variables import replicated_variables
 
 
@@ -121,7 +123,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _agree_on_start(self):
         # Whether the model is built is a local fact: a rank that broadcasts now would
         # block while another one waits for its first batch.
-        process_set = process_set_of(self.model.optimizer)
+        process_set = all_ranks_of(self.model.optimizer)
         if not needs_communication(process_set):
             return start.is_built(self.model)
         check_root(self.root_rank, process_set)
@@ -139,20 +141,25 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self._is_first_epoch:
             self._is_first_epoch = False
             start.check_first_epoch(
-                epoch, process_set=process_set_of(self.model.optimizer)
+                epoch, process_set=all_ranks_of(self.model.optimizer)
             )
 
     def _broadcast(self):
         model, optimizer = self.model, self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        process_set = process_set_of(optimizer)
-        if needs_communication(process_set):
-            variables = replicated_variables(model, local_keys=self._local_keys)
-            _check_same_structure(variables, process_set)
-            with tf.device(self.device):
-                ops.broadcast_variables(variables, self.root_rank, process_set)
-        separate_seeds(model, process_set)
+        variables = replicated_variables(model, local_keys=self._local_keys)
+        if is_divided(variables):
+            # The seeds of a replica are those of its first rank.
+            variables += seed_states(model)
+        for process_set, root, copies in copies_of(
+            optimizer, variables, self.root_rank
+        ):
+            if needs_communication(process_set):
+                _check_same_structure(copies, process_set)
+                with tf.device(self.device):
+                    ops.broadcast_variables(copies, root, process_set)
+        separate_seeds(model, process_set_of(optimizer))
         self.broadcast_done = True
 
     def _broadcast_on_first_batch(self):

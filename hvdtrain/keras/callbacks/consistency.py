@@ -7,7 +7,8 @@ from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.consistency import check_consistency
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.optimizer import optimizers_of, process_set_of
+from hvdtrain.keras.optimizer import optimizers_of
+from hvdtrain.keras.ranks import all_ranks_of, copies_of
 from hvdtrain.keras.variables import replicated_variables
 
 
@@ -15,11 +16,11 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
     """Checks that all ranks hold the same weights and optimizer state.
 
     A checksum (CRC-32) of the variables' bytes is compared over the ranks of the
-    optimizer's `process_set`: before the first step, after every `every_steps`, and
-    at the end. Gradients that were not reduced, weights that were not broadcast, or
-    a learning rate that was set on one rank only raise `DesynchronizedError`, with
-    the same text on every rank. Variables that are registered with the optimizer as
-    local are left out.
+    optimizer's `process_set`, and of a mesh along its axes model and data: before the
+    first step, after every `every_steps`, and at the end. Gradients that were not
+    reduced, weights that were not broadcast, or a learning rate that was set on one
+    rank only raise `DesynchronizedError`, with the same text on every rank. Variables
+    that are registered with the optimizer as local are left out.
 
     The first check covers all weights if the optimizer has taken no step; it is
     skipped if `fit` still has to build the model on some rank. Other checks leave out
@@ -69,7 +70,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         self._check_trained()
 
     def _is_true_on_all_ranks(self, flag, name):
-        process_set = process_set_of(self.model.optimizer)
+        process_set = all_ranks_of(self.model.optimizer)
         return ops.is_true_on_all_ranks(flag, name=name, process_set=process_set)
 
     def _check_first(self):
@@ -88,4 +89,5 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         )
 
     def _check(self, variables):
-        check_consistency(variables, process_set=process_set_of(self.model.optimizer))
+        for process_set, _, copies in copies_of(self.model.optimizer, variables):
+            check_consistency(copies, process_set=process_set)

@@ -7,7 +7,8 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.optimizer import local_keys_of, optimizers_of
+from hvdtrain.keras.optimizer import optimizers_of
+from hvdtrain.keras.ranks import local_keys_of
 from hvdtrain.keras.variables import replicated_variables
 
 

@@ -14,7 +14,7 @@ from hvdtrain.keras.metrics import (
     reduce_states,
     results,
 )
-from hvdtrain.keras.optimizer import process_set_of
+from hvdtrain.keras.ranks import process_set_of
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -7,7 +7,7 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Max
 from hvdtrain.keras.callbacks.every import EverySteps
-from hvdtrain.keras.optimizer import process_set_of
+from hvdtrain.keras.ranks import all_ranks_of
 
 
 class StopTogetherCallback(keras.callbacks.Callback):
@@ -48,7 +48,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self.model.stop_training = self._agree()
 
     def _agree(self):
-        process_set = process_set_of(self.model.optimizer)
+        process_set = all_ranks_of(self.model.optimizer)
         if not needs_communication(process_set):
             return self._is_requested
         requests = ops.allreduce(
