@@ -13,6 +13,7 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras import clipping
 from hvdtrain.keras.consistency import check_first_step
+from hvdtrain.keras.dense_saving import save_dense_slots
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.loss_scaling import calling_loss_scale_optimizer
 from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
@@ -56,6 +57,7 @@ class ReductionHook:
         self._clip_gradients = optimizer._clip_gradients
         self._build = optimizer.build
         optimizer.build = self.build
+        save_dense_slots(optimizer)
         optimizer.apply = self.apply
         optimizer._clip_gradients = self.clip_gradients
         optimizer.reduction_hook = self
@@ -190,6 +192,7 @@ class ReductionHook:
             return
         # Compiling again puts a new LossScaleOptimizer around the same optimizer.
         self._loss_scale_optimizer = loss_scale_optimizer
+        save_dense_slots(loss_scale_optimizer)
         check_locally = loss_scale_optimizer.check_finite
 
         def check_finite(grads):

@@ -17,8 +17,8 @@ _ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1
 class _ParallelDense(DividedWeights, keras.layers.Dense):
     """What both have in common: arguments that a slice of a weight does not allow."""
 
-    def __init__(self, units, *, mesh=None, **kwargs):
-        super().__init__(units, **kwargs)
+    def __init__(self, *args, mesh=None, **kwargs):
+        super().__init__(*args, **kwargs)
         self._set_mesh(mesh)
         self._check()
 
@@ -57,13 +57,14 @@ class ColumnParallelDense(_ParallelDense):
             not, it is this rank's part, for a `RowParallelDense` with
             `input_is_parallel`; the activation must then be elementwise.
         mesh: the `Mesh`; by default the active one.
+        *args: as for `keras.layers.Dense`.
         **kwargs: as for `keras.layers.Dense`.
     """
 
     divided_axes = types.MappingProxyType({"kernel": 1, "bias": 0})
 
-    def __init__(self, units, *, gather_output=True, **kwargs):
-        super().__init__(units, **kwargs)
+    def __init__(self, units, *args, gather_output=True, **kwargs):
+        super().__init__(units, *args, **kwargs)
         self.gather_output = gather_output
         if not gather_output and self.activation in _NOT_ELEMENTWISE:
             raise ValueError(
@@ -102,13 +103,14 @@ class RowParallelDense(_ParallelDense):
         input_is_parallel: whether the input is this rank's part, as that of a
             `ColumnParallelDense` without `gather_output`.
         mesh: the `Mesh`; by default the active one.
+        *args: as for `keras.layers.Dense`.
         **kwargs: as for `keras.layers.Dense`.
     """
 
     divided_axes = types.MappingProxyType({"kernel": 0})
 
-    def __init__(self, units, *, input_is_parallel=False, **kwargs):
-        super().__init__(units, **kwargs)
+    def __init__(self, units, *args, input_is_parallel=False, **kwargs):
+        super().__init__(units, *args, **kwargs)
         self.input_is_parallel = input_is_parallel
 
     def build(self, input_shape):
@@ -120,6 +122,14 @@ class RowParallelDense(_ParallelDense):
         super().build((*input_shape[:-1], width))
         # Keras checks the width of the dense twin's input otherwise.
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})
+
+    def get_build_config(self):
+        """Return that of the dense twin."""
+        config = super().get_build_config()
+        if config:
+            shape = config["input_shape"]
+            config = config | {"input_shape": (*shape[:-1], self._inputs.size)}
+        return config
 
     def call(self, inputs, training=None):
         """Return the outputs, on all ranks."""

@@ -4,10 +4,13 @@ import types
 
 import keras
 import tensorflow as tf
+from keras.src import api_export
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.keras import collective_calls
+from hvdtrain.keras.dense_saving import load_slices, save_dense
 from hvdtrain.keras.partition import Partition, set_partition
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.mesh import active_mesh
@@ -24,7 +27,13 @@ class DividedWeights:
 
     divided_axes = types.MappingProxyType({})
 
+    @property
+    def __class__(self):
+        """The class of the dense twin: that of which Keras saves the layer."""
+        return next(cls for cls in type(self).__mro__ if _is_public(cls))
+
     def _set_mesh(self, mesh):
+        collective_calls.install()
         self._model_axis = (mesh or active_mesh()).model
 
     def partition(self, axis, size):
@@ -70,6 +79,21 @@ class DividedWeights:
         )
         set_partition(weight, partition)
         return weight
+
+    def save_own_variables(self, store):
+        """As that of Keras, but of the dense weights. A collective of all ranks."""
+        save_dense(self._own_variables(), store)
+
+    def load_own_variables(self, store):
+        """As that of Keras, but takes this rank's slices."""
+        load_slices(self._own_variables(), store)
+
+    def _own_variables(self):
+        return self._trainable_variables + self._non_trainable_variables
+
+
+def _is_public(cls):
+    return api_export.get_name_from_symbol(cls) is not None
 
 
 class _SliceInitializer:

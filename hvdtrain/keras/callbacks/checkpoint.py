@@ -4,6 +4,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from hvdtrain.job.files import atomic_write
+from hvdtrain.keras.collective_calls import is_saved_together
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -12,7 +13,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     A `keras.callbacks.ModelCheckpoint(save_best_only=True)` for all ranks. Put it
     after `MetricAverageCallback`: "best" is then measured on the samples of all ranks.
     Files are replaced by an atomic rename, so a job that is killed leaves a complete
-    one. As in Horovod, `filepath` may be set as an attribute before `fit`.
+    one. A model that is divided over ranks is saved by all of them together: put
+    `MetricAverageCallback` before, which they need to decide alike. As in Horovod,
+    `filepath` may be set as an attribute before `fit`.
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as in
@@ -61,13 +64,17 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves after so many batches, if `save_freq` is a number."""
-        if hvd.rank() == 0:
+        if self._takes_part():
             super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch, logs=None):
         """Saves after an epoch, if `save_freq` is "epoch"."""
-        if hvd.rank() == 0:
+        if self._takes_part():
             super().on_epoch_end(epoch, logs)
+
+    def _takes_part(self):
+        # The decision of all ranks: it needs metrics that are equal on them.
+        return hvd.rank() == 0 or is_saved_together(self.model)
 
 
 class _AtomicallySaved:
@@ -89,7 +96,8 @@ class _AtomicallySaved:
         self._write(self._model.save_weights, path, options)
 
     def _write(self, save, path, options):
-        if "://" in str(path):  # Keras writes a local file and uploads it.
+        # Keras writes a local file and uploads it; a rank but 0 writes none.
+        if "://" in str(path) or hvd.rank() > 0:
             save(path, **options)
             return
         with atomic_write(path) as temporary:

@@ -8,6 +8,7 @@ from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer import optimizers_of
+from hvdtrain.keras.partition import is_divided
 from hvdtrain.keras.ranks import local_keys_of
 from hvdtrain.keras.variables import replicated_variables
 
@@ -43,6 +44,12 @@ class JoinCallback(keras.callbacks.Callback):
     def set_model(self, model):
         """Takes the model; marks it as one whose ranks may take unequal steps."""
         super().set_model(model)
+        if is_divided(model.variables):
+            raise ValueError(
+                "JoinCallback cannot be used with a model that is divided over ranks: "
+                "the forward pass of the others needs the rank that waits. Deal "
+                "equally many batches to every rank instead."
+            )
         model._hvdtrain_joins = True
 
     def on_train_end(self, logs=None):

@@ -1,0 +1,156 @@
+"""Methods of `keras.Model` that all ranks call together where a model is divided.
+
+`fit`, `evaluate` and `predict` of a divided model contain collectives, and `save` and
+`save_weights` gather its weights. Called on one rank alone they would wait for the
+others without end. So all ranks first compare what they call, within a limit of time.
+"""
+
+import contextlib
+import functools
+import os
+import queue
+import threading
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.keras.dense_saving import save_together
+from hvdtrain.keras.optimizer import optimizers_of
+from hvdtrain.keras.partition import is_divided, partition_of
+
+_MARK = "_hvdtrain_collective"
+_RUNS = ("fit", "evaluate", "predict")
+_SAVES = ("save", "save_weights")
+# Horovod's own default.
+_LIMIT_SECONDS = "60"
+
+
+class _Call(NamedTuple):
+    method: str
+    saving: tuple
+
+
+def install():
+    """Replaces these methods of `keras.Model`; of models that are whole, none acts.
+
+    For the class: a layer or an optimizer that is divided has no reference to the
+    models that it becomes part of.
+    """
+    if hasattr(keras.Model.save, _MARK):
+        return
+    for names, wrap in ((_RUNS, _run), (_SAVES, _save), (("export",), _export)):
+        for name in names:
+            method = wrap(getattr(keras.Model, name))
+            setattr(method, _MARK, True)
+            setattr(keras.Model, name, method)
+
+
+def is_saved_together(model):
+    """Whether all ranks take part when `model` is saved; rank 0 writes the file."""
+    return _needs_all_ranks(_saved_variables(model))
+
+
+def _run(method):
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        if _needs_all_ranks(self.variables):
+            saving = _saving_callbacks(kwargs.get("callbacks"))
+            _check_called_alike(method.__name__, saving)
+        return method(self, *args, **kwargs)
+
+    return run
+
+
+def _save(method):
+    @functools.wraps(method)
+    def save(self, *args, **kwargs):
+        if not is_saved_together(self):
+            return method(self, *args, **kwargs)
+        _check_called_alike(method.__name__)
+        divided = [v for v in _saved_variables(self) if partition_of(v)]
+        return save_together(divided, lambda: method(self, *args, **kwargs))
+
+    return save
+
+
+def _export(method):
+    @functools.wraps(method)
+    def export(self, *args, **kwargs):
+        if _needs_all_ranks(self.variables):
+            raise ValueError(
+                "The model is divided over ranks, and an export of it could only run "
+                "in a job. Save it by model.save, which writes the dense model; load "
+                "that in one process by keras.models.load_model, and export it there."
+            )
+        return method(self, *args, **kwargs)
+
+    return export
+
+
+def _saved_variables(model):
+    optimizers = [each for each in optimizers_of(model) if each is not None]
+    return [*model.variables, *(v for each in optimizers for v in each.variables)]
+
+
+def _needs_all_ranks(variables):
+    return is_divided(variables) and needs_communication(global_process_set)
+
+
+def _saving_callbacks(callbacks):
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    kinds = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
+    return [type(each).__name__ for each in callbacks or () if isinstance(each, kinds)]
+
+
+def _check_called_alike(method, saving=()):
+    """Raises an error unless all ranks call the same method of a divided model.
+
+    Args:
+        method: its name.
+        saving: names of callbacks that save the model.
+
+    Raises:
+        RuntimeError: also if the other ranks call none within the time after which
+            Horovod reports a stall.
+    """
+    limit = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or _LIMIT_SECONDS)
+    everyone = _gather_calls(_Call(method, tuple(saving)), limit)
+    if everyone is None:
+        raise RuntimeError(
+            f"model.{method} was called on rank {global_process_set.rank()}, and not "
+            f"on all other ranks within {limit:g} seconds. The model is divided over "
+            "ranks: call it on all of them. Files are written by rank 0."
+        )
+    if len(set(everyone)) > 1:
+        calls = "; ".join(f"rank {r}: {_text(call)}" for r, call in enumerate(everyone))
+        raise RuntimeError(
+            "The model is divided over ranks, which call its methods together, with "
+            f"the same callbacks that save it. Received: {calls}."
+        )
+
+
+def _text(call):
+    # The collectives of a job are matched by their order: this may be another one.
+    if not isinstance(call, _Call):
+        return "another collective"
+    return " with ".join([f"model.{call.method}", *call.saving])
+
+
+def _gather_calls(mine, limit_seconds):
+    """Returns what all ranks call, or None if some do not within the limit."""
+    found = queue.Queue()
+
+    def gather():
+        # The other ranks may have ended meanwhile.
+        with contextlib.suppress(tf.errors.OpError):
+            found.put(allgather_object(mine, name="CollectiveCall"))
+
+    # A daemon: the exit of Python does not wait for ranks that never come.
+    thread = threading.Thread(target=gather, name="CollectiveCall", daemon=True)
+    thread.start()
+    thread.join(limit_seconds)
+    return None if found.empty() else found.get()

@@ -1,0 +1,137 @@
+"""Saving of the dense model by rank 0, to which the other ranks send their parts.
+
+Keras saves on one rank, variable by variable. Rank 0 does so in a thread: each divided
+variable that it gets to is a request, which all ranks answer together. So one dense
+variable at a time is in memory, in whatever order Keras saves them.
+"""
+
+import queue
+import threading
+
+import tensorflow as tf
+
+from hvdtrain.collectives import transport
+from hvdtrain.collectives.objects import broadcast_object
+from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.keras.dense_values import DenseValues, DenseVariable
+from hvdtrain.keras.partition import partition_of
+
+_DONE, _WORKING = -1, -2
+# A long wait would be taken for a rank that hangs.
+_POLL_SECONDS = 5.0
+# The saving of this process; more than one object only by mistake.
+_active = []
+
+
+def dense_value(variable):
+    """Returns the dense value of a Keras variable that is being saved.
+
+    Raises:
+        RuntimeError: it is divided, and the other ranks do not take part.
+    """
+    if partition_of(variable) is None:
+        return variable.numpy()
+    if not _active:
+        raise RuntimeError(
+            f"{variable.path} is divided over ranks, which save it together. Call "
+            "model.save or model.save_weights on all ranks; rank 0 writes the file."
+        )
+    return _active[-1].request(variable)
+
+
+def save_dense_slots(optimizer):
+    """Makes a Keras optimizer save dense values of its variables, and load them."""
+    load_own_variables = optimizer.load_own_variables
+
+    def load(store):
+        # Of another length, Keras loads nothing, and prints a warning.
+        if len(store.keys()) != len(optimizer.variables):
+            load_own_variables(store)
+        else:
+            load_slices(optimizer.variables, store)
+
+    optimizer.save_own_variables = lambda store: save_dense(optimizer.variables, store)
+    optimizer.load_own_variables = load
+
+
+def load_slices(variables, store):
+    """Assigns this rank's slices of dense values, which are stored by number."""
+    for i, variable in enumerate(variables):
+        value, partition = store[str(i)], partition_of(variable)
+        variable.assign(partition.of(value) if partition else value)
+
+
+def save_dense(variables, store):
+    """Stores the dense values of variables by their number, as Keras does."""
+    for i, variable in enumerate(variables):
+        store[str(i)] = dense_value(variable)
+
+
+def save_together(variables, save):
+    """Calls `save()` on rank 0, where `dense_value` then works. A collective.
+
+    Args:
+        variables: list of all divided variables, the same on all ranks.
+        save: function without arguments; not called on the other ranks.
+
+    Raises:
+        RuntimeError: on the other ranks, if `save()` raises an exception on rank 0.
+    """
+    values = DenseValues(map(DenseVariable.of, variables))
+    saving = None
+    if global_process_set.rank() == 0:
+        saving = _Saving(variables, save)
+    while (request := _agree_on_request(saving)) != _DONE:
+        if request == _WORKING:
+            continue
+        value = values.gather(request)
+        if saving:
+            saving.reply(value)
+    error = broadcast_object(saving and saving.error, name="SavingError")
+    if saving and saving.error:
+        raise saving.error
+    if error:
+        raise RuntimeError(f"Rank 0 could not save the model: {error}")
+
+
+def _agree_on_request(saving):
+    request = saving.next_request() if saving else _DONE
+    return int(transport.broadcast(tf.constant(request), 0, name="SavingRequest"))
+
+
+class _Saving:
+    """A call of `save` in a thread."""
+
+    def __init__(self, variables, save):
+        self._numbers = {id(variable): i for i, variable in enumerate(variables)}
+        self._requests, self._replies = queue.Queue(), queue.Queue()
+        self._save = save
+        self.error = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def request(self, variable):
+        """Returns the dense value; in the thread."""
+        self._requests.put(self._numbers[id(variable)])
+        return self._replies.get()
+
+    def next_request(self):
+        """Returns the number of a variable, or what else the other ranks are to do."""
+        try:
+            return self._requests.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            return _WORKING
+
+    def reply(self, value):
+        """Answers a request."""
+        self._replies.put(value)
+
+    def _run(self):
+        _active.append(self)
+        try:
+            self._save()
+        # Of any kind: it is raised in the main thread.
+        except Exception as error:
+            self.error = error
+        finally:
+            _active.remove(self)
+            self._requests.put(_DONE)

@@ -1,0 +1,151 @@
+"""Models that are divided, saved: the file is that of the dense model."""
+
+import os
+import threading
+
+import keras
+import numpy as np
+import oracle
+import pytest
+
+import hvdtrain.keras as hvd
+from hvdtrain import parallel
+
+RANK, SIZE = hvd.rank(), hvd.size()
+INPUTS, HIDDEN, OUTPUTS = 5, 7, 3
+X = np.random.default_rng(0).normal(size=(8, INPUTS)).astype("float32")
+Y = np.arange(8) % OUTPUTS
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = parallel.Mesh(model=2)
+    yield mesh
+    mesh.remove()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """One directory for all ranks."""
+    return hvd.broadcast_object(str(tmp_path), name="directory")
+
+
+def model(column, row, optimizer):
+    network = keras.Sequential(
+        [keras.Input((INPUTS,)), column(HIDDEN, "tanh"), row(OUTPUTS, "softmax")]
+    )
+    network.compile(optimizer, oracle.LOSS)
+    return network
+
+
+def divided(mesh, optimizer):
+    column = {"gather_output": False}
+    row = {"input_is_parallel": True}
+    with mesh:
+        return model(
+            lambda *a: parallel.ColumnParallelDense(*a, **column),
+            lambda *a: parallel.RowParallelDense(*a, **row),
+            hvd.DistributedOptimizer(optimizer, mesh=mesh),
+        )
+
+
+def test_the_file_is_a_dense_model(mesh, directory):
+    keras.utils.set_random_seed(1)
+    trained = divided(mesh, keras.optimizers.Adam(0.1))
+    trained.fit(X, Y, verbose=0)
+    path = os.path.join(directory, "model.keras")
+    trained.save(path)
+    # The oracle: the dense model, trained alike.
+    keras.utils.set_random_seed(1)
+    dense = model(keras.layers.Dense, keras.layers.Dense, keras.optimizers.Adam(0.1))
+    dense.fit(X, Y, verbose=0)
+    loaded = keras.models.load_model(path)
+    assert [type(each) for each in loaded.layers] == [keras.layers.Dense] * 2
+    pairs = zip(
+        [*loaded.weights, *loaded.optimizer.variables],
+        [*dense.weights, *dense.optimizer.variables],
+        strict=True,
+    )
+    for found, expected in pairs:
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    # On a mesh again, with the slots of the optimizer.
+    again = divided(mesh, keras.optimizers.Adam(0.1))
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(path)
+    for found, expected in zip(
+        [*again.weights, *again.optimizer.variables],
+        [*trained.weights, *trained.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_the_file_needs_no_other_package(mesh, directory):
+    path = os.path.join(directory, "model.weights.h5")
+    keras.utils.set_random_seed(1)
+    divided(mesh, keras.optimizers.SGD()).save_weights(path)
+    keras.utils.set_random_seed(2)
+    dense = model(keras.layers.Dense, keras.layers.Dense, "sgd")
+    dense.load_weights(path)
+    keras.utils.set_random_seed(1)
+    expected = model(keras.layers.Dense, keras.layers.Dense, "sgd")
+    for a, b in zip(dense.weights, expected.weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_error_on_rank_0_is_one_of_all_ranks(mesh, directory):
+    error = OSError if RANK == 0 else RuntimeError
+    with pytest.raises(error, match="missing"):
+        divided(mesh, keras.optimizers.SGD()).save(
+            os.path.join(directory, "missing", "model.keras")
+        )
+
+
+def test_a_call_on_one_rank_is_an_error(mesh, directory, monkeypatch):
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
+    network = divided(mesh, keras.optimizers.SGD())
+    pipe = os.path.join(directory, "pipe")
+    if RANK == 0:
+        os.mkfifo(pipe)
+    hvd.allgather_object(None, name="pipe")
+    if RANK == 0:
+        with pytest.raises(RuntimeError, match="not on all other ranks within 1 sec"):
+            network.evaluate(X, Y, verbose=0)
+        open(pipe, "w").close()
+        for thread in threading.enumerate():
+            if thread.name == "CollectiveCall":
+                thread.join(60)
+    else:
+        open(pipe).close()
+        # The call that rank 0 has left is in flight still.
+        with pytest.raises(RuntimeError, match=r"rank 0: model.evaluate; rank 1: mod"):
+            network.predict(X, verbose=0)
+
+
+def test_calls_of_different_methods_are_an_error(mesh):
+    network = divided(mesh, keras.optimizers.SGD())
+    call = network.evaluate if RANK == 0 else network.predict
+    with pytest.raises(RuntimeError, match=r"rank 0: model.eval.* rank 1: model.pred"):
+        call(X, verbose=0)
+
+
+def test_a_callback_that_saves_is_on_all_ranks(mesh, directory):
+    network = divided(mesh, keras.optimizers.SGD())
+    path = os.path.join(directory, "{epoch}.keras")
+    saving = [
+        keras.callbacks.ModelCheckpoint(path),
+        hvd.callbacks.BestModelCheckpoint("loss", filepath=path.format(epoch="best")),
+    ]
+    with pytest.raises(RuntimeError, match=r"with ModelCheckpoint .*; rank 1"):
+        network.fit(X, Y, verbose=0, callbacks=saving if RANK == 0 else [])
+    network.fit(X, Y, verbose=0, callbacks=saving)
+    expected = network.predict(X, verbose=0)
+    for epoch in (1, "best"):
+        loaded = keras.models.load_model(path.format(epoch=epoch))
+        np.testing.assert_allclose(loaded(X), expected, atol=1e-6)
+
+
+def test_a_rank_cannot_wait_for_the_others(mesh):
+    network = divided(mesh, keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="JoinCallback cannot be used with a model"):
+        network.fit(X, Y, verbose=0, callbacks=[hvd.callbacks.JoinCallback()])
