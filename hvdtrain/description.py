@@ -25,6 +25,7 @@ def run_info(world, options, run):
     window = options.accumulation_steps
     return {
         **describe(world),
+        "mesh": dataclasses.asdict(run.mesh_shape),
         "reduction": transport.reduction_path(),
         "dataset": run.dataset.name,
         "requested_dataset": options.dataset,
@@ -81,7 +82,12 @@ def banner(info, dataset, *, warning=""):
     controller = ""
     if info["size"] > 1:
         controller = f"{info['controller']}; reduction: {info['reduction']}; "
-    ranks, batch_ranks = _ranks(info["size"]), _ranks(info["batch_ranks"])
+    mesh = info["mesh"]
+    kind = "rank" if mesh["data"] == info["size"] else "replica"
+    replicas, batch_ranks = (
+        f"{count} {kind}{'s' if count > 1 else ''}"
+        for count in (mesh["data"], info["batch_ranks"])
+    )
     accumulated = f" x {window} accumulated" if window > 1 else ""
     updates = "updates" if window > 1 else "steps"
     lines = [
@@ -90,21 +96,23 @@ def banner(info, dataset, *, warning=""):
         f"data           {dataset.name}: {len(dataset.x_train):,} images to train, "
         f"{len(dataset.x_test):,} to test, {dataset.num_classes} classes",
         f"model          {info['model']}, {info['optimizer']}",
-        f"batch          {info['local_batch_size']} per rank x {ranks}"
+        f"batch          {info['local_batch_size']} per {kind} x {replicas}"
         f"{accumulated} = {info['global_batch_size']}; {info['steps']:,} {updates}",
         f"learning rate  {info['local_learning_rate']:g} x {batch_ranks} = "
         f"{info['learning_rate']:g}",
     ]
+    if kind == "replica":
+        lines.insert(
+            2,
+            f"mesh           data {mesh['data']} x pipeline {mesh['pipeline']} x "
+            f"model {mesh['model']}",
+        )
     if path := info["flags"]["timeline_file"]:
         lines.append(f"timeline       {path}")
     if warning:
         rule = "!" * 72
         lines += [rule, f"WARNING: {warning}", rule]
     return "\n".join(lines)
-
-
-def _ranks(size):
-    return f"{size} {'ranks' if size > 1 else 'rank'}"
 
 
 def summarize(result, info):

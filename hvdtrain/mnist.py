@@ -13,6 +13,7 @@ from absl import flags
 from hvdtrain import data, job, program
 from hvdtrain.job import launchers
 from hvdtrain.job.files import check_output
+from hvdtrain.job.mesh_shape import MeshShape
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.optimizers import LEARNING_RATES
 
@@ -107,6 +108,22 @@ _integer(
     1,
     "Average the gradients of so many steps, then update the weights.",
 )
+_integer(
+    "model_parallel",
+    1,
+    "Ranks among which each dense layer is divided. Together they are one replica, "
+    "and read the same images.",
+)
+_integer(
+    "pipeline_stages",
+    1,
+    "Ranks among which the layers of the model are divided, in their order.",
+)
+flags.DEFINE_bool(
+    "shard_optimizer_state",
+    False,
+    "Each rank keeps the optimizer's state for its part of the weights only.",
+)
 flags.DEFINE_bool(
     "scale_batch",
     False,
@@ -193,6 +210,14 @@ def _check_model_dir(values):
 
 
 @flags.multi_flags_validator(
+    ["export", "model_parallel", "pipeline_stages"],
+    "--export needs a model that is whole: export the dense model.keras in one process",
+)
+def _check_exported(values):
+    return not values.pop("export") or set(values.values()) == {1}
+
+
+@flags.multi_flags_validator(
     ["max_steps", "epochs"], "expected one of them: each says how long to train"
 )
 def _check_length(values):
@@ -222,15 +247,19 @@ def main():
     values = program.flag_values()
     if values["timeline_file"]:
         _record_timeline(values["timeline_file"])
-    world = job.start(seed=values["seed"])
+    shape = MeshShape(
+        model=values["model_parallel"], pipeline=values["pipeline_stages"]
+    )
+    world = job.start(seed=values["seed"], mesh=shape)
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
     from hvdtrain import description, training
 
     options = training.options.Options(**values)
+    mesh = training.replicas.make_mesh(shape)
 
     def train(world, commits):
-        run = training.image_classifier.build(options, world, commits)
+        run = training.image_classifier.build(options, world, commits, mesh)
         info = description.run_info(world, options, run)
         if world.is_chief:
             banner = description.banner(info, run.dataset, warning=run.warning)

@@ -10,21 +10,52 @@ from keras import layers
 from hvdtrain.job import JobError
 
 
-def mlp(image_shape, *, num_classes, units=128):
-    """One hidden layer; 101,770 weights on MNIST with 128 units."""
+def mlp(
+    image_shape,
+    *,
+    num_classes,
+    units=128,
+    hidden=layers.Dense,
+    dropout=layers.Dropout,
+    logits=layers.Dense,
+):
+    """One hidden layer; 101,770 weights on MNIST with 128 units.
+
+    Args:
+        image_shape: height, width, channels.
+        num_classes: number of classes.
+        units: width of the hidden layer.
+        hidden: the class of the hidden layer, whose output `logits` reads.
+        dropout: not used; as that of `cnn`.
+        logits: the class of the last layer.
+    """
     return keras.Sequential(
         [
             keras.Input(image_shape),
             layers.Flatten(),
-            layers.Dense(units, activation="relu"),
-            _logits(num_classes),
+            hidden(units, activation="relu"),
+            _logits(num_classes, logits),
         ],
         name="mlp",
     )
 
 
-def cnn(image_shape, *, num_classes):
+def cnn(
+    image_shape,
+    *,
+    num_classes,
+    hidden=layers.Dense,
+    dropout=layers.Dropout,
+    logits=layers.Dense,
+):
     """Two 3x3 convolutions, pooling, dropout; 1,199,882 weights on MNIST.
+
+    Args:
+        image_shape: height, width, channels.
+        num_classes: number of classes.
+        hidden: the class of the hidden dense layer.
+        dropout: the class of the dropout of its output, which `logits` reads.
+        logits: the class of the last layer.
 
     Raises:
         JobError: images smaller than 6x6 leave nothing to pool.
@@ -42,9 +73,9 @@ def cnn(image_shape, *, num_classes):
             layers.MaxPooling2D(),
             layers.Dropout(0.25),
             layers.Flatten(),
-            layers.Dense(128, activation="relu"),
-            layers.Dropout(0.5),
-            _logits(num_classes),
+            hidden(128, activation="relu"),
+            dropout(0.5),
+            _logits(num_classes, logits),
         ],
         name="cnn",
     )
@@ -99,10 +130,10 @@ def _convolution(x, filters, *, size, strides):
     return layers.BatchNormalization()(x)
 
 
-def _logits(num_classes):
+def _logits(num_classes, dense=layers.Dense):
     # float32 under mixed precision too: the softmax of the loss loses small
     # probabilities in half precision.
-    return layers.Dense(num_classes, dtype="float32")
+    return dense(num_classes, dtype="float32")
 
 
 BY_NAME = {"mlp": mlp, "cnn": cnn, "small_cnn": small_cnn, "resnet18": resnet18}

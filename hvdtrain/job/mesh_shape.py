@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from hvdtrain.job.world import JobError
+from hvdtrain.job.world import SharedJobError
 
 AXES = ("data", "pipeline", "model")
 
@@ -29,19 +29,24 @@ class MeshShape:
         for name in AXES:
             size = getattr(self, name)
             if size is not None and size < 1:
-                raise JobError(f"Received {name}={size}; expected 1 or more.")
+                raise SharedJobError(f"Received {name}={size}; expected 1 or more.")
+
+    @property
+    def divides_model(self):
+        """Whether a rank has only a part of the model."""
+        return self.model * self.pipeline > 1
 
     def of(self, size):
         """Return the shape for `size` ranks, in which `data` is a number.
 
         Raises:
-            JobError: they do not fit.
+            SharedJobError: they do not fit.
         """
         inner = self.model * self.pipeline
         data = self.data or size // inner
         if data * inner != size or not data:
             wanted = " x ".join(str(n) for n in (self.data, *self._inner()) if n)
-            raise JobError(
+            raise SharedJobError(
                 f"Received {size} ranks for a mesh of {wanted} ranks (data, pipeline, "
                 f"model); expected {'a multiple of ' if self.data is None else ''}"
                 f"{(self.data or 1) * inner}."

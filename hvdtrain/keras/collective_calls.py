@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
-from hvdtrain.keras.dense_saving import save_together
+from hvdtrain.keras.dense_saving import is_saving, save_together
 from hvdtrain.keras.optimizer import optimizers_of
 from hvdtrain.keras.partition import is_divided, partition_of
 
@@ -53,6 +53,17 @@ def is_saved_together(model):
     return _needs_all_ranks(_saved_variables(model))
 
 
+def save_by_rank_0(model, save):
+    """Calls `save()`, which saves `model`, on rank 0. All ranks call this.
+
+    Where the model is divided over ranks, the others take part.
+    """
+    if is_saved_together(model):
+        save_together([v for v in _saved_variables(model) if partition_of(v)], save)
+    elif global_process_set.rank() == 0:
+        save()
+
+
 def _run(method):
     @functools.wraps(method)
     def run(self, *args, **kwargs):
@@ -67,11 +78,10 @@ def _run(method):
 def _save(method):
     @functools.wraps(method)
     def save(self, *args, **kwargs):
-        if not is_saved_together(self):
+        if is_saving() or not is_saved_together(self):
             return method(self, *args, **kwargs)
         _check_called_alike(method.__name__)
-        divided = [v for v in _saved_variables(self) if partition_of(v)]
-        return save_together(divided, lambda: method(self, *args, **kwargs))
+        return save_by_rank_0(self, lambda: method(self, *args, **kwargs))
 
     return save
 

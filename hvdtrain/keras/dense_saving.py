@@ -61,6 +61,11 @@ def load_slices(variables, store):
         variable.assign(partition.of(value) if partition else value)
 
 
+def is_saving():
+    """Whether rank 0 is saving, in this process, what other ranks send."""
+    return bool(_active)
+
+
 def save_dense(variables, store):
     """Stores the dense values of variables by their number, as Keras does."""
     for i, variable in enumerate(variables):

@@ -69,6 +69,21 @@ class Block:
         return dense[(*(slice(*bounds) for bounds in self.bounds), ...)]
 
 
+def assemble(described, parts):
+    """Returns the dense value of a variable.
+
+    Args:
+        described: the `DenseVariable`.
+        parts: list of `Block` and array, each the part of a rank; None for a rank
+            without one.
+    """
+    dense = np.empty(described.shape, described.dtype)
+    for block, value in parts:
+        if block is not None:
+            block.write(dense, 0, value.reshape(-1))
+    return dense
+
+
 @dataclasses.dataclass(frozen=True)
 class DenseVariable:
     """A variable of the dense model.

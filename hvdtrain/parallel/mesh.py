@@ -8,6 +8,7 @@ from horovod.common import process_sets
 
 from hvdtrain.collectives.process_sets import global_process_set, is_elastic
 from hvdtrain.job.mesh_shape import AXES, MeshShape
+from hvdtrain.job.world import SharedJobError
 
 _active = []
 
@@ -74,13 +75,13 @@ class Mesh:
         model: an `Axis`.
 
     Raises:
-        JobError: the numbers do not fit the number of ranks.
-        RuntimeError: in an elastic job, or without the process sets.
+        SharedJobError: the numbers do not fit, or the job is elastic.
+        RuntimeError: without the process sets.
     """
 
     def __init__(self, model=1, pipeline=1, data=None):
         if is_elastic():
-            raise RuntimeError(
+            raise SharedJobError(
                 "A mesh needs a fixed number of ranks. Received: an elastic job."
             )
         shape = MeshShape(model=model, pipeline=pipeline, data=data)

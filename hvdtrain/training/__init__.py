@@ -4,7 +4,13 @@ Importing this package loads TensorFlow. Positions in a run are global steps: ba
 that each rank has taken since the start. Epochs of `fit` occur in `plan` only.
 """
 
-from hvdtrain.training import image_classifier, observers, options, run_directory
+from hvdtrain.training import (
+    image_classifier,
+    observers,
+    options,
+    replicas,
+    run_directory,
+)
 from hvdtrain.training.elastic import run_elastic
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.exporters import BestExporter, FinalExporter, LatestExporter

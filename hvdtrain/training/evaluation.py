@@ -8,6 +8,7 @@ import keras
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
+from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.training.events import notify, scalars
 from hvdtrain.training.progress import check_loss
 from hvdtrain.training.stepping import StepCallback
@@ -34,7 +35,8 @@ def evaluate(model, batches, *, steps=None):
         raise SharedJobError(
             "Received no sample to evaluate on any rank; expected a test set."
         )
-    return metrics.reduce_metrics(model.metrics)
+    process_set = process_set_of(model.optimizer)
+    return metrics.reduce_metrics(model.metrics, process_set=process_set)
 
 
 @contextlib.contextmanager

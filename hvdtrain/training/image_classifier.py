@@ -1,19 +1,22 @@
 """An image classifier from options: data, model, optimizer and specs."""
 
 import dataclasses
+import functools
 import sys
 
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain import models, optimizers
+from hvdtrain import models, optimizers, parallel
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
+from hvdtrain.job.mesh_shape import MeshShape
 from hvdtrain.training import exporters, resuming, run_directory, schedules
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import fast_steps_per_execution
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
+from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.specs import EvalSpec, RunConfig, TrainSpec
 
 _EVALUATION_BATCH_SIZE = 256
@@ -23,7 +26,8 @@ _EVALUATION_BATCH_SIZE = 256
 class Run:
     """What `build` returns: the arguments of `train_and_evaluate`, and their data.
 
-    `batch_ranks` is the number of ranks that the global batch and the rate are for.
+    `batch_ranks` is the number of ranks that the global batch and the rate are for:
+    of replicas, where the model is divided over the ranks of `mesh_shape`.
     """
 
     dataset: Dataset
@@ -33,10 +37,11 @@ class Run:
     eval_spec: EvalSpec
     config: RunConfig
     batch_ranks: int
+    mesh_shape: MeshShape
     observers: list
 
 
-def build(options, world, commits=None):
+def build(options, world, commits=None, mesh=None):
     """Build a run on all ranks. A collective.
 
     A job that continues with another number of ranks keeps its global batch and its
@@ -47,6 +52,8 @@ def build(options, world, commits=None):
         options: the `Options`; apart from paths the same on all ranks.
         world: the `World`.
         commits: see `train_and_evaluate`.
+        mesh: the `parallel.Mesh` over which the model is divided; None for data
+            parallelism alone.
 
     Returns:
         The `Run`.
@@ -61,17 +68,18 @@ def build(options, world, commits=None):
         world, options.dataset, data_dir=options.data_dir
     )
     config = _config(options, dataset)
-    position = resuming.position(config, world, commits)
-    batch_ranks = world.size if options.scale_batch else position.original_size
+    replicas = Replicas.of(world, mesh)
+    position = resuming.position(config, world, commits, replicas=replicas)
+    batch_ranks = replicas.size if options.scale_batch else position.original_size
     with fail_together(world):
-        train_spec = _train_spec(options, dataset, world, position)
-        eval_spec = _eval_spec(options, dataset, world)
+        train_spec = _train_spec(options, dataset, world, replicas, position)
+        eval_spec = _eval_spec(options, dataset, replicas)
         observers = ()
         if world.is_chief:
             if options.model_dir:
                 run_directory.prepare(options.model_dir)
             observers = make_observers(sys.stdout, model_dir=options.model_dir)
-        model = _model(options, dataset, batch_ranks)
+        model = _model(options, dataset, batch_ranks, mesh)
     return Run(
         dataset=dataset,
         warning=warning,
@@ -80,6 +88,7 @@ def build(options, world, commits=None):
         eval_spec=eval_spec,
         config=config,
         batch_ranks=batch_ranks,
+        mesh_shape=replicas.shape,
         observers=observers,
     )
 
@@ -101,14 +110,14 @@ def _config(options, dataset):
     )
 
 
-def _shard(options, dataset, world, position):
+def _shard(options, dataset, replicas, position):
     """Return the `Shard`, and the steps of the whole job."""
     shard = Shard(
         num_samples=len(dataset.x_train),
         global_batch_size=options.batch_size * position.original_size,
         seed=options.seed,
-        rank=world.rank,
-        size=world.size,
+        rank=replicas.index,
+        size=replicas.size,
     )
     max_steps = schedules.steps_of_run(
         shard,
@@ -123,7 +132,7 @@ def _shard(options, dataset, world, position):
         end = max_steps * shard.global_batch_size
         shard = dataclasses.replace(
             shard,
-            global_batch_size=options.batch_size * world.size,
+            global_batch_size=options.batch_size * replicas.size,
             start_step=position.step,
             start_sample=position.sample,
         )
@@ -131,8 +140,8 @@ def _shard(options, dataset, world, position):
     return shard, max_steps
 
 
-def _train_spec(options, dataset, world, position):
-    shard, max_steps = _shard(options, dataset, world, position)
+def _train_spec(options, dataset, world, replicas, position):
+    shard, max_steps = _shard(options, dataset, replicas, position)
     check_profile_steps(options.profile_steps, max_steps)
     schedule = _schedule(options, shard, max_steps)
     return TrainSpec(
@@ -180,12 +189,12 @@ def _callbacks(options, schedule, plan, world):
     return callbacks
 
 
-def _eval_spec(options, dataset, world):
+def _eval_spec(options, dataset, replicas):
     batches = streams.evaluation_batches(
         dataset.x_test,
         dataset.y_test,
-        rank=world.rank,
-        size=world.size,
+        rank=replicas.index,
+        size=replicas.size,
         local_batch_size=_EVALUATION_BATCH_SIZE,
     )
     return EvalSpec(
@@ -195,13 +204,14 @@ def _eval_spec(options, dataset, world):
     )
 
 
-def _model(options, dataset, batch_ranks):
+def _model(options, dataset, batch_ranks, mesh):
     if options.mixed_precision != "none":
         keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
     # In an elastic job it is built more than once.
     keras.utils.set_random_seed(options.seed)
     build = models.BY_NAME[options.model]
-    model = build(dataset.image_shape, num_classes=dataset.num_classes)
+    classes = _divided_layers(mesh) if mesh else {}
+    model = build(dataset.image_shape, num_classes=dataset.num_classes, **classes)
     optimizer = hvd.DistributedOptimizer(
         optimizers.make(
             options.optimizer,
@@ -209,8 +219,22 @@ def _model(options, dataset, batch_ranks):
             accumulation_steps=options.accumulation_steps,
         ),
         compression=getattr(hvd.Compression, options.compression),
+        mesh=mesh,
     )
     return compiled(model, optimizer)
+
+
+def _divided_layers(mesh):
+    """Return what stands for the dense layers of a model, over the ranks of a mesh."""
+    return {
+        "hidden": functools.partial(
+            parallel.ColumnParallelDense, gather_output=False, mesh=mesh
+        ),
+        "logits": functools.partial(
+            parallel.RowParallelDense, input_is_parallel=True, mesh=mesh
+        ),
+        "dropout": keras.layers.Dropout,
+    }
 
 
 def compiled(model, optimizer):

@@ -10,6 +10,7 @@ from hvdtrain.keras.hook import hook_of
 from hvdtrain.training import exporting, failures, run_directory
 from hvdtrain.training.fitting import built
 from hvdtrain.training.plan import Plan
+from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.resuming import Start, assign_all, restore
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.session import Run, Session
@@ -104,9 +105,10 @@ def _train_and_evaluate(
     )
     # Ranks may have batches of different sizes, and so different plans.
     described = gather(world, (train_spec.local_batch_size, Plan.of(train_spec)))
-    local_batch_sizes, plans = zip(*described, strict=True)
+    replicas = Replicas.of_model(world, model)
+    local_batch_sizes, plans = zip(*replicas.of_each(described), strict=True)
     global_batch_size = sum(local_batch_sizes)
-    weight = train_spec.local_batch_size * world.size / global_batch_size
+    weight = train_spec.local_batch_size * replicas.size / global_batch_size
     hook_of(model.optimizer).weigh_gradients(weight)
     if commits:
         # That of the last run, before this one reads and writes the directory.

@@ -28,6 +28,9 @@ class Options:
     decay: str
     seed: int
     accumulation_steps: int
+    model_parallel: int
+    pipeline_stages: int
+    shard_optimizer_state: bool
     scale_batch: bool
     compression: str
     mixed_precision: str

@@ -5,6 +5,7 @@ import numpy as np
 from hvdtrain.collectives.objects import broadcast_object, scatter_object
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.optimizer_state import accumulated_gradients
+from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.training import random_states, state
 
 
@@ -17,20 +18,28 @@ class PerRankState:
     states of metrics are divided so that their reduction has the same result; and the
     global random generators are left as they are.
 
+    Of a model that is divided over ranks, all of this holds for its replicas: the
+    ranks of one take the same state, and their parts of it.
+
     Args:
         world: the `World`.
+        replicas: the `Replicas`.
         arrays: those of a checkpoint on the chief; None elsewhere.
-        local_batch_sizes: samples in a batch of each rank that wrote them.
+        local_batch_sizes: samples in a batch of each replica that wrote them.
     """
 
-    def __init__(self, world, arrays, local_batch_sizes):
-        self._local_batch_sizes, self._rank = local_batch_sizes, world.rank
-        self._is_same_size = len(local_batch_sizes) == world.size
+    def __init__(self, world, replicas, arrays, local_batch_sizes):
+        self._local_batch_sizes, self._index = local_batch_sizes, replicas.index
+        self._is_same_size = len(local_batch_sizes) == replicas.size
         everyone = None
         if world.is_chief:
             size_before = len(local_batch_sizes)
-            everyone = [_of_rank(arrays, rank) for rank in range(size_before)]
+            everyone = [_of_replica(arrays, number) for number in range(size_before)]
         if self._is_same_size:
+            if everyone:
+                everyone = [
+                    each for n, each in enumerate(everyone) for _ in replicas.ranks(n)
+                ]
             self._states = [scatter_object(everyone, name="PerRankState")]
         else:
             self._states = broadcast_object(everyone, name="PerRankState")
@@ -41,10 +50,10 @@ class PerRankState:
             (mine,) = self._states
             state.assign(state.per_rank_variables(model), mine["rank"])
             return
-        before = self._states[self._rank if self._rank < len(self._states) else 0]
+        before = self._states[self._index if self._index < len(self._states) else 0]
         state.assign(state.per_rank_variables(model), before["rank"])
         self._average_accumulated(model)
-        separate_seeds(model)
+        separate_seeds(model, process_set_of(model.optimizer))
 
     def restore_generators(self):
         """Restore the global random generators of this rank."""
@@ -74,21 +83,22 @@ class PerRankState:
         if variable.aggregation == "only_first_replica":
             return states[0]
         total = np.sum(states, axis=0, dtype=states[0].dtype)
-        return total if self._rank == 0 else np.zeros_like(total)
+        return total if self._index == 0 else np.zeros_like(total)
 
     def _average_accumulated(self, model):
         accumulated = {id(v) for v in accumulated_gradients(model.optimizer)}
         for i, variable in enumerate(state.per_rank_variables(model)):
             if id(variable) in accumulated:
                 sums = [each["rank"][i] for each in self._states]
-                variable.assign(_mean(sums, weights=self._local_batch_sizes))
+                mean = _mean(sums, weights=self._local_batch_sizes)
+                state.assign([variable], [mean])
 
 
-def _of_rank(arrays, rank):
+def _of_replica(arrays, number):
     return {
-        "rank": state.ordered(arrays, f"rank{rank}"),
-        "metrics": state.ordered(arrays, f"metrics{rank}"),
-        "random": state.by_name(arrays, f"random{rank}"),
+        "rank": state.ordered(arrays, f"rank{number}"),
+        "metrics": state.ordered(arrays, f"metrics{number}"),
+        "random": state.by_name(arrays, f"random{number}"),
     }
 
 

@@ -169,7 +169,7 @@ class ProgressCallback(keras.callbacks.Callback):
             check_loss(loss, self._steps)
         elif not math.isfinite(loss):
             # No loss was finite. Training goes on as long as the weights are.
-            check_finite(self.model, self._steps)
+            check_finite(self.model, self._world, self._steps)
 
     def _note_report(self):
         self._reported_steps = self._steps

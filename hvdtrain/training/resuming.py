@@ -10,9 +10,11 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import gather, on_chief
+from hvdtrain.keras.ranks import copies_of
 from hvdtrain.training import compatibility, state
 from hvdtrain.training.checkpoints import CheckpointError
 from hvdtrain.training.per_rank_state import PerRankState
+from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.specs import Position
 
@@ -53,18 +55,21 @@ class Start:
         return abs(left - left_before) < max(before, global_batch_size)
 
 
-def position(config, world, commits=None):
+def position(config, world, commits=None, *, replicas=None):
     """Return the `Position` from which a job continues. A collective.
 
     Args:
         config: the `RunConfig`.
         world: the `World`.
+        replicas: the `Replicas`; by default, each rank is one.
         commits: see `train_and_evaluate`.
     """
     if commits:
         # Of the last run, which may write a newer checkpoint still.
         wait_together(world, commits.writer)
-    first_size = commits.original_size if commits else world.size
+    first_size = (replicas or Replicas.of(world)).size
+    if commits:
+        first_size = commits.original_size
     stores = [store for store in (commits, checkpoint_files(config)) if store]
 
     def read():
@@ -104,6 +109,8 @@ def restore(
             job had another global batch.
     """
     rate = compatibility.learning_rate(model.optimizer)
+    replicas = Replicas.of_model(world, model)
+    size = replicas.size
 
     def read():
         for store in stores:
@@ -112,10 +119,10 @@ def restore(
         if found:
             compatibility.check_unchanged(found, unchanged or {})
             before = len(found.metadata["local_batch_sizes"])
-            scale = world.size / before if scale_from else 1
-            compatibility.check_batch(found, global_batch_size, world.size, scale=scale)
+            scale = size / before if scale_from else 1
+            compatibility.check_batch(found, global_batch_size, size, scale=scale)
             compatibility.adjust_learning_rate(
-                model.optimizer, found, rate, size=world.size, scale=scale
+                model.optimizer, found, rate, size=size, scale=scale
             )
             for store in stores:
                 # Also where the newest commit is used, and the files are not read.
@@ -131,13 +138,17 @@ def restore(
     if header is None:
         return Start(learning_rate=rate)
     step, metadata = header
-    own = PerRankState(world, found and found.arrays, metadata["local_batch_sizes"])
+    arrays = found and found.arrays
+    state.scatter_shared(model, arrays)
+    own = PerRankState(world, replicas, arrays, metadata["local_batch_sizes"])
     return Start(step=step, metadata=metadata, per_rank_state=own, learning_rate=rate)
 
 
 def assign_all(model, start):
     """Give all ranks the whole state of a finished job. A collective."""
-    hvd.broadcast_variables([*model.variables, *model.optimizer.variables], 0)
+    variables = [*model.variables, *model.optimizer.variables]
+    for process_set, root, copies in copies_of(model.optimizer, variables):
+        hvd.broadcast_variables(copies, root, process_set)
     start.per_rank_state.assign(model)
     # As Keras' fit does at its end: moving averages of the weights, with use_ema.
     model.optimizer.finalize_variable_values(model.trainable_variables)

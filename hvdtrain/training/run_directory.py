@@ -12,6 +12,7 @@ import warnings
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.files import atomic_write, make_directory, one_line_errors
+from hvdtrain.keras.collective_calls import save_by_rank_0
 
 _MODEL, _SUMMARY, _LOCK = "model.keras", "summary.json", ".lock"
 # The largest model with the largest optimizer state, and some logs.
@@ -92,8 +93,8 @@ def write(world, model_dir, *, model, summary):
         JobError: on all ranks, if the chief cannot write them.
     """
     with fail_together(world):
-        if world.is_chief:
-            _write(pathlib.Path(model_dir), model=model, summary=summary)
+        directory = pathlib.Path(model_dir)
+        save_by_rank_0(model, lambda: _write(directory, model=model, summary=summary))
 
 
 def _write(directory, *, model, summary):

@@ -182,7 +182,7 @@ class CheckpointCallback(StepCallback):
 
     def _save(self, is_finished):
         start = time.perf_counter()
-        state.check_finite(self.model, self.step)
+        state.check_finite(self.model, self._world, self.step)
         arrays = state.capture(self.model, self._world, everywhere=self._is_commit)
         copy_seconds = time.perf_counter() - start
         if arrays is None:

@@ -223,7 +223,9 @@ class Session:
         """Return the metadata of a checkpoint."""
         run, start = self._run, self._run.start
         new_samples = (step - start.step) * run.global_batch_size
-        first_size = run.commits.original_size if run.commits else run.world.size
+        first_size = len(run.local_batch_sizes)
+        if run.commits:
+            first_size = run.commits.original_size
         return {
             "local_batch_sizes": run.local_batch_sizes,
             "global_batch_size": run.global_batch_size,

@@ -1,24 +1,29 @@
 """The state of a training as arrays, and back.
 
-What is equal on all ranks is stored once: trainable weights, and the optimizer's
-variables. All else is stored for each rank: seeds of random layers, other weights that
+What is equal on all ranks, or divided among them, is stored once, as its dense value:
+trainable weights, and the optimizer's variables. All else is stored for each rank, or
+for each replica of a model that is divided: seeds of random layers, other weights that
 are not trained (moving statistics, for example), accumulated gradients, local weights,
 the states of metrics, and those of the global random generators.
 """
 
 import re
+from contextlib import nullcontext
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.objects import gather_object
-from hvdtrain.job.agreement import gather
+from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import JobError, SharedJobError
+from hvdtrain.keras.dense_values import DenseValues, DenseVariable, assemble
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import local_states, metric_variables
+from hvdtrain.keras.partition import is_divided, partition_of
 from hvdtrain.keras.variables import replicated_variables
 from hvdtrain.training import random_states
+from hvdtrain.training.replicas import Replicas
 
 
 class OtherModelError(ValueError):
@@ -34,8 +39,14 @@ def capture(model, world, *, everywhere):
         everywhere: whether all ranks keep them; otherwise the chief does, and the
             others return None.
     """
+    described = [DenseVariable.of(v) for v in per_rank_variables(model)]
     own = (
-        local_states(per_rank_variables(model)),
+        [
+            (each.block, value)
+            for each, value in zip(
+                described, local_states(per_rank_variables(model)), strict=True
+            )
+        ],
         local_states(metric_variables_of(model)),
         random_states.capture(),
     )
@@ -43,23 +54,41 @@ def capture(model, world, *, everywhere):
         everyone = gather(world, own)
     else:
         everyone = gather_object(own, name="capture")
+    shared = _dense_values(_shared(model))
     if everyone is None:
         return None
-    shared = _shared(model)
-    arrays = _named("shared", shared, local_states(shared))
-    for rank, (own, of_metrics, of_random) in enumerate(everyone):
-        arrays |= _named(f"rank{rank}", per_rank_variables(model), own)
-        arrays |= _named(f"metrics{rank}", metric_variables_of(model), of_metrics)
-        arrays |= {f"random{rank}/{name}": each for name, each in of_random.items()}
+    arrays = _named("shared", _shared(model), shared)
+    replicas = Replicas.of_model(world, model)
+    for number in range(replicas.size):
+        parts = [everyone[rank][0] for rank in replicas.ranks(number)]
+        values = map(assemble, described, zip(*parts, strict=True))
+        _, of_metrics, of_random = everyone[replicas.ranks(number)[0]]
+        arrays |= _named(f"rank{number}", per_rank_variables(model), values)
+        arrays |= _named(f"metrics{number}", metric_variables_of(model), of_metrics)
+        arrays |= {f"random{number}/{name}": each for name, each in of_random.items()}
     return arrays
 
 
-def check_finite(model, step):
+def _dense_values(variables):
+    """Return the dense values on the chief. A collective if some are divided."""
+    if not is_divided(variables):
+        return local_states(variables)
+    values = DenseValues(map(DenseVariable.of, variables))
+    return [values.gather(number) for number in range(len(variables))]
+
+
+def check_finite(model, world, step):
     """Raise `SharedJobError` unless all shared weights are finite.
 
-    They are equal on all ranks, each of which raises the error. Otherwise checkpoints
-    of a training that has diverged would replace the good ones before them.
+    Otherwise checkpoints of a training that has diverged would replace the good ones
+    before them. Weights that are not divided are equal on all ranks, each of which
+    raises the error. Of a divided model, this is a collective.
     """
+    with fail_together(world) if is_divided(_shared(model)) else nullcontext():
+        _check_finite(model, step)
+
+
+def _check_finite(model, step):
     trainable = {id(v) for v in model.trainable_variables}
     for variable in _shared(model):
         if id(variable) not in trainable:
@@ -100,6 +129,8 @@ def untracked(model):
 def assign_shared(model, arrays):
     """Assign what is equal on all ranks, on the chief; a broadcast follows.
 
+    Of divided variables it assigns the part of the chief; see `scatter_shared`.
+
     Raises:
         OtherModelError: a variable is missing, or has another shape or dtype. No
             variable has been assigned then.
@@ -109,6 +140,23 @@ def assign_shared(model, arrays):
     _check_same(per_rank_variables(model), by_name(arrays, "rank0"))
     _check_same(metric_variables_of(model), by_name(arrays, "metrics0"))
     assign(shared, ordered(arrays, "shared"))
+
+
+def scatter_shared(model, arrays):
+    """Assign to the other ranks their parts of divided variables. A collective.
+
+    Args:
+        model: the model of `assign_shared`.
+        arrays: those of the checkpoint on the chief; not used elsewhere.
+    """
+    variables = _shared(model)
+    if not is_divided(variables):
+        return
+    values = DenseValues(map(DenseVariable.of, variables))
+    dense = ordered(arrays, "shared") if arrays else [None] * len(variables)
+    for number, array in enumerate(dense):
+        if not values.is_replicated(number):
+            values.scatter(number, array)
 
 
 def _shared(model):
@@ -165,11 +213,11 @@ def _check_same(variables, stored):
         before, path = name.partition("/")[2], _path(variable)
         if _kind(before) != _kind(path):
             raise OtherModelError(f"it has {before} where the model has {path}")
-        dtype = keras.backend.standardize_dtype(variable.dtype)
-        value = stored[name]
-        if (tuple(variable.shape), dtype) != (value.shape, value.dtype.name):
+        described = DenseVariable.of(variable)
+        shape, dtype, value = described.shape, described.dtype, stored[name]
+        if (shape, dtype) != (value.shape, value.dtype.name):
             raise OtherModelError(
-                f"{path} has the shape {tuple(variable.shape)} and dtype {dtype} in "
+                f"{path} has the shape {shape} and dtype {dtype} in "
                 f"the model, {value.shape} and {value.dtype} there"
             )
 
@@ -185,6 +233,7 @@ def _kind(path):
 
 
 def assign(variables, values):
-    """Assign values to variables, in their order."""
+    """Assign dense values, or this rank's parts of them, to variables in order."""
     for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+        partition = partition_of(variable)
+        variable.assign(partition.of(value) if partition else value)

@@ -1,0 +1,154 @@
+"""`train_and_evaluate` of a model that is divided over ranks: checkpoints and files."""
+
+import pathlib
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import parallel, training
+from hvdtrain.data import Shard
+from hvdtrain.job import World
+from hvdtrain.keras.partition import partition_of
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
+from hvdtrain.training.replicas import Replicas
+
+RANK, SIZE = hvd.rank(), hvd.size()
+WORLD = World(rank=RANK, size=SIZE)
+STEPS, EPOCH_STEPS, GLOBAL_BATCH_SIZE = 16, 6, 8
+X = np.random.RandomState(0).normal(size=(48, 5)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = parallel.Mesh(model=2)
+    yield mesh
+    mesh.remove()
+
+
+@pytest.fixture
+def directory():
+    """One that rank 0 made; the others have its name only."""
+    with tempfile.TemporaryDirectory() as own:
+        yield hvd.broadcast_object(str(pathlib.Path(own) / "run"), name="directory")
+        hvd.allreduce(0, name="leave_directory")
+
+
+class KilledError(Exception):
+    """Ends a training without any of its cleaning up."""
+
+
+def killed_after(batches):
+    left = iter(range(batches))
+
+    def on_batch_end(batch, logs):
+        if next(left, None) is None:
+            raise KilledError
+
+    return [keras.callbacks.LambdaCallback(on_train_batch_end=on_batch_end)]
+
+
+def model(mesh, rate):
+    column, row, options = keras.layers.Dense, keras.layers.Dense, {}
+    if mesh:
+        column, row = parallel.ColumnParallelDense, parallel.RowParallelDense
+        options = {"mesh": mesh}
+    network = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(6, "relu"),
+            keras.layers.Dropout(rate),
+            column(7, "tanh", **options),
+            row(1, **options),
+        ]
+    )
+    optimizer = keras.optimizers.Adam(0.05, gradient_accumulation_steps=3)
+    optimizer = hvd.DistributedOptimizer(optimizer, **options)
+    network.compile(optimizer, "mse", metrics=["mae"])
+    return network
+
+
+def train(mesh, *, rate=0.0, directory=None, callbacks=()):
+    replicas = Replicas.of(WORLD, mesh)
+    shard = Shard(
+        num_samples=len(X),
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        seed=0,
+        rank=replicas.index,
+        size=replicas.size,
+    )
+
+    def batches(start_step, end_step):
+        places = shard.indices(start_step, end_step)
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        pairs = tf.data.Dataset.from_tensor_slices((X[places], Y[places]))
+        return pairs.with_options(options)
+
+    return training.train_and_evaluate(
+        lambda: model(mesh, rate),
+        TrainSpec(
+            input_fn=batches,
+            max_steps=STEPS,
+            pass_steps=EPOCH_STEPS,
+            local_batch_size=shard.local_batch_size,
+            steps_per_execution=1,
+            callbacks=lambda plan: [
+                *callbacks,
+                hvd.callbacks.ConsistencyCheckCallback(5),
+            ],
+        ),
+        EvalSpec(input_fn=lambda: batches(0, 3)),
+        RunConfig(model_dir=directory, save_every_steps=1, seed=1),
+        world=WORLD,
+    )
+
+
+@pytest.mark.four_ranks
+def test_a_killed_job_computes_what_the_uninterrupted_one_computes(mesh, directory):
+    expected = train(mesh, rate=0.3)
+    with pytest.raises(KilledError):
+        train(mesh, rate=0.3, directory=directory, callbacks=killed_after(8))
+    result = train(mesh, rate=0.3, directory=directory)
+    assert 0 < result.start_step < STEPS
+    pairs = zip(
+        [*result.model.variables, *result.model.optimizer.variables],
+        [*expected.model.variables, *expected.model.optimizer.variables],
+        strict=True,
+    )
+    for found, wanted in pairs:
+        np.testing.assert_array_equal(found.numpy(), wanted.numpy(), wanted.path)
+    assert result.history == expected.history
+    assert result.test_metrics == expected.test_metrics
+
+
+@pytest.mark.four_ranks
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_job_continues_on_another_mesh(mesh, directory, is_first):
+    """The oracle: the dense model under data parallelism, which was not interrupted."""
+    expected = train(None)
+    first, second = (mesh, None) if is_first else (None, mesh)
+    with pytest.raises(KilledError):
+        train(first, directory=directory, callbacks=killed_after(9))
+    result = train(second, directory=directory)
+    assert result.start_step > 0
+    pairs = zip(result.model.weights, expected.model.weights, strict=True)
+    for found, wanted in pairs:
+        part = partition_of(found)
+        wanted = part.of(wanted.numpy()) if part else wanted.numpy()
+        np.testing.assert_allclose(found.numpy(), wanted, atol=1e-5)
+    for name, value in expected.test_metrics.items():
+        assert result.test_metrics[name] == pytest.approx(value, rel=1e-4)
+
+
+def test_the_model_of_a_run_directory_is_dense(mesh, tmp_path):
+    directory = hvd.broadcast_object(str(tmp_path), name="run")
+    result = train(mesh)
+    training.run_directory.write(WORLD, directory, model=result.model, summary={})
+    expected = result.model.predict(X, verbose=0)
+    loaded = keras.models.load_model(f"{directory}/model.keras")
+    np.testing.assert_allclose(loaded.predict(X, verbose=0), expected, atol=1e-6)
