@@ -7,11 +7,9 @@ import keras
 from keras import ops
 
 from hvdtrain.parallel import mappings
-from hvdtrain.parallel.divided_weights import DividedWeights
+from hvdtrain.parallel.divided_weights import DividedWeights, check_arguments
 
 _NOT_ELEMENTWISE = (keras.activations.softmax, keras.activations.log_softmax)
-# Their sum over the slices is that of the dense weight.
-_ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
 class _ParallelDense(DividedWeights, keras.layers.Dense):
@@ -20,28 +18,19 @@ class _ParallelDense(DividedWeights, keras.layers.Dense):
     def __init__(self, *args, mesh=None, **kwargs):
         super().__init__(*args, **kwargs)
         self._set_mesh(mesh)
-        self._check()
-
-    def _check(self):
-        refused = {
-            "lora_rank": self.lora_rank,
-            "quantization_config": self.quantization_config,
-            "kernel_constraint": self.kernel_constraint,
-            "bias_constraint": self.bias_constraint,
-        }
-        for name, value in refused.items():
-            if value is not None:
-                raise ValueError(
-                    f"{type(self).__name__} does not support {name}. Received: "
-                    f"{name}={value!r}"
-                )
-        for name in ("kernel_regularizer", "bias_regularizer"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, _ADDITIVE):
-                raise ValueError(
-                    f"{type(self).__name__} supports L1, L2 and L1L2 as {name}. "
-                    f"Received: {value!r}"
-                )
+        check_arguments(
+            self,
+            refused={
+                "lora_rank": self.lora_rank,
+                "quantization_config": self.quantization_config,
+                "kernel_constraint": self.kernel_constraint,
+                "bias_constraint": self.bias_constraint,
+            },
+            additive={
+                "kernel_regularizer": self.kernel_regularizer,
+                "bias_regularizer": self.bias_regularizer,
+            },
+        )
 
 
 class ColumnParallelDense(_ParallelDense):

@@ -3,20 +3,17 @@
 import types
 
 import keras
-import tensorflow as tf
-from keras.src import api_export
 
-from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.keras import collective_calls
 from hvdtrain.keras.dense_saving import load_slices, save_dense
-from hvdtrain.keras.partition import Partition, set_partition
+from hvdtrain.keras.partition import set_partition
 from hvdtrain.parallel import mappings
-from hvdtrain.parallel.mesh import active_mesh
+from hvdtrain.parallel.model_group import InModelGroup
+
+# Their sum over the slices is that of the dense weight.
+_ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
-class DividedWeights:
+class DividedWeights(InModelGroup):
     """Mixin of a Keras layer whose weights are slices of those of its dense twin.
 
     The dense layer's own `build` makes them, and its initializers draw all of a weight
@@ -27,40 +24,6 @@ class DividedWeights:
 
     divided_axes = types.MappingProxyType({})
 
-    @property
-    def __class__(self):
-        """The class of the dense twin: that of which Keras saves the layer."""
-        return next(cls for cls in type(self).__mro__ if _is_public(cls))
-
-    def _set_mesh(self, mesh):
-        collective_calls.install()
-        self._model_axis = (mesh or active_mesh()).model
-
-    def partition(self, axis, size):
-        """Return the `Partition` of an axis of `size` elements over the model group."""
-        model = self._model_axis
-        return Partition(
-            axis=axis,
-            size=size,
-            ranks=model.size,
-            rank=model.index,
-            process_set=model.process_set,
-        )
-
-    def sum_over_ranks(self, number):
-        """Return the sum of a number of each rank of the model group."""
-        process_set = self._model_axis.process_set
-        if not needs_communication(process_set):
-            return number
-        # Also where the model is built while its first step is traced.
-        with tf.init_scope():
-            (total,) = transport.allreduce(
-                [tf.constant(number)],
-                Reduction(op=Sum, process_set=process_set),
-                name="DividedSize",
-            )
-            return int(total)
-
     def add_weight(self, shape=None, initializer=None, *, name=None, **kwargs):
         """As that of Keras, but the weight is this rank's slice."""
         axis = self.divided_axes.get(name)
@@ -70,7 +33,7 @@ class DividedWeights:
             )
         partition = self.partition(axis, shape[axis])
         if regularizer := kwargs.pop("regularizer", None):
-            kwargs["regularizer"] = _SumRegularizer(regularizer, partition)
+            kwargs["regularizer"] = SumRegularizer(regularizer, partition)
         weight = super().add_weight(
             shape=partition.local_shape(shape),
             initializer=_SliceInitializer(initializer, shape, partition),
@@ -92,10 +55,6 @@ class DividedWeights:
         return self._trainable_variables + self._non_trainable_variables
 
 
-def _is_public(cls):
-    return api_export.get_name_from_symbol(cls) is not None
-
-
 class _SliceInitializer:
     def __init__(self, initializer, shape, partition):
         self._initializer = keras.initializers.get(initializer)
@@ -106,12 +65,35 @@ class _SliceInitializer:
         return self._partition.of(self._initializer(self._shape, dtype=dtype))
 
 
-class _SumRegularizer(keras.regularizers.Regularizer):
-    """The penalty of a dense weight: the sum of those of its slices."""
+class SumRegularizer(keras.regularizers.Regularizer):
+    """The penalty of a dense weight or tensor: the sum of those of its slices."""
 
     def __init__(self, regularizer, partition):
         self._regularizer = regularizer
         self._partition = partition
 
     def __call__(self, x):
+        """Return the penalty, the same on all ranks of the model group."""
         return mappings.reduce(self._regularizer(x), self._partition)
+
+
+def check_arguments(layer, *, refused, additive):
+    """Raise a ValueError for arguments of a layer that slices do not allow.
+
+    Args:
+        layer: the layer, for its name.
+        refused: arguments by name, which must be None.
+        additive: regularizers by name, which must be sums over elements.
+    """
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(
+                f"{type(layer).__name__} does not support {name}. Received: "
+                f"{name}={value!r}"
+            )
+    for name, value in additive.items():
+        if value is not None and not isinstance(value, _ADDITIVE):
+            raise ValueError(
+                f"{type(layer).__name__} supports L1, L2 and L1L2 as {name}. "
+                f"Received: {value!r}"
+            )

@@ -1,6 +1,7 @@
 """Dense layers that are divided, against their dense twin."""
 
 import keras
+import meshes as shared
 import numpy as np
 import oracle
 import pytest
@@ -17,18 +18,8 @@ INPUTS, HIDDEN, OUTPUTS, BATCH, STEPS = 13, 17, 3, 6, 10
 
 @pytest.fixture(scope="module")
 def meshes():
-    """All ranks in one model group, and of four also two groups of two."""
-    found = [parallel.Mesh(model=SIZE)]
-    if SIZE == 4:
-        found.append(parallel.Mesh(model=2))
-    yield found
-    for mesh in found:
-        mesh.remove()
-
-
-def slice_of(variable, dense):
-    partition = partition_of(variable)
-    return partition.of(dense) if partition else dense
+    with shared.all_meshes() as found:
+        yield found
 
 
 LAYERS = {
@@ -79,8 +70,12 @@ def test_a_layer_computes_what_its_dense_twin_does(meshes, name):
         pairs = zip(layer.trainable_variables, by_weights, strict=True)
         twins = zip(twin.trainable_variables, expected[2], strict=True)
         for (variable, found), (dense, wanted) in zip(pairs, twins, strict=True):
-            np.testing.assert_array_equal(variable, slice_of(variable, dense.numpy()))
-            np.testing.assert_allclose(found, slice_of(variable, wanted), atol=1e-6)
+            np.testing.assert_array_equal(
+                variable, shared.slice_of(variable, dense.numpy())
+            )
+            np.testing.assert_allclose(
+                found, shared.slice_of(variable, wanted), atol=1e-6
+            )
         assert any(map(partition_of, layer.trainable_variables))
 
 
@@ -225,7 +220,7 @@ def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
             np.testing.assert_allclose(found.history[key], values, rtol=1e-5)
         weights = zip(divided.weights, dense.weights, strict=True)
         for variable, wanted in weights:
-            wanted = slice_of(variable, wanted.numpy())
+            wanted = shared.slice_of(variable, wanted.numpy())
             np.testing.assert_allclose(variable, wanted, atol=2e-6)
         replicated = [w.numpy() for w in divided.weights if not partition_of(w)]
         oracle.assert_bitwise_equal_over_ranks(replicated)

@@ -1,0 +1,79 @@
+"""What layers, losses and metrics of a divided model need of their model group."""
+
+import tensorflow as tf
+from keras.src import api_export
+
+from hvdtrain.collectives import transport
+from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.keras import collective_calls
+from hvdtrain.keras.partition import Partition
+from hvdtrain.parallel.mesh import active_mesh
+
+
+class InModelGroup:
+    """Mixin of a Keras object that computes with parts of tensors."""
+
+    _divided_size = None
+
+    @property
+    def __class__(self):
+        """The class of the dense twin: that of which Keras saves the object."""
+        return next(cls for cls in type(self).__mro__ if _is_public(cls))
+
+    def _set_mesh(self, mesh):
+        collective_calls.install()
+        self._model_axis = (mesh or active_mesh()).model
+
+    def partition(self, axis, size):
+        """Return the `Partition` of an axis of `size` elements over the model group."""
+        model = self._model_axis
+        return Partition(
+            axis=axis,
+            size=size,
+            ranks=model.size,
+            rank=model.index,
+            process_set=model.process_set,
+        )
+
+    def sum_over_ranks(self, number):
+        """Return the sum of a number of each rank of the model group."""
+        process_set = self._model_axis.process_set
+        if not needs_communication(process_set):
+            return number
+        # Also where the model is built while its first step is traced.
+        with tf.init_scope():
+            (total,) = transport.allreduce(
+                [tf.constant(number)],
+                Reduction(op=Sum, process_set=process_set),
+                name="DividedSize",
+            )
+            # AutoGraph turns int() of a tensor into another tensor.
+            return total.numpy().item()
+
+    def partition_of_part(self, part):
+        """Return the `Partition` whose part on this rank is the last axis of a tensor.
+
+        At the first call, the ranks add up their sizes. It stays the partition of this
+        object: a later exchange on some of the ranks only would be a deadlock.
+
+        Raises:
+            ValueError: the axis has another size than `ColumnParallelDense` leaves.
+        """
+        size = part.shape[-1]
+        if self._divided_size is None:
+            self._divided_size = self.sum_over_ranks(size)
+        partition = self.partition(len(part.shape) - 1, self._divided_size)
+        expected = partition.sizes[partition.rank]
+        if size != expected:
+            raise ValueError(
+                f"{type(self).__name__} takes the output of a ColumnParallelDense with "
+                f"gather_output=False. Expected: {expected} of {partition.size} on "
+                f"rank {partition.rank} of the model group. Received a tensor of shape "
+                f"{tuple(part.shape)}."
+            )
+        return partition
+
+
+def _is_public(cls):
+    return api_export.get_name_from_symbol(cls) is not None
