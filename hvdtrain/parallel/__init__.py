@@ -3,3 +3,7 @@
 from hvdtrain.job.mesh_shape import MeshShape
 from hvdtrain.parallel.dense import ColumnParallelDense, RowParallelDense
 from hvdtrain.parallel.mesh import Mesh
+from hvdtrain.parallel.vocabulary import (
+    ParallelSparseCategoricalAccuracy,
+    ParallelSparseCategoricalCrossentropy,
+)
