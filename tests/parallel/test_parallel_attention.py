@@ -1,0 +1,247 @@
+"""Attention that is divided by heads, against its dense twin."""
+
+import dataclasses
+
+import keras
+import meshes as shared
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import parallel
+from hvdtrain.keras.partition import partition_of
+
+ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
+RANK, SIZE = hvd.rank(), hvd.size()
+BATCH, QUERIES, KEYS, HEADS = 3, 4, 5, 5
+RNG = np.random.default_rng(5)
+
+
+def normal(*shape):
+    return tf.constant(RNG.normal(size=shape).astype("float32"))
+
+
+X = normal(BATCH, QUERIES, 7)
+CROSSED = (X, normal(BATCH, KEYS, 6), normal(BATCH, KEYS, 2))
+MASK = tf.constant(RNG.random((BATCH, QUERIES, KEYS)) < 0.6)
+L2 = keras.regularizers.L2(0.1)
+# The inputs, the arguments of the layer, and those of the call.
+VARIANTS = {
+    "several axes": (
+        (normal(2, 3, 2, 4), normal(2, 3, 2, 4)),
+        {"attention_axes": (1, 2), "output_shape": (2, 3), "use_bias": False},
+        {},
+    ),
+    "of itself, causal": (
+        (X, X),
+        {"value_dim": 2, "bias_initializer": "ones", "activity_regularizer": L2},
+        {"use_causal_mask": True},
+    ),
+    "crossed, scores, masked": (
+        CROSSED,
+        {},
+        {"return_attention_scores": True, "attention_mask": MASK},
+    ),
+    "crossed, scores, masked, dropout": (
+        CROSSED,
+        {"dropout": 0.4, "kernel_regularizer": L2, "bias_initializer": "ones"},
+        {"return_attention_scores": True, "attention_mask": MASK, "training": True},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def meshes():
+    with shared.all_meshes() as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*list(VARIANTS)[:-1], pytest.param(list(VARIANTS)[-1], marks=[ranks, four_ranks])],
+)
+def test_attention_computes_what_its_dense_twin_does(meshes, name):
+    inputs, arguments, call = VARIANTS[name]
+    for mesh in meshes:
+        keras.utils.set_random_seed(3)
+        twin = keras.layers.MultiHeadAttention(HEADS, 3, **arguments)
+        expected = run(twin, inputs, call)
+        keras.utils.set_random_seed(3)
+        with mesh:
+            layer = parallel.ParallelMultiHeadAttention(HEADS, 3, **arguments)
+        found = run(layer, inputs, call)
+        assert len(layer.losses) == len(twin.losses)
+        for mine, wanted in zip(found[0], expected[0], strict=True):
+            np.testing.assert_allclose(mine, wanted, atol=2e-6)
+        pairs = zip(layer.weights, found[1], strict=True)
+        twins = zip(twin.weights, expected[1], strict=True)
+        for (variable, mine), (dense, wanted) in zip(pairs, twins, strict=True):
+            assert variable.path.split("/")[1:] == dense.path.split("/")[1:]
+            value = shared.slice_of(variable, dense.numpy())
+            np.testing.assert_array_equal(variable, value)
+            wanted = shared.slice_of(variable, wanted)
+            np.testing.assert_allclose(mine, wanted, atol=2e-6)
+        assert layer.get_config() == twin.get_config() | {"name": layer.name}
+        whole = {v.path.split("/", 1)[1] for v in layer.weights if not partition_of(v)}
+        assert whole <= {"attention_output/bias"}
+
+
+def run(layer, inputs, call):
+    """Outputs and gradients by inputs; gradients by weights; of the sum of losses."""
+    distinct = list({id(x): x for x in inputs}.values())
+    layer.build(*(x.shape for x in inputs))
+    with tf.GradientTape() as tape:
+        tape.watch(distinct)
+        outputs = tf.nest.flatten(layer(*inputs, **call))
+        losses = [tf.reduce_sum(tf.sin(each)) for each in outputs]
+        loss = tf.add_n([*losses, *layer.losses])
+    by_inputs, by_weights = tape.gradient(
+        loss, [distinct, [v.value for v in layer.weights]]
+    )
+    return [loss, *outputs, *by_inputs], by_weights
+
+
+def test_the_masks_of_the_inputs_are_those_of_the_dense_twin(meshes):
+    results = []
+    for make in (keras.layers.MultiHeadAttention, parallel.ParallelMultiHeadAttention):
+        keras.utils.set_random_seed(3)
+        with meshes[0]:
+            attention = make(HEADS, 3)
+        ids = keras.Input((QUERIES,))
+        embedded = keras.layers.Embedding(6, 7, mask_zero=True)(ids)
+        attended = attention(embedded, embedded)
+        total = keras.layers.GlobalAveragePooling1D()(embedded + attended)
+        results.append(keras.Model(ids, total)(np.eye(4)[:3]))
+    np.testing.assert_allclose(*results, atol=1e-6)
+
+
+def test_what_cannot_be_divided_is_refused(meshes):
+    with meshes[0]:
+        with pytest.raises(ValueError, match=f"on each of the {SIZE} ranks"):
+            parallel.ParallelMultiHeadAttention(SIZE - 1, 3)
+        with pytest.raises(ValueError, match="does not support bias_constraint"):
+            parallel.ParallelMultiHeadAttention(4, 3, bias_constraint="non_neg")
+
+
+VOCABULARY, WIDTH, LENGTH, STEPS = 13, 6, 5, 10
+
+
+def transformer(mesh, optimizer, rate, classes):
+    """One block that predicts the next token."""
+    keras.utils.set_random_seed(3)
+    ids = keras.Input((LENGTH,), dtype="int32")
+    with mesh:
+        x = keras.layers.Embedding(VOCABULARY, WIDTH)(ids)
+        x += classes["attention"](HEADS, 3, dropout=rate)(x, x, use_causal_mask=True)
+        x = keras.layers.Dropout(rate)(keras.layers.LayerNormalization()(x))
+        hidden = classes["column"](17, activation="gelu")(x)
+        hidden = classes["dropout"](rate)(hidden)
+        x += classes["row"](WIDTH)(hidden)
+        logits = classes["column"](VOCABULARY)(x)
+        model = keras.Model(ids, logits)
+        loss = classes["loss"](from_logits=True, ignore_class=0)
+        model.compile(optimizer, loss, weighted_metrics=[classes["metric"]()])
+    return model
+
+
+DENSE = {
+    "attention": keras.layers.MultiHeadAttention,
+    "column": keras.layers.Dense,
+    "row": keras.layers.Dense,
+    "dropout": keras.layers.Dropout,
+    "loss": keras.losses.SparseCategoricalCrossentropy,
+    "metric": keras.metrics.SparseCategoricalAccuracy,
+}
+DIVIDED = {
+    "attention": parallel.ParallelMultiHeadAttention,
+    "column": lambda *args, **kwargs: parallel.ColumnParallelDense(
+        *args, gather_output=False, **kwargs
+    ),
+    "row": lambda units: parallel.RowParallelDense(units, input_is_parallel=True),
+    "dropout": parallel.ParallelDropout,
+    "loss": parallel.ParallelSparseCategoricalCrossentropy,
+    "metric": parallel.ParallelSparseCategoricalAccuracy,
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "rtol", "atol"),
+    [
+        pytest.param("float32", 1e-5, 5e-6, marks=[ranks, four_ranks]),
+        # Eight bits of mantissa, and sums in another order.
+        ("mixed_bfloat16", 1e-2, 2e-2),
+    ],
+)
+def test_fit_equals_the_dense_transformer_with_the_big_batch(
+    meshes, policy, rtol, atol
+):
+    keras.config.set_dtype_policy(policy)
+    rng = np.random.default_rng(7)
+    mesh = meshes[-1]
+    batch = BATCH * mesh.data.size
+    x = rng.integers(1, VOCABULARY, (STEPS * batch, LENGTH))
+    # As many labels to ignore in each replica's part of a batch.
+    y = np.roll(x, -1, 1) * (np.arange(LENGTH) < LENGTH - 1)
+    # The masks of data replicas are different, those of one process are not.
+    rate = 0.3 if mesh.data.size == 1 else 0.0
+
+    def fit_dense():
+        dense = transformer(mesh, sgd(), rate, DENSE)
+        return oracle.fit(dense, x, y, batch).history, dense.get_weights()
+
+    history, weights = oracle.on_one_process(fit_dense)
+    optimizer = hvd.DistributedOptimizer(sgd(), process_set=mesh.data.process_set)
+    divided = transformer(mesh, optimizer, rate, DIVIDED)
+    mine = slice(mesh.data.index, None, mesh.data.size)
+    found = oracle.fit(
+        divided,
+        x[mine],
+        y[mine],
+        callbacks=[hvd.callbacks.MetricAverageCallback()],
+        batch_size=BATCH,
+    )
+    # Of logits that are nearly equal, rounding to bfloat16 decides the accuracy.
+    for key in history if policy == "float32" else ["loss"]:
+        np.testing.assert_allclose(found.history[key], history[key], rtol=rtol)
+    for variable, wanted in zip(divided.weights, weights, strict=True):
+        wanted = shared.slice_of(variable, wanted)
+        np.testing.assert_allclose(variable, wanted, atol=atol)
+    replicated = [w.numpy() for w in divided.weights if not partition_of(w)]
+    oracle.assert_bitwise_equal_over_ranks(replicated)
+
+
+def sgd():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+@four_ranks
+def test_masks_are_equal_in_a_model_group_and_different_in_replicas(meshes):
+    mesh = meshes[-1]
+    keras.utils.set_random_seed(3)
+    with mesh:
+        divided = parallel.ParallelDropout(0.5, noise_shape=(None, 1, None))
+        column = parallel.ColumnParallelDense(31, gather_output=False)
+        row = parallel.RowParallelDense(1, input_is_parallel=True)
+    whole = keras.layers.Dropout(0.5)
+    model = keras.Sequential([keras.Input((2, 1)), column, divided, row, whole])
+    replicas = mesh.data.process_set
+    model.compile(hvd.DistributedOptimizer(sgd(), process_set=replicas), "mse")
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(replicas.ranks[0])
+    one = np.ones((1, 2, 1))
+    model.fit(one, one, verbose=0, callbacks=[callback])
+
+    seed = divided.seed_generator.state.numpy()
+    twin = keras.layers.Dropout(0.5, noise_shape=(None, 1, None), seed=int(seed[0]))
+    twin.seed_generator.state.assign(seed)
+    x = np.random.default_rng(1).normal(size=(6, 2, 31)).astype("float32")
+    expected = twin(x, training=True).numpy()
+    part = dataclasses.replace(partition_of(column.bias), axis=2)
+    found = divided(part.of(x), training=True).numpy()
+    assert found.tobytes() == part.of(expected).tobytes()
+    masks = [expected.tobytes(), whole(x, training=True).numpy().tobytes()]
+    everyone = hvd.allgather_object((mesh.data.index, masks), name="masks")
+    for replica, theirs in everyone:
+        for mask, other in zip(masks, theirs, strict=True):
+            assert (mask == other) == (replica == mesh.data.index)
