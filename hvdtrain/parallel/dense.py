@@ -22,7 +22,8 @@ class _ParallelDense(DividedWeights, keras.layers.Dense):
             self,
             refused={
                 "lora_rank": self.lora_rank,
-                "quantization_config": self.quantization_config,
+                # Keras 3.13 and later.
+                "quantization_config": getattr(self, "quantization_config", None),
                 "kernel_constraint": self.kernel_constraint,
                 "bias_constraint": self.bias_constraint,
             },

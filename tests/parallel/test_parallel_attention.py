@@ -1,6 +1,7 @@
 """Attention that is divided by heads, against its dense twin."""
 
 import dataclasses
+import inspect
 
 import keras
 import meshes as shared
@@ -27,6 +28,9 @@ X = normal(BATCH, QUERIES, 7)
 CROSSED = (X, normal(BATCH, KEYS, 6), normal(BATCH, KEYS, 2))
 MASK = tf.constant(RNG.random((BATCH, QUERIES, KEYS)) < 0.6)
 L2 = keras.regularizers.L2(0.1)
+# Not in Keras 3.13 and before.
+HAS_GATE = "use_gate" in inspect.signature(keras.layers.MultiHeadAttention).parameters
+GATE = {"use_gate": True} if HAS_GATE else {}
 # The inputs, the arguments of the layer, and those of the call.
 VARIANTS = {
     "several axes": (
@@ -36,7 +40,12 @@ VARIANTS = {
     ),
     "of itself, causal": (
         (X, X),
-        {"value_dim": 2, "bias_initializer": "ones", "activity_regularizer": L2},
+        {
+            "value_dim": 2,
+            "bias_initializer": "ones",
+            "activity_regularizer": L2,
+            **GATE,
+        },
         {"use_causal_mask": True},
     ),
     "crossed, scores, masked": (
