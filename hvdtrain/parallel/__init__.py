@@ -1,7 +1,10 @@
 """Models that are divided over ranks. Importing this package loads TensorFlow."""
 
 from hvdtrain.job.mesh_shape import MeshShape
-from hvdtrain.parallel.attention import ParallelMultiHeadAttention
+from hvdtrain.parallel.attention import (
+    ParallelGroupQueryAttention,
+    ParallelMultiHeadAttention,
+)
 from hvdtrain.parallel.dense import ColumnParallelDense, RowParallelDense
 from hvdtrain.parallel.dropout import ParallelDropout
 from hvdtrain.parallel.mesh import Mesh

@@ -80,21 +80,24 @@ def test_attention_computes_what_its_dense_twin_does(meshes, name):
         keras.utils.set_random_seed(3)
         with mesh:
             layer = parallel.ParallelMultiHeadAttention(HEADS, 3, **arguments)
-        found = run(layer, inputs, call)
-        assert len(layer.losses) == len(twin.losses)
-        for mine, wanted in zip(found[0], expected[0], strict=True):
-            np.testing.assert_allclose(mine, wanted, atol=2e-6)
-        pairs = zip(layer.weights, found[1], strict=True)
-        twins = zip(twin.weights, expected[1], strict=True)
-        for (variable, mine), (dense, wanted) in zip(pairs, twins, strict=True):
-            assert variable.path.split("/")[1:] == dense.path.split("/")[1:]
-            value = shared.slice_of(variable, dense.numpy())
-            np.testing.assert_array_equal(variable, value)
-            wanted = shared.slice_of(variable, wanted)
-            np.testing.assert_allclose(mine, wanted, atol=2e-6)
-        assert layer.get_config() == twin.get_config() | {"name": layer.name}
-        whole = {v.path.split("/", 1)[1] for v in layer.weights if not partition_of(v)}
-        assert whole <= {"attention_output/bias"}
+        check(layer, run(layer, inputs, call), twin, expected)
+
+
+def check(layer, found, twin, expected):
+    assert len(layer.losses) == len(twin.losses)
+    for mine, wanted in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=2e-6)
+    pairs = zip(layer.weights, found[1], strict=True)
+    twins = zip(twin.weights, expected[1], strict=True)
+    for (variable, mine), (dense, wanted) in zip(pairs, twins, strict=True):
+        assert variable.path.split("/")[1:] == dense.path.split("/")[1:]
+        value = shared.slice_of(variable, dense.numpy())
+        np.testing.assert_array_equal(variable, value)
+        wanted = shared.slice_of(variable, wanted)
+        np.testing.assert_allclose(mine, wanted, atol=2e-6)
+    assert layer.get_config() == twin.get_config() | {"name": layer.name}
+    whole = {v.path.split("/", 1)[1] for v in layer.weights if not partition_of(v)}
+    assert whole <= {"attention_output/bias"}
 
 
 def run(layer, inputs, call):
@@ -110,6 +113,19 @@ def run(layer, inputs, call):
         loss, [distinct, [v.value for v in layer.weights]]
     )
     return [loss, *outputs, *by_inputs], by_weights
+
+
+def test_grouped_attention_computes_what_its_dense_twin_does(meshes):
+    arguments = {"dropout": 0.4, "kernel_regularizer": L2, **GATE}
+    call = {"return_attention_scores": True, "training": True, "use_causal_mask": True}
+    keras.utils.set_random_seed(3)
+    twin = keras.layers.GroupQueryAttention(3, 3 * SIZE, SIZE, **arguments)
+    expected = run(twin, (X, X), call)
+    keras.utils.set_random_seed(3)
+    layer = parallel.ParallelGroupQueryAttention(
+        3, 3 * SIZE, SIZE, mesh=meshes[0], **arguments
+    )
+    check(layer, run(layer, (X, X), call), twin, expected)
 
 
 def test_the_masks_of_the_inputs_are_those_of_the_dense_twin(meshes):
@@ -130,6 +146,8 @@ def test_what_cannot_be_divided_is_refused(meshes):
     with meshes[0]:
         with pytest.raises(ValueError, match=f"on each of the {SIZE} ranks"):
             parallel.ParallelMultiHeadAttention(SIZE - 1, 3)
+        with pytest.raises(ValueError, match=f"multiple of the {SIZE} ranks"):
+            parallel.ParallelGroupQueryAttention(3, 15, 5)
         with pytest.raises(ValueError, match="does not support bias_constraint"):
             parallel.ParallelMultiHeadAttention(4, 3, bias_constraint="non_neg")
 
