@@ -128,18 +128,28 @@ def test_grouped_attention_computes_what_its_dense_twin_does(meshes):
     check(layer, run(layer, (X, X), call), twin, expected)
 
 
-def test_the_masks_of_the_inputs_are_those_of_the_dense_twin(meshes):
+@pytest.mark.parametrize(
+    ("dense", "divided"),
+    [
+        (keras.layers.MultiHeadAttention, parallel.ParallelMultiHeadAttention),
+        (keras.layers.GroupQueryAttention, parallel.ParallelGroupQueryAttention),
+    ],
+)
+def test_masks_of_inputs_have_the_effect_that_they_have_in_keras(
+    meshes, dense, divided
+):
     results = []
-    for make in (keras.layers.MultiHeadAttention, parallel.ParallelMultiHeadAttention):
+    for make in (dense, divided):
         keras.utils.set_random_seed(3)
+        embedding = keras.layers.Embedding(6, 7, mask_zero=True)
+        embedded = embedding(np.array([[1, 2, 0, 0], [3, 0, 0, 0], [1, 2, 3, 4]]))
         with meshes[0]:
-            attention = make(HEADS, 3)
-        ids = keras.Input((QUERIES,))
-        embedded = keras.layers.Embedding(6, 7, mask_zero=True)(ids)
-        attended = attention(embedded, embedded)
-        total = keras.layers.GlobalAveragePooling1D()(embedded + attended)
-        results.append(keras.Model(ids, total)(np.eye(4)[:3]))
-    np.testing.assert_allclose(*results, atol=1e-6)
+            attended = make(SIZE, SIZE, SIZE)(embedded, embedded)
+        results.append((attended, attended._keras_mask, embedded._keras_mask))
+    (wanted, *wanted_masks), (found, *found_masks) = results
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for mask, other in zip(found_masks, wanted_masks, strict=True):
+        np.testing.assert_array_equal(mask, other)
 
 
 def test_what_cannot_be_divided_is_refused(meshes):

@@ -38,10 +38,10 @@ CASES = {
     "large, sum": ({"reduction": "sum"}, LARGE, LABELS, None, None),
     "minus infinity": ({}, FORBIDDEN[:1, :1], LABELS[:1, :1], None, None),
     "two axes": ({"reduction": None}, LOGITS[0], LABELS[0], None, None),
-    "ignored class": ({"ignore_class": -1}, LOGITS, LABELS, None, MASK),
-    "weights and a mask": (
+    "a mask": ({}, LOGITS, LABELS, None, MASK),
+    "ignored class, weights and a mask": (
         {"ignore_class": -1, "reduction": "mean_with_sample_weight"},
-        LOGITS,
+        np.where(MASK[..., None], np.nan, LOGITS),
         np.where(MASK, -1, LABELS),
         WEIGHTS,
         MASK[::-1],
