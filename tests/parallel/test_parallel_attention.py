@@ -128,6 +128,8 @@ def test_grouped_attention_computes_what_its_dense_twin_does(meshes):
     check(layer, run(layer, (X, X), call), twin, expected)
 
 
+# Keras warns of masks that its own projections do not use.
+@pytest.mark.filterwarnings("ignore:Layer '.*' .of type EinsumDense")
 @pytest.mark.parametrize(
     ("dense", "divided"),
     [
@@ -207,8 +209,8 @@ DIVIDED = {
     ("policy", "rtol", "atol"),
     [
         pytest.param("float32", 1e-5, 5e-6, marks=[ranks, four_ranks]),
-        # Eight bits of mantissa, and sums in another order.
-        ("mixed_bfloat16", 1e-2, 2e-2),
+        # Eight bits of mantissa, sums in another order, and steps that add up to 1.9.
+        ("mixed_bfloat16", 5e-3, 5e-2),
     ],
 )
 def test_fit_equals_the_dense_transformer_with_the_big_batch(
