@@ -12,13 +12,12 @@ class ParallelDropout(InModelGroup, keras.layers.Dropout):
     Its place is between a `ColumnParallelDense` with `gather_output=False` and a
     `RowParallelDense` with `input_is_parallel=True`. Each rank draws the mask of the
     dense twin and takes its part of the last axis: the ranks' masks together are, bit
-    for bit, that of the dense twin with the same seed. Each rank has a mask of the dense
-    size for a moment; nothing crosses the ranks.
+    for bit, that of the dense twin with the same seed. Nothing crosses the ranks; each
+    has a mask of the dense size for a moment.
 
-    The seeds of the ranks of a model group are equal if these ranks are seeded alike,
-    by `keras.utils.set_random_seed` or by `seed`; those of data replicas are made
-    different by `hvd.callbacks.BroadcastGlobalVariablesCallback`. In replicated parts
-    of the model, use `keras.layers.Dropout`.
+    `hvd.callbacks.BroadcastGlobalVariablesCallback` makes the seeds of the ranks of a
+    model group equal, and those of data replicas different. Without it, seed the ranks
+    of a group alike. In replicated parts of the model, use `keras.layers.Dropout`.
 
     Args:
         rate: as for `keras.layers.Dropout`.
