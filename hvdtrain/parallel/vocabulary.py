@@ -78,7 +78,7 @@ class ParallelSparseCategoricalCrossentropy(
         partition = self.partition_of_part(y_pred)
         if self.ignore_class is None:
             return _crossentropy(y_pred, labels, partition)
-        # As in Keras, where the logits of an ignored label may be anything.
+        # As in Keras: the logits of an ignored label may be anything, NaN too.
         is_counted = labels != self.ignore_class
         logits = tf.where(is_counted[..., None], y_pred, tf.zeros_like(y_pred))
         losses = _crossentropy(logits, tf.where(is_counted, labels, 0), partition)

@@ -55,7 +55,9 @@ def test_the_loss_is_that_of_whole_logits(meshes):
     for mesh in meshes:
         for name, (options, logits, labels, weights, mask) in CASES.items():
             dense = keras.losses.SparseCategoricalCrossentropy(True, **options)
-            wanted, by_logits = run(dense, labels, logits, weights, mask)
+            # Keras 3.12 has gradients of NaN for ignored logits that are NaN.
+            whole = np.where(np.isnan(logits), 0, logits).astype("float32")
+            wanted, by_logits = run(dense, labels, whole, weights, mask)
             loss = parallel.ParallelSparseCategoricalCrossentropy(
                 True, mesh=mesh, **options
             )
