@@ -233,7 +233,7 @@ def _divided_layers(mesh):
         "logits": functools.partial(
             parallel.RowParallelDense, input_is_parallel=True, mesh=mesh
         ),
-        "dropout": keras.layers.Dropout,
+        "dropout": functools.partial(parallel.ParallelDropout, mesh=mesh),
     }
 
 
