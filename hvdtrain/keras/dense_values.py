@@ -112,6 +112,16 @@ class DenseVariable:
         )
 
     @property
+    def is_whole(self):
+        """Whether this rank holds all of it."""
+        return self.block == Block.of(self.shape, None)
+
+    def local_value(self):
+        """Return a copy of this rank's part as an array; None without one."""
+        # On the CPU, numpy() of a variable may share its memory.
+        return None if self.variable is None else np.array(self.variable.numpy())
+
+    @property
     def block(self):
         """The `Block` that this rank holds; None without a variable."""
         if self.variable is None:

@@ -4,9 +4,11 @@ import numpy as np
 
 from hvdtrain.collectives.objects import broadcast_object, scatter_object
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
+from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.optimizer_state import accumulated_gradients
 from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.training import random_states, state
+from hvdtrain.training.state_variables import StateVariables, assign
 
 
 class PerRankState:
@@ -46,13 +48,14 @@ class PerRankState:
 
     def assign(self, model):
         """Assign all but the states of metrics. A collective, after the broadcast."""
+        variables = StateVariables.of(model).per_replica
         if self._is_same_size:
             (mine,) = self._states
-            state.assign(state.per_rank_variables(model), mine["rank"])
+            assign(variables, mine["rank"])
             return
         before = self._states[self._index if self._index < len(self._states) else 0]
-        state.assign(state.per_rank_variables(model), before["rank"])
-        self._average_accumulated(model)
+        assign(variables, before["rank"])
+        self._average_accumulated(model, variables)
         separate_seeds(model, process_set_of(model.optimizer))
 
     def restore_generators(self):
@@ -63,14 +66,15 @@ class PerRankState:
 
     def assign_metrics(self, model):
         """Assign the states of metrics."""
-        variables = state.metric_variables_of(model)
+        variables = metric_variables(model.metrics)
         states = [each["metrics"] for each in self._states]
         if self._is_same_size:
             (values,) = states
         else:
             by_variable = zip(variables, *states, strict=True)
             values = [self._combined(variable, each) for variable, *each in by_variable]
-        state.assign(variables, values)
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
 
     def release(self):
         """Give back the memory: nothing is assigned any more."""
@@ -85,13 +89,13 @@ class PerRankState:
         total = np.sum(states, axis=0, dtype=states[0].dtype)
         return total if self._index == 0 else np.zeros_like(total)
 
-    def _average_accumulated(self, model):
+    def _average_accumulated(self, model, variables):
         accumulated = {id(v) for v in accumulated_gradients(model.optimizer)}
-        for i, variable in enumerate(state.per_rank_variables(model)):
-            if id(variable) in accumulated:
+        for i, described in enumerate(variables):
+            if id(described.variable) in accumulated:
                 sums = [each["rank"][i] for each in self._states]
                 mean = _mean(sums, weights=self._local_batch_sizes)
-                state.assign([variable], [mean])
+                assign([described], [mean])
 
 
 def _of_replica(arrays, number):

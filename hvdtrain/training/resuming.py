@@ -17,6 +17,7 @@ from hvdtrain.training.per_rank_state import PerRankState
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.specs import Position
+from hvdtrain.training.state_variables import StateVariables
 
 _REQUIRED = {
     "local_batch_sizes",
@@ -110,12 +111,12 @@ def restore(
     """
     rate = compatibility.learning_rate(model.optimizer)
     replicas = Replicas.of_model(world, model)
-    size = replicas.size
+    size, variables = replicas.size, StateVariables.of(model)
 
     def read():
         for store in stores:
             store.delete_leftovers()
-        found = next(filter(None, (_newest(model, each) for each in stores)), None)
+        found = next(filter(None, (_newest(variables, each) for each in stores)), None)
         if found:
             compatibility.check_unchanged(found, unchanged or {})
             before = len(found.metadata["local_batch_sizes"])
@@ -139,7 +140,7 @@ def restore(
         return Start(learning_rate=rate)
     step, metadata = header
     arrays = found and found.arrays
-    state.scatter_shared(model, arrays)
+    variables.scatter_shared(arrays and state.ordered(arrays, "shared"))
     own = PerRankState(world, replicas, arrays, metadata["local_batch_sizes"])
     return Start(step=step, metadata=metadata, per_rank_state=own, learning_rate=rate)
 
@@ -154,7 +155,7 @@ def assign_all(model, start):
     model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
-def _newest(model, store):
+def _newest(variables, store):
     """Return the newest `Checkpoint` that is valid; None if there is no checkpoint."""
     reasons = []
     for step in store.steps():
@@ -162,7 +163,7 @@ def _newest(model, store):
             checkpoint = store.read(step)
             if not checkpoint.metadata.keys() >= _REQUIRED:
                 raise CheckpointError(f"{store.path(step)} is incomplete.")
-            state.assign_shared(model, checkpoint.arrays)
+            state.assign_shared(variables, checkpoint.arrays)
         except CheckpointError as error:
             reasons.append(str(error))
         except state.OtherModelError as error:

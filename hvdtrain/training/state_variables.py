@@ -1,0 +1,135 @@
+"""The variables of a training: which are stored once, and which for each replica."""
+
+import dataclasses
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.job.world import JobError
+from hvdtrain.keras.dense_values import DenseValues, DenseVariable
+from hvdtrain.keras.groups import variable_key
+from hvdtrain.keras.metrics import metric_variables
+from hvdtrain.keras.partition import partition_of
+from hvdtrain.keras.variables import replicated_variables
+
+
+@dataclasses.dataclass(frozen=True)
+class StateVariables:
+    """The variables of a model and its optimizer, as those of the dense model.
+
+    Attributes:
+        shared: list of `DenseVariable` that are equal on all ranks, or divided.
+        per_replica: list of those of which each replica of the model has its own.
+        metrics: list of the states of metrics.
+    """
+
+    shared: list
+    per_replica: list
+    metrics: list
+
+    @classmethod
+    def of(cls, model):
+        """Return those of a model. A collective where it is a pipeline.
+
+        Args:
+            model: a built and compiled model whose optimizer is built.
+        """
+        describe = getattr(model, "dense_variables", _dense_variables)
+        weights, optimizer_variables = shared_weights(model), _shared_slots(model)
+        metrics = metric_variables(model.metrics)
+        taken = {id(v) for v in (*weights, *optimizer_variables, *metrics)}
+        own = [
+            [variable for variable in candidates if id(variable) not in taken]
+            for candidates in (model.variables, model.optimizer.variables)
+        ]
+        return cls(
+            shared=[*describe(weights), *describe(optimizer_variables)],
+            per_replica=[
+                *describe(own[0]),
+                *describe(own[1]),
+                *_dense_variables(untracked(model)),
+            ],
+            metrics=metrics,
+        )
+
+    def shared_values(self):
+        """Return the dense values on the chief. A collective if some are divided."""
+        if self._are_whole():
+            return [variable.local_value() for variable in self.shared]
+        values = DenseValues(self.shared)
+        return [values.gather(number) for number in range(len(self.shared))]
+
+    def scatter_shared(self, dense):
+        """Assign to the other ranks their parts of divided variables. A collective.
+
+        Args:
+            dense: list of their dense values on the chief; not used elsewhere.
+        """
+        if self._are_whole():
+            return
+        values = DenseValues(self.shared)
+        for number in range(len(self.shared)):
+            if not values.is_replicated(number):
+                values.scatter(number, dense and dense[number])
+
+    def _are_whole(self):
+        return all(each.is_whole for each in self.shared)
+
+
+def _dense_variables(variables):
+    return list(map(DenseVariable.of, variables))
+
+
+def shared_weights(model):
+    """Return the trainable weights that are equal on all ranks, or divided."""
+    trainable = {id(variable) for variable in model.trainable_variables}
+    return [v for v in _shared(model) if id(v) in trainable]
+
+
+def _shared_slots(model):
+    weights = {id(variable) for variable in model.weights}
+    return [v for v in _shared(model) if id(v) not in weights]
+
+
+def _shared(model):
+    fixed = {variable_key(weight) for weight in model.non_trainable_weights}
+    return [v for v in replicated_variables(model) if variable_key(v) not in fixed]
+
+
+def untracked(model):
+    """Return the variables of a model that are in none of Keras' lists.
+
+    They are those of optimizers that are attributes of it, beside that of `compile`,
+    and TensorFlow's own variables in layers.
+
+    Raises:
+        JobError: such an optimizer is not built.
+    """
+    variables = []
+    for name, each in vars(model).items():
+        is_own = isinstance(each, keras.optimizers.Optimizer)
+        if is_own and each is not model.optimizer:
+            if not each.built:
+                raise JobError(
+                    f"Received a model with a second optimizer, {name}, that has no "
+                    "variables yet, so that checkpoints could not contain them: call "
+                    "its build(variables) in model_fn."
+                )
+            variables += each.variables
+    for layer in model._flatten_layers():
+        variables += [v for v in vars(layer).values() if isinstance(v, tf.Variable)]
+    return variables
+
+
+def assign(variables, values):
+    """Assign dense values, or this rank's parts of them, to variables in order.
+
+    Args:
+        variables: list of `DenseVariable`.
+        values: list of arrays.
+    """
+    for described, value in zip(variables, values, strict=True):
+        variable = described.variable
+        if variable is not None:
+            partition = partition_of(variable)
+            variable.assign(partition.of(value) if partition else value)
