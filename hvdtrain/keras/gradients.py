@@ -13,6 +13,7 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
 from hvdtrain.keras.groups import check_groups, split, variable_key
+from hvdtrain.keras.partition import is_divided_along
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,9 @@ class GradientReducer:
 
     The process set belongs to the variable: a gradient is reduced over the ranks that
     hold a copy of its variable. By default these are the ranks of
-    `options.process_set`; a local variable has none but this rank. The gradients of a
+    `options.process_set`; a local variable has none but this rank, and so has a slice
+    of a variable that is divided over these ranks. The gradient of a slice is the sum
+    over them already: its exchange computes it. The gradients of a
     process set are divided into groups, each reduced in one communication while the
     backward pass computes the gradients of the next.
 
@@ -112,7 +115,9 @@ class GradientReducer:
 
     def process_set_of(self, variable):
         """The ranks that hold a copy of `variable`; None for a local variable."""
-        return self._process_sets.get(variable_key(variable), self.process_set)
+        divided = is_divided_along(variable, self.process_set)
+        default = None if divided else self.process_set
+        return self._process_sets.get(variable_key(variable), default)
 
     def __call__(self, gradients, variables):
         """Returns the combined gradients, in the order of `variables`.
@@ -145,8 +150,8 @@ class GradientReducer:
                 gradient._reduced_over = process_set.process_set_id
                 combined[i] = gradient
         for i, variable in enumerate(variables):
-            if self.is_local(variable) and gradients[i] is not None:
-                combined[i] = self._scale_local(gradients[i])
+            if self._is_scaled(variable) and gradients[i] is not None:
+                combined[i] = self._divide_by_ranks(gradients[i])
         return combined
 
     def global_norm(self, gradients, variables):
@@ -204,9 +209,12 @@ class GradientReducer:
             return tf.convert_to_tensor(gradient)
         return gradient
 
-    def _scale_local(self, gradient):
-        if not self.options.scale_local_gradients:
-            return gradient
+    def _is_scaled(self, variable):
+        if is_divided_along(variable, self.process_set):
+            return self.options.op == Average
+        return self.is_local(variable) and self.options.scale_local_gradients
+
+    def _divide_by_ranks(self, gradient):
         size = size_of(self.process_set, gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(

@@ -177,6 +177,8 @@ class ReductionHook:
     def _has_unshared_variables(self):
         # On any rank: each must take part in the reduction of the norm, also one
         # without local variables of its own.
+        if is_divided(self._variables):
+            return True
         if self._is_shared is None and not is_elastic():
             with tf.init_scope():
                 self._is_shared = ops.is_true_on_all_ranks(
