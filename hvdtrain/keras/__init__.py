@@ -42,7 +42,6 @@ from hvdtrain.collectives.ops import (
     allreduce,
     alltoall,
     broadcast,
-    broadcast_variables,
     grouped_allgather,
     grouped_allreduce,
     grouped_reducescatter,
@@ -64,6 +63,7 @@ from hvdtrain.keras.tensorflow1 import (
     broadcast_global_variables,
     broadcast_object_fn,
 )
+from hvdtrain.keras.variables import broadcast_variables
 
 __all__ = [
     "Adasum",

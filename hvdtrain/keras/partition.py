@@ -4,6 +4,8 @@ import dataclasses
 
 import keras
 
+from hvdtrain.collectives.dtypes import as_tensorflow
+
 _ATTRIBUTE = "_hvdtrain_partition"
 _NOT_ELEMENTWISE = (
     keras.optimizers.Adafactor,
@@ -87,7 +89,9 @@ class Partition:
 
 def set_partition(variable, partition):
     """Notes that a variable is this rank's part of a dense one."""
-    setattr(variable, _ATTRIBUTE, partition)
+    # Also on the TensorFlow variable of one of Keras: users pass either.
+    for each in (variable, as_tensorflow(variable)):
+        setattr(each, _ATTRIBUTE, partition)
 
 
 def partition_of(variable):
@@ -108,6 +112,16 @@ def is_divided_along(variable, process_set):
             return partition.ranks > 1
         partition = partition.within
     return False
+
+
+def is_copied(variable, process_set):
+    """Returns whether no two ranks of a process set have different parts of it."""
+    partition = partition_of(variable)
+    while partition:
+        if len({*partition.process_set.ranks} & {*process_set.ranks}) > 1:
+            return False
+        partition = partition.within
+    return True
 
 
 def check_elementwise(optimizer, variables):

@@ -1,7 +1,11 @@
 """Which variables of a model and its optimizer are equal on all ranks."""
 
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.graph import do_not_convert
+from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.optimizer_state import replicated_state
+from hvdtrain.keras.partition import is_copied
 from hvdtrain.keras.ranks import local_keys_of
 
 
@@ -24,3 +28,21 @@ def replicated_variables(model, *, optimizer=None, local_keys=frozenset()):
     if optimizer is None:
         return weights
     return weights + replicated_state(optimizer, model.trainable_variables, local_keys)
+
+
+@do_not_convert
+def broadcast_variables(
+    variables, root_rank, process_set=global_process_set, inplace=False
+):
+    """Assigns `root_rank`'s values to the `variables` of every rank.
+
+    Variables of which these ranks hold different slices keep them.
+
+    Args:
+        variables: Keras or TensorFlow variables, the same list on every rank.
+        root_rank: the rank whose values are taken.
+        process_set: the ranks that take part.
+        inplace: write into the variables' memory without a temporary copy.
+    """
+    copied = [v for v in variables if is_copied(v, process_set)]
+    ops.broadcast_variables(copied, root_rank, process_set, inplace)
