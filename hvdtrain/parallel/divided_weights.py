@@ -7,6 +7,7 @@ import keras
 from hvdtrain.keras.dense_saving import load_slices, save_dense
 from hvdtrain.keras.partition import set_partition
 from hvdtrain.parallel import mappings
+from hvdtrain.parallel.initial_values import initial_slice
 from hvdtrain.parallel.model_group import InModelGroup
 
 # Their sum over the slices is that of the dense weight.
@@ -16,13 +17,16 @@ _ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1
 class DividedWeights(InModelGroup):
     """Mixin of a Keras layer whose weights are slices of those of its dense twin.
 
-    The dense layer's own `build` makes them, and its initializers draw all of a weight
-    before the slice is taken: the initial values are those of the dense twin.
+    The dense layer's own `build` makes them. The initial values are those of the dense
+    twin: see `initial_slice`.
 
     Subclasses set `divided_axes`, the divided axis of each weight by its name.
     """
 
     divided_axes = types.MappingProxyType({})
+
+    # Each rank of a model group computes the same loss: see `mappings`.
+    sum_of_penalties = staticmethod(mappings.reduce)
 
     def add_weight(self, shape=None, initializer=None, *, name=None, **kwargs):
         """As that of Keras, but the weight is this rank's slice."""
@@ -33,7 +37,9 @@ class DividedWeights(InModelGroup):
             )
         partition = self.partition(axis, shape[axis])
         if regularizer := kwargs.pop("regularizer", None):
-            kwargs["regularizer"] = SumRegularizer(regularizer, partition)
+            kwargs["regularizer"] = SumRegularizer(
+                regularizer, partition, self.sum_of_penalties
+            )
         weight = super().add_weight(
             shape=partition.local_shape(shape),
             initializer=_SliceInitializer(initializer, shape, partition),
@@ -62,19 +68,20 @@ class _SliceInitializer:
         self._partition = partition
 
     def __call__(self, shape, dtype=None):
-        return self._partition.of(self._initializer(self._shape, dtype=dtype))
+        return initial_slice(self._initializer, self._shape, self._partition, dtype)
 
 
 class SumRegularizer(keras.regularizers.Regularizer):
     """The penalty of a dense weight or tensor: the sum of those of its slices."""
 
-    def __init__(self, regularizer, partition):
+    def __init__(self, regularizer, partition, total=mappings.reduce):
         self._regularizer = regularizer
         self._partition = partition
+        self._total = total
 
     def __call__(self, x):
-        """Return the penalty, the same on all ranks of the model group."""
-        return mappings.reduce(self._regularizer(x), self._partition)
+        """Return the penalty, the same on all ranks."""
+        return self._total(self._regularizer(x), self._partition)
 
 
 def check_arguments(layer, *, refused, additive):
