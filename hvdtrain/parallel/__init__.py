@@ -7,6 +7,7 @@ from hvdtrain.parallel.attention import (
 )
 from hvdtrain.parallel.dense import ColumnParallelDense, RowParallelDense
 from hvdtrain.parallel.dropout import ParallelDropout
+from hvdtrain.parallel.embedding import ShardedEmbedding
 from hvdtrain.parallel.mesh import Mesh
 from hvdtrain.parallel.vocabulary import (
     ParallelSparseCategoricalAccuracy,

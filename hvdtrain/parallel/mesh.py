@@ -131,6 +131,24 @@ def active_mesh():
     return _active[-1]
 
 
+def data_axis(mesh=None):
+    """Return the axis data of a mesh, by default the active one.
+
+    Without either, all ranks of the job are on it.
+
+    Raises:
+        RuntimeError: without either, in an elastic job.
+    """
+    if mesh or _active:
+        return (mesh or active_mesh()).data
+    if is_elastic():
+        raise RuntimeError(
+            "A divided embedding needs a fixed number of ranks. Received: an elastic "
+            "job."
+        )
+    return Axis("data", horovod.size(), horovod.rank(), global_process_set)
+
+
 def _registered():
     # Horovod has no public function for it.
     ids = process_sets._basics._get_process_set_ids_and_ranks()
