@@ -6,6 +6,7 @@ from hvdtrain.parallel.attention import (
     ParallelMultiHeadAttention,
 )
 from hvdtrain.parallel.dense import ColumnParallelDense, RowParallelDense
+from hvdtrain.parallel.distributed_embedding import DistributedEmbedding
 from hvdtrain.parallel.dropout import ParallelDropout
 from hvdtrain.parallel.embedding import ShardedEmbedding
 from hvdtrain.parallel.mesh import Mesh

@@ -1,0 +1,29 @@
+"""The names of `dist_model_parallel` of NVIDIA Merlin's distributed-embeddings.
+
+    from hvdtrain.parallel import dist_model_parallel as dmp
+
+in place of
+
+    from distributed_embeddings.python.layers import dist_model_parallel as dmp
+
+Tape, optimizer, broadcast and callback are those of `hvdtrain.keras`, which leave
+divided tables to their ranks.
+"""
+
+from hvdtrain.keras import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    broadcast_variables,
+)
+from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
+from hvdtrain.parallel.combining import Embedding
+from hvdtrain.parallel.distributed_embedding import DistributedEmbedding
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "DistributedEmbedding",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "Embedding",
+    "broadcast_variables",
+]

@@ -1,0 +1,238 @@
+"""Many embedding tables, placed over the data ranks.
+
+Names, defaults and meaning follow NVIDIA Merlin's distributed-embeddings.
+"""
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.parallel.combining import (
+    Embedding,
+    combine,
+    ids_of,
+    output_shape,
+    without_gaps,
+)
+from hvdtrain.parallel.exchange_for_all import look_up_for_all
+from hvdtrain.parallel.mesh import data_axis
+from hvdtrain.parallel.placed_tables import (
+    PlacedEmbedding,
+    assign_dense_weights,
+    check_tables,
+    combiner_of,
+    dense_weights,
+    rows_of_inputs,
+)
+from hvdtrain.parallel.placement import place
+
+
+@keras.saving.register_keras_serializable("hvdtrain")
+class DistributedEmbedding(keras.layers.Layer):
+    """Embedding tables that are placed over the data ranks.
+
+    A list of inputs goes to a list of tables, as in
+
+        [table(ids) for table, ids in zip(tables, inputs)]
+
+    with ids of this rank. Outputs, initial values and updates are those of the dense
+    tables with the batch of all ranks; one exchange serves all tables, see `exchange`.
+
+        embedding = DistributedEmbedding(
+            [keras.layers.Embedding(rows, 64) for rows in (10, 1000, 10_000_000)],
+            strategy="memory_balanced",
+            row_slice_threshold=10_000_000,
+        )
+        outputs = embedding([first_ids, second_ids, third_ids])
+
+    All data ranks call it equally often; a rank may have fewer samples than others.
+    Without `with mesh:` and `mesh`, all ranks of the job are data ranks.
+
+    Args:
+        embeddings: list of `keras.layers.Embedding` that are not built, or `Embedding`
+            with a combiner. Tables that are divided have one dtype.
+        strategy: see `placement.place`, also for the three thresholds.
+        column_slice_threshold: see there.
+        row_slice_threshold: see there.
+        dp_input: whether each rank gives its samples for all inputs. If not, it gives
+            all ranks' samples, rank 0's first, for the inputs of the tables that it
+            holds, which `input_ids_list[rank]` numbers; all ranks have equally many
+            samples. Outputs are then of the shape (samples of this rank, ids of a
+            sample, columns). Tables are then neither divided by row nor held by all.
+        input_table_map: list of the number of the table of each input; by default one
+            input for each table.
+        data_parallel_threshold: see `placement.place`.
+        mesh: a `Mesh`; the ranks are those of its axis data.
+        **kwargs: as for `keras.layers.Layer`.
+
+    Attributes:
+        tables: the layers, in the order of `embeddings`.
+        placements: their `Placement`s; None for a table that all ranks hold.
+        input_ids_list: list of the inputs of each rank's tables.
+
+    Raises:
+        ValueError: for arguments out of range, and for tables that are built.
+        tensorflow.errors.InvalidArgumentError: in a call, on all ranks, for an id that
+            is not a row of its table.
+    """
+
+    def __init__(
+        self,
+        embeddings,
+        strategy="basic",
+        column_slice_threshold=None,
+        row_slice_threshold=None,
+        dp_input=True,
+        input_table_map=None,
+        data_parallel_threshold=None,
+        mesh=None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        # The compute dtype is that of the tables; a cast would read them whole.
+        self.autocast = False
+        self.dp_input = dp_input
+        self._options = {
+            "strategy": strategy,
+            "column_slice_threshold": column_slice_threshold,
+            "row_slice_threshold": row_slice_threshold,
+            "dp_input": dp_input,
+            "input_table_map": input_table_map,
+            "data_parallel_threshold": data_parallel_threshold,
+        }
+        self.ranks = data_axis(mesh)
+        if input_table_map is None:
+            input_table_map = range(len(embeddings))
+        self.input_table_map = list(input_table_map)
+        check_tables(embeddings, self.input_table_map)
+        self.placements = [None] * len(embeddings)
+        if needs_communication(self.ranks.process_set):
+            self.placements = place(
+                [(each.input_dim, each.output_dim) for each in embeddings],
+                self.ranks.size,
+                strategy=strategy,
+                column_slice_threshold=column_slice_threshold,
+                row_slice_threshold=row_slice_threshold if dp_input else None,
+                data_parallel_threshold=data_parallel_threshold if dp_input else None,
+            )
+        self.tables = [
+            each if placement is None else PlacedEmbedding(each, placement, self.ranks)
+            for each, placement in zip(embeddings, self.placements, strict=True)
+        ]
+        self.supports_masking = dp_input and any(e.mask_zero for e in embeddings)
+
+    @property
+    def input_ids_list(self):
+        """The numbers of the inputs of each rank's tables."""
+        return [
+            [
+                i
+                for i, table in enumerate(self.input_table_map)
+                if _holds(self.placements[table], rank)
+            ]
+            for rank in range(self.ranks.size)
+        ]
+
+    def build(self, input_shape=None):
+        """Make the tables, each rank its parts."""
+        for table in self.tables:
+            table.build()
+        self.built = True
+
+    def call(self, inputs):
+        """Return a list of outputs, in the order of all inputs.
+
+        Args:
+            inputs: list of tensors of ids; where a table has a combiner also
+                `tf.RaggedTensor` or `tf.SparseTensor`. See `dp_input`.
+        """
+        if not self.dp_input and any(self.placements):
+            return self._call_for_all(inputs)
+        inputs = [without_gaps(each) for each in inputs]
+        rows = rows_of_inputs(
+            self.tables, self.input_table_map, [ids_of(each) for each in inputs]
+        )
+        return [
+            combine(each, of_ids, combiner_of(self._table_of(i)))
+            for i, (each, of_ids) in enumerate(zip(inputs, rows, strict=True))
+        ]
+
+    def _table_of(self, number):
+        return self.tables[self.input_table_map[number]]
+
+    def _call_for_all(self, inputs):
+        mine = self.input_ids_list[self.ranks.index]
+        if len(inputs) != len(mine):
+            raise ValueError(
+                f"With dp_input=False this rank takes the inputs {mine}, see "
+                f"input_ids_list. Received: {len(inputs)} inputs"
+            )
+        samples = tf.shape(inputs[0])[0] // self.ranks.size
+        ids = [None] * len(self.input_table_map)
+        for i, each in zip(mine, inputs, strict=True):
+            ids[i] = ids_of(each)
+        tables = list(map(self._table_of, range(len(ids))))
+        rows = look_up_for_all([table.embeddings for table in tables], ids)
+        outputs = []
+        for each, table in zip(rows, tables, strict=True):
+            per_sample = tf.shape(each)[0] // tf.maximum(samples, 1)
+            shaped = tf.reshape(each, [samples, per_sample, table.output_dim])
+            shaped = tf.cast(shaped, table.compute_dtype)
+            outputs.append(combine(None, shaped, table.combiner))
+        return outputs
+
+    def compute_output_spec(self, inputs):
+        """Return the shapes and dtypes of the outputs."""
+        tables = list(map(self._table_of, range(len(self.input_table_map))))
+        shapes = [(None, None)] * len(tables)
+        if self.dp_input:
+            shapes = [each.shape for each in inputs]
+        return [
+            keras.KerasTensor(output_shape(table, shape), dtype=table.compute_dtype)
+            for table, shape in zip(tables, shapes, strict=True)
+        ]
+
+    def compute_mask(self, inputs, mask=None):
+        """Return a list of the masks of the outputs."""
+        return [self._table_of(i).compute_mask(each) for i, each in enumerate(inputs)]
+
+    def get_config(self):
+        """Return the arguments, with the dense layers; without the mesh."""
+        embeddings = [
+            {**table.get_config(), "combiner": combiner_of(table)}
+            for table in self.tables
+        ]
+        return {**super().get_config(), **self._options, "embeddings": embeddings}
+
+    @classmethod
+    def from_config(cls, config):
+        """Return the layer of what `get_config` returned."""
+        embeddings = [Embedding.from_config(each) for each in config["embeddings"]]
+        return cls(**{**config, "embeddings": embeddings})
+
+    def get_weights(self, all_ranks=False):
+        """Return the dense tables as NumPy arrays. A collective of all ranks.
+
+        Args:
+            all_ranks: whether all ranks return them. If not, rank 0 does, and the
+                others return an empty list.
+        """
+        return dense_weights(self.tables, all_ranks)
+
+    def set_weights(self, weights, chunk=134217728, use_lock=False):
+        """Assign to each rank its parts of dense tables.
+
+        Args:
+            weights: list of arrays, or paths of `.npy` files, of the dense tables; the
+                same on all ranks. Of a file, a rank reads its part.
+            chunk: NVIDIA's, without effect: parts are assigned as a whole.
+            use_lock: NVIDIA's, without effect: ranks assign at the same time.
+
+        Raises:
+            ValueError: if there are not as many as tables, or for another shape.
+        """
+        assign_dense_weights(self.tables, weights)
+
+
+def _holds(placement, rank):
+    return placement is None or placement.sizes[rank] > 0
