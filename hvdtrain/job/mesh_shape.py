@@ -1,6 +1,7 @@
 """Ranks arranged along the axes data, pipeline and model. A pure function of sizes."""
 
 import dataclasses
+import itertools
 
 from hvdtrain.job.world import SharedJobError
 
@@ -71,6 +72,14 @@ class MeshShape:
             found.setdefault(tuple(place.values()), []).append(rank)
         return list(found.values())
 
+    def neighbours(self):
+        """Return the pairs of ranks that hold successive stages, as lists.
+
+        Of a complete shape.
+        """
+        pipelines = self.groups("pipeline")
+        return [list(pair) for each in pipelines for pair in itertools.pairwise(each)]
+
     def process_sets(self):
         """Return all groups that need a process set of Horovod. Of a complete shape.
 
@@ -78,6 +87,8 @@ class MeshShape:
         """
         size = self.data * self.pipeline * self.model
         groups = [group for axis in AXES for group in self.groups(axis)]
+        # In a pipeline of two ranks, the neighbours are a group already.
+        groups += [pair for pair in self.neighbours() if pair not in groups]
         return [group for group in groups if 1 < len(group) < size]
 
     def _inner(self):

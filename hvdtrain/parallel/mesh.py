@@ -73,6 +73,10 @@ class Mesh:
         data: an `Axis`.
         pipeline: an `Axis`.
         model: an `Axis`.
+        previous: process set of this rank and the one with the stage before; None in
+            the first stage.
+        next: process set of this rank and the one with the stage after; None in the
+            last stage.
 
     Raises:
         SharedJobError: the numbers do not fit, or the job is elastic.
@@ -96,6 +100,11 @@ class Mesh:
                 name, len(mine), place[name], sets.get(tuple(mine)) or _of(mine)
             )
             setattr(self, name, axis)
+        self.previous = self.next = None
+        for pair in self.shape.neighbours():
+            if horovod.rank() in pair:
+                end = "next" if horovod.rank() == pair[0] else "previous"
+                setattr(self, end, sets.get(tuple(pair)) or _of(pair))
 
     def _ranks(self):
         # Of one order on all ranks: to add a process set is a collective of all.
@@ -125,8 +134,8 @@ def active_mesh():
     """
     if not _active:
         raise RuntimeError(
-            "A divided layer was made outside of a mesh. Make it in a block "
-            "`with parallel.Mesh(model=2):`, or pass mesh=."
+            "A divided layer or a pipeline was made outside of a mesh. Make it in a "
+            "block `with parallel.Mesh(model=2):`, or pass mesh=."
         )
     return _active[-1]
 

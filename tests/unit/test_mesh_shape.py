@@ -20,6 +20,13 @@ def test_groups_of_one_and_of_all_ranks_need_no_process_set():
     assert MeshShape(model=2).of(4).process_sets() == [[0, 2], [1, 3], [0, 1], [2, 3]]
 
 
+def test_successive_stages_have_process_sets():
+    assert MeshShape(pipeline=3).of(3).process_sets() == [[0, 1], [1, 2]]
+    shape = MeshShape(pipeline=2).of(4)
+    assert shape.neighbours() == shape.groups("pipeline") == [[0, 1], [2, 3]]
+    assert shape.process_sets() == [[0, 2], [1, 3], [0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize(
     ("shape", "size", "reason"),
     [
