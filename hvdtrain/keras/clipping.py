@@ -1,14 +1,27 @@
-"""Clipping by norms of dense variables that are divided over ranks.
+"""Clipping by norms of a dense model that is divided over ranks.
 
 A norm counts each element of the dense model once: the squares of the slices are added
-up over their ranks. The formulas are those of Keras.
+up over their ranks, and those of a global norm over the stages of a pipeline. The
+formulas are those of Keras.
 """
 
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.keras.partition import partition_of
+from hvdtrain.keras.partition import (
+    is_divided,
+    is_part_of_model,
+    partition_of,
+    stages_of,
+)
+
+
+def is_over_ranks(optimizer, variables):
+    """Returns whether `optimizer` clips by a norm of which this rank has a part."""
+    if optimizer.global_clipnorm:
+        return is_part_of_model(variables)
+    return bool(optimizer.clipnorm) and is_divided(variables)
 
 
 def clip(optimizer, grads, variables):
@@ -17,7 +30,7 @@ def clip(optimizer, grads, variables):
     Args:
         optimizer: a Keras optimizer.
         grads: list of gradients, without None.
-        variables: list of the variables that they belong to, some of them divided.
+        variables: list of the variables that they belong to.
     """
     grads = [tf.convert_to_tensor(gradient) for gradient in grads]
     if limit := optimizer.clipnorm:
@@ -29,7 +42,8 @@ def clip(optimizer, grads, variables):
     limit = optimizer.global_clipnorm
     # Not add_n: TensorFlow's graph optimizer chooses its order, which may differ by
     # rank, and with it the last bit of the replicated weights.
-    norm = tf.sqrt(tf.reduce_sum(tf.stack(dense_squares(grads, variables))))
+    square = tf.reduce_sum(tf.stack(dense_squares(grads, variables)))
+    norm = tf.sqrt(_over_stages(square, variables))
     # The last term turns the scale into NaN where the norm is not finite.
     scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
     return [gradient * scale for gradient in grads]
@@ -54,3 +68,11 @@ def dense_squares(grads, variables):
         for i, square in zip(places, tf.unstack(total), strict=True):
             squares[i] = square
     return squares
+
+
+def _over_stages(square, variables):
+    ranks = stages_of(variables)
+    if ranks is None or ranks.size() == 1:
+        return square
+    reduction = Reduction(op=Sum, process_set=ranks)
+    return transport.allreduce([square], reduction, name="StagesNorm")[0]

@@ -20,7 +20,6 @@ from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
 from hvdtrain.keras.partition import (
     check_elementwise,
     check_mesh,
-    is_divided,
     is_divided_along,
 )
 from hvdtrain.keras.skipping import UpdateSkipping, all_finite
@@ -160,7 +159,7 @@ class ReductionHook:
 
     def _clip(self, grads):
         variables = [self._variables[place] for place in self._places]
-        if is_divided(variables) and self._clips_by_norm():
+        if clipping.is_over_ranks(self._optimizer, variables):
             return clipping.clip(self._optimizer, grads, variables)
         limit = self._optimizer.global_clipnorm
         if not limit or not self._has_unshared_variables():
@@ -170,9 +169,6 @@ class ReductionHook:
         norm = self.reducer.global_norm(grads, variables)
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         return [tf.convert_to_tensor(gradient) * scale for gradient in grads]
-
-    def _clips_by_norm(self):
-        return self._optimizer.clipnorm or self._optimizer.global_clipnorm
 
     def _has_unshared_variables(self):
         # On any rank: each must take part in the reduction of the norm, also one

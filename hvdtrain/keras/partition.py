@@ -7,6 +7,7 @@ import keras
 from hvdtrain.collectives.dtypes import as_tensorflow
 
 _ATTRIBUTE = "_hvdtrain_partition"
+_STAGES = "_hvdtrain_stages"
 _NOT_ELEMENTWISE = (
     keras.optimizers.Adafactor,
     keras.optimizers.Lamb,
@@ -99,6 +100,19 @@ def partition_of(variable):
     return getattr(variable, _ATTRIBUTE, None)
 
 
+def set_stages(variable, process_set):
+    """Notes that ranks of `process_set` train the other stages of a model."""
+    setattr(variable, _STAGES, process_set)
+
+
+def stages_of(variables):
+    """Returns the ranks that train the stages of a model; None for one stage."""
+    return next(
+        (getattr(v, _STAGES) for v in variables if hasattr(v, _STAGES)),
+        None,
+    )
+
+
 def is_divided(variables):
     """Returns whether this rank has only a slice of one of these variables."""
     return any(map(partition_of, variables))
@@ -122,6 +136,11 @@ def is_copied(variable, process_set):
             return False
         partition = partition.within
     return True
+
+
+def is_part_of_model(variables):
+    """Returns whether other ranks train other parts of the same model."""
+    return is_divided(variables) or stages_of(variables) is not None
 
 
 def check_elementwise(optimizer, variables):
