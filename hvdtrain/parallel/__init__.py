@@ -10,6 +10,7 @@ from hvdtrain.parallel.distributed_embedding import DistributedEmbedding
 from hvdtrain.parallel.dropout import ParallelDropout
 from hvdtrain.parallel.embedding import ShardedEmbedding
 from hvdtrain.parallel.mesh import Mesh
+from hvdtrain.parallel.pipeline import PipelineModel
 from hvdtrain.parallel.vocabulary import (
     ParallelSparseCategoricalAccuracy,
     ParallelSparseCategoricalCrossentropy,

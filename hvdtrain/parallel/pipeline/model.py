@@ -1,0 +1,248 @@
+"""A Keras model whose layers are divided into the stages of a pipeline."""
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.collectives import transport
+from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.keras.optimizer import (
+    DistributedOptimizer,
+    configure_compiled_model,
+    is_distributed,
+    process_set_of,
+)
+from hvdtrain.keras.partition import set_stages
+from hvdtrain.parallel.mesh import active_mesh
+from hvdtrain.parallel.pipeline import schedules, stage
+from hvdtrain.parallel.pipeline.execution import Execution, Link
+
+# Their mean over the batch is the weighted mean of those over micro-batches.
+_REDUCTIONS = ("sum_over_batch_size", "mean")
+
+
+class PipelineModel(keras.Model):
+    """A dense model, of whose layers each rank of a pipeline has those of one stage.
+
+        with parallel.Mesh(pipeline=2) as mesh:
+            model = parallel.PipelineModel(dense, stages=["dense_3"])
+        model.compile("adam", "mse")
+        model.fit(x, y, shuffle=False)
+
+    A batch is divided into micro-batches, with which the stages work at the same time.
+    A training step is that of the dense model on the whole batch: losses are means over
+    its samples, gradients are summed over micro-batches and applied once, and
+    `global_clipnorm` and loss scaling span all stages. Losses, metrics and predictions
+    are equal on all ranks of the pipeline. `fit`, `evaluate`, `predict` and the model's
+    call are collectives of these ranks, which give the same samples to them: `shuffle`
+    needs a seed (`keras.utils.set_random_seed`). The call has no gradient.
+
+    `weights` and the optimizer's slots are those of this rank's stage. The initial
+    values are those of `model`; delete it to release those of the other stages.
+    Dropout draws a mask for each micro-batch, other than for the whole batch. Losses of
+    `add_loss` must be means over the samples, or independent of them.
+
+    With replicas of the pipeline, gradients are reduced over `mesh.data`:
+    `hvd.DistributedOptimizer(optimizer, process_set=mesh.data.process_set)`, which
+    `compile` adds where it is missing.
+
+    Args:
+        model: a built `keras.Sequential` or functional model with one input and one
+            output. All ranks give the same, with the same values.
+        stages: names of the first layer of each stage but the first; or the number of
+            layers of each stage.
+        microbatches: into how many parts a batch is divided. The first ones have a
+            sample more where it is not divisible.
+        schedule: `gpipe` or `1f1b`, see `schedules.training`.
+        mesh: the `Mesh`; by default the active one.
+        name: name of this model.
+
+    Attributes:
+        dense: the `stage.DenseModel`: config and weights of `model`, without values.
+
+    Raises:
+        ValueError: the model cannot be split, for the reason given.
+    """
+
+    def __init__(
+        self, model, stages, *, microbatches=4, schedule="gpipe", mesh=None, name=None
+    ):
+        mesh = mesh or active_mesh()
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise ValueError(
+                f"Received microbatches={microbatches!r}; expected a positive integer."
+            )
+        index, size = mesh.pipeline.index, mesh.pipeline.size
+        training = schedules.training(schedule, size, microbatches)
+        mine = stage.build(model, stages, index=index, size=size)
+        # As the dense model, which casts the inputs of its layers only.
+        super().__init__(name=name, dtype=model.dtype_policy, autocast=False)
+        self._mesh = mesh
+        self._microbatches = microbatches
+        self._training = tuple(training[index])
+        self._inference = tuple(schedules.inference(size, microbatches)[index])
+        self._links = _links(mesh, mine.cuts)
+        self._output = mine.cuts[-1]
+        self._is_last = index == size - 1
+        self.network = mine.network
+        self.dense = mine.dense
+        self.built = True
+        if size > 1:
+            for weight in self.network.weights:
+                set_stages(weight, mesh.pipeline.process_set)
+
+    def compile(self, optimizer="rmsprop", loss=None, *args, **kwargs):
+        """Configure the training, as `keras.Model.compile`.
+
+        Raises:
+            ValueError: for a loss that is no mean over the samples, or an optimizer
+                that is distributed over other ranks than `mesh.data`.
+        """
+        for each in keras.tree.flatten(loss):
+            reduction = getattr(keras.losses.get(each), "reduction", _REDUCTIONS[0])
+            if reduction not in _REDUCTIONS:
+                raise ValueError(
+                    f"A pipeline needs a loss with one of the reductions {_REDUCTIONS}."
+                    f" Received: {each!r} with reduction={reduction!r}."
+                )
+        optimizer = self._distributed(keras.optimizers.get(optimizer))
+        super().compile(optimizer, loss, *args, **kwargs)
+        configure_compiled_model(self)
+
+    def _distributed(self, optimizer):
+        replicas = self._mesh.data.process_set
+        if not is_distributed(optimizer):
+            return DistributedOptimizer(optimizer, process_set=replicas)
+        ranks = list(process_set_of(optimizer).ranks)
+        if ranks != list(replicas.ranks):
+            raise ValueError(
+                "The gradients of a stage are reduced over its replicas, the ranks "
+                f"{list(replicas.ranks)}. Received: an optimizer that is distributed "
+                f"over the ranks {ranks}. Pass process_set=mesh.data.process_set."
+            )
+        return optimizer
+
+    def call(self, inputs, training=False):
+        """Return the outputs of the last stage, on all ranks."""
+        step = self._execute(
+            *(inputs, None, None, self._inference), training=training, is_scored=False
+        )
+        ranks = self._mesh.pipeline.process_set
+        outputs = self._outputs(step)
+        if not needs_communication(ranks):
+            return outputs
+        if not self._is_last:
+            size = tf.shape(inputs)[0]
+            outputs = tf.zeros((size, *self._output.shape[1:]), self._output.dtype)
+        outputs = transport.broadcast(
+            outputs, list(ranks.ranks)[-1], name="Outputs", process_set=ranks
+        )
+        outputs.set_shape(self._output.shape)
+        return outputs
+
+    def train_step(self, data):
+        """As that of Keras, over the stages."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        step = self._execute(
+            *(x, y, sample_weight, self._training),
+            training=True,
+            variables=self.trainable_variables,
+            scale_loss=self.optimizer.scale_loss,
+        )
+        self.optimizer.apply(step.gradients, self.trainable_variables)
+        return self._logs(step, x, y, sample_weight)
+
+    def test_step(self, data):
+        """As that of Keras, over the stages."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        step = self._execute(x, y, sample_weight, self._inference, training=False)
+        return self._logs(step, x, y, sample_weight)
+
+    def _execute(
+        self, x, y, sample_weight, operations, *, training, is_scored=True, **options
+    ):
+        """Return an `Execution` that has been run."""
+        count = self._microbatches
+        size = _batch_size(x)
+        sizes = [(size + count - 1 - m) // count for m in range(count)]
+        y, sample_weight = (_split(each, sizes) for each in (y, sample_weight))
+
+        def forward(m, inputs):
+            outputs = self.network(inputs, training=training)
+            loss = None
+            if self._is_last and is_scored:
+                loss = self.compute_loss(
+                    None, y[m], outputs, sample_weight[m], training=training
+                )
+            elif is_scored and self.losses:
+                loss = keras.ops.sum(self.losses)
+            if loss is not None:
+                share = tf.cast(sizes[m], loss.dtype) / tf.cast(size, loss.dtype)
+                # A static shape of no samples: Keras does not add up their losses.
+                loss = tf.reduce_sum(loss) * share
+            return outputs, loss
+
+        index = self._mesh.pipeline.index
+        inputs = None if index else _split(x, sizes)
+        return Execution(
+            forward, inputs, stage=index, links=self._links, **options
+        ).run(operations)
+
+    def _logs(self, step, x, y, sample_weight):
+        """Return the metrics, after an update on the last stage, on all stages."""
+        outputs = self._outputs(step)
+        if not self._is_last:
+            # Variables that a metric makes in its first update exist on all ranks.
+            y, sample_weight = keras.tree.map_structure(
+                lambda each: None if each is None else each[:0], (y, sample_weight)
+            )
+        self.compute_metrics(x, y, outputs, sample_weight)
+        own = {id(variable) for variable in self._loss_tracker.variables}
+        states = [v for v in self.metrics_variables if id(v) not in own]
+        values = [tf.convert_to_tensor(state) for state in states]
+        if not self._is_last:
+            values = list(map(tf.zeros_like, values))
+        loss = tf.add_n(step.losses or [tf.zeros([])])
+        ranks = self._mesh.pipeline.process_set
+        if needs_communication(ranks):
+            loss, *values = transport.allreduce(
+                [loss, *values], Reduction(op=Sum, process_set=ranks), name="Metrics"
+            )
+            for state, value in zip(states, values, strict=True):
+                state.assign(value)
+        self._loss_tracker.update_state(loss, sample_weight=_batch_size(x))
+        return self.get_metrics_result()
+
+    def _outputs(self, step):
+        """Return the outputs of a batch; no rows on other stages than the last."""
+        if self._is_last:
+            parts = [step.outputs[m] for m in range(self._microbatches)]
+            return tf.concat(parts, axis=0)
+        return tf.zeros((0, *self._output.shape[1:]), self._output.dtype)
+
+
+def _links(mesh, cuts):
+    index, links = mesh.pipeline.index, {}
+    if mesh.previous:
+        cut = cuts[index - 1]
+        links[index - 1] = Link(mesh.previous, 0, cut.shape, cut.dtype)
+    if mesh.next:
+        cut = cuts[index]
+        links[index + 1] = Link(mesh.next, 1, cut.shape, cut.dtype)
+    return links
+
+
+def _batch_size(x):
+    return tf.shape(keras.tree.flatten(x)[0])[0]
+
+
+def _split(batch, sizes):
+    tensors = [] if batch is None else keras.tree.flatten(batch)
+    if not tensors:
+        return [None] * len(sizes)
+    if len(tensors) > 1:
+        raise ValueError(
+            "A pipeline takes one input and one target. Received: "
+            f"{len(tensors)} tensors."
+        )
+    return tf.split(tensors[0], tf.stack(sizes), num=len(sizes))

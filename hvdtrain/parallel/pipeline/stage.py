@@ -1,0 +1,232 @@
+"""The layers of one stage, built in place of the dense model's."""
+
+import dataclasses
+import random
+
+import keras
+
+from hvdtrain.parallel.pipeline import splitting
+
+# They depend on the whole batch, or on the batches before.
+_STATEFUL = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseWeight:
+    """A weight of the dense model.
+
+    Attributes:
+        path: its path in the dense model.
+        shape: its shape.
+        dtype: its dtype.
+        stage: number of the stage that has it.
+        variable: this rank's variable; None for one of another stage.
+    """
+
+    path: str
+    shape: tuple
+    dtype: str
+    stage: int
+    variable: object
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseModel:
+    """The dense model without its values.
+
+    Attributes:
+        model_class: `keras.Sequential` or the class of functional models.
+        config: its config.
+        custom_objects: its layers' classes by name.
+        weights: the `DenseWeight`s in the order of its `weights`.
+    """
+
+    model_class: type
+    config: dict
+    custom_objects: dict
+    weights: tuple
+
+    def build(self):
+        """Return the dense model with new initial values."""
+        return self.model_class.from_config(self.config, self.custom_objects)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a rank has of a dense model.
+
+    Attributes:
+        network: functional model of its layers, with the dense model's values.
+        cuts: the `Cut` after each stage; the last one is the model's output.
+        dense: the `DenseModel`.
+    """
+
+    network: keras.Model
+    cuts: tuple
+    dense: DenseModel
+
+
+def build(model, stages, *, index, size):
+    """Return the `Stage` of a rank. The dense model can be deleted afterwards.
+
+    Every rank of the pipeline checks the whole model: all raise the same error.
+
+    Args:
+        model: a built `keras.Sequential` or functional model.
+        stages: as for `PipelineModel`.
+        index: number of this rank's stage.
+        size: number of stages.
+
+    Raises:
+        ValueError: the model cannot be split, or not so.
+    """
+    functional = _as_functional(model)
+    config = functional.get_config()
+    outputs = [tuple(history) for history in config["output_layers"]]
+    entries = splitting.split(config["layers"], stages)
+    if len(entries) != size:
+        raise ValueError(
+            f"Received stages={list(stages)}, which are {len(entries)} stages, for a "
+            f"mesh with pipeline={size}; expected as many stages as ranks."
+        )
+    (output,) = model.outputs
+    cuts = splitting.cuts(entries, outputs)
+    cuts.append(splitting.checked(outputs[0], output.shape, output.dtype))
+    stage_of = {each["name"]: s for s, stage in enumerate(entries) for each in stage}
+    owners = _stages_of_variables(functional, stage_of)
+    _check_trainable(functional, owners, size)
+    for layer in functional._flatten_layers():
+        _check_layer(layer)
+    for cut in cuts:
+        _check_mask(functional, cut)
+    before = cuts[index - 1] if index else None
+    network = _network(
+        splitting.config_of(
+            entries[index], before, cuts[index].history, f"{model.name}_stage_{index}"
+        ),
+        functional,
+    )
+    return Stage(
+        network=network,
+        cuts=tuple(cuts),
+        dense=_described(model, owners, _copy_values(network, functional)),
+    )
+
+
+def _as_functional(model):
+    name = type(model).__name__
+    if not getattr(model, "built", False):
+        raise ValueError(
+            f"A pipeline needs a model that is built. Received: the {name} "
+            f"{getattr(model, 'name', model)!r}. Give it a keras.Input."
+        )
+    inputs, outputs = (getattr(model, key, None) or [] for key in ("inputs", "outputs"))
+    if len(inputs) == len(outputs) == 1:
+        functional = keras.Model(inputs, outputs)
+        if type(model) in (keras.Sequential, type(functional)):
+            return functional
+    raise ValueError(
+        "A pipeline needs a keras.Sequential or a functional model with one input and "
+        f"one output. Received: a {name} with {len(inputs)} inputs and "
+        f"{len(outputs)} outputs."
+    )
+
+
+def _network(config, functional):
+    # Keras draws seeds from Python's generator. Stages draw different numbers of them,
+    # and the ranks of a pipeline must read the same samples.
+    state = random.getstate()
+    try:
+        return keras.Model.from_config(config, _classes(functional))
+    finally:
+        random.setstate(state)
+
+
+def _classes(model):
+    return {type(layer).__name__: type(layer) for layer in model._flatten_layers()}
+
+
+def _stages_of_variables(functional, stage_of):
+    """Return the stage of each variable, by its identity."""
+    owners = {}
+    for layer in functional.layers:
+        for variable in layer.variables:
+            owner = owners.setdefault(id(variable), layer)
+            if owner is not layer:
+                raise ValueError(
+                    f"The layers {owner.name!r} and {layer.name!r} share the variable "
+                    f"{variable.path!r}. A pipeline makes each layer from its config, "
+                    "after which they would not."
+                )
+    return {key: stage_of[layer.name] for key, layer in owners.items()}
+
+
+def _copy_values(network, functional):
+    """Assign the dense model's values; return the new variables by the old ones' id."""
+    found = {}
+    for layer in network.layers:
+        if isinstance(layer, keras.layers.InputLayer):
+            continue
+        dense = functional.get_layer(layer.name)
+        for new, old in zip(layer.variables, dense.variables, strict=True):
+            new.assign(old)
+            found[id(old)] = new
+    return found
+
+
+def _described(model, owners, variables):
+    weights = [
+        DenseWeight(
+            path=weight.path,
+            shape=tuple(weight.shape),
+            dtype=weight.dtype,
+            stage=owners[id(weight)],
+            variable=variables.get(id(weight)),
+        )
+        for weight in model.weights
+    ]
+    return DenseModel(
+        model_class=type(model),
+        config=model.get_config(),
+        custom_objects=_classes(model),
+        weights=tuple(weights),
+    )
+
+
+def _check_trainable(functional, owners, size):
+    trained = {owners[id(weight)] for weight in functional.trainable_weights}
+    if missing := set(range(size)) - trained:
+        raise ValueError(
+            f"Stage {min(missing)} has no trainable weights. Choose other stages."
+        )
+
+
+def _check_layer(layer):
+    kind = type(layer).__name__
+    is_custom = not type(layer).__module__.startswith("keras.")
+    has_state = isinstance(layer, _STATEFUL) or (
+        is_custom and layer._non_trainable_variables
+    )
+    if has_state and layer.trainable:
+        reason = "its state in training depends on the whole batch"
+    elif getattr(layer, "stateful", False):
+        reason = "its state depends on the batches before"
+    elif layer.activity_regularizer is not None:
+        reason = "its activity_regularizer depends on the whole batch"
+    else:
+        return
+    raise ValueError(
+        f"The {kind} {layer.name!r} cannot be part of a pipeline, which divides "
+        f"batches into micro-batches: {reason}."
+    )
+
+
+def _check_mask(functional, cut):
+    layer = next(op for op in functional.operations if op.name == cut.history[0])
+    nodes = layer._inbound_nodes
+    outputs = [tensor for node in nodes for tensor in node.output_tensors]
+    if any(getattr(tensor, "_keras_mask", None) is not None for tensor in outputs):
+        raise ValueError(
+            f"The output of {layer.name!r} has a mask, which does not pass from stage "
+            "to stage or to the loss. Choose other stages, or a model without masks."
+        )

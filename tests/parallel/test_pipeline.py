@@ -1,0 +1,171 @@
+"""A pipeline of stages, against the dense model in one process."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import parallel
+
+ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
+RANK, SIZE = hvd.rank(), hvd.size()
+INPUTS, HIDDEN, OUTPUTS, BATCH, STEPS, MICROBATCHES = 13, 17, 3, 7, 10, 3
+STAGES = {2: ["third"], 3: [2, 4, 1]}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Of four ranks, two pipelines of two."""
+    made = parallel.Mesh(pipeline=2 if SIZE == 4 else SIZE)
+    yield made
+    made.remove()
+
+
+def dense_model(**options):
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    x = inputs = keras.Input((INPUTS,))
+    x = layers.Dense(HIDDEN, "tanh", name="first", kernel_regularizer="l2")(x)
+    x = layers.Dense(HIDDEN, "relu", name="second", bias_regularizer="l1")(x)
+    x = layers.Dropout(options.get("dropout", 0.0), seed=5)(x)
+    x = layers.Dense(HIDDEN, "gelu", name="third", kernel_regularizer="l2")(x)
+    x = x + layers.LayerNormalization(name="norm")(x)
+    x = layers.Dense(OUTPUTS, "softmax", name="last")(x)
+    return keras.Model(inputs, x)
+
+
+def pipeline(mesh, schedule="1f1b", **options):
+    return parallel.PipelineModel(
+        dense_model(**options),
+        STAGES[mesh.pipeline.size],
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        mesh=mesh,
+    )
+
+
+def samples(count):
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(count, INPUTS)).astype("float32")
+    weight = rng.uniform(size=count).astype("float32")
+    return x, rng.integers(0, OUTPUTS, count), weight
+
+
+def optimizer_of(schedule):
+    if schedule == "gpipe":
+        return keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.2)
+    return keras.optimizers.Adam(0.02)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", pytest.param("1f1b", marks=[ranks, four_ranks])]
+)
+def test_fit_equals_the_dense_model_with_the_big_batch(mesh, schedule):
+    replicas = mesh.data.size
+    # The last batch has fewer samples than there are micro-batches.
+    x, y, weight = samples(((STEPS - 1) * BATCH + 2) * replicas)
+    options = {"sample_weight": weight}
+    if schedule == "1f1b":
+        options = {"class_weight": {0: 1.0, 1: 0.5, 2: 2.0}, "validation_data": (x, y)}
+    dense = dense_model()
+    metrics = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
+    dense.compile(optimizer_of(schedule), oracle.LOSS, **metrics)
+    expected = oracle.fit(dense, x, y, BATCH * replicas, **options)
+    model = pipeline(mesh, schedule)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer_of(schedule), process_set=mesh.data.process_set
+    )
+    model.compile(optimizer, oracle.LOSS, **metrics)
+    mine = slice(mesh.data.index, None, replicas)
+    if "sample_weight" in options:
+        options["sample_weight"] = weight[mine]
+    found = oracle.fit(
+        *(model, x[mine], y[mine], BATCH),
+        callbacks=[hvd.callbacks.MetricAverageCallback()],
+        **options,
+    )
+    assert found.history.keys() == expected.history.keys()
+    for key, values in expected.history.items():
+        np.testing.assert_allclose(found.history[key], values, rtol=1e-5, err_msg=key)
+    oracle.assert_bitwise_equal_over_ranks(list(found.history.values()))
+    assert_stage_of(mesh, model, dense)
+    outputs = model.predict(x[:BATCH], verbose=0)
+    np.testing.assert_allclose(outputs, dense(x[:BATCH]), atol=2e-6)
+
+
+def assert_stage_of(mesh, model, dense):
+    for weight, wanted in zip(model.dense.weights, dense.weights, strict=True):
+        assert (weight.path, weight.shape) == (wanted.path, wanted.shape)
+        assert (weight.stage == mesh.pipeline.index) == (weight.variable is not None)
+        if weight.variable is not None:
+            np.testing.assert_allclose(weight.variable, wanted, atol=2e-6)
+
+
+@ranks
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_is_bitwise_that_over_the_same_microbatches(mesh, schedule):
+    x, y, _ = samples(BATCH)
+    dense = dense_model(dropout=0.3)
+    wanted = train_over_microbatches(dense, tf.constant(x), tf.constant(y))
+    model = pipeline(mesh, schedule, dropout=0.3)
+    # Not in a graph, in which TensorFlow would change the order of sums.
+    model.compile(keras.optimizers.SGD(1.0), oracle.LOSS, run_eagerly=True)
+    model.train_on_batch(x, y)
+    by_path = dict(zip([w.path for w in dense.weights], wanted, strict=True))
+    for weight in model.dense.weights:
+        if weight.variable is not None:
+            np.testing.assert_array_equal(weight.variable, by_path[weight.path])
+
+
+def train_over_microbatches(model, x, y):
+    """The weights after a step of SGD on the sum of the micro-batches' gradients."""
+    loss_of = keras.losses.SparseCategoricalCrossentropy()
+    sizes, totals = [3, 2, 2], None
+    for part, labels in zip(tf.split(x, sizes), tf.split(y, sizes), strict=True):
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(part, training=True)) + sum(model.losses)
+            loss *= len(part) / BATCH
+        found = tape.gradient(loss, [w.value for w in model.weights])
+        totals = found if totals is None else list(map(tf.add, totals, found))
+    return [w - g for w, g in zip(model.weights, totals, strict=True)]
+
+
+def test_mixed_precision_skips_a_step_on_all_stages(mesh):
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y, _ = samples(BATCH)
+    dense, model = dense_model(), pipeline(mesh)
+    dense.compile("sgd", oracle.LOSS)
+    model.compile(keras.optimizers.SGD(0.5, global_clipnorm=0.1), oracle.LOSS)
+    np.testing.assert_allclose(
+        model.train_on_batch(x, y), dense.test_on_batch(x, y), rtol=1e-3
+    )
+    before = [weight.numpy() for weight in model.weights]
+
+    def apply(value):
+        model.optimizer.apply([tf.fill(w.shape, value) for w in model.weights])
+        changes = [w.numpy() - b for w, b in zip(model.weights, before, strict=True)]
+        square = sum(float(np.sum(change**2)) for change in changes)
+        return np.sqrt(sum(hvd.allgather_object(square, name="squares")))
+
+    assert apply(np.inf if RANK == SIZE - 1 else 1.0) == 0.0
+    np.testing.assert_allclose(apply(1e4), 0.5 * 0.1, rtol=1e-4)
+
+
+def test_a_rank_has_the_variables_of_its_stage_alone(mesh):
+    dense = dense_model()
+    last = weakref.ref(dense.get_layer("last").kernel)
+    count = len(dense.weights)
+    model = parallel.PipelineModel(dense, STAGES[SIZE], mesh=mesh)
+    model.compile("adam", oracle.LOSS)
+    model.optimizer.build(model.trainable_variables)
+    assert sum(hvd.allgather_object(len(model.weights), name="weights")) == count
+    slots = 2 * len(model.weights)
+    assert len(model.optimizer.variables) - slots < 5
+    del dense
+    gc.collect()
+    assert last() is None

@@ -1,0 +1,121 @@
+"""What a pipeline cannot split is refused by name."""
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.parallel.pipeline import stage
+
+layers = keras.layers
+
+
+def chain(*middle, inputs=None):
+    x = first = inputs if inputs is not None else keras.Input((4,))
+    for layer in [layers.Dense(4, name="a"), *middle, layers.Dense(4, name="b")]:
+        x = layer(x)
+    return keras.Model(first, x)
+
+
+def residual():
+    x = keras.Input((4,))
+    y = layers.Dense(4, name="a")(x)
+    return keras.Model(x, layers.Add()([layers.Dense(4, name="b")(y), y]))
+
+
+def shared():
+    x, dense = keras.Input((4,)), layers.Dense(4, name="a")
+    return keras.Model(x, dense(layers.Dense(4, name="b")(dense(x))))
+
+
+def tied():
+    dense = layers.Dense(4)
+    parts = [keras.Sequential([dense], name=name) for name in "ab"]
+    return keras.Sequential([keras.Input((4,)), *parts])
+
+
+def two_inputs():
+    x, y = keras.Input((4,)), keras.Input((4,))
+    return keras.Model([x, y], layers.Add()([x, y]))
+
+
+def masked():
+    embedding = layers.Embedding(5, 4, mask_zero=True)
+    return keras.Sequential([keras.Input((3,)), embedding, layers.Dense(4, name="b")])
+
+
+class Subclass(keras.Model):
+    pass
+
+
+def subclassed():
+    model = chain()
+    return Subclass(model.inputs, model.outputs)
+
+
+class Counter(layers.Layer):
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), trainable=False)
+
+    def call(self, x):
+        return x
+
+
+REFUSED = {
+    "BatchNormalization 'n' .* depends on the whole batch": lambda: chain(
+        keras.Sequential([layers.BatchNormalization(name="n")])
+    ),
+    "Counter 'c' .* depends on the whole batch": lambda: chain(Counter(name="c")),
+    "LSTM 'l' .* batches before": lambda: chain(
+        layers.LSTM(4, stateful=True, name="l"),
+        inputs=keras.Input((3, 4), batch_size=2),
+    ),
+    "activity_regularizer": lambda: chain(layers.Dense(4, activity_regularizer="l2")),
+    r"one tensor from stage 0 .* \['a', 'b'\]|\['b', 'a'\]": residual,
+    "layer 'a' is called in stage 0 and, on the output of 'b', in stage 1": shared,
+    "layers 'a' and 'b' share the variable": tied,
+    "2 inputs": two_inputs,
+    "output of .*embedding.* has a mask": masked,
+    "a Subclass": subclassed,
+    "is built": lambda: keras.Sequential([layers.Dense(4)]),
+    "Stage 1 has no trainable weights": lambda: keras.Sequential(
+        [keras.Input((4,)), layers.Dense(4), layers.ReLU(name="b")]
+    ),
+    "shape that is known": lambda: chain(inputs=keras.Input((None, 4))),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_split(reason):
+    model = REFUSED[reason]()
+    stages = [model.layers[-1].name] if model.layers else []
+    with pytest.raises(ValueError, match=reason):
+        stage.build(model, stages, index=0, size=2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        (["unknown"], r"'unknown'.*\['b'\]"),
+        (["a"], "first layer of the first stage is none"),
+        ([1, 2], "add up to the 2 layers"),
+        ([2], r"1 stages, for a mesh with pipeline=2"),
+    ],
+)
+def test_stages_that_do_not_fit(stages, reason):
+    with pytest.raises(ValueError, match=reason):
+        stage.build(chain(), stages, index=0, size=2)
+
+
+def test_frozen_batch_normalization_and_a_call_that_is_shared_within_a_stage():
+    dense = layers.Dense(4, name="twice")
+    norm = layers.BatchNormalization(trainable=False)
+    model = chain(norm, layers.Dense(4, name="c"), dense, dense)
+    x = np.ones((2, 4), "float32")
+    value = x
+    for index in range(2):
+        part = stage.build(model, ["c"], index=index, size=2)
+        value = part.network(value)
+    np.testing.assert_array_equal(value, model(x))
+    rebuilt = part.dense.build()
+    assert [w.shape for w in rebuilt.weights] == [w.shape for w in part.dense.weights]
+    assert [w.stage for w in part.dense.weights] == [0] * 6 + [1] * 6
