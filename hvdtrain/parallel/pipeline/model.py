@@ -14,7 +14,7 @@ from hvdtrain.keras.optimizer import (
 )
 from hvdtrain.keras.partition import set_stages
 from hvdtrain.parallel.mesh import active_mesh
-from hvdtrain.parallel.pipeline import schedules, stage
+from hvdtrain.parallel.pipeline import samples, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, Link
 
 # Their mean over the batch is the weighted mean of those over micro-batches.
@@ -34,8 +34,9 @@ class PipelineModel(keras.Model):
     its samples, gradients are summed over micro-batches and applied once, and
     `global_clipnorm` and loss scaling span all stages. Losses, metrics and predictions
     are equal on all ranks of the pipeline. `fit`, `evaluate`, `predict` and the model's
-    call are collectives of these ranks, which give the same samples to them: `shuffle`
-    needs a seed (`keras.utils.set_random_seed`). The call has no gradient.
+    call are collectives of these ranks, which give the same samples to them: with
+    `shuffle` they need equal seeds (`keras.utils.set_random_seed`). A step of which
+    the first sample differs is an error on all ranks. The call has no gradient.
 
     `weights` and the optimizer's slots are those of this rank's stage. The initial
     values are those of `model`; delete it to release those of the other stages.
@@ -82,7 +83,7 @@ class PipelineModel(keras.Model):
         self._training = tuple(training[index])
         self._inference = tuple(schedules.inference(size, microbatches)[index])
         self._links = _links(mesh, mine.cuts)
-        self._output = mine.cuts[-1]
+        self._last_cut = mine.cuts[-1]
         self._is_last = index == size - 1
         self.network = mine.network
         self.dense = mine.dense
@@ -128,16 +129,16 @@ class PipelineModel(keras.Model):
             *(inputs, None, None, self._inference), training=training, is_scored=False
         )
         ranks = self._mesh.pipeline.process_set
-        outputs = self._outputs(step)
+        outputs = self._predictions(step)
         if not needs_communication(ranks):
             return outputs
         if not self._is_last:
             size = tf.shape(inputs)[0]
-            outputs = tf.zeros((size, *self._output.shape[1:]), self._output.dtype)
+            outputs = tf.zeros((size, *self._last_cut.shape[1:]), self._last_cut.dtype)
         outputs = transport.broadcast(
             outputs, list(ranks.ranks)[-1], name="Outputs", process_set=ranks
         )
-        outputs.set_shape(self._output.shape)
+        outputs.set_shape(self._last_cut.shape)
         return outputs
 
     def train_step(self, data):
@@ -169,18 +170,14 @@ class PipelineModel(keras.Model):
 
         def forward(m, inputs):
             outputs = self.network(inputs, training=training)
-            loss = None
+            losses = self.losses if is_scored else []
             if self._is_last and is_scored:
-                loss = self.compute_loss(
-                    None, y[m], outputs, sample_weight[m], training=training
-                )
-            elif is_scored and self.losses:
-                loss = keras.ops.sum(self.losses)
-            if loss is not None:
-                share = tf.cast(sizes[m], loss.dtype) / tf.cast(size, loss.dtype)
-                # A static shape of no samples: Keras does not add up their losses.
-                loss = tf.reduce_sum(loss) * share
-            return outputs, loss
+                losses = [
+                    self.compute_loss(
+                        None, y[m], outputs, sample_weight[m], training=training
+                    )
+                ]
+            return outputs, _share_of(losses, sizes[m], size)
 
         index = self._mesh.pipeline.index
         inputs = None if index else _split(x, sizes)
@@ -190,7 +187,8 @@ class PipelineModel(keras.Model):
 
     def _logs(self, step, x, y, sample_weight):
         """Return the metrics, after an update on the last stage, on all stages."""
-        outputs = self._outputs(step)
+        outputs, pipeline = self._predictions(step), self._mesh.pipeline
+        numbers = samples.fingerprints(x, y, pipeline)
         if not self._is_last:
             # Variables that a metric makes in its first update exist on all ranks.
             y, sample_weight = keras.tree.map_structure(
@@ -203,22 +201,23 @@ class PipelineModel(keras.Model):
         if not self._is_last:
             values = list(map(tf.zeros_like, values))
         loss = tf.add_n(step.losses or [tf.zeros([])])
-        ranks = self._mesh.pipeline.process_set
-        if needs_communication(ranks):
-            loss, *values = transport.allreduce(
-                [loss, *values], Reduction(op=Sum, process_set=ranks), name="Metrics"
+        if needs_communication(pipeline.process_set):
+            reduction = Reduction(op=Sum, process_set=pipeline.process_set)
+            loss, numbers, *values = transport.allreduce(
+                [loss, numbers, *values], reduction, name="Metrics"
             )
+            samples.check_equal(numbers)
             for state, value in zip(states, values, strict=True):
                 state.assign(value)
         self._loss_tracker.update_state(loss, sample_weight=_batch_size(x))
         return self.get_metrics_result()
 
-    def _outputs(self, step):
+    def _predictions(self, step):
         """Return the outputs of a batch; no rows on other stages than the last."""
         if self._is_last:
             parts = [step.outputs[m] for m in range(self._microbatches)]
             return tf.concat(parts, axis=0)
-        return tf.zeros((0, *self._output.shape[1:]), self._output.dtype)
+        return tf.zeros((0, *self._last_cut.shape[1:]), self._last_cut.dtype)
 
 
 def _links(mesh, cuts):
@@ -230,6 +229,17 @@ def _links(mesh, cuts):
         cut = cuts[index]
         links[index + 1] = Link(mesh.next, 1, cut.shape, cut.dtype)
     return links
+
+
+def _share_of(losses, count, size):
+    """Return the part of `count` samples in means over `size`; None for no losses."""
+    if not losses:
+        return None
+    # Losses of mixed precision differ in dtype. One of no samples may have no sum.
+    total = tf.add_n([tf.cast(tf.reduce_sum(each), tf.float32) for each in losses])
+    share = tf.cast(count, tf.float32) / tf.cast(size, tf.float32)
+    # The mean over no samples is NaN, or 0.
+    return tf.math.multiply_no_nan(total, share)
 
 
 def _batch_size(x):

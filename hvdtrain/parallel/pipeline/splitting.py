@@ -37,15 +37,20 @@ def split(entries, stages):
     if all(isinstance(stage, str) for stage in stages):
         starts = [0, *_places(stages, names), len(names)]
     else:
-        if min(stages) < 1 or sum(stages) != len(names) - 1:
-            raise ValueError(
-                f"Received stages={list(stages)}; expected positive numbers that add "
-                f"up to the {len(names) - 1} layers of the model: {names[1:]}."
-            )
-        starts = [0]
-        for count in stages:
-            starts.append(starts[-1] + count + (starts[-1] == 0))
+        _check_counts(stages, names)
+        # The input layer is the first of the first stage.
+        starts = [0, *(1 + end for end in itertools.accumulate(stages))]
     return [entries[start:stop] for start, stop in itertools.pairwise(starts)]
+
+
+def _check_counts(stages, names):
+    are_counts = all(isinstance(count, int) and count > 0 for count in stages)
+    if not are_counts or sum(stages) != len(names) - 1:
+        raise ValueError(
+            f"Received stages={list(stages)}; expected names of layers, or positive "
+            f"numbers that add up to the {len(names) - 1} layers of the model: "
+            f"{names[1:]}."
+        )
 
 
 def _places(stages, names):
@@ -110,7 +115,7 @@ def checked(history, shape, dtype):
             "known but for the batch. Received: the output of "
             f"{history[0]!r} of shape {tuple(shape)} and dtype {dtype}."
         )
-    return Cut(tuple(history), tuple(shape), dtype)
+    return Cut(tuple(history), (None, *shape[1:]), dtype)
 
 
 def _check_not_shared(entry, stage, stage_of):
