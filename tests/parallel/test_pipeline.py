@@ -202,9 +202,13 @@ class Recorder(keras.layers.Layer):
         return recorded(x)
 
     def _after(self, change, tensor):
-        event = tf.py_function(lambda _: self.events.append(change), [tensor], [])
-        with tf.control_dependencies([event]):
-            return tf.identity(tensor)
+        def record(array):
+            self.events.append(change)
+            return array
+
+        # TensorFlow would keep the order of stateful operations.
+        same = tf.numpy_function(record, [tensor], tensor.dtype, stateful=False)
+        return tf.ensure_shape(same, tensor.shape)
 
 
 @ranks
