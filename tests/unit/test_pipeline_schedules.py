@@ -42,55 +42,74 @@ def test_activations_that_are_kept(schedule, stages, microbatches):
 
 
 @pytest.mark.parametrize(("schedule", "stages", "microbatches"), CASES)
-def test_ranks_that_block_in_exchanges_compute_every_microbatch(
-    schedule, stages, microbatches
-):
+def test_ranks_that_block_in_exchanges_lose_no_time(schedule, stages, microbatches):
     training = schedules.training(schedule, stages, microbatches)
-    run(training)
     for mine in training:
         backwards = [each for each in mine if isinstance(each, Backward)]
         assert backwards == [Backward(m) for m in range(microbatches)]
-    run(schedules.inference(stages, microbatches))
+    # The bubble is that of both papers: stages - 1 forward and backward passes.
+    assert Ranks(training).run() == 3 * (microbatches + stages - 1)
+    inference = schedules.inference(stages, microbatches)
+    assert Ranks(inference).run() == microbatches + stages - 1
 
 
-def run(operations):
-    """Runs the stages as ranks do: an exchange blocks until the neighbour is in it."""
-    places = [0] * len(operations)
-    available = [{(Forward, m) for m in range(len(operations[0]))}]
-    available += [set() for _ in operations[1:]]
-    available[-1] |= {(Backward, m) for m in range(len(operations[0]))}
-    done = [set() for _ in operations]
+def test_1f1b_sends_both_ways_in_one_exchange():
+    def exchanges(schedule):
+        first, _ = schedules.training(schedule, stages=2, microbatches=16)
+        return sum(isinstance(each, Exchange) for each in first)
 
-    def current(stage):
-        mine = operations[stage]
-        return mine[places[stage]] if places[stage] < len(mine) else None
+    assert exchanges("gpipe") == 32
+    assert exchanges("1f1b") == 18
 
-    while any(map(current, range(len(operations)))):
-        before = list(places)
-        for stage in range(len(operations)):
-            operation = current(stage)
-            if isinstance(operation, Forward | Backward):
-                key = type(operation), operation.microbatch
-                assert key in available[stage]
-                done[stage].add(key)
-                places[stage] += 1
-            elif operation and operation.neighbour > stage:
-                other, down, up = (
-                    operation.neighbour,
-                    operation.sent,
-                    operation.received,
-                )
-                if current(other) == Exchange(stage, sent=up, received=down):
-                    if down is not None:
-                        assert (Forward, down) in done[stage]
-                        available[other].add((Forward, down))
-                    if up is not None:
-                        assert (Backward, up) in done[other]
-                        available[stage].add((Backward, up))
-                    places[stage] += 1
-                    places[other] += 1
-        assert places != before, "deadlock"
-    assert not any(map(current, range(len(operations))))
+
+class Ranks:
+    """Ranks that execute the operations of their stages, and the time that they take.
+
+    A forward pass takes 1, a backward pass 2, and an exchange no time. Each rank takes
+    its passes one after another, and its exchanges likewise, beside its passes. An
+    exchange blocks until the neighbour is in it, too.
+    """
+
+    def __init__(self, operations):
+        self.waiting = [list(each) for each in operations]
+        self.computed_until = [0] * len(operations)
+        self.exchanged_until = [0] * len(operations)
+        self.results = [{} for _ in operations]
+        self.received = [{} for _ in operations]
+        for m in range(len(operations[0])):
+            self.received[0][Forward(m)] = self.received[-1][Backward(m)] = 0
+
+    def run(self):
+        while any(self.waiting):
+            moved = [self.advance(s) for s, mine in enumerate(self.waiting) if mine]
+            assert any(moved), "deadlock"
+        return max(self.computed_until)
+
+    def advance(self, stage):
+        operation = self.waiting[stage][0]
+        if isinstance(operation, Exchange):
+            other = operation.neighbour
+            theirs = Exchange(stage, sent=operation.received, received=operation.sent)
+            return other > stage and self.exchange(stage, other, operation, theirs)
+        start = max(self.computed_until[stage], self.received[stage][operation])
+        self.computed_until[stage] = start + (2 - isinstance(operation, Forward))
+        self.results[stage][operation] = self.computed_until[stage]
+        return self.waiting[stage].pop(0)
+
+    def exchange(self, stage, other, mine, theirs):
+        if self.waiting[other][:1] != [theirs]:
+            return False
+        down = [] if mine.sent is None else [Forward(mine.sent)]
+        up = [] if mine.received is None else [Backward(mine.received)]
+        end = max(
+            *(self.exchanged_until[rank] for rank in (stage, other)),
+            *(self.results[stage][each] for each in down),
+            *(self.results[other][each] for each in up),
+        )
+        self.exchanged_until[stage] = self.exchanged_until[other] = end
+        self.received[other].update(dict.fromkeys(down, end))
+        self.received[stage].update(dict.fromkeys(up, end))
+        return self.waiting[stage].pop(0) and self.waiting[other].pop(0)
 
 
 def test_an_unknown_schedule():
