@@ -86,9 +86,7 @@ def test_fit_equals_the_dense_model_with_the_big_batch(mesh, schedule):
     dense.compile(optimizer_of(schedule), oracle.LOSS, **metrics)
     expected = oracle.fit(dense, x, y, BATCH * replicas, **options)
     model = pipeline(mesh, schedule)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer_of(schedule), process_set=mesh.data.process_set
-    )
+    optimizer = hvd.DistributedOptimizer(optimizer_of(schedule), mesh=mesh)
     model.compile(optimizer, oracle.LOSS, **metrics)
     mine = slice(mesh.data.index, None, replicas)
     if "sample_weight" in options:

@@ -6,15 +6,11 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.keras.optimizer import (
-    DistributedOptimizer,
-    configure_compiled_model,
-    is_distributed,
-    process_set_of,
-)
+from hvdtrain.keras.hook import hook_of
+from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.partition import set_stages
 from hvdtrain.parallel.mesh import active_mesh
-from hvdtrain.parallel.pipeline import samples, schedules, stage
+from hvdtrain.parallel.pipeline import batches, samples, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, Link
 
 # Their mean over the batch is the weighted mean of those over micro-batches.
@@ -44,8 +40,8 @@ class PipelineModel(keras.Model):
     `add_loss` must be means over the samples, or independent of them.
 
     With replicas of the pipeline, gradients are reduced over `mesh.data`:
-    `hvd.DistributedOptimizer(optimizer, process_set=mesh.data.process_set)`, which
-    `compile` adds where it is missing.
+    `hvd.DistributedOptimizer(optimizer, mesh=mesh)`, which `compile` adds where it is
+    missing.
 
     Args:
         model: a built `keras.Sequential` or functional model with one input and one
@@ -97,7 +93,7 @@ class PipelineModel(keras.Model):
 
         Raises:
             ValueError: for a loss that is no mean over the samples, or an optimizer
-                that is distributed over other ranks than `mesh.data`.
+                that is distributed without the mesh.
         """
         for each in keras.tree.flatten(loss):
             reduction = getattr(keras.losses.get(each), "reduction", _REDUCTIONS[0])
@@ -111,15 +107,15 @@ class PipelineModel(keras.Model):
         configure_compiled_model(self)
 
     def _distributed(self, optimizer):
-        replicas = self._mesh.data.process_set
-        if not is_distributed(optimizer):
-            return DistributedOptimizer(optimizer, process_set=replicas)
-        ranks = list(process_set_of(optimizer).ranks)
-        if ranks != list(replicas.ranks):
+        hook = hook_of(optimizer)
+        if hook is None:
+            return DistributedOptimizer(optimizer, mesh=self._mesh)
+        if hook.mesh is None or hook.mesh.shape != self._mesh.shape:
             raise ValueError(
-                "The gradients of a stage are reduced over its replicas, the ranks "
-                f"{list(replicas.ranks)}. Received: an optimizer that is distributed "
-                f"over the ranks {ranks}. Pass process_set=mesh.data.process_set."
+                "The stages of a pipeline need an optimizer that is distributed over "
+                f"their mesh, {self._mesh.shape}. Received: one for "
+                f"{hook.mesh and hook.mesh.shape}. Pass "
+                "hvd.DistributedOptimizer(optimizer, mesh=mesh)."
             )
         return optimizer
 
@@ -163,10 +159,9 @@ class PipelineModel(keras.Model):
         self, x, y, sample_weight, operations, *, training, is_scored=True, **options
     ):
         """Return an `Execution` that has been run."""
-        count = self._microbatches
-        size = _batch_size(x)
-        sizes = [(size + count - 1 - m) // count for m in range(count)]
-        y, sample_weight = (_split(each, sizes) for each in (y, sample_weight))
+        size = batches.size_of(x)
+        sizes = batches.sizes_of(size, self._microbatches)
+        y, sample_weight = (batches.split(each, sizes) for each in (y, sample_weight))
 
         def forward(m, inputs):
             outputs = self.network(inputs, training=training)
@@ -177,10 +172,10 @@ class PipelineModel(keras.Model):
                         None, y[m], outputs, sample_weight[m], training=training
                     )
                 ]
-            return outputs, _share_of(losses, sizes[m], size)
+            return outputs, batches.share_of(losses, sizes[m], size)
 
         index = self._mesh.pipeline.index
-        inputs = None if index else _split(x, sizes)
+        inputs = None if index else batches.split(x, sizes)
         return Execution(
             forward, inputs, stage=index, links=self._links, **options
         ).run(operations)
@@ -209,7 +204,7 @@ class PipelineModel(keras.Model):
             samples.check_equal(numbers)
             for state, value in zip(states, values, strict=True):
                 state.assign(value)
-        self._loss_tracker.update_state(loss, sample_weight=_batch_size(x))
+        self._loss_tracker.update_state(loss, sample_weight=batches.size_of(x))
         return self.get_metrics_result()
 
     def _predictions(self, step):
@@ -229,30 +224,3 @@ def _links(mesh, cuts):
         cut = cuts[index]
         links[index + 1] = Link(mesh.next, 1, cut.shape, cut.dtype)
     return links
-
-
-def _share_of(losses, count, size):
-    """Return the part of `count` samples in means over `size`; None for no losses."""
-    if not losses:
-        return None
-    # Losses of mixed precision differ in dtype. One of no samples may have no sum.
-    total = tf.add_n([tf.cast(tf.reduce_sum(each), tf.float32) for each in losses])
-    share = tf.cast(count, tf.float32) / tf.cast(size, tf.float32)
-    # The mean over no samples is NaN, or 0.
-    return tf.math.multiply_no_nan(total, share)
-
-
-def _batch_size(x):
-    return tf.shape(keras.tree.flatten(x)[0])[0]
-
-
-def _split(batch, sizes):
-    tensors = [] if batch is None else keras.tree.flatten(batch)
-    if not tensors:
-        return [None] * len(sizes)
-    if len(tensors) > 1:
-        raise ValueError(
-            "A pipeline takes one input and one target. Received: "
-            f"{len(tensors)} tensors."
-        )
-    return tf.split(tensors[0], tf.stack(sizes), num=len(sizes))
