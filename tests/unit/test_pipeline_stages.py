@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from hvdtrain.keras.partition import Partition, set_partition
 from hvdtrain.parallel.pipeline import stage
 
 layers = keras.layers
@@ -60,6 +61,14 @@ class Counter(layers.Layer):
         return x
 
 
+def divided():
+    model = chain()
+    # Of a mesh of one rank, in place of one with model=2.
+    halves = Partition(axis=0, size=4, ranks=2, rank=0, process_set=None)
+    set_partition(model.get_layer("a").kernel, halves)
+    return model
+
+
 REFUSED = {
     "BatchNormalization 'n' .* depends on the whole batch": lambda: chain(
         keras.Sequential([layers.BatchNormalization(name="n")])
@@ -73,6 +82,7 @@ REFUSED = {
     r"one tensor from stage 0 .* \['a', 'b'\]|\['b', 'a'\]": residual,
     "layer 'a' is called in stage 0 and, on the output of 'b', in stage 1": shared,
     "layers 'a' and 'b' share the variable": tied,
+    "Dense 'a' .* divided along the axis model": divided,
     "2 inputs": two_inputs,
     "output of .*embedding.* has a mask": masked,
     "a Subclass": subclassed,

@@ -5,6 +5,7 @@ import random
 
 import keras
 
+from hvdtrain.keras.partition import partition_of
 from hvdtrain.parallel.pipeline import splitting
 
 # They depend on the whole batch, or on the batches before.
@@ -213,11 +214,14 @@ def _check_layer(layer):
         reason = "its state depends on the batches before"
     elif layer.activity_regularizer is not None:
         reason = "its activity_regularizer depends on the whole batch"
+    elif any(p.ranks > 1 for p in map(partition_of, layer._trainable_variables) if p):
+        # Its config is that of the dense layer.
+        reason = "its weights are divided along the axis model"
     else:
         return
     raise ValueError(
-        f"The {kind} {layer.name!r} cannot be part of a pipeline, which divides "
-        f"batches into micro-batches: {reason}."
+        f"The {kind} {layer.name!r} cannot be part of a pipeline, which makes layers "
+        f"from their config and divides batches into micro-batches: {reason}."
     )
 
 
