@@ -20,6 +20,7 @@ from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
 from hvdtrain.keras.partition import (
     check_elementwise,
     check_mesh,
+    is_divided,
     is_divided_along,
 )
 from hvdtrain.keras.skipping import UpdateSkipping, all_finite
