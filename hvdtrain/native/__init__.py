@@ -13,7 +13,7 @@ import sys
 import tensorflow as tf
 
 # Of the operations and of the C functions; also in interface.cc.
-_INTERFACE = 6
+_INTERFACE = 7
 
 
 @dataclasses.dataclass(frozen=True)

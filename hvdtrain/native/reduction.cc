@@ -25,7 +25,7 @@ class Cursor {
 
   void CopyFrom(const char* result, size_t elements) {
     Advance(elements, [&](const Piece& piece, size_t start, size_t bytes) {
-      memcpy(piece.output + start, result, bytes);
+      if (piece.output != nullptr) memcpy(piece.output + start, result, bytes);
       result += bytes;
     });
   }
@@ -110,6 +110,23 @@ void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtyp
   dtype.sum(slots, start, end - start, divisor, segment.result());
 }
 
+// Elements that each rank sends.
+std::vector<size_t> Totals(const std::vector<std::vector<Piece>>& pieces) {
+  std::vector<size_t> totals;
+  for (const std::vector<Piece>& each : pieces) {
+    totals.push_back(0);
+    for (const Piece& piece : each) totals.back() += piece.elements;
+  }
+  return totals;
+}
+
+void CopyOwn(const std::vector<Piece>& pieces, size_t element_bytes) {
+  for (const Piece& piece : pieces) {
+    if (piece.output == nullptr) continue;
+    memcpy(piece.output, piece.input, piece.elements * element_bytes);
+  }
+}
+
 }  // namespace
 
 Report Allreduce(Segment& segment, const Reduction* reduction) {
@@ -159,6 +176,42 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
     if (reduction) out.CopyFrom(segment.result(), elements);
     done += elements;
   } while (done < total);
+  return {Outcome::kReduced, ""};
+}
+
+Report Allgather(Segment& segment, const Gathering& gathering) {
+  // Without elements: the comparison of what the ranks have called.
+  const Reduction comparison{gathering.name, gathering.signature, gathering.describe,
+                             tensorflow::DT_FLOAT, false, {}};
+  const Report report = Allreduce(segment, &comparison);
+  if (report.outcome != Outcome::kReduced) return report;
+  const int rank = segment.rank(), size = segment.size();
+  // Members are written again by the next collective only.
+  if (ActiveRanks(segment).size() < static_cast<size_t>(size)) {
+    return {Outcome::kMismatch, gathering.describe() + "; another rank: join"};
+  }
+  const std::vector<size_t> totals = Totals(gathering.pieces);
+  const size_t total = *std::max_element(totals.begin(), totals.end());
+  const size_t chunk = segment.slot_bytes() / gathering.element_bytes;
+  std::vector<Cursor> cursors;
+  for (const auto& pieces : gathering.pieces) {
+    cursors.emplace_back(pieces, gathering.element_bytes);
+  }
+  for (size_t done = 0; done < total; done += chunk) {
+    const auto elements = [&](int other) {
+      return totals[other] > done ? std::min(chunk, totals[other] - done) : 0;
+    };
+    cursors[rank].CopyTo(segment.slot(rank), elements(rank));
+    std::string lost = segment.Barrier(gathering.name);
+    if (!lost.empty()) return {Outcome::kLost, lost};
+    for (int other = 0; other < size; ++other) {
+      if (other != rank) cursors[other].CopyFrom(segment.slot(other), elements(other));
+    }
+    // No rank overwrites its slot before all have read it.
+    lost = segment.Barrier(gathering.name);
+    if (!lost.empty()) return {Outcome::kLost, lost};
+  }
+  CopyOwn(gathering.pieces[rank], gathering.element_bytes);
   return {Outcome::kReduced, ""};
 }
 

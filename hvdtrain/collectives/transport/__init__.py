@@ -14,6 +14,7 @@ from hvdtrain.collectives.transport.moving import (
     broadcast_in_place,
     reducescatter,
 )
+from hvdtrain.collectives.transport.parts import gather_parts, scatter_parts
 from hvdtrain.collectives.transport.reducing import allreduce
 from hvdtrain.collectives.transport.reduction import (
     Adasum,

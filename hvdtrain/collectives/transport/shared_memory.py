@@ -139,6 +139,45 @@ def allreduce(tensors, *, name, reduction):
     )
 
 
+def reducescatter(tensors, sizes, *, name, reduction):
+    """As `allreduce`, but returns this rank's part of each flattened tensor.
+
+    Args:
+        tensors: list of tensors.
+        sizes: list of the elements of each rank, for each tensor.
+        name: of the operation.
+        reduction: a `Reduction`.
+    """
+    rank = hvd.rank()
+    return connect().operations.hvdtrain_reducescatter(
+        inputs=tensors,
+        token=graph.order_token().handle,
+        mean=reduction.op == Average,
+        starts=[sum(each[:rank]) for each in sizes],
+        sizes=[each[rank] for each in sizes],
+        collective=name,
+        description=f"scattered parts {sizes}, {reduction.describe()}",
+    )
+
+
+def gathers(dtype, process_set):
+    """Whether parts of tensors of this dtype are gathered natively."""
+    return dtype in _DTYPES and takes_part(process_set)
+
+
+def allgather(parts, *, sizes, shapes, name):
+    """Gathers parts of one dtype, which `gathers` has accepted; see `gather_parts`."""
+    return connect().operations.hvdtrain_allgather(
+        parts=parts,
+        token=graph.order_token().handle,
+        sizes=list(itertools.chain.from_iterable(sizes)),
+        # Nothing is copied to a tensor without elements.
+        shapes=[[0] if shape is None else shape for shape in shapes],
+        collective=name,
+        description=f"allgather of {len(parts)} parts",
+    )
+
+
 def compare(signature, *, name):
     """Returns an operation that compares a collective which Horovod moves.
 
