@@ -17,24 +17,28 @@ from hvdtrain.keras.partition import (
 )
 
 
-def is_over_ranks(optimizer, variables):
+def is_over_ranks(optimizer, variables, sharding=None):
     """Returns whether `optimizer` clips by a norm of which this rank has a part."""
     if optimizer.global_clipnorm:
-        return is_part_of_model(variables)
-    return bool(optimizer.clipnorm) and is_divided(variables)
+        return sharding is not None or is_part_of_model(variables)
+    return bool(optimizer.clipnorm) and (sharding is not None or is_divided(variables))
 
 
-def clip(optimizer, grads, variables):
+def clip(optimizer, grads, variables, sharding=None):
     """Clips as `optimizer` does, with the norms of the dense variables.
 
     Args:
         optimizer: a Keras optimizer.
         grads: list of gradients, without None.
         variables: list of the variables that they belong to.
+        sharding: the `ShardedState` to which parts of the gradients were reduced.
     """
     grads = [tf.convert_to_tensor(gradient) for gradient in grads]
+    squares = [tf.reduce_sum(tf.square(gradient)) for gradient in grads]
+    if sharding:
+        squares = sharding.sum_squares(squares, variables)
+    squares = _dense_squares(squares, variables)
     if limit := optimizer.clipnorm:
-        squares = dense_squares(grads, variables)
         return [
             gradient * limit / tf.maximum(tf.sqrt(square), limit)
             for gradient, square in zip(grads, squares, strict=True)
@@ -42,16 +46,15 @@ def clip(optimizer, grads, variables):
     limit = optimizer.global_clipnorm
     # Not add_n: TensorFlow's graph optimizer chooses its order, which may differ by
     # rank, and with it the last bit of the replicated weights.
-    square = tf.reduce_sum(tf.stack(dense_squares(grads, variables)))
-    norm = tf.sqrt(_over_stages(square, variables))
+    norm = tf.sqrt(_over_stages(tf.reduce_sum(tf.stack(squares)), variables))
     # The last term turns the scale into NaN where the norm is not finite.
     scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
     return [gradient * scale for gradient in grads]
 
 
-def dense_squares(grads, variables):
-    """Returns the squared norm of the gradient of each dense variable."""
-    squares = [tf.reduce_sum(tf.square(gradient)) for gradient in grads]
+def _dense_squares(squares, variables):
+    """Returns the squared norm of each dense variable from those of its slices."""
+    squares = list(squares)
     by_ranks = {}
     for i, variable in enumerate(variables):
         if partition := partition_of(variable):

@@ -18,8 +18,8 @@ import tensorflow as tf
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.keras.dense_saving import is_saving, save_together
-from hvdtrain.keras.optimizer import optimizers_of
 from hvdtrain.keras.partition import is_divided, partition_of
+from hvdtrain.keras.ranks import optimizers_of
 
 _MARK = "_hvdtrain_collective"
 _RUNS = ("fit", "evaluate", "predict")

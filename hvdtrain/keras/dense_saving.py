@@ -14,7 +14,7 @@ from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
-from hvdtrain.keras.partition import partition_of
+from hvdtrain.keras.partition import assign_part, partition_of
 
 _DONE, _WORKING = -1, -2
 # A long wait would be taken for a rank that hangs.
@@ -57,8 +57,7 @@ def save_dense_slots(optimizer):
 def load_slices(variables, store):
     """Assigns this rank's slices of dense values, which are stored by number."""
     for i, variable in enumerate(variables):
-        value, partition = store[str(i)], partition_of(variable)
-        variable.assign(partition.of(value) if partition else value)
+        assign_part(variable, store[str(i)])
 
 
 def is_saving():

@@ -113,8 +113,10 @@ class DenseVariable:
 
     @property
     def is_whole(self):
-        """Whether this rank holds all of it."""
-        return self.block == Block.of(self.shape, None)
+        """Whether every rank that has it holds all of it."""
+        # A rank may hold all of an optimizer's slot, and others nothing of it.
+        is_divided = self.variable is not None and partition_of(self.variable)
+        return not is_divided and self.block == Block.of(self.shape, None)
 
     def local_value(self):
         """Return a copy of this rank's part as an array; None without one."""

@@ -86,7 +86,7 @@ class GradientReducer:
     """
 
     def __init__(self, name, options):
-        self._name = name
+        self.name = name
         self.options = options
         self._process_sets = {}
 
@@ -133,7 +133,7 @@ class GradientReducer:
         if not needs_communication(self.process_set):
             return combined
         sent = self._prepare(gradients, variables)
-        groups = self._split(list(sent), variables)
+        groups = self.split(list(sent), variables)
         # Gradients of the last layers are computed first: they can be reduced while
         # the backward pass goes on.
         for number, members in reversed(list(enumerate(groups))):
@@ -141,7 +141,7 @@ class GradientReducer:
             reduced = transport.allreduce(
                 [sent[i] for i in members],
                 self.options.reduction(process_set),
-                name=f"{self._name}_{number}",
+                name=f"{self.name}_{number}",
             )
             for i, gradient in zip(members, reduced, strict=True):
                 if gradients[i] is None:
@@ -149,10 +149,16 @@ class GradientReducer:
                     continue
                 gradient._reduced_over = process_set.process_set_id
                 combined[i] = gradient
-        for i, variable in enumerate(variables):
-            if self._is_scaled(variable) and gradients[i] is not None:
-                combined[i] = self._divide_by_ranks(gradients[i])
-        return combined
+        return self.scale_local(combined, variables)
+
+    def scale_local(self, gradients, variables):
+        """Returns a list of gradients in which those of local variables are scaled."""
+        return [
+            self._divide_by_ranks(gradient)
+            if gradient is not None and self._is_scaled(variable)
+            else gradient
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
 
     def global_norm(self, gradients, variables):
         """Returns the norm of the gradients of all variables of all ranks.
@@ -181,7 +187,7 @@ class GradientReducer:
         (total,) = transport.allreduce(
             [tf.add_n([zero, *own])],
             transport.Reduction(op=Sum, process_set=self.process_set),
-            name=f"{self._name}_norm",
+            name=f"{self.name}_norm",
         )
         return tf.sqrt(tf.add_n([total, *shared]))
 
@@ -222,7 +228,7 @@ class GradientReducer:
             )
         return gradient / size
 
-    def _split(self, places, variables):
+    def split(self, places, variables):
         """Returns lists of places that are reduced together: one process set each."""
         by_process_set = {}
         for i in places:

@@ -15,7 +15,7 @@ from hvdtrain.keras import clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.dense_saving import save_dense_slots
 from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.loss_scaling import calling_loss_scale_optimizer
+from hvdtrain.keras.loss_scaling import check_loss_scale
 from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
 from hvdtrain.keras.partition import (
     check_elementwise,
@@ -38,13 +38,15 @@ class ReductionHook:
         reducer: a `GradientReducer`.
         window_factor: number by which the mean over a window is multiplied.
         mesh: the `parallel.Mesh` over which the model is divided, or None.
+        sharding: the `ShardedState` of the optimizer, or None.
     """
 
-    def __init__(self, optimizer, reducer, *, window_factor, mesh=None):
+    def __init__(self, optimizer, reducer, *, window_factor, mesh=None, sharding=None):
         self._optimizer = optimizer
         self.reducer = reducer
         self._window_factor = window_factor
         self.mesh = mesh
+        self.sharding = sharding
         self._weight = 1.0
         self._variables, self._places = [], []
         self._has_reduced = False
@@ -123,7 +125,7 @@ class ReductionHook:
         if trainable_variables is None and not self._optimizer.built:
             # Keras raises the error, and the optimizer can be built afterwards.
             self._apply(grads)
-        self._check_loss_scale()
+        check_loss_scale(self._loss_scale_optimizer)
         variables = trainable_variables or list(self._optimizer._trainable_variables)
         _check_not_overwritten(grads, variables)
         check_elementwise(self._optimizer, variables)
@@ -146,22 +148,25 @@ class ReductionHook:
         gradients = [None] * len(self._variables)
         for place, gradient in zip(self._places, grads, strict=True):
             gradients[place] = gradient
-        reduced = self.reducer(gradients, self._variables)
+        reduce = self.sharding.reduce if self.sharding else self.reducer
+        reduced = reduce(gradients, self._variables)
         reduced = [reduced[place] for place in self._places]
         clipped = self._clip(reduced)
         if self._skipping:
             # Both: clipping makes infinity finite, and large gradients NaN.
             finite = all_finite([*reduced, *clipped])
-            # Reduced gradients are equal on all ranks, those of local variables not.
-            if self.mesh or self._has_unshared_variables():
+            # Reduced gradients are equal on all ranks, unless they are parts, or those
+            # of local variables.
+            if self.mesh or self._is_scattered() or self._has_unshared_variables():
                 finite = self._is_true_on_all_ranks(finite, "FiniteGradients")
             self._skipping.note(finite)
         return clipped
 
     def _clip(self, grads):
         variables = [self._variables[place] for place in self._places]
-        if clipping.is_over_ranks(self._optimizer, variables):
-            return clipping.clip(self._optimizer, grads, variables)
+        scattered = self.sharding if self._is_scattered() else None
+        if clipping.is_over_ranks(self._optimizer, variables, scattered):
+            return clipping.clip(self._optimizer, grads, variables, scattered)
         limit = self._optimizer.global_clipnorm
         if not limit or not self._has_unshared_variables():
             return self._clip_gradients(grads)
@@ -170,6 +175,9 @@ class ReductionHook:
         norm = self.reducer.global_norm(grads, variables)
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         return [tf.convert_to_tensor(gradient) * scale for gradient in grads]
+
+    def _is_scattered(self):
+        return self.sharding and self.sharding.is_scattered
 
     def _has_unshared_variables(self):
         # On any rank: each must take part in the reduction of the norm, also one
@@ -212,19 +220,6 @@ class ReductionHook:
             process_set=self.all_ranks,
         )
         return tf.equal(count, 0)
-
-    def _check_loss_scale(self):
-        caller = calling_loss_scale_optimizer()
-        if caller is None or caller is self._loss_scale_optimizer:
-            return
-        raise ValueError(
-            "The distributed optimizer is inside a LossScaleOptimizer that checks for "
-            "overflow on each rank alone: ranks without overflow would wait for one "
-            "that skips the step. Add "
-            "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, make "
-            "an hvd.elastic.KerasState of the model after compile(), or use "
-            "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
-        )
 
     def _check_first_step(self, variables):
         # A retrace does not check again: not all ranks may retrace.

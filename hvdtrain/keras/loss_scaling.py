@@ -5,7 +5,26 @@ import inspect
 import keras
 
 
-def calling_loss_scale_optimizer():
+def check_loss_scale(shared):
+    """Raises a ValueError unless the `LossScaleOptimizer` that calls is `shared`.
+
+    Args:
+        shared: the one whose check for overflow is one of all ranks; may be None.
+    """
+    caller = _calling_optimizer()
+    if caller is None or caller is shared:
+        return
+    raise ValueError(
+        "The distributed optimizer is inside a LossScaleOptimizer that checks for "
+        "overflow on each rank alone: ranks without overflow would wait for one "
+        "that skips the step. Add "
+        "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, make "
+        "an hvd.elastic.KerasState of the model after compile(), or use "
+        "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
+    )
+
+
+def _calling_optimizer():
     """Returns the `LossScaleOptimizer` whose `apply` is on the stack, or None.
 
     The inner optimizer has no reference to it. In a graph it calls the inner `apply`

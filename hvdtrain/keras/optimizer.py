@@ -13,10 +13,13 @@ import tensorflow as tf
 from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average, Sum, op_name
+from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer
 from hvdtrain.keras.groups import groups_argument
 from hvdtrain.keras.hook import ReductionHook, hook_of
 from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.ranks import optimizers_of
+from hvdtrain.keras.sharded_state import ShardedState
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -35,6 +38,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set=global_process_set,
     scale_local_gradients=True,
     mesh=None,
+    shard_state=False,
 ):
     """Makes a Keras optimizer combine its gradients over all ranks.
 
@@ -71,6 +75,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             of ranks.
         mesh: a `parallel.Mesh`, instead of `process_set`: for models that are divided
             over ranks. Gradients are reduced along its axis data.
+        shard_state: divide the optimizer's state over the ranks that reduce gradients
+            together: False, True, or how (see `ShardedState`): "variables" (True),
+            exact for every optimizer; "slices" and "slices_reducescatter" for
+            elementwise optimizers, the latter with less communication and sums in
+            another order. All ranks call `model.save` then, which saves all of it.
 
     Returns:
         `optimizer`, with a method `register_local_var(variable)` added.
@@ -100,6 +109,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         backward_passes_per_step=backward_passes_per_step,
         average_aggregated_gradients=average_aggregated_gradients,
         mesh=mesh,
+        shard_state=shard_state,
     )
 
 
@@ -111,6 +121,7 @@ def distribute(
     backward_passes_per_step=1,
     average_aggregated_gradients=False,
     mesh=None,
+    shard_state=False,
 ):
     """Hooks a reduction with these `GradientOptions` into `optimizer`; returns it."""
     _check_optimizer(optimizer)
@@ -124,12 +135,19 @@ def distribute(
     reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)
     _accumulate(base, backward_passes_per_step)
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
+    sharding = None
+    if shard_state:
+        sharding = ShardedState(base, reducer, shard_state)
+        collective_calls.install()
     hook = ReductionHook(
         base,
         reducer,
         window_factor=backward_passes_per_step if sums_window else 1,
         mesh=mesh,
+        sharding=sharding,
     )
+    if sharding and base.built:
+        sharding.rebuild()
     optimizer.register_local_var = reducer.register_local
     if base is not optimizer:
         hook.share_finite_check(optimizer)
@@ -139,19 +157,6 @@ def distribute(
 def is_distributed(optimizer):
     """Whether `optimizer` went through `DistributedOptimizer`."""
     return hook_of(optimizer) is not None
-
-
-def optimizers_of(model):
-    """The compiled optimizer, and distributed ones that are attributes of `model`."""
-    compiled = getattr(model, "optimizer", None)
-    beside = [
-        value
-        for value in vars(model).values()
-        if isinstance(value, keras.optimizers.Optimizer)
-        and value is not compiled
-        and hook_of(value) is not None
-    ]
-    return [compiled, *beside] if compiled is not None else beside
 
 
 def configure_compiled_model(model):

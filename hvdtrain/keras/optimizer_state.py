@@ -36,7 +36,8 @@ def divide_slots(optimizer, trainable):
     if not is_divided(trainable):
         return
     for slot, variable in _owned_slots(optimizer, trainable):
-        if slot.shape == variable.shape and partition_of(variable):
+        is_whole = slot.shape == variable.shape and not partition_of(slot)
+        if is_whole and partition_of(variable):
             set_partition(slot, partition_of(variable))
 
 

@@ -8,7 +8,8 @@ from hvdtrain.collectives.dtypes import as_tensorflow
 
 _ATTRIBUTE = "_hvdtrain_partition"
 _STAGES = "_hvdtrain_stages"
-_NOT_ELEMENTWISE = (
+# Optimizers whose update of an element depends on its whole variable.
+NOT_ELEMENTWISE = (
     keras.optimizers.Adafactor,
     keras.optimizers.Lamb,
     keras.optimizers.Muon,
@@ -113,6 +114,14 @@ def stages_of(variables):
     )
 
 
+def assign_part(variable, dense):
+    """Assigns to a Keras variable its part of a dense value."""
+    if partition := partition_of(variable):
+        # An optimizer's slot may be all of a flattened variable.
+        dense = keras.ops.reshape(partition.of(dense), variable.shape)
+    variable.assign(dense)
+
+
 def is_divided(variables):
     """Returns whether this rank has only a slice of one of these variables."""
     return any(map(partition_of, variables))
@@ -145,7 +154,7 @@ def is_part_of_model(variables):
 
 def check_elementwise(optimizer, variables):
     """Raises a ValueError if an update needs the whole of a divided variable."""
-    if is_divided(variables) and isinstance(optimizer, _NOT_ELEMENTWISE):
+    if is_divided(variables) and isinstance(optimizer, NOT_ELEMENTWISE):
         raise ValueError(
             f"{type(optimizer).__name__} computes the update of an element from its "
             "whole variable, of which each rank has a slice. Use an elementwise "

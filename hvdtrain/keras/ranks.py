@@ -1,8 +1,23 @@
-"""The ranks that train with an optimizer, and which of them hold equal variables."""
+"""The optimizers of a model, their ranks, and which ranks hold equal variables."""
+
+import keras
 
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.partition import is_divided_along
+
+
+def optimizers_of(model):
+    """The compiled optimizer, and distributed ones that are attributes of `model`."""
+    compiled = getattr(model, "optimizer", None)
+    beside = [
+        value
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
+        and value is not compiled
+        and hook_of(value) is not None
+    ]
+    return [compiled, *beside] if compiled is not None else beside
 
 
 def process_set_of(optimizer):

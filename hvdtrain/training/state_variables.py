@@ -9,7 +9,7 @@ from hvdtrain.job.world import JobError
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.partition import partition_of
+from hvdtrain.keras.partition import assign_part
 from hvdtrain.keras.variables import replicated_variables
 
 
@@ -129,7 +129,5 @@ def assign(variables, values):
         values: list of arrays.
     """
     for described, value in zip(variables, values, strict=True):
-        variable = described.variable
-        if variable is not None:
-            partition = partition_of(variable)
-            variable.assign(partition.of(value) if partition else value)
+        if described.variable is not None:
+            assign_part(described.variable, value)

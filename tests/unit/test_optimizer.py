@@ -30,11 +30,23 @@ def sgd(**args):
         ({"groups": 0}, "positive number of groups"),
         ({"groups": "all"}, "positive number of groups"),
         ({"backward_passes_per_step": 0}, "positive integer"),
+        ({"shard_state": "layers"}, "one of 'variables', 'slices'"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         hvd.DistributedOptimizer(sgd(), **arguments)
+
+
+def test_state_of_lamb_is_not_divided_by_slices():
+    with pytest.raises(ValueError, match="Use shard_state=True"):
+        hvd.DistributedOptimizer(keras.optimizers.Lamb(), shard_state="slices")
+
+
+def test_ranks_of_an_elastic_job_do_not_divide_state(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ValueError, match="fixed number of ranks"):
+        hvd.DistributedOptimizer(sgd(), shard_state=True)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", None, keras.optimizers.SGD])

@@ -149,7 +149,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         variables = replicated_variables(model, local_keys=self._local_keys)
-        if is_divided(variables):
+        if is_divided(model.variables):
             # The seeds of a replica are those of its first rank.
             variables += seed_states(model)
         for process_set, root, copies in copies_of(

@@ -7,9 +7,8 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.optimizer import optimizers_of
 from hvdtrain.keras.partition import is_divided
-from hvdtrain.keras.ranks import local_keys_of
+from hvdtrain.keras.ranks import local_keys_of, optimizers_of
 from hvdtrain.keras.variables import replicated_variables
 
 
@@ -49,6 +48,13 @@ class JoinCallback(keras.callbacks.Callback):
                 "JoinCallback cannot be used with a model that is divided over ranks: "
                 "the forward pass of the others needs the rank that waits. Deal "
                 "equally many batches to every rank instead."
+            )
+        hooks = map(hook_of, optimizers_of(model))
+        if any(hook and hook.sharding for hook in hooks):
+            raise ValueError(
+                "JoinCallback cannot be used with shard_state: a rank that waits does "
+                "not update its part of the weights. Deal equally many batches to "
+                "every rank instead."
             )
         model._hvdtrain_joins = True
 

@@ -1,0 +1,275 @@
+"""Optimizers whose state is divided, against the same ones with all of it."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import parallel
+from hvdtrain.collectives import transport
+from hvdtrain.job import World
+from hvdtrain.keras.dense_values import DenseValues, DenseVariable
+from hvdtrain.keras.hook import hook_of
+from hvdtrain.keras.partition import partition_of
+from hvdtrain.training import state
+from hvdtrain.training.state_variables import StateVariables
+
+RANK, SIZE = hvd.rank(), hvd.size()
+optimizers = keras.optimizers
+# Of several parts, of one, and without an axis.
+SHAPES = {"table": (13, 17), "bias": (17,), "scale": ()}
+STEPS = 4
+
+
+def without_decay_of_bias(optimizer):
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+ELEMENTWISE = {
+    "sgd, weight decay": lambda: optimizers.SGD(0.1, weight_decay=0.1),
+    "momentum, clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3),
+    "nesterov, clipvalue": lambda: optimizers.SGD(
+        0.1, momentum=0.9, nesterov=True, clipvalue=0.05
+    ),
+    "adam, accumulation": lambda: optimizers.Adam(
+        0.01, amsgrad=True, gradient_accumulation_steps=2, global_clipnorm=0.3
+    ),
+    "adamw": lambda: without_decay_of_bias(optimizers.AdamW(0.01, weight_decay=0.1)),
+    "nadam, moving average": lambda: optimizers.Nadam(
+        0.01, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
+    ),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "rmsprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.9),
+    "adagrad, moving average": lambda: optimizers.Adagrad(0.1, use_ema=True),
+    "adadelta": lambda: optimizers.Adadelta(1.0),
+    "ftrl": lambda: optimizers.Ftrl(0.1),
+    "lion": lambda: optimizers.Lion(0.01),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(
+        optimizers.Adam(0.01, global_clipnorm=0.3)
+    ),
+    # Of newer versions of Keras: its slots start with the values of the weights.
+    **(
+        {"schedule free": lambda: optimizers.ScheduleFreeAdamW(0.01)}
+        if hasattr(optimizers, "ScheduleFreeAdamW")
+        else {}
+    ),
+}
+OTHERS = {
+    "adafactor": lambda: optimizers.Adafactor(0.1),
+    "lamb": lambda: optimizers.Lamb(0.01),
+    "muon": lambda: optimizers.Muon(0.01, weight_decay=0.1),
+}
+ALL = ELEMENTWISE | OTHERS
+EXACT = [
+    *((name, "variables") for name in ALL),
+    *((name, "slices") for name in ELEMENTWISE),
+]
+ON_MORE_RANKS = [
+    ("adafactor", "variables"),
+    ("adam, accumulation", "slices"),
+    ("nadam, moving average", "slices"),
+]
+
+
+def draw(shapes, *seed, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return [(scale * rng.normal(size=shape)).astype("float32") for shape in shapes]
+
+
+def new_variables():
+    values = draw(SHAPES.values(), 0)
+    named = zip(values, SHAPES, strict=True)
+    return [keras.Variable(value, name=name) for value, name in named]
+
+
+def train(make, *, spoil=None, **options):
+    """Applies gradients that differ by rank; returns weights and optimizer.
+
+    `spoil(gradients, step)` changes them.
+    """
+    variables = new_variables()
+    optimizer = hvd.DistributedOptimizer(make(), **options)
+    count = hook_of(optimizer).skip_nonfinite() if spoil else None
+    for step in range(STEPS):
+        gradients = draw(SHAPES.values(), step, RANK, scale=0.1)
+        if spoil:
+            spoil(gradients, step)
+        # As a layer that is frozen after the first step.
+        used = slice(0 if step == 0 else 1, None)
+        optimizer.apply(list(map(tf.constant, gradients[used])), variables[used])
+    optimizer.finalize_variable_values(variables)
+    assert count is None or int(count) == 1
+    return [variable.numpy() for variable in variables], optimizer
+
+
+def assert_equal(arrays, others, what, **tolerance):
+    for number, (a, b) in enumerate(zip(arrays, others, strict=True)):
+        if tolerance:
+            np.testing.assert_allclose(a, b, err_msg=f"{what} {number}", **tolerance)
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=f"{what} {number}")
+
+
+def slots_of(optimizer):
+    """Variables of an optimizer, without accumulated gradients, whole on rank 0."""
+    held = slots_held(optimizer)
+    values = DenseValues(map(DenseVariable.of, held))
+    return [values.gather(number) for number in range(len(held))]
+
+
+def slots_held(optimizer):
+    return [v for v in optimizer.variables if "accumulator" not in v.name]
+
+
+@pytest.mark.ranks
+@pytest.mark.four_ranks
+def test_a_divided_state_is_updated_bitwise_as_all_of_it():
+    expected = {}
+    for name, shard_state in EXACT if SIZE == 2 else ON_MORE_RANKS:
+        expected[name] = expected.get(name) or train(ALL[name])
+        weights, whole = expected[name]
+        found, optimizer = train(ALL[name], shard_state=shard_state)
+        assert_equal(found, weights, f"{name} {shard_state}")
+        if (name, shard_state) in ON_MORE_RANKS:
+            slots, others = slots_of(optimizer), slots_of(whole)
+            if RANK == 0:
+                assert_equal(slots, others, f"{name} {shard_state}")
+
+
+CLIPPED = {
+    name: lambda option=option: optimizers.Adam(0.01, use_ema=True, **option)
+    for name, option in {
+        "clipnorm": {"clipnorm": 0.3},
+        "clipvalue": {"clipvalue": 0.05},
+        "global_clipnorm": {"global_clipnorm": 0.3},
+    }.items()
+}
+
+
+def spoil(gradients, step):
+    if step == 1 and RANK == SIZE - 1:
+        gradients[1][0] = np.nan
+
+
+@pytest.mark.parametrize(
+    "clipping",
+    ["clipnorm", "clipvalue", pytest.param("global_clipnorm", marks=pytest.mark.ranks)],
+)
+def test_scattered_gradients(clipping):
+    weights, _ = train(CLIPPED[clipping], spoil=spoil)
+    found, _ = train(CLIPPED[clipping], spoil=spoil, shard_state="slices_reducescatter")
+    assert_equal(found, weights, clipping, rtol=1e-5, atol=1e-6)
+
+
+def fitted(shard_state):
+    """A model trained under `fit` in mixed precision, a layer of it frozen midway."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = oracle.build_model()
+    # The first step overflows.
+    inner = optimizers.Adam(0.01, global_clipnorm=0.3, gradient_accumulation_steps=2)
+    optimizer = hvd.DistributedOptimizer(
+        optimizers.LossScaleOptimizer(inner, initial_scale=2.0**16),
+        shard_state=shard_state,
+    )
+    inputs, labels = oracle.samples(5)
+    for is_trainable in (True, False):
+        model.layers[0].trainable = is_trainable
+        model.compile(optimizer, oracle.LOSS)
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.ConsistencyCheckCallback(),
+        ]
+        oracle.fit_shard(model, inputs, labels, callbacks=callbacks)
+    # Keras loads no state for fewer variables than were trained.
+    model.layers[0].trainable = True
+    return model
+
+
+def test_fit_saves_the_whole_state(tmp_path):
+    tolerance = {"rtol": 1e-5} if transport.reduction_path() == "Horovod" else {}
+    expected = fitted(False)
+    model = fitted("slices_reducescatter")
+    assert float(model.optimizer.dynamic_scale) == 2.0**15
+    assert_equal(model.get_weights(), expected.get_weights(), "fit", **tolerance)
+    path = hvd.broadcast_object(str(tmp_path / "model.keras"), name="path")
+    model.save(path)
+    hvd.allgather_object(None, name="saved")
+    # Another division, and another number of ranks: one.
+    loaded = hvd.load_model(path, shard_state=True)
+    plain = keras.models.load_model(path)
+    expected = [v.numpy() for v in slots_held(expected.optimizer)]
+    found = [v.numpy() for v in slots_held(plain.optimizer)]
+    assert_equal(found, expected, "plain", **tolerance)
+    assert partition_of(loaded.optimizer.variables[-1])
+    slots = slots_of(loaded.optimizer)
+    if RANK == 0:
+        assert_equal(slots, found, "loaded")
+    # The same by a checkpoint of hvdtrain.training.
+    arrays = state.capture(model, World(rank=RANK, size=SIZE), everywhere=False)
+    for slot in filter(partition_of, loaded.optimizer.variables):
+        slot.assign(keras.ops.zeros_like(slot))
+    dense = arrays and state.ordered(arrays, "shared")
+    StateVariables.of(loaded).scatter_shared(dense)
+    slots = slots_of(loaded.optimizer)
+    if RANK == 0:
+        assert_equal(slots, found, "checkpoint")
+
+
+@pytest.mark.ranks
+@pytest.mark.four_ranks
+def test_parts_are_scattered_and_gathered():
+    # In a function: in shared memory, where that is possible.
+    sizes = [[0, 5, 2, 0][:SIZE], [3, 1, 0, 4][:SIZE]]
+    shapes = [(sum(sizes[0]),), (1, sum(sizes[1]))]
+    tensors = [np.arange(np.prod(s), dtype="float32").reshape(s) for s in shapes]
+
+    @tf.function(autograph=False)
+    def exchange(rank):
+        reduction = transport.Reduction(op=hvd.Sum)
+        sent = [tensor + rank for tensor in tensors]
+        parts = transport.scatter_parts(sent, sizes, reduction, name="scatter")
+        # Rank 0 does not need the first.
+        needed = [None if RANK == 0 else shapes[0], shapes[1]]
+        return transport.gather_parts(parts, sizes, needed, name="gather")
+
+    first, second = exchange(tf.constant(RANK, tf.float32))
+    assert (first is None) == (RANK == 0)
+    if first is not None:
+        np.testing.assert_array_equal(first, SIZE * tensors[0] + sum(range(SIZE)))
+    np.testing.assert_array_equal(second, SIZE * tensors[1] + sum(range(SIZE)))
+
+
+@pytest.mark.four_ranks
+def test_the_state_of_a_model_that_is_divided():
+    mesh = parallel.Mesh(model=2)
+
+    def run(**options):
+        keras.utils.set_random_seed(3)
+        with mesh:
+            layer = parallel.ColumnParallelDense(17)
+            layer.build((None, 13))
+        weights = [*layer.weights, keras.Variable(np.ones([5, 7], "float32"))]
+        optimizer = hvd.DistributedOptimizer(
+            optimizers.Adam(0.01, global_clipnorm=0.1), mesh=mesh, **options
+        )
+        for step in range(STEPS):
+            gradients = [
+                draw([w.shape], step, mesh.data.index, *place(w))[0] for w in weights
+            ]
+            optimizer.apply(list(map(tf.constant, gradients)), weights)
+        return [w.numpy() for w in weights], optimizer
+
+    def place(weight):
+        return [mesh.model.index] if partition_of(weight) else []
+
+    expected, whole = run()
+    for shard_state in ("slices", "slices_reducescatter"):
+        found, optimizer = run(shard_state=shard_state)
+        assert_equal(found, expected, shard_state, rtol=1e-5)
+        slots, others = slots_of(optimizer), slots_of(whole)
+        if RANK == 0:
+            assert_equal(slots, others, shard_state, rtol=1e-5)
+    mesh.remove()
