@@ -12,7 +12,12 @@ from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import is_elastic, needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.groups import variable_key
-from hvdtrain.keras.partition import NOT_ELEMENTWISE, assign_part, set_partition
+from hvdtrain.keras.partition import (
+    NOT_ELEMENTWISE,
+    assign_part,
+    partition_of,
+    set_partition,
+)
 from hvdtrain.keras.shards import divide, gather, scatter
 
 BY_VARIABLE, BY_SLICES = "variables", "slices"
