@@ -119,6 +119,13 @@ _integer(
     1,
     "Ranks among which the layers of the model are divided, in their order.",
 )
+_integer("microbatches", 4, "Parts of a batch, with which the stages work at once.")
+flags.DEFINE_enum(
+    "pipeline_schedule",
+    "1f1b",
+    ("gpipe", "1f1b"),
+    "1f1b keeps the activations of fewer micro-batches.",
+)
 flags.DEFINE_bool(
     "shard_optimizer_state",
     False,

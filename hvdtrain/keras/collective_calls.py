@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.keras.dense_saving import is_saving, save_together
-from hvdtrain.keras.partition import is_divided, partition_of
+from hvdtrain.keras.partition import is_part_of_model, partition_of
 from hvdtrain.keras.ranks import optimizers_of
 
 _MARK = "_hvdtrain_collective"
@@ -54,14 +54,19 @@ def is_saved_together(model):
 
 
 def save_by_rank_0(model, save):
-    """Calls `save()`, which saves `model`, on rank 0. All ranks call this.
+    """Calls `save(model)` on rank 0. All ranks call this.
 
-    Where the model is divided over ranks, the others take part.
+    Where the model is divided over ranks, the others take part. Of a pipeline, `save`
+    is called with the dense model.
     """
-    if is_saved_together(model):
-        save_together([v for v in _saved_variables(model) if partition_of(v)], save)
-    elif global_process_set.rank() == 0:
-        save()
+    divided = [v for v in _saved_variables(model) if partition_of(v)]
+    if gather_dense := getattr(model, "gather_dense", None):
+        model, divided = gather_dense(), []
+    elif not is_saved_together(model):
+        if global_process_set.rank() == 0:
+            save(model)
+        return
+    save_together(divided, lambda: save(model))
 
 
 def _run(method):
@@ -81,7 +86,7 @@ def _save(method):
         if is_saving() or not is_saved_together(self):
             return method(self, *args, **kwargs)
         _check_called_alike(method.__name__)
-        return save_by_rank_0(self, lambda: method(self, *args, **kwargs))
+        return save_by_rank_0(self, lambda whole: method(whole, *args, **kwargs))
 
     return save
 
@@ -106,7 +111,7 @@ def _saved_variables(model):
 
 
 def _needs_all_ranks(variables):
-    return is_divided(variables) and needs_communication(global_process_set)
+    return is_part_of_model(variables) and needs_communication(global_process_set)
 
 
 def _saving_callbacks(callbacks):

@@ -138,6 +138,7 @@ def distribute(
     sharding = None
     if shard_state:
         sharding = ShardedState(base, reducer, shard_state)
+    if shard_state or mesh:
         collective_calls.install()
     hook = ReductionHook(
         base,

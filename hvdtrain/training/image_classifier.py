@@ -210,8 +210,15 @@ def _model(options, dataset, batch_ranks, mesh):
     # In an elastic job it is built more than once.
     keras.utils.set_random_seed(options.seed)
     build = models.BY_NAME[options.model]
-    classes = _divided_layers(mesh) if mesh else {}
+    classes = _divided_layers(mesh) if mesh and mesh.model.size > 1 else {}
     model = build(dataset.image_shape, num_classes=dataset.num_classes, **classes)
+    if mesh and mesh.pipeline.size > 1:
+        model = parallel.PipelineModel(
+            model,
+            microbatches=options.microbatches,
+            schedule=options.pipeline_schedule,
+            mesh=mesh,
+        )
     optimizer = hvd.DistributedOptimizer(
         optimizers.make(
             options.optimizer,
@@ -220,6 +227,7 @@ def _model(options, dataset, batch_ranks, mesh):
         ),
         compression=getattr(hvd.Compression, options.compression),
         mesh=mesh,
+        shard_state=options.shard_optimizer_state,
     )
     return compiled(model, optimizer)
 

@@ -30,6 +30,8 @@ class Options:
     accumulation_steps: int
     model_parallel: int
     pipeline_stages: int
+    microbatches: int
+    pipeline_schedule: str
     shard_optimizer_state: bool
     scale_batch: bool
     compression: str

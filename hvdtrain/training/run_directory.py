@@ -94,7 +94,9 @@ def write(world, model_dir, *, model, summary):
     """
     with fail_together(world):
         directory = pathlib.Path(model_dir)
-        save_by_rank_0(model, lambda: _write(directory, model=model, summary=summary))
+        save_by_rank_0(
+            model, lambda whole: _write(directory, model=whole, summary=summary)
+        )
 
 
 def _write(directory, *, model, summary):

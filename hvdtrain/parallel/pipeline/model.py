@@ -4,13 +4,16 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.job.agreement import on_chief
+from hvdtrain.job.backend import world
+from hvdtrain.job.world import JobError
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.partition import set_stages
 from hvdtrain.parallel.mesh import active_mesh
-from hvdtrain.parallel.pipeline import batches, samples, schedules, stage
+from hvdtrain.parallel.pipeline import batches, dense, samples, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, Link
 
 # Their mean over the batch is the weighted mean of those over micro-batches.
@@ -47,7 +50,8 @@ class PipelineModel(keras.Model):
         model: a built `keras.Sequential` or functional model with one input and one
             output. All ranks give the same, with the same values.
         stages: names of the first layer of each stage but the first; or the number of
-            layers of each stage.
+            layers of each stage. By default, the largest stage has as few parameters
+            as possible.
         microbatches: into how many parts a batch is divided. The first ones have a
             sample more where it is not divisible.
         schedule: `gpipe` or `1f1b`, see `schedules.training`.
@@ -55,14 +59,21 @@ class PipelineModel(keras.Model):
         name: name of this model.
 
     Attributes:
-        dense: the `stage.DenseModel`: config and weights of `model`, without values.
+        dense: the `DenseModel`: what `model` is built from, without values.
 
     Raises:
         ValueError: the model cannot be split, for the reason given.
     """
 
     def __init__(
-        self, model, stages, *, microbatches=4, schedule="gpipe", mesh=None, name=None
+        self,
+        model,
+        stages=None,
+        *,
+        microbatches=4,
+        schedule="gpipe",
+        mesh=None,
+        name=None,
     ):
         mesh = mesh or active_mesh()
         if not isinstance(microbatches, int) or microbatches < 1:
@@ -136,6 +147,54 @@ class PipelineModel(keras.Model):
         )
         outputs.set_shape(self._last_cut.shape)
         return outputs
+
+    def dense_variables(self, variables):
+        """Return variables of all stages as `DenseVariable`s, in one list.
+
+        A collective of the ranks of the pipeline.
+
+        Args:
+            variables: list of this rank's weights, or of variables of its optimizer.
+        """
+        return dense.describe(variables, self.optimizer, self._mesh.pipeline)
+
+    def gather_dense(self):
+        """Return the dense model and its optimizer's state on rank 0, None elsewhere.
+
+        A collective of all ranks of the job. `save` and `save_weights` write it.
+        """
+        model = self._new_dense()
+        dense.gather(self._described(), model and _by_path(model))
+        return model
+
+    def load_weights(self, filepath, **options):
+        """As that of Keras, from a file of the dense model that rank 0 reads.
+
+        A collective of all ranks of the job.
+
+        Raises:
+            JobError: on all ranks, if it cannot be read.
+        """
+
+        def load():
+            model = self._new_dense()
+            try:
+                model.load_weights(filepath, **options)
+            except (OSError, ValueError) as error:
+                raise JobError(f"Cannot load {filepath}: {error}") from error
+            return model
+
+        model = on_chief(world(), load)
+        dense.scatter(self._described(), model and _by_path(model))
+
+    def _new_dense(self):
+        if global_process_set.rank() == 0:
+            return self.dense.build(self.get_compile_config())
+        return None
+
+    def _described(self):
+        slots = dense.variables_of(self.optimizer)
+        return [*self.dense_variables(self.weights), *self.dense_variables(slots)]
 
     def train_step(self, data):
         """As that of Keras, over the stages."""
@@ -213,6 +272,11 @@ class PipelineModel(keras.Model):
             parts = [step.outputs[m] for m in range(self._microbatches)]
             return tf.concat(parts, axis=0)
         return tf.zeros((0, *self._last_cut.shape[1:]), self._last_cut.dtype)
+
+
+def _by_path(model):
+    slots = dense.variables_of(model.optimizer)
+    return {each.path: each for each in [*model.weights, *slots]}
 
 
 def _links(mesh, cuts):

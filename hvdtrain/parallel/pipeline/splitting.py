@@ -1,6 +1,7 @@
 """The cut of a dense model into stages. Pure functions of its config."""
 
 import dataclasses
+import functools
 import itertools
 
 import keras
@@ -41,6 +42,43 @@ def split(entries, stages):
         # The input layer is the first of the first stage.
         starts = [0, *(1 + end for end in itertools.accumulate(stages))]
     return [entries[start:stop] for start, stop in itertools.pairwise(starts)]
+
+
+def balanced(sizes, count):
+    """Return the number of layers of each stage: the largest has the fewest parameters.
+
+    Each stage begins with a layer that has parameters, but for the first one.
+
+    Args:
+        sizes: list of the numbers of parameters of the layers.
+        count: number of stages.
+
+    Raises:
+        ValueError: there are fewer layers with parameters than stages.
+    """
+    starts = [place for place, size in enumerate(sizes) if size]
+    if len(starts) < count:
+        raise ValueError(
+            f"Received a model of {len(starts)} layers with weights; expected at least "
+            f"{count}, one for each stage."
+        )
+
+    @functools.cache
+    def best(first, left):
+        """Return the largest size, and the starts, of `left` stages from `first` on."""
+        if left == 1:
+            return sum(sizes[first:]), ()
+        found = []
+        later = [start for start in starts if any(sizes[first:start])]
+        # The stages that follow need a layer each.
+        for start in later[: len(later) - left + 2]:
+            largest, others = best(start, left - 1)
+            largest = max(sum(sizes[first:start]), largest)
+            found.append((largest, (start, *others)))
+        return min(found)
+
+    bounds = [0, *best(0, count)[1], len(sizes)]
+    return [stop - start for start, stop in itertools.pairwise(bounds)]
 
 
 def _check_counts(stages, names):

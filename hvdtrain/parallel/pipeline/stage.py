@@ -7,49 +7,10 @@ import keras
 
 from hvdtrain.keras.partition import partition_of
 from hvdtrain.parallel.pipeline import splitting
+from hvdtrain.parallel.pipeline.dense import DenseModel
 
 # They depend on the whole batch, or on the batches before.
 _STATEFUL = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseWeight:
-    """A weight of the dense model.
-
-    Attributes:
-        path: its path in the dense model.
-        shape: its shape.
-        dtype: its dtype.
-        stage: number of the stage that has it.
-        variable: this rank's variable; None for one of another stage.
-    """
-
-    path: str
-    shape: tuple
-    dtype: str
-    stage: int
-    variable: object
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseModel:
-    """The dense model without its values.
-
-    Attributes:
-        model_class: `keras.Sequential` or the class of functional models.
-        config: its config.
-        custom_objects: its layers' classes by name.
-        weights: the `DenseWeight`s in the order of its `weights`.
-    """
-
-    model_class: type
-    config: dict
-    custom_objects: dict
-    weights: tuple
-
-    def build(self):
-        """Return the dense model with new initial values."""
-        return self.model_class.from_config(self.config, self.custom_objects)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +45,9 @@ def build(model, stages, *, index, size):
     functional = _as_functional(model)
     config = functional.get_config()
     outputs = [tuple(history) for history in config["output_layers"]]
+    if stages is None:
+        sizes = [layer.count_params() for layer in functional.layers[1:]]
+        stages = splitting.balanced(sizes, size)
     entries = splitting.split(config["layers"], stages)
     if len(entries) != size:
         raise ValueError(
@@ -107,11 +71,13 @@ def build(model, stages, *, index, size):
         ),
         functional,
     )
-    return Stage(
-        network=network,
-        cuts=tuple(cuts),
-        dense=_described(model, owners, _copy_values(network, functional)),
+    _copy_values(network, functional)
+    dense = DenseModel(
+        model_class=type(model),
+        config=model.get_config(),
+        custom_objects=_classes(model),
     )
+    return Stage(network=network, cuts=tuple(cuts), dense=dense)
 
 
 def _as_functional(model):
@@ -163,35 +129,13 @@ def _stages_of_variables(functional, stage_of):
 
 
 def _copy_values(network, functional):
-    """Assign the dense model's values; return the new variables by the old ones' id."""
-    found = {}
+    """Assign the dense model's values."""
     for layer in network.layers:
         if isinstance(layer, keras.layers.InputLayer):
             continue
         dense = functional.get_layer(layer.name)
         for new, old in zip(layer.variables, dense.variables, strict=True):
             new.assign(old)
-            found[id(old)] = new
-    return found
-
-
-def _described(model, owners, variables):
-    weights = [
-        DenseWeight(
-            path=weight.path,
-            shape=tuple(weight.shape),
-            dtype=weight.dtype,
-            stage=owners[id(weight)],
-            variable=variables.get(id(weight)),
-        )
-        for weight in model.weights
-    ]
-    return DenseModel(
-        model_class=type(model),
-        config=model.get_config(),
-        custom_objects=_classes(model),
-        weights=tuple(weights),
-    )
 
 
 def _check_trainable(functional, owners, size):
