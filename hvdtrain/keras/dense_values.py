@@ -147,11 +147,6 @@ class DenseValues:
         mine = [each.block for each in self.variables]
         self._blocks = allgather_object(mine, name="DenseBlocks")
 
-    def is_replicated(self, number):
-        """Whether all ranks hold all of a variable."""
-        whole = Block.of(self.variables[number].shape, None)
-        return all(blocks[number] == whole for blocks in self._blocks)
-
     def gather(self, number):
         """Return the value of a variable on the chief, None on others. A collective.
 

@@ -60,7 +60,10 @@ class StateVariables:
         return [values.gather(number) for number in range(len(self.shared))]
 
     def scatter_shared(self, dense):
-        """Assign to the other ranks their parts of divided variables. A collective.
+        """Assign to all ranks their parts. A collective if some variables are divided.
+
+        Also of those that are whole, such as the number of iterations: the broadcast
+        before the first step does not cross the stages of a pipeline.
 
         Args:
             dense: list of their dense values on the chief; not used elsewhere.
@@ -69,8 +72,7 @@ class StateVariables:
             return
         values = DenseValues(self.shared)
         for number in range(len(self.shared)):
-            if not values.is_replicated(number):
-                values.scatter(number, dense and dense[number])
+            values.scatter(number, dense and dense[number])
 
     def _are_whole(self):
         return all(each.is_whole for each in self.shared)

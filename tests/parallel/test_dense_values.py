@@ -64,7 +64,6 @@ def test_values_move_to_the_chief_and_back(monkeypatch, dtype):
         variables.append(variable)
     values = DenseValues(map(DenseVariable.of, variables))
     for number, name in enumerate(PARTITIONS):
-        assert values.is_replicated(number) == (name == "whole")
         found = values.gather(number)
         assert (found is None) == (RANK > 0)
         if RANK == 0 and name == "flat, of a column":

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.keras.partition import Partition, set_partition
-from hvdtrain.parallel.pipeline import stage
+from hvdtrain.parallel.pipeline import splitting, stage
 
 layers = keras.layers
 
@@ -127,5 +127,22 @@ def test_frozen_batch_normalization_and_a_call_that_is_shared_within_a_stage():
         value = part.network(value)
     np.testing.assert_array_equal(value, model(x))
     rebuilt = part.dense.build()
-    assert [w.shape for w in rebuilt.weights] == [w.shape for w in part.dense.weights]
-    assert [w.stage for w in part.dense.weights] == [0] * 6 + [1] * 6
+    described = [(weight.path, weight.shape) for weight in rebuilt.weights]
+    assert described == [(weight.path, weight.shape) for weight in model.weights]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "expected"),
+    [
+        ([0, 100, 1], 2, [2, 1]),
+        ([3, 0, 4, 5, 0, 2, 9, 1], 3, [3, 3, 2]),
+        ([0, 1, 0, 1, 0, 1], 3, [3, 2, 1]),
+    ],
+)
+def test_the_largest_stage_has_as_few_parameters_as_possible(sizes, count, expected):
+    assert splitting.balanced(sizes, count) == expected
+
+
+def test_stages_without_weights_are_refused():
+    with pytest.raises(ValueError, match="2 layers with weights; expected at least 3"):
+        splitting.balanced([0, 4, 4], 3)

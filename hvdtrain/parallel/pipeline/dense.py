@@ -1,6 +1,9 @@
 """The dense model of a pipeline: its config, and its variables over all stages."""
 
+import contextlib
 import dataclasses
+
+import keras
 
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
@@ -14,11 +17,13 @@ class DenseModel:
         model_class: `keras.Sequential` or the class of functional models.
         config: its config.
         custom_objects: its layers' classes by name.
+        scope: the first part of its variables' paths, which a Sequential has.
     """
 
     model_class: type
     config: dict
     custom_objects: dict
+    scope: str
 
     def build(self, compile_config=None):
         """Return the dense model with new initial values.
@@ -26,10 +31,30 @@ class DenseModel:
         Args:
             compile_config: of `get_compile_config`, to compile it as well.
         """
-        model = self.model_class.from_config(self.config, self.custom_objects)
+        with in_scope(self.scope):
+            model = self.model_class.from_config(self.config, self.custom_objects)
         if compile_config:
             model.compile_from_config(compile_config)
         return model
+
+
+def scope_of(model):
+    """Return what the paths of a model's variables have before the layers' names."""
+    for layer in model.layers:
+        for variable in layer.variables:
+            before, found, _ = variable.path.partition(f"{layer.name}/")
+            if found:
+                return before.removesuffix("/")
+    return ""
+
+
+@contextlib.contextmanager
+def in_scope(scope):
+    """Give variables that are made in the block paths that begin with `scope`."""
+    with contextlib.ExitStack() as stack:
+        for name in filter(None, scope.split("/")):
+            stack.enter_context(keras.name_scope(name))
+        yield
 
 
 def variables_of(optimizer):

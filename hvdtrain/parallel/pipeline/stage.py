@@ -7,7 +7,7 @@ import keras
 
 from hvdtrain.keras.partition import partition_of
 from hvdtrain.parallel.pipeline import splitting
-from hvdtrain.parallel.pipeline.dense import DenseModel
+from hvdtrain.parallel.pipeline.dense import DenseModel, in_scope, scope_of
 
 # They depend on the whole batch, or on the batches before.
 _STATEFUL = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
@@ -76,6 +76,7 @@ def build(model, stages, *, index, size):
         model_class=type(model),
         config=model.get_config(),
         custom_objects=_classes(model),
+        scope=scope_of(functional),
     )
     return Stage(network=network, cuts=tuple(cuts), dense=dense)
 
@@ -104,7 +105,9 @@ def _network(config, functional):
     # and the ranks of a pipeline must read the same samples.
     state = random.getstate()
     try:
-        return keras.Model.from_config(config, _classes(functional))
+        # Variables, and the optimizer's slots, have the names of the dense model's.
+        with in_scope(scope_of(functional)):
+            return keras.Model.from_config(config, _classes(functional))
     finally:
         random.setstate(state)
 
