@@ -10,6 +10,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import models, optimizers, parallel
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
+from hvdtrain.job import JobError
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.job.mesh_shape import MeshShape
 from hvdtrain.training import exporters, resuming, run_directory, schedules
@@ -213,12 +214,7 @@ def _model(options, dataset, batch_ranks, mesh):
     classes = _divided_layers(mesh) if mesh and mesh.model.size > 1 else {}
     model = build(dataset.image_shape, num_classes=dataset.num_classes, **classes)
     if mesh and mesh.pipeline.size > 1:
-        model = parallel.PipelineModel(
-            model,
-            microbatches=options.microbatches,
-            schedule=options.pipeline_schedule,
-            mesh=mesh,
-        )
+        model = _pipeline(options, model, mesh)
     optimizer = hvd.DistributedOptimizer(
         optimizers.make(
             options.optimizer,
@@ -230,6 +226,21 @@ def _model(options, dataset, batch_ranks, mesh):
         shard_state=options.shard_optimizer_state,
     )
     return compiled(model, optimizer)
+
+
+def _pipeline(options, model, mesh):
+    try:
+        return parallel.PipelineModel(
+            model,
+            microbatches=options.microbatches,
+            schedule=options.pipeline_schedule,
+            mesh=mesh,
+        )
+    except ValueError as error:
+        raise JobError(
+            f"Received --model={options.model} and --pipeline_stages="
+            f"{options.pipeline_stages}. {error}"
+        ) from error
 
 
 def _divided_layers(mesh):
