@@ -10,7 +10,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import check_root, global_process_set
-from hvdtrain.collectives.transport import shared_memory
+from hvdtrain.collectives.transport import counting, shared_memory
 from hvdtrain.collectives.transport.reduction import Sum
 from hvdtrain.collectives.transport.signature import Signature
 
@@ -28,7 +28,8 @@ def allgather(values, *, name=None, process_set=global_process_set):
     exchange = functools.partial(
         _allgather, tensors, f"{name}_0", process_set, signature
     )
-    return run(exchange, signature, name=name, process_set=process_set)
+    sent = functools.partial(counting.of_allgather, tensors, process_set)
+    return run(exchange, signature, sent, name=name, process_set=process_set)
 
 
 def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
@@ -39,7 +40,8 @@ def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
     (tensor,) = dtypes.as_tensors([value])
     signature = Signature(f"broadcast from rank {root_rank}", [tensor])
     exchange = functools.partial(_broadcast, tensor, root_rank, name, process_set)
-    return run(exchange, signature, name=name, process_set=process_set)
+    sent = functools.partial(counting.of_broadcast, [tensor], root_rank, process_set)
+    return run(exchange, signature, sent, name=name, process_set=process_set)
 
 
 def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
@@ -57,7 +59,8 @@ def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
     # Run one by one, each operation would wait for a negotiation of its own.
     if tf.executing_eagerly():
         exchange = tf.function(exchange, autograph=False)
-    return run(exchange, signature, name=name, process_set=process_set)
+    sent = functools.partial(counting.of_broadcast, tensors, root_rank, process_set)
+    return run(exchange, signature, sent, name=name, process_set=process_set)
 
 
 def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
@@ -78,16 +81,19 @@ def alltoall(tensor, splits, *, name, process_set=global_process_set):
     dtypes.check_has_rows(tensor)
     signature = Signature("alltoall", [tensor], has_free_rows=True)
     exchange = functools.partial(_alltoall, tensor, splits, name, process_set)
-    return run(exchange, signature, name=name, process_set=process_set)
+    sent = functools.partial(counting.of_alltoall, tensor, splits, process_set)
+    return run(exchange, signature, sent, name=name, process_set=process_set)
 
 
 def reducescatter(tensors, reduction, *, name):
     """Reduces a list of tensors and returns this rank's share of the rows of each."""
     graph.check_not_compiled_by_xla()
-    name = graph.operation_name(name, reduction.process_set)
+    process_set = reduction.process_set
+    name = graph.operation_name(name, process_set)
     signature = Signature(f"reducescatter, {reduction.describe()}", tensors)
     exchange = functools.partial(_reducescatter, tensors, reduction, name, signature)
-    return run(exchange, signature, name=name, process_set=reduction.process_set)
+    sent = functools.partial(counting.of_reducescatter, tensors, process_set)
+    return run(exchange, signature, sent, name=name, process_set=process_set)
 
 
 def allgather_bytes(data, *, name, process_set=global_process_set):
@@ -99,7 +105,7 @@ def allgather_bytes(data, *, name, process_set=global_process_set):
     return dtypes.divide_bytes(content, lengths)
 
 
-def run(exchange, signature, *, name, process_set, is_compared=False):
+def run(exchange, signature, sent, *, name, process_set, is_compared=False):
     """Returns the results of `exchange()`, the operations of one collective.
 
     It is ordered after every collective traced before it, and fails on all ranks whose
@@ -108,6 +114,7 @@ def run(exchange, signature, *, name, process_set, is_compared=False):
     Args:
         exchange: creates the operations; returns a nest of tensors.
         signature: its `Signature`.
+        sent: returns the bytes that this rank sends: see `counting`.
         name: its name, the same on all ranks.
         process_set: the ranks that take part.
         is_compared: its own operations compare the ranks natively.
@@ -115,6 +122,7 @@ def run(exchange, signature, *, name, process_set, is_compared=False):
     guard = None
     if shared_memory.takes_part(process_set) and not is_compared:
         guard = functools.partial(shared_memory.compare, signature, name=name)
+    exchange = counting.counted(exchange, sent)
     with _mismatch_of_ranks(signature, process_set):
         return graph.serialize(exchange, guard=guard)
 

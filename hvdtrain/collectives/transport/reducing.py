@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import size_of
-from hvdtrain.collectives.transport import dense, moving, shared_memory
+from hvdtrain.collectives.transport import counting, dense, moving, shared_memory
 from hvdtrain.collectives.transport.reduction import Average, Sum, op_name
 from hvdtrain.collectives.transport.signature import Signature
 
@@ -41,6 +41,7 @@ def allreduce(values, reduction, *, name=None):
     reduced = moving.run(
         functools.partial(_reduce_buckets, sent, buckets, reduction, name, signature),
         signature,
+        functools.partial(counting.of_allreduce, sent, reduction.process_set),
         name=name,
         process_set=reduction.process_set,
         is_compared=is_compared,
