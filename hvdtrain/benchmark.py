@@ -3,6 +3,7 @@
 python -m hvdtrain.benchmark
 horovodrun -np 2 python -m hvdtrain.benchmark --workload=cnn --json=cnn.json
 mpirun -np 2 python -m hvdtrain.benchmark --collectives --plot=collectives.png
+mpirun -np 2 python -m hvdtrain.benchmark --workload=recommender
 python -m hvdtrain.benchmark --strategy=mirrored --workload=resnet18
 
 The default takes about a minute. docs/benchmark.md describes the figures.
@@ -13,7 +14,7 @@ import os
 
 from absl import flags
 
-from hvdtrain import data, job, program
+from hvdtrain import data, job, optimizers, program
 from hvdtrain.job import launchers
 from hvdtrain.measurement import comparison, files, mpi
 from hvdtrain.measurement.options import (
@@ -29,7 +30,8 @@ flags.DEFINE_string(
     "mlp",
     f"What is trained: {', '.join(WORKLOADS)}, or module:function, where the function "
     "returns a compiled Keras model. backward: 25 million parameters, with a backward "
-    "pass of --backward_ms that leaves the CPU free.",
+    "pass of --backward_ms that leaves the CPU free. recommender, wide: several kinds "
+    "of parallelism, beside each other.",
 )
 flags.DEFINE_enum(
     "strategy",
@@ -69,6 +71,15 @@ flags.DEFINE(program.Path(), "data_dir", None, "Directory of the data set.")
 flags.DEFINE_float(
     "backward_ms", 326, "Backward pass of --workload=backward.", 0, 60_000
 )
+flags.DEFINE_list(
+    "tables",
+    ["1000", "3000", "10000", "30000", "100000", "200000", "300000", "1000000"],
+    "Rows of each embedding table of --workload=recommender.",
+)
+flags.DEFINE_integer("columns", 32, "Columns of these tables.", 1, 1 << 16)
+flags.DEFINE_enum(
+    "optimizer", "sgd", list(optimizers.LEARNING_RATES), "Of recommender and wide."
+)
 flags.DEFINE_integer("seed", 0, "Of weights and order.", 0, 2**32 - 1)
 flags.DEFINE_integer(
     "consistency_steps",
@@ -103,6 +114,11 @@ def _check_numbers(values):
 @flags.validator("compare", "expected files that --json wrote, such as a.json,b.json")
 def _check_compare(paths):
     return paths is None or bool(paths and all(paths))
+
+
+@flags.validator("tables", "expected numbers of rows, such as 1000,1000000")
+def _check_tables(sizes):
+    return bool(sizes) and all(size.isdigit() and int(size) for size in sizes)
 
 
 @flags.validator("project", "expected numbers of ranks, 2 or more, such as 4,8,16")

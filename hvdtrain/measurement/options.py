@@ -34,7 +34,11 @@ WORKLOADS = {
     "small_cnn": Defaults(batch_size=64, steps_per_execution=10, rounds=5, seconds=2.0),
     "resnet18": Defaults(batch_size=16, steps_per_execution=1, rounds=3, seconds=18.0),
     "backward": Defaults(batch_size=1, steps_per_execution=1, rounds=5, seconds=3.0),
+    "recommender": Defaults(batch_size=512, steps_per_execution=1, seconds=1.5),
+    "wide": Defaults(batch_size=64, steps_per_execution=1, rounds=5, seconds=3.0),
 }
+# These are trained in several kinds of parallelism.
+OF_PARALLELISM = ("recommender", "wide")
 _OF_A_FUNCTION = Defaults(batch_size=32, steps_per_execution=1, rounds=5, seconds=2.0)
 # Batches are not used. Four paths of ten sizes, in each round.
 _OF_COLLECTIVES = Defaults(batch_size=1, steps_per_execution=1, rounds=7, seconds=0.1)
@@ -58,6 +62,9 @@ class Options:
     dataset: str
     data_dir: str | None
     backward_ms: float
+    tables: tuple
+    columns: int
+    optimizer: str
     seed: int
     consistency_steps: int
     project: tuple
@@ -85,6 +92,12 @@ class Options:
                 "Received --collectives in a job of 1 rank; expected 2 or more: start "
                 "it by horovodrun -np 2 or mpirun -np 2."
             )
+        if self.compares_parallelism and size == 1:
+            raise SharedJobError(
+                f"Received --workload={self.workload} in a job of 1 rank; expected 2 "
+                "or more, over which it is divided: start it by horovodrun -np 2 or "
+                "mpirun -np 2."
+            )
         if self.strategy != "horovod" and size > 1:
             raise SharedJobError(
                 f"Received {size} ranks with --strategy={self.strategy}; expected one "
@@ -96,6 +109,16 @@ class Options:
                 "--strategy=mirrored; expected 1, as Keras' fit fails with more under "
                 "MirroredStrategy."
             )
+
+    @property
+    def compares_parallelism(self):
+        """Whether kinds of parallelism are compared, instead of a training's parts."""
+        return self.workload in OF_PARALLELISM and not self.collectives
+
+    @property
+    def table_rows(self):
+        """The rows of each embedding table."""
+        return [int(rows) for rows in self.tables]
 
     @property
     def message_sizes(self):

@@ -3,6 +3,7 @@
 from matplotlib.figure import Figure
 
 from hvdtrain.measurement import tables
+from hvdtrain.measurement.parallelism_table import largest_memory
 
 
 def draw(result, path):
@@ -16,6 +17,8 @@ def draw(result, path):
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     if "collectives" in result:
         _draw_collectives(figure, result)
+    elif "parallelism" in result:
+        _draw_parallelism(figure, result)
     else:
         _draw_training(figure, result)
     figure.savefig(path, format="png", dpi=120)
@@ -38,6 +41,30 @@ def _draw_collectives(figure, result):
     latency.set(xlabel="bytes", ylabel="microseconds")
     bandwidth.set(xlabel="bytes", ylabel="GB/s: bytes x 2 (N-1)/N per second")
     latency.legend()
+
+
+def _draw_parallelism(figure, result):
+    kinds = result["parallelism"]
+    panels = {
+        "MB of weights and slots": [
+            largest_memory(each) / 1e6 for each in kinds.values()
+        ],
+        "MB sent in a step": [
+            max(each["sent_bytes_by_rank"]) / 1e6 for each in kinds.values()
+        ],
+        "milliseconds per step": [1000 * e["step_seconds"] for e in kinds.values()],
+    }
+    figure.suptitle(
+        f"{result['flags']['workload']}, ranks: {result['size']}; the most of a rank "
+        f"({result['machine']})"
+    )
+    for axes, (label, values) in zip(
+        figure.subplots(1, 3), panels.items(), strict=True
+    ):
+        axes.bar_label(axes.barh(list(kinds), values), fmt="%.3g", padding=3)
+        axes.invert_yaxis()
+        axes.margins(x=0.25)
+        axes.set(xlabel=label)
 
 
 def _draw_training(figure, result):

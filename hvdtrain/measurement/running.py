@@ -10,7 +10,14 @@ import tensorflow as tf
 
 from hvdtrain import description
 from hvdtrain.job.agreement import check_same, fail_together
-from hvdtrain.measurement import collectives, files, tables, throughput
+from hvdtrain.measurement import (
+    collectives,
+    files,
+    parallelism,
+    parallelism_table,
+    tables,
+    throughput,
+)
 from hvdtrain.measurement.comparison import FORMAT
 
 # Files are written by the chief; hosts may have their data in different places.
@@ -40,6 +47,9 @@ def run(options, world, *, mpi_seconds):
     if options.collectives:
         result["collectives"] = _collectives(options, world, mpi_seconds)
         return result, tables.collectives(result)
+    if options.compares_parallelism:
+        result["parallelism"] = parallelism.measure(options, world)
+        return result, parallelism_table.table(result)
     result["figures"] = throughput.measure(options, world)
     return result, tables.training(result)
 

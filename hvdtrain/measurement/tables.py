@@ -16,16 +16,17 @@ def training(result):
     """
     size, figures = result["size"], result["figures"]
     rows = [
-        *_head(result),
+        *head(result),
         *_workload(result["flags"], figures),
         *_speed(figures),
         *_split(figures),
-        *_doubts(result),
+        *doubts(result),
+        *_doubts_of_parts(figures),
         *_one_rank(figures["one_rank"], figures["devices"], size),
         *_comparison(figures, result),
         *_resources(figures),
     ]
-    lines = _labelled(rows)
+    lines = labelled(rows)
     if "projection" in figures:
         step = figures["split_seconds"]["step"]
         lines += ["", *_projection(figures["projection"], size, step)]
@@ -41,7 +42,7 @@ def collectives(result):
     """
     size, measured = result["size"], result["collectives"]
     names = list(measured["rows"][0]["seconds"])
-    lines = _labelled(_head(result))
+    lines = labelled(head(result))
     lines += [
         "",
         f"allreduce of float32 over {size} ranks: time, and bytes x 2 (N-1)/N",
@@ -63,11 +64,13 @@ def collectives(result):
     return "\n".join(lines)
 
 
-def _labelled(rows):
+def labelled(rows):
+    """Return lines of pairs of a label and a text."""
     return [f"{label:<{_LABEL}}{text}" for label, text in rows]
 
 
-def _head(result):
+def head(result):
+    """Yield the rows that all tables begin with."""
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     hosts = ", ".join(f"{count} on {host}" for host, count in result["hosts"].items())
     threads = " or ".join(str(n) for n in sorted(set(result["threads"])))
@@ -93,9 +96,9 @@ def _workload(flags, figures):
         yield "WARNING", figures["warning"]
 
 
-def _doubts(result):
-    """Yield what makes the figures less than certain."""
-    flags, figures = result["flags"], result["figures"]
+def doubts(result):
+    """Yield rows of what makes the figures of all tables less than certain."""
+    flags = result["flags"]
     threads, load = sum(result["threads"]), result["load_average"]
     if load > threads:
         yield (
@@ -109,6 +112,9 @@ def _doubts(result):
             f"fewer than {_MIN_ROUNDS} rounds: medians do not exclude a slow one; use "
             "more --rounds",
         )
+
+
+def _doubts_of_parts(figures):
     if min(figures["split_seconds"].values()) < 0:
         yield (
             "WARNING",
