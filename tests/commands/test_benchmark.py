@@ -138,6 +138,7 @@ def test_collectives(run, tmp_path, launcher):
     ("arguments", "launcher", "words"),
     [
         (["--collectives"], "alone", ["--collectives", "1 rank", "horovodrun -np 2"]),
+        (["--workload=wide"], "alone", ["--workload=wide", "1 rank", "mpirun -np 2"]),
         (["--strategy=split"], "gloo", ["2 ranks", "--strategy=split", "one process"]),
         (
             ["--strategy=mirrored", "--steps_per_execution=2"],

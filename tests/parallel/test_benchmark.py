@@ -49,3 +49,95 @@ def options(workload, **changes):
         "plot": None,
     }
     return Options(**values | changes).with_defaults()
+
+
+def run(world, given):
+    result, table = running.run(given, world, mpi_seconds={})
+    kinds = result["parallelism"]
+    assert all(f"\n{name} " in table for name in kinds)
+    losses = [each["loss"] for each in kinds.values()]
+    np.testing.assert_allclose(losses, losses[0], atol=1e-6)
+    for figures in kinds.values():
+        assert len(figures["rounds"]) == given.rounds
+        assert min(figures["rounds"]) <= figures["step_seconds"]
+    return kinds
+
+
+def check_memory(kinds, name, elements):
+    # Momentum has a slot for each weight.
+    assert kinds[name]["weight_bytes_by_rank"][RANK] == 4 * elements
+    assert kinds[name]["slot_bytes_by_rank"][RANK] == 4 * elements
+
+
+class Asked:
+    """Distinct ids of a step that each rank asks each rank for, in one table.
+
+    Args:
+        ids: of all ranks, of shape (ranks, samples).
+        holders: `holders(row)` returns the ranks that hold columns of a row.
+        widths: how many columns each rank holds of the rows that it has.
+    """
+
+    def __init__(self, ids, holders, widths):
+        self._counts = np.zeros([SIZE, SIZE], int)
+        self._widths = widths
+        for rank, mine in enumerate(ids):
+            for row in set(mine.tolist()):
+                self._counts[rank, holders(row)] += 1
+
+    def sent(self, rank):
+        """Bytes of int64 ids, float32 rows for others, and gradients of others'."""
+        others = [other for other in range(SIZE) if other != rank]
+        return sum(
+            8 * self._counts[rank, other]
+            + 4 * self._widths[rank] * self._counts[other, rank]
+            + 4 * self._widths[other] * self._counts[rank, other]
+            for other in others
+        )
+
+
+def test_recommender(world):
+    given = options("recommender")
+    kinds = run(world, given)
+    assert list(kinds) == ["replicated", "row", "column", "tables"]
+    dense = 2 * (SIZE - 1) * 4 * DENSE // SIZE
+    ids = np.stack([recommender.samples(given, rank)[0] for rank in range(SIZE)])
+    assert ids.shape == (SIZE, BATCHES, BATCH, len(ROWS))
+    sent = {name: kinds[name]["sent_bytes_by_rank"][RANK] - dense for name in kinds}
+    # Of int32 ids and float32 rows, repeated ones too.
+    assert sent["replicated"] == (SIZE - 1) * len(ROWS) * BATCH * (4 + 4 * COLUMNS)
+
+    def exchanged(heads, *tables):
+        """The mean over the batches, with the numbers of ids that go before them."""
+        asked = [
+            Asked(ids[:, batch, :, table], *tables[table])
+            for batch in range(BATCHES)
+            for table in range(len(ROWS))
+        ]
+        return sum(each.sent(RANK) for each in asked) / BATCHES + 8 * heads
+
+    rows = [lambda row: [int(row >= 150)], lambda row: [int(row >= 9)]]
+    both = lambda row: [0, 1]  # noqa: E731
+    assert sent["row"] == exchanged(2, *((each, [4, 4]) for each in rows))
+    assert sent["column"] == exchanged(2, (both, [2, 2]), (both, [2, 2]))
+    assert sent["tables"] == exchanged(2, (both, [2, 2]), (lambda row: [1], [0, 4]))
+
+    check_memory(kinds, "replicated", DENSE + sum(ROWS) * COLUMNS)
+    check_memory(kinds, "row", DENSE + (150 + [9, 8][RANK]) * COLUMNS)
+    check_memory(kinds, "column", DENSE + sum(ROWS) * COLUMNS // 2)
+    check_memory(kinds, "tables", DENSE + 300 * 2 + [0, 17 * COLUMNS][RANK])
+    whole, part = DENSE + sum(ROWS) * COLUMNS, DENSE + 159 * COLUMNS
+    assert kinds["row"]["against_replicated"]["memory"] == part / whole
+
+
+def test_wide(world):
+    kinds = run(world, options("wide", batch_size=4, rounds=1))
+    assert list(kinds) == ["replicated", "model"]
+    wide, narrow, last = 1025 * 4096, 4097 * 1024, 1025 * 10
+    whole = 2 * (wide + narrow) + last
+    check_memory(kinds, "replicated", whole)
+    # Each rank has the biases of the narrow layers.
+    check_memory(kinds, "model", 2 * (wide + narrow + 1024) // 2 + last)
+    assert kinds["replicated"]["sent_bytes_by_rank"] == [4 * whole] * SIZE
+    # The samples of all ranks: two sums of outputs, and one of gradients by inputs.
+    assert kinds["model"]["sent_bytes_by_rank"] == [4 * 3 * 1024 * 4 * SIZE] * SIZE

@@ -18,7 +18,10 @@ from hvdtrain.measurement import (
     figures,
     files,
     fitting,
+    parallelism,
+    parallelism_table,
     projection,
+    recommender,
     resources,
     rounds,
     simulated,
@@ -233,6 +236,75 @@ class TestProjection:
         )
 
 
+def kinds():
+    """The figures of two kinds on two ranks: memory, bytes, and three rounds."""
+    dense = {"weight_bytes": 800, "slot_bytes": 200, "sent_bytes": 5000.0, "loss": 0.5}
+    chief = {
+        "replicated": {**dense, "step_seconds": [0.004, 0.010, 0.004]},
+        "row": {
+            **dense,
+            "weight_bytes": 400,
+            "sent_bytes": 1000.0,
+            "step_seconds": [0.001, 0.005, 0.003],
+        },
+    }
+    other = {
+        "replicated": {**dense, "loss": 0.25, "step_seconds": [0.004, 0.009, 0.005]},
+        "row": {
+            **dense,
+            "weight_bytes": 300,
+            "slot_bytes": 350,
+            "sent_bytes": 1500.0,
+            "step_seconds": [0.002, 0.004, 0.002],
+        },
+    }
+    return parallelism.summarize([chief, other])
+
+
+class TestParallelism:
+    def test_figures_of_the_ranks(self):
+        found = kinds()
+        assert found["replicated"]["rounds"] == [0.004, 0.010, 0.005]
+        assert found["replicated"]["loss"] == 0.375
+        assert set(found["replicated"]["against_replicated"].values()) == {1}
+        assert found["row"] == {
+            "weight_bytes_by_rank": [400, 300],
+            "slot_bytes_by_rank": [200, 350],
+            "sent_bytes_by_rank": [1000.0, 1500.0],
+            "loss": 0.5,
+            "step_seconds": 0.003,
+            "rounds": [0.002, 0.005, 0.003],
+            # Of 650 and 1,000 bytes; ratios of 0.5, 0.5 and 0.6.
+            "against_replicated": {
+                "memory": 0.65,
+                "sent_bytes": 0.3,
+                "step_seconds": 0.5,
+            },
+        }
+
+    def test_ids_are_drawn_by_zipfs_law(self):
+        drawn = recommender.zipf(np.random.RandomState(0), 1000, (400, 500))
+        assert (drawn.shape, drawn.min(), drawn.max()) == ((400, 500), 0, 999)
+        weights = np.arange(1, 1001) ** -1.05
+        wanted = 200_000 * weights / weights.sum()
+        counts = np.bincount(drawn.ravel(), minlength=1000)
+        # Five standard deviations.
+        assert np.all(np.abs(counts - wanted) < 5 * np.sqrt(wanted))
+
+    def test_ids_are_of_the_rank_and_their_tables(self):
+        given = options(workload="recommender", batch_size=64)
+        ids, targets = recommender.samples(given, 0)
+        assert ids.shape == (8, 64, 2)
+        assert targets.shape == (8, 64, 1)
+        assert ids.min() >= 0
+        assert list(ids.max(axis=(0, 1)) < [17, 1000]) == [True, True]
+        others, _ = recommender.samples(given, 1)
+        assert np.any(ids != others)
+        # The most frequent row of a table is the same on all ranks, and not the first.
+        most = [np.bincount(each[..., 1].ravel()).argmax() for each in (ids, others)]
+        assert most[0] == most[1] > 0
+
+
 class TestRounds:
     def test_the_order_is_reversed_in_every_other_round(self):
         calls = []
@@ -362,6 +434,7 @@ class TestOptions:
             ("--workload=vgg", ["--workload=vgg", "resnet18", "module:function"]),
             ("--strategy=pipeline", ["--strategy=pipeline", "mirrored"]),
             ("--project=4,many", ["--project", "numbers of ranks"]),
+            ("--tables=17,many", ["--tables", "numbers of rows"]),
             ("--seconds=-1", ["--seconds=-1", "[0, 120]"]),
             ("--seconds=nan", ["expected numbers", "--seconds"]),
             ("--compare=", ["--compare", "expected files"]),
@@ -408,7 +481,9 @@ class TestFiles:
     def test_what_is_written_is_read(self, tmp_path):
         path = str(tmp_path / "result.json")
         written = result()
-        written["flags"]["project"] = list(written["flags"]["project"])
+        # JSON has no tuples.
+        for name in ("project", "tables"):
+            written["flags"][name] = list(written["flags"][name])
         files.write_json(path, written)
         assert files.read_json([path]) == {path: written}
 
@@ -457,9 +532,11 @@ class TestFiles:
         rows = [{"bytes": 1000 * n, "seconds": {"MPI": n * 1e-6}} for n in (1, 2)]
         collectives = {**result(), "size": 2, "collectives": {"rows": rows}}
         files.write_plot(tmp_path / "collectives.png", collectives)
+        of_kinds = {**result(), "size": 2, "parallelism": kinds()}
+        files.write_plot(tmp_path / "parallelism.png", of_kinds)
         for path in tmp_path.iterdir():
             assert path.read_bytes().startswith(b"\x89PNG")
-        assert len(list(tmp_path.iterdir())) == 2
+        assert len(list(tmp_path.iterdir())) == 3
 
 
 class TestTables:
@@ -483,6 +560,14 @@ class TestTables:
         assert "load average before was 2.5, and the ranks have 2 threads" in text
         assert "fewer than 3 rounds" in text
         assert "a part of the step is negative" in text
+
+    def test_of_kinds_of_parallelism(self):
+        found = {**result(), "parallelism": kinds()}
+        found["flags"]["workload"] = "recommender"
+        text = " ".join(parallelism_table.table(found).split())
+        assert "recommender; tables of 4 columns and 17, 1,000 rows; sgd" in text
+        assert "replicated 1 kB 1.000 5 kB 1.000 5.000 ms 1.000 0.375000" in text
+        assert "row 650 B 0.650 1.5 kB 0.300 3.000 ms 0.500 0.500000" in text
 
     def test_of_several_results(self):
         text = comparison.table({"a": result(), "b": result()})
