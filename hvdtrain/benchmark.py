@@ -77,6 +77,9 @@ flags.DEFINE_list(
     "Rows of each embedding table of --workload=recommender.",
 )
 flags.DEFINE_integer("columns", 32, "Columns of these tables.", 1, 1 << 16)
+flags.DEFINE_list(
+    "units", ["256", "128"], "Of the dense layers on top of them; may be empty."
+)
 flags.DEFINE_enum(
     "optimizer", "sgd", list(optimizers.LEARNING_RATES), "Of recommender and wide."
 )
@@ -114,6 +117,11 @@ def _check_numbers(values):
 @flags.validator("compare", "expected files that --json wrote, such as a.json,b.json")
 def _check_compare(paths):
     return paths is None or bool(paths and all(paths))
+
+
+@flags.validator("units", "expected numbers of units, such as 256,128, or none")
+def _check_units(sizes):
+    return all(size.isdigit() and int(size) for size in sizes)
 
 
 @flags.validator("tables", "expected numbers of rows, such as 1000,1000000")

@@ -64,6 +64,7 @@ class Options:
     backward_ms: float
     tables: tuple
     columns: int
+    units: tuple
     optimizer: str
     seed: int
     consistency_steps: int

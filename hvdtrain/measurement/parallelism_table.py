@@ -23,6 +23,7 @@ def table(result):
     if workload == "recommender":
         tables = ", ".join(f"{int(rows):,}" for rows in flags["tables"])
         workload += f"; tables of {flags['columns']} columns and {tables} rows"
+        workload += f"; {', '.join([*flags['units'], '1'])} units"
     rows = [
         *head(result),
         ("workload", f"{workload}; {flags['optimizer']}"),

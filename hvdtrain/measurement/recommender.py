@@ -1,7 +1,7 @@
 """The workload `recommender`: embedding tables of different sizes, dense layers on top.
 
-One id for each table and sample goes to its row; the rows of a sample, side by side, to
-dense layers of 256 and 128 units and one output. Tables are divided or not; the dense
+A sample has one id for each table. The rows of its ids, side by side, are the input of
+the dense layers, the last of which has one unit. Tables are divided or not; the dense
 layers are data parallel in all kinds.
 """
 
@@ -15,7 +15,6 @@ from hvdtrain import optimizers, parallel
 from hvdtrain.measurement.kinds import BATCHES, Kind
 
 _EXPONENT = 1.05
-_UNITS = (256, 128)
 
 
 def samples(options, rank):
@@ -57,8 +56,8 @@ def _build(embed, options):
     x = keras.layers.Concatenate()(
         embed(tables, [ids[:, i] for i in range(len(tables))])
     )
-    for units in _UNITS:
-        x = keras.layers.Dense(units, activation="relu")(x)
+    for units in options.units:
+        x = keras.layers.Dense(int(units), activation="relu")(x)
     x = keras.layers.Dense(1, activation="sigmoid")(x)
     model = keras.Model(ids, x)
     rate = optimizers.LEARNING_RATES[options.optimizer]

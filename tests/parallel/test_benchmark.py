@@ -11,8 +11,8 @@ from hvdtrain.measurement.options import Options
 
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, BATCH = (300, 17), 4, 32
-# Of the dense layers: two columns of tables, 256 and 128 units, one output.
-DENSE = (2 * COLUMNS * 256 + 256) + (256 * 128 + 128) + (128 + 1)
+# Of the dense layers: two tables' columns, 6 units, one output.
+DENSE = (2 * COLUMNS * 6 + 6) + (6 + 1)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def options(workload, **changes):
         "backward_ms": 0.0,
         "tables": tuple(map(str, ROWS)),
         "columns": COLUMNS,
+        "units": ("6",),
         "optimizer": "momentum",
         "seed": 0,
         "consistency_steps": 0,

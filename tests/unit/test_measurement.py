@@ -46,6 +46,7 @@ OPTIONS = Options(
     backward_ms=326.0,
     tables=("17", "1000"),
     columns=4,
+    units=("5",),
     optimizer="sgd",
     seed=0,
     consistency_steps=5,
@@ -482,7 +483,7 @@ class TestFiles:
         path = str(tmp_path / "result.json")
         written = result()
         # JSON has no tuples.
-        for name in ("project", "tables"):
+        for name in ("project", "tables", "units"):
             written["flags"][name] = list(written["flags"][name])
         files.write_json(path, written)
         assert files.read_json([path]) == {path: written}
@@ -565,7 +566,10 @@ class TestTables:
         found = {**result(), "parallelism": kinds()}
         found["flags"]["workload"] = "recommender"
         text = " ".join(parallelism_table.table(found).split())
-        assert "recommender; tables of 4 columns and 17, 1,000 rows; sgd" in text
+        assert (
+            "recommender; tables of 4 columns and 17, 1,000 rows; 5, 1 units; sgd"
+            in text
+        )
         assert "replicated 1 kB 1.000 5 kB 1.000 5.000 ms 1.000 0.375000" in text
         assert "row 650 B 0.650 1.5 kB 0.300 3.000 ms 0.500 0.500000" in text
 
