@@ -154,7 +154,7 @@ def main():
         mpi_seconds = mpi.measure(
             options.message_sizes, rounds=options.rounds, seconds=options.seconds
         )
-    world = job.start(seed=values["seed"])
+    world = job.start(seed=values["seed"], mesh=options.mesh_shape(launched.size))
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
     from hvdtrain.measurement import running

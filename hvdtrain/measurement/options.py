@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+from hvdtrain.job.mesh_shape import MeshShape
 from hvdtrain.job.world import SharedJobError
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -115,6 +116,11 @@ class Options:
     def compares_parallelism(self):
         """Whether kinds of parallelism are compared, instead of a training's parts."""
         return self.workload in OF_PARALLELISM and not self.collectives
+
+    def mesh_shape(self, size):
+        """Return the shape of the mesh for which `job.start` makes process sets."""
+        needs_stages = self.compares_parallelism and self.workload == "wide"
+        return MeshShape(pipeline=size) if needs_stages else None
 
     @property
     def table_rows(self):

@@ -30,6 +30,8 @@ def measure(options, world):
     workload = _WORKLOADS[options.workload]
     found, variants = {}, {}
     for name, kind in workload.KINDS.items():
+        if world.size > kind.most_ranks:
+            continue
         with fail_together(world):
             model = kind.build(options)
             batches = _batches(workload, kind, options, world)

@@ -1,4 +1,4 @@
-"""The workload `wide`: two pairs of dense layers, 1,024 to 4,096 to 1,024 units."""
+"""The workload `wide`: four pairs of dense layers, 1,024 to 2,048 to 1,024 units."""
 
 import functools
 
@@ -9,7 +9,8 @@ import hvdtrain.keras as hvd
 from hvdtrain import optimizers, parallel
 from hvdtrain.measurement.kinds import BATCHES, Kind
 
-_UNITS, _WIDE_UNITS, _PAIRS, _CLASSES = 1024, 4096, 2, 10
+UNITS, WIDE_UNITS = 1024, 2048
+_PAIRS, _CLASSES = 4, 10
 
 
 def samples(options, rank):
@@ -21,16 +22,19 @@ def samples(options, rank):
     """
     random = np.random.RandomState([options.seed, rank])
     shape = (BATCHES, options.batch_size)
-    inputs = random.uniform(size=(*shape, _UNITS)).astype("float32")
+    inputs = random.uniform(size=(*shape, UNITS)).astype("float32")
     return inputs, random.randint(_CLASSES, size=shape).astype("int32")
 
 
-def _build(options, widen, narrow, **distribution):
+def _dense(options, widen=keras.layers.Dense, narrow=keras.layers.Dense):
     keras.utils.set_random_seed(options.seed)
-    layers = [keras.Input((_UNITS,))]
+    layers = [keras.Input((UNITS,))]
     for _ in range(_PAIRS):
-        layers += [widen(_WIDE_UNITS, activation="relu"), narrow(_UNITS)]
-    model = keras.Sequential([*layers, keras.layers.Dense(_CLASSES)])
+        layers += [widen(WIDE_UNITS, activation="relu"), narrow(UNITS)]
+    return keras.Sequential([*layers, keras.layers.Dense(_CLASSES)])
+
+
+def _compiled(model, options, **distribution):
     rate = optimizers.LEARNING_RATES[options.optimizer]
     optimizer = optimizers.make(options.optimizer, learning_rate=rate)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -39,20 +43,36 @@ def _build(options, widen, narrow, **distribution):
 
 
 def _replicated(options):
-    return _build(options, keras.layers.Dense, keras.layers.Dense)
+    return _compiled(_dense(options), options)
+
+
+def _sharded_state(options):
+    return _compiled(_dense(options), options, shard_state="slices_reducescatter")
 
 
 def _model_parallel(options):
     with parallel.Mesh(model=hvd.size()) as mesh:
-        return _build(
+        model = _dense(
             options,
             functools.partial(parallel.ColumnParallelDense, gather_output=False),
             functools.partial(parallel.RowParallelDense, input_is_parallel=True),
-            mesh=mesh,
         )
+    return _compiled(model, options, mesh=mesh)
+
+
+def _pipeline(options):
+    size = hvd.size()
+    # Whole pairs: what is narrow goes to the next stage.
+    stages = [2 * len(pairs) for pairs in np.array_split(range(_PAIRS), size)]
+    stages[-1] += 1
+    with parallel.Mesh(pipeline=size) as mesh:
+        model = parallel.PipelineModel(_dense(options), stages)
+    return _compiled(model, options, mesh=mesh)
 
 
 KINDS = {
     "replicated": Kind(build=_replicated),
+    "state": Kind(build=_sharded_state),
     "model": Kind(build=_model_parallel, shares_samples=True),
+    "pipeline": Kind(build=_pipeline, shares_samples=True, most_ranks=_PAIRS),
 }

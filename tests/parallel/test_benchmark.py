@@ -5,7 +5,7 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
-from hvdtrain.measurement import recommender, running
+from hvdtrain.measurement import recommender, running, wide
 from hvdtrain.measurement.kinds import BATCHES
 from hvdtrain.measurement.options import Options
 
@@ -32,7 +32,7 @@ def options(workload, **changes):
         "devices": 2,
         "collectives": False,
         "max_bytes": 1000,
-        "rounds": 2,
+        "rounds": 1,
         "seconds": 0.01,
         "batch_size": BATCH,
         "steps_per_execution": 1,
@@ -131,14 +131,26 @@ def test_recommender(world):
     assert kinds["row"]["against_replicated"]["memory"] == part / whole
 
 
-def test_wide(world):
-    kinds = run(world, options("wide", batch_size=4, rounds=1))
-    assert list(kinds) == ["replicated", "model"]
-    wide, narrow, last = 1025 * 4096, 4097 * 1024, 1025 * 10
-    whole = 2 * (wide + narrow) + last
+def test_wide(world, monkeypatch):
+    monkeypatch.setattr(wide, "UNITS", 12)
+    monkeypatch.setattr(wide, "WIDE_UNITS", 18)
+    kinds = run(world, options("wide"))
+    assert list(kinds) == ["replicated", "state", "model", "pipeline"]
+    widening, narrowing, last = 13 * 18, 19 * 12, 13 * 10
+    whole = 4 * (widening + narrowing) + last
     check_memory(kinds, "replicated", whole)
     # Each rank has the biases of the narrow layers.
-    check_memory(kinds, "model", 2 * (wide + narrow + 1024) // 2 + last)
-    assert kinds["replicated"]["sent_bytes_by_rank"] == [4 * whole] * SIZE
-    # The samples of all ranks: two sums of outputs, and one of gradients by inputs.
-    assert kinds["model"]["sent_bytes_by_rank"] == [4 * 3 * 1024 * 4 * SIZE] * SIZE
+    check_memory(kinds, "model", 4 * (widening + narrowing + 12) // 2 + last)
+    check_memory(kinds, "pipeline", 2 * (widening + narrowing) + [0, last][RANK])
+    slots = kinds["state"]["slot_bytes_by_rank"]
+    assert kinds["state"]["weight_bytes_by_rank"] == [4 * whole] * SIZE
+    assert sum(slots) == 4 * whole
+    sent = {name: kinds[name]["sent_bytes_by_rank"] for name in kinds}
+    assert sent["replicated"] == [4 * whole] * SIZE
+    # A reducescatter of the gradients, and an allgather of this rank's weights.
+    assert sent["state"] == [2 * whole + each for each in slots]
+    # The samples of all ranks: four sums of outputs, and three of gradients by inputs.
+    activations = 4 * SIZE * BATCH * 12
+    assert sent["model"] == [7 * activations] * SIZE
+    # At the one cut, outputs, gradients; the loss, two numbers.
+    assert sent["pipeline"] == [activations + 12] * SIZE
