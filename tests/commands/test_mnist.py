@@ -65,9 +65,10 @@ def read(terminal):
 def train(run, tmp_path):
     """Return `train(arguments, ...)`: the finished job and its summary."""
 
-    def train(arguments, *, launcher):
+    def train(arguments, *, launcher, ranks=2):
         model_dir = tmp_path / launcher
-        job = run([*arguments, f"--model_dir={model_dir}"], launcher=launcher)
+        arguments = [*arguments, f"--model_dir={model_dir}"]
+        job = run(arguments, launcher=launcher, ranks=ranks)
         assert job.returncode == 0, job.text
         return job, json.loads((model_dir / "summary.json").read_text())
 
@@ -140,6 +141,39 @@ def test_every_launcher_computes_what_one_process_does(alone, train, tmp_path):
     # The same seed and the same ranks: the same bits.
     for a, b in zip(found["mpi"], found["mpirun"], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.xdist_group("alone")
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "flags"),
+    [
+        (4, "data 2 x pipeline 1 x model 2", ["--model_parallel=2"]),
+        (2, "data 1 x pipeline 2 x model 1", ["--pipeline_stages=2"]),
+    ],
+)
+def test_a_divided_model_computes_what_one_process_does(
+    alone, train, tmp_path, ranks, mesh, flags
+):
+    _, home = alone
+    replicas = int(mesh.split()[1])
+    job, summary = train(
+        [
+            *(*DIGITS, *flags, "--shard_optimizer_state", "--save_every_steps=20"),
+            f"--learning_rate={0.2 / replicas}",
+            f"--batch_size={64 // replicas}",
+            f"--max_steps={40 * replicas}",
+        ],
+        launcher="mpi",
+        ranks=ranks,
+    )
+    assert f"mesh           {mesh}" in job.text
+    assert f"per replica x {replicas} replica" in job.text
+    expected = json.loads((home / "run" / "summary.json").read_text())
+    assert summary["test_accuracy"] == expected["test_accuracy"]
+    for mine, theirs in zip(
+        weights(tmp_path / "mpi"), weights(home / "run"), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 def check_output(lines):
