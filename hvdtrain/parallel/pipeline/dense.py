@@ -6,6 +6,10 @@ import dataclasses
 import keras
 
 from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.job.agreement import on_chief
+from hvdtrain.job.backend import world
+from hvdtrain.job.world import JobError
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 
 
@@ -91,27 +95,62 @@ def describe(variables, optimizer, pipeline):
     return list(found.values())
 
 
-def gather(described, targets):
-    """Assign values of all stages to the variables of a dense model. A collective.
+def gather(pipeline):
+    """Return the dense model and its optimizer's state on rank 0, None elsewhere.
+
+    A collective of all ranks of the job.
 
     Args:
-        described: list of `DenseVariable`.
-        targets: variables by path on rank 0; None elsewhere.
+        pipeline: the `PipelineModel`.
     """
+    model, described = None, _described(pipeline)
+    if global_process_set.rank() == 0:
+        model = pipeline.dense.build(pipeline.get_compile_config())
+    targets = _by_path(model)
     values = DenseValues(described)
     for number, each in enumerate(described):
         value = values.gather(number)
-        if targets is not None:
+        if targets:
             targets[each.path].assign(value)
+    return model
 
 
-def scatter(described, sources):
-    """Assign the values of a dense model to the stages. A collective.
+def load(pipeline, filepath, options):
+    """Assign what rank 0 reads from a file of the dense model. A collective.
 
     Args:
-        described: list of `DenseVariable`.
-        sources: variables by path on rank 0; None elsewhere.
+        pipeline: the `PipelineModel`.
+        filepath: the file.
+        options: further arguments of `keras.Model.load_weights`, as a dict.
+
+    Raises:
+        JobError: on all ranks, if it cannot be read.
     """
+
+    def read():
+        model = pipeline.dense.build(pipeline.get_compile_config())
+        try:
+            model.load_weights(filepath, **options)
+        except (OSError, ValueError) as error:
+            raise JobError(f"Cannot load {filepath}: {error}") from error
+        return model
+
+    sources = _by_path(on_chief(world(), read))
+    described = _described(pipeline)
     values = DenseValues(described)
     for number, each in enumerate(described):
         values.scatter(number, sources and sources[each.path].numpy())
+
+
+def _described(pipeline):
+    slots = variables_of(pipeline.optimizer)
+    weights = pipeline.dense_variables(pipeline.weights)
+    return [*weights, *pipeline.dense_variables(slots)]
+
+
+def _by_path(model):
+    """Return the variables of a dense model and its optimizer; None for None."""
+    if model is None:
+        return None
+    variables = [*model.weights, *variables_of(model.optimizer)]
+    return {variable.path: variable for variable in variables}

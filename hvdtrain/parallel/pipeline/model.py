@@ -4,11 +4,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.job.agreement import on_chief
-from hvdtrain.job.backend import world
-from hvdtrain.job.world import JobError
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.partition import set_stages
@@ -163,9 +160,7 @@ class PipelineModel(keras.Model):
 
         A collective of all ranks of the job. `save` and `save_weights` write it.
         """
-        model = self._new_dense()
-        dense.gather(self._described(), model and _by_path(model))
-        return model
+        return dense.gather(self)
 
     def load_weights(self, filepath, **options):
         """As that of Keras, from a file of the dense model that rank 0 reads.
@@ -175,26 +170,7 @@ class PipelineModel(keras.Model):
         Raises:
             JobError: on all ranks, if it cannot be read.
         """
-
-        def load():
-            model = self._new_dense()
-            try:
-                model.load_weights(filepath, **options)
-            except (OSError, ValueError) as error:
-                raise JobError(f"Cannot load {filepath}: {error}") from error
-            return model
-
-        model = on_chief(world(), load)
-        dense.scatter(self._described(), model and _by_path(model))
-
-    def _new_dense(self):
-        if global_process_set.rank() == 0:
-            return self.dense.build(self.get_compile_config())
-        return None
-
-    def _described(self):
-        slots = dense.variables_of(self.optimizer)
-        return [*self.dense_variables(self.weights), *self.dense_variables(slots)]
+        dense.load(self, filepath, options)
 
     def train_step(self, data):
         """As that of Keras, over the stages."""
@@ -272,11 +248,6 @@ class PipelineModel(keras.Model):
             parts = [step.outputs[m] for m in range(self._microbatches)]
             return tf.concat(parts, axis=0)
         return tf.zeros((0, *self._last_cut.shape[1:]), self._last_cut.dtype)
-
-
-def _by_path(model):
-    slots = dense.variables_of(model.optimizer)
-    return {each.path: each for each in [*model.weights, *slots]}
 
 
 def _links(mesh, cuts):
