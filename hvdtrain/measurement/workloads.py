@@ -21,7 +21,7 @@ from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.measurement import simulated
 from hvdtrain.measurement.options import WORKLOADS
-from hvdtrain.training.image_classifier import compiled
+from hvdtrain.training.classifier_model import compiled
 
 _SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
 _CLASSES = 10

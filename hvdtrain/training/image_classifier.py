@@ -1,19 +1,22 @@
 """An image classifier from options: data, model, optimizer and specs."""
 
 import dataclasses
-import functools
 import sys
 
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain import models, optimizers, parallel
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
-from hvdtrain.job import JobError
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.job.mesh_shape import MeshShape
-from hvdtrain.training import exporters, resuming, run_directory, schedules
+from hvdtrain.training import (
+    classifier_model,
+    exporters,
+    resuming,
+    run_directory,
+    schedules,
+)
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import fast_steps_per_execution
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
@@ -80,7 +83,7 @@ def build(options, world, commits=None, mesh=None):
             if options.model_dir:
                 run_directory.prepare(options.model_dir)
             observers = make_observers(sys.stdout, model_dir=options.model_dir)
-        model = _model(options, dataset, batch_ranks, mesh)
+        model = classifier_model.build(options, dataset, batch_ranks, mesh)
     return Run(
         dataset=dataset,
         warning=warning,
@@ -203,66 +206,3 @@ def _eval_spec(options, dataset, replicas):
         every_epochs=options.evaluate_every,
         exporters=[exporters.BY_NAME[name]() for name in options.export or ()],
     )
-
-
-def _model(options, dataset, batch_ranks, mesh):
-    if options.mixed_precision != "none":
-        keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
-    # In an elastic job it is built more than once.
-    keras.utils.set_random_seed(options.seed)
-    build = models.BY_NAME[options.model]
-    classes = _divided_layers(mesh) if mesh and mesh.model.size > 1 else {}
-    model = build(dataset.image_shape, num_classes=dataset.num_classes, **classes)
-    if mesh and mesh.pipeline.size > 1:
-        model = _pipeline(options, model, mesh)
-    optimizer = hvd.DistributedOptimizer(
-        optimizers.make(
-            options.optimizer,
-            learning_rate=options.local_learning_rate * batch_ranks,
-            accumulation_steps=options.accumulation_steps,
-        ),
-        compression=getattr(hvd.Compression, options.compression),
-        mesh=mesh,
-        shard_state=options.shard_optimizer_state,
-    )
-    return compiled(model, optimizer)
-
-
-def _pipeline(options, model, mesh):
-    try:
-        return parallel.PipelineModel(
-            model,
-            microbatches=options.microbatches,
-            schedule=options.pipeline_schedule,
-            mesh=mesh,
-        )
-    except ValueError as error:
-        raise JobError(
-            f"Received --model={options.model} and --pipeline_stages="
-            f"{options.pipeline_stages}. {error}"
-        ) from error
-
-
-def _divided_layers(mesh):
-    """Return what stands for the dense layers of a model, over the ranks of a mesh."""
-    return {
-        "hidden": functools.partial(
-            parallel.ColumnParallelDense, gather_output=False, mesh=mesh
-        ),
-        "logits": functools.partial(
-            parallel.RowParallelDense, input_is_parallel=True, mesh=mesh
-        ),
-        "dropout": functools.partial(parallel.ParallelDropout, mesh=mesh),
-    }
-
-
-def compiled(model, optimizer):
-    """Compile a classifier that returns logits, and return it."""
-    model.compile(
-        optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        # XLA cannot compile Horovod's operations.
-        jit_compile=False,
-    )
-    return model
