@@ -239,3 +239,11 @@ def test_different_samples_are_an_error_on_all_ranks(mesh):
     x, y, _ = samples(BATCH + RANK)
     with pytest.raises(tf.errors.InvalidArgumentError, match="different samples"):
         model.train_on_batch(x[-BATCH:], y[-BATCH:])
+
+
+def test_a_rank_of_a_pipeline_cannot_wait_for_the_others(mesh):
+    model = pipeline(mesh)
+    model.compile("sgd", oracle.LOSS)
+    x, y, _ = samples(BATCH)
+    with pytest.raises(ValueError, match="JoinCallback cannot be used with a model"):
+        model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.JoinCallback()])

@@ -7,7 +7,7 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.partition import is_divided
+from hvdtrain.keras.partition import is_part_of_model
 from hvdtrain.keras.ranks import local_keys_of, optimizers_of
 from hvdtrain.keras.variables import replicated_variables
 
@@ -43,7 +43,7 @@ class JoinCallback(keras.callbacks.Callback):
     def set_model(self, model):
         """Takes the model; marks it as one whose ranks may take unequal steps."""
         super().set_model(model)
-        if is_divided(model.variables):
+        if is_part_of_model(model.variables):
             raise ValueError(
                 "JoinCallback cannot be used with a model that is divided over ranks: "
                 "the forward pass of the others needs the rank that waits. Deal "
