@@ -9,9 +9,15 @@ import textwrap
 import pytest
 
 import hvdtrain.keras
-from hvdtrain import data, job, training
+from hvdtrain import data, job, parallel, training
 
-MODULES = {"data": data, "job": job, "training": training, "hvd": hvdtrain.keras}
+MODULES = {
+    "data": data,
+    "job": job,
+    "parallel": parallel,
+    "training": training,
+    "hvd": hvdtrain.keras,
+}
 ROOT = pathlib.Path(__file__).parents[2]
 
 
