@@ -93,13 +93,15 @@ def write(world, model_dir, *, model, summary):
         JobError: on all ranks, if the chief cannot write them.
     """
     with fail_together(world):
-        directory = pathlib.Path(model_dir)
         save_by_rank_0(
-            model, lambda whole: _write(directory, model=whole, summary=summary)
+            model, lambda whole: _write(world, model_dir, model=whole, summary=summary)
         )
 
 
-def _write(directory, *, model, summary):
+def _write(world, model_dir, *, model, summary):
+    if not world.is_chief:
+        return
+    directory = pathlib.Path(model_dir)
     # A summary implies the model of the same run: the old one is removed first, the
     # new one is written last.
     with _writing(directory / _SUMMARY):

@@ -9,8 +9,16 @@ import keras
 import numpy as np
 import pytest
 
+import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.training import run_directory
+
+
+@pytest.fixture(autouse=True)
+def _horovod(monkeypatch):
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
+    hvd.init()
 
 
 def names(directory):
@@ -110,11 +118,12 @@ def test_a_summary_never_stands_beside_the_model_of_another_run(tmp_path, monkey
 
     monkeypatch.setattr(run_directory, "save_model", full)
     with pytest.raises(JobError, match="full"):
-        run_directory.write(World(), tmp_path, model=None, summary={})
+        run_directory.write(World(), tmp_path, model=keras.Sequential(), summary={})
     assert names(tmp_path) == ["model.keras"]
 
 
 def test_only_the_chief_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(run_directory, "fail_together", contextlib.nullcontext)
-    run_directory.write(World(rank=1, size=2), tmp_path, model=None, summary={})
+    world = World(rank=1, size=2)
+    run_directory.write(world, tmp_path, model=keras.Sequential(), summary={})
     assert names(tmp_path) == []
