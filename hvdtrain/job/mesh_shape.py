@@ -29,8 +29,11 @@ class MeshShape:
         """Check the numbers."""
         for name in AXES:
             size = getattr(self, name)
-            if size is not None and size < 1:
-                raise SharedJobError(f"Received {name}={size}; expected 1 or more.")
+            is_number = isinstance(size, int) or (size is None and name == "data")
+            if not is_number or (size is not None and size < 1):
+                raise SharedJobError(
+                    f"Received {name}={size!r}; expected a number, 1 or more."
+                )
 
     @property
     def divides_model(self):

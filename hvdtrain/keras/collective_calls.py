@@ -7,9 +7,11 @@ others without end. So all ranks first compare what they call, within a limit of
 
 import contextlib
 import functools
+import math
 import os
 import queue
 import threading
+import warnings
 from typing import NamedTuple
 
 import keras
@@ -18,14 +20,13 @@ import tensorflow as tf
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.keras.dense_saving import is_saving, save_together
+from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.partition import is_part_of_model, partition_of
 from hvdtrain.keras.ranks import optimizers_of
 
 _MARK = "_hvdtrain_collective"
 _RUNS = ("fit", "evaluate", "predict")
 _SAVES = ("save", "save_weights")
-# Horovod's own default.
-_LIMIT_SECONDS = "60"
 
 
 class _Call(NamedTuple):
@@ -73,6 +74,13 @@ def _run(method):
     @functools.wraps(method)
     def run(self, *args, **kwargs):
         if _needs_all_ranks(self.variables):
+            if method.__name__ == "fit" and not hook_of(self.optimizer):
+                raise ValueError(
+                    "The model is divided over ranks, and was compiled with a plain "
+                    "optimizer, which does not take its parts into account. Pass "
+                    "hvd.DistributedOptimizer(optimizer), with the mesh of its layers, "
+                    "to compile."
+                )
             saving = _saving_callbacks(kwargs.get("callbacks"))
             _check_called_alike(method.__name__, saving)
         return method(self, *args, **kwargs)
@@ -85,6 +93,12 @@ def _save(method):
     def save(self, *args, **kwargs):
         if is_saving() or not is_saved_together(self):
             return method(self, *args, **kwargs)
+        path = str(args[0] if args else kwargs.get("filepath", ""))
+        if path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
+            raise ValueError(
+                "A model that is divided over ranks is saved as a .keras file, or by "
+                f"save_weights as a .weights.h5 file. Received: {path}"
+            )
         _check_called_alike(method.__name__)
         return save_by_rank_0(self, lambda whole: method(whole, *args, **kwargs))
 
@@ -118,7 +132,8 @@ def _saving_callbacks(callbacks):
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     kinds = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
-    return [type(each).__name__ for each in callbacks or () if isinstance(each, kinds)]
+    found = keras.tree.flatten(callbacks)
+    return [type(each).__name__ for each in found if isinstance(each, kinds)]
 
 
 def _check_called_alike(method, saving=()):
@@ -130,16 +145,9 @@ def _check_called_alike(method, saving=()):
 
     Raises:
         RuntimeError: also if the other ranks call none within the time after which
-            Horovod reports a stall.
+            Horovod ends a stalled job.
     """
-    limit = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or _LIMIT_SECONDS)
-    everyone = _gather_calls(_Call(method, tuple(saving)), limit)
-    if everyone is None:
-        raise RuntimeError(
-            f"model.{method} was called on rank {global_process_set.rank()}, and not "
-            f"on all other ranks within {limit:g} seconds. The model is divided over "
-            "ranks: call it on all of them. Files are written by rank 0."
-        )
+    everyone = _gather_calls(_Call(method, tuple(saving)))
     if len(set(everyone)) > 1:
         calls = "; ".join(f"rank {r}: {_text(call)}" for r, call in enumerate(everyone))
         raise RuntimeError(
@@ -155,8 +163,8 @@ def _text(call):
     return " with ".join([f"model.{call.method}", *call.saving])
 
 
-def _gather_calls(mine, limit_seconds):
-    """Returns what all ranks call, or None if some do not within the limit."""
+def _gather_calls(mine):
+    """Returns what all ranks call; it waits as long as Horovod does in a stall."""
     found = queue.Queue()
 
     def gather():
@@ -167,5 +175,29 @@ def _gather_calls(mine, limit_seconds):
     # A daemon: the exit of Python does not wait for ranks that never come.
     thread = threading.Thread(target=gather, name="CollectiveCall", daemon=True)
     thread.start()
-    thread.join(limit_seconds)
-    return None if found.empty() else found.get()
+    warn_seconds = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", default=60)
+    end_seconds = _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default=math.inf)
+    text = (
+        f"model.{mine.method} was called on rank {global_process_set.rank()}, and not "
+        "on all other ranks within {:g} seconds. The model is divided over ranks: call "
+        "it on all of them, also to save it; rank 0 writes the files."
+    )
+    thread.join(min(warn_seconds, end_seconds))
+    if thread.is_alive() and warn_seconds < end_seconds:
+        # Another rank may be slower, while it loads its data for example.
+        warnings.warn(text.format(warn_seconds), stacklevel=4)
+        thread.join(None if end_seconds == math.inf else end_seconds - warn_seconds)
+    if thread.is_alive():
+        raise RuntimeError(text.format(end_seconds))
+    if found.empty():
+        raise RuntimeError(
+            f"model.{mine.method} was called on rank {global_process_set.rank()}, and "
+            "other ranks have ended. The model is divided over ranks: call it on all "
+            "of them, also to save it; rank 0 writes the files."
+        )
+    return found.get()
+
+
+def _seconds(name, *, default):
+    # 0 is no limit, as for Horovod.
+    return float(os.environ.get(name) or 0) or default

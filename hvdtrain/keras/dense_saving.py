@@ -17,6 +17,7 @@ from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.partition import assign_part, partition_of
 
 _DONE, _WORKING = -1, -2
+_NO_VALUE = object()
 # A long wait would be taken for a rank that hangs.
 _POLL_SECONDS = 5.0
 # The saving of this process; more than one object only by mistake.
@@ -85,17 +86,24 @@ def save_together(variables, save):
     saving = None
     if global_process_set.rank() == 0:
         saving = _Saving(variables, save)
-    while (request := _agree_on_request(saving)) != _DONE:
-        if request == _WORKING:
-            continue
-        value = values.gather(request)
+    try:
+        while (request := _agree_on_request(saving)) != _DONE:
+            if request == _WORKING:
+                continue
+            value = values.gather(request)
+            if saving:
+                saving.reply(value)
+    finally:
+        # After a failed collective, the thread would wait for its value for ever.
         if saving:
-            saving.reply(value)
-    error = broadcast_object(saving and saving.error, name="SavingError")
-    if saving and saving.error:
-        raise saving.error
+            saving.reply(_NO_VALUE)
+    # As text: an exception may hold what cannot be pickled.
+    error = saving and saving.error
+    text = broadcast_object(error and repr(error), name="SavingError")
     if error:
-        raise RuntimeError(f"Rank 0 could not save the model: {error}")
+        raise error
+    if text:
+        raise RuntimeError(f"Rank 0 could not save the model: {text}")
 
 
 def _agree_on_request(saving):
@@ -116,7 +124,10 @@ class _Saving:
     def request(self, variable):
         """Returns the dense value; in the thread."""
         self._requests.put(self._numbers[id(variable)])
-        return self._replies.get()
+        value = self._replies.get()
+        if value is _NO_VALUE:
+            raise RuntimeError("The other ranks no longer send their parts.")
+        return value
 
     def next_request(self):
         """Returns the number of a variable, or what else the other ranks are to do."""
@@ -133,8 +144,8 @@ class _Saving:
         _active.append(self)
         try:
             self._save()
-        # Of any kind: it is raised in the main thread.
-        except Exception as error:
+        # Of any kind, SystemExit too: it is raised in the main thread.
+        except BaseException as error:
             self.error = error
         finally:
             _active.remove(self)

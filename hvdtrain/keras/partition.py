@@ -117,6 +117,12 @@ def stages_of(variables):
 def assign_part(variable, dense):
     """Assigns to a Keras variable its part of a dense value."""
     if partition := partition_of(variable):
+        expected = partition.dense_shape(variable.shape)
+        if tuple(dense.shape) != tuple(expected):
+            raise ValueError(
+                f"{variable.path} is a part of a variable of the shape "
+                f"{tuple(expected)}. Received: values of the shape {tuple(dense.shape)}"
+            )
         # An optimizer's slot may be all of a flattened variable.
         dense = keras.ops.reshape(partition.of(dense), variable.shape)
     variable.assign(dense)

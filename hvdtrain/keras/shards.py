@@ -149,8 +149,16 @@ def divide(weights, reducer, *, is_by_variable):
         return [Shard(weight, None, process_set) for weight in weights]
     counts = [math.prod(weight.shape) for weight in weights]
     shared = [i for i, weight in enumerate(weights) if not reducer.is_local(weight)]
+    # Slices of a divided layer differ in size along the axis model. The division of
+    # other weights, of which these ranks have copies, must not depend on them.
+    kinds = [
+        [i for i in shared if bool(partition_of(weights[i])) == is_divided]
+        for is_divided in (False, True)
+    ]
     # By slices, each rank has a part of each group: they are reduced one by one.
-    groups = [shared] if is_by_variable else reducer.split(shared, weights)
+    groups = kinds
+    if not is_by_variable:
+        groups = [group for kind in kinds for group in reducer.split(kind, weights)]
     sizes_of = sizes_by_variable if is_by_variable else sizes_by_slices
     sizes = [None] * len(weights)
     for group in groups:

@@ -180,7 +180,11 @@ class AllgatherOp : public Collective {
 
   void Compute(OpKernelContext* context) override {
     Segment* const shared = segment;
-    const int count = context->num_outputs(), ranks = shared ? shared->size() : 0;
+    if (shared == nullptr) {
+      Run<Gathering>(context, {}, Allgather);  // reports it
+      return;
+    }
+    const int count = context->num_outputs(), ranks = shared->size();
     OP_REQUIRES(context, sizes_.size() == static_cast<size_t>(count) * ranks,
                 absl::InvalidArgumentError("sizes has not one number for each rank"));
     const size_t bytes = tensorflow::DataTypeSize(dtype_);

@@ -62,6 +62,11 @@ class ColumnParallelDense(_ParallelDense):
                 f"be elementwise. Received: {self.activation.__name__}"
             )
 
+    def build(self, input_shape):
+        """Make the weights; their initial values are those of the dense twin."""
+        self.check_divisible(self.units, "units")
+        super().build(input_shape)
+
     def compute_output_shape(self, input_shape):
         """Return the shape of the outputs, or of this rank's part."""
         partition = self.partition(-1, self.units)
@@ -108,6 +113,7 @@ class RowParallelDense(_ParallelDense):
         width = input_shape[-1]
         if self.input_is_parallel:
             width = self.sum_over_ranks(width)
+        self.check_divisible(width, "inputs")
         self._inputs = self.partition(0, width)
         super().build((*input_shape[:-1], width))
         # Keras checks the width of the dense twin's input otherwise.

@@ -161,6 +161,12 @@ class DistributedEmbedding(keras.layers.Layer):
         return self.tables[self.input_table_map[number]]
 
     def _call_for_all(self, inputs):
+        if not all(self.input_ids_list):
+            raise ValueError(
+                "With dp_input=False each rank needs a table, of which it takes the "
+                f"inputs. Received: input_ids_list={self.input_ids_list}. Use fewer "
+                "ranks, dp_input=True, or a lower column_slice_threshold."
+            )
         mine = self.input_ids_list[self.ranks.index]
         if len(inputs) != len(mine):
             raise ValueError(

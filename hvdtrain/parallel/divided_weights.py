@@ -55,6 +55,7 @@ class DividedWeights(InModelGroup):
 
     def load_own_variables(self, store):
         """As that of Keras, but takes this rank's slices."""
+        self._check_load_own_variables(store)
         load_slices(self._own_variables(), store)
 
     def _own_variables(self):

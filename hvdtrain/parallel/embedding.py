@@ -1,13 +1,14 @@
 """Embeddings of which each data rank has some rows or some columns."""
 
 import keras
+import numpy as np
 from keras import ops
 
 from hvdtrain.collectives import ops as collectives
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras import collective_calls
-from hvdtrain.keras.partition import Partition, partition_of
+from hvdtrain.keras.partition import Partition, assign_part
 from hvdtrain.parallel.combining import ids_of
 from hvdtrain.parallel.divided_weights import DividedWeights, check_arguments
 from hvdtrain.parallel.exchange import look_up
@@ -130,7 +131,7 @@ class ShardedEmbedding(DividedEmbedding):
         if weights is not None:
             self.build()
             (dense,) = weights if isinstance(weights, list) else [weights]
-            self.embeddings.assign(partition_of(self.embeddings).of(dense))
+            assign_part(self.embeddings, np.asarray(dense))
 
 
 def _check_constraint(layer, axis):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 
 import horovod.tensorflow as horovod
+import tensorflow as tf
 from horovod.common import process_sets
 
 from hvdtrain.collectives.process_sets import global_process_set, is_elastic
@@ -63,6 +64,9 @@ class Mesh:
     Its process sets are those of `job.start(mesh=MeshShape(model=2))`. Without it, all
     ranks make the mesh at the same time, with HOROVOD_DYNAMIC_PROCESS_SETS=1.
 
+    With `model` above 1, it turns off the remapper of TensorFlow's graph optimizer
+    (`tf.config.optimizer`), for functions that are traced afterwards.
+
     Args:
         model: ranks among which layers are divided.
         pipeline: ranks that hold successive stages of a model.
@@ -105,6 +109,11 @@ class Mesh:
             if horovod.rank() in pair:
                 end = "next" if horovod.rank() == pair[0] else "previous"
                 setattr(self, end, sets.get(tuple(pair)) or _of(pair))
+
+        if self.model.size > 1:
+            # It fuses operations by shapes, which differ by rank where a size is not
+            # divisible: copies of weights would differ in their last bit.
+            tf.config.optimizer.set_experimental_options({"remapping": False})
 
     def _ranks(self):
         # Of one order on all ranks: to add a process set is a collective of all.

@@ -36,6 +36,15 @@ class InModelGroup:
             process_set=model.process_set,
         )
 
+    def check_divisible(self, size, name):
+        """Raise a ValueError unless each rank gets one of so many units or inputs."""
+        ranks = self._model_axis.size
+        if size < ranks:
+            raise ValueError(
+                f"{type(self).__name__} needs one of its {name} on each of the {ranks} "
+                f"ranks of the model group. Received: {size}. Use the dense layer here."
+            )
+
     def sum_over_ranks(self, number):
         """Return the sum of a number of each rank of the model group."""
         process_set = self._model_axis.process_set

@@ -141,6 +141,9 @@ def restore(
     step, metadata = header
     arrays = found and found.arrays
     variables.scatter_shared(arrays and state.ordered(arrays, "shared"))
+    variables.scale_accumulated(
+        model.optimizer, size / len(metadata["local_batch_sizes"])
+    )
     own = PerRankState(world, replicas, arrays, metadata["local_batch_sizes"])
     return Start(step=step, metadata=metadata, per_rank_state=own, learning_rate=rate)
 

@@ -18,6 +18,7 @@ from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.dense_values import DenseVariable, assemble
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.metrics import local_states
+from hvdtrain.keras.partition import partition_of
 from hvdtrain.training import random_states
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.state_variables import (
@@ -72,9 +73,10 @@ def check_finite(model, world, step):
     before them. Weights that are not divided are equal on all ranks, each of which
     raises the error. Of a divided model, this is a collective.
     """
-    together = fail_together(world) if hook_of(model.optimizer).mesh else nullcontext()
-    with together:
-        for variable in shared_weights(model):
+    weights = shared_weights(model)
+    is_divided = any(map(partition_of, weights)) or hook_of(model.optimizer).mesh
+    with fail_together(world) if is_divided else nullcontext():
+        for variable in weights:
             if not np.isfinite(variable.numpy().astype("float32", copy=False)).all():
                 raise SharedJobError(
                     f"{variable.path} is no longer finite at step {step}: training has "

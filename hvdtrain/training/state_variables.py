@@ -9,7 +9,9 @@ from hvdtrain.job.world import JobError
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.partition import assign_part
+from hvdtrain.keras.optimizer_state import accumulated_gradients
+from hvdtrain.keras.partition import assign_part, is_divided_along
+from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.keras.variables import replicated_variables
 
 
@@ -42,8 +44,16 @@ class StateVariables:
             [variable for variable in candidates if id(variable) not in taken]
             for candidates in (model.variables, model.optimizer.variables)
         ]
+        # Frozen tables, and accumulated gradients of tables: replicas have parts.
+        replicas = process_set_of(model.optimizer)
+        parts = [v for each in own for v in each if is_divided_along(v, replicas)]
+        own = [[v for v in each if not is_divided_along(v, replicas)] for each in own]
         return cls(
-            shared=[*describe(weights), *describe(optimizer_variables)],
+            shared=[
+                *describe(weights),
+                *describe(optimizer_variables),
+                *_dense_variables(parts),
+            ],
             per_replica=[
                 *describe(own[0]),
                 *describe(own[1]),
@@ -51,6 +61,19 @@ class StateVariables:
             ],
             metrics=metrics,
         )
+
+    def scale_accumulated(self, optimizer, factor):
+        """Multiply the accumulated gradients of divided tables, which are sums.
+
+        Args:
+            optimizer: the optimizer.
+            factor: replicas now, by replicas that wrote them: the sum over replicas is
+                divided by their number when the window is complete.
+        """
+        accumulated = {id(v) for v in accumulated_gradients(optimizer)}
+        for each in self.shared:
+            if id(each.variable) in accumulated and factor != 1:
+                each.variable.assign(each.variable * factor)
 
     def shared_values(self):
         """Return the dense values on the chief. A collective if some are divided."""

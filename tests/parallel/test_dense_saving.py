@@ -102,7 +102,7 @@ def test_an_error_on_rank_0_is_one_of_all_ranks(mesh, directory):
 
 
 def test_a_call_on_one_rank_is_an_error(mesh, directory, monkeypatch):
-    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1")
     network = divided(mesh, keras.optimizers.SGD())
     pipe = os.path.join(directory, "pipe")
     if RANK == 0:

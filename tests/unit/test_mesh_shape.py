@@ -41,5 +41,5 @@ def test_a_mesh_that_does_not_fit(shape, size, reason):
 
 
 def test_a_number_out_of_range():
-    with pytest.raises(JobError, match="model=0; expected 1 or more"):
+    with pytest.raises(JobError, match="model=0; expected a number, 1 or more"):
         MeshShape(model=0)

@@ -106,7 +106,7 @@ def test_what_cannot_be_split(reason):
     ("stages", "reason"),
     [
         (["unknown"], r"'unknown'.*\['b'\]"),
-        (["a"], "first layer of the first stage is none"),
+        (["a"], "first layers of the second stage"),
         ([1, 2], "add up to the 2 layers"),
         ([2], r"1 stages, for a mesh with pipeline=2"),
     ],

@@ -35,6 +35,8 @@ def split(entries, stages):
         ValueError: there are no such layers, or the numbers do not add up.
     """
     names = [entry["name"] for entry in entries]
+    if isinstance(stages, str):
+        stages = [stages]
     if all(isinstance(stage, str) for stage in stages):
         starts = [0, *_places(stages, names), len(names)]
     else:
@@ -98,8 +100,9 @@ def _places(stages, names):
     is_ordered = all(a < b for a, b in itertools.pairwise([1, *places]))
     if unknown or not is_ordered:
         raise ValueError(
-            f"Received stages={list(stages)}; expected names of layers in their order, "
-            f"of which the first layer of the first stage is none: {names[2:]}."
+            f"Received stages={list(stages)}; expected the names of the first layers "
+            "of the second stage and those after it, in their order: some of "
+            f"{names[2:]}."
         )
     return places
 
