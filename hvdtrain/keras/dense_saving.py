@@ -99,7 +99,8 @@ def save_together(variables, save):
             saving.reply(_NO_VALUE)
     # As text: an exception may hold what cannot be pickled.
     error = saving and saving.error
-    text = broadcast_object(error and repr(error), name="SavingError")
+    text = error and f"{type(error).__name__}: {error}"
+    text = broadcast_object(text, name="SavingError")
     if error:
         raise error
     if text:

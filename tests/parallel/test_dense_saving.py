@@ -145,6 +145,21 @@ def test_a_callback_that_saves_is_on_all_ranks(mesh, directory):
         np.testing.assert_allclose(loaded(X), expected, atol=1e-6)
 
 
+def test_a_file_of_another_model_is_refused(mesh, directory):
+    path = os.path.join(directory, "other.weights.h5")
+    if RANK == 0:
+        other = [keras.layers.Dense(HIDDEN + 2), keras.layers.Dense(OUTPUTS)]
+        keras.Sequential([keras.Input((INPUTS,)), *other]).save_weights(path)
+    hvd.allgather_object(None, name="written")
+    with pytest.raises(ValueError, match=r"of the shape \(5, 7\). Received: .* \(5, 9"):
+        divided(mesh, keras.optimizers.SGD()).load_weights(path)
+
+
+def test_a_format_without_dense_weights_is_refused(mesh, directory):
+    with pytest.raises(ValueError, match=r"saved as a .keras file"):
+        divided(mesh, keras.optimizers.SGD()).save(os.path.join(directory, "m.h5"))
+
+
 def test_a_rank_cannot_wait_for_the_others(mesh):
     network = divided(mesh, keras.optimizers.SGD())
     with pytest.raises(ValueError, match="JoinCallback cannot be used with a model"):

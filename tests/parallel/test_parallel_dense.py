@@ -130,6 +130,20 @@ def test_an_optimizer_without_the_mesh_is_refused(meshes):
         optimizer.apply([layer.kernel], [layer.kernel])
 
 
+def test_fewer_units_than_ranks_are_refused(meshes):
+    with meshes[0]:
+        layer = parallel.ColumnParallelDense(SIZE - 1)
+    with pytest.raises(ValueError, match="needs one of its units on each of the"):
+        layer.build((None, INPUTS))
+
+
+def test_a_plain_optimizer_is_refused(meshes):
+    with meshes[0]:
+        divided = model(parallel.ColumnParallelDense, parallel.RowParallelDense, "sgd")
+    with pytest.raises(ValueError, match="was compiled with a plain optimizer"):
+        divided.fit(np.zeros((2, INPUTS)), np.zeros(2), verbose=0)
+
+
 @four_ranks
 def test_all_copies_are_those_of_the_root(meshes):
     mesh, root = meshes[-1], SIZE - 1
@@ -183,7 +197,10 @@ def model(column, row, optimizer, seed=3):
                 activation="relu",
                 kernel_regularizer=keras.regularizers.L2(0.01),
             ),
-            row(OUTPUTS, activation="softmax"),
+            row(HIDDEN, activation="relu"),
+            # TensorFlow fused its operations by the shapes of slices before it.
+            keras.layers.LayerNormalization(),
+            keras.layers.Dense(OUTPUTS, activation="softmax"),
         ]
     )
     network.compile(optimizer, oracle.LOSS, metrics=["accuracy"])
