@@ -13,7 +13,7 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
 from hvdtrain.keras.groups import check_groups, split, variable_key
-from hvdtrain.keras.partition import is_divided_along
+from hvdtrain.keras.partition import check_ranks, partition_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,10 @@ class GradientReducer:
     The process set belongs to the variable: a gradient is reduced over the ranks that
     hold a copy of its variable. By default these are the ranks of
     `options.process_set`; a local variable has none but this rank, and so has a slice
-    of a variable that is divided over these ranks. The gradient of a slice is the sum
-    over them already: its exchange computes it. The gradients of a
-    process set are divided into groups, each reduced in one communication while the
-    backward pass computes the gradients of the next.
+    of a table that is divided over these ranks. The gradient of such a slice is the sum
+    over them already (`Partition.sums_gradients`): its exchange computes it. The
+    gradients of a process set are divided into groups, each reduced in one
+    communication while the backward pass computes the gradients of the next.
 
     Args:
         name: prefix of the operations' names; ranks are matched by it.
@@ -115,9 +115,18 @@ class GradientReducer:
 
     def process_set_of(self, variable):
         """The ranks that hold a copy of `variable`; None for a local variable."""
-        divided = is_divided_along(variable, self.process_set)
-        default = None if divided else self.process_set
+        default = None if _is_summed(variable) else self.process_set
         return self._process_sets.get(variable_key(variable), default)
+
+    def check(self, variables, axes=None):
+        """Raises a ValueError if these variables are not divided as reduced.
+
+        Args:
+            variables: list of variables or tensors.
+            axes: process sets of a mesh; see `partition.check_ranks`.
+        """
+        shared = [v for v in variables if variable_key(v) not in self._process_sets]
+        check_ranks(shared, self.process_set, axes)
 
     def __call__(self, gradients, variables):
         """Returns the combined gradients, in the order of `variables`.
@@ -216,7 +225,7 @@ class GradientReducer:
         return gradient
 
     def _is_scaled(self, variable):
-        if is_divided_along(variable, self.process_set):
+        if _is_summed(variable):
             return self.options.op == Average
         return self.is_local(variable) and self.options.scale_local_gradients
 
@@ -239,6 +248,12 @@ class GradientReducer:
             for members in by_process_set.values()
             for group in split(members, variables, self.options.groups)
         ]
+
+
+def _is_summed(variable):
+    # A slice whose gradient is the sum over the ranks already: see `check_ranks`.
+    partition = partition_of(variable)
+    return bool(partition and partition.sums_gradients and partition.ranks > 1)
 
 
 def _placeholder(place, variable):

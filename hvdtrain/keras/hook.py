@@ -19,9 +19,8 @@ from hvdtrain.keras.loss_scaling import check_loss_scale
 from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
 from hvdtrain.keras.partition import (
     check_elementwise,
-    check_mesh,
+    is_copied,
     is_divided,
-    is_divided_along,
 )
 from hvdtrain.keras.skipping import UpdateSkipping, all_finite
 
@@ -129,7 +128,7 @@ class ReductionHook:
         variables = trainable_variables or list(self._optimizer._trainable_variables)
         _check_not_overwritten(grads, variables)
         check_elementwise(self._optimizer, variables)
-        check_mesh(variables, [process_set for process_set, _ in self.axes()])
+        self.reducer.check(variables, [process_set for process_set, _ in self.axes()])
         self._check_first_step(variables)
         # Keras removes gradients that are None before it clips.
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
@@ -235,7 +234,7 @@ class ReductionHook:
             copies = [
                 variable
                 for variable in weights + state
-                if not is_divided_along(variable, process_set)
+                if is_copied(variable, process_set)
             ]
             check_first_step(copies, process_set=process_set)
         self._is_first_step = False

@@ -35,6 +35,8 @@ class Partition:
             the axis 0, and their number as size.
         within: the `Partition` of the dense variable, where that is itself a slice of
             another one.
+        sums_gradients: whether the gradient of a slice is the sum over these ranks'
+            losses already, as that of a table which all of them look up in.
     """
 
     axis: int
@@ -45,6 +47,7 @@ class Partition:
     uneven: tuple | None = None
     shape: tuple | None = None
     within: "Partition | None" = None
+    sums_gradients: bool = False
 
     @property
     def sizes(self):
@@ -133,16 +136,6 @@ def is_divided(variables):
     return any(map(partition_of, variables))
 
 
-def is_divided_along(variable, process_set):
-    """Returns whether the ranks of a process set have different parts of it."""
-    partition = partition_of(variable)
-    while partition:
-        if list(partition.process_set.ranks) == list(process_set.ranks):
-            return partition.ranks > 1
-        partition = partition.within
-    return False
-
-
 def is_copied(variable, process_set):
     """Returns whether no two ranks of a process set have different parts of it."""
     partition = partition_of(variable)
@@ -168,22 +161,34 @@ def check_elementwise(optimizer, variables):
         )
 
 
-def check_mesh(variables, process_sets):
-    """Raises a ValueError if a variable is divided over other ranks than these.
+def check_ranks(variables, reduced_over, axes=None):
+    """Raises a ValueError if gradients of slices would be reduced as those of copies.
+
+    A slice whose gradient is a sum over ranks is reduced over these; the ranks of a
+    reduction have the same slice of any other variable.
 
     Args:
-        variables: list of variables of an optimizer.
-        process_sets: those of its mesh, or the one that it reduces gradients over.
+        variables: list of variables or tensors.
+        reduced_over: the process set that gradients are reduced over.
+        axes: list of the process sets along which variables may be divided; by default
+            any.
     """
-    along = [list(process_set.ranks) for process_set in process_sets]
+    data = list(reduced_over.ranks)
+    along = None if axes is None else [list(axis.ranks) for axis in axes]
     for variable in variables:
         partition = partition_of(variable)
         if not partition or partition.ranks == 1:
             continue
         ranks = list(partition.process_set.ranks)
-        if ranks not in along:
+        if partition.sums_gradients:
+            is_right = ranks == data
+        else:
+            is_right = is_copied(variable, reduced_over)
+            is_right = is_right and (along is None or ranks in along)
+        if not is_right:
             raise ValueError(
-                f"{variable.path} is divided over the ranks {ranks}; the optimizer was "
-                f"made for the ranks {' and '.join(map(str, along))}. Pass the mesh of "
-                "the layers: hvd.DistributedOptimizer(optimizer, mesh=mesh)."
+                f"{getattr(variable, 'path', variable.name)} is divided over the ranks "
+                f"{ranks}; gradients are reduced over the ranks {data}. Pass the mesh "
+                "of the layers: hvd.DistributedOptimizer(optimizer, mesh=mesh), or "
+                "process_set=mesh.data.process_set to the tape."
             )

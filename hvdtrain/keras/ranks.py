@@ -4,7 +4,7 @@ import keras
 
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.hook import hook_of
-from hvdtrain.keras.partition import is_divided_along
+from hvdtrain.keras.partition import is_copied
 
 
 def optimizers_of(model):
@@ -57,7 +57,7 @@ def copies_of(optimizer, variables, root_rank=None):
     """
     hook = hook_of(optimizer)
     for process_set, root in hook.axes(root_rank) if hook else ():
-        copies = [v for v in variables if not is_divided_along(v, process_set)]
+        copies = [v for v in variables if is_copied(v, process_set)]
         yield process_set, root, copies
     if not hook:
         yield global_process_set, root_rank or 0, list(variables)

@@ -139,6 +139,7 @@ class DistributedTape:
             target, sources, output_gradients, unconnected_gradients
         )
         flat_sources = tf.nest.flatten(sources)
+        self._reducer.check(flat_sources)
         checked = check_first_steps(
             tf.nest.flatten(gradients),
             [s for s in flat_sources if self._is_shared_variable(s)],

@@ -57,6 +57,7 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
             rank=self.ranks.index,
             process_set=self.ranks.process_set,
             uneven=self.uneven,
+            sums_gradients=True,
         )
 
     @staticmethod

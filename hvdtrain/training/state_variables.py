@@ -10,7 +10,7 @@ from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.optimizer_state import accumulated_gradients
-from hvdtrain.keras.partition import assign_part, is_divided_along
+from hvdtrain.keras.partition import assign_part, is_copied
 from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.keras.variables import replicated_variables
 
@@ -46,8 +46,8 @@ class StateVariables:
         ]
         # Frozen tables, and accumulated gradients of tables: replicas have parts.
         replicas = process_set_of(model.optimizer)
-        parts = [v for each in own for v in each if is_divided_along(v, replicas)]
-        own = [[v for v in each if not is_divided_along(v, replicas)] for each in own]
+        parts = [v for each in own for v in each if not is_copied(v, replicas)]
+        own = [[v for v in each if is_copied(v, replicas)] for each in own]
         return cls(
             shared=[
                 *describe(weights),

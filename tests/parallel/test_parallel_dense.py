@@ -119,15 +119,30 @@ def test_an_optimizer_that_needs_whole_variables_is_refused(meshes):
         divided.fit(np.zeros((2, INPUTS)), np.zeros(2), verbose=0)
 
 
-def test_an_optimizer_without_the_mesh_is_refused(meshes):
-    with meshes[0]:
+@ranks
+@four_ranks
+def test_gradients_of_slices_are_reduced_over_copies_alone(meshes):
+    mesh = meshes[-1]
+    with mesh:
         layer = parallel.RowParallelDense(HIDDEN, use_bias=False)
     layer.build((None, INPUTS))
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(), process_set=parallel.mesh.OneRank()
-    )
-    with pytest.raises(ValueError, match="Pass the mesh of the layers"):
-        optimizer.apply([layer.kernel], [layer.kernel])
+    for ranks_of in (parallel.mesh.OneRank(), hvd.global_process_set):
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(), process_set=ranks_of
+        )
+        with pytest.raises(ValueError, match="Pass the mesh of the layers"):
+            optimizer.apply([layer.kernel], [layer.kernel])
+
+    def gradient_of(process_set):
+        tape = hvd.DistributedGradientTape(tf.GradientTape(), process_set=process_set)
+        with tape:
+            loss = tf.reduce_sum(layer.kernel * (1.0 + mesh.data.index))
+        return tape.gradient(loss, layer.kernel.value)
+
+    with pytest.raises(ValueError, match="to the tape"):
+        gradient_of(hvd.global_process_set)
+    expected = np.full(layer.kernel.shape, (1.0 + mesh.data.size) / 2)
+    np.testing.assert_array_equal(gradient_of(mesh.data.process_set), expected)
 
 
 def test_fewer_units_than_ranks_are_refused(meshes):
