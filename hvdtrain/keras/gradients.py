@@ -164,7 +164,7 @@ class GradientReducer:
         """Returns a list of gradients in which those of local variables are scaled."""
         return [
             self._divide_by_ranks(gradient)
-            if gradient is not None and self._is_scaled(variable)
+            if gradient is not None and self._is_scaled(gradient, variable)
             else gradient
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
@@ -213,8 +213,8 @@ class GradientReducer:
     def _prepare_one(self, gradient, variable):
         # The mean of equal gradients is harmless; their sum is too large by the number
         # of ranks. An operation on the gradient in between loses the mark.
-        ranks = self.process_set_of(variable).process_set_id
-        if self.options.op == Sum and getattr(gradient, "_reduced_over", None) == ranks:
+        ranks = self.process_set_of(variable)
+        if self.options.op == Sum and _is_reduced(gradient, ranks):
             raise ValueError(
                 "These gradients have been reduced over the ranks already, and op=Sum "
                 "would add them up again. Use DistributedGradientTape with the plain "
@@ -224,7 +224,10 @@ class GradientReducer:
             return tf.convert_to_tensor(gradient)
         return gradient
 
-    def _is_scaled(self, variable):
+    def _is_scaled(self, gradient, variable):
+        # A tape has scaled it, as the mean of replicated ones that a tape has reduced.
+        if _is_reduced(gradient, self.process_set):
+            return False
         if _is_summed(variable):
             return self.options.op == Average
         return self.is_local(variable) and self.options.scale_local_gradients
@@ -232,10 +235,13 @@ class GradientReducer:
     def _divide_by_ranks(self, gradient):
         size = size_of(self.process_set, gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(
+            scaled = tf.IndexedSlices(
                 gradient.values / size, gradient.indices, gradient.dense_shape
             )
-        return gradient / size
+        else:
+            scaled = gradient / size
+        scaled._reduced_over = self.process_set.process_set_id
+        return scaled
 
     def split(self, places, variables):
         """Returns lists of places that are reduced together: one process set each."""
@@ -248,6 +254,11 @@ class GradientReducer:
             for members in by_process_set.values()
             for group in split(members, variables, self.options.groups)
         ]
+
+
+def _is_reduced(gradient, process_set):
+    ranks = process_set.process_set_id
+    return getattr(gradient, "_reduced_over", None) == ranks
 
 
 def _is_summed(variable):

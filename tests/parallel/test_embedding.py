@@ -118,6 +118,22 @@ def test_rows_and_their_gradients_are_those_of_the_dense_table(mesh, slicing, dt
     )
 
 
+def test_an_optimizer_takes_the_gradients_of_a_distributed_tape():
+    table = parallel.ShardedEmbedding(ROWS, COLUMNS, "zeros")
+    table.build()
+    local = keras.Variable(0.0)
+    optimizer = hvd.DistributedOptimizer(SGD(1.0))
+    optimizer.register_local_var(local)
+    tape = hvd.DistributedGradientTape(tf.GradientTape())
+    tape.register_local_source(local.value)
+    with tape:
+        loss = tf.reduce_sum(table(tf.range(ROWS))) + local.value
+    variables = [table.embeddings, local]
+    optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
+    np.testing.assert_allclose(table.embeddings, -np.ones(table.embeddings.shape))
+    np.testing.assert_allclose(local, -1 / SIZE, rtol=1e-6)
+
+
 @pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
 def test_an_id_out_of_range_on_one_rank_fails_on_all(wrap):
     for slicing in SLICINGS:
