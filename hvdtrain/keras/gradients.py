@@ -187,18 +187,20 @@ class GradientReducer:
             by_copies.setdefault(key, (ranks, []))[1].append(square)
         # Equal on all ranks already: not to be rounded again by a reduction.
         _, shared = by_copies.pop(self.process_set.process_set_id, (None, []))
+        # Not add_n: TensorFlow's graph optimizer chooses its order, which may differ by
+        # rank, and with it the last bit of the replicated weights.
         own = [
-            tf.add_n(held) / (1 if ranks is None else size_of(ranks, held[0].dtype))
+            _sum(held) / (1 if ranks is None else size_of(ranks, held[0].dtype))
             for ranks, held in by_copies.values()
         ]
         zero = tf.zeros([], gradients[0].dtype)
         # Also with no gradients of its own: the other ranks have some.
         (total,) = transport.allreduce(
-            [tf.add_n([zero, *own])],
+            [_sum([zero, *own])],
             transport.Reduction(op=Sum, process_set=self.process_set),
             name=f"{self.name}_norm",
         )
-        return tf.sqrt(tf.add_n([total, *shared]))
+        return tf.sqrt(_sum([total, *shared]))
 
     def _prepare(self, gradients, variables):
         """Returns what is sent for each shared variable, by its place."""
@@ -254,6 +256,10 @@ class GradientReducer:
             for members in by_process_set.values()
             for group in split(members, variables, self.options.groups)
         ]
+
+
+def _sum(scalars):
+    return tf.reduce_sum(tf.stack(scalars))
 
 
 def _is_reduced(gradient, process_set):

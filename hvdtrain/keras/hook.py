@@ -129,6 +129,7 @@ class ReductionHook:
         _check_not_overwritten(grads, variables)
         check_elementwise(self._optimizer, variables)
         self.reducer.check(variables, [process_set for process_set, _ in self.axes()])
+        self._check_local()
         self._check_first_step(variables)
         # Keras removes gradients that are None before it clips.
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
@@ -164,16 +165,35 @@ class ReductionHook:
     def _clip(self, grads):
         variables = [self._variables[place] for place in self._places]
         scattered = self.sharding if self._is_scattered() else None
+        limit = self._optimizer.global_clipnorm
+        if limit and not scattered and not self._divides_model:
+            return self._clip_over_data(grads, variables, limit)
         if clipping.is_over_ranks(self._optimizer, variables, scattered):
             return clipping.clip(self._optimizer, grads, variables, scattered)
-        limit = self._optimizer.global_clipnorm
-        if not limit or not self._has_unshared_variables():
+        return self._clip_gradients(grads)
+
+    def _clip_over_data(self, grads, variables, limit):
+        if not self._has_unshared_variables():
             return self._clip_gradients(grads)
         # Each rank's own norm would scale the shared gradients by another factor on
         # each rank. The formula is that of Keras, which also turns infinity into NaN.
         norm = self.reducer.global_norm(grads, variables)
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         return [tf.convert_to_tensor(gradient) * scale for gradient in grads]
+
+    @property
+    def _divides_model(self):
+        # Variables are divided over other ranks than those of the reduction.
+        return bool(self.mesh and self.mesh.shape.divides_model)
+
+    def _check_local(self):
+        is_clipped = self._optimizer.global_clipnorm and self._divides_model
+        if is_clipped and self.reducer.has_unshared_variables:
+            raise ValueError(
+                "global_clipnorm does not support register_local_var where a mesh "
+                "divides the model: which ranks have copies of a local variable is not "
+                "given. Use clipnorm or clipvalue."
+            )
 
     def _is_scattered(self):
         return self.sharding and self.sharding.is_scattered

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain import parallel
 
 RANK, SIZE = hvd.rank(), hvd.size()
 STEPS = 4
@@ -83,3 +84,32 @@ def test_a_rank_without_local_gradients_takes_part_in_the_norm(wrap, missing):
     # The norm of (3, 4) is 5; it is clipped to 0.1.
     assert float(shared[0]) == pytest.approx(1.0 - 3.0 * 0.1 / 5.0)
     assert float(local[0]) == pytest.approx(1.0 - (RANK == 0) * 4.0 * 0.1 / 5.0)
+
+
+def test_a_global_norm_counts_divided_tables_and_local_variables():
+    table = parallel.ShardedEmbedding(SIZE, 1)
+    table.build()
+    # What its ranks add up; their mean is 3.
+    slice_ = tf.constant([[3.0 * SIZE]])
+    shared, local = keras.Variable([0.0]), keras.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0, global_clipnorm=0.1), scale_local_gradients=False
+    )
+    optimizer.register_local_var(local)
+    gradients = [slice_, tf.constant([4.0]), tf.constant([10.0 * RANK])]
+    optimizer.apply(gradients, [table.embeddings, shared, local])
+    norm = np.sqrt(4.0**2 + sum(3.0**2 + (10.0 * rank) ** 2 for rank in range(SIZE)))
+    np.testing.assert_allclose(shared, [-4.0 * 0.1 / norm], rtol=1e-6)
+    np.testing.assert_allclose(local, [-10.0 * RANK * 0.1 / norm], rtol=1e-6)
+    oracle.assert_bitwise_equal_over_ranks([shared])
+
+
+def test_a_global_norm_of_local_variables_and_a_divided_model_is_refused():
+    mesh = parallel.Mesh(model=SIZE)
+    optimizer = keras.optimizers.SGD(1.0, global_clipnorm=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, mesh=mesh)
+    local = keras.Variable([0.0])
+    optimizer.register_local_var(local)
+    with pytest.raises(ValueError, match="Use clipnorm or clipvalue"):
+        optimizer.apply([tf.constant([1.0])], [local])
+    mesh.remove()
