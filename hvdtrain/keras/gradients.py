@@ -13,7 +13,7 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
 from hvdtrain.keras.groups import check_groups, split, variable_key
-from hvdtrain.keras.partition import check_ranks, partition_of
+from hvdtrain.keras.partition import check_ranks, has_summed_gradients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class GradientReducer:
 
     def process_set_of(self, variable):
         """The ranks that hold a copy of `variable`; None for a local variable."""
-        default = None if _is_summed(variable) else self.process_set
+        default = None if has_summed_gradients([variable]) else self.process_set
         return self._process_sets.get(variable_key(variable), default)
 
     def check(self, variables, axes=None):
@@ -230,7 +230,7 @@ class GradientReducer:
         # A tape has scaled it, as the mean of replicated ones that a tape has reduced.
         if _is_reduced(gradient, self.process_set):
             return False
-        if _is_summed(variable):
+        if has_summed_gradients([variable]):
             return self.options.op == Average
         return self.is_local(variable) and self.options.scale_local_gradients
 
@@ -265,12 +265,6 @@ def _sum(scalars):
 def _is_reduced(gradient, process_set):
     ranks = process_set.process_set_id
     return getattr(gradient, "_reduced_over", None) == ranks
-
-
-def _is_summed(variable):
-    # A slice whose gradient is the sum over the ranks already: see `check_ranks`.
-    partition = partition_of(variable)
-    return bool(partition and partition.sums_gradients and partition.ranks > 1)
 
 
 def _placeholder(place, variable):

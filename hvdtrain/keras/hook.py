@@ -19,6 +19,7 @@ from hvdtrain.keras.loss_scaling import check_loss_scale
 from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
 from hvdtrain.keras.partition import (
     check_elementwise,
+    has_summed_gradients,
     is_copied,
     is_divided,
 )
@@ -85,7 +86,8 @@ class ReductionHook:
         """Multiplies the gradients of this rank before they are reduced.
 
         With the mean over ranks, the weight samples * ranks / samples of all ranks
-        gives the mean over samples where ranks have different numbers of them.
+        gives the mean over samples where ranks have different numbers of them. A
+        variable whose gradient is the sum over ranks already admits no other than 1.
         """
         self._weight = weight
 
@@ -130,6 +132,12 @@ class ReductionHook:
         check_elementwise(self._optimizer, variables)
         self.reducer.check(variables, [process_set for process_set, _ in self.axes()])
         self._check_local()
+        if self._weight != 1 and has_summed_gradients(variables):
+            raise ValueError(
+                "Gradients of tables that are divided over the data ranks are sums "
+                "over ranks, and cannot be weighted by rank. Received: the weight "
+                f"{self._weight}. Use equal batch sizes on all ranks."
+            )
         self._check_first_step(variables)
         # Keras removes gradients that are None before it clips.
         self._places = [i for i, gradient in enumerate(grads) if gradient is not None]

@@ -136,6 +136,12 @@ def is_divided(variables):
     return any(map(partition_of, variables))
 
 
+def has_summed_gradients(variables):
+    """Returns whether the gradient of one of these is a sum over ranks already."""
+    partitions = filter(None, map(partition_of, variables))
+    return any(each.sums_gradients and each.ranks > 1 for each in partitions)
+
+
 def is_copied(variable, process_set):
     """Returns whether no two ranks of a process set have different parts of it."""
     partition = partition_of(variable)

@@ -6,7 +6,9 @@ import warnings
 import keras
 
 from hvdtrain.job.agreement import check_same, fail_together, gather
+from hvdtrain.job.world import JobError
 from hvdtrain.keras.hook import hook_of
+from hvdtrain.keras.partition import has_summed_gradients
 from hvdtrain.training import exporting, failures, run_directory
 from hvdtrain.training.fitting import built
 from hvdtrain.training.plan import Plan
@@ -53,9 +55,11 @@ def train_and_evaluate(
 
     Raises:
         PreemptedError: on all ranks, when the job was asked to stop.
-        JobError: on all ranks, when the loss is not finite, when there are
-            checkpoints and none can be used, when another job uses the directory, or
-            when the last checkpoint or an export of the last step cannot be written.
+        JobError: on all ranks, when local batch sizes differ and the model has tables
+            that are divided over the data ranks, when the loss is not finite, when
+            there are checkpoints and none can be used, when another job uses the
+            directory, or when the last checkpoint or an export of the last step cannot
+            be written.
     """
     config = config or RunConfig()
     _check_alike(train_spec, eval_spec, config, world)
@@ -108,6 +112,8 @@ def _train_and_evaluate(
     replicas = Replicas.of_model(world, model)
     local_batch_sizes, plans = zip(*replicas.of_each(described), strict=True)
     global_batch_size = sum(local_batch_sizes)
+    with fail_together(world):
+        _check_batch_sizes(model, local_batch_sizes)
     weight = train_spec.local_batch_size * replicas.size / global_batch_size
     hook_of(model.optimizer).weigh_gradients(weight)
     if commits:
@@ -151,6 +157,18 @@ def _train_and_evaluate(
     else:
         session.run(model, train_spec, eval_spec)
     return session.result(model)
+
+
+def _check_batch_sizes(model, local_batch_sizes):
+    if len(set(local_batch_sizes)) == 1:
+        return
+    if has_summed_gradients(model.trainable_variables):
+        raise JobError(
+            "The model has embedding tables that are divided over the data ranks, "
+            "whose gradients cannot be weighted by rank. Expected: equal local batch "
+            f"sizes. Received: {', '.join(map(str, local_batch_sizes))}. Choose a "
+            f"global batch size that is divisible by {len(local_batch_sizes)}."
+        )
 
 
 def _warn_if_beyond(max_steps, step):

@@ -11,7 +11,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain import parallel, training
 from hvdtrain.data import Shard
-from hvdtrain.job import World
+from hvdtrain.job import JobError, World
 from hvdtrain.keras.partition import partition_of
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 from hvdtrain.training.replicas import Replicas
@@ -163,3 +163,27 @@ def test_the_model_of_a_run_directory_is_dense(mesh, tmp_path):
     again = model(mesh, 0.0)
     again.load_weights(f"{directory}/model.keras")
     np.testing.assert_array_equal(again.predict(X, verbose=0), expected)
+
+
+def test_tables_that_are_divided_over_data_need_equal_batches():
+    def model():
+        table = parallel.ShardedEmbedding(5, 2)
+        network = keras.Sequential([keras.Input((1,), dtype="int32"), table])
+        network.compile(keras.optimizers.SGD(0.1), "mse")
+        return network
+
+    size = 4 + RANK
+    batch = np.zeros((size, 1)), np.zeros((size, 1, 2))
+    batches = tf.data.Dataset.from_tensors(batch)
+    with pytest.raises(JobError, match="Expected: equal local batch sizes"):
+        training.train_and_evaluate(
+            model,
+            TrainSpec(
+                input_fn=lambda *_: batches,
+                max_steps=1,
+                pass_steps=1,
+                local_batch_size=size,
+            ),
+            EvalSpec(input_fn=lambda: batches),
+            world=WORLD,
+        )

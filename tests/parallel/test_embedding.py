@@ -134,6 +134,15 @@ def test_an_optimizer_takes_the_gradients_of_a_distributed_tape():
     np.testing.assert_allclose(local, -1 / SIZE, rtol=1e-6)
 
 
+def test_weights_of_gradients_are_refused():
+    table = parallel.ShardedEmbedding(ROWS, COLUMNS)
+    table.build()
+    optimizer = hvd.DistributedOptimizer(SGD(1.0))
+    optimizer.reduction_hook.weigh_gradients(1.5)
+    with pytest.raises(ValueError, match="Use equal batch sizes on all ranks"):
+        optimizer.apply([table.embeddings], [table.embeddings])
+
+
 @pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
 def test_an_id_out_of_range_on_one_rank_fails_on_all(wrap):
     for slicing in SLICINGS:

@@ -275,3 +275,13 @@ def test_the_state_of_a_model_that_is_divided():
         if RANK == 0:
             assert_equal(slots, others, shard_state, rtol=1e-5)
     mesh.remove()
+
+
+@pytest.mark.parametrize("division", [False, "variables", "slices_reducescatter"])
+def test_gradients_are_weighted_before_they_are_reduced(division):
+    weight = keras.Variable(np.zeros(40, "float32"))
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0), shard_state=division)
+    optimizer.reduction_hook.weigh_gradients(1.0 + RANK)
+    optimizer.apply([tf.fill([40], 2.0)], [weight])
+    expected = -2.0 * np.mean(np.arange(SIZE) + 1.0)
+    np.testing.assert_allclose(weight, np.full(40, expected), rtol=1e-6)
