@@ -17,26 +17,27 @@ from hvdtrain.keras.partition import (
 )
 
 
-def is_over_ranks(optimizer, variables, sharding=None):
+def is_over_ranks(optimizer, variables, scattered=None):
     """Returns whether `optimizer` clips by a norm of which this rank has a part."""
     if optimizer.global_clipnorm:
-        return sharding is not None or is_part_of_model(variables)
-    return bool(optimizer.clipnorm) and (sharding is not None or is_divided(variables))
+        return scattered is not None or is_part_of_model(variables)
+    return bool(optimizer.clipnorm) and (scattered is not None or is_divided(variables))
 
 
-def clip(optimizer, grads, variables, sharding=None):
+def clip(optimizer, grads, variables, scattered=None):
     """Clips as `optimizer` does, with the norms of the dense variables.
 
     Args:
         optimizer: a Keras optimizer.
         grads: list of gradients, without None.
         variables: list of the variables that they belong to.
-        sharding: the `ShardedState` to which parts of the gradients were reduced.
+        scattered: the `ShardedState` to which parts of the gradients were reduced;
+            None where each rank has the gradients of its whole variables.
     """
     grads = [tf.convert_to_tensor(gradient) for gradient in grads]
     squares = [tf.reduce_sum(tf.square(gradient)) for gradient in grads]
-    if sharding:
-        squares = sharding.sum_squares(squares, variables)
+    if scattered:
+        squares = scattered.sum_squares(squares, variables)
     squares = _dense_squares(squares, variables)
     if limit := optimizer.clipnorm:
         return [

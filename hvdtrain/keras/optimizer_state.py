@@ -9,7 +9,8 @@ def replicated_state(optimizer, trainable, local_keys=frozenset()):
     """Returns the variables of `optimizer` that are equal on all ranks.
 
     Without the slots of local weights. Accumulated gradients are left out as well:
-    until their window is complete, each rank has its own.
+    until their window is complete, each rank has its own. Slots of divided weights are
+    among them, although ranks have different slices: see `partition.is_copied`.
 
     Args:
         optimizer: a Keras optimizer, built or not.

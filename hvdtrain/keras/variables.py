@@ -13,7 +13,8 @@ def replicated_variables(model, *, optimizer=None, local_keys=frozenset()):
     """Returns the weights and the optimizer's variables that are equal on all ranks.
 
     Without local weights and their slots in the optimizer, and without accumulated
-    gradients.
+    gradients. Slices of divided weights and their slots are among them, although ranks
+    have different ones: `partition.is_copied` leaves them out, by process set.
 
     Args:
         model: a model that is built, compiled or not.
