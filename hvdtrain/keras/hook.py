@@ -254,7 +254,7 @@ class ReductionHook:
             return
         if not self._optimizer.built:
             # As Keras' apply does next: some ranks may have built it before.
-            with keras.name_scope(self._optimizer.name):
+            with keras.name_scope(self._optimizer.name, caller=self._optimizer):
                 self._optimizer.build(variables)
         weights = [v for v in variables if not self.reducer.is_local(v)]
         state = replicated_state(self._optimizer, variables, self.reducer.local_keys)

@@ -22,6 +22,16 @@ def replicated_state(optimizer, trainable, local_keys=frozenset()):
     return [v for v in optimizer.variables if id(v) not in own]
 
 
+def common_state(optimizer, trained):
+    """Returns the variables of `optimizer` that belong to none of some variables.
+
+    Such as the number of iterations. Their order is that of all models, in which
+    their names may differ: Keras numbers the product of Nadam as any variable.
+    """
+    slots = {id(slot) for slot, _ in _owned_slots(optimizer, trained)}
+    return [variable for variable in optimizer.variables if id(variable) not in slots]
+
+
 def accumulated_gradients(optimizer):
     """Returns the variables with the sums of an accumulation window; may be none."""
     return list(getattr(without_loss_scale(optimizer), "_accumulated_gradients", ()))

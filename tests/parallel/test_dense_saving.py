@@ -24,6 +24,14 @@ def mesh():
     mesh.remove()
 
 
+@pytest.fixture(scope="module")
+def stages():
+    """A mesh with a pipeline of two ranks."""
+    mesh = parallel.Mesh(pipeline=2)
+    yield mesh
+    mesh.remove()
+
+
 @pytest.fixture
 def directory(tmp_path):
     """One directory for all ranks."""
@@ -78,6 +86,34 @@ def test_the_file_is_a_dense_model(mesh, directory):
         strict=True,
     ):
         np.testing.assert_array_equal(found, expected)
+
+
+def staged(stages=None):
+    """A model, as a pipeline on a mesh with stages."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(HIDDEN, "tanh"), keras.layers.Dense(OUTPUTS)]
+    network = keras.Sequential([keras.Input((INPUTS,)), *layers])
+    return parallel.PipelineModel(network, mesh=stages) if stages else network
+
+
+def test_a_pipeline_saves_the_state_of_an_optimizer_that_a_step_has_built(
+    stages, directory
+):
+    path = os.path.join(directory, "pipeline.keras")
+    trained, dense = staged(stages), staged()
+    for network in (trained, dense):
+        # Of its variables, one is common to all stages and has a number as its name.
+        network.compile(keras.optimizers.Nadam(0.1), "mse")
+        network.fit(X, X[:, :OUTPUTS], verbose=0, shuffle=False)
+    trained.save(path)
+    loaded = keras.models.load_model(path)
+    pairs = zip(
+        [*loaded.weights, *loaded.optimizer.variables],
+        [*dense.weights, *dense.optimizer.variables],
+        strict=True,
+    )
+    for found, expected in pairs:
+        np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_the_file_needs_no_other_package(mesh, directory):

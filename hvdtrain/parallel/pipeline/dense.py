@@ -1,5 +1,6 @@
 """The dense model of a pipeline: its config, and its variables over all stages."""
 
+import collections
 import contextlib
 import dataclasses
 
@@ -7,9 +8,10 @@ import keras
 
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.job.agreement import on_chief
+from hvdtrain.job.agreement import fail_together, on_chief
 from hvdtrain.job.backend import world
 from hvdtrain.job.world import JobError
+from hvdtrain.keras import optimizer_state
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 
 
@@ -61,38 +63,39 @@ def in_scope(scope):
         yield
 
 
-def variables_of(optimizer):
-    """Return the variables of an optimizer, which may be None."""
-    return optimizer.variables if optimizer else []
-
-
-def describe(variables, optimizer, pipeline):
+def describe(variables, common, pipeline):
     """Return the variables of all stages as `DenseVariable`s. A collective.
 
     Args:
         variables: list of this rank's variables.
-        optimizer: the optimizer; those of its variables that all stages have, such as
-            the number of iterations, are one.
+        common: list of those of the optimizer that all stages have, such as the number
+            of iterations. Each is one.
         pipeline: the axis of the mesh.
     """
-    of_optimizer = {id(variable) for variable in variables_of(optimizer)}
-    mine = [(DenseVariable.of(v), id(v) in of_optimizer) for v in variables]
+    number_of = {id(variable): number for number, variable in enumerate(common)}
+    mine = [(DenseVariable.of(v), number_of.get(id(v))) for v in variables]
     sent = [
-        (dataclasses.replace(described, variable=None), is_common)
-        for described, is_common in mine
+        (dataclasses.replace(described, variable=None), number)
+        for described, number in mine
     ]
     stages = allgather_object(
         sent, name="StageVariables", process_set=pipeline.process_set
     )
-    own = {each.path: each for each, is_common in mine if is_common}
+    own = {number: each for each, number in mine if number is not None}
     stages[pipeline.index] = mine
     found = {}
     for stage, entries in enumerate(stages):
-        for number, (described, is_common) in enumerate(entries):
-            # The states of random layers may have equal paths.
-            key = described.path if is_common else (stage, number)
-            found.setdefault(key, own.get(key, described))
+        for place, (described, number) in enumerate(entries):
+            # Not by path: the states of random layers may have equal ones.
+            key = (stage, place) if number is None else number
+            found.setdefault(key, own.get(number, described))
     return list(found.values())
+
+
+def common_state(model):
+    """Return the variables of an optimizer that belong to no weight of the model."""
+    optimizer = getattr(model, "optimizer", None)
+    return optimizer_state.common_state(optimizer, model.weights) if optimizer else []
 
 
 def gather(pipeline):
@@ -102,16 +105,21 @@ def gather(pipeline):
 
     Args:
         pipeline: the `PipelineModel`.
+
+    Raises:
+        SharedJobError: on all ranks, if rank 0 cannot make it.
     """
-    model, described = None, _described(pipeline)
-    if global_process_set.rank() == 0:
-        model = pipeline.dense.build(pipeline.get_compile_config())
-    targets = _by_path(model)
+    described, keys = _described(pipeline)
+    model, targets = None, []
+    with fail_together(world()):
+        if global_process_set.rank() == 0:
+            model = pipeline.dense.build(pipeline.get_compile_config())
+            targets = _ordered(model, keys)
     values = DenseValues(described)
-    for number, each in enumerate(described):
+    for number in range(len(described)):
         value = values.gather(number)
         if targets:
-            targets[each.path].assign(value)
+            targets[number].assign(value)
     return model
 
 
@@ -126,6 +134,7 @@ def load(pipeline, filepath, options):
     Raises:
         JobError: on all ranks, if it cannot be read.
     """
+    described, keys = _described(pipeline)
 
     def read():
         model = pipeline.dense.build(pipeline.get_compile_config())
@@ -133,24 +142,48 @@ def load(pipeline, filepath, options):
             model.load_weights(filepath, **options)
         except (OSError, ValueError) as error:
             raise JobError(f"Cannot load {filepath}: {error}") from error
-        return model
+        return _ordered(model, keys)
 
-    sources = _by_path(on_chief(world(), read))
-    described = _described(pipeline)
+    sources = on_chief(world(), read)
     values = DenseValues(described)
-    for number, each in enumerate(described):
-        values.scatter(number, sources and sources[each.path].numpy())
+    for number in range(len(described)):
+        values.scatter(number, sources and sources[number].numpy())
 
 
 def _described(pipeline):
-    slots = variables_of(pipeline.optimizer)
+    """Return the `DenseVariable`s of the model and its optimizer, and their keys."""
+    slots = getattr(getattr(pipeline, "optimizer", None), "variables", [])
     weights = pipeline.dense_variables(pipeline.weights)
-    return [*weights, *pipeline.dense_variables(slots)]
+    state = pipeline.dense_variables(slots)
+    common = {id(variable) for variable in common_state(pipeline)}
+    is_common = [id(each.variable) in common for each in state]
+    return [*weights, *state], _keys(weights, state, is_common)
 
 
-def _by_path(model):
-    """Return the variables of a dense model and its optimizer; None for None."""
-    if model is None:
-        return None
-    variables = [*model.weights, *variables_of(model.optimizer)]
-    return {variable.path: variable for variable in variables}
+def _ordered(model, keys):
+    """Return the variables of a dense model that have these keys."""
+    optimizer = getattr(model, "optimizer", None)
+    state = optimizer.variables if optimizer else []
+    common = {id(variable) for variable in common_state(model)}
+    is_common = [id(variable) in common for variable in state]
+    found = _keys(model.weights, state, is_common)
+    variables = dict(zip(found, [*model.weights, *state], strict=True))
+    return [variables[key] for key in keys]
+
+
+def _keys(weights, state, is_common):
+    """Return keys of variables that are equal in the dense model and in its stages.
+
+    A slot of the optimizer has the name of its weight. The scope before it is no part
+    of the key: it depends on where Keras has built the optimizer.
+    """
+    names = [f"weights/{each.path}" for each in weights]
+    for each, common in zip(state, is_common, strict=True):
+        names.append("common" if common else each.path.rpartition("/")[2])
+    # Of equal names, by their order.
+    counts = collections.Counter()
+    keys = []
+    for name in names:
+        counts[name] += 1
+        keys.append((name, counts[name]))
+    return keys

@@ -153,7 +153,8 @@ class PipelineModel(keras.Model):
         Args:
             variables: list of this rank's weights, or of variables of its optimizer.
         """
-        return dense.describe(variables, self.optimizer, self._mesh.pipeline)
+        common = dense.common_state(self)
+        return dense.describe(variables, common, self._mesh.pipeline)
 
     def gather_dense(self):
         """Return the dense model and its optimizer's state on rank 0, None elsewhere.
