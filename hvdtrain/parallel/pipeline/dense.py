@@ -13,6 +13,7 @@ from hvdtrain.job.backend import world
 from hvdtrain.job.world import JobError
 from hvdtrain.keras import optimizer_state
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
+from hvdtrain.keras.learning_rates import without_loss_scale
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,17 +32,30 @@ class DenseModel:
     custom_objects: dict
     scope: str
 
-    def build(self, compile_config=None):
+    def build(self, compiled=None):
         """Return the dense model with new initial values.
 
         Args:
-            compile_config: of `get_compile_config`, to compile it as well.
+            compiled: a model as which it is compiled, if that is.
         """
         with in_scope(self.scope):
             model = self.model_class.from_config(self.config, self.custom_objects)
-        if compile_config:
-            model.compile_from_config(compile_config)
+        if compiled is not None and compiled.compiled:
+            # Not from a config, which has only the names of a user's own functions.
+            options = dict(compiled._compile_config.config)
+            options["optimizer"] = _new(compiled.optimizer)
+            model.compile(**options, auto_scale_loss=False)
+            if compiled.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
         return model
+
+
+def _new(optimizer):
+    """Return an optimizer of the same class and config, without state."""
+    inner = without_loss_scale(optimizer)
+    classes = {type(inner), type(inner._learning_rate)}
+    with keras.saving.custom_object_scope({each.__name__: each for each in classes}):
+        return type(optimizer).from_config(optimizer.get_config())
 
 
 def scope_of(model):
@@ -113,7 +127,7 @@ def gather(pipeline):
     model, targets = None, []
     with fail_together(world()):
         if global_process_set.rank() == 0:
-            model = pipeline.dense.build(pipeline.get_compile_config())
+            model = pipeline.dense.build(pipeline)
             targets = _ordered(model, keys)
     values = DenseValues(described)
     for number in range(len(described)):
@@ -137,7 +151,7 @@ def load(pipeline, filepath, options):
     described, keys = _described(pipeline)
 
     def read():
-        model = pipeline.dense.build(pipeline.get_compile_config())
+        model = pipeline.dense.build(pipeline)
         try:
             model.load_weights(filepath, **options)
         except (OSError, ValueError) as error:
