@@ -122,6 +122,26 @@ def test_a_pipeline_saves_the_state_of_an_optimizer_that_a_step_has_built(
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+def test_weights_of_a_pipeline_without_an_optimizer(stages, directory):
+    path = os.path.join(directory, "pipeline.weights.h5")
+    expected, again = staged(stages), staged(stages)
+    for weight in expected.weights:
+        weight.assign(weight + 1)
+    expected.save_weights(path)
+    expected.save(path.replace("weights.h5", "keras"))
+    again.load_weights(path)
+    # An optimizer stays as it is where the file has none.
+    trained = staged(stages)
+    trained.compile("adam", "mse", run_eagerly=True)
+    trained.train_on_batch(X, X[:, :OUTPUTS])
+    state = [variable.numpy() for variable in trained.optimizer.variables]
+    trained.load_weights(path)
+    found = [*again.weights, *trained.weights, *trained.optimizer.variables]
+    wanted = [*expected.weights, *expected.weights, *state]
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_the_file_needs_no_other_package(mesh, directory):
     path = os.path.join(directory, "model.weights.h5")
     keras.utils.set_random_seed(1)

@@ -6,7 +6,7 @@ import dataclasses
 
 import keras
 
-from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.objects import allgather_object, broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.job.agreement import fail_together, on_chief
 from hvdtrain.job.backend import world
@@ -14,6 +14,8 @@ from hvdtrain.job.world import JobError
 from hvdtrain.keras import optimizer_state
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.learning_rates import without_loss_scale
+
+_NOT_LOADED = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,9 @@ def gather(pipeline):
 def load(pipeline, filepath, options):
     """Assign what rank 0 reads from a file of the dense model. A collective.
 
+    As Keras does, it leaves the optimizer as it is where the file has another number
+    of its variables, or none.
+
     Args:
         pipeline: the `PipelineModel`.
         filepath: the file.
@@ -152,15 +157,23 @@ def load(pipeline, filepath, options):
 
     def read():
         model = pipeline.dense.build(pipeline)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer:
+            optimizer.iterations.assign(_NOT_LOADED)
         try:
             model.load_weights(filepath, **options)
         except (OSError, ValueError) as error:
             raise JobError(f"Cannot load {filepath}: {error}") from error
-        return _ordered(model, keys)
+        sources = _ordered(model, keys)
+        if optimizer and int(optimizer.iterations) == _NOT_LOADED:
+            # The weights are the first ones.
+            return sources[: len(model.weights)]
+        return sources
 
     sources = on_chief(world(), read)
+    count = broadcast_object(sources and len(sources), name="LoadedVariables")
     values = DenseValues(described)
-    for number in range(len(described)):
+    for number in range(count):
         values.scatter(number, sources and sources[number].numpy())
 
 
