@@ -82,7 +82,7 @@ REFUSED = {
     r"one tensor from stage 0 .* \['a', 'b'\]|\['b', 'a'\]": residual,
     "layer 'a' is called in stage 0 and, on the output of 'b', in stage 1": shared,
     "layers 'a' and 'b' share the variable": tied,
-    "Dense 'a' .* divided along the axis model": divided,
+    "Dense 'a' .* divided along another axis of the mesh": divided,
     "2 inputs": two_inputs,
     "output of .*embedding.* has a mask": masked,
     "a Subclass": subclassed,

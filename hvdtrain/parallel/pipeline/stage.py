@@ -163,7 +163,7 @@ def _check_layer(layer):
         reason = "its activity_regularizer depends on the whole batch"
     elif any(p.ranks > 1 for p in map(partition_of, layer._trainable_variables) if p):
         # Its config is that of the dense layer.
-        reason = "its weights are divided along the axis model"
+        reason = "its weights are divided along another axis of the mesh"
     else:
         return
     raise ValueError(
