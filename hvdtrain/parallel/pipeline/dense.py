@@ -157,15 +157,15 @@ def load(pipeline, filepath, options):
 
     def read():
         model = pipeline.dense.build(pipeline)
-        optimizer = getattr(model, "optimizer", None)
+        optimizer = without_loss_scale(getattr(model, "optimizer", None))
         if optimizer:
-            optimizer.iterations.assign(_NOT_LOADED)
+            optimizer._iterations.assign(_NOT_LOADED)
         try:
             model.load_weights(filepath, **options)
         except (OSError, ValueError) as error:
             raise JobError(f"Cannot load {filepath}: {error}") from error
         sources = _ordered(model, keys)
-        if optimizer and int(optimizer.iterations) == _NOT_LOADED:
+        if optimizer and int(optimizer._iterations) == _NOT_LOADED:
             # The weights are the first ones.
             return sources[: len(model.weights)]
         return sources
