@@ -79,7 +79,7 @@ class ReductionHook:
             ranks = self.reducer.process_set
             return [(ranks, ranks.ranks[0] if root_rank is None else root_rank)]
         place = self.mesh.shape.coordinates(root_rank or 0)
-        axes = (self.mesh.model, self.mesh.data)
+        axes = (self.mesh.model, self.mesh.pipeline, self.mesh.data)
         return [(a.process_set, a.process_set.ranks[place[a.name]]) for a in axes]
 
     def weigh_gradients(self, weight):

@@ -2,7 +2,13 @@
 
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.partition import is_divided, partition_of, set_partition
+from hvdtrain.keras.partition import (
+    is_part_of_model,
+    partition_of,
+    set_partition,
+    set_stages,
+    stages_of,
+)
 
 
 def replicated_state(optimizer, trainable, local_keys=frozenset()):
@@ -38,15 +44,17 @@ def accumulated_gradients(optimizer):
 
 
 def divide_slots(optimizer, trainable):
-    """Gives the slots of divided variables the partitions of these.
+    """Gives the slots of divided variables the partitions of these, and the stages.
 
     Args:
         optimizer: a Keras optimizer that is built.
         trainable: list of the variables that it trains.
     """
-    if not is_divided(trainable):
+    if not is_part_of_model(trainable):
         return
     for slot, variable in _owned_slots(optimizer, trainable):
+        if (stages := stages_of([variable])) is not None:
+            set_stages(slot, stages)
         is_whole = slot.shape == variable.shape and not partition_of(slot)
         if is_whole and partition_of(variable):
             set_partition(slot, partition_of(variable))

@@ -143,13 +143,17 @@ def has_summed_gradients(variables):
 
 
 def is_copied(variable, process_set):
-    """Returns whether no two ranks of a process set have different parts of it."""
-    partition = partition_of(variable)
+    """Returns whether no two ranks of a process set have different parts of it.
+
+    Nor different variables in its place, those of the stages of a model.
+    """
+    stages, partition = stages_of([variable]), partition_of(variable)
+    divided_over = [stages] if stages else []
     while partition:
-        if len({*partition.process_set.ranks} & {*process_set.ranks}) > 1:
-            return False
+        divided_over.append(partition.process_set)
         partition = partition.within
-    return True
+    ranks = {*process_set.ranks}
+    return all(len(ranks & {*each.ranks}) <= 1 for each in divided_over)
 
 
 def is_part_of_model(variables):

@@ -44,8 +44,9 @@ def local_keys_of(optimizer):
 def copies_of(optimizer, variables, root_rank=None):
     """Yields process sets, and which of some variables are equal over their ranks.
 
-    Of a mesh, the ranks along the axis model, then those along the axis data: after
-    a broadcast over both, all copies of a variable are those of the root.
+    Of a mesh, the ranks along each axis: after a broadcast over all of them, all
+    copies of a variable are those of the root. The stages of a pipeline have copies of
+    the optimizer's variables that belong to no weight, such as the learning rate.
 
     Args:
         optimizer: an optimizer, distributed or not.

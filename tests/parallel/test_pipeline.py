@@ -241,6 +241,21 @@ def test_different_samples_are_an_error_on_all_ranks(mesh):
         model.train_on_batch(x[-BATCH:], y[-BATCH:])
 
 
+def test_the_stages_have_one_learning_rate(mesh):
+    model = pipeline(mesh)
+    model.compile(keras.optimizers.Nadam(0.1 + RANK), "sparse_categorical_crossentropy")
+    check = hvd.callbacks.ConsistencyCheckCallback()
+    x, y, _ = samples(BATCH)
+    oracle.fit(
+        *(model, x, y),
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), check],
+    )
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+    model.optimizer.learning_rate = 0.1 + RANK
+    with pytest.raises(hvd.callbacks.DesynchronizedError, match="learning_rate"):
+        check.on_train_end()
+
+
 def test_a_rank_of_a_pipeline_cannot_wait_for_the_others(mesh):
     model = pipeline(mesh)
     model.compile("sgd", oracle.LOSS)

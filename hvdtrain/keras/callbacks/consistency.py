@@ -15,8 +15,8 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
     """Checks that all ranks hold the same weights and optimizer state.
 
     A checksum (CRC-32) of the variables' bytes is compared over the ranks of the
-    optimizer's `process_set`, and of a mesh along its axes model and data: before the
-    first step, after every `every_steps`, and at the end. Gradients that were not
+    optimizer's `process_set`, and of a mesh along each of its axes: before the first
+    step, after every `every_steps`, and at the end. Gradients that were not
     reduced, weights that were not broadcast, or a learning rate that was set on one
     rank only raise `DesynchronizedError`, with the same text on every rank. Variables
     that are registered with the optimizer as local are left out.

@@ -93,8 +93,8 @@ class PipelineModel(keras.Model):
         self.dense = mine.dense
         self.built = True
         if size > 1:
-            for weight in self.network.weights:
-                set_stages(weight, mesh.pipeline.process_set)
+            for variable in self.network.variables:
+                set_stages(variable, mesh.pipeline.process_set)
 
     def compile(self, optimizer="rmsprop", loss=None, *args, **kwargs):
         """Configure the training, as `keras.Model.compile`.
