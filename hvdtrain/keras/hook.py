@@ -59,6 +59,8 @@ class ReductionHook:
         self._clip_gradients = optimizer._clip_gradients
         self._build = optimizer.build
         optimizer.build = self.build
+        if optimizer.built:
+            divide_slots(optimizer, optimizer._trainable_variables)
         save_dense_slots(optimizer)
         optimizer.apply = self.apply
         optimizer._clip_gradients = self.clip_gradients
