@@ -85,9 +85,6 @@ class StateVariables:
     def scatter_shared(self, dense):
         """Assign to all ranks their parts. A collective if some variables are divided.
 
-        Also of those that are whole, such as the number of iterations: the broadcast
-        before the first step does not cross the stages of a pipeline.
-
         Args:
             dense: list of their dense values on the chief; not used elsewhere.
         """
