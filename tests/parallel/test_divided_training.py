@@ -112,6 +112,8 @@ def train(mesh, *, rate=0.0, directory=None, callbacks=()):
 
 @pytest.mark.four_ranks
 def test_a_killed_job_computes_what_the_uninterrupted_one_computes(mesh, directory):
+    if SIZE == 4 and mesh.pipeline.size > 1:
+        pytest.skip("replicas of a divided model are those of the axis model here")
     expected = train(mesh, rate=0.3)
     with pytest.raises(KilledError):
         train(mesh, rate=0.3, directory=directory, callbacks=killed_after(8))

@@ -225,7 +225,8 @@ def model(column, row, optimizer, seed=3):
 @pytest.mark.parametrize("name", with_more_ranks(OPTIMIZERS))
 def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
     rng = np.random.default_rng(7)
-    for mesh in meshes:
+    # The last one has replicas, if any has.
+    for mesh in meshes[-1:]:
         batch = BATCH * mesh.data.size
         x = rng.normal(size=(STEPS * batch, INPUTS)).astype("float32")
         y = rng.integers(0, OUTPUTS, len(x))
