@@ -107,15 +107,8 @@ def _train_and_evaluate(
     exports = exporting.prepare(
         eval_spec.exporters, model, world, observers, model_dir=config.model_dir
     )
-    # Ranks may have batches of different sizes, and so different plans.
-    described = gather(world, (train_spec.local_batch_size, Plan.of(train_spec)))
-    replicas = Replicas.of_model(world, model)
-    local_batch_sizes, plans = zip(*replicas.of_each(described), strict=True)
+    local_batch_sizes, plan = _agree_on_batches(model, train_spec, world)
     global_batch_size = sum(local_batch_sizes)
-    with fail_together(world):
-        _check_batch_sizes(model, local_batch_sizes)
-    weight = train_spec.local_batch_size * replicas.size / global_batch_size
-    hook_of(model.optimizer).weigh_gradients(weight)
     if commits:
         # That of the last run, before this one reads and writes the directory.
         wait_together(world, commits.writer)
@@ -133,7 +126,7 @@ def _train_and_evaluate(
         start.metadata.get("skipped_updates", 0),
         model if config.skip_nonfinite else None,
     )
-    plan = plans[0].as_before(start.metadata)
+    plan = plan.as_before(start.metadata)
     model.steps_per_execution = plan.steps_per_execution
     session = Session(
         Run(
@@ -157,6 +150,19 @@ def _train_and_evaluate(
     else:
         session.run(model, train_spec, eval_spec)
     return session.result(model)
+
+
+def _agree_on_batches(model, train_spec, world):
+    """Return the batch size of each replica, and the plan of all. A collective."""
+    # Ranks may have batches of different sizes, and so different plans.
+    described = gather(world, (train_spec.local_batch_size, Plan.of(train_spec)))
+    replicas = Replicas.of_model(world, model)
+    local_batch_sizes, plans = zip(*replicas.of_each(described), strict=True)
+    with fail_together(world):
+        _check_batch_sizes(model, local_batch_sizes)
+    weight = train_spec.local_batch_size * replicas.size / sum(local_batch_sizes)
+    hook_of(model.optimizer).weigh_gradients(weight)
+    return local_batch_sizes, plans[0]
 
 
 def _check_batch_sizes(model, local_batch_sizes):
