@@ -77,10 +77,13 @@ def assemble(described, parts):
         parts: list of `Block` and array, each the part of a rank; None for a rank
             without one.
     """
+    parts = [(block, value) for block, value in parts if block is not None]
+    block, value = parts[0]
+    if block == Block.of(described.shape, None):
+        return value
     dense = np.empty(described.shape, described.dtype)
     for block, value in parts:
-        if block is not None:
-            block.write(dense, 0, value.reshape(-1))
+        block.write(dense, 0, value.reshape(-1))
     return dense
 
 
@@ -148,7 +151,7 @@ class DenseValues:
         self._blocks = allgather_object(mine, name="DenseBlocks")
 
     def gather(self, number):
-        """Return the value of a variable on the chief, None on others. A collective.
+        """Return a copy of the value on the chief, None on others. A collective.
 
         Args:
             number: of the variable in the list.
@@ -156,7 +159,7 @@ class DenseValues:
         described = self.variables[number]
         blocks = [each[number] for each in self._blocks]
         if blocks[0] == Block.of(described.shape, None):
-            return described.variable.numpy() if self._rank == 0 else None
+            return described.local_value() if self._rank == 0 else None
         # Of the ranks that hold the same part, the first sends it.
         senders = {block: r for r, block in reversed(list(enumerate(blocks))) if block}
         sizes = [b.size if b and senders[b] == r else 0 for r, b in enumerate(blocks)]
