@@ -37,7 +37,9 @@ class StateVariables:
             model: a built and compiled model whose optimizer is built.
         """
         describe = getattr(model, "dense_variables", _dense_variables)
-        weights, optimizer_variables = shared_weights(model), _shared_slots(model)
+        shared, trainable = _shared(model), _trainable(model)
+        weights = [v for v in shared if id(v) in trainable]
+        optimizer_variables = [v for v in shared if id(v) not in trainable]
         metrics = metric_variables(model.metrics)
         taken = {id(v) for v in (*weights, *optimizer_variables, *metrics)}
         own = [
@@ -104,13 +106,12 @@ def _dense_variables(variables):
 
 def shared_weights(model):
     """Return the trainable weights that are equal on all ranks, or divided."""
-    trainable = {id(variable) for variable in model.trainable_variables}
+    trainable = _trainable(model)
     return [v for v in _shared(model) if id(v) in trainable]
 
 
-def _shared_slots(model):
-    weights = {id(variable) for variable in model.weights}
-    return [v for v in _shared(model) if id(v) not in weights]
+def _trainable(model):
+    return {id(variable) for variable in model.trainable_variables}
 
 
 def _shared(model):
