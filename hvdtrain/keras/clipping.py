@@ -1,13 +1,14 @@
-"""Clipping by norms of a dense model that is divided over ranks.
+"""Clipping by norms of a dense model whose variables are not copies on all ranks.
 
 A norm counts each element of the dense model once: the squares of the slices are added
-up over their ranks, and those of a global norm over the stages of a pipeline. The
-formulas are those of Keras.
+up over their ranks, and those of a global norm over the stages of a pipeline, and over
+the ranks that hold local variables. The formulas are those of Keras.
 """
 
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
+from hvdtrain.collectives.process_sets import size_of
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.partition import (
     is_divided,
@@ -17,40 +18,77 @@ from hvdtrain.keras.partition import (
 )
 
 
-def is_over_ranks(optimizer, variables, scattered=None):
-    """Returns whether `optimizer` clips by a norm of which this rank has a part."""
-    if optimizer.global_clipnorm:
-        return scattered is not None or is_part_of_model(variables)
-    return bool(optimizer.clipnorm) and (scattered is not None or is_divided(variables))
-
-
-def clip(optimizer, grads, variables, scattered=None):
-    """Clips as `optimizer` does, with the norms of the dense variables.
+class Clipping:
+    """Clips gradients as a Keras optimizer does, by the norms of the dense model.
 
     Args:
-        optimizer: a Keras optimizer.
-        grads: list of gradients, without None.
-        variables: list of the variables that they belong to.
-        scattered: the `ShardedState` to which parts of the gradients were reduced;
-            None where each rank has the gradients of its whole variables.
+        optimizer: a Keras optimizer, not a `LossScaleOptimizer`.
+        reducer: the `GradientReducer` that has reduced the gradients.
+        mesh: the `parallel.Mesh` over which the model is divided, or None.
+        sharding: the `ShardedState` of the optimizer, or None.
     """
-    grads = [tf.convert_to_tensor(gradient) for gradient in grads]
-    squares = [tf.reduce_sum(tf.square(gradient)) for gradient in grads]
-    if scattered:
-        squares = scattered.sum_squares(squares, variables)
-    squares = _dense_squares(squares, variables)
-    if limit := optimizer.clipnorm:
+
+    def __init__(self, optimizer, reducer, *, mesh=None, sharding=None):
+        self._optimizer = optimizer
+        self._reducer = reducer
+        # Variables are divided over other ranks than those of the reduction.
+        self._divides_model = bool(mesh and mesh.shape.divides_model)
+        self._sharding = sharding
+        self._clip_whole = optimizer._clip_gradients
+
+    def check(self):
+        """Raises a ValueError for norms of variables whose ranks are not known."""
+        is_global = self._optimizer.global_clipnorm and self._divides_model
+        if is_global and self._reducer.has_unshared_variables:
+            raise ValueError(
+                "global_clipnorm does not support register_local_var where a mesh "
+                "divides the model: which ranks have copies of a local variable is not "
+                "given. Use clipnorm or clipvalue."
+            )
+
+    def __call__(self, grads, variables):
+        """Returns clipped gradients.
+
+        Args:
+            grads: list of reduced gradients, without None.
+            variables: list of the variables that they belong to.
+        """
+        if self._optimizer.global_clipnorm:
+            return self._clip_by_global_norm(grads, variables)
+        limit = self._optimizer.clipnorm
+        if not limit or not (self._is_scattered or is_divided(variables)):
+            return self._clip_whole(grads)
         return [
-            gradient * limit / tf.maximum(tf.sqrt(square), limit)
-            for gradient, square in zip(grads, squares, strict=True)
+            tf.convert_to_tensor(gradient) * limit / tf.maximum(tf.sqrt(square), limit)
+            for gradient, square in zip(
+                grads, self._squares(grads, variables), strict=True
+            )
         ]
-    limit = optimizer.global_clipnorm
-    # Not add_n: TensorFlow's graph optimizer chooses its order, which may differ by
-    # rank, and with it the last bit of the replicated weights.
-    norm = tf.sqrt(_over_stages(tf.reduce_sum(tf.stack(squares)), variables))
-    # The last term turns the scale into NaN where the norm is not finite.
-    scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-    return [gradient * scale for gradient in grads]
+
+    def _clip_by_global_norm(self, grads, variables):
+        if self._is_scattered or (self._divides_model and is_part_of_model(variables)):
+            squares = self._squares(grads, variables)
+            norm = tf.sqrt(_over_stages(_sum(squares), variables))
+        elif not self._divides_model and self._reducer.some_are_unshared(variables):
+            # Each rank's own norm would scale the shared gradients by another factor
+            # on each rank.
+            norm = _norm_over_copies(self._reducer, grads, variables)
+        else:
+            return self._clip_whole(grads)
+        limit = self._optimizer.global_clipnorm
+        # The last term turns the scale into NaN where the norm is not finite.
+        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+        return [tf.convert_to_tensor(gradient) * scale for gradient in grads]
+
+    def _squares(self, grads, variables):
+        squares = [tf.reduce_sum(tf.square(tf.convert_to_tensor(g))) for g in grads]
+        if self._is_scattered:
+            squares = self._sharding.sum_squares(squares, variables)
+        return _dense_squares(squares, variables)
+
+    @property
+    def _is_scattered(self):
+        return self._sharding is not None and self._sharding.is_scattered
 
 
 def _dense_squares(squares, variables):
@@ -80,3 +118,37 @@ def _over_stages(square, variables):
         return square
     reduction = Reduction(op=Sum, process_set=ranks)
     return transport.allreduce([square], reduction, name="StagesNorm")[0]
+
+
+def _norm_over_copies(reducer, gradients, variables):
+    """Returns the norm of the gradients of all variables of all ranks.
+
+    Every copy of a variable is counted in proportion to the number of its copies, so
+    that a variable counts once, and each rank's local variables count as well.
+    """
+    by_copies = {}
+    for gradient, variable in zip(gradients, variables, strict=True):
+        square = tf.reduce_sum(tf.square(tf.convert_to_tensor(gradient)))
+        ranks = reducer.process_set_of(variable)
+        key = None if ranks is None else ranks.process_set_id
+        by_copies.setdefault(key, (ranks, []))[1].append(square)
+    # Equal on all ranks already: not to be rounded again by a reduction.
+    _, shared = by_copies.pop(reducer.process_set.process_set_id, (None, []))
+    own = [
+        _sum(held) / (1 if ranks is None else size_of(ranks, held[0].dtype))
+        for ranks, held in by_copies.values()
+    ]
+    zero = tf.zeros([], gradients[0].dtype)
+    # Also with no gradients of its own: the other ranks have some.
+    (total,) = transport.allreduce(
+        [_sum([zero, *own])],
+        Reduction(op=Sum, process_set=reducer.process_set),
+        name=f"{reducer.name}_norm",
+    )
+    return tf.sqrt(_sum([total, *shared]))
+
+
+def _sum(scalars):
+    # Not add_n: TensorFlow's graph optimizer chooses its order, which may differ by
+    # rank, and with it the last bit of the replicated weights.
+    return tf.reduce_sum(tf.stack(scalars))

@@ -4,16 +4,17 @@ import dataclasses
 
 import tensorflow as tf
 
-from hvdtrain.collectives import graph, transport
+from hvdtrain.collectives import graph, ops, transport
 from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.collectives.process_sets import (
     global_process_set,
+    is_elastic,
     needs_communication,
     size_of,
 )
 from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
 from hvdtrain.keras.groups import check_groups, split, variable_key
-from hvdtrain.keras.partition import check_ranks, has_summed_gradients
+from hvdtrain.keras.partition import check_ranks, has_summed_gradients, is_divided
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,7 @@ class GradientReducer:
         self.name = name
         self.options = options
         self._process_sets = {}
+        self._all_are_shared = None
 
     @property
     def process_set(self):
@@ -112,6 +114,23 @@ class GradientReducer:
     def has_unshared_variables(self):
         """Whether some variables are not held by all ranks of the process set."""
         return bool(self._process_sets)
+
+    def some_are_unshared(self, variables):
+        """Whether any rank has variables that not all ranks of the process set hold.
+
+        All ranks get the same answer, also those whose own `variables` are shared: it
+        is a collective, once. In an elastic job it is this rank's own answer.
+        """
+        if is_divided(variables):
+            return True
+        if self._all_are_shared is None and not is_elastic():
+            with tf.init_scope():
+                self._all_are_shared = ops.is_true_on_all_ranks(
+                    not self.has_unshared_variables,
+                    name="SharedVariables",
+                    process_set=self.process_set,
+                )
+        return self.has_unshared_variables or self._all_are_shared is False
 
     def process_set_of(self, variable):
         """The ranks that hold a copy of `variable`; None for a local variable."""
@@ -169,39 +188,6 @@ class GradientReducer:
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
 
-    def global_norm(self, gradients, variables):
-        """Returns the norm of the gradients of all variables of all ranks.
-
-        Every copy of a variable is counted in proportion to the number of its copies,
-        so that a variable counts once, and each rank's local variables count as well.
-
-        Args:
-            gradients: list of combined gradients, without None.
-            variables: list of the variables that they belong to.
-        """
-        by_copies = {}
-        for gradient, variable in zip(gradients, variables, strict=True):
-            square = tf.reduce_sum(tf.square(tf.convert_to_tensor(gradient)))
-            ranks = self.process_set_of(variable)
-            key = None if ranks is None else ranks.process_set_id
-            by_copies.setdefault(key, (ranks, []))[1].append(square)
-        # Equal on all ranks already: not to be rounded again by a reduction.
-        _, shared = by_copies.pop(self.process_set.process_set_id, (None, []))
-        # Not add_n: TensorFlow's graph optimizer chooses its order, which may differ by
-        # rank, and with it the last bit of the replicated weights.
-        own = [
-            _sum(held) / (1 if ranks is None else size_of(ranks, held[0].dtype))
-            for ranks, held in by_copies.values()
-        ]
-        zero = tf.zeros([], gradients[0].dtype)
-        # Also with no gradients of its own: the other ranks have some.
-        (total,) = transport.allreduce(
-            [_sum([zero, *own])],
-            transport.Reduction(op=Sum, process_set=self.process_set),
-            name=f"{self.name}_norm",
-        )
-        return tf.sqrt(_sum([total, *shared]))
-
     def _prepare(self, gradients, variables):
         """Returns what is sent for each shared variable, by its place."""
         shared = [i for i, v in enumerate(variables) if not self.is_local(v)]
@@ -256,10 +242,6 @@ class GradientReducer:
             for members in by_process_set.values()
             for group in split(members, variables, self.options.groups)
         ]
-
-
-def _sum(scalars):
-    return tf.reduce_sum(tf.stack(scalars))
 
 
 def _is_reduced(gradient, process_set):

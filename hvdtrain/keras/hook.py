@@ -3,27 +3,20 @@
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives import ops
 from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.collectives.process_sets import (
-    global_process_set,
-    is_elastic,
-    needs_communication,
-)
-from hvdtrain.collectives.transport import Sum
-from hvdtrain.keras import clipping
+from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.dense_saving import save_dense_slots
 from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.loss_scaling import check_loss_scale
+from hvdtrain.keras.loss_scaling import check_loss_scale, share_overflow
 from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
 from hvdtrain.keras.partition import (
     check_elementwise,
     has_summed_gradients,
     is_copied,
-    is_divided,
 )
-from hvdtrain.keras.skipping import UpdateSkipping, all_finite
+from hvdtrain.keras.skipping import UpdateSkipping, all_finite, is_true_on_all
 
 
 class ReductionHook:
@@ -51,12 +44,11 @@ class ReductionHook:
         self._variables, self._places = [], []
         self._has_reduced = False
         self._loss_scale_optimizer = None
-        self._is_shared = None
         self._is_first_step = True
         self._skipping = None
         self.is_configured = False
         self._apply = optimizer.apply
-        self._clip_gradients = optimizer._clip_gradients
+        self._clip = Clipping(optimizer, reducer, mesh=mesh, sharding=sharding)
         self._build = optimizer.build
         optimizer.build = self.build
         if optimizer.built:
@@ -133,7 +125,7 @@ class ReductionHook:
         _check_not_overwritten(grads, variables)
         check_elementwise(self._optimizer, variables)
         self.reducer.check(variables, [process_set for process_set, _ in self.axes()])
-        self._check_local()
+        self._clip.check()
         if self._weight != 1 and has_summed_gradients(variables):
             raise ValueError(
                 "Gradients of tables that are divided over the data ranks are sums "
@@ -161,66 +153,22 @@ class ReductionHook:
         reduce = self.sharding.reduce if self.sharding else self.reducer
         reduced = reduce(gradients, self._variables)
         reduced = [reduced[place] for place in self._places]
-        clipped = self._clip(reduced)
+        variables = [self._variables[place] for place in self._places]
+        clipped = self._clip(reduced, variables)
         if self._skipping:
             # Both: clipping makes infinity finite, and large gradients NaN.
-            finite = all_finite([*reduced, *clipped])
-            # Reduced gradients are equal on all ranks, unless they are parts, or those
-            # of local variables.
-            if self.mesh or self._is_scattered() or self._has_unshared_variables():
-                finite = self._is_true_on_all_ranks(finite, "FiniteGradients")
-            self._skipping.note(finite)
+            self._skipping.note(self._all_finite([*reduced, *clipped]))
         return clipped
 
-    def _clip(self, grads):
-        variables = [self._variables[place] for place in self._places]
-        scattered = self.sharding if self._is_scattered() else None
-        limit = self._optimizer.global_clipnorm
-        if limit and not scattered and not self._divides_model:
-            return self._clip_over_data(grads, variables, limit)
-        if clipping.is_over_ranks(self._optimizer, variables, scattered):
-            return clipping.clip(self._optimizer, grads, variables, scattered)
-        return self._clip_gradients(grads)
-
-    def _clip_over_data(self, grads, variables, limit):
-        if not self._has_unshared_variables():
-            return self._clip_gradients(grads)
-        # Each rank's own norm would scale the shared gradients by another factor on
-        # each rank. The formula is that of Keras, which also turns infinity into NaN.
-        norm = self.reducer.global_norm(grads, variables)
-        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-        return [tf.convert_to_tensor(gradient) * scale for gradient in grads]
-
-    @property
-    def _divides_model(self):
-        # Variables are divided over other ranks than those of the reduction.
-        return bool(self.mesh and self.mesh.shape.divides_model)
-
-    def _check_local(self):
-        is_clipped = self._optimizer.global_clipnorm and self._divides_model
-        if is_clipped and self.reducer.has_unshared_variables:
-            raise ValueError(
-                "global_clipnorm does not support register_local_var where a mesh "
-                "divides the model: which ranks have copies of a local variable is not "
-                "given. Use clipnorm or clipvalue."
-            )
-
-    def _is_scattered(self):
-        return self.sharding and self.sharding.is_scattered
-
-    def _has_unshared_variables(self):
-        # On any rank: each must take part in the reduction of the norm, also one
-        # without local variables of its own.
-        if is_divided(self._variables):
-            return True
-        if self._is_shared is None and not is_elastic():
-            with tf.init_scope():
-                self._is_shared = ops.is_true_on_all_ranks(
-                    not self.reducer.has_unshared_variables,
-                    name="SharedVariables",
-                    process_set=self.reducer.process_set,
-                )
-        return self.reducer.has_unshared_variables or self._is_shared is False
+    def _all_finite(self, gradients):
+        finite = all_finite(gradients)
+        # Reduced gradients are equal on all ranks, unless they are parts, or those of
+        # local variables.
+        is_scattered = self.sharding and self.sharding.is_scattered
+        if self.mesh or is_scattered or self.reducer.some_are_unshared(self._variables):
+            # The ranks that have the other parts skip a step together with this one.
+            finite = is_true_on_all(self.all_ranks, finite, "FiniteGradients")
+        return finite
 
     def share_finite_check(self, loss_scale_optimizer):
         """Makes all ranks skip a step when one of them overflows."""
@@ -229,26 +177,7 @@ class ReductionHook:
         # Compiling again puts a new LossScaleOptimizer around the same optimizer.
         self._loss_scale_optimizer = loss_scale_optimizer
         save_dense_slots(loss_scale_optimizer)
-        check_locally = loss_scale_optimizer.check_finite
-
-        def check_finite(grads):
-            return self._is_true_on_all_ranks(check_locally(grads), "LossScaleOverflow")
-
-        loss_scale_optimizer.check_finite = check_finite
-
-    def _is_true_on_all_ranks(self, value, name):
-        # The ranks that have the other slices skip a step together with this one.
-        if not needs_communication(self.all_ranks):
-            return value
-        # Values that are false are counted, not the others: a rank that has joined
-        # contributes zeros.
-        count = ops.allreduce(
-            tf.cast(tf.logical_not(value), tf.int32),
-            name=name,
-            op=Sum,
-            process_set=self.all_ranks,
-        )
-        return tf.equal(count, 0)
+        share_overflow(loss_scale_optimizer, self.all_ranks)
 
     def _check_first_step(self, variables):
         # A retrace does not check again: not all ranks may retrace.

@@ -4,6 +4,8 @@ import inspect
 
 import keras
 
+from hvdtrain.keras.skipping import is_true_on_all
+
 
 def check_loss_scale(shared):
     """Raises a ValueError unless the `LossScaleOptimizer` that calls is `shared`.
@@ -22,6 +24,16 @@ def check_loss_scale(shared):
         "an hvd.elastic.KerasState of the model after compile(), or use "
         "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
     )
+
+
+def share_overflow(loss_scale_optimizer, ranks):
+    """Makes all `ranks` skip a step when one of them overflows."""
+    check_locally = loss_scale_optimizer.check_finite
+
+    def check_finite(grads):
+        return is_true_on_all(ranks, check_locally(grads), "LossScaleOverflow")
+
+    loss_scale_optimizer.check_finite = check_finite
 
 
 def _calling_optimizer():

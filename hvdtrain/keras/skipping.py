@@ -2,6 +2,10 @@
 
 import tensorflow as tf
 
+from hvdtrain.collectives import ops
+from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.transport import Sum
+
 
 class UpdateSkipping:
     """Leaves out updates of an optimizer whose gradients are not finite.
@@ -58,3 +62,21 @@ def all_finite(gradients):
     """Returns whether all values of a list of dense or sparse gradients are finite."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
+
+
+def is_true_on_all(ranks, value, name):
+    """Returns a boolean tensor: whether `value`, one too, is true on all ranks.
+
+    Args:
+        ranks: a process set.
+        value: a scalar boolean tensor.
+        name: of the collective.
+    """
+    if not needs_communication(ranks):
+        return value
+    # Values that are false are counted, not the others: a rank that has joined
+    # contributes zeros.
+    count = ops.allreduce(
+        tf.cast(tf.logical_not(value), tf.int32), name=name, op=Sum, process_set=ranks
+    )
+    return tf.equal(count, 0)
