@@ -4,58 +4,59 @@ They take float32 images in [0, 1], (batch, height, width, channels), and return
 logits, float32, (batch, num_classes).
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import keras
 from keras import layers
 
 from hvdtrain.job import JobError
 
 
-def mlp(
-    image_shape,
-    *,
-    num_classes,
-    units=128,
-    hidden=layers.Dense,
-    dropout=layers.Dropout,
-    logits=layers.Dense,
-):
+class Head(NamedTuple):
+    """What makes the layers of a classifier's dense head: classes of layers.
+
+    Attributes:
+        hidden: makes the hidden layer, whose output only the others read.
+        dropout: makes its dropout, where the model has one.
+        logits: makes the last layer.
+    """
+
+    hidden: Callable = layers.Dense
+    dropout: Callable = layers.Dropout
+    logits: Callable = layers.Dense
+
+
+_WHOLE = Head()
+
+
+def mlp(image_shape, *, num_classes, units=128, head=_WHOLE):
     """One hidden layer; 101,770 weights on MNIST with 128 units.
 
     Args:
         image_shape: height, width, channels.
         num_classes: number of classes.
         units: width of the hidden layer.
-        hidden: the class of the hidden layer, whose output `logits` reads.
-        dropout: not used; as that of `cnn`.
-        logits: the class of the last layer.
+        head: its dense layers.
     """
     return keras.Sequential(
         [
             keras.Input(image_shape),
             layers.Flatten(),
-            hidden(units, activation="relu"),
-            _logits(num_classes, logits),
+            head.hidden(units, activation="relu"),
+            _logits(num_classes, head.logits),
         ],
         name="mlp",
     )
 
 
-def cnn(
-    image_shape,
-    *,
-    num_classes,
-    hidden=layers.Dense,
-    dropout=layers.Dropout,
-    logits=layers.Dense,
-):
+def cnn(image_shape, *, num_classes, head=_WHOLE):
     """Two 3x3 convolutions, pooling, dropout; 1,199,882 weights on MNIST.
 
     Args:
         image_shape: height, width, channels.
         num_classes: number of classes.
-        hidden: the class of the hidden dense layer.
-        dropout: the class of the dropout of its output, which `logits` reads.
-        logits: the class of the last layer.
+        head: its dense layers.
 
     Raises:
         JobError: images smaller than 6x6 leave nothing to pool.
@@ -73,9 +74,9 @@ def cnn(
             layers.MaxPooling2D(),
             layers.Dropout(0.25),
             layers.Flatten(),
-            hidden(128, activation="relu"),
-            dropout(0.5),
-            _logits(num_classes, logits),
+            head.hidden(128, activation="relu"),
+            head.dropout(0.5),
+            _logits(num_classes, head.logits),
         ],
         name="cnn",
     )

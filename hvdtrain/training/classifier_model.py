@@ -26,8 +26,8 @@ def build(options, dataset, batch_ranks, mesh):
     # In an elastic job it is built more than once.
     keras.utils.set_random_seed(options.seed)
     build = models.BY_NAME[options.model]
-    classes = _divided_layers(mesh) if mesh and mesh.model.size > 1 else {}
-    model = build(dataset.image_shape, num_classes=dataset.num_classes, **classes)
+    head = {"head": _divided_head(mesh)} if mesh and mesh.model.size > 1 else {}
+    model = build(dataset.image_shape, num_classes=dataset.num_classes, **head)
     if mesh and mesh.pipeline.size > 1:
         model = _pipeline(options, model, mesh)
     optimizer = hvd.DistributedOptimizer(
@@ -58,17 +58,17 @@ def _pipeline(options, model, mesh):
         ) from error
 
 
-def _divided_layers(mesh):
-    """Return what stands for the dense layers of a model, over the ranks of a mesh."""
-    return {
-        "hidden": functools.partial(
+def _divided_head(mesh):
+    """Return what makes the dense layers of a model, over the ranks of a mesh."""
+    return models.Head(
+        hidden=functools.partial(
             parallel.ColumnParallelDense, gather_output=False, mesh=mesh
         ),
-        "logits": functools.partial(
+        dropout=functools.partial(parallel.ParallelDropout, mesh=mesh),
+        logits=functools.partial(
             parallel.RowParallelDense, input_is_parallel=True, mesh=mesh
         ),
-        "dropout": functools.partial(parallel.ParallelDropout, mesh=mesh),
-    }
+    )
 
 
 def compiled(model, optimizer):
