@@ -22,6 +22,7 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.keras.dense_saving import is_saving, save_together
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.partition import is_part_of_model, partition_of
+from hvdtrain.keras.parts import check_parts
 from hvdtrain.keras.ranks import optimizers_of
 
 _MARK = "_hvdtrain_collective"
@@ -81,6 +82,7 @@ def _run(method):
                     "hvd.DistributedOptimizer(optimizer), with the mesh of its layers, "
                     "to compile."
                 )
+            check_parts(self)
             saving = _saving_callbacks(kwargs.get("callbacks"))
             _check_called_alike(method.__name__, saving)
         return method(self, *args, **kwargs)

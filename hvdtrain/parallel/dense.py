@@ -6,10 +6,9 @@ import types
 import keras
 from keras import ops
 
+from hvdtrain.keras.parts import NOT_ELEMENTWISE_ACTIVATIONS
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.divided_weights import DividedWeights, check_arguments
-
-_NOT_ELEMENTWISE = (keras.activations.softmax, keras.activations.log_softmax)
 
 
 class _ParallelDense(DividedWeights, keras.layers.Dense):
@@ -53,10 +52,15 @@ class ColumnParallelDense(_ParallelDense):
 
     divided_axes = types.MappingProxyType({"kernel": 1, "bias": 0})
 
+    @property
+    def gives_parts(self):
+        """Whether the output is this rank's part."""
+        return not self.gather_output
+
     def __init__(self, units, *args, gather_output=True, **kwargs):
         super().__init__(units, *args, **kwargs)
         self.gather_output = gather_output
-        if not gather_output and self.activation in _NOT_ELEMENTWISE:
+        if not gather_output and self.activation in NOT_ELEMENTWISE_ACTIVATIONS:
             raise ValueError(
                 "The activation of a ColumnParallelDense with gather_output=False must "
                 f"be elementwise. Received: {self.activation.__name__}"
@@ -103,6 +107,11 @@ class RowParallelDense(_ParallelDense):
     """
 
     divided_axes = types.MappingProxyType({"kernel": 0})
+
+    @property
+    def takes_parts(self):
+        """Whether the input is this rank's part."""
+        return self.input_is_parallel
 
     def __init__(self, units, *args, input_is_parallel=False, **kwargs):
         super().__init__(units, *args, **kwargs)

@@ -27,6 +27,8 @@ class ParallelDropout(InModelGroup, keras.layers.Dropout):
         **kwargs: as for `keras.layers.Dropout`.
     """
 
+    takes_parts = gives_parts = True
+
     def __init__(self, rate, noise_shape=None, seed=None, *, mesh=None, **kwargs):
         super().__init__(rate, noise_shape, seed, **kwargs)
         self._set_mesh(mesh)

@@ -14,6 +14,8 @@ from hvdtrain.parallel.mesh import active_mesh
 class InModelGroup:
     """Mixin of a Keras object that computes with parts of tensors."""
 
+    # Whether inputs, and outputs, are this rank's parts; see `keras.parts`.
+    takes_parts = gives_parts = False
     _divided_size = None
 
     @property

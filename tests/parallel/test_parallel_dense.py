@@ -257,3 +257,62 @@ def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
             np.testing.assert_allclose(variable, wanted, atol=2e-6)
         replicated = [w.numpy() for w in divided.weights if not partition_of(w)]
         oracle.assert_bitwise_equal_over_ranks(replicated)
+
+
+def column(gather_output=False):
+    return parallel.ColumnParallelDense(HIDDEN, gather_output=gather_output)
+
+
+def row():
+    return parallel.RowParallelDense(OUTPUTS, input_is_parallel=True)
+
+
+# The layers, the loss, and what the error says.
+MISPLACED = {
+    "normalization": (
+        lambda: [column(), keras.layers.LayerNormalization(), row()],
+        "mse",
+        "LayerNormalization .* whole last axis of its input.*ColumnParallelDense",
+    ),
+    "after an activation": (
+        lambda: [column(), keras.layers.ReLU(), keras.layers.Dropout(0.5), row()],
+        "mse",
+        "The Dropout .* whole last axis",
+    ),
+    "softmax": (
+        lambda: [column(), keras.layers.Activation("softmax"), row()],
+        "mse",
+        "The Activation .* whole last axis",
+    ),
+    "a second column": (
+        lambda: [column(), column(), row()],
+        "mse",
+        "The ColumnParallelDense .* whole last axis",
+    ),
+    "a whole input": (
+        lambda: [column(gather_output=True), keras.layers.ReLU(), row()],
+        "mse",
+        "RowParallelDense .* takes this rank's part.*ColumnParallelDense",
+    ),
+    "loss of a part": (
+        lambda: [column(), parallel.ParallelDropout(0.5)],
+        keras.losses.MeanSquaredError(),
+        "model returns this rank's part.*ColumnParallelDense",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+@pytest.mark.parametrize("is_functional", [False, True])
+def test_a_part_taken_for_the_whole_is_an_error(meshes, name, is_functional):
+    make, loss, message = MISPLACED[name]
+    with meshes[-1]:
+        model = keras.Sequential([keras.Input((INPUTS,)), *make()])
+    if is_functional:
+        model = keras.Model(model.inputs, model.outputs)
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), mesh=meshes[-1]), loss
+    )
+    x = np.zeros((BATCH, INPUTS), "float32")
+    with pytest.raises(ValueError, match=message):
+        model.fit(x, x, verbose=0)
