@@ -225,15 +225,6 @@ def _check_exported(values):
 
 
 @flags.multi_flags_validator(
-    ["model_parallel", "pipeline_stages"],
-    "expected --model_parallel or --pipeline_stages: the stages of a pipeline have "
-    "whole layers",
-)
-def _check_divided(values):
-    return 1 in values.values()
-
-
-@flags.multi_flags_validator(
     ["max_steps", "epochs"], "expected one of them: each says how long to train"
 )
 def _check_length(values):

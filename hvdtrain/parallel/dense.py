@@ -51,6 +51,7 @@ class ColumnParallelDense(_ParallelDense):
     """
 
     divided_axes = types.MappingProxyType({"kernel": 1, "bias": 0})
+    own_arguments = ("gather_output",)
 
     @property
     def gives_parts(self):
@@ -107,6 +108,7 @@ class RowParallelDense(_ParallelDense):
     """
 
     divided_axes = types.MappingProxyType({"kernel": 0})
+    own_arguments = ("input_is_parallel",)
 
     @property
     def takes_parts(self):

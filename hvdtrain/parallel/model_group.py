@@ -16,6 +16,8 @@ class InModelGroup:
 
     # Whether inputs, and outputs, are this rank's parts; see `keras.parts`.
     takes_parts = gives_parts = False
+    # Arguments that the dense twin, and so the config, does not have.
+    own_arguments = ()
     _divided_size = None
 
     @property
@@ -26,6 +28,21 @@ class InModelGroup:
     def _set_mesh(self, mesh):
         collective_calls.install()
         self._model_axis = (mesh or active_mesh()).model
+
+    def is_of(self, mesh):
+        """Return whether it is divided over the axis model of this `Mesh`."""
+        axis = getattr(self, "_model_axis", None)
+        return axis is not None and [*axis.process_set.ranks] == [
+            *mesh.model.process_set.ranks
+        ]
+
+    def remade(self, mesh):
+        """Return a layer of the same class with the same arguments, for a `Mesh`.
+
+        The config alone is that of the dense twin.
+        """
+        own = {name: getattr(self, name) for name in self.own_arguments}
+        return type(self).from_config({**self.get_config(), **own, "mesh": mesh})
 
     def partition(self, axis, size):
         """Return the `Partition` of an axis of `size` elements over the model group."""

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import keras
 import numpy as np
@@ -106,6 +107,52 @@ def test_fit_equals_the_dense_model_with_the_big_batch(mesh, schedule):
     assert_stage_of(model, dense)
     outputs = model.predict(x[:BATCH], verbose=0)
     np.testing.assert_allclose(outputs, dense(x[:BATCH]), atol=2e-6)
+
+
+def transformer(attention=None, column=None, row=None):
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    attention = attention or layers.MultiHeadAttention
+    column, row = column or layers.Dense, row or layers.Dense
+    x = inputs = keras.Input((5, INPUTS))
+    x = layers.LayerNormalization()(x + attention(3, 4)(x, x))
+    x = layers.GlobalAveragePooling1D()(x)
+    x = column(HIDDEN, "gelu", kernel_regularizer="l2")(x)
+    x = row(OUTPUTS, name="logits")(x)
+    return keras.Model(inputs, layers.Softmax()(x))
+
+
+@four_ranks
+def test_stages_of_divided_layers_equal_the_dense_model():
+    x, y, _ = samples(5 * 2 * BATCH)
+    x, y = x.reshape(-1, 5, INPUTS), y[::5]
+    mesh = parallel.Mesh(model=2, pipeline=SIZE // 2)
+    with mesh:
+        layers = {
+            "attention": parallel.ParallelMultiHeadAttention,
+            "column": partial(parallel.ColumnParallelDense, gather_output=False),
+            "row": partial(parallel.RowParallelDense, input_is_parallel=True),
+        }
+        # The stages pass on the parts between the column and the row parallel layer.
+        stages = ["logits"] if mesh.pipeline.size == 2 else None
+        model = parallel.PipelineModel(transformer(**layers), stages, microbatches=3)
+    dense = transformer()
+    dense.compile(optimizer_of("1f1b"), oracle.LOSS, metrics=["accuracy"])
+    optimizer = hvd.DistributedOptimizer(optimizer_of("1f1b"), mesh=mesh)
+    model.compile(optimizer, oracle.LOSS, metrics=["accuracy"])
+    expected = oracle.fit(dense, x, y, BATCH)
+    check = hvd.callbacks.ConsistencyCheckCallback()
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    found = oracle.fit(model, x, y, BATCH, callbacks=[broadcast, check])
+    for key, values in expected.history.items():
+        np.testing.assert_allclose(found.history[key], values, rtol=1e-5, err_msg=key)
+    saved = model.gather_dense()
+    if RANK == 0:
+        variables = [*saved.weights, *saved.optimizer.variables]
+        twins = [*dense.weights, *dense.optimizer.variables]
+        for variable, twin in zip(variables, twins, strict=True):
+            np.testing.assert_allclose(variable, twin, atol=2e-6, err_msg=twin.path)
+    mesh.remove()
 
 
 def assert_stage_of(model, dense):

@@ -1,5 +1,7 @@
 """What a pipeline cannot split is refused by name."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,14 @@ from hvdtrain.keras.partition import Partition, set_partition
 from hvdtrain.parallel.pipeline import splitting, stage
 
 layers = keras.layers
+
+
+def mesh_of(index):
+    """The axes of a mesh with two stages, on a rank of the stage `index`."""
+    return SimpleNamespace(
+        pipeline=SimpleNamespace(index=index, size=2),
+        model=SimpleNamespace(process_set=SimpleNamespace(ranks=[0])),
+    )
 
 
 def chain(*middle, inputs=None):
@@ -82,7 +92,7 @@ REFUSED = {
     r"one tensor from stage 0 .* \['a', 'b'\]|\['b', 'a'\]": residual,
     "layer 'a' is called in stage 0 and, on the output of 'b', in stage 1": shared,
     "layers 'a' and 'b' share the variable": tied,
-    "Dense 'a' .* divided along another axis of the mesh": divided,
+    "Dense 'a' .* divided, and not over the axis model": divided,
     "2 inputs": two_inputs,
     "output of .*embedding.* has a mask": masked,
     "a Subclass": subclassed,
@@ -99,7 +109,7 @@ def test_what_cannot_be_split(reason):
     model = REFUSED[reason]()
     stages = [model.layers[-1].name] if model.layers else []
     with pytest.raises(ValueError, match=reason):
-        stage.build(model, stages, index=0, size=2)
+        stage.build(model, stages, mesh_of(0))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,7 @@ def test_what_cannot_be_split(reason):
 )
 def test_stages_that_do_not_fit(stages, reason):
     with pytest.raises(ValueError, match=reason):
-        stage.build(chain(), stages, index=0, size=2)
+        stage.build(chain(), stages, mesh_of(0))
 
 
 def test_frozen_batch_normalization_and_a_call_that_is_shared_within_a_stage():
@@ -123,7 +133,7 @@ def test_frozen_batch_normalization_and_a_call_that_is_shared_within_a_stage():
     x = np.ones((2, 4), "float32")
     value = x
     for index in range(2):
-        part = stage.build(model, ["c"], index=index, size=2)
+        part = stage.build(model, ["c"], mesh_of(index))
         value = part.network(value)
     np.testing.assert_array_equal(value, model(x))
     rebuilt = part.dense.build()

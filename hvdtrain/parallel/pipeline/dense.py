@@ -7,7 +7,7 @@ import dataclasses
 import keras
 
 from hvdtrain.collectives.objects import allgather_object, broadcast_object
-from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.job.agreement import fail_together, on_chief
 from hvdtrain.job.backend import world
 from hvdtrain.job.world import JobError
@@ -94,11 +94,13 @@ def describe(variables, common, pipeline):
         (dataclasses.replace(described, variable=None), number)
         for described, number in mine
     ]
-    stages = allgather_object(
-        sent, name="StageVariables", process_set=pipeline.process_set
-    )
     own = {number: each for each, number in mine if number is not None}
-    stages[pipeline.index] = mine
+    stages = [mine]
+    if needs_communication(pipeline.process_set):
+        stages = allgather_object(
+            sent, name="StageVariables", process_set=pipeline.process_set
+        )
+        stages[pipeline.index] = mine
     found = {}
     for stage, entries in enumerate(stages):
         for place, (described, number) in enumerate(entries):

@@ -79,7 +79,7 @@ class PipelineModel(keras.Model):
             )
         index, size = mesh.pipeline.index, mesh.pipeline.size
         training = schedules.training(schedule, size, microbatches)
-        mine = stage.build(model, stages, index=index, size=size)
+        mine = stage.build(model, stages, mesh)
         # As the dense model, which casts the inputs of its layers only.
         super().__init__(name=name, dtype=model.dtype_policy, autocast=False)
         self._mesh = mesh

@@ -5,8 +5,8 @@ import random
 
 import keras
 
-from hvdtrain.keras.partition import partition_of
-from hvdtrain.parallel.pipeline import splitting
+from hvdtrain.keras.parts import check_parts
+from hvdtrain.parallel.pipeline import divided, splitting
 from hvdtrain.parallel.pipeline.dense import DenseModel, in_scope, scope_of
 
 # They depend on the whole batch, or on the batches before.
@@ -28,7 +28,7 @@ class Stage:
     dense: DenseModel
 
 
-def build(model, stages, *, index, size):
+def build(model, stages, mesh):
     """Return the `Stage` of a rank. The dense model can be deleted afterwards.
 
     Every rank of the pipeline checks the whole model: all raise the same error.
@@ -36,17 +36,18 @@ def build(model, stages, *, index, size):
     Args:
         model: a built `keras.Sequential` or functional model.
         stages: as for `PipelineModel`.
-        index: number of this rank's stage.
-        size: number of stages.
+        mesh: the `Mesh`, of whose axis pipeline each rank has a stage.
 
     Raises:
         ValueError: the model cannot be split, or not so.
     """
+    index, size = mesh.pipeline.index, mesh.pipeline.size
     functional = _as_functional(model)
+    check_parts(functional)
     config = functional.get_config()
     outputs = [tuple(history) for history in config["output_layers"]]
     if stages is None:
-        sizes = [layer.count_params() for layer in functional.layers[1:]]
+        sizes = list(map(divided.dense_size, functional.operations[1:]))
         stages = splitting.balanced(sizes, size)
     entries = splitting.split(config["layers"], stages)
     if len(entries) != size:
@@ -60,16 +61,20 @@ def build(model, stages, *, index, size):
     stage_of = {each["name"]: s for s, stage in enumerate(entries) for each in stage}
     owners = _stages_of_variables(functional, stage_of)
     _check_trainable(functional, owners, size)
-    for layer in functional._flatten_layers():
-        _check_layer(layer)
+    for layer in functional.layers:
+        divided.check(layer, mesh)
+        for each in layer._flatten_layers():
+            _check_layer(each)
     for cut in cuts:
         _check_mask(functional, cut)
     before = cuts[index - 1] if index else None
+    makers = divided.makers(functional, mesh)
+    mine = [divided.with_maker(entry, makers) for entry in entries[index]]
+    name = f"{model.name}_stage_{index}"
     network = _network(
-        splitting.config_of(
-            entries[index], before, cuts[index].history, f"{model.name}_stage_{index}"
-        ),
+        splitting.config_of(mine, before, cuts[index].history, name),
         functional,
+        makers,
     )
     _copy_values(network, functional)
     dense = DenseModel(
@@ -100,14 +105,14 @@ def _as_functional(model):
     )
 
 
-def _network(config, functional):
+def _network(config, functional, makers):
     # Keras draws seeds from Python's generator. Stages draw different numbers of them,
     # and the ranks of a pipeline must read the same samples.
     state = random.getstate()
     try:
         # Variables, and the optimizer's slots, have the names of the dense model's.
         with in_scope(scope_of(functional)):
-            return keras.Model.from_config(config, _classes(functional))
+            return keras.Model.from_config(config, _classes(functional) | makers)
     finally:
         random.setstate(state)
 
@@ -161,9 +166,6 @@ def _check_layer(layer):
         reason = "its state depends on the batches before"
     elif layer.activity_regularizer is not None:
         reason = "its activity_regularizer depends on the whole batch"
-    elif any(p.ranks > 1 for p in map(partition_of, layer._trainable_variables) if p):
-        # Its config is that of the dense layer.
-        reason = "its weights are divided along another axis of the mesh"
     else:
         return
     raise ValueError(
