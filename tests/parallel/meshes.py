@@ -2,6 +2,9 @@
 
 import contextlib
 
+import numpy as np
+import oracle
+
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.keras.partition import partition_of
@@ -22,3 +25,20 @@ def slice_of(variable, dense):
     """This rank's part of the value of a variable of the dense twin."""
     partition = partition_of(variable)
     return partition.of(dense) if partition else dense
+
+
+def fit_replicas(mesh, model, inputs, labels, batch_size, callbacks=()):
+    """`oracle.fit` of this rank's replica on its samples; returns its history."""
+    mine = slice(mesh.data.index, None, mesh.data.size)
+    return oracle.fit(
+        *(model, inputs[mine], labels[mine], batch_size),
+        callbacks=[*callbacks, hvd.callbacks.MetricAverageCallback()],
+    ).history
+
+
+def assert_slices_of(model, dense_weights, atol=2e-6):
+    """A model has slices of dense weights, and copies that are equal bit for bit."""
+    for variable, wanted in zip(model.weights, dense_weights, strict=True):
+        np.testing.assert_allclose(variable, slice_of(variable, wanted), atol=atol)
+    replicated = [w.numpy() for w in model.weights if not partition_of(w)]
+    oracle.assert_bitwise_equal_over_ranks(replicated)

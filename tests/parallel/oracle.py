@@ -54,6 +54,16 @@ def on_one_process(train):
     return hvd.broadcast_object(train() if hvd.rank() == 0 else None, name="oracle")
 
 
+def fit_on_one_process(make_model, *arguments, **options):
+    """`fit` of `make_model()` on rank 0; returns history and weights on every rank."""
+
+    def train():
+        model = make_model()
+        return fit(model, *arguments, **options).history, model.get_weights()
+
+    return on_one_process(train)
+
+
 def build_model(model_class=keras.Sequential):
     """A small dense classifier with the same initial weights in every call."""
     keras.utils.set_random_seed(7)
@@ -123,3 +133,31 @@ def assert_bitwise_equal_over_ranks(arrays):
     mine = [np.asarray(array).tobytes() for array in arrays]
     for rank, theirs in enumerate(hvd.allgather_object(mine, name="bytes")):
         assert theirs == mine, f"rank {rank} differs from rank {hvd.rank()}"
+
+
+class KilledError(Exception):
+    """Ends a training without any of its cleaning up."""
+
+
+def killed_after(batches):
+    """A callback that ends a training by `KilledError`."""
+    left = iter(range(batches))
+
+    def on_batch_end(batch, logs):
+        if next(left, None) is None:
+            raise KilledError
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=on_batch_end)
+
+
+def assert_same_state(model, expected, atol=0.0):
+    """Weights and optimizer state of two models are equal, to `atol`."""
+    pairs = zip(
+        [*model.weights, *model.optimizer.variables],
+        [*expected.weights, *expected.optimizer.variables],
+        strict=True,
+    )
+    for variable, wanted in pairs:
+        np.testing.assert_allclose(
+            variable, wanted, rtol=0, atol=atol, err_msg=variable.path
+        )

@@ -69,23 +69,12 @@ def test_the_file_is_a_dense_model(mesh, directory):
     dense.fit(X, Y, verbose=0)
     loaded = keras.models.load_model(path)
     assert [type(each) for each in loaded.layers] == [keras.layers.Dense] * 2
-    pairs = zip(
-        [*loaded.weights, *loaded.optimizer.variables],
-        [*dense.weights, *dense.optimizer.variables],
-        strict=True,
-    )
-    for found, expected in pairs:
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    oracle.assert_same_state(loaded, dense, atol=1e-6)
     # On a mesh again, with the slots of the optimizer.
     again = divided(mesh, keras.optimizers.Adam(0.1))
     again.optimizer.build(again.trainable_variables)
     again.load_weights(path)
-    for found, expected in zip(
-        [*again.weights, *again.optimizer.variables],
-        [*trained.weights, *trained.optimizer.variables],
-        strict=True,
-    ):
-        np.testing.assert_array_equal(found, expected)
+    oracle.assert_same_state(again, trained)
 
 
 def squares(y_true, y_pred):
@@ -113,13 +102,7 @@ def test_a_pipeline_saves_the_state_of_an_optimizer_that_a_step_has_built(
     trained.save(path)
     loaded = keras.models.load_model(path, {"squares": squares})
     assert loaded.loss is squares
-    pairs = zip(
-        [*loaded.weights, *loaded.optimizer.variables],
-        [*dense.weights, *dense.optimizer.variables],
-        strict=True,
-    )
-    for found, expected in pairs:
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    oracle.assert_same_state(loaded, dense, atol=1e-6)
 
 
 def test_weights_of_a_pipeline_without_an_optimizer(stages, directory):

@@ -5,6 +5,7 @@ import tempfile
 
 import keras
 import numpy as np
+import oracle
 import pytest
 import tensorflow as tf
 
@@ -36,20 +37,6 @@ def directory():
     with tempfile.TemporaryDirectory() as own:
         yield hvd.broadcast_object(str(pathlib.Path(own) / "run"), name="directory")
         hvd.allreduce(0, name="leave_directory")
-
-
-class KilledError(Exception):
-    """Ends a training without any of its cleaning up."""
-
-
-def killed_after(batches):
-    left = iter(range(batches))
-
-    def on_batch_end(batch, logs):
-        if next(left, None) is None:
-            raise KilledError
-
-    return [keras.callbacks.LambdaCallback(on_train_batch_end=on_batch_end)]
 
 
 def model(mesh, rate):
@@ -115,8 +102,8 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(mesh, directo
     if SIZE == 4 and mesh.pipeline.size > 1:
         pytest.skip("replicas of a divided model are those of the axis model here")
     expected = train(mesh, rate=0.3)
-    with pytest.raises(KilledError):
-        train(mesh, rate=0.3, directory=directory, callbacks=killed_after(8))
+    with pytest.raises(oracle.KilledError):
+        train(mesh, rate=0.3, directory=directory, callbacks=[oracle.killed_after(8)])
     result = train(mesh, rate=0.3, directory=directory)
     assert 0 < result.start_step < STEPS
     pairs = zip(
@@ -139,8 +126,8 @@ def expected():
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_job_continues_on_another_mesh(mesh, directory, expected, is_first):
     first, second = (mesh, None) if is_first else (None, mesh)
-    with pytest.raises(KilledError):
-        train(first, directory=directory, callbacks=killed_after(9))
+    with pytest.raises(oracle.KilledError):
+        train(first, directory=directory, callbacks=[oracle.killed_after(9)])
     result = train(second, directory=directory)
     assert result.start_step > 0
     weights = expected.model.weights

@@ -1,6 +1,7 @@
 """Divided embeddings, against `keras.layers.Embedding` in one process."""
 
 import keras
+import meshes as shared
 import numpy as np
 import oracle
 import pytest
@@ -22,11 +23,6 @@ def mesh():
     mesh = parallel.Mesh(model=2 if SIZE == 4 else 1)
     yield mesh
     mesh.remove()
-
-
-def slice_of(variable, dense):
-    partition = partition_of(variable)
-    return partition.of(dense) if partition else dense
 
 
 INITIALIZERS = {
@@ -57,7 +53,7 @@ def test_initial_values_are_those_of_the_dense_table(rows, dtype):
                 rows, COLUMNS, make(), dtype=dtype, slicing=slicing
             )
             layer.build()
-            wanted = slice_of(layer.embeddings, dense.embeddings.numpy())
+            wanted = shared.slice_of(layer.embeddings, dense.embeddings.numpy())
             np.testing.assert_array_equal(layer.embeddings, wanted)
 
 
@@ -114,7 +110,7 @@ def test_rows_and_their_gradients_are_those_of_the_dense_table(mesh, slicing, dt
     found = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
     tolerance = {"float32": 1e-5, "mixed_float16": 2e-2, "bfloat16": 1e-1}[dtype]
     np.testing.assert_allclose(
-        found, slice_of(layer.embeddings, total), rtol=tolerance, atol=tolerance
+        found, shared.slice_of(layer.embeddings, total), rtol=tolerance, atol=tolerance
     )
 
 
@@ -223,8 +219,9 @@ def test_fit_equals_the_dense_model_with_the_big_batch(mesh, name):
     x = rng.integers(0, ROWS, (STEPS * batch, LENGTH))
     x[:, 0] = 1  # not all of a sample is masked
     y = rng.integers(0, 3, len(x))
-    dense = model(twin, make(), regularizer)
-    expected = oracle.fit(dense, x, y, batch)
+    history, weights = oracle.fit_on_one_process(
+        lambda: model(twin, make(), regularizer), x, y, batch
+    )
     optimizer = hvd.DistributedOptimizer(make(), process_set=mesh.data.process_set)
 
     def embedding(*args, **options):
@@ -232,19 +229,6 @@ def test_fit_equals_the_dense_model_with_the_big_batch(mesh, name):
 
     with mesh:
         divided = model(embedding, optimizer, regularizer)
-    mine = slice(mesh.data.index, None, mesh.data.size)
-    found = oracle.fit(
-        divided,
-        x[mine],
-        y[mine],
-        callbacks=[hvd.callbacks.MetricAverageCallback()],
-        batch_size=BATCH,
-    )
-    np.testing.assert_allclose(
-        found.history["loss"], expected.history["loss"], rtol=1e-5
-    )
-    for variable, wanted in zip(divided.weights, dense.weights, strict=True):
-        wanted = slice_of(variable, wanted.numpy())
-        np.testing.assert_allclose(variable, wanted, atol=2e-6)
-    replicated = [w.numpy() for w in divided.weights if not partition_of(w)]
-    oracle.assert_bitwise_equal_over_ranks(replicated)
+    found = shared.fit_replicas(mesh, divided, x, y, BATCH)
+    np.testing.assert_allclose(found["loss"], history["loss"], rtol=1e-5)
+    shared.assert_slices_of(divided, weights)

@@ -228,29 +228,16 @@ def test_fit_equals_the_dense_transformer_with_the_big_batch(
     # The masks of data replicas are different, those of one process are not.
     rate = 0.3 if mesh.data.size == 1 else 0.0
 
-    def fit_dense():
-        dense = transformer(mesh, sgd(), rate, DENSE)
-        return oracle.fit(dense, x, y, batch).history, dense.get_weights()
-
-    history, weights = oracle.on_one_process(fit_dense)
+    history, weights = oracle.fit_on_one_process(
+        lambda: transformer(mesh, sgd(), rate, DENSE), x, y, batch
+    )
     optimizer = hvd.DistributedOptimizer(sgd(), mesh=mesh)
     divided = transformer(mesh, optimizer, rate, DIVIDED)
-    mine = slice(mesh.data.index, None, mesh.data.size)
-    found = oracle.fit(
-        divided,
-        x[mine],
-        y[mine],
-        callbacks=[hvd.callbacks.MetricAverageCallback()],
-        batch_size=BATCH,
-    )
+    found = shared.fit_replicas(mesh, divided, x, y, BATCH)
     # Of logits that are nearly equal, rounding to bfloat16 decides the accuracy.
     for key in history if policy == "float32" else ["loss"]:
-        np.testing.assert_allclose(found.history[key], history[key], rtol=rtol)
-    for variable, wanted in zip(divided.weights, weights, strict=True):
-        wanted = shared.slice_of(variable, wanted)
-        np.testing.assert_allclose(variable, wanted, atol=atol)
-    replicated = [w.numpy() for w in divided.weights if not partition_of(w)]
-    oracle.assert_bitwise_equal_over_ranks(replicated)
+        np.testing.assert_allclose(found[key], history[key], rtol=rtol)
+    shared.assert_slices_of(divided, weights, atol)
 
 
 def test_the_file_of_a_divided_transformer_is_a_dense_model(meshes, tmp_path):

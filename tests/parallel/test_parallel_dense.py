@@ -225,38 +225,28 @@ def model(column, row, optimizer, seed=3):
 @pytest.mark.parametrize("name", with_more_ranks(OPTIMIZERS))
 def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
     rng = np.random.default_rng(7)
-    # The last one has replicas, if any has.
-    for mesh in meshes[-1:]:
-        batch = BATCH * mesh.data.size
-        x = rng.normal(size=(STEPS * batch, INPUTS)).astype("float32")
-        y = rng.integers(0, OUTPUTS, len(x))
-        dense = model(keras.layers.Dense, keras.layers.Dense, OPTIMIZERS[name]())
-        expected = oracle.fit(dense, x, y, batch)
-        with mesh:
-            optimizer = hvd.DistributedOptimizer(OPTIMIZERS[name](), mesh=mesh)
-            divided = model(
-                parallel.ColumnParallelDense, parallel.RowParallelDense, optimizer
-            )
-        mine = slice(mesh.data.index, None, mesh.data.size)
-        found = oracle.fit(
-            divided,
-            x[mine],
-            y[mine],
-            callbacks=[
-                hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-                hvd.callbacks.ConsistencyCheckCallback(4),
-                hvd.callbacks.MetricAverageCallback(),
-            ],
-            batch_size=BATCH,
+    # It has replicas, if any has.
+    mesh = meshes[-1]
+    batch = BATCH * mesh.data.size
+    x = rng.normal(size=(STEPS * batch, INPUTS)).astype("float32")
+    y = rng.integers(0, OUTPUTS, len(x))
+    dense = keras.layers.Dense
+    history, weights = oracle.fit_on_one_process(
+        lambda: model(dense, dense, OPTIMIZERS[name]()), x, y, batch
+    )
+    with mesh:
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS[name](), mesh=mesh)
+        divided = model(
+            parallel.ColumnParallelDense, parallel.RowParallelDense, optimizer
         )
-        for key, values in expected.history.items():
-            np.testing.assert_allclose(found.history[key], values, rtol=1e-5)
-        weights = zip(divided.weights, dense.weights, strict=True)
-        for variable, wanted in weights:
-            wanted = shared.slice_of(variable, wanted.numpy())
-            np.testing.assert_allclose(variable, wanted, atol=2e-6)
-        replicated = [w.numpy() for w in divided.weights if not partition_of(w)]
-        oracle.assert_bitwise_equal_over_ranks(replicated)
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.ConsistencyCheckCallback(4),
+    ]
+    found = shared.fit_replicas(mesh, divided, x, y, BATCH, callbacks)
+    for key, values in history.items():
+        np.testing.assert_allclose(found[key], values, rtol=1e-5)
+    shared.assert_slices_of(divided, weights)
 
 
 def column(gather_output=False):

@@ -26,20 +26,6 @@ X = np.random.RandomState(0).normal(size=(SAMPLES, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
 
-class KilledError(Exception):
-    """Ends a training without any of its cleaning up."""
-
-
-def fail_after(batches):
-    left = iter(range(batches))
-
-    def on_batch_end(batch, logs):
-        if next(left, None) is None:
-            raise KilledError
-
-    return keras.callbacks.LambdaCallback(on_train_batch_end=on_batch_end)
-
-
 def model(*layers, optimizer):
     dense = [keras.layers.Dense(8, "relu"), *layers, keras.layers.Dense(1)]
     network = keras.Sequential([keras.Input((4,)), *dense])
@@ -104,8 +90,8 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
     expected = train(model_fn)
     # Within an epoch, and within the next one.
     for count in (4, 5):
-        with pytest.raises(KilledError):
-            train(model_fn, directory=directory, callbacks=[fail_after(count)])
+        with pytest.raises(oracle.KilledError):
+            train(model_fn, directory=directory, callbacks=[oracle.killed_after(count)])
     result = train(model_fn, directory=directory)
     assert 0 < result.start_step < STEPS
     variables = zip(
