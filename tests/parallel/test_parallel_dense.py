@@ -257,52 +257,60 @@ def row():
     return parallel.RowParallelDense(OUTPUTS, input_is_parallel=True)
 
 
-# The layers, the loss, and what the error says.
+class Own(keras.layers.Layer):
+    """What it makes of a part is not known."""
+
+    def call(self, x):
+        return keras.ops.softmax(x)
+
+
+L = keras.layers
+WHOLE = "takes a whole tensor, and each rank has a part .*ColumnParallelDense"
+# What follows the inputs, the loss and metrics, and what the error says.
 MISPLACED = {
-    "normalization": (
-        lambda: [column(), keras.layers.LayerNormalization(), row()],
-        "mse",
-        "LayerNormalization .* whole last axis of its input.*ColumnParallelDense",
+    "normalization": (lambda x: row()(L.LayerNormalization()(column()(x))), WHOLE),
+    "dropout": (lambda x: row()(L.Dropout(0.5)(L.ReLU()(column()(x)))), WHOLE),
+    "softmax": (lambda x: row()(L.Activation("softmax")(column()(x))), WHOLE),
+    "an operation": (lambda x: row()(keras.ops.softmax(column()(x))), WHOLE),
+    "after an operation": (lambda x: L.Dense(1)(keras.ops.gelu(column()(x))), WHOLE),
+    "nested": (
+        lambda x: L.Dense(1)(keras.Sequential([keras.Input((INPUTS,)), column()])(x)),
+        WHOLE,
     ),
-    "after an activation": (
-        lambda: [column(), keras.layers.ReLU(), keras.layers.Dropout(0.5), row()],
-        "mse",
-        "The Dropout .* whole last axis",
+    "wrapped": (
+        lambda x: L.TimeDistributed(L.Dense(1))(column()(L.RepeatVector(2)(x))),
+        WHOLE,
     ),
-    "softmax": (
-        lambda: [column(), keras.layers.Activation("softmax"), row()],
-        "mse",
-        "The Activation .* whole last axis",
-    ),
-    "a second column": (
-        lambda: [column(), column(), row()],
-        "mse",
-        "The ColumnParallelDense .* whole last axis",
-    ),
+    "a second column": (lambda x: row()(column()(column()(x))), WHOLE),
     "a whole input": (
-        lambda: [column(gather_output=True), keras.layers.ReLU(), row()],
-        "mse",
+        lambda x: row()(L.ReLU()(column(gather_output=True)(x))),
         "RowParallelDense .* takes this rank's part.*ColumnParallelDense",
     ),
-    "loss of a part": (
-        lambda: [column(), parallel.ParallelDropout(0.5)],
-        keras.losses.MeanSquaredError(),
-        "model returns this rank's part.*ColumnParallelDense",
+    "scores of a part": (
+        lambda x: parallel.ParallelDropout(0.5)(column()(x)),
+        "model returns this rank's part.*Received: 'mse'",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISPLACED)
-@pytest.mark.parametrize("is_functional", [False, True])
-def test_a_part_taken_for_the_whole_is_an_error(meshes, name, is_functional):
-    make, loss, message = MISPLACED[name]
+def test_a_part_taken_for_the_whole_is_an_error(meshes, name):
+    make, message = MISPLACED[name]
+    inputs = keras.Input((INPUTS,))
     with meshes[-1]:
-        model = keras.Sequential([keras.Input((INPUTS,)), *make()])
-    if is_functional:
-        model = keras.Model(model.inputs, model.outputs)
-    model.compile(
-        hvd.DistributedOptimizer(keras.optimizers.SGD(), mesh=meshes[-1]), loss
-    )
+        model = keras.Model(inputs, make(inputs))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), mesh=meshes[-1])
+    model.compile(optimizer, metrics=["mse"])
     x = np.zeros((BATCH, INPUTS), "float32")
     with pytest.raises(ValueError, match=message):
         model.fit(x, x, verbose=0)
+
+
+def test_elementwise_operations_and_own_layers_take_parts(meshes):
+    inputs = keras.Input((INPUTS,))
+    with meshes[-1]:
+        x = column()(inputs)
+        x = parallel.ParallelDropout(0.1)(keras.ops.gelu(x) * L.ReLU()(x) + 1.0)
+        inner = keras.Sequential([keras.Input(x.shape[1:]), L.ReLU(), row()])
+        model = keras.Model(inputs, inner(x) + row()(Own()(x)))
+    assert model.predict(np.zeros((2, INPUTS)), verbose=0).shape == (2, OUTPUTS)
