@@ -5,6 +5,7 @@ and its outputs are such parts. Between two of them may stand what computes each
 by itself.
 """
 
+import inspect
 from typing import NamedTuple
 
 import keras
@@ -32,9 +33,19 @@ _ELEMENTWISE_OPERATIONS = {
     *("Sign", "Silu", "Softplus", "Softsign", "Sqrt", "Square", "Squareplus"),
     *("Subtract", "Tanh", "TanhShrink", "TrueDivide"),
 }
+# They act along other axes than the last, which is divided.
+_ALONG_OTHER_AXES = (
+    keras.layers.GlobalAveragePooling1D,
+    keras.layers.GlobalAveragePooling2D,
+    keras.layers.GlobalMaxPooling1D,
+    keras.layers.GlobalMaxPooling2D,
+    keras.layers.RepeatVector,
+)
 NOT_ELEMENTWISE_ACTIVATIONS = (
+    keras.activations.glu,
     keras.activations.log_softmax,
     keras.activations.softmax,
+    keras.activations.sparsemax,
 )
 
 
@@ -65,9 +76,7 @@ def check_parts(model):
     inputs = [
         _Tensor(False, tensor._keras_history.operation) for tensor in graph.inputs
     ]
-    outputs = _follow(graph, inputs)
-    if len(outputs) == 1 and outputs[0] and outputs[0].is_part:
-        _check_scores(model, outputs[0].giver)
+    _check_scores(model, _follow(graph, inputs))
 
 
 def _graph_of(model):
@@ -98,22 +107,26 @@ def _outputs_of(operation, given, count):
 
 
 def _output_of(layer, given):
-    part = next((tensor for tensor in given if tensor and tensor.is_part), None)
+    parts = [tensor for tensor in given if tensor and tensor.is_part]
+    wholes = [tensor for tensor in given if tensor and not tensor.is_part]
     is_divided = hasattr(layer, "takes_parts")
-    if part:
-        _check_takes_part(layer, part.giver)
+    if parts:
+        _check_takes_part(layer, parts[0].giver)
+        if wholes and _passes_parts(layer):
+            _raise_takes_both(layer, parts[0].giver, wholes[0].giver)
     elif is_divided and layer.takes_parts and all(given):
-        _raise_takes_whole(layer, given[0].giver)
+        _raise_takes_whole(layer, wholes[0].giver)
     if is_divided:
         return _Tensor(layer.gives_parts, layer)
-    if not _is_keras_own(layer) or not all(given):
-        return part if part and _is_elementwise(layer) else None
-    if _is_elementwise(layer):
-        return part or given[0]
-    return _Tensor(False, layer)
+    if parts:
+        return parts[0] if _passes_parts(layer) else None
+    return _Tensor(False, layer) if _is_keras_own(layer) and all(given) else None
 
 
-def _is_elementwise(layer):
+def _passes_parts(layer):
+    """Whether the output for a part is that part of the output for the whole."""
+    if isinstance(layer, _ALONG_OTHER_AXES):
+        return getattr(layer, "data_format", "channels_last") == "channels_last"
     if isinstance(layer, _ELEMENTWISE_LAYERS):
         activation = getattr(layer, "activation", None)
         return activation not in NOT_ELEMENTWISE_ACTIVATIONS
@@ -123,13 +136,14 @@ def _is_elementwise(layer):
 
 def _is_keras_own(value):
     # Not by __class__: a divided layer has that of its dense twin.
-    is_own = type(value).__module__.startswith("keras.")
+    kind = value if inspect.isfunction(value) else type(value)
+    is_own = kind.__module__.startswith("keras.")
     return is_own and not isinstance(value, keras.layers.Lambda)
 
 
 def _check_takes_part(layer, giver):
     is_divided = hasattr(layer, "takes_parts")
-    if layer.takes_parts if is_divided else _is_elementwise(layer):
+    if layer.takes_parts if is_divided else _passes_parts(layer):
         return
     if not is_divided and not _is_keras_own(layer):
         return
@@ -151,14 +165,32 @@ def _raise_takes_whole(layer, giver):
     )
 
 
-def _check_scores(model, giver):
+def _raise_takes_both(layer, part_giver, whole_giver):
+    raise ValueError(
+        f"The {_text(layer)} combines this rank's part of the output of the "
+        f"{_text(part_giver)} with the whole output of the {_text(whole_giver)}, whose "
+        "gradient would lack the shares of the other ranks. Combine them after the "
+        "RowParallelDense, or in a layer of your own that passes the whole tensor "
+        "through parallel.mappings.copy."
+    )
+
+
+def _check_scores(model, outputs):
     """Raises a ValueError if a loss or metric of Keras would be that of a part."""
-    metrics = getattr(getattr(model, "_compile_metrics", None), "_user_metrics", None)
-    for each in keras.tree.flatten([getattr(model, "loss", None), metrics]):
+    givers = [output.giver for output in outputs if output and output.is_part]
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    scores = losses
+    if len(outputs) == 1:
+        metrics = getattr(model, "_compile_metrics", None)
+        scores = losses + keras.tree.flatten(getattr(metrics, "_user_metrics", None))
+    elif len(losses) == len(outputs):
+        pairs = zip(losses, outputs, strict=True)
+        scores = [loss for loss, output in pairs if output and output.is_part]
+    for each in scores if givers else ():
         if isinstance(each, str) or _is_keras_own(each):
             raise ValueError(
                 f"The model returns this rank's part of the output of the "
-                f"{_text(giver)}, and a loss or metric of Keras takes the whole. "
+                f"{_text(givers[0])}, and a loss or metric of Keras takes the whole. "
                 f"Received: {each!r}. Pass gather_output=True, or "
                 "parallel.ParallelSparseCategoricalCrossentropy(from_logits=True) and "
                 "ParallelSparseCategoricalAccuracy."

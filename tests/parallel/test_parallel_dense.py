@@ -286,6 +286,14 @@ MISPLACED = {
         lambda x: row()(L.ReLU()(column(gather_output=True)(x))),
         "RowParallelDense .* takes this rank's part.*ColumnParallelDense",
     ),
+    "a part and a whole": (
+        lambda x: row()(column()(x) * L.Dense(1, "sigmoid")(x)),
+        "Multiply .* combines this rank's part .*mappings.copy",
+    ),
+    "an input": (
+        lambda x: row()(x),
+        "RowParallelDense .* takes this rank's part .*InputLayer",
+    ),
     "scores of a part": (
         lambda x: parallel.ParallelDropout(0.5)(column()(x)),
         "model returns this rank's part.*Received: 'mse'",
@@ -309,7 +317,7 @@ def test_a_part_taken_for_the_whole_is_an_error(meshes, name):
 def test_elementwise_operations_and_own_layers_take_parts(meshes):
     inputs = keras.Input((INPUTS,))
     with meshes[-1]:
-        x = column()(inputs)
+        x = L.GlobalMaxPooling1D()(L.RepeatVector(2)(column()(inputs)))
         x = parallel.ParallelDropout(0.1)(keras.ops.gelu(x) * L.ReLU()(x) + 1.0)
         inner = keras.Sequential([keras.Input(x.shape[1:]), L.ReLU(), row()])
         model = keras.Model(inputs, inner(x) + row()(Own()(x)))
