@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
-from hvdtrain.keras.dense_saving import is_saving, save_together
+from hvdtrain.keras import dense_saving
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.partition import is_part_of_model, partition_of
 from hvdtrain.keras.parts import check_parts
@@ -48,6 +48,7 @@ def install():
             method = wrap(getattr(keras.Model, name))
             setattr(method, _MARK, True)
             setattr(keras.Model, name, method)
+    dense_saving.install()
 
 
 def is_saved_together(model):
@@ -68,14 +69,18 @@ def save_by_rank_0(model, save):
         if global_process_set.rank() == 0:
             save(model)
         return
-    save_together(divided, lambda: save(model))
+    dense_saving.save_together(divided, lambda: save(model))
 
 
 def _run(method):
     @functools.wraps(method)
     def run(self, *args, **kwargs):
+        hook = hook_of(getattr(self, "optimizer", None))
+        callbacks = _list_of(kwargs.get("callbacks"))
+        if hook and hook.sharding:
+            _check_none_swaps_averages(callbacks)
         if _needs_all_ranks(self.variables):
-            if method.__name__ == "fit" and not hook_of(self.optimizer):
+            if method.__name__ == "fit" and not hook:
                 raise ValueError(
                     "The model is divided over ranks, and was compiled with a plain "
                     "optimizer, which does not take its parts into account. Pass "
@@ -83,8 +88,7 @@ def _run(method):
                     "to compile."
                 )
             check_parts(self)
-            saving = _saving_callbacks(kwargs.get("callbacks"))
-            _check_called_alike(method.__name__, saving)
+            check_called_alike(method.__name__, _names_of_saving(callbacks))
         return method(self, *args, **kwargs)
 
     return run
@@ -93,7 +97,7 @@ def _run(method):
 def _save(method):
     @functools.wraps(method)
     def save(self, *args, **kwargs):
-        if is_saving() or not is_saved_together(self):
+        if dense_saving.is_saving() or not is_saved_together(self):
             return method(self, *args, **kwargs)
         path = str(args[0] if args else kwargs.get("filepath", ""))
         if path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
@@ -101,7 +105,7 @@ def _save(method):
                 "A model that is divided over ranks is saved as a .keras file, or by "
                 f"save_weights as a .weights.h5 file. Received: {path}"
             )
-        _check_called_alike(method.__name__)
+        check_called_alike(method.__name__)
         return save_by_rank_0(self, lambda whole: method(whole, *args, **kwargs))
 
     return save
@@ -123,6 +127,8 @@ def _export(method):
 
 def _saved_variables(model):
     optimizers = [each for each in optimizers_of(model) if each is not None]
+    for optimizer in optimizers:
+        dense_saving.has_divided_slots(optimizer)
     return [*model.variables, *(v for each in optimizers for v in each.variables)]
 
 
@@ -130,15 +136,34 @@ def _needs_all_ranks(variables):
     return is_part_of_model(variables) and needs_communication(global_process_set)
 
 
-def _saving_callbacks(callbacks):
+def _list_of(callbacks):
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    kinds = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
-    found = keras.tree.flatten(callbacks)
-    return [type(each).__name__ for each in found if isinstance(each, kinds)]
+    return keras.tree.flatten(callbacks)
 
 
-def _check_called_alike(method, saving=()):
+def _check_none_swaps_averages(callbacks):
+    if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+        raise ValueError(
+            "SwapEMAWeights exchanges weights and their averages, and with shard_state "
+            "each rank has only its part of the averages. Use shard_state=False, or "
+            "leave out the callback: fit assigns the averages to the weights when it "
+            "ends."
+        )
+
+
+def _names_of_saving(callbacks):
+    if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
+        raise ValueError(
+            "The model is divided over ranks, which save it together, and each rank's "
+            "BackupAndRestore would delete the others' directory. Use ModelCheckpoint, "
+            "or training.train_and_evaluate, which continues an interrupted job."
+        )
+    kind = keras.callbacks.ModelCheckpoint
+    return [type(each).__name__ for each in callbacks if isinstance(each, kind)]
+
+
+def check_called_alike(method, saving=()):
     """Raises an error unless all ranks call the same method of a divided model.
 
     Args:

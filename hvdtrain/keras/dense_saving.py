@@ -5,16 +5,20 @@ variable that it gets to is a request, which all ranks answer together. So one d
 variable at a time is in memory, in whatever order Keras saves them.
 """
 
+import functools
 import queue
 import threading
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
-from hvdtrain.keras.partition import assign_part, partition_of
+from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.optimizer_state import divide_slots
+from hvdtrain.keras.partition import assign_part, is_divided, partition_of
 
 _DONE, _WORKING = -1, -2
 _NO_VALUE = object()
@@ -40,19 +44,39 @@ def dense_value(variable):
     return _active[-1].request(variable)
 
 
-def save_dense_slots(optimizer):
-    """Makes a Keras optimizer save dense values of its variables, and load them."""
-    load_own_variables = optimizer.load_own_variables
+def install():
+    """Makes optimizers save dense values, and load their parts of them.
 
-    def load(store):
-        # Of another length, Keras loads nothing, and prints a warning.
-        if len(store.keys()) != len(optimizer.variables):
-            load_own_variables(store)
+    For the class: Keras itself makes the optimizer of a model that it loads, before it
+    reads its state.
+    """
+    cls = keras.optimizers.Optimizer
+    save_whole, load_whole = cls.save_own_variables, cls.load_own_variables
+
+    @functools.wraps(save_whole)
+    def save(self, store):
+        if has_divided_slots(self):
+            save_dense(self.variables, store)
         else:
-            load_slices(optimizer.variables, store)
+            save_whole(self, store)
 
-    optimizer.save_own_variables = lambda store: save_dense(optimizer.variables, store)
-    optimizer.load_own_variables = load
+    @functools.wraps(load_whole)
+    def load(self, store):
+        # Of another length, Keras loads nothing, and prints a warning.
+        if has_divided_slots(self) and len(store.keys()) == len(self.variables):
+            load_slices(self.variables, store)
+        else:
+            load_whole(self, store)
+
+    cls.save_own_variables, cls.load_own_variables = save, load
+
+
+def has_divided_slots(optimizer):
+    """Whether this rank has parts of an optimizer's slots; it notes which they are."""
+    base = without_loss_scale(optimizer)
+    if base.built:
+        divide_slots(base, base._trainable_variables)
+    return is_divided(optimizer.variables)
 
 
 def load_slices(variables, store):

@@ -7,7 +7,6 @@ from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
-from hvdtrain.keras.dense_saving import save_dense_slots
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.loss_scaling import check_loss_scale, share_overflow
 from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
@@ -53,7 +52,6 @@ class ReductionHook:
         optimizer.build = self.build
         if optimizer.built:
             divide_slots(optimizer, optimizer._trainable_variables)
-        save_dense_slots(optimizer)
         optimizer.apply = self.apply
         optimizer._clip_gradients = self.clip_gradients
         optimizer.reduction_hook = self
@@ -176,7 +174,6 @@ class ReductionHook:
             return
         # Compiling again puts a new LossScaleOptimizer around the same optimizer.
         self._loss_scale_optimizer = loss_scale_optimizer
-        save_dense_slots(loss_scale_optimizer)
         share_overflow(loss_scale_optimizer, self.all_ranks)
 
     def _check_first_step(self, variables):

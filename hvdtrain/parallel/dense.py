@@ -8,7 +8,11 @@ from keras import ops
 
 from hvdtrain.keras.parts import NOT_ELEMENTWISE_ACTIVATIONS
 from hvdtrain.parallel import mappings
-from hvdtrain.parallel.divided_weights import DividedWeights, check_arguments
+from hvdtrain.parallel.divided_weights import (
+    DividedWeights,
+    SumRegularizer,
+    check_arguments,
+)
 
 
 class _ParallelDense(DividedWeights, keras.layers.Dense):
@@ -66,6 +70,11 @@ class ColumnParallelDense(_ParallelDense):
                 "The activation of a ColumnParallelDense with gather_output=False must "
                 f"be elementwise. Received: {self.activation.__name__}"
             )
+        if not gather_output and (regularizer := self.activity_regularizer):
+            name = "activity_regularizer"
+            check_arguments(self, refused={}, additive={name: regularizer})
+            outputs = self.partition(-1, units)
+            self.activity_regularizer = SumRegularizer(regularizer, outputs)
 
     def build(self, input_shape):
         """Make the weights; their initial values are those of the dense twin."""

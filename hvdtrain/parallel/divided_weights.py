@@ -73,12 +73,24 @@ class _SliceInitializer:
 
 
 class SumRegularizer(keras.regularizers.Regularizer):
-    """The penalty of a dense weight or tensor: the sum of those of its slices."""
+    """The penalty of a dense weight or tensor: the sum of those of its slices.
+
+    Keras saves it as the regularizer of the dense twin, whose class and config it has.
+    """
 
     def __init__(self, regularizer, partition, total=mappings.reduce):
         self._regularizer = regularizer
         self._partition = partition
         self._total = total
+
+    @property
+    def __class__(self):
+        """The class of the dense twin's regularizer."""
+        return type(self._regularizer)
+
+    def get_config(self):
+        """Return that of the dense twin's regularizer."""
+        return self._regularizer.get_config()
 
     def __call__(self, x):
         """Return the penalty, the same on all ranks."""

@@ -132,7 +132,7 @@ class Mesh:
 
     def __exit__(self, *_):
         """End the block."""
-        _active.remove(self)
+        _active.pop()
 
 
 def active_mesh():

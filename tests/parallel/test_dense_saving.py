@@ -40,7 +40,11 @@ def directory(tmp_path):
 
 def model(column, row, optimizer):
     network = keras.Sequential(
-        [keras.Input((INPUTS,)), column(HIDDEN, "tanh"), row(OUTPUTS, "softmax")]
+        [
+            keras.Input((INPUTS,)),
+            column(HIDDEN, "tanh", activity_regularizer=keras.regularizers.L2(0.1)),
+            row(OUTPUTS, "softmax"),
+        ]
     )
     network.compile(optimizer, oracle.LOSS)
     return network
@@ -51,7 +55,7 @@ def divided(mesh, optimizer):
     row = {"input_is_parallel": True}
     with mesh:
         return model(
-            lambda *a: parallel.ColumnParallelDense(*a, **column),
+            lambda *a, **k: parallel.ColumnParallelDense(*a, **k, **column),
             lambda *a: parallel.RowParallelDense(*a, **row),
             hvd.DistributedOptimizer(optimizer, mesh=mesh),
         )
@@ -60,13 +64,14 @@ def divided(mesh, optimizer):
 def test_the_file_is_a_dense_model(mesh, directory):
     keras.utils.set_random_seed(1)
     trained = divided(mesh, keras.optimizers.Adam(0.1))
-    trained.fit(X, Y, verbose=0)
+    history = trained.fit(X, Y, verbose=0).history
     path = os.path.join(directory, "model.keras")
     trained.save(path)
     # The oracle: the dense model, trained alike.
     keras.utils.set_random_seed(1)
     dense = model(keras.layers.Dense, keras.layers.Dense, keras.optimizers.Adam(0.1))
-    dense.fit(X, Y, verbose=0)
+    expected = dense.fit(X, Y, verbose=0).history
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-6)
     loaded = keras.models.load_model(path)
     assert [type(each) for each in loaded.layers] == [keras.layers.Dense] * 2
     oracle.assert_same_state(loaded, dense, atol=1e-6)

@@ -179,12 +179,17 @@ def test_a_saved_model_has_the_dense_tables(tmp_path):
     embedding = dmp.DistributedEmbedding(tables("sum"), **OPTIONS)
     inputs = [keras.Input((3,), dtype="int32") for _ in OPTIONS["input_table_map"]]
     network = keras.Model(inputs, embedding(inputs))
+    # A plain optimizer, as with a tape.
+    network.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+    weights = network.trainable_variables
+    network.optimizer.apply([tf.ones(weight.shape) for weight in weights], weights)
     path = hvd.broadcast_object(str(tmp_path / "model.keras"), name="path")
     network.save(path)
     ids = [tf.convert_to_tensor(each) for each in inputs_of(RANK)]
     loaded = keras.models.load_model(path)
     for found, wanted in zip(loaded(ids), network(ids), strict=True):
         np.testing.assert_array_equal(found, wanted)
+    oracle.assert_same_state(loaded, network)
 
 
 @pytest.mark.parametrize("combiner", [None, "mean"])

@@ -4,8 +4,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.keras.collective_calls import check_called_alike
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.partition import set_stages
@@ -104,12 +105,7 @@ class PipelineModel(keras.Model):
                 that is distributed without the mesh.
         """
         for each in keras.tree.flatten(loss):
-            reduction = getattr(keras.losses.get(each), "reduction", _REDUCTIONS[0])
-            if reduction not in _REDUCTIONS:
-                raise ValueError(
-                    f"A pipeline needs a loss with one of the reductions {_REDUCTIONS}."
-                    f" Received: {each!r} with reduction={reduction!r}."
-                )
+            _check_loss(keras.losses.get(each))
         optimizer = self._distributed(keras.optimizers.get(optimizer))
         super().compile(optimizer, loss, *args, **kwargs)
         configure_compiled_model(self)
@@ -130,7 +126,7 @@ class PipelineModel(keras.Model):
     def call(self, inputs, training=False):
         """Return the outputs of the last stage, on all ranks."""
         step = self._execute(
-            *(inputs, None, None, self._inference), training=training, is_scored=False
+            inputs, operations=self._inference, training=training, is_scored=False
         )
         ranks = self._mesh.pipeline.process_set
         outputs = self._predictions(step)
@@ -171,13 +167,18 @@ class PipelineModel(keras.Model):
         Raises:
             JobError: on all ranks, if it cannot be read.
         """
+        if needs_communication(global_process_set):
+            check_called_alike("load_weights")
         dense.load(self, filepath, options)
 
     def train_step(self, data):
         """As that of Keras, over the stages."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         step = self._execute(
-            *(x, y, sample_weight, self._training),
+            x,
+            y,
+            sample_weight,
+            operations=self._training,
             training=True,
             variables=self.trainable_variables,
             scale_loss=self.optimizer.scale_loss,
@@ -188,11 +189,21 @@ class PipelineModel(keras.Model):
     def test_step(self, data):
         """As that of Keras, over the stages."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        step = self._execute(x, y, sample_weight, self._inference, training=False)
+        step = self._execute(
+            x, y, sample_weight, operations=self._inference, training=False
+        )
         return self._logs(step, x, y, sample_weight)
 
     def _execute(
-        self, x, y, sample_weight, operations, *, training, is_scored=True, **options
+        self,
+        x,
+        y=None,
+        sample_weight=None,
+        *,
+        operations,
+        training,
+        is_scored=True,
+        **options,
     ):
         """Return an `Execution` that has been run."""
         size = batches.size_of(x)
@@ -249,6 +260,22 @@ class PipelineModel(keras.Model):
             parts = [step.outputs[m] for m in range(self._microbatches)]
             return tf.concat(parts, axis=0)
         return tf.zeros((0, *self._last_cut.shape[1:]), self._last_cut.dtype)
+
+
+def _check_loss(loss):
+    reduction = getattr(loss, "reduction", _REDUCTIONS[0])
+    if reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"A pipeline needs a loss with one of the reductions {_REDUCTIONS}. "
+            f"Received: {loss!r} with reduction={reduction!r}."
+        )
+    if getattr(loss, "ignore_class", None) is not None:
+        raise ValueError(
+            "A pipeline weights micro-batches by their samples, and a loss with "
+            "ignore_class is the mean over those that are not ignored. Received: "
+            f"ignore_class={loss.ignore_class}. Leave it out, and give these samples "
+            "the sample_weight 0: the mean is then over all samples."
+        )
 
 
 def _links(mesh, cuts):
