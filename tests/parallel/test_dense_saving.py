@@ -172,6 +172,14 @@ def test_a_call_on_one_rank_is_an_error(mesh, directory, monkeypatch):
             network.predict(X, verbose=0)
 
 
+def test_a_pipeline_is_loaded_on_all_ranks(stages):
+    network = staged(stages)
+    network.compile("sgd", "mse")
+    call = network.load_weights if RANK == 0 else network.predict
+    with pytest.raises(RuntimeError, match=r"rank 0: model.load_weights; rank 1: mod"):
+        call(X)
+
+
 def test_calls_of_different_methods_are_an_error(mesh):
     network = divided(mesh, keras.optimizers.SGD())
     call = network.evaluate if RANK == 0 else network.predict
@@ -188,6 +196,8 @@ def test_a_callback_that_saves_is_on_all_ranks(mesh, directory):
     ]
     with pytest.raises(RuntimeError, match=r"with ModelCheckpoint .*; rank 1"):
         network.fit(X, Y, verbose=0, callbacks=saving if RANK == 0 else [])
+    with pytest.raises(ValueError, match="delete the others' directory"):
+        network.fit(X, Y, callbacks=[keras.callbacks.BackupAndRestore(directory)])
     network.fit(X, Y, verbose=0, callbacks=saving)
     expected = network.predict(X, verbose=0)
     for epoch in (1, "best"):

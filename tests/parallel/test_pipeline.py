@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
+from hvdtrain.keras.hook import hook_of
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -220,6 +221,29 @@ def test_mixed_precision_skips_a_step_on_all_stages(mesh):
 
     np.testing.assert_allclose(norm_of_change(train), 0.5 * 0.1, rtol=1e-3)
     assert norm_of_change(overflow_on_the_last_rank) == 0.0
+
+
+def test_an_update_that_is_not_finite_is_left_out_on_all_stages(mesh):
+    model = pipeline(mesh)
+    model.compile(keras.optimizers.SGD(1.0), oracle.LOSS)
+    count = hook_of(model.optimizer).skip_nonfinite()
+    before = [weight.numpy() for weight in model.weights]
+    value = np.inf if RANK == SIZE - 1 else 1.0
+    gradients = [tf.fill(w.shape, value) for w in model.trainable_weights]
+    model.optimizer.apply(gradients, model.trainable_variables)
+    assert int(count) == 1
+    for weight, wanted in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(weight, wanted)
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_refused(mesh):
+    make = keras.losses.SparseCategoricalCrossentropy
+    for loss, name in (
+        (make(reduction="sum"), "reductions"),
+        (make(ignore_class=-1), "ignore_class"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            pipeline(mesh).compile("sgd", loss)
 
 
 def test_a_rank_has_the_variables_of_its_stage_alone(mesh):

@@ -220,6 +220,14 @@ def test_fit_saves_the_whole_state(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.four_ranks
+def test_averages_that_are_divided_are_not_swapped():
+    model = oracle.build_model()
+    optimizer = keras.optimizers.SGD(use_ema=True)
+    model.compile(hvd.DistributedOptimizer(optimizer, shard_state=True), oracle.LOSS)
+    with pytest.raises(ValueError, match=r"SwapEMAWeights .* shard_state"):
+        model.fit(*oracle.samples(1), callbacks=[keras.callbacks.SwapEMAWeights()])
+
+
 def test_parts_are_scattered_and_gathered():
     # In a function: in shared memory, where that is possible.
     sizes = [[0, 5, 2, 0][:SIZE], [3, 1, 0, 4][:SIZE]]
