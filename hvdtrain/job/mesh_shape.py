@@ -49,10 +49,11 @@ class MeshShape:
         inner = self.model * self.pipeline
         data = self.data or size // inner
         if data * inner != size or not data:
-            wanted = " x ".join(str(n) for n in (self.data, *self._inner()) if n)
+            sizes = {"data": self.data, "pipeline": self.pipeline, "model": self.model}
+            wanted = ", ".join(f"{name}={n}" for name, n in sizes.items() if n)
             raise SharedJobError(
-                f"Received {size} ranks for a mesh of {wanted} ranks (data, pipeline, "
-                f"model); expected {'a multiple of ' if self.data is None else ''}"
+                f"Received {size} ranks for a mesh with {wanted}; expected "
+                f"{'a multiple of ' if self.data is None else ''}"
                 f"{(self.data or 1) * inner}."
             )
         return dataclasses.replace(self, data=data)
@@ -93,6 +94,3 @@ class MeshShape:
         # In a pipeline of two ranks, the neighbours are a group already.
         groups += [pair for pair in self.neighbours() if pair not in groups]
         return [group for group in groups if 1 < len(group) < size]
-
-    def _inner(self):
-        return self.pipeline, self.model

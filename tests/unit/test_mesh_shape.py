@@ -30,8 +30,16 @@ def test_successive_stages_have_process_sets():
 @pytest.mark.parametrize(
     ("shape", "size", "reason"),
     [
-        ({"model": 2}, 3, "3 ranks for a mesh of 1 x 2 .* a multiple of 2"),
-        ({"model": 2, "pipeline": 2, "data": 2}, 4, "of 2 x 2 x 2 .* expected 8"),
+        (
+            {"model": 2},
+            3,
+            "3 ranks for a mesh with .*model=2; .* multiple of 2",
+        ),
+        (
+            {"model": 2, "pipeline": 2, "data": 2},
+            4,
+            "with data=2, .*; expected 8",
+        ),
         ({"model": 4}, 2, "2 ranks .* a multiple of 4"),
     ],
 )

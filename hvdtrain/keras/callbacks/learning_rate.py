@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import keras
 from keras.src.utils import io_utils
 
+from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.learning_rates import set_learning_rate
 
 
@@ -115,7 +116,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     In step s of W warm-up steps, counted from 1, the rate is
     `initial_lr * (1 + (size - 1) * s / W) / size`: linear, and exactly `initial_lr`
-    in the last. Afterwards the callback does not change the rate. With
+    in the last. On a `parallel.Mesh`, size is the number of replicas. Afterwards the callback does not change the rate. With
     `steps_per_execution=k` the warm-up is a staircase: k steps share the rate of
     their last one.
 
@@ -173,7 +174,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps = getattr(self.model, "steps_per_execution", 1) or 1
         end = min(epoch + steps / self.steps_per_epoch, math.floor(epoch) + 1)
         progress = min(1.0, end / self.end_epoch)
-        return (1 + (hvd.size() - 1) * progress) / hvd.size()
+        hook = hook_of(self.model.optimizer)
+        # On a mesh, learning rates are scaled to the replicas.
+        size = hook.mesh.data.size if hook and hook.mesh else hvd.size()
+        return (1 + (size - 1) * progress) / size
 
 
 def _check_adjustable(optimizer):
