@@ -116,9 +116,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     In step s of W warm-up steps, counted from 1, the rate is
     `initial_lr * (1 + (size - 1) * s / W) / size`: linear, and exactly `initial_lr`
-    in the last. On a `parallel.Mesh`, size is the number of replicas. Afterwards the callback does not change the rate. With
-    `steps_per_execution=k` the warm-up is a staircase: k steps share the rate of
-    their last one.
+    in the last. Size is `hvd.size()`, and on a `parallel.Mesh` the number of replicas.
+    Afterwards the callback does not change the rate. With `steps_per_execution=k` the
+    warm-up is a staircase: k steps share the rate of their last one.
 
     Args:
         initial_lr: learning rate after the warm-up, already scaled to the ranks. By
