@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import size_of
-from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.partition import (
     is_divided,
     is_part_of_model,
@@ -100,12 +99,8 @@ def _dense_squares(squares, variables):
             ranks = partition.process_set
             by_ranks.setdefault(tuple(ranks.ranks), (ranks, []))[1].append(i)
     for ranks, places in by_ranks.values():
-        if ranks.size() == 1:
-            continue
-        (total,) = transport.allreduce(
-            [tf.stack([squares[i] for i in places])],
-            Reduction(op=Sum, process_set=ranks),
-            name="DividedNorms",
+        total = transport.combine(
+            tf.stack([squares[i] for i in places]), ranks, name="DividedNorms"
         )
         for i, square in zip(places, tf.unstack(total), strict=True):
             squares[i] = square
@@ -114,10 +109,9 @@ def _dense_squares(squares, variables):
 
 def _over_stages(square, variables):
     ranks = stages_of(variables)
-    if ranks is None or ranks.size() == 1:
+    if ranks is None:
         return square
-    reduction = Reduction(op=Sum, process_set=ranks)
-    return transport.allreduce([square], reduction, name="StagesNorm")[0]
+    return transport.combine(square, ranks, name="StagesNorm")
 
 
 def _norm_over_copies(reducer, gradients, variables):
@@ -140,10 +134,8 @@ def _norm_over_copies(reducer, gradients, variables):
     ]
     zero = tf.zeros([], gradients[0].dtype)
     # Also with no gradients of its own: the other ranks have some.
-    (total,) = transport.allreduce(
-        [_sum([zero, *own])],
-        Reduction(op=Sum, process_set=reducer.process_set),
-        name=f"{reducer.name}_norm",
+    total = transport.combine(
+        _sum([zero, *own]), reducer.process_set, name=f"{reducer.name}_norm"
     )
     return tf.sqrt(_sum([total, *shared]))
 

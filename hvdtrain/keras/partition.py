@@ -54,8 +54,7 @@ class Partition:
         """Elements of each rank on this axis."""
         if self.uneven is not None:
             return list(self.uneven)
-        least, more = divmod(self.size, self.ranks)
-        return [least + (rank < more) for rank in range(self.ranks)]
+        return even_sizes(self.size, self.ranks)
 
     @property
     def slice(self):
@@ -90,6 +89,12 @@ class Partition:
             shape = list(local_shape)
             shape[self.axis] = self.size
         return self.within.dense_shape(shape) if self.within else tuple(shape)
+
+
+def even_sizes(size, count):
+    """Returns the sizes of `count` parts; the first ones may be larger by 1."""
+    least, more = divmod(size, count)
+    return [least + (number < more) for number in range(count)]
 
 
 def set_partition(variable, partition):

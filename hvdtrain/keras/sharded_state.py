@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import is_elastic, needs_communication
-from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.partition import (
     NOT_ELEMENTWISE,
@@ -146,10 +145,8 @@ class ShardedState:
             or bool(self._optimizer.global_clipnorm and not partition_of(shard.weight))
             for shard in self._shards_of(weights)
         ]
-        (sums,) = transport.allreduce(
-            [tf.stack(squares)],
-            Reduction(op=Sum, process_set=self._reducer.process_set),
-            name="ShardNorms",
+        sums = transport.combine(
+            tf.stack(squares), self._reducer.process_set, name="ShardNorms"
         )
         return list(tf.unstack(tf.where(is_added, sums, tf.stack(squares))))
 

@@ -53,10 +53,14 @@ class Embedding(keras.layers.Embedding):
         return {**super().get_config(), "combiner": self.combiner}
 
 
+def combiner_of(embedding):
+    """Return the combiner of a layer; Keras' own Embedding has none."""
+    return getattr(embedding, "combiner", None)
+
+
 def output_shape(embedding, input_shape):
     """Return the shape of what an Embedding, with a combiner or not, makes of ids."""
-    combiner = getattr(embedding, "combiner", None)
-    leading = input_shape[:-1] if combiner else input_shape
+    leading = input_shape[:-1] if combiner_of(embedding) else input_shape
     return (*leading, embedding.output_dim)
 
 

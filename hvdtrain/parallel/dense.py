@@ -78,7 +78,7 @@ class ColumnParallelDense(_ParallelDense):
 
     def build(self, input_shape):
         """Make the weights; their initial values are those of the dense twin."""
-        self.check_divisible(self.units, "units")
+        self.check_one_for_each_rank(self.units, "units")
         super().build(input_shape)
 
     def compute_output_shape(self, input_shape):
@@ -133,7 +133,7 @@ class RowParallelDense(_ParallelDense):
         width = input_shape[-1]
         if self.input_is_parallel:
             width = self.sum_over_ranks(width)
-        self.check_divisible(width, "inputs")
+        self.check_one_for_each_rank(width, "inputs")
         self._inputs = self.partition(0, width)
         super().build((*input_shape[:-1], width))
         # Keras checks the width of the dense twin's input otherwise.

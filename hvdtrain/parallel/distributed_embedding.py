@@ -10,6 +10,7 @@ from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.parallel.combining import (
     Embedding,
     combine,
+    combiner_of,
     ids_of,
     output_shape,
     without_gaps,
@@ -20,7 +21,6 @@ from hvdtrain.parallel.placed_tables import (
     PlacedEmbedding,
     assign_dense_weights,
     check_tables,
-    combiner_of,
     dense_weights,
     rows_of_inputs,
 )

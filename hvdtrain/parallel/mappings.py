@@ -72,8 +72,7 @@ def _identity(x, partition):
 
 
 def _allreduce(x, partition):
-    reduction = Reduction(op=Sum, process_set=partition.process_set)
-    return transport.allreduce([x], reduction, name="Mapping")[0]
+    return transport.combine(x, partition.process_set, name="Mapping")
 
 
 def _slice(x, partition):

@@ -4,8 +4,6 @@ import tensorflow as tf
 from keras.src import api_export
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.partition import Partition
 from hvdtrain.parallel.mesh import active_mesh
@@ -55,7 +53,7 @@ class InModelGroup:
             process_set=model.process_set,
         )
 
-    def check_divisible(self, size, name):
+    def check_one_for_each_rank(self, size, name):
         """Raise a ValueError unless each rank gets one of so many units or inputs."""
         ranks = self._model_axis.size
         if size < ranks:
@@ -66,15 +64,10 @@ class InModelGroup:
 
     def sum_over_ranks(self, number):
         """Return the sum of a number of each rank of the model group."""
-        process_set = self._model_axis.process_set
-        if not needs_communication(process_set):
-            return number
         # Also where the model is built while its first step is traced.
         with tf.init_scope():
-            (total,) = transport.allreduce(
-                [tf.constant(number)],
-                Reduction(op=Sum, process_set=process_set),
-                name="DividedSize",
+            total = transport.combine(
+                tf.constant(number), self._model_axis.process_set, name="DividedSize"
             )
             # AutoGraph turns int() of a tensor into another tensor.
             return total.numpy().item()

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
-from hvdtrain.keras.partition import partition_of
+from hvdtrain.keras.partition import assign_part, partition_of
+from hvdtrain.parallel.combining import combiner_of
 from hvdtrain.parallel.embedding import DividedEmbedding
 from hvdtrain.parallel.exchange import look_up
 
@@ -40,11 +41,6 @@ class PlacedEmbedding(DividedEmbedding):
     def compute_mask(self, inputs, mask=None):
         """As that of the dense layer."""
         return None if self.combiner else super().compute_mask(inputs, mask)
-
-
-def combiner_of(embedding):
-    """Return the combiner of a layer; Keras' own Embedding has none."""
-    return getattr(embedding, "combiner", None)
 
 
 def rows_of_inputs(tables, input_table_map, ids):
@@ -125,8 +121,7 @@ def assign_dense_weights(tables, weights):
                 f"Expected weights of the shape {shape} for {table.name}. Received: "
                 f"{tuple(dense.shape)}"
             )
-        partition = partition_of(table.embeddings)
-        table.embeddings.assign(partition.of(dense) if partition else dense)
+        assign_part(table.embeddings, dense)
 
 
 def check_tables(embeddings, input_table_map):

@@ -7,6 +7,8 @@ distributed-embeddings (user guide, "Mix Matching Distribution Strategies").
 import dataclasses
 import math
 
+from hvdtrain.keras.partition import even_sizes
+
 _STRATEGIES = ("basic", "memory_balanced", "memory_optimized")
 
 
@@ -65,7 +67,7 @@ def place(
         if rows * columns <= (data_parallel_threshold or 0):
             continue
         if row_slice_threshold and rows * columns >= row_slice_threshold:
-            placements[i] = Placement(0, tuple(_even(rows, ranks)))
+            placements[i] = Placement(0, tuple(even_sizes(rows, ranks)))
         else:
             pieces.append(i)
     threshold = column_slice_threshold
@@ -75,11 +77,6 @@ def place(
     for i, holders in _holders(cuts, shapes, ranks, strategy).items():
         placements[i] = _of_holders(*shapes[i], holders, ranks)
     return placements
-
-
-def _even(size, parts):
-    least, more = divmod(size, parts)
-    return [least + (part < more) for part in range(parts)]
 
 
 def _threshold_for(sizes, ranks):
@@ -121,6 +118,8 @@ def _of_holders(rows, columns, holders, ranks):
     if len(holders) == 1:
         sizes[holders[0]] = rows
         return Placement(0, tuple(sizes))
-    for rank, width in zip(sorted(holders), _even(columns, len(holders)), strict=True):
+    for rank, width in zip(
+        sorted(holders), even_sizes(columns, len(holders)), strict=True
+    ):
         sizes[rank] += width
     return Placement(1, tuple(sizes))

@@ -9,8 +9,7 @@ import tensorflow as tf
 from keras.src.backend import set_keras_mask
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.collectives.transport import Max, Min, Reduction, Sum
+from hvdtrain.collectives.transport import Max, Min, Sum
 from hvdtrain.parallel.model_group import InModelGroup
 
 
@@ -157,7 +156,4 @@ def _or_nan(values, is_valid):
 
 
 def _over_ranks(x, op, partition):
-    if not needs_communication(partition.process_set):
-        return x
-    reduction = Reduction(op=op, process_set=partition.process_set)
-    return transport.allreduce([x], reduction, name="Vocabulary")[0]
+    return transport.combine(x, partition.process_set, name="Vocabulary", op=op)

@@ -25,9 +25,9 @@ def build(options, dataset, batch_ranks, mesh):
         keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
     # In an elastic job it is built more than once.
     keras.utils.set_random_seed(options.seed)
-    build = models.BY_NAME[options.model]
+    make_model = models.BY_NAME[options.model]
     head = {"head": _divided_head(mesh)} if mesh and mesh.model.size > 1 else {}
-    model = build(dataset.image_shape, num_classes=dataset.num_classes, **head)
+    model = make_model(dataset.image_shape, num_classes=dataset.num_classes, **head)
     if mesh and mesh.pipeline.size > 1:
         model = _pipeline(options, model, mesh)
     optimizer = hvd.DistributedOptimizer(

@@ -16,7 +16,7 @@ from hvdtrain.collectives.transport.moving import (
     reducescatter,
 )
 from hvdtrain.collectives.transport.parts import gather_parts, scatter_parts
-from hvdtrain.collectives.transport.reducing import allreduce
+from hvdtrain.collectives.transport.reducing import allreduce, combine
 from hvdtrain.collectives.transport.reduction import (
     Adasum,
     Average,

@@ -5,10 +5,24 @@ import functools
 import tensorflow as tf
 
 from hvdtrain.collectives import dtypes, graph
-from hvdtrain.collectives.process_sets import size_of
+from hvdtrain.collectives.process_sets import needs_communication, size_of
 from hvdtrain.collectives.transport import counting, dense, moving, shared_memory
-from hvdtrain.collectives.transport.reduction import Average, Sum, op_name
+from hvdtrain.collectives.transport.reduction import Average, Reduction, Sum, op_name
 from hvdtrain.collectives.transport.signature import Signature
+
+
+def combine(value, process_set, *, name, op=Sum):
+    """Returns one tensor, combined over a process set; over one rank, as it is.
+
+    Args:
+        value: a tensor.
+        process_set: the ranks that take part.
+        name: of the operation.
+        op: `Sum`, `Max` or another operation of `Reduction`.
+    """
+    if not needs_communication(process_set):
+        return value
+    return allreduce([value], Reduction(op=op, process_set=process_set), name=name)[0]
 
 
 def allreduce(values, reduction, *, name=None):

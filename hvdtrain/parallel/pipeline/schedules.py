@@ -76,19 +76,6 @@ def inference(stages, microbatches):
     return _with_exchanges([forwards] * stages)
 
 
-def peak_of_activations(operations):
-    """Return the largest number of micro-batches whose activations are kept."""
-    kept, peak = set(), 0
-    for operation in operations:
-        match operation:
-            case Forward(m):
-                kept.add(m)
-            case Backward(m):
-                kept.remove(m)
-        peak = max(peak, len(kept))
-    return peak
-
-
 def _order(microbatches, ahead):
     """Return passes of a stage whose forwards are `ahead` of its backwards."""
     order = [Forward(m) for m in range(ahead)]
