@@ -32,7 +32,7 @@ class Block:
 
     @classmethod
     def of(cls, shape, partition):
-        """Return that of a dense shape and a `Partition`, None for all of it."""
+        """Returns that of a dense shape and a `Partition`, None for all of it."""
         chain = []
         while partition:
             chain.insert(0, partition)
@@ -56,11 +56,11 @@ class Block:
         return self.stop - self.start
 
     def read(self, dense, start, stop):
-        """Return the elements [start, stop) of this block of a dense array."""
+        """Returns the elements [start, stop) of this block of a dense array."""
         return self._view(dense).flat[self.start + start : self.start + stop]
 
     def write(self, dense, start, values):
-        """Write elements of this block, from `start` on, into a dense array."""
+        """Writes elements of this block, from `start` on, into a dense array."""
         first = self.start + start
         self._view(dense).flat[first : first + len(values)] = values
 
@@ -105,7 +105,7 @@ class DenseVariable:
 
     @classmethod
     def of(cls, variable):
-        """Return that of a Keras variable, which may be a part of it."""
+        """Returns that of a Keras variable, which may be a part of it."""
         partition, shape = partition_of(variable), tuple(variable.shape)
         return cls(
             path=getattr(variable, "path", variable.name),
@@ -122,7 +122,7 @@ class DenseVariable:
         return not is_divided and self.block == Block.of(self.shape, None)
 
     def local_value(self):
-        """Return a copy of this rank's part as an array; None without one."""
+        """Returns a copy of this rank's part as an array; None without one."""
         # On the CPU, numpy() of a variable may share its memory.
         return None if self.variable is None else np.array(self.variable.numpy())
 
@@ -151,7 +151,7 @@ class DenseValues:
         self._blocks = allgather_object(mine, name="DenseBlocks")
 
     def gather(self, number):
-        """Return a copy of the value on the chief, None on others. A collective.
+        """Returns a copy of the value on the chief, None on others. A collective.
 
         Args:
             number: of the variable in the list.
@@ -177,7 +177,7 @@ class DenseValues:
         return dense
 
     def scatter(self, number, dense):
-        """Assign to each rank its part of a value of the chief. A collective.
+        """Assigns to each rank its part of a value of the chief. A collective.
 
         Args:
             number: of the variable in the list.
@@ -202,7 +202,7 @@ class DenseValues:
             described.variable.assign(local.reshape(described.variable.shape))
 
     def _chunks(self, described, sizes):
-        """Yield (start, stop) of the elements of each rank that move together."""
+        """Yields (start, stop) of the elements of each rank that move together."""
         bytes_each = np.dtype(described.dtype).itemsize
         step = max(1, _CHUNK_BYTES // bytes_each // len(sizes))
         for start in range(0, max(sizes), step):
@@ -210,7 +210,7 @@ class DenseValues:
 
 
 def _exchange(parts, splits):
-    """Return what each rank has sent to this one, as arrays."""
+    """Returns what each rank has sent to this one, as arrays."""
     sent = np.concatenate(parts)
     received, counts = transport.alltoall(
         tf.constant(sent), tf.constant(splits, tf.int32), name="DenseValues"

@@ -23,7 +23,7 @@ class ReductionHook:
 
     `apply` of Keras calls `_clip_gradients` with the gradients of a complete
     accumulation window, also where nothing is to be clipped. The hook replaces these
-    two methods and `build` on one instance, and is its attribute `reduction_hook`.
+    two methods and `build` of one optimizer, and is its attribute `reduction_hook`.
 
     Args:
         optimizer: a Keras optimizer, not a `LossScaleOptimizer`.

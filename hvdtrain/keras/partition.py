@@ -63,7 +63,7 @@ class Partition:
         return slice(start, start + self.sizes[self.rank])
 
     def of(self, array):
-        """Return this rank's part of a dense array or tensor."""
+        """Returns this rank's part of a dense array or tensor."""
         if self.within:
             array = self.within.of(array)
         if self.shape is not None:
@@ -73,7 +73,7 @@ class Partition:
         return array[tuple(index)]
 
     def local_shape(self, shape):
-        """Return the shape of this rank's part of a dense variable."""
+        """Returns the shape of this rank's part of a dense variable."""
         if self.within:
             shape = self.within.local_shape(shape)
         if self.shape is not None:
@@ -83,7 +83,7 @@ class Partition:
         return tuple(shape)
 
     def dense_shape(self, local_shape):
-        """Return the shape of the dense variable of which a part has this shape."""
+        """Returns the shape of the dense variable of which a part has this shape."""
         shape = self.shape
         if shape is None:
             shape = list(local_shape)

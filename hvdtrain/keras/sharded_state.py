@@ -88,7 +88,7 @@ class ShardedState:
         return is_shared and self._division == BY_SCATTERED_SLICES
 
     def rebuild(self):
-        """Divide the state of an optimizer that was built with all of it.
+        """Divides the state of an optimizer that was built with all of it.
 
         Its values are those that a file held, for example.
         """
@@ -107,7 +107,7 @@ class ShardedState:
             assign_part(variable, value)
 
     def reduce(self, gradients, weights):
-        """Return the combined gradients, of which this rank may have only its parts.
+        """Returns the combined gradients, of which this rank may have only its parts.
 
         Args:
             gradients: list of tensors, `tf.IndexedSlices` or None.
@@ -135,7 +135,7 @@ class ShardedState:
         return combined
 
     def sum_squares(self, squares, weights):
-        """Return the squared norms of gradients from those of this rank's parts.
+        """Returns the squared norms of gradients from those of this rank's parts.
 
         For a global norm, also those of the local weights of all ranks, but for slices
         of divided ones, whose squares are added up with those of their other slices.

@@ -18,7 +18,7 @@ _ALIGNMENT = 16
 
 
 def sizes_by_variable(counts, ranks):
-    """Return the elements of each variable that each rank updates: all or none.
+    """Returns the elements of each variable that each rank updates: all or none.
 
     The largest variables are dealt out first, each to the rank that has the fewest
     elements so far.
@@ -36,7 +36,7 @@ def sizes_by_variable(counts, ranks):
 
 
 def sizes_by_slices(counts, ranks):
-    """Return the same for equal slices of the concatenation of all variables."""
+    """Returns the same for equal slices of the concatenation of all variables."""
     total, sizes = sum(counts), []
     starts = itertools.accumulate(counts, initial=0)
     for start, count in zip(starts, counts, strict=False):
@@ -94,24 +94,24 @@ class Shard:
         return self.variable is self.weight
 
     def partition_of_factor(self, shape):
-        """Return the `Partition` of a slot that has another shape than the weight."""
+        """Returns the `Partition` of a slot that has another shape than the weight."""
         sizes = [bool(size) * math.prod(shape) for size in self.partition.sizes]
         return dataclasses.replace(
             self.partition, size=math.prod(shape), uneven=tuple(sizes), shape=shape
         )
 
     def of(self, dense):
-        """Return this rank's part of a dense tensor, such as the weight's gradient."""
+        """Returns this rank's part of a dense tensor, such as the weight's gradient."""
         if self.is_whole:
             return dense
         return self._part(dense)
 
     def current(self):
-        """Return this rank's part of the weight."""
+        """Returns this rank's part of the weight."""
         return self.of(self.weight) if self.size else self.variable
 
     def refresh(self):
-        """Take over the weight's values, which a broadcast may have changed."""
+        """Takes over the weight's values, which a broadcast may have changed."""
         if not self.is_whole and self.size:
             self.variable.assign(self._part(self.weight))
 
@@ -137,7 +137,7 @@ class Shard:
 
 
 def divide(weights, reducer, *, is_by_variable):
-    """Return the `Shard`s of weights, which are the same on all ranks.
+    """Returns the `Shard`s of weights, which are the same on all ranks.
 
     Args:
         weights: list of Keras variables.
@@ -170,7 +170,7 @@ def divide(weights, reducer, *, is_by_variable):
 
 
 def gather(shards, values, targets):
-    """Assign variables from all ranks' parts of them. A collective.
+    """Assigns variables from all ranks' parts of them. A collective.
 
     Args:
         shards: list of `Shard`, of the same weights on all ranks.
@@ -197,7 +197,7 @@ def gather(shards, values, targets):
 
 
 def scatter(shards, gradients, reduction, *, name):
-    """Reduce gradients over the ranks to this rank's part of each. A collective.
+    """Reduces gradients over the ranks to this rank's part of each. A collective.
 
     Args:
         shards: list of `Shard` with a partition.
