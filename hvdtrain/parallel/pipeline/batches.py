@@ -1,7 +1,10 @@
-"""The division of a batch into micro-batches."""
+"""The division of a batch into micro-batches, and of its loss."""
 
 import keras
 import tensorflow as tf
+
+# Their mean over the batch is the weighted mean of those over micro-batches.
+_REDUCTIONS = ("sum_over_batch_size", "mean")
 
 
 def size_of(x):
@@ -40,3 +43,20 @@ def share_of(losses, count, size):
     share = tf.cast(count, tf.float32) / tf.cast(size, tf.float32)
     # The mean over no samples is NaN, or 0.
     return tf.math.multiply_no_nan(total, share)
+
+
+def check_loss(loss):
+    """Raise a ValueError for a loss that is no mean over the samples of a batch."""
+    reduction = getattr(loss, "reduction", _REDUCTIONS[0])
+    if reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"A pipeline needs a loss with one of the reductions {_REDUCTIONS}. "
+            f"Received: {loss!r} with reduction={reduction!r}."
+        )
+    if getattr(loss, "ignore_class", None) is not None:
+        raise ValueError(
+            "A pipeline weights micro-batches by their samples, and a loss with "
+            "ignore_class is the mean over those that are not ignored. Received: "
+            f"ignore_class={loss.ignore_class}. Leave it out, and give these samples "
+            "the sample_weight 0: the mean is then over all samples."
+        )

@@ -39,6 +39,23 @@ class Link:
         return received
 
 
+def links(mesh, cuts):
+    """Return the `Link` of this rank by the number of the neighbouring stage.
+
+    Args:
+        mesh: the `Mesh`.
+        cuts: the `Cut` after each stage.
+    """
+    index, found = mesh.pipeline.index, {}
+    if mesh.previous:
+        cut = cuts[index - 1]
+        found[index - 1] = Link(mesh.previous, 0, cut.shape, cut.dtype)
+    if mesh.next:
+        cut = cuts[index]
+        found[index + 1] = Link(mesh.next, 1, cut.shape, cut.dtype)
+    return found
+
+
 class Execution:
     """Executes the operations of one stage in one step, in eager mode or in a graph.
 

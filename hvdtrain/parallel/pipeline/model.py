@@ -12,10 +12,7 @@ from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_mo
 from hvdtrain.keras.partition import set_stages
 from hvdtrain.parallel.mesh import active_mesh
 from hvdtrain.parallel.pipeline import batches, dense, samples, schedules, stage
-from hvdtrain.parallel.pipeline.execution import Execution, Link
-
-# Their mean over the batch is the weighted mean of those over micro-batches.
-_REDUCTIONS = ("sum_over_batch_size", "mean")
+from hvdtrain.parallel.pipeline.execution import Execution, links
 
 
 class PipelineModel(keras.Model):
@@ -87,7 +84,7 @@ class PipelineModel(keras.Model):
         self._microbatches = microbatches
         self._training = tuple(training[index])
         self._inference = tuple(schedules.inference(size, microbatches)[index])
-        self._links = _links(mesh, mine.cuts)
+        self._links = links(mesh, mine.cuts)
         self._last_cut = mine.cuts[-1]
         self._is_last = index == size - 1
         self.network = mine.network
@@ -105,7 +102,7 @@ class PipelineModel(keras.Model):
                 that is distributed without the mesh.
         """
         for each in keras.tree.flatten(loss):
-            _check_loss(keras.losses.get(each))
+            batches.check_loss(keras.losses.get(each))
         optimizer = self._distributed(keras.optimizers.get(optimizer))
         super().compile(optimizer, loss, *args, **kwargs)
         configure_compiled_model(self)
@@ -260,30 +257,3 @@ class PipelineModel(keras.Model):
             parts = [step.outputs[m] for m in range(self._microbatches)]
             return tf.concat(parts, axis=0)
         return tf.zeros((0, *self._last_cut.shape[1:]), self._last_cut.dtype)
-
-
-def _check_loss(loss):
-    reduction = getattr(loss, "reduction", _REDUCTIONS[0])
-    if reduction not in _REDUCTIONS:
-        raise ValueError(
-            f"A pipeline needs a loss with one of the reductions {_REDUCTIONS}. "
-            f"Received: {loss!r} with reduction={reduction!r}."
-        )
-    if getattr(loss, "ignore_class", None) is not None:
-        raise ValueError(
-            "A pipeline weights micro-batches by their samples, and a loss with "
-            "ignore_class is the mean over those that are not ignored. Received: "
-            f"ignore_class={loss.ignore_class}. Leave it out, and give these samples "
-            "the sample_weight 0: the mean is then over all samples."
-        )
-
-
-def _links(mesh, cuts):
-    index, links = mesh.pipeline.index, {}
-    if mesh.previous:
-        cut = cuts[index - 1]
-        links[index - 1] = Link(mesh.previous, 0, cut.shape, cut.dtype)
-    if mesh.next:
-        cut = cuts[index]
-        links[index + 1] = Link(mesh.next, 1, cut.shape, cut.dtype)
-    return links
