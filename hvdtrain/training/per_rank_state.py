@@ -5,9 +5,9 @@ import numpy as np
 from hvdtrain.collectives.objects import broadcast_object, scatter_object
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.optimizer_state import accumulated_gradients
 from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.training import random_states, state
+from hvdtrain.training.regrouping import mean
 from hvdtrain.training.state_variables import StateVariables, assign
 
 
@@ -48,14 +48,15 @@ class PerRankState:
 
     def assign(self, model):
         """Assign all but the states of metrics. A collective, after the broadcast."""
-        variables = StateVariables.of(model).per_replica
+        variables = StateVariables.of(model)
+        per_replica = list(variables.per_replica.values())
         if self._is_same_size:
             (mine,) = self._states
-            assign(variables, mine["rank"])
+            assign(per_replica, mine["rank"])
             return
         before = self._states[self._index if self._index < len(self._states) else 0]
-        assign(variables, before["rank"])
-        self._average_accumulated(model, variables)
+        assign(per_replica, before["rank"])
+        self._average_accumulated(variables)
         separate_seeds(model, process_set_of(model.optimizer))
 
     def restore_generators(self):
@@ -83,19 +84,17 @@ class PerRankState:
     def _combined(self, variable, states):
         # So that their reduction over the new ranks has the result of the old ones.
         if variable.aggregation == "mean":
-            return _mean(states)
+            return mean(states)
         if variable.aggregation == "only_first_replica":
             return states[0]
         total = np.sum(states, axis=0, dtype=states[0].dtype)
         return total if self._index == 0 else np.zeros_like(total)
 
-    def _average_accumulated(self, model, variables):
-        accumulated = {id(v) for v in accumulated_gradients(model.optimizer)}
-        for i, described in enumerate(variables):
-            if id(described.variable) in accumulated:
+    def _average_accumulated(self, variables):
+        for i, (number, described) in enumerate(variables.per_replica.items()):
+            if number in variables.accumulated:
                 sums = [each["rank"][i] for each in self._states]
-                mean = _mean(sums, weights=self._local_batch_sizes)
-                assign([described], [mean])
+                assign([described], [mean(sums, weights=self._local_batch_sizes)])
 
 
 def _of_replica(arrays, number):
@@ -104,9 +103,3 @@ def _of_replica(arrays, number):
         "metrics": state.ordered(arrays, f"metrics{number}"),
         "random": state.by_name(arrays, f"random{number}"),
     }
-
-
-def _mean(values, weights=None):
-    # NumPy computes no mean of bfloat16.
-    mean = np.average([each.astype("float64") for each in values], 0, weights)
-    return np.asarray(mean).astype(values[0].dtype)

@@ -14,6 +14,7 @@ from hvdtrain.keras.ranks import copies_of
 from hvdtrain.training import compatibility, state
 from hvdtrain.training.checkpoints import CheckpointError
 from hvdtrain.training.per_rank_state import PerRankState
+from hvdtrain.training.regrouping import regrouped
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.specs import Position
@@ -140,10 +141,8 @@ def restore(
         return Start(learning_rate=rate)
     step, metadata = header
     arrays = found and found.arrays
-    variables.scatter_shared(arrays and state.ordered(arrays, "shared"))
-    variables.scale_accumulated(
-        model.optimizer, size / len(metadata["local_batch_sizes"])
-    )
+    variables.scatter(arrays and state.ordered_once(arrays))
+    variables.scale_accumulated(size / len(metadata["local_batch_sizes"]))
     own = PerRankState(world, replicas, arrays, metadata["local_batch_sizes"])
     return Start(step=step, metadata=metadata, per_rank_state=own, learning_rate=rate)
 
@@ -166,7 +165,9 @@ def _newest(variables, store):
             checkpoint = store.read(step)
             if not checkpoint.metadata.keys() >= _REQUIRED:
                 raise CheckpointError(f"{store.path(step)} is incomplete.")
-            state.assign_shared(variables, checkpoint.arrays)
+            sizes = checkpoint.metadata["local_batch_sizes"]
+            arrays = regrouped(checkpoint.arrays, variables, sizes)
+            state.assign_shared(variables, arrays)
         except CheckpointError as error:
             reasons.append(str(error))
         except state.OtherModelError as error:
@@ -176,7 +177,7 @@ def _newest(variables, store):
                 warnings.warn(
                     f"{reason} Continuing from step {step} instead.", stacklevel=2
                 )
-            return checkpoint
+            return dataclasses.replace(checkpoint, arrays=arrays)
     if reasons:
         raise JobError(
             f"No checkpoint can be used. {' '.join(reasons)} Choose another "

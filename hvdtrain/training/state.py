@@ -1,8 +1,9 @@
 """The state of a training as arrays, and back.
 
 What is equal on all ranks, or divided among them, is stored once, as its dense value:
-trainable weights, and the optimizer's variables. All else is stored for each rank, or
-for each replica of a model that is divided: seeds of random layers, other weights that
+trainable weights, the optimizer's variables, and all that belongs to a table which is
+divided over replicas of a model. All else is stored for each rank, or for each replica
+of a model that is divided: seeds of random layers, other weights that
 are not trained (moving statistics, for example), accumulated gradients, local weights,
 the states of metrics, and those of the global random generators.
 """
@@ -42,8 +43,9 @@ def capture(model, world, *, everywhere):
             others return None.
     """
     variables = StateVariables.of(model)
+    per_replica = variables.per_replica
     own = (
-        [(each.block, each.local_value()) for each in variables.per_replica],
+        [(each.block, each.local_value()) for each in per_replica.values()],
         local_states(variables.metrics),
         random_states.capture(),
     )
@@ -51,17 +53,20 @@ def capture(model, world, *, everywhere):
         everyone = gather(world, own)
     else:
         everyone = gather_object(own, name="capture")
-    shared = variables.shared_values()
+    once = variables.values_stored_once()
     if everyone is None:
         return None
-    arrays = _named("shared", variables.shared, shared)
+    count = len(variables.shared)
+    arrays = _named("shared", dict(enumerate(variables.shared)), once[:count])
+    arrays |= _named("tables", variables.tables, once[count:])
     replicas = Replicas.of_model(world, model)
     for number in range(replicas.size):
         parts = [everyone[rank][0] for rank in replicas.ranks(number)]
-        values = map(assemble, variables.per_replica, zip(*parts, strict=True))
+        values = map(assemble, per_replica.values(), zip(*parts, strict=True))
         _, of_metrics, of_random = everyone[replicas.ranks(number)[0]]
-        arrays |= _named(f"rank{number}", variables.per_replica, values)
-        arrays |= _named(f"metrics{number}", variables.metrics, of_metrics)
+        arrays |= _named(f"rank{number}", per_replica, values)
+        metrics = dict(enumerate(variables.metrics))
+        arrays |= _named(f"metrics{number}", metrics, of_metrics)
         arrays |= {f"random{number}/{name}": each for name, each in of_random.items()}
     return arrays
 
@@ -89,28 +94,29 @@ def assign_shared(variables, arrays):
     """Assign what is equal on all ranks, on the chief; a broadcast follows.
 
     Of divided variables it assigns the part of the chief; see
-    `StateVariables.scatter_shared`.
+    `StateVariables.scatter`.
 
     Args:
         variables: the `StateVariables`.
-        arrays: those of a checkpoint.
+        arrays: those of a checkpoint, as `regrouping.regrouped` returns them.
 
     Raises:
         OtherModelError: a variable is missing, or has another shape or dtype. No
             variable has been assigned then.
     """
     _check_same(variables.shared, by_name(arrays, "shared"))
-    _check_same(variables.per_replica, by_name(arrays, "rank0"))
+    _check_same(list(variables.tables.values()), by_name(arrays, "tables"))
+    _check_same(list(variables.per_replica.values()), by_name(arrays, "rank0"))
     metrics = list(map(DenseVariable.of, variables.metrics))
     _check_same(metrics, by_name(arrays, "metrics0"))
-    assign(variables.shared, ordered(arrays, "shared"))
+    assign(variables.stored_once, ordered_once(arrays))
 
 
 def _named(prefix, variables, values):
     # Numbered: paths of different variables may be equal, and their order counts.
     return {
         f"{prefix}/{number:04}/{variable.path}": value
-        for number, (variable, value) in enumerate(zip(variables, values, strict=True))
+        for (number, variable), value in zip(variables.items(), values, strict=True)
     }
 
 
@@ -127,10 +133,16 @@ def by_name(arrays, prefix):
 def ordered(arrays, prefix):
     """Return the arrays under a prefix in the order of their numbers."""
     found = by_name(arrays, prefix)
-    return [found[name] for name in sorted(found, key=_number)]
+    return [found[name] for name in sorted(found, key=number_of)]
 
 
-def _number(name):
+def ordered_once(arrays):
+    """Return the arrays of `StateVariables.stored_once` in its order."""
+    return ordered(arrays, "shared") + ordered(arrays, "tables")
+
+
+def number_of(name):
+    """Return the number in the rest of an array's name."""
     return int(name.partition("/")[0])
 
 
@@ -139,7 +151,7 @@ def _check_same(variables, stored):
         raise OtherModelError(
             f"it has {len(stored)} variables, and the model has {len(variables)}"
         )
-    for variable, name in zip(variables, sorted(stored, key=_number), strict=True):
+    for variable, name in zip(variables, sorted(stored, key=number_of), strict=True):
         before, path = name.partition("/")[2], variable.path
         if _kind(before) != _kind(path):
             raise OtherModelError(f"it has {before} where the model has {path}")

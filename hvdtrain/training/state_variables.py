@@ -10,8 +10,7 @@ from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.optimizer_state import accumulated_gradients
-from hvdtrain.keras.partition import assign_part, is_copied
-from hvdtrain.keras.ranks import process_set_of
+from hvdtrain.keras.partition import assign_part, has_summed_gradients
 from hvdtrain.keras.variables import replicated_variables
 
 
@@ -21,12 +20,15 @@ class StateVariables:
 
     Attributes:
         shared: list of `DenseVariable` that are equal on all ranks, or divided.
-        per_replica: list of those of which each replica of the model has its own.
+        own: list of those of which each replica of the dense model has its own. It is
+            the same list whether a table is divided, and on any number of ranks.
+        accumulated: numbers in `own` of the accumulated gradients.
         metrics: list of the states of metrics.
     """
 
     shared: list
-    per_replica: list
+    own: list
+    accumulated: range
     metrics: list
 
     @classmethod
@@ -41,63 +43,82 @@ class StateVariables:
         weights = [v for v in shared if id(v) in trainable]
         optimizer_variables = [v for v in shared if id(v) not in trainable]
         metrics = metric_variables(model.metrics)
-        taken = {id(v) for v in (*weights, *optimizer_variables, *metrics)}
+        accumulated = accumulated_gradients(model.optimizer)
+        taken = {*map(id, (*weights, *optimizer_variables, *metrics, *accumulated))}
         own = [
-            [variable for variable in candidates if id(variable) not in taken]
-            for candidates in (model.variables, model.optimizer.variables)
+            each
+            for variables in (model.variables, model.optimizer.variables)
+            for each in describe([v for v in variables if id(v) not in taken])
         ]
-        # Frozen tables, and accumulated gradients of tables: replicas have parts.
-        replicas = process_set_of(model.optimizer)
-        parts = [v for each in own for v in each if not is_copied(v, replicas)]
-        own = [[v for v in each if is_copied(v, replicas)] for each in own]
+        own += _dense_variables(untracked(model))
+        # Also those of other stages of a pipeline.
+        accumulated = describe(accumulated)
         return cls(
-            shared=[
-                *describe(weights),
-                *describe(optimizer_variables),
-                *_dense_variables(parts),
-            ],
-            per_replica=[
-                *describe(own[0]),
-                *describe(own[1]),
-                *_dense_variables(untracked(model)),
-            ],
+            shared=[*describe(weights), *describe(optimizer_variables)],
+            own=[*own, *accumulated],
+            accumulated=range(len(own), len(own) + len(accumulated)),
             metrics=metrics,
         )
 
-    def scale_accumulated(self, optimizer, factor):
+    @property
+    def tables(self):
+        """Those of `own` that replicas have parts of, by number.
+
+        They are frozen tables that are divided over more than one replica, and
+        accumulated gradients of such tables. `regrouping` is for other numbers.
+        """
+        return {
+            number: each
+            for number, each in enumerate(self.own)
+            if has_summed_gradients([each.variable])
+        }
+
+    @property
+    def per_replica(self):
+        """Those of `own` that each replica has, by number."""
+        tables = self.tables
+        return {
+            number: each for number, each in enumerate(self.own) if number not in tables
+        }
+
+    @property
+    def stored_once(self):
+        """List of `shared`, then `tables`."""
+        return [*self.shared, *self.tables.values()]
+
+    def scale_accumulated(self, factor):
         """Multiply the accumulated gradients of divided tables, which are sums.
 
         Args:
-            optimizer: the optimizer.
             factor: replicas now, by replicas that wrote them: the sum over replicas is
                 divided by their number when the window is complete.
         """
-        accumulated = {id(v) for v in accumulated_gradients(optimizer)}
-        for each in self.shared:
-            if id(each.variable) in accumulated and factor != 1:
+        for number, each in self.tables.items():
+            if number in self.accumulated and factor != 1:
                 each.variable.assign(each.variable * factor)
 
-    def shared_values(self):
+    def values_stored_once(self):
         """Return the dense values on the chief. A collective if some are divided."""
         if self._are_whole():
-            return [variable.local_value() for variable in self.shared]
-        values = DenseValues(self.shared)
-        return [values.gather(number) for number in range(len(self.shared))]
+            return [variable.local_value() for variable in self.stored_once]
+        values = DenseValues(self.stored_once)
+        return [values.gather(number) for number in range(len(values.variables))]
 
-    def scatter_shared(self, dense):
+    def scatter(self, dense):
         """Assign to all ranks their parts. A collective if some variables are divided.
 
         Args:
-            dense: list of their dense values on the chief; not used elsewhere.
+            dense: list of the dense values of `stored_once` on the chief; not used
+                elsewhere.
         """
         if self._are_whole():
             return
-        values = DenseValues(self.shared)
-        for number in range(len(self.shared)):
+        values = DenseValues(self.stored_once)
+        for number in range(len(values.variables)):
             values.scatter(number, dense and dense[number])
 
     def _are_whole(self):
-        return all(each.is_whole for each in self.shared)
+        return all(each.is_whole for each in self.stored_once)
 
 
 def _dense_variables(variables):

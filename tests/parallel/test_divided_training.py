@@ -61,7 +61,7 @@ def model(mesh, rate):
     return network
 
 
-def train(mesh, *, rate=0.0, directory=None, callbacks=()):
+def train(mesh, *, rate=0.0, directory=None, callbacks=(), network=None, inputs=X):
     replicas = Replicas.of(WORLD, mesh)
     shard = Shard(
         num_samples=len(X),
@@ -75,11 +75,11 @@ def train(mesh, *, rate=0.0, directory=None, callbacks=()):
         places = shard.indices(start_step, end_step)
         options = tf.data.Options()
         options.autotune.enabled = False
-        pairs = tf.data.Dataset.from_tensor_slices((X[places], Y[places]))
+        pairs = tf.data.Dataset.from_tensor_slices((inputs[places], Y[places]))
         return pairs.with_options(options)
 
     return training.train_and_evaluate(
-        lambda: model(mesh, rate),
+        network or (lambda: model(mesh, rate)),
         TrainSpec(
             input_fn=batches,
             max_steps=STEPS,
@@ -140,6 +140,47 @@ def test_a_job_continues_on_another_mesh(mesh, directory, expected, is_first):
         np.testing.assert_allclose(found.numpy(), wanted, atol=1e-5)
     for name, value in expected.test_metrics.items():
         assert result.test_metrics[name] == pytest.approx(value, rel=1e-4)
+
+
+def train_with_tables(mesh, table, *, seed=2, **options):
+    """One window of accumulated gradients, of which each checkpoint is in the middle.
+
+    Args:
+        mesh: of two ranks that are one replica, or None for two replicas.
+        table: the class of the embeddings.
+        seed: of initial values; by default not that of the first run.
+        **options: of `train`.
+    """
+
+    def network():
+        keras.utils.set_random_seed(seed)
+        of_mesh = {} if table is keras.layers.Embedding else {"mesh": mesh}
+        ids = keras.Input((1,), dtype="int32")
+        frozen = table(13, 2, trainable=False, **of_mesh)(ids)
+        rows = keras.layers.Concatenate()([frozen, table(13, 3, **of_mesh)(ids)])
+        rows = keras.layers.Flatten()(rows)
+        network = keras.Model(ids, keras.layers.Dense(1)(rows))
+        optimizer = keras.optimizers.SGD(5.0, gradient_accumulation_steps=STEPS)
+        network.compile(hvd.DistributedOptimizer(optimizer, mesh=mesh), "mse")
+        return network
+
+    ids = np.arange(len(X)).reshape(-1, 1) % 13
+    return train(mesh, network=network, inputs=ids, **options)
+
+
+@pytest.mark.parametrize("mesh", ["model"], indirect=True)
+def test_tables_continue_on_other_numbers_of_replicas(mesh, directory):
+    dense, divided = keras.layers.Embedding, parallel.ShardedEmbedding
+    expected = train_with_tables(None, dense, seed=1)
+    runs = [(None, dense), (None, divided), (mesh, divided), (None, divided)]
+    for number, run in enumerate(runs):
+        options = {"directory": directory, "callbacks": [oracle.killed_after(1)]}
+        with pytest.raises(oracle.KilledError):
+            train_with_tables(*run, seed=2 if number else 1, **options)
+    result = train_with_tables(mesh, dense, directory=directory)
+    assert len(runs) <= result.start_step < STEPS
+    for found, wanted in zip(result.model.weights, expected.model.weights, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=wanted.path)
 
 
 def test_the_model_of_a_run_directory_is_dense(mesh, tmp_path):

@@ -211,8 +211,8 @@ def test_fit_saves_the_whole_state(tmp_path):
     arrays = state.capture(model, World(rank=RANK, size=SIZE), everywhere=False)
     for slot in filter(partition_of, loaded.optimizer.variables):
         slot.assign(keras.ops.zeros_like(slot))
-    dense = arrays and state.ordered(arrays, "shared")
-    StateVariables.of(loaded).scatter_shared(dense)
+    dense = arrays and state.ordered_once(arrays)
+    StateVariables.of(loaded).scatter(dense)
     slots = slots_of(loaded.optimizer)
     if RANK == 0:
         assert_equal(slots, found, "checkpoint")

@@ -1,0 +1,49 @@
+"""Checkpoints of tables that are divided, for models in which they are whole."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.keras.dense_values import DenseVariable
+from hvdtrain.keras.partition import Partition, set_partition
+from hvdtrain.training.regrouping import regrouped
+from hvdtrain.training.state import OtherModelError
+from hvdtrain.training.state_variables import StateVariables
+
+PARTITION = Partition(
+    axis=0, size=4, ranks=2, rank=0, process_set=None, sums_gradients=True
+)
+
+
+def variables(partition, *, is_accumulated):
+    variable = keras.Variable(np.zeros([2 if partition else 4], "float32"))
+    set_partition(variable, partition)
+    own = [DenseVariable.of(variable)]
+    accumulated = range(is_accumulated)
+    return StateVariables(shared=[], own=own, accumulated=accumulated, metrics=[])
+
+
+@pytest.mark.parametrize("dtype", ["float32", tf.bfloat16.as_numpy_dtype])
+def test_gradients_become_sums_weighted_by_samples(dtype):
+    rows = np.array([[8, 16, 0, 8], [0, 8, 8, 8], [4, 4, 8, -4]], dtype)
+    before = {f"rank{number}/0000/table": row for number, row in enumerate(rows)}
+    divided = variables(PARTITION, is_accumulated=True)
+    sums = regrouped(before, divided, [3, 3, 2])
+    assert [*sums] == ["tables/0000/table"]
+    (found,) = sums.values()
+    np.testing.assert_array_equal(found, np.array([12, 30, 15, 15], dtype))
+    assert found.dtype == dtype
+    # Back: each replica's share.
+    after = regrouped(sums, variables(None, is_accumulated=True), [3, 3, 2])
+    assert [*after] == [*before]
+    for value in after.values():
+        np.testing.assert_array_equal(value, np.array([4, 10, 5, 5], dtype))
+        assert value.dtype == dtype
+
+
+def test_frozen_tables_that_differ_by_rank_are_refused():
+    before = {f"rank{number}/0000/table": np.full(4, number) for number in range(2)}
+    divided = variables(PARTITION, is_accumulated=False)
+    with pytest.raises(OtherModelError, match="table differed by rank, and the model"):
+        regrouped(before, divided, [4, 4])
