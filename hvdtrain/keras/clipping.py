@@ -10,8 +10,8 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import size_of
 from hvdtrain.keras.partition import (
+    has_parts_elsewhere,
     is_divided,
-    is_part_of_model,
     partition_of,
     stages_of,
 )
@@ -65,7 +65,9 @@ class Clipping:
         ]
 
     def _clip_by_global_norm(self, grads, variables):
-        if self._is_scattered or (self._divides_model and is_part_of_model(variables)):
+        if self._is_scattered or (
+            self._divides_model and has_parts_elsewhere(variables)
+        ):
             squares = self._squares(grads, variables)
             norm = tf.sqrt(_over_stages(_sum(squares), variables))
         elif not self._divides_model and self._reducer.some_are_unshared(variables):
@@ -96,11 +98,11 @@ def _dense_squares(squares, variables):
     by_ranks = {}
     for i, variable in enumerate(variables):
         if partition := partition_of(variable):
-            ranks = partition.process_set
-            by_ranks.setdefault(tuple(ranks.ranks), (ranks, []))[1].append(i)
-    for ranks, places in by_ranks.values():
+            over = partition.process_set
+            by_ranks.setdefault(tuple(over.ranks), (over, []))[1].append(i)
+    for over, places in by_ranks.values():
         total = transport.combine(
-            tf.stack([squares[i] for i in places]), ranks, name="DividedNorms"
+            tf.stack([squares[i] for i in places]), over, name="DividedNorms"
         )
         for i, square in zip(places, tf.unstack(total), strict=True):
             squares[i] = square
@@ -108,10 +110,10 @@ def _dense_squares(squares, variables):
 
 
 def _over_stages(square, variables):
-    ranks = stages_of(variables)
-    if ranks is None:
+    stages = stages_of(variables)
+    if stages is None:
         return square
-    return transport.combine(square, ranks, name="StagesNorm")
+    return transport.combine(square, stages, name="StagesNorm")
 
 
 def _norm_over_copies(reducer, gradients, variables):

@@ -21,7 +21,7 @@ from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.keras import dense_saving
 from hvdtrain.keras.hook import hook_of
-from hvdtrain.keras.partition import is_part_of_model, partition_of
+from hvdtrain.keras.partition import has_parts_elsewhere, partition_of
 from hvdtrain.keras.parts import check_parts
 from hvdtrain.keras.ranks import optimizers_of
 
@@ -133,7 +133,7 @@ def _saved_variables(model):
 
 
 def _needs_all_ranks(variables):
-    return is_part_of_model(variables) and needs_communication(global_process_set)
+    return has_parts_elsewhere(variables) and needs_communication(global_process_set)
 
 
 def _list_of(callbacks):

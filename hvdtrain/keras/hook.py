@@ -9,7 +9,7 @@ from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.loss_scaling import check_loss_scale, share_overflow
-from hvdtrain.keras.optimizer_state import divide_slots, replicated_state
+from hvdtrain.keras.optimizer_state import divide_slots, shared_state
 from hvdtrain.keras.partition import (
     check_elementwise,
     has_summed_gradients,
@@ -185,7 +185,7 @@ class ReductionHook:
             with keras.name_scope(self._optimizer.name, caller=self._optimizer):
                 self._optimizer.build(variables)
         weights = [v for v in variables if not self.reducer.is_local(v)]
-        state = replicated_state(self._optimizer, variables, self.reducer.local_keys)
+        state = shared_state(self._optimizer, variables, self.reducer.local_keys)
         for process_set, _ in self.axes():
             copies = [
                 variable

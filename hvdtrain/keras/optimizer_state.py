@@ -3,7 +3,7 @@
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.partition import (
-    is_part_of_model,
+    has_parts_elsewhere,
     partition_of,
     set_partition,
     set_stages,
@@ -11,7 +11,7 @@ from hvdtrain.keras.partition import (
 )
 
 
-def replicated_state(optimizer, trainable, local_keys=frozenset()):
+def shared_state(optimizer, trainable, local_keys=frozenset()):
     """Returns the variables of `optimizer` that are equal on all ranks.
 
     Without the slots of local weights. Accumulated gradients are left out as well:
@@ -50,7 +50,7 @@ def divide_slots(optimizer, trainable):
         optimizer: a Keras optimizer that is built.
         trainable: list of the variables that it trains.
     """
-    if not is_part_of_model(trainable):
+    if not has_parts_elsewhere(trainable):
         return
     for slot, variable in _owned_slots(optimizer, trainable):
         if (stages := stages_of([variable])) is not None:

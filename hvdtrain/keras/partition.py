@@ -26,8 +26,8 @@ class Partition:
     Attributes:
         axis: the axis of the dense variable that is divided.
         size: elements of the dense variable on this axis.
-        ranks: number of ranks.
-        rank: number of this one among them.
+        parts: number of parts: one for each rank of the process set.
+        rank: number of the part that this rank has.
         process_set: the ranks.
         uneven: elements of each rank on this axis, where they are not about equal;
             0 for a rank that has none of the variable.
@@ -41,7 +41,7 @@ class Partition:
 
     axis: int
     size: int
-    ranks: int
+    parts: int
     rank: int
     process_set: object
     uneven: tuple | None = None
@@ -54,7 +54,7 @@ class Partition:
         """Elements of each rank on this axis."""
         if self.uneven is not None:
             return list(self.uneven)
-        return even_sizes(self.size, self.ranks)
+        return even_sizes(self.size, self.parts)
 
     @property
     def slice(self):
@@ -144,7 +144,7 @@ def is_divided(variables):
 def has_summed_gradients(variables):
     """Returns whether the gradient of one of these is a sum over ranks already."""
     partitions = filter(None, map(partition_of, variables))
-    return any(each.sums_gradients and each.ranks > 1 for each in partitions)
+    return any(each.sums_gradients and each.parts > 1 for each in partitions)
 
 
 def is_copied(variable, process_set):
@@ -161,7 +161,7 @@ def is_copied(variable, process_set):
     return all(len(ranks & {*each.ranks}) <= 1 for each in divided_over)
 
 
-def is_part_of_model(variables):
+def has_parts_elsewhere(variables):
     """Returns whether other ranks train other parts of the same model."""
     return is_divided(variables) or stages_of(variables) is not None
 
@@ -192,7 +192,7 @@ def check_ranks(variables, reduced_over, axes=None):
     along = None if axes is None else [list(axis.ranks) for axis in axes]
     for variable in variables:
         partition = partition_of(variable)
-        if not partition or partition.ranks == 1:
+        if not partition or partition.parts == 1:
             continue
         ranks = list(partition.process_set.ranks)
         if partition.sums_gradients:

@@ -71,7 +71,7 @@ class Shard:
             self.partition = Partition(
                 axis=0,
                 size=sum(sizes),
-                ranks=len(sizes),
+                parts=len(sizes),
                 rank=process_set.rank(),
                 process_set=process_set,
                 uneven=sizes,

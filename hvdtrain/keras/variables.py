@@ -4,12 +4,12 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.groups import variable_key
-from hvdtrain.keras.optimizer_state import replicated_state
+from hvdtrain.keras.optimizer_state import shared_state
 from hvdtrain.keras.partition import is_copied
 from hvdtrain.keras.ranks import local_keys_of
 
 
-def replicated_variables(model, *, optimizer=None, local_keys=frozenset()):
+def shared_variables(model, *, optimizer=None, local_keys=frozenset()):
     """Returns the weights and the optimizer's variables that are equal on all ranks.
 
     Without local weights and their slots in the optimizer, and without accumulated
@@ -28,7 +28,7 @@ def replicated_variables(model, *, optimizer=None, local_keys=frozenset()):
     weights = [w for w in model.weights if variable_key(w) not in local_keys]
     if optimizer is None:
         return weights
-    return weights + replicated_state(optimizer, model.trainable_variables, local_keys)
+    return weights + shared_state(optimizer, model.trainable_variables, local_keys)
 
 
 @do_not_convert

@@ -100,23 +100,25 @@ class DistributedEmbedding(keras.layers.Layer):
             "input_table_map": input_table_map,
             "data_parallel_threshold": data_parallel_threshold,
         }
-        self.ranks = data_axis(mesh)
+        self.data_axis = data_axis(mesh)
         if input_table_map is None:
             input_table_map = range(len(embeddings))
         self.input_table_map = list(input_table_map)
         check_tables(embeddings, self.input_table_map)
         self.placements = [None] * len(embeddings)
-        if needs_communication(self.ranks.process_set):
+        if needs_communication(self.data_axis.process_set):
             self.placements = place(
                 [(each.input_dim, each.output_dim) for each in embeddings],
-                self.ranks.size,
+                self.data_axis.size,
                 strategy=strategy,
                 column_slice_threshold=column_slice_threshold,
                 row_slice_threshold=row_slice_threshold if dp_input else None,
                 data_parallel_threshold=data_parallel_threshold if dp_input else None,
             )
         self.tables = [
-            each if placement is None else PlacedEmbedding(each, placement, self.ranks)
+            each
+            if placement is None
+            else PlacedEmbedding(each, placement, self.data_axis)
             for each, placement in zip(embeddings, self.placements, strict=True)
         ]
         self.supports_masking = dp_input and any(e.mask_zero for e in embeddings)
@@ -130,7 +132,7 @@ class DistributedEmbedding(keras.layers.Layer):
                 for i, table in enumerate(self.input_table_map)
                 if _holds(self.placements[table], rank)
             ]
-            for rank in range(self.ranks.size)
+            for rank in range(self.data_axis.size)
         ]
 
     def build(self, input_shape=None):
@@ -167,13 +169,13 @@ class DistributedEmbedding(keras.layers.Layer):
                 f"inputs. Received: input_ids_list={self.input_ids_list}. Use fewer "
                 "ranks, dp_input=True, or a lower column_slice_threshold."
             )
-        mine = self.input_ids_list[self.ranks.index]
+        mine = self.input_ids_list[self.data_axis.index]
         if len(inputs) != len(mine):
             raise ValueError(
                 f"With dp_input=False this rank takes the inputs {mine}, see "
                 f"input_ids_list. Received: {len(inputs)} inputs"
             )
-        samples = tf.shape(inputs[0])[0] // self.ranks.size
+        samples = tf.shape(inputs[0])[0] // self.data_axis.size
         ids = [None] * len(self.input_table_map)
         for i, each in zip(mine, inputs, strict=True):
             ids[i] = ids_of(each)

@@ -23,12 +23,12 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
     Subclasses call `_divide` before the table is made.
     """
 
-    def _divide(self, axis, ranks, uneven=None):
+    def _divide(self, axis, data, uneven=None):
         """Set how the table is divided.
 
         Args:
             axis: 0 for rows, 1 for columns.
-            ranks: an `Axis` of a mesh.
+            data: the `Axis` of a mesh over which it is divided.
             uneven: numbers of rows or columns of each rank, if not about equal.
         """
         collective_calls.install()
@@ -41,7 +41,7 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
             additive={"embeddings_regularizer": self.embeddings_regularizer},
         )
         _check_constraint(self, axis)
-        self.axis, self.ranks, self.uneven = axis, ranks, uneven
+        self.axis, self.data_axis, self.uneven = axis, data, uneven
 
     @property
     def divided_axes(self):
@@ -53,9 +53,9 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
         return Partition(
             axis=axis,
             size=size,
-            ranks=self.ranks.size,
-            rank=self.ranks.index,
-            process_set=self.ranks.process_set,
+            parts=self.data_axis.size,
+            rank=self.data_axis.index,
+            process_set=self.data_axis.process_set,
             uneven=self.uneven,
             sums_gradients=True,
         )
@@ -74,7 +74,7 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
 
     def call(self, inputs):
         """Return the rows of the dense table. All data ranks call it together."""
-        if not needs_communication(self.ranks.process_set):
+        if not needs_communication(self.data_axis.process_set):
             return super().call(inputs)
         (rows,) = look_up([self.embeddings], [ids_of(inputs)])
         return ops.cast(rows, self.compute_dtype)

@@ -80,7 +80,7 @@ def _widths(table):
     partition = partition_of(table)
     if partition.axis == 1:
         return partition.sizes
-    return [int(table.shape[1])] * partition.ranks
+    return [int(table.shape[1])] * partition.parts
 
 
 def _rows_of(table, ids):
@@ -176,7 +176,7 @@ class _Request:
     def _by_row(self, ids):
         ends = tf.cumsum(tf.constant(self._partition.sizes, tf.int64))
         owners = tf.searchsorted(ends, ids, side="right")
-        ranks = self._partition.ranks
+        ranks = self._partition.parts
         # An id out of range has no owner; it is sent in another way.
         owners = tf.clip_by_value(owners, 0, ranks - 1)
         parts = tf.dynamic_partition(tf.range(tf.size(ids)), owners, ranks)
@@ -194,7 +194,7 @@ class _Request:
         wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= rows))[:1]
         return tf.cond(
             tf.size(wrong) > 0,
-            lambda: (tf.repeat(wrong, self._partition.ranks), tf.ones_like(counts)),
+            lambda: (tf.repeat(wrong, self._partition.parts), tf.ones_like(counts)),
             lambda: (sent, counts),
         )
 

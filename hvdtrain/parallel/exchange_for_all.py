@@ -31,7 +31,7 @@ def look_up_for_all(tables, ids):
         tf.zeros([0], tf.int64) if each is None else from_first_row(each, size)
         for each, size in zip(ids, rows, strict=True)
     ]
-    ranks, process_set = partitions[0].ranks, partitions[0].process_set
+    ranks, process_set = partitions[0].parts, partitions[0].process_set
     counts = tf.stack([[tf.size(each) // ranks] * ranks for each in asked], axis=1)
     numbers = _send_counts(counts, _out_of_range(asked, rows), process_set)
     # A rank that fails alone would leave the others in the exchange.

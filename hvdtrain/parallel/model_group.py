@@ -48,7 +48,7 @@ class InModelGroup:
         return Partition(
             axis=axis,
             size=size,
-            ranks=model.size,
+            parts=model.size,
             rank=model.index,
             process_set=model.process_set,
         )

@@ -20,10 +20,10 @@ class PlacedEmbedding(DividedEmbedding):
     Args:
         embedding: the dense layer, not built.
         placement: its `Placement`.
-        ranks: an `Axis` of a mesh.
+        data: the `Axis` of a mesh over which it is divided.
     """
 
-    def __init__(self, embedding, placement, ranks):
+    def __init__(self, embedding, placement, data):
         super().__init__(
             embedding.input_dim,
             embedding.output_dim,
@@ -36,7 +36,7 @@ class PlacedEmbedding(DividedEmbedding):
             trainable=embedding.trainable,
         )
         self.combiner = combiner_of(embedding)
-        self._divide(placement.axis, ranks, placement.sizes)
+        self._divide(placement.axis, data, placement.sizes)
 
     def compute_mask(self, inputs, mask=None):
         """As that of the dense layer."""

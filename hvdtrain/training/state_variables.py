@@ -11,7 +11,7 @@ from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.optimizer_state import accumulated_gradients
 from hvdtrain.keras.partition import assign_part, has_summed_gradients
-from hvdtrain.keras.variables import replicated_variables
+from hvdtrain.keras.variables import shared_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _trainable(model):
 
 def _shared(model):
     fixed = {variable_key(weight) for weight in model.non_trainable_weights}
-    return [v for v in replicated_variables(model) if variable_key(v) not in fixed]
+    return [v for v in shared_variables(model) if variable_key(v) not in fixed]
 
 
 def untracked(model):

@@ -13,7 +13,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain.keras.callbacks import broadcast
 from hvdtrain.keras.groups import variable_key
-from hvdtrain.keras.variables import replicated_variables
+from hvdtrain.keras.variables import shared_variables
 
 
 def randomize(model):
@@ -250,7 +250,7 @@ def test_slots_go_to_the_longest_name_that_fits():
     model.compile(keras.optimizers.Adam(), "mse")
     model.optimizer.build(model.trainable_variables)
     first, _ = model.trainable_variables
-    shared = replicated_variables(model, local_keys={variable_key(first)})
+    shared = shared_variables(model, local_keys={variable_key(first)})
     names = [variable.name for variable in shared]
     # iteration, learning rate; the second weight and its two moments.
     assert len(names) == 2 + 3

@@ -16,7 +16,7 @@ DENSE = np.arange(105, dtype="float32").reshape(SHAPE)
 
 def partition(**options):
     return Partition(
-        ranks=SIZE, rank=RANK, process_set=hvd.global_process_set, **options
+        parts=SIZE, rank=RANK, process_set=hvd.global_process_set, **options
     )
 
 
@@ -39,7 +39,7 @@ PARTITIONS = {
         within=Partition(
             axis=1,
             size=7,
-            ranks=7,
+            parts=7,
             rank=6,
             process_set=None,
         ),

@@ -19,7 +19,7 @@ TOTAL = SIZE * (SIZE + 1) // 2
 @pytest.fixture(scope="module")
 def partition():
     return Partition(
-        axis=1, size=5, ranks=SIZE, rank=RANK, process_set=hvd.global_process_set
+        axis=1, size=5, parts=SIZE, rank=RANK, process_set=hvd.global_process_set
     )
 
 

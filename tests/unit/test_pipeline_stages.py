@@ -74,7 +74,7 @@ class Counter(layers.Layer):
 def divided():
     model = chain()
     # Of a mesh of one rank, in place of one with model=2.
-    halves = Partition(axis=0, size=4, ranks=2, rank=0, process_set=None)
+    halves = Partition(axis=0, size=4, parts=2, rank=0, process_set=None)
     set_partition(model.get_layer("a").kernel, halves)
     return model
 

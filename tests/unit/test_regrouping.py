@@ -12,7 +12,7 @@ from hvdtrain.training.state import OtherModelError
 from hvdtrain.training.state_variables import StateVariables
 
 PARTITION = Partition(
-    axis=0, size=4, ranks=2, rank=0, process_set=None, sums_gradients=True
+    axis=0, size=4, parts=2, rank=0, process_set=None, sums_gradients=True
 )
 
 

@@ -19,7 +19,7 @@ from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.partition import is_divided
 from hvdtrain.keras.ranks import all_ranks_of, copies_of, process_set_of
-from hvdtrain.keras.variables import replicated_variables
+from hvdtrain.keras.variables import shared_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -148,7 +148,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         model, optimizer = self.model, self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        variables = replicated_variables(model, local_keys=self._local_keys)
+        variables = shared_variables(model, local_keys=self._local_keys)
         if is_divided(model.variables):
             # The seeds of a replica are those of its first rank.
             variables += seed_states(model)

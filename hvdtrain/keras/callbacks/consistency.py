@@ -8,7 +8,7 @@ from hvdtrain.keras.consistency import check_consistency
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.ranks import all_ranks_of, copies_of, optimizers_of
-from hvdtrain.keras.variables import replicated_variables
+from hvdtrain.keras.variables import shared_variables
 
 
 class ConsistencyCheckCallback(keras.callbacks.Callback):
@@ -77,14 +77,14 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         optimizers = map(without_loss_scale, optimizers_of(self.model))
         is_new = all(int(optimizer._iterations) == 0 for optimizer in optimizers)
         if self._is_true_on_all_ranks(is_new, "ConsistencyIsNew"):
-            self._check(replicated_variables(self.model, local_keys=self._local_keys))
+            self._check(shared_variables(self.model, local_keys=self._local_keys))
         else:
             self._check_trained()
 
     def _check_trained(self):
         untrained = {variable_key(v) for v in self.model.non_trainable_weights}
         self._check(
-            replicated_variables(self.model, local_keys=self._local_keys | untrained)
+            shared_variables(self.model, local_keys=self._local_keys | untrained)
         )
 
     def _check(self, variables):

@@ -7,9 +7,9 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.partition import is_part_of_model
+from hvdtrain.keras.partition import has_parts_elsewhere
 from hvdtrain.keras.ranks import local_keys_of, optimizers_of
-from hvdtrain.keras.variables import replicated_variables
+from hvdtrain.keras.variables import shared_variables
 
 
 class JoinCallback(keras.callbacks.Callback):
@@ -43,7 +43,7 @@ class JoinCallback(keras.callbacks.Callback):
     def set_model(self, model):
         """Takes the model; marks it as one whose ranks may take unequal steps."""
         super().set_model(model)
-        if is_part_of_model(model.variables):
+        if has_parts_elsewhere(model.variables):
             raise ValueError(
                 "JoinCallback cannot be used with a model that is divided over ranks: "
                 "the forward pass of the others needs the rank that waits. Deal "
@@ -83,7 +83,7 @@ class JoinCallback(keras.callbacks.Callback):
         last_rank = int(ops.join())
         optimizers = optimizers_of(self.model)
         if not optimizers:
-            ops.broadcast_variables(replicated_variables(self.model), last_rank)
+            ops.broadcast_variables(shared_variables(self.model), last_rank)
             return
         # Between two updates of an accumulating optimizer no rank blocks, so the last
         # one to join need not be the one with the most batches.
@@ -105,7 +105,7 @@ def _shared_variables(model, optimizers):
     variables = {
         id(variable): variable
         for optimizer in optimizers
-        for variable in replicated_variables(
+        for variable in shared_variables(
             model, optimizer=optimizer, local_keys=local_keys
         )
     }

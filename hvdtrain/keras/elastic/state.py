@@ -12,7 +12,7 @@ from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.keras.learning_rates import set_learning_rate, without_loss_scale
 from hvdtrain.keras.optimizer import configure_compiled_model
-from hvdtrain.keras.variables import replicated_variables
+from hvdtrain.keras.variables import shared_variables
 
 
 class KerasState(ObjectState):
@@ -86,7 +86,7 @@ class KerasState(ObjectState):
         States of random layers are not broadcast: all ranks would drop the same units.
         Local variables and accumulated gradients belong to their rank.
         """
-        shared = replicated_variables(self.model, optimizer=self.optimizer)
+        shared = shared_variables(self.model, optimizer=self.optimizer)
         ops.broadcast_variables(shared, root_rank=0)
         self._save_variables()
         super().sync()

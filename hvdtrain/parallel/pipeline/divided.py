@@ -14,7 +14,7 @@ from hvdtrain.parallel.model_group import InModelGroup
 def check(layer, mesh):
     """Raise a ValueError for a layer that is divided, and that no stage can make."""
     partitions = filter(None, map(partition_of, layer.variables))
-    if _is_made(layer, mesh) or all(each.ranks == 1 for each in partitions):
+    if _is_made(layer, mesh) or all(each.parts == 1 for each in partitions):
         return
     raise ValueError(
         f"The {type(layer).__name__} {layer.name!r} cannot be part of a pipeline, "
