@@ -2,9 +2,10 @@
 # Runs the tests, after scripts/setup.sh if needed.
 #
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
-#     scripts/test.sh [oracle] [oldest]
+#     scripts/test.sh [four_ranks] [oracle] [oldest]
 #
-# oracle: only those of the parallel tests that compare a training on two ranks with one
+# four_ranks: the parallel tests that show most with four ranks, such as models that are
+# divided over meshes of 2 x 2. oracle: only those of the parallel tests that compare a training on two ranks with one
 # process. oldest: oracle, and the unit tests that import Keras, with the oldest Keras of
 # setup.cfg, which is downloaded.
 set -uo pipefail
@@ -14,9 +15,9 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|oracle|oldest)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|four_ranks|oracle|oldest)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "oracle and oldest" >&2
+      "four_ranks, oracle and oldest" >&2
     exit 2
   }
 done
@@ -71,13 +72,14 @@ launched() {
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
-# All of it on two ranks, and on three and four what the markers of pyproject.toml name:
-# three reduce through Horovod.
+# All of it on two ranks, and on three, which reduce through Horovod, what the marker of
+# pyproject.toml names.
 parallel() {
   launched shared_memory mpi 2 tests/parallel
   launched horovod gloo 3 -m ranks tests/parallel
-  launched shared_memory gloo 4 -m four_ranks tests/parallel
 }
+
+four_ranks() { launched shared_memory gloo 4 -m four_ranks tests/parallel; }
 
 oracle() { launched auto mpi 2 "${oracles[@]}"; }
 
