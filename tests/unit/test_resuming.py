@@ -594,7 +594,7 @@ def test_an_input_that_starts_again_where_it_ends(tmp_path):
 def test_a_job_that_is_shortened_evaluates_what_it_has(tmp_path):
     spec = EvalSpec(input_fn=lambda: batches(0, 20))
     with pytest.raises(KilledError):
-        train(tmp_path, killed_after=9, evaluation=spec)
+        train(tmp_path, killed_after=9, save_every_steps=4, evaluation=spec)
     with pytest.warns(UserWarning, match="beyond max_steps=1: nothing is trained"):
         result = train(tmp_path, max_steps=1, evaluation=spec)
     assert result.step == result.start_step > 1
