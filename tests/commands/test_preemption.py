@@ -8,12 +8,12 @@ import numpy as np
 
 from hvdtrain.training.checkpoints import CheckpointFiles
 
-# Some seconds on two ranks. Windows of three steps end at no checkpoint but by chance.
+# Some seconds on two ranks. Windows of three steps end at few checkpoints.
 FLAGS = [
-    *("--dataset=digits", "--max_steps=24000", "--optimizer=momentum"),
-    *("--accumulation_steps=3", "--save_every_seconds=0.5"),
+    *("--dataset=digits", "--max_steps=12000", "--optimizer=momentum"),
+    *("--accumulation_steps=3", "--save_every_steps=500"),
 ]
-STEPS = 12_000
+STEPS = 6_000
 STOPPED = re.compile(rf"Stopped at step (\d+) of {STEPS} by (.+); start the job again")
 
 
@@ -31,12 +31,18 @@ def test_a_job_that_is_stopped_and_killed_continues(start, run, tmp_path):
     assert job.returncode == 0, job.text
     files = CheckpointFiles(parts / "checkpoints")
     before = 0
+
+    def wait_for_checkpoint(job, after):
+        job.wait_until(
+            lambda: max(files.steps(), default=0) > after, "another checkpoint"
+        )
+
     for launcher, stop, cause in (
         ("mpirun", to_rank_1, "SIGUSR1 on rank 1"),
         ("gloo", as_a_terminal, "SIGTERM on rank "),
     ):
         job = start([*FLAGS, f"--model_dir={parts}"], launcher=launcher)
-        job.wait_for("samples/s")
+        wait_for_checkpoint(job, after=before)
         stop(job)
         assert job.wait().returncode == 75, job.text
         step, by = STOPPED.search(job.lines[-1]).groups()
@@ -44,8 +50,9 @@ def test_a_job_that_is_stopped_and_killed_continues(start, run, tmp_path):
         assert before < int(step) < STEPS
         before = files.steps()[0]
         assert before == int(step)
-    job = start([*FLAGS, f"--model_dir={parts}"], launcher="gloo")
-    job.wait_until(lambda: files.steps()[0] > before, "another checkpoint")
+    timed = ["--save_every_steps=0", "--save_every_seconds=0.2"]
+    job = start([*FLAGS, *timed, f"--model_dir={parts}"], launcher="gloo")
+    wait_for_checkpoint(job, after=before)
     job.kill()
     assert files.steps()[0] < STEPS
     job = run([*FLAGS, f"--model_dir={parts}"], launcher="mpirun")

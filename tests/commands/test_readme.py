@@ -10,7 +10,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT.joinpath("README.md").read_text()
-BENCHMARKS = re.findall(r"```bash\n(.*hvdtrain\.benchmark.*)\n```", README)
 PROGRAMS = re.findall(r"```bash\n(.*hvdtrain\.mnist.*)\n```", README)
 
 
@@ -40,17 +39,6 @@ def test_a_way_to_run_it(run, command, tmp_path):
     job = run([], program=["sh", "-c", command])
     assert job.returncode == 0, job.text
     assert "test accuracy" in job.text
-
-
-@pytest.mark.usefixtures("_no_network")
-def test_the_benchmark(run):
-    (command,) = BENCHMARKS
-    # The default rounds take a minute.
-    command += " --rounds=1 --seconds=0.05"
-    job = run([], program=["sh", "-c", command])
-    assert job.returncode == 0, job.text
-    for word in ("communication", "bare Keras", "consistency", "start-up"):
-        assert word in job.text
 
 
 def test_the_example(start, tmp_path):
