@@ -26,12 +26,17 @@ _ELEMENTWISE_LAYERS = (
 )
 # Classes of the functions of keras.ops, which are not public.
 _ELEMENTWISE_OPERATIONS = {
-    *("Abs", "Absolute", "Add", "Cast", "Celu", "Clip", "Divide", "DivideNoNan"),
-    *("Elu", "Erf", "Exp", "Expm1", "Gelu", "HardSigmoid", "HardSilu", "HardTanh"),
-    *("LeakyRelu", "Log", "Log1p", "LogSigmoid", "Maximum", "Minimum", "Multiply"),
-    *("Negative", "Power", "Reciprocal", "Relu", "Relu6", "Rsqrt", "Selu", "Sigmoid"),
-    *("Sign", "Silu", "Softplus", "Softsign", "Sqrt", "Square", "Squareplus"),
-    *("Subtract", "Tanh", "TanhShrink", "TrueDivide"),
+    *("Abs", "Absolute", "Add", "Cast", "Ceil", "Celu", "Clip", "Copy", "Cos", "Cosh"),
+    *("Divide", "DivideNoNan", "Elu", "Equal", "Erf", "Erfc", "Exp", "Exp2", "Expm1"),
+    *("Floor", "FloorDivide", "Gelu", "Greater", "GreaterEqual", "HardShrink"),
+    *("HardSigmoid", "HardSilu", "HardTanh", "Isfinite", "Isinf", "Isnan", "LeakyRelu"),
+    *("Less", "LessEqual", "Log", "Log10", "Log1p", "Log2", "LogSigmoid", "Logaddexp"),
+    *("LogicalAnd", "LogicalNot", "LogicalOr", "Maximum", "Minimum", "Mod", "Multiply"),
+    *("NanToNum", "Negative", "NotEqual", "OnesLike", "Power", "ReLU", "Reciprocal"),
+    *("Relu", "Relu6", "Round", "Rsqrt", "Selu", "Sigmoid", "Sign", "Silu", "Sin"),
+    *("Sinh", "SoftShrink", "Softplus", "Softsign", "SparsePlus", "SparseSigmoid"),
+    *("Sqrt", "Square", "Squareplus", "StopGradient", "Subtract", "Tan", "Tanh"),
+    *("TanhShrink", "Threshold", "TrueDivide", "Where", "ZerosLike"),
 }
 # They act along other axes than the last, which is divided.
 _ALONG_OTHER_AXES = (
@@ -54,11 +59,12 @@ class _Tensor(NamedTuple):
 
     Attributes:
         is_part: whether each rank has a part, or all have the whole.
-        giver: the layer that has made it so.
+        giver: name of the layer that has made it so. No reference to the layer: a
+            stage of a pipeline keeps what is known of the outputs.
     """
 
     is_part: bool
-    giver: object
+    giver: str
 
 
 def check_parts(model):
@@ -70,13 +76,20 @@ def check_parts(model):
     Args:
         model: a `keras.Model`.
     """
+    check_scores(model, outputs_of(model))
+
+
+def outputs_of(model):
+    """Returns what is known of each output of a model: parts, or the whole.
+
+    Raises:
+        ValueError: a part inside of it is taken for the whole, or conversely.
+    """
     graph = _graph_of(model)
     if graph is None:
-        return
-    inputs = [
-        _Tensor(False, tensor._keras_history.operation) for tensor in graph.inputs
-    ]
-    _check_scores(model, _follow(graph, inputs))
+        return []
+    givers = [_text(tensor._keras_history.operation) for tensor in graph.inputs]
+    return _follow(graph, [_Tensor(False, giver) for giver in givers])
 
 
 def _graph_of(model):
@@ -117,10 +130,12 @@ def _output_of(layer, given):
     elif is_divided and layer.takes_parts and all(given):
         _raise_takes_whole(layer, wholes[0].giver)
     if is_divided:
-        return _Tensor(layer.gives_parts, layer)
+        return _Tensor(layer.gives_parts, _text(layer))
     if parts:
         return parts[0] if _passes_parts(layer) else None
-    return _Tensor(False, layer) if _is_keras_own(layer) and all(given) else None
+    if not _is_keras_own(layer) or not all(given):
+        return None
+    return _Tensor(False, _text(layer))
 
 
 def _passes_parts(layer):
@@ -149,7 +164,7 @@ def _check_takes_part(layer, giver):
         return
     raise ValueError(
         f"The {_text(layer)} takes a whole tensor, and each rank has a part of its "
-        f"input: the {_text(giver)} has gather_output=False. Expected between that and "
+        f"input: the {giver} has gather_output=False. Expected between that and "
         "a RowParallelDense with input_is_parallel=True: elementwise layers, "
         "ParallelDropout, or layers of your own. Pass gather_output=True, or move the "
         "layer."
@@ -159,7 +174,7 @@ def _check_takes_part(layer, giver):
 def _raise_takes_whole(layer, giver):
     raise ValueError(
         f"The {_text(layer)} takes this rank's part of a tensor, and its input is the "
-        f"whole output of the {_text(giver)}. Give that gather_output=False, if it is "
+        f"whole output of the {giver}. Give that gather_output=False, if it is "
         "a ColumnParallelDense, or use the layer for whole inputs: "
         "input_is_parallel=False, or Dropout for ParallelDropout."
     )
@@ -168,15 +183,20 @@ def _raise_takes_whole(layer, giver):
 def _raise_takes_both(layer, part_giver, whole_giver):
     raise ValueError(
         f"The {_text(layer)} combines this rank's part of the output of the "
-        f"{_text(part_giver)} with the whole output of the {_text(whole_giver)}, whose "
+        f"{part_giver} with the whole output of the {whole_giver}, whose "
         "gradient would lack the shares of the other ranks. Combine them after the "
         "RowParallelDense, or in a layer of your own that passes the whole tensor "
         "through parallel.mappings.copy."
     )
 
 
-def _check_scores(model, outputs):
-    """Raises a ValueError if a loss or metric of Keras would be that of a part."""
+def check_scores(model, outputs):
+    """Raises a ValueError if a loss or metric of Keras would be that of a part.
+
+    Args:
+        model: a `keras.Model`, compiled or not.
+        outputs: what `outputs_of` returns of it, or of the model whose outputs it has.
+    """
     givers = [output.giver for output in outputs if output and output.is_part]
     losses = keras.tree.flatten(getattr(model, "loss", None))
     scores = losses
@@ -190,7 +210,7 @@ def _check_scores(model, outputs):
         if isinstance(each, str) or _is_keras_own(each):
             raise ValueError(
                 f"The model returns this rank's part of the output of the "
-                f"{_text(givers[0])}, and a loss or metric of Keras takes the whole. "
+                f"{givers[0]}, and a loss or metric of Keras takes the whole. "
                 f"Received: {each!r}. Pass gather_output=True, or "
                 "parallel.ParallelSparseCategoricalCrossentropy(from_logits=True) and "
                 "ParallelSparseCategoricalAccuracy."

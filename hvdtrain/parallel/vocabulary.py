@@ -114,7 +114,9 @@ class ParallelSparseCategoricalAccuracy(
         highest = _over_ranks(mine, Max, partition)
         classes = tf.argmax(logits, -1) + partition.slice.start
         classes = tf.where(mine == highest, classes, partition.size)
-        return tf.cast(labels == _over_ranks(classes, Min, partition), self.dtype)
+        # Not ==, which loses the static shape where one of them is not known.
+        matches = tf.equal(labels, _over_ranks(classes, Min, partition))
+        return tf.cast(matches, self.dtype)
 
 
 def _labels_of(y_true, logits):

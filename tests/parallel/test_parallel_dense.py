@@ -319,6 +319,7 @@ def test_elementwise_operations_and_own_layers_take_parts(meshes):
     with meshes[-1]:
         x = L.GlobalMaxPooling1D()(L.RepeatVector(2)(column()(inputs)))
         x = parallel.ParallelDropout(0.1)(keras.ops.gelu(x) * L.ReLU()(x) + 1.0)
+        x = keras.activations.relu(keras.ops.where(x > 0, x, 0.1 * x))
         inner = keras.Sequential([keras.Input(x.shape[1:]), L.ReLU(), row()])
         model = keras.Model(inputs, inner(x) + row()(Own()(x)))
     assert model.predict(np.zeros((2, INPUTS)), verbose=0).shape == (2, OUTPUTS)

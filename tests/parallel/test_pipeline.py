@@ -150,9 +150,43 @@ def test_stages_of_divided_layers_equal_the_dense_model():
     found = oracle.fit(model, x, y, BATCH, callbacks=[broadcast, check])
     for key, values in history.items():
         np.testing.assert_allclose(found.history[key], values, rtol=1e-5, err_msg=key)
+    # Keras empties the config of a functional model that it makes.
+    model.gather_dense()
     saved = model.gather_dense()
     if RANK == 0:
         oracle.assert_same_state(saved, dense, atol=2e-6)
+    mesh.remove()
+
+
+@four_ranks
+def test_a_last_stage_of_divided_logits():
+    x, y, _ = samples(2 * BATCH)
+    mesh = parallel.Mesh(model=2, pipeline=SIZE // 2)
+
+    def classifier(logits=keras.layers.Dense, **options):
+        keras.utils.set_random_seed(3)
+        hidden = keras.layers.Dense(HIDDEN, "tanh")
+        return keras.Sequential(
+            [keras.Input((INPUTS,)), hidden, logits(OUTPUTS, **options)]
+        )
+
+    dense = classifier()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    dense.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    with mesh:
+        divided = classifier(parallel.ColumnParallelDense, gather_output=False)
+        model = parallel.PipelineModel(divided, microbatches=2)
+        with pytest.raises(ValueError, match="model returns this rank's part"):
+            model.compile(keras.optimizers.SGD(0.1), loss)
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            parallel.ParallelSparseCategoricalCrossentropy(from_logits=True),
+            metrics=[parallel.ParallelSparseCategoricalAccuracy("accuracy")],
+        )
+    history, _ = oracle.fit_on_one_process(lambda: dense, x, y, BATCH)
+    found = oracle.fit(model, x, y, BATCH).history
+    for key, values in history.items():
+        np.testing.assert_allclose(found[key], values, rtol=1e-5, err_msg=key)
     mesh.remove()
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdtrain.keras.partition import Partition, set_partition
 from hvdtrain.parallel.pipeline import splitting, stage
@@ -71,6 +72,20 @@ class Counter(layers.Layer):
         return x
 
 
+class Variable(layers.Layer):
+    """A layer with a variable that Keras does not list."""
+
+    def build(self, shape):
+        self.count = tf.Variable(0.0)
+
+    def call(self, x):
+        return x
+
+
+def own_function(x):
+    return x
+
+
 def divided():
     model = chain()
     # Of a mesh of one rank, in place of one with model=2.
@@ -84,6 +99,8 @@ REFUSED = {
         keras.Sequential([layers.BatchNormalization(name="n")])
     ),
     "Counter 'c' .* depends on the whole batch": lambda: chain(Counter(name="c")),
+    "Variable 'v' .* depends on the whole batch": lambda: chain(Variable(name="v")),
+    "register_keras_serializable": lambda: chain(layers.Dense(4, own_function)),
     "LSTM 'l' .* batches before": lambda: chain(
         layers.LSTM(4, stateful=True, name="l"),
         inputs=keras.Input((3, 4), batch_size=2),

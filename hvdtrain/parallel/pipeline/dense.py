@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
 
 import keras
@@ -41,7 +42,10 @@ class DenseModel:
             compiled: a model as which it is compiled, if that is.
         """
         with in_scope(self.scope):
-            model = self.model_class.from_config(self.config, self.custom_objects)
+            # Keras takes entries out of the config that it is given.
+            model = self.model_class.from_config(
+                copy.deepcopy(self.config), self.custom_objects
+            )
         if compiled is not None and compiled.compiled:
             # Not from a config, which has only the names of a user's own functions.
             options = dict(compiled._compile_config.config)

@@ -10,6 +10,7 @@ from hvdtrain.keras.collective_calls import check_called_alike
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.partition import set_stages
+from hvdtrain.keras.parts import check_scores
 from hvdtrain.parallel.mesh import active_mesh
 from hvdtrain.parallel.pipeline import batches, dense, samples, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, links
@@ -86,6 +87,7 @@ class PipelineModel(keras.Model):
         self._inference = tuple(schedules.inference(size, microbatches)[index])
         self._links = links(mesh, mine.cuts)
         self._last_cut = mine.cuts[-1]
+        self._outputs_of_dense = mine.outputs
         self._is_last = index == size - 1
         self.network = mine.network
         self.dense = mine.dense
@@ -105,6 +107,7 @@ class PipelineModel(keras.Model):
             batches.check_loss(keras.losses.get(each))
         optimizer = self._distributed(keras.optimizers.get(optimizer))
         super().compile(optimizer, loss, *args, **kwargs)
+        check_scores(self, self._outputs_of_dense)
         configure_compiled_model(self)
 
     def _distributed(self, optimizer):

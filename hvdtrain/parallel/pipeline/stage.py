@@ -4,8 +4,9 @@ import dataclasses
 import random
 
 import keras
+import tensorflow as tf
 
-from hvdtrain.keras.parts import check_parts
+from hvdtrain.keras import parts
 from hvdtrain.parallel.pipeline import divided, splitting
 from hvdtrain.parallel.pipeline.dense import DenseModel, in_scope, scope_of
 
@@ -21,11 +22,13 @@ class Stage:
         network: functional model of its layers, with the dense model's values.
         cuts: the `Cut` after each stage; the last one is the model's output.
         dense: the `DenseModel`.
+        outputs: what `parts.outputs_of` returns of the dense model.
     """
 
     network: keras.Model
     cuts: tuple
     dense: DenseModel
+    outputs: list
 
 
 def build(model, stages, mesh):
@@ -43,7 +46,7 @@ def build(model, stages, mesh):
     """
     index, size = mesh.pipeline.index, mesh.pipeline.size
     functional = _as_functional(model)
-    check_parts(functional)
+    outputs_of_model = parts.outputs_of(functional)
     config = functional.get_config()
     outputs = [tuple(history) for history in config["output_layers"]]
     if stages is None:
@@ -83,7 +86,9 @@ def build(model, stages, mesh):
         custom_objects=_classes(model),
         scope=scope_of(functional),
     )
-    return Stage(network=network, cuts=tuple(cuts), dense=dense)
+    return Stage(
+        network=network, cuts=tuple(cuts), dense=dense, outputs=outputs_of_model
+    )
 
 
 def _as_functional(model):
@@ -113,6 +118,12 @@ def _network(config, functional, makers):
         # Variables, and the optimizer's slots, have the names of the dense model's.
         with in_scope(scope_of(functional)):
             return keras.Model.from_config(config, _classes(functional) | makers)
+    except TypeError as error:
+        raise ValueError(
+            "A pipeline makes layers from their config. Decorate functions and classes "
+            "of your own with @keras.saving.register_keras_serializable(). Received: "
+            f"{functional.name!r}, of which Keras cannot make a stage."
+        ) from error
     finally:
         random.setstate(state)
 
@@ -157,8 +168,9 @@ def _check_trainable(functional, owners, size):
 def _check_layer(layer):
     kind = type(layer).__name__
     is_custom = not type(layer).__module__.startswith("keras.")
+    own = [v for v in vars(layer).values() if isinstance(v, tf.Variable)]
     has_state = isinstance(layer, _STATEFUL) or (
-        is_custom and layer._non_trainable_variables
+        is_custom and (layer._non_trainable_variables or own)
     )
     if has_state and layer.trainable:
         reason = "its state in training depends on the whole batch"
