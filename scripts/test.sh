@@ -2,10 +2,11 @@
 # Runs the tests, after scripts/setup.sh if needed.
 #
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
-#     scripts/test.sh [four_ranks] [oracle] [oldest]
+#     scripts/test.sh [more_ranks] [oracle] [oldest]
 #
-# four_ranks: the parallel tests that show most with four ranks, such as models that are
-# divided over meshes of 2 x 2. oracle: only those of the parallel tests that compare a training on two ranks with one
+# parallel: on two ranks. more_ranks: those of the parallel tests that depend on the number
+# of ranks, on three and on four, such as models that are divided over meshes of 2 x 2;
+# three reduce through Horovod, with Gloo. oracle: only those of the parallel tests that compare a training on two ranks with one
 # process. oldest: oracle, and the unit tests that import Keras, with the oldest Keras of
 # setup.cfg, which is downloaded.
 set -uo pipefail
@@ -15,9 +16,9 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|four_ranks|oracle|oldest)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|oldest)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "four_ranks, oracle and oldest" >&2
+      "more_ranks, oracle and oldest" >&2
     exit 2
   }
 done
@@ -31,7 +32,7 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
 
 oracles=(
   tests/parallel/test_{optimizer,mixed_precision,callbacks_broadcast}.py
-  tests/parallel/test_{parallel_dense,parallel_attention,embedding,pipeline}.py
+  tests/parallel/test_{parallel_dense,parallel_attention,embedding,pipeline,parts}.py
   tests/parallel/test_dense_saving.py
 )
 summary=()
@@ -72,14 +73,13 @@ launched() {
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
-# All of it on two ranks, and on three, which reduce through Horovod, what the marker of
-# pyproject.toml names.
-parallel() {
-  launched shared_memory mpi 2 tests/parallel
-  launched horovod gloo 3 -m ranks tests/parallel
-}
+parallel() { launched shared_memory mpi 2 tests/parallel; }
 
-four_ranks() { launched shared_memory gloo 4 -m four_ranks tests/parallel; }
+# What the markers of pyproject.toml name.
+more_ranks() {
+  launched horovod gloo 3 -m ranks tests/parallel
+  launched shared_memory gloo 4 -m four_ranks tests/parallel
+}
 
 oracle() { launched auto mpi 2 "${oracles[@]}"; }
 
