@@ -6,9 +6,9 @@
 #
 # parallel: on two ranks. more_ranks: those of the parallel tests that depend on the number
 # of ranks, on three and on four, such as models that are divided over meshes of 2 x 2;
-# three reduce through Horovod, with Gloo. oracle: only those of the parallel tests that compare a training on two ranks with one
-# process. oldest: oracle, and the unit tests that import Keras, with the oldest Keras of
-# setup.cfg, which is downloaded.
+# three reduce through Horovod, with Gloo. oracle: only those that compare a training on
+# two ranks with one process. oldest: oracle, and the unit tests that import Keras, with
+# the oldest Keras of setup.cfg, which is downloaded.
 set -uo pipefail
 
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
