@@ -88,7 +88,9 @@ def _run(method):
                     "to compile."
                 )
             check_parts(self)
-            check_called_alike(method.__name__, _names_of_saving(callbacks))
+            _check_none_restores(callbacks)
+            saving = _names(callbacks, keras.callbacks.ModelCheckpoint)
+            check_called_alike(method.__name__, saving)
         return method(self, *args, **kwargs)
 
     return run
@@ -128,7 +130,7 @@ def _export(method):
 def _saved_variables(model):
     optimizers = [each for each in optimizers_of(model) if each is not None]
     for optimizer in optimizers:
-        dense_saving.has_divided_slots(optimizer)
+        dense_saving.note_slots(optimizer)
     return [*model.variables, *(v for each in optimizers for v in each.variables)]
 
 
@@ -143,7 +145,7 @@ def _list_of(callbacks):
 
 
 def _check_none_swaps_averages(callbacks):
-    if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+    if _names(callbacks, keras.callbacks.SwapEMAWeights):
         raise ValueError(
             "SwapEMAWeights exchanges weights and their averages, and with shard_state "
             "each rank has only its part of the averages. Use shard_state=False, or "
@@ -152,14 +154,16 @@ def _check_none_swaps_averages(callbacks):
         )
 
 
-def _names_of_saving(callbacks):
-    if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
+def _check_none_restores(callbacks):
+    if _names(callbacks, keras.callbacks.BackupAndRestore):
         raise ValueError(
             "The model is divided over ranks, which save it together, and each rank's "
             "BackupAndRestore would delete the others' directory. Use ModelCheckpoint, "
             "or training.train_and_evaluate, which continues an interrupted job."
         )
-    kind = keras.callbacks.ModelCheckpoint
+
+
+def _names(callbacks, kind):
     return [type(each).__name__ for each in callbacks if isinstance(each, kind)]
 
 

@@ -55,7 +55,7 @@ def install():
 
     @functools.wraps(save_whole)
     def save(self, store):
-        if has_divided_slots(self):
+        if _has_divided_slots(self):
             save_dense(self.variables, store)
         else:
             save_whole(self, store)
@@ -63,7 +63,7 @@ def install():
     @functools.wraps(load_whole)
     def load(self, store):
         # Of another length, Keras loads nothing, and prints a warning.
-        if has_divided_slots(self) and len(store.keys()) == len(self.variables):
+        if _has_divided_slots(self) and len(store.keys()) == len(self.variables):
             load_slices(self.variables, store)
         else:
             load_whole(self, store)
@@ -71,11 +71,15 @@ def install():
     cls.save_own_variables, cls.load_own_variables = save, load
 
 
-def has_divided_slots(optimizer):
-    """Whether this rank has parts of an optimizer's slots; it notes which they are."""
+def note_slots(optimizer):
+    """Notes which slots are parts; those of a plain optimizer are not noted before."""
     base = without_loss_scale(optimizer)
     if base.built:
         divide_slots(base, base._trainable_variables)
+
+
+def _has_divided_slots(optimizer):
+    note_slots(optimizer)
     return is_divided(optimizer.variables)
 
 
