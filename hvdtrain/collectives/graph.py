@@ -72,14 +72,18 @@ def block_constant_folding(tensor):
     return tf.where(_unknown_true(), tensor, tf.zeros_like(tensor))
 
 
-def prevent_pruning(tensor):
-    """Keeps the collective that computes `tensor` in the graph, used or not.
+def prevent_pruning(result: tf.Tensor | tf.IndexedSlices) -> None:
+    """Keeps the collectives that compute `result` in the graph, used or not.
 
     Grappler prunes operations whose results are unused; the other ranks would wait
     for this one until the stall limit. An Assert has a side effect and is kept.
     """
-    if not tf.executing_eagerly():
-        tf.raw_ops.Assert(condition=_unknown_true(), data=[tensor])
+    if tf.executing_eagerly():
+        return
+    tensors = tf.nest.flatten(result, expand_composites=True)
+    # One element is enough: an Assert copies its data from a GPU.
+    data = [tf.reshape(tensor, [-1])[:1] for tensor in tensors]
+    tf.raw_ops.Assert(condition=_unknown_true(), data=data)
 
 
 def operation_name(base, process_set):

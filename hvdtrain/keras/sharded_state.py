@@ -8,7 +8,7 @@ weights, updates this part, and the ranks exchange the parts.
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives import transport
+from hvdtrain.collectives import graph, transport
 from hvdtrain.collectives.process_sets import is_elastic, needs_communication
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.partition import (
@@ -113,8 +113,16 @@ class ShardedState:
             gradients: list of tensors, `tf.IndexedSlices` or None.
             weights: list of the variables that they belong to.
         """
-        if not self.is_scattered:
-            return self._reducer(gradients, weights)
+        reduce = self._scatter if self.is_scattered else self._reducer
+        reduced = reduce(gradients, weights)
+        for shard, gradient in zip(self._shards_of(weights), reduced, strict=True):
+            # This rank uses no element of it: if that is so for all of a bucket, its
+            # reduction would be pruned here, and the other ranks would block in it.
+            if gradient is not None and not shard.size:
+                graph.prevent_pruning(gradient)
+        return reduced
+
+    def _scatter(self, gradients: list, weights: list) -> list:
         shards = self._shards_of(weights)
         combined = self._reducer.scale_local(gradients, weights)
         divided = [

@@ -218,6 +218,48 @@ def test_fit_saves_the_whole_state(tmp_path):
         assert_equal(slots, found, "checkpoint")
 
 
+def words(rows, columns, units):
+    """A classifier of three ids each: the gradient of the first weight is sparse."""
+    layers = [
+        keras.layers.Embedding(rows, columns),
+        keras.layers.Flatten(),
+        keras.layers.Dense(units, "softmax"),
+    ]
+    return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+
+
+def one_layer(use_bias):
+    layer = keras.layers.Dense(3, "softmax", use_bias=use_bias)
+    return keras.Sequential([keras.Input((3,)), layer])
+
+
+@pytest.mark.ranks
+@pytest.mark.four_ranks
+@pytest.mark.parametrize(
+    ("make", "make_optimizer", "shard_state"),
+    [
+        (lambda: words(40, 8, 3), lambda: optimizers.SGD(0.1), True),
+        (lambda: words(5, 4, 99), lambda: optimizers.Adam(0.1), "slices"),
+        (lambda: one_layer(SIZE > 2), lambda: optimizers.Adam(0.1), True),
+        (lambda: one_layer(False), lambda: optimizers.SGD(0.1), "slices_reducescatter"),
+    ],
+)
+def test_fit_where_a_rank_has_no_part_of_a_bucket(make, make_optimizer, shard_state):
+    inputs = np.random.default_rng(0).integers(0, 5, (8 * SIZE, 3))
+    labels = inputs.sum(axis=1) % 3
+
+    def fitted(shard_state):
+        keras.utils.set_random_seed(1)
+        model = make()
+        optimizer = hvd.DistributedOptimizer(make_optimizer(), shard_state=shard_state)
+        model.compile(optimizer, oracle.LOSS)
+        oracle.fit_shard(model, inputs, labels)
+        return model.get_weights()
+
+    tolerance = {"rtol": 1e-5} if shard_state == "slices_reducescatter" else {}
+    assert_equal(fitted(shard_state), fitted(False), shard_state, **tolerance)
+
+
 @pytest.mark.ranks
 @pytest.mark.four_ranks
 def test_averages_that_are_divided_are_not_swapped():
@@ -282,6 +324,32 @@ def test_the_state_of_a_model_that_is_divided():
         slots, others = slots_of(optimizer), slots_of(whole)
         if RANK == 0:
             assert_equal(slots, others, shard_state, rtol=1e-5)
+    mesh.remove()
+
+
+@pytest.mark.four_ranks
+def test_fit_of_a_model_that_is_divided():
+    mesh = parallel.Mesh(model=2)
+    inputs, labels = oracle.samples(3)
+    mine = slice(mesh.data.index, None, mesh.data.size)
+
+    def fitted(shard_state):
+        keras.utils.set_random_seed(3)
+        with mesh:
+            # Of its kernel and its bias, one data rank has both.
+            layer = parallel.RowParallelDense(oracle.CLASSES, "softmax")
+        model = keras.Sequential([keras.Input((oracle.FEATURES,)), layer])
+        optimizer = optimizers.Adam(0.1)
+        model.compile(
+            hvd.DistributedOptimizer(optimizer, mesh=mesh, shard_state=shard_state),
+            oracle.LOSS,
+        )
+        oracle.fit(model, inputs[mine], labels[mine], 2 * oracle.LOCAL_BATCH_SIZE)
+        return model.get_weights()
+
+    expected = fitted(False)
+    for shard_state in (True, "slices"):
+        assert_equal(fitted(shard_state), expected, shard_state)
     mesh.remove()
 
 

@@ -95,6 +95,8 @@ def _run_natively(exchange, tensors, sent, name, process_set):
 def _gather_flat(parts, sizes, shapes, *, name, process_set):
     flat = tf.concat([tf.reshape(part, [-1]) for part in parts], axis=0)
     (gathered,) = moving.allgather([flat], name=name, process_set=process_set)
+    # A rank that needs none of the tensors takes part for the others.
+    graph.prevent_pruning(gathered)
     by_rank = list(zip(*sizes, strict=True))
     pieces = tf.split(gathered, [size for rank in by_rank for size in rank])
     count = len(parts)
