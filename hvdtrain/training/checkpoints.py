@@ -11,12 +11,15 @@ replaces a checkpoint of the same step.
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import pathlib
 import re
 import secrets
 import time
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import safetensors.numpy
@@ -34,10 +37,19 @@ FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})\.json")
 _HOUR_SECONDS = 3600.0
 _DAMAGE = (OSError, LookupError, TypeError, ValueError, SafetensorError)
+# Any other error of the system, such as EIO or EMFILE, may pass.
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+# Arrays that `verify` has compared with their digest, until they are read.
+_verified = set()
 
 
 class CheckpointError(JobError):
     """A checkpoint that cannot be used; the message names the file and the reason."""
+
+
+class UnreadableError(JobError):
+    """A file that cannot be read now, and may be intact."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,28 +75,47 @@ class CheckpointFiles:
         keep_max: the newest ones that are kept, 1 or more.
         keep_every_hours: in addition, the first of every so many hours; 0 for none.
         clock: returns seconds since the epoch.
+        sleep: waits for a number of seconds before a file is read again.
     """
 
-    def __init__(self, directory, *, keep_max=5, keep_every_hours=0, clock=time.time):
+    def __init__(
+        self,
+        directory,
+        *,
+        keep_max=5,
+        keep_every_hours=0,
+        clock=time.time,
+        sleep=time.sleep,
+    ):
         self._directory = pathlib.Path(directory)
         self._keep_max = keep_max
         self._keep_seconds = keep_every_hours * _HOUR_SECONDS
         self._clock = clock
+        self._sleep = sleep
         self._superseded = set()
 
     def steps(self):
-        """Return the steps of all checkpoints, newest first, valid or not."""
-        if not self._directory.is_dir():
+        """Return the steps of all checkpoints, newest first, valid or not.
+
+        Raises:
+            UnreadableError: the directory cannot be read now.
+        """
+        try:
+            found = self._retried(self._directory, lambda: os.listdir(self._directory))
+        except _ABSENT:
             return []
-        matches = [_NAME.fullmatch(path.name) for path in self._directory.iterdir()]
+        matches = map(_NAME.fullmatch, found)
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def path(self, step):
         """Return the path of the JSON file of a checkpoint."""
         return self._directory / f"step-{step:08}.json"
 
-    def write(self, checkpoint):
+    def write(self, checkpoint: Checkpoint) -> str:
         """Write a `Checkpoint`, then delete those that are not to be kept.
+
+        Returns:
+            Which files could not be deleted, and why; empty if all are.
 
         Raises:
             CheckpointError: a file cannot be written; earlier checkpoints are intact.
@@ -107,38 +138,81 @@ class CheckpointFiles:
                 temporary.write_text(text)
             on_error.pop_all()
         # The checkpoint is complete: what cannot be deleted now is so after the next.
-        with contextlib.suppress(OSError):
-            self._delete_old(checkpoint.step)
+        try:
+            return _first_line(self._delete_old(checkpoint.step))
+        except (OSError, UnreadableError) as error:
+            return f"no old one deleted: {error}"
 
-    def read(self, step):
+    def read(self, step: int) -> Checkpoint:
         """Return a `Checkpoint`.
 
         Raises:
             CheckpointError: it is truncated, corrupt, or of another version.
+            UnreadableError: it cannot be read now, which need not be damage.
+        """
+
+        def read():
+            described = self._checked(step)
+            path = self._directory / described["arrays"]
+            arrays = _load(path)
+            _verified.discard(path)
+            for name in described["bfloat16"]:
+                arrays[name] = arrays[name].view("bfloat16")
+            return Checkpoint(step=step, arrays=arrays, metadata=described["metadata"])
+
+        with _one_line_errors("read", self.path(step)):
+            return self._retried(self.path(step), read)
+
+    def verify(self, step: int) -> dict:
+        """Return the metadata of a checkpoint whose arrays have the right digest.
+
+        `read` of the same step does not compare the digest again. Errors are those of
+        `read`.
         """
         path = self.path(step)
         with _one_line_errors("read", path):
-            described = self._described(step)
-            if described["step"] != step:
-                raise ValueError(f"it is that of step {described['step']}")
-            if described["format"] != FORMAT:
-                raise CheckpointError(
-                    f"Cannot read {path}: it has the format {described['format']}, "
-                    f"and this version of hvdtrain reads {FORMAT}."
-                )
-            arrays_path = self._directory / described["arrays"]
-            size = arrays_path.stat().st_size
-            if size != described["bytes"]:
-                raise ValueError(
-                    f"{arrays_path.name} has {size} bytes, expected "
-                    f"{described['bytes']}"
-                )
-            if _digest(arrays_path) != described["sha256"]:
-                raise ValueError(f"{arrays_path.name} has another digest")
-            arrays = safetensors.numpy.load_file(arrays_path)
-            for name in described["bfloat16"]:
-                arrays[name] = arrays[name].view("bfloat16")
-        return Checkpoint(step=step, arrays=arrays, metadata=described["metadata"])
+            described = self._retried(path, lambda: self._checked(step))
+            _verified.add(self._directory / described["arrays"])
+        return described["metadata"]
+
+    def _checked(self, step: int) -> dict:
+        """Return what the JSON file has of arrays that are as they were written."""
+        path, described = self.path(step), self._described(step)
+        if described["step"] != step:
+            raise ValueError(f"it is that of step {described['step']}")
+        if described["format"] != FORMAT:
+            raise CheckpointError(
+                f"Cannot read {path}: it has the format {described['format']}, "
+                f"and this version of hvdtrain reads {FORMAT}."
+            )
+        arrays_path = self._directory / described["arrays"]
+        size = arrays_path.stat().st_size
+        if size != described["bytes"]:
+            raise ValueError(
+                f"{arrays_path.name} has {size} bytes, expected {described['bytes']}"
+            )
+        if arrays_path in _verified:
+            return described
+        if _digest(arrays_path) != described["sha256"]:
+            raise ValueError(f"{arrays_path.name} has another digest")
+        return described
+
+    def _retried(self, path: pathlib.Path, read: Callable):
+        """Return `read()`; after an error that may pass, wait and read again."""
+        for seconds in (*_RETRY_SECONDS, None):
+            try:
+                return read()
+            except _ABSENT:
+                raise
+            except OSError as error:
+                reason = error.strerror
+            if seconds is not None:
+                self._sleep(seconds)
+        raise UnreadableError(
+            f"Cannot read {path}: {reason}, {len(_RETRY_SECONDS) + 1} times in "
+            f"{sum(_RETRY_SECONDS):g} s. It may be intact, and is kept: start the job "
+            "again when it can be read."
+        )
 
     def delete_leftovers(self):
         """Delete what a writer that was killed has left. For the only writer.
@@ -157,7 +231,8 @@ class CheckpointFiles:
                     "restore these files, or choose another model_dir."
                 )
             remove_partial(self._directory)
-            self._delete_arrays(but=self.steps())
+            for error in self._delete_arrays(but=self.steps()):
+                raise error
 
     def supersede_after(self, step):
         """Let the next write delete all checkpoints of later steps than `step`.
@@ -190,19 +265,20 @@ class CheckpointFiles:
                 return
         (self._directory / name).unlink(missing_ok=True)
 
-    def _delete_old(self, newest):
-        """Delete the checkpoints that are not to be kept."""
+    def _delete_old(self, newest: int) -> list[OSError]:
+        """Delete what is not to be kept; return the errors of what remains."""
         superseded = self._superseded - {newest}
         steps = [step for step in self.steps() if step not in superseded]
         kept = {*steps[: self._keep_max], *self._hourly(steps)}
-        for step in self.steps():
-            if step not in kept:
-                self.path(step).unlink(missing_ok=True)
-        self._superseded = set()
+        old = [self.path(step) for step in self.steps() if step not in kept]
+        errors = _delete(old)
+        remaining = self.steps()
+        # The next write tries again.
+        self._superseded = superseded.intersection(remaining)
         # After the JSON files: arrays that none names are no checkpoint.
-        self._delete_arrays(but=kept)
+        return errors + self._delete_arrays(but=remaining)
 
-    def _delete_arrays(self, *, but):
+    def _delete_arrays(self, *, but: Iterable[int]) -> list[OSError]:
         """Delete the arrays that no JSON file of the steps `but` names."""
         kept = set()
         for step in but:
@@ -211,9 +287,7 @@ class CheckpointFiles:
             except _DAMAGE:
                 # Also of another version: all that may belong to it is kept.
                 kept |= {path.name for path in self._all_arrays(f"step-{step:08}*")}
-        for path in self._all_arrays():
-            if path.name not in kept:
-                path.unlink(missing_ok=True)
+        return _delete(path for path in self._all_arrays() if path.name not in kept)
 
     def _all_arrays(self, stem="step-*"):
         return list(self._directory.glob(f"{stem}.safetensors"))
@@ -225,8 +299,10 @@ class CheckpointFiles:
         for step in reversed(steps):
             try:
                 seconds = self._described(step)["seconds"]
-            except _DAMAGE:
-                # Resuming passes it over, too.
+            except _DAMAGE as error:
+                # Resuming passes over a damaged one, too.
+                if _may_pass(error):
+                    yield step
                 continue
             if last is None or seconds - last >= self._keep_seconds:
                 last = seconds
@@ -234,6 +310,37 @@ class CheckpointFiles:
 
     def _described(self, step):
         return json.loads(self.path(step).read_text())
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, _ABSENT)
+
+
+def _delete(paths: Iterable[pathlib.Path]) -> list[OSError]:
+    """Delete files; return the errors of those that remain."""
+    errors = []
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            errors.append(error)
+    return errors
+
+
+def _first_line(errors: list[OSError]) -> str:
+    if not errors:
+        return ""
+    more = f" and {len(errors) - 1} more" if errors[1:] else ""
+    return f"cannot delete {errors[0].filename}{more}: {errors[0].strerror}"
+
+
+def _load(path: pathlib.Path) -> dict:
+    try:
+        return safetensors.numpy.load_file(path)
+    except FileNotFoundError:
+        # The library raises it for any error of opening, EMFILE for example. That
+        # the file exists was seen just before.
+        raise OSError(errno.EIO, "it cannot be opened") from None
 
 
 def _digest(path):

@@ -45,6 +45,10 @@ class Commits:
         """Return the newest commit, a `Checkpoint`."""
         return self._newest
 
+    def verify(self, step: int) -> dict:
+        """Return its metadata."""
+        return self._newest.metadata
+
     def path(self, step):
         """Return what an error calls it."""
         return f"the commit of step {step}"

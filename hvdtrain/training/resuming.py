@@ -78,7 +78,7 @@ def position(config, world, commits=None, *, replicas=None):
         for store, step in [(each, step) for each in stores for step in each.steps()]:
             # A damaged one is passed over, as in `restore`.
             with contextlib.suppress(CheckpointError, LookupError):
-                metadata = store.read(step).metadata
+                metadata = store.verify(step)
                 sample, size = metadata["sample"], metadata["original_size"]
                 return Position(step=step, sample=sample, original_size=size)
         return Position(step=0, sample=0, original_size=first_size)

@@ -96,7 +96,7 @@ class BackgroundWriter:
         start = self._clock()
         self._error = None
         try:
-            self._files.write(checkpoint)
+            left = self._files.write(checkpoint)
         # Of any kind, MemoryError for example: a thread has no other way to report it.
         except Exception as error:
             self._error = error
@@ -106,7 +106,7 @@ class BackgroundWriter:
         else:
             seconds = self._clock() - start
             text = f"copied in {copy_seconds:.3f} s, written in {seconds:.1f} s"
-            self._report(checkpoint.step, text)
+            self._report(checkpoint.step, f"{text}; {left}" if left else text)
 
     def _report(self, step, text):
         notify(self._observers, "on_checkpoint", step, text)

@@ -1,7 +1,9 @@
 """Checkpoint files: what is written is read, and what is damaged is found."""
 
+import hashlib
 import json
 import os
+import resource
 import stat
 from unittest import mock
 
@@ -9,7 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hvdtrain.training.checkpoints import Checkpoint, CheckpointError, CheckpointFiles
+from hvdtrain.training.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointFiles,
+    UnreadableError,
+)
 
 ARRAYS = {
     "shared/0000/kernel": np.arange(12, dtype="float32").reshape(3, 4),
@@ -144,6 +151,77 @@ def test_damage_is_found(files, damage):
         files.read(300)
     assert str(files.path(300)) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def no_more_files():
+    """A function that lets this process open no file; `end` lets it again."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def limit():
+        os.close(free := os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+
+    def end(seconds=0):
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    limit.end = end
+    yield limit
+    end()
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_an_error_that_passes_is_no_damage(tmp_path, no_more_files, is_verified):
+    files = CheckpointFiles(tmp_path, sleep=no_more_files.end)
+    files.write(checkpoint())
+    if is_verified:
+        assert files.verify(300) == {"size": 2}
+    no_more_files()
+    found = files.read(300)
+    np.testing.assert_array_equal(
+        found.arrays["shared/0000/kernel"], ARRAYS["shared/0000/kernel"]
+    )
+    no_more_files()
+    assert files.steps() == [300]
+
+
+def test_an_error_that_stays_is_one_line_and_nothing_is_deleted(tmp_path, monkeypatch):
+    pauses = []
+    files = CheckpointFiles(tmp_path, sleep=pauses.append)
+    files.write(checkpoint())
+    complete = names(files)
+    error = OSError(5, "Input/output error")
+    monkeypatch.setattr(hashlib, "file_digest", mock.Mock(side_effect=error))
+    with pytest.raises(UnreadableError, match=r"json: Input.* may be intact") as caught:
+        files.read(300)
+    assert "\n" not in str(caught.value)
+    assert 5 < sum(pauses) < 60
+    assert names(files) == complete
+
+
+def test_the_digest_is_compared_once(files, monkeypatch):
+    files.write(checkpoint())
+    digest = mock.Mock(wraps=hashlib.file_digest)
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    assert files.verify(300) == {"size": 2}
+    for count in (1, 2):
+        # Only what was verified just before is read without it.
+        assert files.read(300).step == 300
+        assert digest.call_count == count
+
+
+def test_a_file_that_cannot_be_deleted_keeps_no_other(files):
+    blocked = files.path(5)
+    blocked.mkdir(parents=True)
+    for step in (10, 20, 30):
+        files.write(checkpoint(step))
+    left = files.write(checkpoint(40))
+    assert str(blocked) in left
+    assert "\n" not in left
+    assert files.steps() == [40, 30, 20, 5]
+    assert len(names(files)) == 7
+    blocked.rmdir()
+    assert files.write(checkpoint(50)) == ""
 
 
 def test_a_newer_format_is_named(files):

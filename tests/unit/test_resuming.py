@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
 import random
 import re
 import time
+from unittest import mock
 
 import keras
 import numpy as np
@@ -19,7 +21,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
-from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, run_directory
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, run_directory, saving
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 from hvdtrain.training.per_rank_state import PerRankState
 from hvdtrain.training.resuming import Start
@@ -347,6 +349,21 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
         result = train(tmp_path)
     assert result.start_step == before
     assert_equal(result, expected)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path, monkeypatch):
+    train(tmp_path, max_steps=10)
+    names = sorted((tmp_path / "checkpoints").iterdir())
+    with monkeypatch.context() as patch:
+        quick = functools.partial(CheckpointFiles, sleep=lambda seconds: None)
+        patch.setattr(saving, "CheckpointFiles", quick)
+        error = mock.Mock(side_effect=OSError(5, "Input/output error"))
+        patch.setattr(hashlib, "file_digest", error)
+        # One line, and no step from an older checkpoint, which would replace it.
+        with pytest.raises(JobError, match=r"^Cannot read .*10\.json: Input/output"):
+            train(tmp_path)
+    assert sorted((tmp_path / "checkpoints").iterdir()) == names
+    assert train(tmp_path, max_steps=12).start_step == 10
 
 
 def test_no_usable_checkpoint_is_an_error_and_nothing_is_deleted(tmp_path):
