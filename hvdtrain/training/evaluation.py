@@ -67,6 +67,9 @@ def evaluated_weights(model, *, steps):
 class EvaluationCallback(StepCallback):
     """Evaluates over all ranks when it is due, and at the end of the training.
 
+    It stands before the callbacks of users: the logs of an epoch contain the results
+    of its last evaluation, with the prefix `val_`.
+
     Args:
         spec: the `EvalSpec`.
         plan: the `Plan` of the training.
@@ -75,10 +78,12 @@ class EvaluationCallback(StepCallback):
         results: the list of the job's evaluations, to which each is appended.
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
         left_out: a context manager in which each evaluation is run.
+        save: `save(logs)` writes a checkpoint before the last evaluation; None without
+            checkpoints.
     """
 
     def __init__(
-        self, spec, plan, is_due, observers, *, results, exports=None, left_out
+        self, spec, plan, is_due, observers, *, results, exports, left_out, save
     ):
         super().__init__(plan)
         self._left_out = left_out
@@ -87,24 +92,63 @@ class EvaluationCallback(StepCallback):
         self._spec = spec
         self._is_due = is_due
         self._observers = observers
-        self._is_pending = False
+        self._save = save
+        self._is_pending = self._has_ended = False
+        self._test_logs = {}
 
     def note_step(self):
         """Asks whether it is due."""
         self._is_pending |= self._is_due(self.step)
 
     def act(self, *, is_epoch_end):
-        """Evaluates if it is due."""
-        every = self._spec.every_epochs
-        is_epoch_due = every and (self._epoch + 1) % every == 0
-        if self._is_pending or (is_epoch_end and (self.is_last or is_epoch_due)):
-            self._is_pending = False
-            # At the end of an epoch the moving statistics are equal already.
-            steps = None if is_epoch_end else self.epoch_steps
-            with self._left_out(), evaluated_weights(self.model, steps=steps):
-                self._evaluate()
+        """Evaluates if it is due within an epoch."""
+        if self._is_pending:
+            self._run(steps=self.epoch_steps, is_end=False)
 
-    def _evaluate(self):
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Evaluates if it is due, and adds the results of the epoch to its logs."""
+        every = self._spec.every_epochs
+        if self.is_last:
+            self._end(logs)
+        elif self._is_pending or (every and (epoch + 1) % every == 0):
+            self._run(steps=None, is_end=False)
+        # A job that continues within an epoch has its evaluations from the checkpoint.
+        self._test_logs = {}
+        if self._results and self._results[-1]["step"] > self.plan.step(epoch):
+            found = scalars(self._results[-1]["metrics"])
+            self._test_logs = {f"val_{name}": value for name, value in found.items()}
+        logs.update(self._test_logs)
+
+    def end(self, logs: dict) -> None:
+        """Evaluates if a callback has ended the training after `on_epoch_end`.
+
+        Args:
+            logs: of the epoch. The test metrics are removed from them: the history of
+                a job is that of training metrics.
+        """
+        for name in self._test_logs:
+            logs.pop(name, None)
+        if self.is_last and not self._has_ended:
+            self._end(logs)
+
+    def _end(self, logs: dict) -> None:
+        self._has_ended = True
+        if self._save:
+            # User code follows: its failure must not cost the training.
+            self._save(logs)
+        # At the end of an epoch the moving statistics are equal already.
+        self._run(steps=None, is_end=True)
+
+    def _run(self, *, steps: int | None, is_end: bool) -> None:
+        self._is_pending = False
+        with self._left_out(), evaluated_weights(self.model, steps=steps):
+            if not self._results or self._results[-1]["step"] != self.step:
+                self._evaluate(is_end)
+            elif self._exports:
+                # The training ends where it was just evaluated.
+                self._exports.write_missing(self.model, self._results)
+
+    def _evaluate(self, is_end: bool) -> None:
         batches = self._spec.batches()
         found = evaluate(self.model, batches, steps=self._spec.steps)
         # The loss of a training step is computed before its update: only here does
@@ -113,4 +157,20 @@ class EvaluationCallback(StepCallback):
         self._results.append({"step": self.step, "metrics": found})
         notify(self._observers, "on_evaluation", self.step, scalars(found))
         if self._exports:
-            self._exports.write(self.model, self._results, is_last=self.is_last)
+            self._exports.write(self.model, self._results, is_last=is_end)
+
+
+class EndOfEvaluationsCallback(keras.callbacks.Callback):
+    """Calls `EvaluationCallback.end` after the callbacks of users.
+
+    Args:
+        evaluation: the `EvaluationCallback`.
+    """
+
+    def __init__(self, evaluation: EvaluationCallback) -> None:
+        super().__init__()
+        self._evaluation = evaluation
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Evaluates if the training ends here and that was not known before."""
+        self._evaluation.end(logs)

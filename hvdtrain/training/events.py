@@ -1,6 +1,7 @@
 """What the observers of a training receive, on the chief."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -54,10 +55,11 @@ class Progress:
     skipped_updates: int = 0
 
 
-def notify(observers, method, *arguments):
-    """Call a method of all observers; `train_and_evaluate` lists their methods."""
+def notify(observers: Sequence, method: str, *arguments: object) -> None:
+    """Call a method of all observers that have it; see `train_and_evaluate`."""
     for observer in observers:
-        getattr(observer, method)(*arguments)
+        if call := getattr(observer, method, None):
+            call(*arguments)
 
 
 def scalars(metrics):

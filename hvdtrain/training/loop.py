@@ -43,9 +43,9 @@ def train_and_evaluate(
         eval_spec: an `EvalSpec`.
         config: a `RunConfig`.
         world: the `World`.
-        observers: objects whose methods are called on the chief: `on_start(start)`
-            with a `RunStart`, `on_progress(progress)` with a `Progress` every second,
-            `on_evaluation(step, metrics)` after each evaluation,
+        observers: objects whose methods are called on the chief, each as far as it has
+            them: `on_start(start)` with a `RunStart`, `on_progress(progress)` with a
+            `Progress` every second, `on_evaluation(step, metrics)` after an evaluation,
             `on_checkpoint(step, text)` when a checkpoint was written, or was not, and
             `on_export(step, text)` for exports.
         commits: in an elastic job, what `run_elastic` gives.

@@ -3,6 +3,8 @@
 import os
 import threading
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from hvdtrain.job import agreement
 from hvdtrain.training import state
@@ -144,7 +146,9 @@ class CheckpointCallback(StepCallback):
         is_due: an `Every`.
         requests: the `Requests`.
         world: the `World`.
-        describe: `describe(step, is_finished)` returns the metadata at this moment.
+        describe: `describe(step, is_finished, logs)` returns the metadata at this
+            moment; `logs` are those of an epoch that is not in the history yet, or
+            empty.
         is_commit: whether all ranks keep the state; there is none at the end, where
             the ranks are not to leave the training for hosts that have come.
     """
@@ -180,13 +184,24 @@ class CheckpointCallback(StepCallback):
             self._is_pending = False
             self._save(is_finished)
 
-    def _save(self, is_finished):
+    def save_before_evaluation(self, logs: dict) -> None:
+        """Save a training that ends here, before its last evaluation. A collective.
+
+        That evaluation calls code of users. The checkpoint is replaced after it.
+
+        Args:
+            logs: of the last epoch.
+        """
+        wait_together(self._world, self._writer)
+        self._save(True, logs)
+
+    def _save(self, is_finished: bool, logs: Mapping = MappingProxyType({})) -> None:
         start = time.perf_counter()
         state.check_finite(self.model, self._world, self.step)
         arrays = state.capture(self.model, self._world, everywhere=self._is_commit)
         copy_seconds = time.perf_counter() - start
         if arrays is None:
             return
-        metadata = self._describe(self.step, is_finished)
+        metadata = self._describe(self.step, is_finished, logs)
         checkpoint = Checkpoint(step=self.step, arrays=arrays, metadata=metadata)
         self._writer.submit(checkpoint, copy_seconds=copy_seconds)

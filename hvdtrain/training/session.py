@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
@@ -13,6 +13,7 @@ from hvdtrain.job.agreement import fail_together
 from hvdtrain.training.checkpoints import CheckpointFiles
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation import (
+    EndOfEvaluationsCallback,
     EvaluationCallback,
     evaluate,
     evaluated_weights,
@@ -21,7 +22,7 @@ from hvdtrain.training.exporting import Exports
 from hvdtrain.training.fitting import fit
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
-from hvdtrain.training.progress import ProgressCallback
+from hvdtrain.training.progress import ProgressCallback, check_loss
 from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Every, Requests
 from hvdtrain.training.resuming import RestoreCallback, RestoreGeneratorsCallback, Start
 from hvdtrain.training.saving import (
@@ -125,6 +126,7 @@ class Session:
         if not self._evaluations or self._evaluations[-1]["step"] != step:
             with evaluated_weights(model, steps=None):
                 found = evaluate(model, eval_spec.batches(), steps=eval_spec.steps)
+            check_loss(found["loss"], step)
             self._evaluations.append({"step": step, "metrics": found})
         with fail_together(self._run.world):
             if self._run.exports and step <= self._run.plan.max_steps:
@@ -147,6 +149,7 @@ class Session:
     def _callbacks(self, train_spec, eval_spec):
         """Return all callbacks, in their order."""
         config, plan = self._run.config, self._run.plan
+        savings = list(self._savings())
         evaluation = EvaluationCallback(
             eval_spec,
             plan,
@@ -155,6 +158,7 @@ class Session:
             results=self._evaluations,
             exports=self._run.exports,
             left_out=self._progress.left_out,
+            save=savings[0].save_before_evaluation if config.model_dir else None,
         )
         preemption = PreemptionCallback(
             plan,
@@ -171,12 +175,15 @@ class Session:
             hvd.callbacks.MetricAverageCallback(),
             # Before callbacks of users, whose logs may differ by rank.
             self._progress,
-            *(train_spec.callbacks(plan) if train_spec.callbacks else ()),
+            # The last evaluation is a collective: ranks agree whether it is here.
             StopAtEpochEndCallback(self._run.world),
             evaluation,
+            *(train_spec.callbacks(plan) if train_spec.callbacks else ()),
+            StopAtEpochEndCallback(self._run.world),
+            EndOfEvaluationsCallback(evaluation),
             # Before the checkpoint, which contains it.
             self._history,
-            *self._savings(),
+            *savings,
             preemption,
             RestoreGeneratorsCallback(self._run.start, plan),
         ]
@@ -219,10 +226,14 @@ class Session:
             start_step=self._run.start.step,
         )
 
-    def _describe(self, step, is_finished):
+    def _describe(self, step: int, is_finished: bool, logs: Mapping) -> dict:
         """Return the metadata of a checkpoint."""
         run, start = self._run, self._run.start
         new_samples = (step - start.step) * run.global_batch_size
+        history = self._history.history
+        history = history | {
+            name: [*history.get(name, ()), v] for name, v in logs.items()
+        }
         first_size = len(run.local_batch_sizes)
         if run.commits:
             first_size = run.commits.original_size
@@ -238,7 +249,7 @@ class Session:
             "finished": self._run.plan.max_steps if is_finished else None,
             "train_seconds": self._train_seconds(),
             "skipped_updates": self._run.skipping.count,
-            "history": _for_json(self._history.history),
+            "history": _for_json(history),
             "evaluations": _for_json(self._evaluations),
         }
 

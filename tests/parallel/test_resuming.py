@@ -77,6 +77,13 @@ def directory():
         hvd.allreduce(0, name="leave_directory")
 
 
+class LogTestLoss(keras.callbacks.Callback):
+    """Logs the test loss that the callbacks of this rank see."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["seen"] = logs["val_loss"]
+
+
 def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
     def model_fn():
         return model(
@@ -87,12 +94,13 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
             ),
         )
 
-    expected = train(model_fn)
+    expected = train(model_fn, callbacks=[LogTestLoss()])
     # Within an epoch, and within the next one.
     for count in (4, 5):
+        callbacks = [LogTestLoss(), oracle.killed_after(count)]
         with pytest.raises(oracle.KilledError):
-            train(model_fn, directory=directory, callbacks=[oracle.killed_after(count)])
-    result = train(model_fn, directory=directory)
+            train(model_fn, directory=directory, callbacks=callbacks)
+    result = train(model_fn, directory=directory, callbacks=[LogTestLoss()])
     assert 0 < result.start_step < STEPS
     variables = zip(
         [*result.model.variables, *result.model.optimizer.variables],
@@ -103,16 +111,18 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
         np.testing.assert_array_equal(found.numpy(), wanted.numpy(), wanted.path)
     assert result.history == expected.history
     assert result.test_metrics == expected.test_metrics
+    oracle.assert_bitwise_equal_over_ranks(result.history["seen"])
 
 
-def test_one_rank_may_end_the_training_at_the_end_of_an_epoch():
+@pytest.mark.parametrize("event", ["on_epoch_end", "on_train_batch_end"])
+def test_one_rank_may_end_the_training_at_the_end_of_an_epoch(event):
     """Also one whose callbacks are not on the other ranks."""
 
-    def stop(epoch, logs):
-        network.stop_training = epoch == 1
+    def stop(number, logs):
+        network.stop_training = int(network.optimizer.iterations) == 2 * EPOCH_STEPS
 
     network = model(optimizer=keras.optimizers.SGD(0.05))
-    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=stop)] if RANK else []
+    callbacks = [keras.callbacks.LambdaCallback(**{event: stop})] if RANK else []
     result = train(lambda: network, callbacks=callbacks)
     assert len(result.history["loss"]) == 2
     assert int(network.optimizer.iterations) == 2 * EPOCH_STEPS

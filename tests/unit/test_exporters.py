@@ -75,7 +75,13 @@ def model(*layers, **compile_args):
 
 
 def train(
-    model_dir, exporters, *, model_fn=model, max_steps=50, on_step=lambda step: None
+    model_dir,
+    exporters,
+    *,
+    model_fn=model,
+    max_steps=50,
+    on_step=lambda step: None,
+    callbacks=(),
 ):
     """Evaluate every 10 steps, save every 20."""
     recorder = Recorder(on_step)
@@ -87,6 +93,7 @@ def train(
             pass_steps=20,
             local_batch_size=BATCH,
             steps_per_execution=10,
+            callbacks=lambda plan: callbacks,
         ),
         training.EvalSpec(
             input_fn=lambda: batches(0, 50), throttle_steps=10, exporters=exporters
@@ -178,6 +185,18 @@ def test_a_killed_job_ends_with_the_same_exports(whole, tmp_path):
         np.testing.assert_array_equal(
             loaded(tmp_path, exporter, step), loaded(whole[0], exporter, step)
         )
+
+
+def test_a_job_that_a_callback_ends_after_its_evaluation_has_the_final_export(tmp_path):
+    # Nothing is better by 1: the training ends with the second epoch.
+    stop = keras.callbacks.EarlyStopping("val_loss", min_delta=1, patience=1)
+    result, recorder = train(tmp_path, ALL, max_steps=60, callbacks=[stop])
+    assert (result.step, [*recorder.metrics]) == (40, [10, 20, 30, 40])
+    assert names(tmp_path, "final") == ["40"]
+    check_metrics(tmp_path, "final", 40, result.test_metrics)
+    # Each once.
+    steps = [step for step, _ in recorder.exports]
+    assert steps == [10, 10, 20, 20, 30, 30, 40, 40, 40]
 
 
 def test_a_finished_job_writes_what_is_missing(tmp_path):

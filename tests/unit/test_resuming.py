@@ -58,7 +58,10 @@ HAS_NEW_GENERATOR = tuple(map(int, keras.__version__.split(".")[:2])) > (3, 12)
 
 
 class Draws(keras.callbacks.Callback):
-    """Logs numbers of the global random generators, and draws when things begin."""
+    """Logs numbers of the global random generators, and draws when things begin.
+
+    And the test loss that callbacks see.
+    """
 
     def on_train_begin(self, logs=None):
         random.random()
@@ -69,6 +72,7 @@ class Draws(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         logs["python"] = random.gauss(0, 1)
         logs["numpy"] = np.random.normal()
+        logs["seen"] = logs.get("val_loss", -1.0)
         if HAS_NEW_GENERATOR:
             logs["keras"] = float(keras.random.normal(()))
 

@@ -10,7 +10,7 @@ from toy import BATCH, batches
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
-from hvdtrain.training import EvalSpec, TrainSpec
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,16 @@ def model(*, learning_rate=0.1):
     return network
 
 
-def train(max_steps, *, pass_steps=100, model_fn=model, every_epochs=0, **options):
+def train(
+    max_steps,
+    *,
+    pass_steps=100,
+    model_fn=model,
+    every_epochs=0,
+    model_dir=None,
+    more_observers=(),
+    **options,
+):
     recorder = Recorder()
     result = training.train_and_evaluate(
         model_fn,
@@ -65,8 +74,9 @@ def train(max_steps, *, pass_steps=100, model_fn=model, every_epochs=0, **option
             **options,
         ),
         EvalSpec(input_fn=lambda: batches(0, 100), every_epochs=every_epochs),
+        RunConfig(model_dir=model_dir and str(model_dir)),
         world=World(),
-        observers=[recorder],
+        observers=[recorder, *more_observers],
     )
     return result, recorder
 
@@ -105,6 +115,68 @@ def test_result_is_that_of_plain_keras():
 def test_evaluates_every_so_many_epochs_and_at_the_end():
     _, recorder = train(50, pass_steps=10, every_epochs=2, steps_per_execution=1)
     assert [step for step, _ in recorder.evaluations] == [20, 40, 50]
+
+
+def test_callbacks_see_test_metrics_as_in_plain_keras():
+    def callbacks():
+        plateau = keras.callbacks.ReduceLROnPlateau(
+            monitor="val_loss", factor=0.5, patience=1, min_delta=0.03
+        )
+        stopping = keras.callbacks.EarlyStopping(
+            monitor="val_loss", patience=3, min_delta=0.03
+        )
+        return [plateau, stopping, keras.callbacks.History()]
+
+    plain, expected = model(), callbacks()
+    plain.fit(
+        batches(0, 200),
+        steps_per_epoch=10,
+        epochs=20,
+        validation_data=batches(0, 100),
+        callbacks=expected,
+        verbose=0,
+    )
+    found = callbacks()
+    result, recorder = train(
+        200, pass_steps=10, every_epochs=1, callbacks=lambda plan: found
+    )
+    history, wanted = (each[-1].history for each in (found, expected))
+    assert 4 < len(wanted["loss"]) < 20
+    assert history == {k: pytest.approx(v, rel=1e-6) for k, v in wanted.items()}
+    assert [each["val_loss"] for each in [history]] == [
+        [metrics["loss"] for _, metrics in recorder.evaluations]
+    ]
+    # The history of the job is that of training metrics.
+    assert result.history.keys() == {"loss", "accuracy", "learning_rate"}
+
+
+def test_callbacks_see_test_metrics_of_epochs_with_an_evaluation():
+    seen = keras.callbacks.History()
+    _, recorder = train(
+        40, pass_steps=10, every_epochs=2, callbacks=lambda plan: [seen]
+    )
+    assert len(seen.history["loss"]) == 4
+    assert seen.history["val_loss"] == [m["loss"] for _, m in recorder.evaluations]
+
+
+class FailingObserver:
+    """Has one of the methods."""
+
+    def on_evaluation(self, step, metrics):
+        raise KeyError("a bug on purpose")
+
+
+def test_an_observer_of_few_methods_does_not_cost_the_last_checkpoint(tmp_path):
+    def run(*observers):
+        return train(40, pass_steps=20, model_dir=tmp_path, more_observers=observers)[0]
+
+    with pytest.raises(KeyError, match="a bug on purpose"):
+        run(FailingObserver())
+    result = run()
+    assert result.start_step == 40
+    expected, _ = train(40, pass_steps=20)
+    assert result.history == expected.history
+    assert result.test_metrics == expected.test_metrics
 
 
 def test_broken_loss_ends_the_job():
