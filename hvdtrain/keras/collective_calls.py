@@ -51,9 +51,10 @@ def install():
     dense_saving.install()
 
 
-def is_saved_together(model):
+def is_saved_together(model: keras.Model) -> bool:
     """Whether all ranks take part when `model` is saved; rank 0 writes the file."""
-    return _needs_all_ranks(_saved_variables(model))
+    is_shared = has_parts_elsewhere(_saved_variables(model)) or _is_pipeline(model)
+    return is_shared and needs_communication(global_process_set)
 
 
 def save_by_rank_0(model, save):
@@ -63,13 +64,21 @@ def save_by_rank_0(model, save):
     is called with the dense model.
     """
     divided = [v for v in _saved_variables(model) if partition_of(v)]
-    if gather_dense := getattr(model, "gather_dense", None):
-        model, divided = gather_dense(), []
-    elif not is_saved_together(model):
+    if _is_pipeline(model):
+        model, divided = model.gather_dense(), []
+    elif not divided:
         if global_process_set.rank() == 0:
             save(model)
         return
     dense_saving.save_together(divided, lambda: save(model))
+
+
+def _is_pipeline(model):
+    return hasattr(model, "gather_dense")
+
+
+def _is_on_mesh(model):
+    return any(hook and hook.mesh for hook in map(hook_of, optimizers_of(model)))
 
 
 def _run(method):
@@ -99,18 +108,26 @@ def _run(method):
 def _save(method):
     @functools.wraps(method)
     def save(self, *args, **kwargs):
-        if dense_saving.is_saving() or not is_saved_together(self):
+        is_together = is_saved_together(self)
+        if dense_saving.is_saving() or not (
+            is_together or _is_pipeline(self) or _is_on_mesh(self)
+        ):
             return method(self, *args, **kwargs)
-        path = str(args[0] if args else kwargs.get("filepath", ""))
-        if path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
-            raise ValueError(
-                "A model that is divided over ranks is saved as a .keras file, or by "
-                f"save_weights as a .weights.h5 file. Received: {path}"
-            )
-        check_called_alike(method.__name__)
+        if is_together:
+            _check_format(str(args[0] if args else kwargs.get("filepath", "")))
+            check_called_alike(method.__name__)
+        # On a mesh all ranks save, divided or not: they must not write one file.
         return save_by_rank_0(self, lambda whole: method(whole, *args, **kwargs))
 
     return save
+
+
+def _check_format(path):
+    if path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
+        raise ValueError(
+            "A model that is divided over ranks is saved as a .keras file, or by "
+            f"save_weights as a .weights.h5 file. Received: {path}"
+        )
 
 
 def _export(method):

@@ -97,8 +97,10 @@ def even_sizes(size, count):
     return [least + (number < more) for number in range(count)]
 
 
-def set_partition(variable, partition):
-    """Notes that a variable is this rank's part of a dense one."""
+def set_partition(variable: object, partition: Partition) -> None:
+    """Notes that a variable is this rank's part of a dense one, unless it is all."""
+    if partition.parts == 1:
+        return
     # Also on the TensorFlow variable of one of Keras: users pass either.
     for each in (variable, as_tensorflow(variable)):
         setattr(each, _ATTRIBUTE, partition)
@@ -144,7 +146,7 @@ def is_divided(variables):
 def has_summed_gradients(variables):
     """Returns whether the gradient of one of these is a sum over ranks already."""
     partitions = filter(None, map(partition_of, variables))
-    return any(each.sums_gradients and each.parts > 1 for each in partitions)
+    return any(each.sums_gradients for each in partitions)
 
 
 def is_copied(variable, process_set):
@@ -192,7 +194,7 @@ def check_ranks(variables, reduced_over, axes=None):
     along = None if axes is None else [list(axis.ranks) for axis in axes]
     for variable in variables:
         partition = partition_of(variable)
-        if not partition or partition.parts == 1:
+        if not partition:
             continue
         ranks = list(partition.process_set.ranks)
         if partition.sums_gradients:

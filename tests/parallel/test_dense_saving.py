@@ -143,6 +143,14 @@ def test_the_file_needs_no_other_package(mesh, directory):
         np.testing.assert_array_equal(a, b)
 
 
+def test_rank_0_writes_a_model_on_a_mesh_of_which_nothing_is_divided(mesh, directory):
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh)
+    network = model(keras.layers.Dense, keras.layers.Dense, optimizer)
+    network.save(os.path.join(directory, f"{RANK}.keras"))
+    hvd.allgather_object(None, name="saved")
+    assert os.listdir(directory) == ["0.keras"]
+
+
 def test_an_error_on_rank_0_is_one_of_all_ranks(mesh, directory):
     error = OSError if RANK == 0 else RuntimeError
     with pytest.raises(error, match="missing"):

@@ -7,14 +7,13 @@ of the dense model.
 import math
 
 from hvdtrain.keras.dense_values import DenseVariable
-from hvdtrain.keras.partition import partition_of
+from hvdtrain.keras.partition import is_divided
 from hvdtrain.parallel.model_group import InModelGroup
 
 
 def check(layer, mesh):
     """Raise a ValueError for a layer that is divided, and that no stage can make."""
-    partitions = filter(None, map(partition_of, layer.variables))
-    if _is_made(layer, mesh) or all(each.parts == 1 for each in partitions):
+    if _is_made(layer, mesh) or not is_divided(layer.variables):
         return
     raise ValueError(
         f"The {type(layer).__name__} {layer.name!r} cannot be part of a pipeline, "
