@@ -3,8 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from hvdtrain.job import agreement
 from hvdtrain.training import state
@@ -54,7 +52,8 @@ class BackgroundWriter:
 
         Args:
             checkpoint: the `Checkpoint`.
-            copy_seconds: for which training has stopped, to be reported.
+            copy_seconds: for which training has stopped, to be reported; None for a
+                checkpoint that is soon replaced, whose success is not reported.
         """
         if not self.is_done(0):
             self._report(
@@ -105,7 +104,8 @@ class BackgroundWriter:
             # First: an observer of the user may raise an exception.
             self._on_failure()
             self._report(checkpoint.step, f"not written: {error}")
-        else:
+            return
+        if copy_seconds is not None:
             seconds = self._clock() - start
             text = f"copied in {copy_seconds:.3f} s, written in {seconds:.1f} s"
             self._report(checkpoint.step, f"{text}; {left}" if left else text)
@@ -195,13 +195,14 @@ class CheckpointCallback(StepCallback):
         wait_together(self._world, self._writer)
         self._save(True, logs)
 
-    def _save(self, is_finished: bool, logs: Mapping = MappingProxyType({})) -> None:
+    def _save(self, is_finished: bool, logs: dict | None = None) -> None:
         start = time.perf_counter()
         state.check_finite(self.model, self._world, self.step)
         arrays = state.capture(self.model, self._world, everywhere=self._is_commit)
         copy_seconds = time.perf_counter() - start
         if arrays is None:
             return
-        metadata = self._describe(self.step, is_finished, logs)
+        metadata = self._describe(self.step, is_finished, logs or {})
         checkpoint = Checkpoint(step=self.step, arrays=arrays, metadata=metadata)
-        self._writer.submit(checkpoint, copy_seconds=copy_seconds)
+        reported_seconds = copy_seconds if logs is None else None
+        self._writer.submit(checkpoint, copy_seconds=reported_seconds)

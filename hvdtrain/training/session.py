@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -226,7 +226,7 @@ class Session:
             start_step=self._run.start.step,
         )
 
-    def _describe(self, step: int, is_finished: bool, logs: Mapping) -> dict:
+    def _describe(self, step: int, is_finished: bool, logs: dict) -> dict:
         """Return the metadata of a checkpoint."""
         run, start = self._run, self._run.start
         new_samples = (step - start.step) * run.global_batch_size
