@@ -5,6 +5,7 @@ import os
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+ProcessSet = hvd.ProcessSet
 global_process_set = hvd.global_process_set
 
 

@@ -5,13 +5,21 @@ equally many samples. The sums inside a metric can be added for any of them; the
 result is then computed once, from the totals, as one process would have done.
 """
 
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.dtypes import as_tensorflow
-from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.collectives.process_sets import (
+    ProcessSet,
+    global_process_set,
+    needs_communication,
+)
 from hvdtrain.collectives.transport import Sum
 
 
@@ -28,8 +36,9 @@ def reduce_metrics(metrics, *, device="", process_set=global_process_set):
 
     Each state variable is combined according to its Keras `aggregation`: "sum" (what
     `Metric.add_variable` gives) and "none" are added, "mean" is averaged,
-    "only_first_replica" is taken from the first rank. A metric of your own whose
-    state is, for example, a maximum cannot be combined that way.
+    "only_first_replica" is taken from the first rank. The metrics of Keras have sums. A
+    metric of your own whose state is, for example, a maximum cannot be combined that
+    way: states of which it is not known are added up with a warning.
 
     Args:
         metrics: list of `keras.Metric`, such as `model.metrics`.
@@ -43,9 +52,9 @@ def reduce_metrics(metrics, *, device="", process_set=global_process_set):
     Raises:
         ValueError: on every rank, if a metric has no variables yet on one of them.
     """
-    variables = metric_variables(metrics)
+    snapshots = [local_states(metric_variables(metrics))]
     (states,) = reduce_states(
-        variables, [local_states(variables)], device=device, process_set=process_set
+        metrics, snapshots, device=device, process_set=process_set
     )
     return results(metrics, states)
 
@@ -61,13 +70,61 @@ def local_states(variables):
     return [np.array(variable.numpy()) for variable in variables]
 
 
-def reduce_states(variables, snapshots, *, device="", process_set=global_process_set):
-    """Combines several snapshots of `variables` over all ranks, in one reduction.
+def are_sums(metrics: Sequence[keras.Metric]) -> list[bool]:
+    """Return for each of `metric_variables(metrics)` whether it is known to be a sum.
+
+    Those are the states from which a method `result` of Keras computes the result. By
+    default a metric of a user has "sum" as `aggregation`, whatever its states are.
+    """
+    known = {id(v) for part in _parts(metrics) for v in _states_of_keras(part)}
+    return [id(variable) in known for variable in metric_variables(metrics)]
+
+
+def _parts(metrics: Iterable) -> Iterator[keras.Metric]:
+    """Yield the metrics and those inside them."""
+    for metric in metrics:
+        yield metric
+        # Those of `compile` are in a container that does not track them.
+        yield from _parts([*metric._metrics, *getattr(metric, "metrics", ())])
+
+
+def _states_of_keras(metric: keras.Metric) -> list[keras.Variable]:
+    is_of_keras = type(metric).result.__module__.startswith("keras.")
+    return metric._variables if is_of_keras else []
+
+
+@functools.cache
+def _warn_of_state(state: str, metric: str, kind: str) -> None:
+    warnings.warn(
+        f"The state {state!r} of the metric {metric!r} ({kind}) is added up over the "
+        "ranks, and is not known to be a sum: the result is wrong if it is a maximum, "
+        "for example. Keep sums in attributes that are keras.metrics.Sum or Mean, or "
+        "choose another aggregation in add_variable.",
+        stacklevel=4,
+    )
+
+
+def _warn_of_other_states(metrics: Sequence[keras.Metric]) -> None:
+    for part in _parts(metrics):
+        for variable in part._variables:
+            is_added = variable.aggregation in ("sum", "none")
+            if is_added and not _states_of_keras(part):
+                _warn_of_state(variable.name, part.name, type(part).__name__)
+
+
+def reduce_states(
+    metrics: Sequence[keras.Metric],
+    snapshots: list[list[np.ndarray]],
+    *,
+    device: str = "",
+    process_set: ProcessSet = global_process_set,
+) -> list[list[np.ndarray]]:
+    """Combines several snapshots of `metrics` over all ranks, in one reduction.
 
     Args:
-        variables: list of metric variables.
-        snapshots: list of lists of arrays, each as `local_states` returns it; of
-            the same length on every rank.
+        metrics: list of `keras.Metric`.
+        snapshots: list of lists of arrays, each as `local_states` returns it for the
+            `metric_variables`; of the same length on every rank.
         device: where the states are summed.
         process_set: the ranks that take part.
 
@@ -76,16 +133,16 @@ def reduce_states(variables, snapshots, *, device="", process_set=global_process
     """
     if not needs_communication(process_set):
         return snapshots
+    variables = metric_variables(metrics)
     _check_same_number(variables, process_set)
     if not variables:
         return snapshots
-    is_first = process_set.rank() == 0
+    if process_set.rank() == 0:
+        _warn_of_other_states(metrics)
     sent = [
         state
-        if is_first or variable.aggregation != "only_first_replica"
-        else np.zeros_like(state)
         for snapshot in snapshots
-        for variable, state in zip(variables, snapshot, strict=True)
+        for state in addends(variables, snapshot, process_set)
     ]
     with tf.device(device):
         totals = ops.grouped_allreduce(
@@ -93,8 +150,36 @@ def reduce_states(variables, snapshots, *, device="", process_set=global_process
         )
     totals = iter([total.numpy() for total in totals])
     return [
-        [_combined(variable, next(totals), process_set) for variable in variables]
+        combined(variables, [next(totals) for _ in variables], process_set)
         for _ in snapshots
+    ]
+
+
+def addends(
+    variables: Sequence[keras.Variable],
+    states: list[np.ndarray],
+    process_set: ProcessSet,
+) -> list[np.ndarray]:
+    """Return what this rank adds to the sums from which `combined` computes."""
+    is_first = process_set.rank() == 0
+    return [
+        state
+        if is_first or variable.aggregation != "only_first_replica"
+        else np.zeros_like(state)
+        for variable, state in zip(variables, states, strict=True)
+    ]
+
+
+def combined(
+    variables: Sequence[keras.Variable],
+    totals: list[np.ndarray],
+    process_set: ProcessSet,
+) -> list[np.ndarray]:
+    """Return the states of one process, from sums over the ranks."""
+    size = process_set.size()
+    return [
+        (total / size if variable.aggregation == "mean" else total).astype(total.dtype)
+        for variable, total in zip(variables, totals, strict=True)
     ]
 
 
@@ -119,12 +204,6 @@ def results(metrics, states):
 def _is_built(metric):
     # Keras builds the metrics of compile with the first batch; before, result() raises.
     return getattr(metric, "built", True)
-
-
-def _combined(variable, total, process_set):
-    if variable.aggregation == "mean":
-        return (total / process_set.size()).astype(total.dtype)
-    return total
 
 
 def _check_same_number(variables, process_set):

@@ -1,6 +1,8 @@
 """Metrics of all ranks are those of one process that sees every sample."""
 
+import inspect
 import itertools
+import warnings
 
 import keras
 import numpy as np
@@ -52,27 +54,38 @@ def regression(rng, count):
     return truth, truth + rng.normal(0, 0.3, (count, 3)).astype("float32")
 
 
+def values(rng, count):
+    return rng.normal(size=count).astype("float32"), rng.uniform(0.5, 2, count)
+
+
 METRICS = {
     binary: {
         "AUC": {},
         "Precision": {},
         "Recall": {"thresholds": [0.3, 0.6]},
         "TruePositives": {},
+        "TrueNegatives": {},
+        "FalsePositives": {},
         "FalseNegatives": {},
         "BinaryAccuracy": {},
         "BinaryIoU": {"target_class_ids": [1]},
         "BinaryCrossentropy": {},
         "Hinge": {},
+        "SquaredHinge": {},
         "PrecisionAtRecall": {"recall": 0.5},
+        "RecallAtPrecision": {"precision": 0.5},
         "SensitivityAtSpecificity": {"specificity": 0.5},
+        "SpecificityAtSensitivity": {"sensitivity": 0.5},
     },
     one_hot: {
         "AUC": {"multi_label": True, "num_labels": 4},
         "CategoricalAccuracy": {},
         "CategoricalCrossentropy": {},
+        "CategoricalHinge": {},
         "F1Score": {"average": None},
         "FBetaScore": {"average": "macro", "beta": 2.0},
         "KLDivergence": {},
+        "OneHotIoU": {"num_classes": 4, "target_class_ids": [0, 2]},
         "OneHotMeanIoU": {"num_classes": 4},
         "TopKCategoricalAccuracy": {"k": 2},
     },
@@ -87,16 +100,21 @@ METRICS = {
         "MeanIoU": {"num_classes": 4},
     },
     regression: {
+        "ConcordanceCorrelation": {},
         "CosineSimilarity": {},
         "LogCoshError": {},
         "MeanAbsoluteError": {},
         "MeanAbsolutePercentageError": {},
+        "MeanMetricWrapper": {"fn": keras.losses.mean_squared_error},
         "MeanSquaredError": {},
         "MeanSquaredLogarithmicError": {},
+        "PearsonCorrelation": {},
         "Poisson": {},
         "R2Score": {},
         "RootMeanSquaredError": {},
     },
+    # The second array are the weights of the first.
+    values: {"Mean": {}, "Sum": {}},
 }
 CASES = [
     pytest.param(data, name, config, id=f"{data.__name__}-{name}")
@@ -110,6 +128,13 @@ def unequal_shards(count):
     ends = np.cumsum(np.arange(hvd.size() + 1)) * count
     ends //= ends[-1] // count
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def test_the_cases_are_all_metrics_of_keras():
+    classes = inspect.getmembers(keras.metrics, inspect.isclass)
+    assert {name for metrics in METRICS.values() for name in metrics} == {
+        name for name, _ in classes if name != "Metric"
+    }
 
 
 @pytest.mark.parametrize(("data", "name", "config"), CASES)
@@ -157,6 +182,47 @@ def test_each_variable_is_combined_by_its_aggregation():
         "mean": pytest.approx(total / hvd.size()),
         "only_first_replica": 1.0,
     }
+
+
+class Largest(keras.metrics.Metric):
+    """The largest error, and the mean in a metric of Keras."""
+
+    def __init__(self, name, **options):
+        super().__init__(name=name)
+        self.largest = self.add_variable((), "zeros", name="largest", **options)
+        self.mean = keras.metrics.Mean()
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        errors = keras.ops.abs(y_true - y_pred)
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(errors)))
+        self.mean.update_state(errors)
+
+    def result(self):
+        return {"largest": self.largest + 0.0, "mean": self.mean.result()}
+
+
+class LargeIoU(keras.metrics.MeanIoU):
+    """Another input for a metric of Keras."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(keras.ops.ones_like(y_true), keras.ops.ones_like(y_pred))
+
+
+@pytest.mark.ranks
+def test_a_state_that_is_not_known_to_be_a_sum_is_named_once():
+    model = oracle.build_model()
+    stated = Largest("stated", aggregation="only_first_replica")
+    model.compile(loss="mse", metrics=[Largest("worst"), stated, LargeIoU(2), "mae"])
+    zeros = np.zeros((4, oracle.FEATURES + oracle.CLASSES), "float32")
+    model.test_on_batch(*np.split(zeros, [oracle.FEATURES], axis=1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            reduce_metrics(model.metrics)
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (hvd.rank() == 0)
+    for text in texts:
+        assert "The state 'largest' of the metric 'worst' (Largest) is added" in text
 
 
 @pytest.mark.ranks

@@ -94,9 +94,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         return _merge([report for _, report in everyone], exact)
 
     def _reduce(self, states, process_set):
-        variables = metric_variables(self.model.metrics)
         snapshots = reduce_states(
-            variables,
+            self.model.metrics,
             list(states.values()),
             device=self._device,
             process_set=process_set,
