@@ -2,10 +2,11 @@
 
 import dataclasses
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import graph, ops, transport
-from hvdtrain.collectives.dtypes import Compression
+from hvdtrain.collectives.dtypes import Compression, as_tensorflow
 from hvdtrain.collectives.process_sets import (
     global_process_set,
     is_elastic,
@@ -15,6 +16,8 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
 from hvdtrain.keras.groups import check_groups, split, variable_key
 from hvdtrain.keras.partition import check_ranks, has_summed_gradients, is_divided
+
+_ADDS_UP_ROWS = "_hvdtrain_adds_up_rows"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,6 +245,63 @@ class GradientReducer:
             for members in by_process_set.values()
             for group in split(members, variables, self.options.groups)
         ]
+
+
+def update_rows_once(variable: keras.Variable) -> None:
+    """Notes that `add_up_rows` adds up what a gradient holds of one row of a table.
+
+    Keras' Adam, Adagrad and RMSprop square each of several gradients of one row, and
+    add up the squares. The result would depend on where the gradients of one row were
+    added up before: in a lookup, between ranks, or not at all.
+
+    Args:
+        variable: a Keras variable.
+    """
+    # Also on the TensorFlow variable of one of Keras: users pass either.
+    for each in (variable, as_tensorflow(variable)):
+        setattr(each, _ADDS_UP_ROWS, True)
+
+
+def add_up_rows(gradients: list, variables: list) -> list:
+    """Returns gradients of which those of noted tables have each row once.
+
+    Call it with reduced gradients. They hold a row repeatedly where a table is looked
+    up in by several calls, or by several ranks that have copies of it.
+
+    Args:
+        gradients: list of tensors, `tf.IndexedSlices` or None.
+        variables: list of the variables that they belong to.
+    """
+    return [
+        _distinct(gradient)
+        if isinstance(gradient, tf.IndexedSlices) and hasattr(variable, _ADDS_UP_ROWS)
+        else gradient
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def _distinct(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    if _are_distinct(gradient.indices):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    added = tf.IndexedSlices(values, rows, gradient.dense_shape)
+    if hasattr(gradient, "_reduced_over"):
+        added._reduced_over = gradient._reduced_over
+    return added
+
+
+def _are_distinct(indices: tf.Tensor) -> bool:
+    """Whether the graph shows that indices are the result of `tf.unique`.
+
+    So are those of one lookup in a divided table, which TensorFlow reshapes.
+    """
+    if not tf.is_symbolic_tensor(indices):
+        return False
+    source = indices.op
+    if source.type == "Reshape":
+        source = source.inputs[0].op
+    return source.type == "Unique"
 
 
 def _is_reduced(gradient, process_set):

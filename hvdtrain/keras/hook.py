@@ -7,6 +7,7 @@ from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
+from hvdtrain.keras.gradients import add_up_rows
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.loss_scaling import check_loss_scale, share_overflow
 from hvdtrain.keras.optimizer_state import divide_slots, shared_state
@@ -149,7 +150,7 @@ class ReductionHook:
         for place, gradient in zip(self._places, grads, strict=True):
             gradients[place] = gradient
         reduce = self.sharding.reduce if self.sharding else self.reducer
-        reduced = reduce(gradients, self._variables)
+        reduced = add_up_rows(reduce(gradients, self._variables), self._variables)
         reduced = [reduced[place] for place in self._places]
         variables = [self._variables[place] for place in self._places]
         clipped = self._clip(reduced, variables)

@@ -8,7 +8,7 @@ from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.consistency import check_first_steps
-from hvdtrain.keras.gradients import GradientOptions, GradientReducer
+from hvdtrain.keras.gradients import GradientOptions, GradientReducer, add_up_rows
 from hvdtrain.keras.groups import groups_argument
 
 
@@ -145,7 +145,7 @@ class DistributedTape:
             [s for s in flat_sources if self._is_shared_variable(s)],
             process_set=self._reducer.process_set,
         )
-        reduced = self._reducer(checked, flat_sources)
+        reduced = add_up_rows(self._reducer(checked, flat_sources), flat_sources)
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def _is_shared_variable(self, source):

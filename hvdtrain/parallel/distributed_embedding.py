@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.keras.gradients import update_rows_once
 from hvdtrain.parallel.combining import (
     Embedding,
     combine,
@@ -35,8 +36,9 @@ class DistributedEmbedding(keras.layers.Layer):
 
         [table(ids) for table, ids in zip(tables, inputs)]
 
-    with ids of this rank. Outputs, initial values and updates are those of the dense
-    tables with the batch of all ranks; one exchange serves all tables, see `exchange`.
+    with ids of this rank. Outputs, initial values and updates are those of dense tables
+    with dense gradients and the batch of all ranks, wherever a table is placed; one
+    exchange serves all tables, see `exchange`.
 
         embedding = DistributedEmbedding(
             [keras.layers.Embedding(rows, 64) for rows in (10, 1000, 10_000_000)],
@@ -139,6 +141,9 @@ class DistributedEmbedding(keras.layers.Layer):
         """Make the tables, each rank its parts."""
         for table in self.tables:
             table.build()
+            # Also of a table that all ranks hold.
+            for variable in table.variables:
+                update_rows_once(variable)
         self.built = True
 
     def call(self, inputs):

@@ -8,6 +8,7 @@ from hvdtrain.collectives import ops as collectives
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras import collective_calls
+from hvdtrain.keras.gradients import update_rows_once
 from hvdtrain.keras.partition import Partition, assign_part
 from hvdtrain.parallel.combining import ids_of
 from hvdtrain.parallel.divided_weights import DividedWeights, check_arguments
@@ -60,6 +61,11 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
             sums_gradients=True,
         )
 
+    def build(self, input_shape=None):
+        """Make this rank's part of the table."""
+        super().build(input_shape)
+        update_rows_once(self.embeddings)
+
     @staticmethod
     def sum_of_penalties(penalty, partition):
         """Return the penalty of the dense table.
@@ -87,7 +93,8 @@ class ShardedEmbedding(DividedEmbedding):
     in the optimizer: 1/N of the memory. Each rank looks up ids of its own: an alltoall
     sends every distinct one to the ranks that have it, another one sends the rows
     back, and a third one the gradients, of which each row has one. Outputs and updates
-    are those of the dense table with the batch of all ranks:
+    are those of a dense table with dense gradients and the batch of all ranks, on any
+    number of ranks:
 
         model = keras.Sequential([parallel.ShardedEmbedding(10_000_000, 64), ...])
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")

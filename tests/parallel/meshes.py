@@ -2,12 +2,25 @@
 
 import contextlib
 
+import keras
 import numpy as np
 import oracle
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.keras.partition import partition_of
+
+
+class Summing(keras.layers.Embedding):
+    """An Embedding of dense gradients.
+
+    Keras' Adam, and its norms, do not add up the rows of an id that repeats.
+    """
+
+    def call(self, inputs):
+        """The rows of the ids, by a product with the whole table."""
+        rows = keras.ops.one_hot(inputs, self.input_dim, dtype=self.compute_dtype)
+        return keras.ops.matmul(rows, self.embeddings)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Many embedding tables over the ranks, against dense layers in one process."""
 
 import keras
+import meshes
 import numpy as np
 import oracle
 import pytest
@@ -25,12 +26,10 @@ OPTIONS = {
 }
 
 
-def tables(combiner=None):
+def tables(combiner=None, embedding=keras.layers.Embedding):
     keras.utils.set_random_seed(3)
     return [
-        dmp.Embedding(*shape, combiner=combiner)
-        if combiner
-        else keras.layers.Embedding(*shape)
+        dmp.Embedding(*shape, combiner=combiner) if combiner else embedding(*shape)
         for shape in SHAPES
     ]
 
@@ -139,9 +138,17 @@ def model(embedding, optimizer):
     return network
 
 
-@ranks
-@four_ranks
-def test_fit_equals_the_dense_tables_with_the_big_batch():
+@pytest.mark.parametrize(
+    ("twin", "optimizer"),
+    [
+        (keras.layers.Embedding, lambda: keras.optimizers.SGD(0.5)),
+        pytest.param(
+            *(meshes.Summing, lambda: keras.optimizers.Adam(0.02)),
+            marks=[ranks, four_ranks],
+        ),
+    ],
+)
+def test_fit_equals_the_dense_tables_with_the_big_batch(twin, optimizer):
     steps = 10
     rng = np.random.default_rng(7)
     samples = steps * BATCH * SIZE
@@ -150,12 +157,11 @@ def test_fit_equals_the_dense_tables_with_the_big_batch():
         for table in OPTIONS["input_table_map"]
     ]
     y = rng.integers(0, 3, samples)
-    layers = tables()
-    dense = model(dense_call(layers), keras.optimizers.SGD(0.5))
+    layers = tables(embedding=twin)
+    dense = model(dense_call(layers), optimizer())
     expected = oracle.fit(dense, x, y, BATCH * SIZE)
     embedding = parallel.DistributedEmbedding(tables(), **OPTIONS)
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
-    divided = model(embedding, optimizer)
+    divided = model(embedding, hvd.DistributedOptimizer(optimizer()))
     found = oracle.fit(
         divided,
         [oracle.shard(each) for each in x],
@@ -219,6 +225,36 @@ def test_tables_take_the_ids_of_all_ranks(combiner):
     ):
         expected = slice_of(table.embeddings, tf.convert_to_tensor(expected))
         np.testing.assert_allclose(tf.convert_to_tensor(gradient), expected, atol=1e-5)
+
+
+def test_inputs_of_one_table_are_one_gradient_of_it():
+    layer = dmp.DistributedEmbedding(
+        tables(), dp_input=False, input_table_map=OPTIONS["input_table_map"]
+    )
+    layer.build()
+    dense = tables(embedding=meshes.Summing)
+    rng = np.random.default_rng(5)
+    numbers = OPTIONS["input_table_map"]
+    shape = SIZE * BATCH, 3
+    ids = [tf.constant(rng.integers(0, SHAPES[i][0], shape)) for i in numbers]
+    adam = keras.optimizers.Adam
+    dense_call(dense)(ids)
+    variables = [table.embeddings for table in dense]
+    _, wanted = gradients(dense_call(dense), ids, variables)
+    # The mean over ranks, as that of their losses.
+    adam(0.1).apply([gradient / SIZE for gradient in wanted], variables)
+    optimizer = hvd.DistributedOptimizer(adam(0.1))
+
+    @tf.function
+    def step():
+        mine = [ids[i] for i in layer.input_ids_list[RANK]]
+        _, by_table = gradients(layer, mine, layer.trainable_variables)
+        optimizer.apply(by_table, layer.trainable_variables)
+
+    step()
+    found = layer.get_weights(all_ranks=True)
+    for table, weights in zip(dense, found, strict=True):
+        np.testing.assert_allclose(weights, table.embeddings, atol=1e-5)
 
 
 def test_an_id_out_of_range_on_one_rank_fails_on_all():

@@ -10,6 +10,9 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain import parallel
+
+EMBEDDING = keras.layers.Embedding
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,6 +120,33 @@ def test_an_optimizer_that_skips_the_hook_is_not_silent():
 
 def test_no_gradients_are_no_error():
     hvd.DistributedOptimizer(sgd()).apply([], [])
+
+
+@pytest.mark.parametrize(
+    ("embedding", "expected"),
+    [
+        # 4 / sqrt(4): Keras adds up the squares of the four samples' gradients.
+        (EMBEDDING, -0.2),
+        (parallel.ShardedEmbedding, -0.1),
+        (lambda *shape: parallel.DistributedEmbedding([EMBEDDING(*shape)]), -0.1),
+    ],
+)
+@pytest.mark.parametrize("is_tape", [False, True])
+def test_divided_tables_add_up_the_gradients_of_a_row(embedding, expected, is_tape):
+    layer = embedding(3, 1)
+    adam = keras.optimizers.Adam(0.1)
+    optimizer = adam if is_tape else hvd.DistributedOptimizer(adam)
+    layer.build([None])
+    (table,) = layer.trainable_variables
+    before = table.numpy()
+    tape = tf.GradientTape()
+    ids = tf.constant([1, 1])
+    ids = [ids] if isinstance(layer, parallel.DistributedEmbedding) else ids
+    with hvd.DistributedGradientTape(tape) if is_tape else tape as tape:
+        outputs = keras.tree.flatten([layer(ids) for _ in range(2)])
+        loss = tf.add_n(list(map(tf.reduce_sum, outputs)))
+    optimizer.apply([tape.gradient(loss, table.value)], [table])
+    np.testing.assert_allclose(table - before, [[0], [expected], [0]], atol=1e-5)
 
 
 # One process loads all models, named after what to expect of them.
