@@ -487,6 +487,16 @@ def test_factors_of_sparse_tensors():
     )
 
 
+def test_sparse_tensors_of_lists():
+    rows = tf.IndexedSlices([[1.0 + RANK, 2.0]], [RANK], [SIZE, 2])
+    (total,) = hvd.grouped_allreduce([rows], op=hvd.Sum)
+    expected = [[1.0 + rank, 2.0] for rank in range(SIZE)]
+    np.testing.assert_array_equal(tf.convert_to_tensor(total), expected)
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        with pytest.raises(NotImplementedError, match=r"Received: op=hvd\.\w+\. Pass"):
+            hvd.grouped_allreduce([ONES, rows], op=op)
+
+
 @pytest.mark.parametrize("collective", [hvd.allgather, hvd.alltoall])
 @pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
 def test_scalars_have_no_rows(collective, wrap):

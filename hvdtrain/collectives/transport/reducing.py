@@ -38,6 +38,8 @@ def allreduce(values, reduction, *, name=None):
         The reduced values, in the order given.
 
     Raises:
+        NotImplementedError: for `tf.IndexedSlices` and an op other than `Average` and
+            `Sum`.
         TypeError: for a dtype that cannot be reduced.
         tensorflow.errors.FailedPreconditionError: on every rank, if the ranks' lists
             or options differ.
@@ -45,8 +47,10 @@ def allreduce(values, reduction, *, name=None):
     if not values:
         return []
     graph.check_not_compiled_by_xla()
-    name = graph.operation_name(name or "Allreduce", reduction.process_set)
+    if any(map(is_slices, values)):
+        _check_op_of_slices(reduction)
     values = [_as_dense_or_slices(value) for value in values]
+    name = graph.operation_name(name or "Allreduce", reduction.process_set)
     signature = Signature(reduction.describe(), values)
     sent, contexts = zip(*(_compress(v, reduction) for v in values), strict=True)
     buckets = dtypes.partition(sent)
@@ -89,12 +93,25 @@ def _is_native(value, reduction):
 
 def _as_dense_or_slices(value):
     value = dtypes.as_tensorflow(value)
-    return value if is_slices(value) else tf.convert_to_tensor(value)
+    if not is_slices(value):
+        return tf.convert_to_tensor(value)
+    # As Horovod, which takes lists for values and indices.
+    values, indices = dtypes.as_tensors([value.values, value.indices])
+    return tf.IndexedSlices(values, indices, value.dense_shape)
 
 
 def _compress(value, reduction):
     # As in Horovod, which compresses dense tensors only.
     return (value, None) if is_slices(value) else reduction.compression.compress(value)
+
+
+def _check_op_of_slices(reduction: Reduction) -> None:
+    if reduction.op not in (Average, Sum):
+        raise NotImplementedError(
+            "Sparse gradients (tf.IndexedSlices) can be reduced with op=hvd.Average or "
+            f"op=hvd.Sum only. Received: op=hvd.{op_name(reduction.op)}. Pass "
+            "sparse_as_dense=True instead."
+        )
 
 
 def is_slices(value):
@@ -103,12 +120,6 @@ def is_slices(value):
 
 
 def _allgather_slices(slices, name, reduction, signature):
-    if reduction.op not in (Average, Sum):
-        raise NotImplementedError(
-            "Sparse gradients (tf.IndexedSlices) can be reduced with op=hvd.Average or "
-            f"op=hvd.Sum only. Received: op=hvd.{op_name(reduction.op)}. Pass "
-            "sparse_as_dense=True instead."
-        )
     process_set = reduction.process_set
     # The first operation of a dense bucket too: where another rank has a dense tensor,
     # both fail. Eager operations are named by their type, so an allgather would not be
