@@ -7,8 +7,6 @@ others without end. So all ranks first compare what they call, within a limit of
 
 import contextlib
 import functools
-import math
-import os
 import queue
 import threading
 import warnings
@@ -19,6 +17,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.collectives.transport.segment import stall_limits
 from hvdtrain.keras import dense_saving
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.partition import has_parts_elsewhere, partition_of
@@ -223,8 +222,8 @@ def _gather_calls(mine):
     # A daemon: the exit of Python does not wait for ranks that never come.
     thread = threading.Thread(target=gather, name="CollectiveCall", daemon=True)
     thread.start()
-    warn_seconds = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", default=60)
-    end_seconds = _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default=math.inf)
+    # 0 is no limit.
+    warn_seconds, end_seconds = (n or threading.TIMEOUT_MAX for n in stall_limits())
     text = (
         f"model.{mine.method} was called on rank {global_process_set.rank()}, and not "
         "on all other ranks within {:g} seconds. The model is divided over ranks: call "
@@ -234,7 +233,7 @@ def _gather_calls(mine):
     if thread.is_alive() and warn_seconds < end_seconds:
         # Another rank may be slower, while it loads its data for example.
         warnings.warn(text.format(warn_seconds), stacklevel=4)
-        thread.join(None if end_seconds == math.inf else end_seconds - warn_seconds)
+        thread.join(end_seconds - warn_seconds)
     if thread.is_alive():
         raise RuntimeError(text.format(end_seconds))
     if found.empty():
@@ -244,8 +243,3 @@ def _gather_calls(mine):
             "of them, also to save it; rank 0 writes the files."
         )
     return found.get()
-
-
-def _seconds(name, *, default):
-    # 0 is no limit, as for Horovod.
-    return float(os.environ.get(name) or 0) or default

@@ -43,7 +43,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
             multiply after it.
         num_groups: Horovod's deprecated name of `groups`.
         groups: number of groups, or list of lists of variables, that are reduced
-            together. By default all gradients are one group.
+            together. By default gradients are grouped by size, some 16 MB each.
         process_set: the ranks that take part.
         scale_local_gradients: divide gradients of local sources by the number of
             ranks.

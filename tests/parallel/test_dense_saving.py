@@ -180,6 +180,26 @@ def test_a_call_on_one_rank_is_an_error(mesh, directory, monkeypatch):
             network.predict(X, verbose=0)
 
 
+def test_without_a_stall_check_a_call_has_no_limit(mesh, directory, monkeypatch):
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_DISABLE", "1")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.1")
+    network = divided(mesh, keras.optimizers.SGD())
+    pipe = os.path.join(directory, "pipe")
+    if RANK == 0:
+        os.mkfifo(pipe)
+    hvd.allgather_object(None, name="pipe")
+    if RANK == 0:
+        # The other rank calls it when the limit, were there one, is over.
+        late = threading.Timer(0.5, lambda: open(pipe, "w").close())
+        late.start()
+        found = network.predict(X, verbose=0)
+        late.join(60)
+    else:
+        open(pipe).close()
+        found = network.predict(X, verbose=0)
+    np.testing.assert_array_equal(found, hvd.broadcast(found, 0))
+
+
 def test_a_pipeline_is_loaded_on_all_ranks(stages):
     network = staged(stages)
     network.compile("sgd", "mse")
