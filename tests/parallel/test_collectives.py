@@ -140,6 +140,28 @@ def test_reducescatter(dtype, op, divisor):
     )
 
 
+@pytest.mark.ranks
+def test_tensors_without_elements_and_a_large_one_after_them():
+    for shape in ([7, 0], [0, 3]):
+        x = tf.zeros(shape)
+        rows, columns = shape
+        assert hvd.allreduce(x).shape == hvd.broadcast(x, 0).shape == shape
+        assert hvd.allgather(x).shape == [SIZE * rows, columns]
+        assert hvd.alltoall(x, splits=[0] * SIZE)[0].shape == [0, columns]
+        share = rows // SIZE + (rows % SIZE > RANK)
+        assert hvd.reducescatter(x).shape == [share, columns]
+    # Of one rank alone.
+    mine = tensor_of(RANK)[: None if RANK else 0]
+    np.testing.assert_array_equal(hvd.allgather(mine), np.concatenate(everyone()[1:]))
+    received, _ = hvd.alltoall(mine, splits=[0] * (SIZE - 1) + [len(mine)])
+    assert len(received) == (2 * SIZE * (SIZE - 1) if RANK == SIZE - 1 else 0)
+    # Gloo sized the buffer of a connection by the messages of a reducescatter: these
+    # 32 MB then took 20 s.
+    start = time.monotonic()
+    assert tf.reduce_all(hvd.broadcast(tf.fill([8 << 20], float(RANK)), 0) == 0)
+    assert time.monotonic() - start < 10
+
+
 def loss_of(rank, result):
     """A loss that differs between ranks and elements."""
     weights = tf.reshape(tf.range(tf.size(result), dtype=tf.float32), result.shape)
