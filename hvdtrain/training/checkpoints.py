@@ -33,7 +33,9 @@ from hvdtrain.job.files import (
 )
 
 # To be increased when an older version could not read what this one writes.
-FORMAT = 2
+FORMAT = 3
+# Format 2 has frozen weights once for each rank.
+_READABLE = (2, FORMAT)
 _NAME = re.compile(r"step-(\d{8,})\.json")
 _HOUR_SECONDS = 3600.0
 _DAMAGE = (OSError, LookupError, TypeError, ValueError, SafetensorError)
@@ -180,10 +182,10 @@ class CheckpointFiles:
         path, described = self.path(step), self._described(step)
         if described["step"] != step:
             raise ValueError(f"it is that of step {described['step']}")
-        if described["format"] != FORMAT:
+        if described["format"] not in _READABLE:
             raise CheckpointError(
                 f"Cannot read {path}: it has the format {described['format']}, "
-                f"and this version of hvdtrain reads {FORMAT}."
+                f"and this version of hvdtrain reads {_READABLE[0]} to {FORMAT}."
             )
         arrays_path = self._directory / described["arrays"]
         size = arrays_path.stat().st_size

@@ -2,104 +2,159 @@
 
 import numpy as np
 
-from hvdtrain.collectives.objects import broadcast_object, scatter_object
+from hvdtrain.collectives.objects import scatter_object
+from hvdtrain.job.agreement import on_chief
+from hvdtrain.job.world import World
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.training import random_states, state
 from hvdtrain.training.regrouping import mean
+from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.state_variables import StateVariables, assign
 
 
 class PerRankState:
     """The arrays of a checkpoint that differ by rank, for this rank. A collective.
 
-    Where the number of ranks has changed: accumulated gradients become their mean, so
-    that their window gives the same update; ranks take the moving statistics of the
-    rank with their number, or of rank 0, as the seeds, which are then separated; the
-    states of metrics are divided so that their reduction has the same result; and the
-    global random generators are left as they are.
-
-    Of a model that is divided over ranks, all of this holds for its replicas: the
-    ranks of one take the same state, and their parts of it.
+    Of a model that is divided over ranks, there is a state of each replica: the ranks
+    of one take the same state, and their parts of it.
 
     Args:
         world: the `World`.
         replicas: the `Replicas`.
+        variables: the `StateVariables`, with those that the checkpoint has once.
         arrays: those of a checkpoint on the chief; None elsewhere.
         local_batch_sizes: samples in a batch of each replica that wrote them.
     """
 
-    def __init__(self, world, replicas, arrays, local_batch_sizes):
-        self._local_batch_sizes, self._index = local_batch_sizes, replicas.index
+    def __init__(
+        self,
+        world: World,
+        replicas: Replicas,
+        variables: StateVariables,
+        arrays: dict | None,
+        local_batch_sizes: list,
+    ):
         self._is_same_size = len(local_batch_sizes) == replicas.size
-        everyone = None
-        if world.is_chief:
-            size_before = len(local_batch_sizes)
-            everyone = [_of_replica(arrays, number) for number in range(size_before)]
-        if self._is_same_size:
-            if everyone:
-                everyone = [
-                    each for n, each in enumerate(everyone) for _ in replicas.ranks(n)
-                ]
-            self._states = [scatter_object(everyone, name="PerRankState")]
-        else:
-            self._states = broadcast_object(everyone, name="PerRankState")
+        self._variables = variables.per_replica
+
+        def read():
+            states = states_by_replica(
+                arrays, replicas.size, variables, local_batch_sizes
+            )
+            return [each for n, each in enumerate(states) for _ in replicas.ranks(n)]
+
+        states = on_chief(world, read)
+        if world.size > 1:
+            states = [scatter_object(states, name="PerRankState")]
+        (self._state,) = states
 
     def assign(self, model):
         """Assign all but the states of metrics. A collective, after the broadcast."""
-        variables = StateVariables.of(model)
-        per_replica = list(variables.per_replica.values())
-        if self._is_same_size:
-            (mine,) = self._states
-            assign(per_replica, mine["rank"])
-            return
-        before = self._states[self._index if self._index < len(self._states) else 0]
-        assign(per_replica, before["rank"])
-        self._average_accumulated(variables)
-        separate_seeds(model, process_set_of(model.optimizer))
+        found = self._state["rank"]
+        assign([self._variables[number] for number in found], found.values())
+        if not self._is_same_size:
+            separate_seeds(model, process_set_of(model.optimizer))
 
     def restore_generators(self):
         """Restore the global random generators of this rank."""
         if self._is_same_size:
-            (mine,) = self._states
-            random_states.restore(mine["random"])
+            random_states.restore(self._state["random"])
 
     def assign_metrics(self, model):
-        """Assign the states of metrics."""
+        """Assign the states of metrics; those of new ones stay what they are."""
         variables = metric_variables(model.metrics)
-        states = [each["metrics"] for each in self._states]
-        if self._is_same_size:
-            (values,) = states
-        else:
-            by_variable = zip(variables, *states, strict=True)
-            values = [self._combined(variable, each) for variable, *each in by_variable]
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
+        for variable, value in zip(variables, self._state["metrics"], strict=True):
+            if value is not None:
+                variable.assign(value)
 
     def release(self):
         """Give back the memory: nothing is assigned any more."""
-        self._states = None
-
-    def _combined(self, variable, states):
-        # So that their reduction over the new ranks has the result of the old ones.
-        if variable.aggregation == "mean":
-            return mean(states)
-        if variable.aggregation == "only_first_replica":
-            return states[0]
-        total = np.sum(states, axis=0, dtype=states[0].dtype)
-        return total if self._index == 0 else np.zeros_like(total)
-
-    def _average_accumulated(self, variables):
-        for i, (number, described) in enumerate(variables.per_replica.items()):
-            if number in variables.accumulated:
-                sums = [each["rank"][i] for each in self._states]
-                assign([described], [mean(sums, weights=self._local_batch_sizes)])
+        self._state = None
 
 
-def _of_replica(arrays, number):
+def states_by_replica(
+    arrays: dict, size: int, variables: StateVariables, local_batch_sizes: list
+) -> list[dict]:
+    """Return what each replica takes of the arrays of a checkpoint.
+
+    Where the number of replicas has changed: accumulated gradients become their mean,
+    so that their window gives the same update; replicas take the moving statistics of
+    the replica with their number, or of the first one, as the seeds, which are then
+    separated; the states of metrics are divided so that their reduction has the same
+    result; and the global random generators are left as they are.
+
+    Args:
+        arrays: those of a checkpoint.
+        size: number of replicas now.
+        variables: the `StateVariables`.
+        local_batch_sizes: samples in a batch of each replica that wrote them.
+
+    Returns:
+        Dicts: "rank", arrays by their number in `StateVariables.own`; "metrics", a list
+        of arrays, None for each variable of a new metric; "random", arrays by name.
+    """
+    groups, before = state.by_prefix(arrays), range(len(local_batch_sizes))
+    numbers = state.metric_numbers(variables.metrics, groups.get("metrics0", {}))
+    states = [
+        {
+            "rank": _by_number(groups.get(f"rank{number}", {})),
+            "metrics": _metrics(groups.get(f"metrics{number}", {}), numbers),
+            "random": groups[f"random{number}"],
+        }
+        for number in before
+    ]
+    if len(states) == size:
+        return states
+    accumulated = _mean_accumulated(states, variables, local_batch_sizes)
+    metrics = _combined_metrics(states, variables)
+    return [
+        {
+            "rank": states[n if n in before else 0]["rank"] | accumulated,
+            "metrics": metrics[min(n, 1)],
+        }
+        for n in range(size)
+    ]
+
+
+def _by_number(group):
+    return {state.number_of(name): value for name, value in group.items()}
+
+
+def _metrics(group, numbers):
+    found = _by_number(group)
+    return [None if number is None else found[number] for number in numbers]
+
+
+def _mean_accumulated(states, variables, local_batch_sizes):
     return {
-        "rank": state.ordered(arrays, f"rank{number}"),
-        "metrics": state.ordered(arrays, f"metrics{number}"),
-        "random": state.by_name(arrays, f"random{number}"),
+        number: mean([each["rank"][number] for each in states], local_batch_sizes)
+        for number in variables.accumulated
+        if number in states[0]["rank"]
     }
+
+
+def _combined_metrics(states, variables):
+    """Return the states of metrics for the first replica, and for any other one.
+
+    Their reduction over the new replicas has the result of the old ones.
+    """
+    first, others = [], []
+    by_variable = zip(*(each["metrics"] for each in states), strict=True)
+    for variable, values in zip(variables.metrics, by_variable, strict=True):
+        first.append(_combined(variable, values))
+        is_sum = variable.aggregation not in ("mean", "only_first_replica")
+        is_new = first[-1] is None
+        others.append(np.zeros_like(first[-1]) if is_sum and not is_new else first[-1])
+    return first, others
+
+
+def _combined(variable, values):
+    if values[0] is None:
+        return None
+    if variable.aggregation == "mean":
+        return mean(values)
+    if variable.aggregation == "only_first_replica":
+        return values[0]
+    return np.sum(values, axis=0, dtype=values[0].dtype)

@@ -27,6 +27,10 @@ def regrouped(arrays, variables, local_batch_sizes):
     arrays = dict(arrays)
     replicas = [f"rank{number}" for number in range(len(local_batch_sizes))]
     once, per_replica = _by_number(arrays, "tables"), _by_number(arrays, "rank0")
+    replicated = _by_number(arrays, "replicated")
+    for number in variables.tables.keys() & replicated.keys():
+        name = replicated[number]
+        arrays[f"tables/{name}"] = arrays.pop(f"replicated/{name}")
     for number in variables.tables.keys() & per_replica.keys():
         name = per_replica[number]
         values = [arrays.pop(f"{replica}/{name}") for replica in replicas]
@@ -38,8 +42,10 @@ def regrouped(arrays, variables, local_batch_sizes):
     for number in variables.per_replica.keys() & once.keys():
         name = once[number]
         value = arrays.pop(f"tables/{name}")
-        if number in variables.accumulated:
-            value = (value / len(replicas)).astype(value.dtype)
+        if number not in variables.accumulated:
+            arrays[f"replicated/{name}"] = value
+            continue
+        value = (value / len(replicas)).astype(value.dtype)
         arrays |= {f"{replica}/{name}": value for replica in replicas}
     return arrays
 

@@ -126,6 +126,12 @@ def restore(
             compatibility.adjust_learning_rate(
                 model.optimizer, found, rate, size=size, scale=scale
             )
+            if names := state.new_metrics(variables.metrics, found.arrays):
+                warnings.warn(
+                    f"The checkpoint of step {found.step} has no states of the metrics "
+                    f"{', '.join(names)}: they start there.",
+                    stacklevel=2,
+                )
             for store in stores:
                 # Also where the newest commit is used, and the files are not read.
                 store.supersede_after(found.step)
@@ -135,15 +141,24 @@ def restore(
         return found
 
     found = on_chief(world, read)
-    header = found and (found.step, found.metadata)
+    header = found and (
+        found.step,
+        found.metadata,
+        list(map(state.number_of, state.by_name(found.arrays, "replicated"))),
+    )
     header = broadcast_object(header, name="Start") if world.size > 1 else header
     if header is None:
         return Start(learning_rate=rate)
-    step, metadata = header
+    step, metadata, replicated = header
+    variables = variables.with_replicated(replicated)
     arrays = found and found.arrays
     variables.scatter(arrays and state.ordered_once(arrays))
+    if world.size > 1:
+        variables.broadcast_untracked(model)
     variables.scale_accumulated(size / len(metadata["local_batch_sizes"]))
-    own = PerRankState(world, replicas, arrays, metadata["local_batch_sizes"])
+    own = PerRankState(
+        world, replicas, variables, arrays, metadata["local_batch_sizes"]
+    )
     return Start(step=step, metadata=metadata, per_rank_state=own, learning_rate=rate)
 
 

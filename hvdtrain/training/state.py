@@ -1,13 +1,14 @@
 """The state of a training as arrays, and back.
 
 What is equal on all ranks, or divided among them, is stored once, as its dense value:
-trainable weights, the optimizer's variables, and all that belongs to a table which is
-divided over replicas of a model. All else is stored for each rank, or for each replica
-of a model that is divided: seeds of random layers, other weights that
-are not trained (moving statistics, for example), accumulated gradients, local weights,
-the states of metrics, and those of the global random generators.
+trainable weights, the optimizer's variables, frozen weights, and all that belongs to a
+table which is divided over replicas of a model. All else is stored for each rank, or
+for each replica of a model that is divided: seeds of random layers, moving statistics
+where they differ, accumulated gradients, local weights, the states of metrics, and
+those of the global random generators.
 """
 
+import itertools
 import re
 from contextlib import nullcontext
 
@@ -16,7 +17,7 @@ import numpy as np
 from hvdtrain.collectives.objects import gather_object
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
-from hvdtrain.keras.dense_values import DenseVariable, assemble
+from hvdtrain.keras.dense_values import assemble
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.metrics import local_states
 from hvdtrain.keras.partition import partition_of
@@ -42,7 +43,7 @@ def capture(model, world, *, everywhere):
         everywhere: whether all ranks keep them; otherwise the chief does, and the
             others return None.
     """
-    variables = StateVariables.of(model)
+    variables = StateVariables.of(model).find_replicated(model, world)
     per_replica = variables.per_replica
     own = (
         [(each.block, each.local_value()) for each in per_replica.values()],
@@ -53,12 +54,17 @@ def capture(model, world, *, everywhere):
         everyone = gather(world, own)
     else:
         everyone = gather_object(own, name="capture")
-    once = variables.values_stored_once()
+    once = variables.values_stored_once(is_kept=everyone is not None)
     if everyone is None:
         return None
-    count = len(variables.shared)
-    arrays = _named("shared", dict(enumerate(variables.shared)), once[:count])
-    arrays |= _named("tables", variables.tables, once[count:])
+    groups = {
+        "shared": dict(enumerate(variables.shared)),
+        "tables": variables.tables,
+        "replicated": {n: variables.own[n] for n in sorted(variables.replicated)},
+    }
+    arrays, values = {}, iter(once)
+    for name, group in groups.items():
+        arrays |= _named(name, group, itertools.islice(values, len(group)))
     replicas = Replicas.of_model(world, model)
     for number in range(replicas.size):
         parts = [everyone[rank][0] for rank in replicas.ranks(number)]
@@ -94,7 +100,7 @@ def assign_shared(variables, arrays):
     """Assign what is equal on all ranks, on the chief; a broadcast follows.
 
     Of divided variables it assigns the part of the chief; see
-    `StateVariables.scatter`.
+    `StateVariables.scatter`. Metrics are not compared: see `metric_numbers`.
 
     Args:
         variables: the `StateVariables`.
@@ -106,9 +112,10 @@ def assign_shared(variables, arrays):
     """
     _check_same(variables.shared, by_name(arrays, "shared"))
     _check_same(list(variables.tables.values()), by_name(arrays, "tables"))
-    _check_same(list(variables.per_replica.values()), by_name(arrays, "rank0"))
-    metrics = list(map(DenseVariable.of, variables.metrics))
-    _check_same(metrics, by_name(arrays, "metrics0"))
+    replicated = by_name(arrays, "replicated")
+    per_replica = list(variables.per_replica.values())
+    _check_same(per_replica, by_name(arrays, "rank0") | replicated)
+    variables = variables.with_replicated(map(number_of, replicated))
     assign(variables.stored_once, ordered_once(arrays))
 
 
@@ -118,6 +125,15 @@ def _named(prefix, variables, values):
         f"{prefix}/{number:04}/{variable.path}": value
         for (number, variable), value in zip(variables.items(), values, strict=True)
     }
+
+
+def by_prefix(arrays: dict) -> dict:
+    """Return the arrays by prefix, then by the rest of their names, in their order."""
+    groups = {}
+    for name, value in arrays.items():
+        prefix, _, rest = name.partition("/")
+        groups.setdefault(prefix, {})[rest] = value
+    return groups
 
 
 def by_name(arrays, prefix):
@@ -138,7 +154,8 @@ def ordered(arrays, prefix):
 
 def ordered_once(arrays):
     """Return the arrays of `StateVariables.stored_once` in its order."""
-    return ordered(arrays, "shared") + ordered(arrays, "tables")
+    prefixes = ("shared", "tables", "replicated")
+    return [value for prefix in prefixes for value in ordered(arrays, prefix)]
 
 
 def number_of(name):
@@ -161,6 +178,52 @@ def _check_same(variables, stored):
                 f"{path} has the shape {shape} and dtype {dtype} in "
                 f"the model, {value.shape} and {value.dtype} there"
             )
+
+
+def metric_numbers(metrics: list, stored: dict) -> list:
+    """Return the number in a checkpoint of each variable of metrics, None if new.
+
+    A metric is found by its name. Several of one name, as of several outputs, are new
+    unless the checkpoint has as many.
+
+    Args:
+        metrics: the variables.
+        stored: arrays of a checkpoint by number and path.
+    """
+    before = _by_metric(
+        (number_of(name), name.partition("/")[2], value.shape, value.dtype.name)
+        for name, value in sorted(stored.items(), key=lambda item: number_of(item[0]))
+    )
+    now = _by_metric(
+        (number, variable.path, tuple(variable.shape), variable.dtype)
+        for number, variable in enumerate(metrics)
+    )
+    numbers = {}
+    for name, (now_numbers, described) in now.items():
+        numbers_before, described_before = before.get(name, ((), ()))
+        if described != described_before:
+            numbers_before = [None] * len(now_numbers)
+        numbers |= zip(now_numbers, numbers_before, strict=True)
+    return [numbers[number] for number in range(len(metrics))]
+
+
+def new_metrics(metrics: list, arrays: dict) -> list[str]:
+    """Return the names of metrics that a checkpoint has no states of."""
+    numbers = metric_numbers(metrics, by_name(arrays, "metrics0"))
+    variables = zip(metrics, numbers, strict=True)
+    names = [v.path.rpartition("/")[0] for v, number in variables if number is None]
+    return list(dict.fromkeys(names))
+
+
+def _by_metric(variables):
+    """Return numbers and descriptions of variables by the name of their metric."""
+    groups = {}
+    for number, path, shape, dtype in variables:
+        metric, _, name = _kind(path).rpartition("/")
+        numbers, described = groups.setdefault(metric, ([], []))
+        numbers.append(number)
+        described.append((name, shape, dtype))
+    return groups
 
 
 def _kind(path):

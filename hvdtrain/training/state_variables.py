@@ -1,17 +1,29 @@
 """The variables of a training: which are stored once, and which for each replica."""
 
 import dataclasses
+import hashlib
+import warnings
+from collections.abc import Iterable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from hvdtrain.job.world import JobError
+import hvdtrain.keras as hvd
+from hvdtrain.job.agreement import gather
+from hvdtrain.job.world import JobError, World
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.groups import variable_key
+from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.optimizer_state import accumulated_gradients
 from hvdtrain.keras.partition import assign_part, has_summed_gradients
+from hvdtrain.keras.ranks import copies_of
 from hvdtrain.keras.variables import shared_variables
+from hvdtrain.training.replicas import Replicas
+
+# In place of the digest of a value.
+_ABSENT, _OF_ITS_RANK = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +36,15 @@ class StateVariables:
             the same list whether a table is divided, and on any number of ranks.
         accumulated: numbers in `own` of the accumulated gradients.
         metrics: list of the states of metrics.
+        replicated: numbers in `own` of variables that are equal on all replicas:
+            frozen weights, for example.
     """
 
     shared: list
     own: list
     accumulated: range
     metrics: list
+    replicated: frozenset = frozenset()
 
     @classmethod
     def of(cls, model):
@@ -75,16 +90,56 @@ class StateVariables:
 
     @property
     def per_replica(self):
-        """Those of `own` that each replica has, by number."""
-        tables = self.tables
+        """Those of `own` that are stored for each replica, by number."""
+        once = self.tables.keys() | self.replicated
         return {
-            number: each for number, each in enumerate(self.own) if number not in tables
+            number: each for number, each in enumerate(self.own) if number not in once
         }
 
     @property
     def stored_once(self):
-        """List of `shared`, then `tables`."""
-        return [*self.shared, *self.tables.values()]
+        """List of `shared`, then `tables`, then `replicated`."""
+        replicated = [self.own[number] for number in sorted(self.replicated)]
+        return [*self.shared, *self.tables.values(), *replicated]
+
+    def with_replicated(self, numbers: Iterable[int]) -> "StateVariables":
+        """Return these variables, of which `numbers` in `own` are stored once."""
+        return dataclasses.replace(self, replicated=frozenset(numbers))
+
+    def find_replicated(self, model: keras.Model, world: World) -> "StateVariables":
+        """Return these variables with those that are equal now. A collective.
+
+        Seeds, local weights and accumulated gradients always belong to their rank. Of
+        other variables the ranks compare digests: where ranks differ, as in moving
+        statistics, each keeps its value.
+        """
+        digests = self._digests_by_replica(model, world)
+        is_equal = (digests == digests[0]).all((0, 1))
+        is_comparable = (digests != _OF_ITS_RANK).all((0, 1))
+        if world.is_chief:
+            differing = np.flatnonzero(is_comparable & ~is_equal)
+            _warn_of_frozen(model, [self.own[number].variable for number in differing])
+        return self.with_replicated(np.flatnonzero(is_comparable & is_equal).tolist())
+
+    def _digests_by_replica(self, model, world):
+        """Return digests of `own` by replica, rank in it, and variable."""
+        size = Replicas.of_model(world, model).size
+        comparable = _ids(_broadcast_weights(model) + _untracked_and_undivided(model))
+        comparable -= _ids(each.variable for each in self.tables.values())
+        digests = np.array([_digest(each, comparable) for each in self.own], "int64")
+        by_rank = gather(world, digests)
+        return np.reshape(by_rank, [size, len(by_rank) // size, len(self.own)])
+
+    def broadcast_untracked(self, model: keras.Model) -> None:
+        """Give all ranks the chief's `replicated` that no callback does. A collective.
+
+        They are variables that are in none of Keras' lists.
+        """
+        untracked = _ids(_untracked_and_undivided(model))
+        variables = [self.own[number].variable for number in sorted(self.replicated)]
+        variables = [each for each in variables if id(each) in untracked]
+        for process_set, root_rank, copies in copies_of(model.optimizer, variables):
+            hvd.broadcast_variables(copies, root_rank, process_set)
 
     def scale_accumulated(self, factor):
         """Multiply the accumulated gradients of divided tables, which are sums.
@@ -97,10 +152,14 @@ class StateVariables:
             if number in self.accumulated and factor != 1:
                 each.variable.assign(each.variable * factor)
 
-    def values_stored_once(self):
-        """Return the dense values on the chief. A collective if some are divided."""
+    def values_stored_once(self, *, is_kept: bool) -> list:
+        """Return the dense values. A collective if some are divided.
+
+        Args:
+            is_kept: whether this rank keeps them. Divided ones are on the chief only.
+        """
         if self._are_whole():
-            return [variable.local_value() for variable in self.stored_once]
+            return [each.local_value() for each in self.stored_once if is_kept]
         values = DenseValues(self.stored_once)
         return [values.gather(number) for number in range(len(values.variables))]
 
@@ -138,6 +197,46 @@ def _trainable(model):
 def _shared(model):
     fixed = {variable_key(weight) for weight in model.non_trainable_weights}
     return [v for v in shared_variables(model) if variable_key(v) not in fixed]
+
+
+def _ids(variables):
+    return {*map(id, variables)}
+
+
+def _broadcast_weights(model):
+    """The weights that the broadcast before the first step makes equal."""
+    weights = _ids(model.weights)
+    return [v for v in shared_variables(model) if id(v) in weights]
+
+
+def _untracked_and_undivided(model):
+    # The stages of a pipeline have different ones.
+    return [] if hook_of(model.optimizer).mesh else untracked(model)
+
+
+def _warn_of_frozen(model, differing):
+    """Warn of weights that could be trained and are not, unlike moving statistics."""
+    layers = model._flatten_layers()
+    trainable = _ids(each for layer in layers for each in layer._trainable_variables)
+    if frozen := [each for each in differing if id(each) in trainable]:
+        warnings.warn(
+            f"{frozen[0].path} is frozen, and differs by rank, as {len(frozen) - 1} "
+            "others: checkpoints have the value of each rank. Expected equal values: "
+            "load them in model_fn, on all ranks.",
+            stacklevel=2,
+        )
+
+
+def _digest(described, comparable):
+    """Return a digest of this rank's part of a variable, as an integer from 2 on."""
+    variable = described.variable
+    if variable is None:
+        return _ABSENT
+    if id(variable) not in comparable:
+        return _OF_ITS_RANK
+    value = np.ascontiguousarray(variable.numpy()).reshape(-1).view("uint8")
+    digest = hashlib.blake2b(value, digest_size=8).digest()
+    return int.from_bytes(digest) >> 1 | 2
 
 
 def untracked(model):

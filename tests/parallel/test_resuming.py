@@ -4,6 +4,7 @@ import math
 import pathlib
 import shutil
 import tempfile
+import warnings
 
 import keras
 import numpy as np
@@ -16,8 +17,10 @@ from hvdtrain import training
 from hvdtrain.data import Shard
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
-from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, state
+from hvdtrain.training.checkpoints import CheckpointFiles
 
+FORMAT_2 = pathlib.Path(__file__).parent / "format_2"
 RANK, SIZE = hvd.rank(), hvd.size()
 WORLD = World(rank=RANK, size=SIZE)
 STEPS, EPOCH_STEPS, SAMPLES = 16, 6, 50
@@ -84,15 +87,48 @@ class LogTestLoss(keras.callbacks.Callback):
         logs["seen"] = logs["val_loss"]
 
 
+class Count(keras.layers.Layer):
+    """Adds the number of its calls, a variable that Keras does not list."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = tf.Variable(0.0)
+
+    def call(self, x):
+        return x + 0.01 * self.count.assign_add(1.0)
+
+
+def frozen_and_random(*layers):
+    return model(
+        keras.layers.Dense(4, trainable=False),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.3),
+        *layers,
+        optimizer=keras.optimizers.SGD(
+            0.05, momentum=0.9, gradient_accumulation_steps=3
+        ),
+    )
+
+
+def values(result):
+    return [
+        v.numpy() for v in (*result.model.variables, *result.model.optimizer.variables)
+    ]
+
+
+def assert_equal(result, expected):
+    for found, wanted in zip(values(result), values(expected), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert result.history == expected.history
+    assert result.test_metrics == expected.test_metrics
+
+
 def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
+    counts = []
+
     def model_fn():
-        return model(
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.3),
-            optimizer=keras.optimizers.SGD(
-                0.05, momentum=0.9, gradient_accumulation_steps=3
-            ),
-        )
+        counts.append(Count())
+        return frozen_and_random(counts[-1])
 
     expected = train(model_fn, callbacks=[LogTestLoss()])
     # Within an epoch, and within the next one.
@@ -102,16 +138,64 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
             train(model_fn, directory=directory, callbacks=callbacks)
     result = train(model_fn, directory=directory, callbacks=[LogTestLoss()])
     assert 0 < result.start_step < STEPS
-    variables = zip(
-        [*result.model.variables, *result.model.optimizer.variables],
-        [*expected.model.variables, *expected.model.optimizer.variables],
-        strict=True,
-    )
-    for found, wanted in variables:
-        np.testing.assert_array_equal(found.numpy(), wanted.numpy(), wanted.path)
-    assert result.history == expected.history
-    assert result.test_metrics == expected.test_metrics
+    assert_equal(result, expected)
     oracle.assert_bitwise_equal_over_ranks(result.history["seen"])
+    assert float(counts[-1].count) == float(counts[0].count)
+    if RANK == 0:
+        files = CheckpointFiles(pathlib.Path(directory) / "checkpoints")
+        kinds = [name.partition("/")[0] for name in files.read(STEPS).arrays]
+        # Kernel and bias that are frozen, the count, and moving statistics, which are
+        # equal at the end of an epoch.
+        assert kinds.count("replicated") == 5
+        # The seed and six accumulated gradients.
+        assert [kinds.count(f"rank{rank}") for rank in range(SIZE)] == [7] * SIZE
+
+
+def test_a_checkpoint_of_format_2_continues(directory):
+    """An earlier version has written it, with frozen weights for each rank."""
+    copied = f"{directory}-copied"
+    if RANK == 0:
+        for each in (directory, copied):
+            shutil.copytree(FORMAT_2, f"{each}/checkpoints")
+    hvd.allreduce(0, name="copied")
+    result = train(frozen_and_random, directory=directory)
+    assert result.start_step == 7
+    # Processors compute other last bits than that of the checkpoint.
+    expected = train(frozen_and_random)
+    for found, wanted in zip(values(result), values(expected), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    np.testing.assert_allclose(result.history["mae"], expected.history["mae"], 1e-5)
+    kill = oracle.killed_after(4)
+    with pytest.raises(oracle.KilledError):
+        train(frozen_and_random, directory=copied, callbacks=[kill])
+    again = train(frozen_and_random, directory=copied)
+    assert 7 < again.start_step < STEPS
+    assert_equal(again, result)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_frozen_weights_are_kept_once_unless_they_differ(everywhere):
+    network = frozen_and_random()
+    hvd.DistributedOptimizer(network.optimizer).build(network.trainable_variables)
+    frozen = network.layers[1]
+    frozen.kernel.assign(keras.ops.ones_like(frozen.kernel))
+    frozen.bias.assign(keras.ops.ones_like(frozen.bias) * RANK)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        arrays = state.capture(network, WORLD, everywhere=everywhere)
+    if RANK and not everywhere:
+        assert arrays is None
+        return
+    names = {
+        name for name in arrays if name.endswith((frozen.kernel.path, frozen.bias.path))
+    }
+    assert names == {
+        f"replicated/0000/{frozen.kernel.path}",
+        *(f"rank{rank}/0001/{frozen.bias.path}" for rank in range(SIZE)),
+    }
+    texts = [str(each.message) for each in caught]
+    expected = [f"{frozen.bias.path} is frozen, and differs by rank"] * (RANK == 0)
+    assert [text.split(", as")[0] for text in texts] == expected
 
 
 @pytest.mark.parametrize("event", ["on_epoch_end", "on_train_batch_end"])

@@ -1,5 +1,7 @@
 """Checkpoints of tables that are divided, for models in which they are whole."""
 
+import collections
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.keras.dense_values import DenseVariable
 from hvdtrain.keras.partition import Partition, set_partition
+from hvdtrain.training.per_rank_state import states_by_replica
 from hvdtrain.training.regrouping import regrouped
 from hvdtrain.training.state import OtherModelError
 from hvdtrain.training.state_variables import StateVariables
@@ -47,3 +50,30 @@ def test_frozen_tables_that_differ_by_rank_are_refused():
     divided = variables(PARTITION, is_accumulated=False)
     with pytest.raises(OtherModelError, match="table differed by rank, and the model"):
         regrouped(before, divided, [4, 4])
+
+
+def test_frozen_tables_stay_stored_once():
+    once = {"replicated/0000/table": np.arange(4.0)}
+    divided = regrouped(once, variables(PARTITION, is_accumulated=False), [4, 4])
+    assert [*divided] == ["tables/0000/table"]
+    assert [*regrouped(divided, variables(None, is_accumulated=False), [4])] == [*once]
+
+
+@pytest.mark.parametrize("size", [64, 32])
+def test_each_array_is_looked_up_once_for_any_number_of_ranks(size):
+    visits = collections.Counter()
+
+    class Visited(dict):
+        def items(self):
+            for name, value in super().items():
+                visits[name] += 1
+                yield name, value
+
+    arrays = Visited()
+    for rank in range(64):
+        arrays[f"rank{rank}/0000/mean"] = np.full(4, rank)
+        arrays[f"random{rank}/python"] = np.full(1, rank)
+    mean = variables(None, is_accumulated=False)
+    states = states_by_replica(arrays, size, mean, [1] * 64)
+    assert [state["rank"][0][0] for state in states] == [*range(size)]
+    assert {*visits.values()} == {1}

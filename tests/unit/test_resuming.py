@@ -397,6 +397,32 @@ def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
         train(tmp_path, units=9)
 
 
+def test_metrics_may_be_added_and_removed_within_an_epoch(tmp_path):
+    def with_one_more(optimizer, *, units):
+        model = network(optimizer, units=units)
+        names = {"top": 1, "all": 2, "accuracy": 1}
+        scores = [
+            keras.metrics.SparseTopKCategoricalAccuracy(k, name=name)
+            for name, k in names.items()
+        ]
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=scores)
+        return model
+
+    expected = train(None)
+    with pytest.raises(KilledError):
+        train(tmp_path, killed_after=5)
+    text = r"step \d has no states of the metrics all: they start there"
+    with pytest.warns(UserWarning, match=text), pytest.raises(KilledError):
+        train(tmp_path, killed_after=2, make_model=with_one_more)
+    result = train(tmp_path)
+    assert 0 < result.start_step < 9
+    for found, wanted in zip(state(result), state(expected), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    for name in ("loss", "top", "accuracy"):
+        assert result.history[name] == expected.history[name]
+
+
 def test_another_learning_rate_is_taken_and_said(tmp_path):
     def slower():
         return keras.optimizers.SGD(0.01, momentum=0.9)
