@@ -21,7 +21,8 @@ PARTITION = Partition(
 
 def variables(partition, *, is_accumulated):
     variable = keras.Variable(np.zeros([2 if partition else 4], "float32"))
-    set_partition(variable, partition)
+    if partition:
+        set_partition(variable, partition)
     own = [DenseVariable.of(variable)]
     accumulated = range(is_accumulated)
     return StateVariables(shared=[], own=own, accumulated=accumulated, metrics=[])
