@@ -477,6 +477,18 @@ def test_the_error_names_what_each_rank_sent():
     )
 
 
+def test_the_error_names_the_first_of_many_tensors_that_differs():
+    lengths = [3] * 100
+    lengths[57] = by_rank(4, 5)
+    with pytest.raises(tf.errors.FailedPreconditionError) as info:
+        hvd.grouped_allreduce([tf.ones([length]) for length in lengths])
+    text = "rank {}: Average of 100 tensors, number 57 (from 0): float32[{}]"
+    assert f"Sent by {text.format(0, 4)}; {text.format(1, 5)}" in str(info.value)
+    with pytest.raises(tf.errors.FailedPreconditionError) as info:
+        hvd.grouped_allreduce([ONES] * by_rank(5, 6))
+    assert "of 5 tensors, number 5 (from 0): none; rank 1: " in str(info.value)
+
+
 @pytest.mark.parametrize("dtype", ["string", "bool", "uint16", "complex64"])
 def test_dtypes_that_cannot_be_reduced_are_an_error(dtype):
     value = tf.constant(["a"]) if dtype == "string" else tf.cast([1], dtype)

@@ -12,7 +12,7 @@ from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import check_root, global_process_set
 from hvdtrain.collectives.transport import counting, shared_memory
 from hvdtrain.collectives.transport.reduction import Sum
-from hvdtrain.collectives.transport.signature import Signature
+from hvdtrain.collectives.transport.signature import Signature, name_difference
 
 
 def allgather(values, *, name=None, process_set=global_process_set):
@@ -143,9 +143,10 @@ def _mismatch_of_ranks(signature, process_set):
         described = allgather_bytes(
             signature.describe().encode(), name="Mismatch", process_set=process_set
         )
+        texts = name_difference([text.decode() for text in described])
         sent = "; ".join(
-            f"rank {rank}: {text.decode()}"
-            for rank, text in zip(process_set.ranks, described, strict=True)
+            f"rank {rank}: {text}"
+            for rank, text in zip(process_set.ranks, texts, strict=True)
         )
         raise tf.errors.FailedPreconditionError(
             error.node_def,

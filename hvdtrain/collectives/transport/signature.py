@@ -11,6 +11,7 @@ the checksum there, before the negotiation.
 """
 
 import dataclasses
+import itertools
 
 import tensorflow as tf
 
@@ -49,11 +50,9 @@ class Signature:
         joined = ";".join(texts) if is_static else tf.strings.join(texts, ";")
         return tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
 
-    def describe(self):
-        """Returns the signature as one line of text for an error message."""
-        listed = ", ".join(map(_description, self.tensors[:4]))
-        more = f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else ""
-        return f"{self.kind} of {listed}{more}"
+    def describe(self) -> str:
+        """Returns the kind, then each tensor, in a line each: see `name_difference`."""
+        return "\n".join([self.kind, *map(_description, self.tensors)])
 
     def _text(self, tensor):
         if isinstance(tensor, tf.IndexedSlices):
@@ -61,6 +60,30 @@ class Signature:
             return _shape_text(header, tensor.values, free_axes=1)
         free_axes = 1 if self.has_free_rows else 0
         return _shape_text(tensor.dtype.name, tensor, free_axes=free_axes)
+
+
+def name_difference(texts: list[str]) -> list[str]:
+    """Returns one line for each rank: its kind, and the first tensor that differs.
+
+    Up to four tensors are all in it.
+
+    Args:
+        texts: `Signature.describe()` of each rank.
+    """
+    lines = [text.splitlines() for text in texts]
+    lists = [tensors for _, *tensors in lines]
+    by_place = enumerate(itertools.zip_longest(*lists))
+    first = next((n for n, each in by_place if len({*each}) > 1), None)
+    return [f"{kind} of {_listed(tensors, first)}" for kind, *tensors in lines]
+
+
+def _listed(tensors, first):
+    if len(tensors) <= 4:
+        return ", ".join(tensors)
+    if first is None:
+        return f"{', '.join(tensors[:4])} and {len(tensors) - 4} more"
+    shown = tensors[first] if first < len(tensors) else "none"
+    return f"{len(tensors)} tensors, number {first} (from 0): {shown}"
 
 
 def _shape_text(header, tensor, *, free_axes):
