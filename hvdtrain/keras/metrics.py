@@ -7,7 +7,7 @@ result is then computed once, from the totals, as one process would have done.
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -199,6 +199,16 @@ def results(metrics, states):
         list(zip(metric_variables(metrics), states, strict=True))
     ):
         return _flatten({m.name: m.result() for m in metrics if _is_built(m)})
+
+
+def is_result(value: object, name: str, found: Mapping[str, object]) -> bool:
+    """Whether a logged `value` is the result of a metric: one of `results`, `found`.
+
+    A `train_step` or a callback may log something else under the name of a metric.
+    """
+    if name not in found or np.shape(value) != np.shape(found[name]):
+        return False
+    return np.allclose(value, found[name], rtol=1e-4, equal_nan=True)
 
 
 def _is_built(metric):

@@ -30,7 +30,9 @@ class Progress:
     Attributes:
         step: steps taken.
         max_steps: steps to take.
-        metrics: means over all ranks and the steps since the last report, by name.
+        metrics: results by name, over all ranks and the steps since the last report of
+            the epoch. Those of a user's metric with states of its own are over the
+            steps since the epoch began.
         learning_rate: at this step; that of a schedule of Keras is for the next step.
         communication: share of the time since the last report in which ranks reduced
             gradients, or waited for another rank to do so: the mean over the ranks.

@@ -3,14 +3,25 @@
 import contextlib
 import math
 import time
+from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
 
 from hvdtrain.collectives import transport
 from hvdtrain.data.streams import input_wait_seconds
-from hvdtrain.job.world import SharedJobError
+from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce
+from hvdtrain.keras.metrics import (
+    addends,
+    are_sums,
+    combined,
+    is_result,
+    local_states,
+    metric_variables,
+    results,
+)
+from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.training.events import Progress, RunStart, notify, scalars
 from hvdtrain.training.requests import Requests
 from hvdtrain.training.skipping import Skipping
@@ -19,7 +30,7 @@ from hvdtrain.training.stopwatch import Stopwatch
 
 _REPORT_SECONDS = 1.0
 _MAX_GROWTH = 4
-# No names of metrics, with which they are averaged.
+# No names of metrics, with whose values they are averaged.
 _COMMUNICATION, _INPUT_WAIT = object(), object()
 
 
@@ -32,10 +43,74 @@ def check_loss(loss, step):
         )
 
 
+def _sums(arrays: Sequence) -> list[np.ndarray]:
+    """Return the sums of numbers and arrays over all ranks, in one reduction."""
+    arrays = [np.asarray(array, "float64") for array in arrays]
+    sent = np.concatenate([array.ravel() for array in arrays])
+    sums = allreduce(sent, name="Progress", op=Sum).numpy()
+    parts = np.split(sums, np.cumsum([array.size for array in arrays])[:-1])
+    return [p.reshape(a.shape) for p, a in zip(parts, arrays, strict=True)]
+
+
+class RecentMetrics:
+    """The results of metrics since the last report of an epoch, over all ranks.
+
+    They are computed from differences of states. States that are not known to be sums,
+    such as a maximum, are those since the epoch began.
+
+    Args:
+        model: a compiled model.
+        world: the `World`.
+    """
+
+    def __init__(self, model: keras.Model, world: World) -> None:
+        self._model = model
+        self._process_set = process_set_of(model.optimizer) if world.size > 1 else None
+        self._before = None
+
+    def sent(self, logs: Mapping[str, float]) -> dict[tuple, np.ndarray]:
+        """Return the arrays by key whose means over the ranks `results` takes."""
+        metrics = self._model.metrics
+        variables = metric_variables(metrics)
+        states = local_states(variables)
+        found = results(metrics, states)
+        flags = {
+            (name, "is_result"): is_result(logs[name], name, found) for name in logs
+        }
+        before, self._before = self._before, states
+        # A metric may make variables in its first update.
+        if before is not None and len(before) == len(states):
+            known = zip(states, before, are_sums(metrics), strict=True)
+            states = [now - then if is_sum else now for now, then, is_sum in known]
+        self._dtypes = [state.dtype for state in states]
+        if self._process_set:
+            states = addends(variables, states, self._process_set)
+        return flags | {("state", number): s for number, s in enumerate(states)}
+
+    def results(self, means: Mapping[tuple, np.ndarray]) -> dict[str, float]:
+        """Return the results that all ranks have logged, by name."""
+        size = self._process_set.size() if self._process_set else 1
+        totals = [
+            _as_dtype(means["state", number] * size, dtype)
+            for number, dtype in enumerate(self._dtypes)
+        ]
+        metrics = self._model.metrics
+        if self._process_set:
+            variables = metric_variables(metrics)
+            totals = combined(variables, totals, self._process_set)
+        found = results(metrics, totals)
+        return {n: v for n, v in found.items() if means.get((n, "is_result")) == 1}
+
+
+def _as_dtype(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    # A mean of integers, times the number of ranks, may be just below an integer.
+    return (np.rint(value) if dtype.kind in "iu" else np.asarray(value)).astype(dtype)
+
+
 class ProgressCallback(keras.callbacks.Callback):
     """Measures `fit`, and calls the observers on the chief about every second.
 
-    A report averages the metrics over the ranks, which is a collective: all ranks must
+    A report combines the metrics of the ranks, which is a collective: all ranks must
     report at the same steps. Clocks of ranks differ, so the chief's decides: the same
     message has the number of steps until the next report. A loss that is not finite
     stops all ranks at one step.
@@ -118,6 +193,7 @@ class ProgressCallback(keras.callbacks.Callback):
         self._epoch = epoch
         self._resume()
         self._reported_means = None
+        self._recent = RecentMetrics(self.model, self._world)
         self._skipping.begin_epoch()
 
     def on_epoch_end(self, epoch, logs=None):
@@ -151,16 +227,18 @@ class ProgressCallback(keras.callbacks.Callback):
         if self._steps >= min(self._next_step, self._plan.max_steps):
             self._report(scalars(logs or {}))
 
-    def _report(self, means):
+    def _report(self, logs):
         self._input.read()
-        recent = self._since_report(means) | self._skipping.loss_sums()
-        recent[_COMMUNICATION] = self._share(self._reduction)
-        recent[_INPUT_WAIT] = self._share(self._input)
-        recent = self._skipping.divide(self._average(recent))
-        communication, input_wait = recent.pop(_COMMUNICATION), recent.pop(_INPUT_WAIT)
+        sent = self._since_report(logs) | self._recent.sent(logs)
+        sent[_COMMUNICATION] = self._share(self._reduction)
+        sent[_INPUT_WAIT] = self._share(self._input)
+        means = self._average(sent)
+        recent = {name: float(means[name]) for name in logs}
+        recent |= self._recent.results(means)
         self._check(recent["loss"])
         if self._observers:
-            progress = self._progress(recent, communication, input_wait)
+            shares = float(means[_COMMUNICATION]), float(means[_INPUT_WAIT])
+            progress = self._progress(recent, *shares)
             notify(self._observers, "on_progress", progress)
         self._note_report()
 
@@ -246,11 +324,9 @@ class ProgressCallback(keras.callbacks.Callback):
         votes = self._requests.votes()
         if self._world.size > 1:
             # A sum in which only the chief's pause is not zero broadcasts it.
-            sent = [pause if self._world.is_chief else 0, *votes, *values.values()]
-            sums = allreduce(np.array(sent, "float64"), name="Progress", op=Sum)
-            pause, *sums = sums.numpy().tolist()
-            votes, totals = sums[: len(votes)], sums[len(votes) :]
-            means = [total / self._world.size for total in totals]
+            arrays = [pause if self._world.is_chief else 0, votes, *values.values()]
+            pause, votes, *sums = _sums(arrays)
+            means = [total / self._world.size for total in sums]
             values = dict(zip(values, means, strict=True))
         self._requests.agree(votes)
         self._next_step = self._steps + int(pause)

@@ -22,7 +22,6 @@ class Skipping:
     def __init__(self, count=0, model=None):
         self._count = count
         self._means = []
-        self._before = {}
         self.is_on = model is not None
         if self.is_on:
             self._count = hook_of(model.optimizer).skip_nonfinite()
@@ -40,28 +39,6 @@ class Skipping:
             # Of a run without this option.
             if not math.isfinite(float(mean.total)):
                 mean.reset_state()
-        self._before = {}
-
-    def loss_sums(self):
-        """Return the sums of the losses that count, and the numbers of their samples.
-
-        They are those of this rank since the last call or `begin_epoch`. The keys of
-        the sums are the names of the losses. Nothing is in the dict if nothing is left
-        out.
-        """
-        sums = {}
-        for mean in self._means:
-            sums[mean.name] = float(mean.total)
-            sums[mean.name, "count"] = float(mean.count)
-        before, self._before = self._before, sums
-        return {name: value - before.get(name, 0.0) for name, value in sums.items()}
-
-    def divide(self, sums):
-        """Return a dict with `loss_sums` as one with means, NaN without samples."""
-        for name in [mean.name for mean in self._means]:
-            count = sums.pop((name, "count"))
-            sums[name] = sums[name] / count if count else math.nan
-        return sums
 
     def _skip_losses(self, model):
         self._is_training = False

@@ -55,7 +55,7 @@ def batches(start_step, end_step, world=WORLD):
     return pairs.with_options(options)
 
 
-def train(model_fn, *, directory=None, callbacks=(), save_every_steps=1):
+def train(model_fn, *, directory=None, callbacks=(), save_every_steps=1, observers=()):
     return training.train_and_evaluate(
         model_fn,
         TrainSpec(
@@ -69,6 +69,7 @@ def train(model_fn, *, directory=None, callbacks=(), save_every_steps=1):
         EvalSpec(input_fn=lambda: batches(0, 3), throttle_steps=5),
         RunConfig(model_dir=directory, save_every_steps=save_every_steps, seed=1),
         world=WORLD,
+        observers=observers,
     )
 
 
@@ -196,6 +197,28 @@ def test_frozen_weights_are_kept_once_unless_they_differ(everywhere):
     texts = [str(each.message) for each in caught]
     expected = [f"{frozen.bias.path} is frozen, and differs by rank"] * (RANK == 0)
     assert [text.split(", as")[0] for text in texts] == expected
+
+
+class Reports(list):
+    on_progress = list.append
+
+
+@pytest.mark.ranks
+def test_reports_add_up_to_the_epoch():
+    def model_fn():
+        network = model(optimizer=keras.optimizers.SGD(0.05))
+        hits = keras.metrics.TruePositives(0.0, name="hits")
+        network.compile(network.optimizer, "mse", metrics=[hits])
+        return network
+
+    reports = Reports()
+    result = train(model_fn, observers=[reports])
+    first_step = STEPS - STEPS % EPOCH_STEPS
+    hits = [each.metrics["hits"] for each in reports if each.step > first_step]
+    expected = result.history["hits"][-1]
+    assert expected > 0
+    assert hits if RANK == 0 else not reports
+    assert not hits or sum(hits) == expected
 
 
 @pytest.mark.parametrize("event", ["on_epoch_end", "on_train_batch_end"])

@@ -98,6 +98,54 @@ def test_metrics_are_means_since_the_last_report(clock):
     assert [p.metrics["loss"] for p in keeper] == pytest.approx([3, 1, 0])
 
 
+class Largest(keras.metrics.Metric):
+    """The largest error: no sum."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.largest = self.add_variable((), "zeros", name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        errors = keras.ops.max(keras.ops.abs(y_true - y_pred))
+        self.largest.assign(keras.ops.maximum(self.largest, errors))
+
+    def result(self):
+        return self.largest + 0.0
+
+
+def test_metrics_that_are_no_means_are_those_since_the_last_report(clock):
+    keeper = Keeper()
+    callback = make(clock, keeper=keeper, max_steps=60)
+    model = callback.model
+    model.set_weights([np.ones((1, 1)), np.zeros(1)])
+    metrics = [keras.metrics.AUC(name="auc"), Largest()]
+    hits = keras.metrics.TruePositives(name="hits")
+    mean = keras.metrics.MeanAbsoluteError(name="mae")
+    model.compile(
+        keras.optimizers.SGD(0.0), "mse", metrics=metrics, weighted_metrics=[hits, mean]
+    )
+    callback.on_epoch_begin(0)
+    # Scores of a positive and of a negative sample, and the weight of both.
+    batches = [
+        *[(0.9, 0.1, 1), (0.8, 0.2, 1)],
+        *[(0.3, 0.6, 1), (0.8, 0.1, 3)],
+        *[(0.2, 0.9, 2), (0.7, 0.4, 2)],
+    ]
+    for number, (*scores, weight) in enumerate(batches):
+        x = np.array([scores], "float32").T
+        y, weights = np.array([[1.0], [0.0]], "float32"), np.full(2, weight, "float32")
+        logs = model.train_step((x, y, weights))
+        clock.seconds += 0.5
+        callback.on_train_batch_end(number * 10 + 9, logs)
+    found = {name: [p.metrics[name] for p in keeper] for name in keeper[0].metrics}
+    # Pairs in order: 4 of 4, 3 of 4 and 1 of 4.
+    assert found["auc"] == pytest.approx([1, 0.75, 0.25], abs=1e-4)
+    assert found["hits"] == [2, 3, 2]
+    assert found["mae"] == pytest.approx([0.15, 2.2 / 8, 4.8 / 8])
+    # That since the epoch began.
+    assert found["largest"] == pytest.approx([0.2, 0.7, 0.9])
+
+
 def test_means_in_an_epoch_whose_batch_has_changed(clock):
     keeper = Keeper()
     callback = make(clock, keeper=keeper, max_steps=70, start_step=30, batch_before=64)

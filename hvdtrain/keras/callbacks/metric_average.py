@@ -9,6 +9,7 @@ import numpy as np
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.metrics import (
+    is_result,
     local_states,
     metric_variables,
     reduce_states,
@@ -77,10 +78,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def _of_all_ranks(self, logs, states):
         tracked = self._results(states)
         report = {
-            # A log under a metric's name is the metric's own only if it has its
-            # value: a custom train_step or another callback may have set it.
-            key: (value, key in tracked and _same(value, tracked[key]))
-            for key, value in logs.items()
+            key: (value, is_result(value, key, tracked)) for key, value in logs.items()
         }
         # Ranks may have different keys, and a collective for a key that only some of
         # them have would block: so the keys are gathered first.
@@ -126,7 +124,3 @@ def _is_number(value):
     # Of Python or NumPy, and arrays and tensors without axes; no bool, no str.
     is_scalar = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
     return is_scalar and np.asarray(value).dtype.kind in "iuf"
-
-
-def _same(a, b):
-    return np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-4, equal_nan=True)
