@@ -194,6 +194,9 @@ class ReductionHook:
                 if is_copied(variable, process_set)
             ]
             check_first_step(copies, process_set=process_set)
+        if self.sharding:
+            with tf.init_scope():
+                self.sharding.check_start()
         self._is_first_step = False
 
     @do_not_convert

@@ -5,11 +5,19 @@ one copy of the optimizer's state together. Each rank keeps the slots of its par
 weights, updates this part, and the ranks exchange the parts.
 """
 
+from typing import NamedTuple
+
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import graph, transport
+from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import is_elastic, needs_communication
+from hvdtrain.keras.consistency import (
+    BROADCAST_FIRST,
+    DesynchronizedError,
+    checksum_of,
+)
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.partition import (
     NOT_ELEMENTWISE,
@@ -24,6 +32,23 @@ BY_SCATTERED_SLICES = "slices_reducescatter"
 # Adafactor keeps means over the last axis and over the one before it.
 _FACTORS = {"_r": lambda shape: shape[:-1], "_c": lambda shape: shape[:-2] + shape[-1:]}
 _CHOICES = (BY_VARIABLE, BY_SLICES, BY_SCATTERED_SLICES)
+
+
+class _Start(NamedTuple):
+    """What a rank's slots are before the first step.
+
+    Attributes:
+        step: number of steps that the optimizer has taken.
+        kinds: names of the lists of slots that were copies of the weights when the
+            optimizer was built, as the momentums of ScheduleFreeAdamW.
+        origin: checksum of these weights; None without such slots.
+        is_current: whether the weights are still those.
+    """
+
+    step: int
+    kinds: tuple
+    origin: int | None
+    is_current: bool
 
 
 class ShardedState:
@@ -70,6 +95,7 @@ class ShardedState:
         self._shards = {}
         self._weight_of = {}
         self._originals = {}
+        self._kinds, self._origin = (), None
         for name, method in {
             "build": self._build,
             "add_variable_from_reference": self._add_slot,
@@ -105,6 +131,95 @@ class ShardedState:
             optimizer.build(weights)
         for variable, value in zip(optimizer.variables, values, strict=True):
             assign_part(variable, value)
+
+    def agree_on_start(self, root: int) -> "_Start":
+        """Returns what all slots are to start from: see `start_from`. A collective.
+
+        Args:
+            root: the rank of the process set whose weights are broadcast.
+
+        Raises:
+            ValueError: on all ranks, if their parts of the state do not belong together
+                or to the weights of the root.
+        """
+        starts = self._gather_starts()
+        first = starts[list(self._reducer.process_set.ranks).index(root)]
+        steps = [start.step for start in starts]
+        if len(set(steps)) > 1:
+            raise ValueError(
+                "The optimizer's state is divided over the ranks, and only some of "
+                "them have loaded their part. Received: an optimizer that has taken "
+                f"{', '.join(map(str, steps))} steps on successive ranks. Load the "
+                "model on all ranks, or use shard_state=False."
+            )
+        kinds = {kind: None for start in starts for kind in start.kinds}
+        is_alike = len({start.origin for start in starts}) == 1
+        if not steps[0] and not is_alike and not first.is_current:
+            raise ValueError(
+                f"The slots of {type(self._optimizer).__name__} start as copies of the "
+                "weights, and each rank has its part of them. Received: weights of "
+                f"rank {root} that were assigned after its optimizer was built, and "
+                "optimizers that were built with different weights. Assign the weights "
+                "before optimizer.build, or seed the ranks alike."
+            )
+        return first._replace(kinds=() if is_alike else tuple(kinds))
+
+    def start_from(self, start: "_Start") -> None:
+        """Makes slots that started as copies of this rank's weights those of the root.
+
+        After its weights were broadcast.
+        """
+        if start.step or not start.kinds:
+            return
+        for kind in start.kinds:
+            slots = getattr(self._optimizer, kind)
+            for slot, shard in zip(slots, self._shards.values(), strict=True):
+                if shard.partition and shard.size:
+                    slot.assign(shard.current())
+        self._kinds, self._origin = start.kinds, self._checksum()
+
+    def check_start(self) -> None:
+        """Raises an error unless the slots start from equal weights. A collective.
+
+        Raises:
+            DesynchronizedError: on all ranks.
+        """
+        starts = self._gather_starts()
+        origins = {start.origin for start in starts} - {None}
+        if len(origins) > 1 and not starts[0].step:
+            raise DesynchronizedError(
+                f"The slots of {type(self._optimizer).__name__} start as copies of the "
+                "weights, and the ranks have built their parts of them from different "
+                f"ones. {BROADCAST_FIRST}"
+            )
+
+    def _gather_starts(self):
+        optimizer, process_set = self._optimizer, self._reducer.process_set
+        start = _Start(
+            step=int(optimizer._iterations),
+            kinds=self._kinds,
+            origin=self._origin,
+            is_current=not self._kinds or self._checksum() == self._origin,
+        )
+        if not needs_communication(process_set):
+            return [start]
+        return allgather_object(start, name="ShardedStart", process_set=process_set)
+
+    def _checksum(self):
+        weights = [shard.weight for shard in self._shards.values() if shard.partition]
+        return checksum_of(weights)
+
+    def _note_copies(self, shards):
+        # While the first step is traced, slots have no values yet. The weights are
+        # compared before it: no broadcast follows.
+        if not tf.executing_eagerly():
+            return
+        self._kinds = tuple(
+            name
+            for name, slots in self._slots_by_kind(shards)
+            if any(map(_is_copy, slots, shards))
+        )
+        self._origin = self._checksum() if self._kinds else None
 
     def reduce(self, gradients, weights):
         """Returns the combined gradients, of which this rank may have only its parts.
@@ -197,6 +312,7 @@ class ShardedState:
             optimizer._trainable_variables_indices[optimizer._var_key(weight)] = i
         self._use_decay_of_weights(shards)
         self._set_partitions(shards)
+        self._note_copies(shards)
 
     def _add_slot(self, reference_variable, name=None, initializer="zeros"):
         if name == "gradient_accumulator":
@@ -215,16 +331,20 @@ class ShardedState:
             optimizer._exclude_from_weight_decay_cache[key] = answer
 
     def _set_partitions(self, shards):
+        for name, slots in self._slots_by_kind(shards):
+            for slot, shard in zip(slots, shards, strict=True):
+                if slot is not None and shard.partition is not None:
+                    _set_partition(slot, shard, name)
+
+    def _slots_by_kind(self, shards):
+        """Yields the name of a kind of slots, and a slot or None for each weight."""
         accumulated = getattr(self._optimizer, "_accumulated_gradients", ())
         whole = {id(variable) for variable in accumulated}
-        own = {id(variable) for variable in self._optimizer.variables}
+        own = {id(variable) for variable in self._optimizer.variables} - whole
         # Keras keeps the slots of one kind in a list, in the order of the weights.
         for name, slots in list(vars(self._optimizer).items()):
-            if not isinstance(slots, list) or len(slots) != len(shards):
-                continue
-            for slot, shard in zip(slots, shards, strict=True):
-                if id(slot) in own - whole and shard.partition is not None:
-                    _set_partition(slot, shard, name)
+            if isinstance(slots, list) and len(slots) == len(shards):
+                yield name, [slot if id(slot) in own else None for slot in slots]
 
     def _apply_weight_decay(self, weights):
         # Keras calls it before each update, also without weight decay.
@@ -256,6 +376,18 @@ class ShardedState:
         shards = self._shards_of(self._optimizer._trainable_variables)
         averages = self._optimizer._model_variables_moving_average
         gather(shards, averages, weights)
+
+
+def _is_copy(slot, shard):
+    if slot is None or not (shard.partition and shard.size):
+        return False
+    kind = (shard.variable.shape, shard.variable.dtype)
+    if (slot.shape, slot.dtype) != kind:
+        return False
+    value = tf.convert_to_tensor(shard.variable)
+    is_equal = tf.reduce_all(tf.equal(value, slot))
+    # Not a momentum and a bias, both of which start as zeros.
+    return bool(is_equal) and bool(tf.reduce_any(value != 0))
 
 
 def _set_partition(slot, shard, kind):

@@ -327,6 +327,69 @@ def test_the_state_of_a_model_that_is_divided():
     mesh.remove()
 
 
+# Of newer versions of Keras.
+@pytest.mark.skipif(
+    not hasattr(optimizers, "ScheduleFreeAdamW"),
+    reason="Keras has no ScheduleFreeAdamW",
+)
+class TestSlotsThatStartAsCopiesOfTheWeights:
+    """On ranks that are seeded differently, of which rank 0's weights are taken."""
+
+    def fit(self, shard_state, *, is_broadcast=True, prepare=None, seed=RANK):
+        model = oracle.build_model()
+        model.set_weights(draw([weight.shape for weight in model.weights], seed))
+        optimizer = hvd.DistributedOptimizer(
+            optimizers.ScheduleFreeAdamW(0.1), shard_state=shard_state
+        )
+        model.compile(optimizer, oracle.LOSS)
+        if prepare:
+            prepare(model)
+        callbacks = [hvd.callbacks.ConsistencyCheckCallback()]
+        if is_broadcast:
+            callbacks.insert(0, hvd.callbacks.BroadcastGlobalVariablesCallback(0))
+        else:
+            hvd.broadcast_variables(model.variables + optimizer.variables, 0)
+        oracle.fit_shard(model, *oracle.samples(4), callbacks=callbacks)
+        return model.get_weights()
+
+    @pytest.mark.parametrize("shard_state", [True, "slices"])
+    def test_they_are_copies_of_those_of_rank_0(self, shard_state):
+        expected = self.fit(False)
+        found = self.fit(shard_state)
+        assert_equal(found, expected, shard_state, rtol=1e-5)
+
+    def test_they_may_be_copies_of_older_weights(self):
+        def prepare(model):
+            model.optimizer.build(model.trainable_variables)
+            if RANK == 0:
+                model.set_weights([weight + 1 for weight in model.get_weights()])
+
+        expected = self.fit(False, prepare=prepare, seed=1)
+        assert_equal(self.fit(True, prepare=prepare, seed=1), expected, "older")
+        with pytest.raises(ValueError, match=r"weights of rank 0 that were assigned"):
+            self.fit(True, prepare=prepare)
+
+    def test_a_broadcast_that_leaves_them_is_an_error(self):
+        def prepare(model):
+            model.optimizer.build(model.trainable_variables)
+
+        with pytest.raises(
+            hvd.callbacks.DesynchronizedError, match="from different ones"
+        ):
+            self.fit(True, prepare=prepare, is_broadcast=False)
+
+
+def test_a_state_that_rank_0_alone_has_loaded_is_an_error():
+    model = oracle.build_model()
+    optimizer = hvd.DistributedOptimizer(optimizers.Adam(0.01), shard_state="slices")
+    optimizer.build(model.trainable_variables)
+    optimizer.iterations.assign(5 if RANK == 0 else 0)
+    model.compile(optimizer, oracle.LOSS)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    with pytest.raises(ValueError, match=r"only some of them have loaded .* 5, 0"):
+        oracle.fit_shard(model, *oracle.samples(1), callbacks=callbacks)
+
+
 @pytest.mark.four_ranks
 def test_fit_of_a_model_that_is_divided():
     mesh = parallel.Mesh(model=2)

@@ -16,6 +16,7 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.keras import train_functions
 from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.groups import variable_key
+from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.partition import is_divided
 from hvdtrain.keras.ranks import all_ranks_of, copies_of, process_set_of
@@ -61,7 +62,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             different variables, if they would take different numbers of steps without
             `JoinCallback` or start in different epochs; if `root_rank` does not train
             with them, if the optimizer of Keras' own `train_step` is not distributed,
-            or for a model without `call` that has not been built.
+            if rank 0 alone has loaded a state that is divided (`shard_state`), or for a
+            model without `call` that has not been built.
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
     """
 
@@ -148,6 +150,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         model, optimizer = self.model, self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
+        hook = hook_of(optimizer)
+        sharding = hook and hook.sharding
+        if sharding:
+            # The last axis is that of the replicas.
+            _, root = hook.axes(self.root_rank)[-1]
+            first = sharding.agree_on_start(root)
         variables = shared_variables(model, local_keys=self._local_keys)
         if is_divided(model.variables):
             # The seeds of a replica are those of its first rank.
@@ -159,6 +167,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 _check_same_structure(copies, process_set)
                 with tf.device(self.device):
                     ops.broadcast_variables(copies, root, process_set)
+        if sharding:
+            sharding.start_from(first)
         separate_seeds(model, process_set_of(optimizer))
         self.broadcast_done = True
 
