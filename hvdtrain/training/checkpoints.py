@@ -222,9 +222,9 @@ class CheckpointFiles:
         Raises:
             CheckpointError: there are arrays of several checkpoints, and no JSON file.
         """
-        if not self._directory.is_dir():
-            return
         with _one_line_errors("write", self._directory):
+            if not self._directory.is_dir():
+                return
             # A killed writer leaves the arrays of one checkpoint.
             if not self.steps() and len(self._all_arrays()) > 1:
                 raise CheckpointError(
