@@ -2,8 +2,10 @@
 
 import re
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
@@ -11,13 +13,10 @@ from hvdtrain.job import JobError
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.training.plan import Plan
 
 # The error of `assert_cardinality`.
 _EARLY_END = re.compile(r"expected to contain \d+ elements? but contained only (\d+)")
-
-
-class _SegmentEndError(Exception):
-    """Leaves `fit` at the end of an epoch, without what it does at the end."""
 
 
 def built(model, train_spec):
@@ -62,76 +61,155 @@ def built(model, train_spec):
     return model
 
 
-def fit(model, make_batches, plan, *, start_step, callbacks):
-    """Train from `start_step` to the end of the plan.
+def fit(
+    model: keras.Model,
+    batches: tf.data.Dataset,
+    plan: Plan,
+    *,
+    start_step: int,
+    stops: Callable[[int], int],
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> None:
+    """Train from `start_step` to the end of the plan, by one call of Keras' `fit`.
 
-    A run that continues within an epoch takes two calls of Keras' `fit`: all epochs of
-    one call have the same number of steps. The callbacks see one training, in which
-    batches are numbered as if it had not been interrupted.
+    The callbacks see a training in which batches are numbered as if it had not been
+    interrupted.
 
     Args:
         model: a compiled model.
-        make_batches: `TrainSpec.batches`.
+        batches: of the steps from `start_step` on.
         plan: the `Plan`.
         start_step: steps taken before.
+        stops: `stops(step)` returns the next step after which callbacks act that have
+            the attribute `acts_within_executions`.
         callbacks: Keras callbacks.
 
     Raises:
         JobError: the ranks hold different weights, or the input has ended early.
     """
-    segments = plan.segments(start_step)
-    whole = _WholeTraining(callbacks, model=model, plan=plan)
-    for segment in segments:
-        whole.start(segment, is_last=segment is segments[-1])
-        batches = make_batches(segment.start_step, segment.end_step)
-        try:
-            _fit(model, batches, segment, whole)
-            # The last segment, or a callback has stopped the training.
-            return
-        except _SegmentEndError:
-            continue
-        except hvd.callbacks.DesynchronizedError as error:
-            raise SharedJobError(str(error)) from None
-        except tf.errors.OpError as error:
-            if found := _EARLY_END.search(str(error)):
-                raise JobError(
-                    f"Received {found[1]} batches from input_fn for the steps "
-                    f"{segment.start_step} to {segment.end_step}; expected one for "
-                    "each step: set TrainSpec.repeat, or lower max_steps."
-                ) from None
-            raise
-
-
-def _fit(model, batches, segment, callbacks):
-    # Keras needs the cardinality, which a dataset after `flat_map` does not have.
-    steps = segment.end_step - segment.start_step
+    steps = plan.max_steps - start_step
     # Without `take`, one batch more than asserted would be read, and be an error.
     batches = batches.take(steps)
     batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
-    with warnings.catch_warnings():
-        # The plan makes the last epoch shorter than the others.
-        warnings.filterwarnings("ignore", message="Your input ran out of data")
-        model.fit(
-            batches,
-            initial_epoch=segment.first_epoch,
-            epochs=segment.end_epoch,
-            steps_per_epoch=segment.epoch_steps,
-            callbacks=callbacks,
-            shuffle=False,
-            verbose=0,
+    training = _Training(
+        callbacks,
+        model=model,
+        plan=plan,
+        start_step=start_step,
+        stops=stops,
+        take_steps=_steps_function(model, iter(batches), plan.steps_per_execution),
+    )
+    model.train_function = training.train_function
+    try:
+        with warnings.catch_warnings():
+            # A StopIteration ends an epoch.
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
+            model.fit(
+                _calls(plan),
+                initial_epoch=start_step // plan.fit_epoch_steps,
+                epochs=plan.epochs,
+                callbacks=training,
+                shuffle=False,
+                verbose=0,
+            )
+    except hvd.callbacks.DesynchronizedError as error:
+        raise SharedJobError(str(error)) from None
+    except tf.errors.OpError as error:
+        if found := _EARLY_END.search(str(error)):
+            raise JobError(
+                f"Received {found[1]} batches from input_fn for the steps {start_step} "
+                f"to {plan.max_steps}; expected one for each step: set "
+                "TrainSpec.repeat, or lower max_steps."
+            ) from None
+        raise
+    finally:
+        model.train_function = None
+
+
+def _calls(plan: Plan) -> tf.data.Dataset:
+    """Return what `fit` iterates over: more elements than an epoch has calls.
+
+    A StopIteration of `train_function` ends an epoch, since the number of its calls
+    is not known before. Keras makes a new iterator then, which must not be that of the
+    batches.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    # Keras counts `steps_per_execution` elements for each call.
+    size = (plan.max_steps + 1) * plan.steps_per_execution
+    return tf.data.Dataset.range(size).with_options(options)
+
+
+def _steps_function(
+    model: keras.Model, iterator: Iterator, steps_per_execution: int
+) -> Callable[[int], dict]:
+    """Return a function that takes a number of steps, and returns the last logs.
+
+    It is one loop for any number: the bits of a step do not depend on how many are
+    taken together. Keras' own function has a constant number, and its graph is another
+    one for each.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def train_step(batch):
+        return model.train_step(batch)
+
+    if model.run_eagerly:
+
+        def take_eagerly(steps):
+            return [train_step(next(iterator)) for _ in range(steps)][-1]
+
+        return take_eagerly
+
+    step = tf.function(train_step, reduce_retracing=True, jit_compile=model.jit_compile)
+
+    @tf.function(autograph=False)
+    def one_step():
+        return step(iterator.get_next())
+
+    @tf.function(autograph=False)
+    def several_steps(steps):
+        logs = step.get_concrete_function(iterator.element_spec).structured_outputs
+        specs = tf.nest.flatten(logs, expand_composites=True)
+
+        def body(done, *_):
+            found = step(iterator.get_next())
+            return done + 1, *tf.nest.flatten(found, expand_composites=True)
+
+        _, *found = tf.while_loop(
+            lambda done, *_: done < steps,
+            body,
+            [tf.constant(0), *map(_zeros, specs)],
+            shape_invariants=[tf.TensorShape([]), *[spec.shape for spec in specs]],
         )
+        return tf.nest.pack_sequence_as(logs, found, expand_composites=True)
+
+    if steps_per_execution == 1:
+        return lambda steps: one_step()
+    return lambda steps: several_steps(np.int32(steps))
 
 
-class _WholeTraining(keras.callbacks.CallbackList):
-    """Callbacks that see one training in several calls of `fit`.
+def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
+    """Return a tensor of this spec; unknown dimensions are zero."""
+    return tf.zeros([size or 0 for size in spec.shape.as_list()], spec.dtype)
+
+
+class _Training(keras.callbacks.CallbackList):
+    """The callbacks of a training, and the steps between them.
+
+    Callbacks are called once in an execution, which may take several calls of the
+    compiled function; those that act within executions, after each call.
 
     Args:
         callbacks: Keras callbacks.
         model: the compiled model.
         plan: the `Plan`.
+        start_step: steps taken before.
+        stops: see `fit`.
+        take_steps: `take_steps(count)` takes steps and returns logs.
     """
 
-    def __init__(self, callbacks, *, model, plan):
+    def __init__(self, callbacks, *, model, plan, start_step, stops, take_steps):
         super().__init__(
             callbacks,
             add_history=True,
@@ -141,41 +219,53 @@ class _WholeTraining(keras.callbacks.CallbackList):
             steps=plan.fit_epoch_steps,
         )
         self._plan = plan
-        self._has_begun = False
+        self._step = start_step
+        self._is_continued = start_step % plan.fit_epoch_steps > 0
+        self._execution = None
+        self._stops = stops
+        self._take_steps = take_steps
+        self._within = [
+            callback
+            for callback in self.callbacks
+            if getattr(callback, "acts_within_executions", False)
+        ]
 
-    def start(self, segment, *, is_last):
-        """Take the segment of the next call of `fit`."""
-        self._is_last = is_last
-        self._offset = segment.start_step % self._plan.fit_epoch_steps
-
-    def on_train_begin(self, logs=None):
-        if not self._has_begun:
-            self._has_begun = True
-            super().on_train_begin(logs)
+    def train_function(self, calls):
+        """Take steps to the end of the execution, or to where ranks act before it."""
+        del calls
+        if self._step == self._epoch_end:
+            raise StopIteration
+        end = min(self._stops(self._step), self._execution[1])
+        logs = self._take_steps(end - self._step)
+        self._step = end
+        return logs
 
     def on_epoch_begin(self, epoch, logs=None):
-        # An interrupted epoch has begun before: a callback that changes the learning
-        # rate there, `LearningRateScheduler` for example, would do so twice.
+        """Begin an epoch; the rate of an interrupted one has been set before."""
+        self._epoch_start = self._plan.step(epoch)
+        self._epoch_end = self._plan.step(epoch + 1)
+        # A callback that changes the learning rate there, `LearningRateScheduler` for
+        # example, would do so twice.
         rate = without_loss_scale(self.model.optimizer).learning_rate
-        is_kept = self._offset and isinstance(rate, keras.Variable)
+        is_kept = self._is_continued and isinstance(rate, keras.Variable)
+        self._is_continued = False
         before = rate.numpy() if is_kept else None
-        self._epoch = epoch
         super().on_epoch_begin(epoch, logs)
         if is_kept:
             rate.assign(before)
 
     def on_train_batch_begin(self, batch, logs=None):
-        super().on_train_batch_begin(batch + self._offset, logs)
+        """Begin an execution, unless a part of it is done, or the epoch."""
+        execution = self._plan.execution(self._step)
+        if self._step < self._epoch_end and execution != self._execution:
+            self._execution = execution
+            super().on_train_batch_begin(execution[0] - self._epoch_start, logs)
 
     def on_train_batch_end(self, batch, logs=None):
-        # The last execution of the last epoch may have fewer steps.
-        steps = self._plan.step(self._epoch + 1) - self._plan.step(self._epoch)
-        batch = min(batch + self._offset, steps - 1)
-        super().on_train_batch_end(batch, logs)
-
-    def on_epoch_end(self, epoch, logs=None):
-        super().on_epoch_end(epoch, logs)
-        self._offset = 0
-        if not self._is_last and not self.model.stop_training:
-            # At its end, fit would replace the weights by their moving averages.
-            raise _SegmentEndError
+        """Pass on the number of the last batch."""
+        batch = self._step - self._epoch_start - 1
+        if self._step == self._execution[1]:
+            super().on_train_batch_end(batch, logs)
+        else:
+            for callback in self._within:
+                callback.on_train_batch_end(batch, logs)

@@ -3,10 +3,9 @@
 import dataclasses
 import math
 
-# An execution is one call of the compiled train function. Python's part of it costs
+# An execution is the work between two calls of callbacks. Python's part of it costs
 # about as much as a step of a small model.
 _MAX_STEPS_PER_EXECUTION = 20
-# Nothing is reported before its end, so that long steps take fewer.
 _SAMPLES_PER_EXECUTION = 2560
 # Short runs still report a few times.
 _MIN_EXECUTIONS = 5
@@ -16,14 +15,16 @@ _MIN_EXECUTIONS = 5
 class Plan:
     """How `fit` goes through the steps of a `TrainSpec`.
 
-    An epoch of `fit` is the multiple of `steps_per_execution` that is close to a pass
-    over the data and gives epochs of about equal length.
+    An epoch of `fit` is a pass over the data. It is divided into executions, of which
+    the last may have fewer steps than the others. They depend on the `TrainSpec` only:
+    whatever is a function of an execution, such as a learning rate, does not depend on
+    the speed of the machine or on the step at which a job continues.
 
     Attributes:
         max_steps: steps in all.
         epochs: epochs of `fit`.
         fit_epoch_steps: steps of every epoch of `fit`; the last may have fewer.
-        steps_per_execution: steps per call of the compiled train function.
+        steps_per_execution: steps between two calls of callbacks.
     """
 
     max_steps: int
@@ -42,13 +43,10 @@ class Plan:
                 local_batch_size=spec.local_batch_size, max_steps=spec.max_steps
             )
         )
-        epochs = max(1, round(spec.max_steps / spec.pass_steps))
-        executions = math.ceil(spec.max_steps / epochs / execution)
-        fit_epoch_steps = executions * execution
         return cls(
             max_steps=spec.max_steps,
-            epochs=math.ceil(spec.max_steps / fit_epoch_steps),
-            fit_epoch_steps=fit_epoch_steps,
+            epochs=math.ceil(spec.max_steps / spec.pass_steps),
+            fit_epoch_steps=spec.pass_steps,
             steps_per_execution=execution,
         )
 
@@ -70,23 +68,11 @@ class Plan:
             steps_per_execution=metadata["steps_per_execution"],
         )
 
-    def segments(self, start_step):
-        """Return the calls of `fit` for the steps from `start_step` to `max_steps`.
-
-        Where that is within an epoch of `fit`, the rest of this epoch is a call of its
-        own: all epochs of one call have the same number of steps.
-        """
-        epoch, offset = divmod(start_step, self.fit_epoch_steps)
-        found = []
-        if offset:
-            end = self.step(epoch + 1)
-            found.append(Segment(start_step, end, epoch, epoch + 1, end - start_step))
-            epoch += 1
-        if epoch < self.epochs:
-            steps = self.fit_epoch_steps
-            start = self.step(epoch)
-            found.append(Segment(start, self.max_steps, epoch, self.epochs, steps))
-        return found
+    def execution(self, step: int) -> tuple[int, int]:
+        """Return the steps before and after the execution that step `step` is in."""
+        epoch, offset = divmod(step, self.fit_epoch_steps)
+        first = step - offset % self.steps_per_execution
+        return first, min(first + self.steps_per_execution, self.step(epoch + 1))
 
     def is_epoch_end(self, step):
         """Whether an epoch of `fit` ends after `step` steps."""
@@ -95,25 +81,6 @@ class Plan:
     def step(self, epoch, batch=0):
         """Return the number of steps before `batch` of this epoch of `fit`."""
         return min(epoch * self.fit_epoch_steps + batch, self.max_steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """The arguments of one call of `fit`.
-
-    Attributes:
-        start_step: steps before it.
-        end_step: steps after it.
-        first_epoch: number of its first epoch.
-        end_epoch: number of the epoch after its last.
-        epoch_steps: steps of each of its epochs; the last may have fewer.
-    """
-
-    start_step: int
-    end_step: int
-    first_epoch: int
-    end_epoch: int
-    epoch_steps: int
 
 
 def fast_steps_per_execution(*, local_batch_size, max_steps):

@@ -23,13 +23,12 @@ from hvdtrain.keras.metrics import (
 )
 from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.training.events import Progress, RunStart, notify, scalars
-from hvdtrain.training.requests import Requests
+from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.state import check_finite
 from hvdtrain.training.stopwatch import Stopwatch
 
 _REPORT_SECONDS = 1.0
-_MAX_GROWTH = 4
 # No names of metrics, with whose values they are averaged.
 _COMMUNICATION, _INPUT_WAIT = object(), object()
 
@@ -110,24 +109,29 @@ def _as_dtype(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
 class ProgressCallback(keras.callbacks.Callback):
     """Measures `fit`, and calls the observers on the chief about every second.
 
-    A report combines the metrics of the ranks, which is a collective: all ranks must
-    report at the same steps. Clocks of ranks differ, so the chief's decides: the same
-    message has the number of steps until the next report. A loss that is not finite
-    stops all ranks at one step.
+    A report combines the metrics of the ranks, which is a collective: all ranks report
+    at the same steps, on which they vote. The chief asks for it. A loss that is not
+    finite stops all ranks at one step.
 
     Args:
         plan: the `Plan` of the training.
         global_batch_size: samples of a step of the whole job.
         world: the `World`.
         observers: see `train_and_evaluate`.
-        requests: the `Requests`, which a report agrees on.
+        requests: the `Requests`.
+        votes: the `Votes` on them, by default new ones.
         skipping: the `Skipping`.
         start_step: the first step of this run.
         batch_before: samples of a step before that one, by default as many.
         clock: returns seconds.
         reduction_seconds: returns the seconds that this rank has spent in reductions.
         input_seconds: returns those in which it has waited for input.
+
+    Attributes:
+        acts_within_executions: see `fitting.fit`.
     """
+
+    acts_within_executions = True
 
     def __init__(
         self,
@@ -137,6 +141,7 @@ class ProgressCallback(keras.callbacks.Callback):
         observers,
         *,
         requests=None,
+        votes=None,
         skipping=None,
         start_step=0,
         batch_before=None,
@@ -146,6 +151,9 @@ class ProgressCallback(keras.callbacks.Callback):
     ):
         super().__init__()
         self._requests = requests or Requests()
+        self._votes = votes or Votes(
+            self._requests, plan, world, start_step=start_step, clock=clock
+        )
         self._skipping = skipping or Skipping()
         self._start_step = start_step
         self._weight_before = (batch_before or global_batch_size) / global_batch_size
@@ -160,7 +168,6 @@ class ProgressCallback(keras.callbacks.Callback):
             reduction_seconds if world.size > 1 else lambda: math.nan
         )
         self._stopwatches = (self._time, self._input, self._reduction)
-        self._next_step = 0
         self._first_steps = None
         self._steps = self._reported_steps = start_step
         self._first_seconds = 0.0
@@ -217,15 +224,21 @@ class ProgressCallback(keras.callbacks.Callback):
         # Without that of input, which is slower than a short step's part of Python.
         self._time.read()
         self._reduction.read()
-        # Requests hold for the step of their report.
-        self._requests.agreed = frozenset()
         if self._first_steps is None:
             self._first_steps, self._first_seconds = self._steps, self._time.total
             self._input.read()
             self._note_report()
-            self._next_step = self._steps + 1
-        if self._steps >= min(self._next_step, self._plan.max_steps):
+        elif self._world.is_chief and self._is_report_due():
+            self._requests.ask(REPORT)
+        self._votes(self._steps)
+        if REPORT in self._requests.agreed or self._steps == self._plan.max_steps:
             self._report(scalars(logs or {}))
+
+    def _is_report_due(self):
+        # The first one comes soon: after the second execution.
+        is_first = self._reported_steps == self._first_steps
+        is_soon = is_first and self._steps > self._plan.execution(self._start_step)[1]
+        return is_soon or self._clock() - self._reported_clock >= _REPORT_SECONDS
 
     def _report(self, logs):
         self._input.read()
@@ -307,27 +320,9 @@ class ProgressCallback(keras.callbacks.Callback):
             for name, mean in means.items()
         }
 
-    def _pause(self):
-        """Return the number of steps until about a second from now."""
-        # Of all the time, with evaluations and checkpoints, unlike the speed.
-        seconds = self._clock() - self._reported_clock
-        steps = self._steps - self._reported_steps
-        if not steps:
-            return 1
-        # The first steps may be faster than the input, which was read ahead.
-        pause = min(int(steps / seconds * _REPORT_SECONDS), _MAX_GROWTH * steps)
-        return max(1, pause)
-
     def _average(self, values):
-        """Average over the ranks, and receive the next step of a report."""
-        pause = self._pause()
-        votes = self._requests.votes()
-        if self._world.size > 1:
-            # A sum in which only the chief's pause is not zero broadcasts it.
-            arrays = [pause if self._world.is_chief else 0, votes, *values.values()]
-            pause, votes, *sums = _sums(arrays)
-            means = [total / self._world.size for total in sums]
-            values = dict(zip(values, means, strict=True))
-        self._requests.agree(votes)
-        self._next_step = self._steps + int(pause)
-        return values
+        """Average over the ranks."""
+        if self._world.size == 1:
+            return values
+        means = [total / self._world.size for total in _sums(values.values())]
+        return dict(zip(values, means, strict=True))

@@ -1,16 +1,33 @@
 """What ranks ask of the whole job, and the step at which all ranks do it."""
 
+import math
 import time
+from collections.abc import Callable
 
-SAVE, COMMIT, EVALUATE, STOP = NAMES = ("save", "commit", "evaluate", "stop")
+import numpy as np
+
+from hvdtrain.job import World
+from hvdtrain.keras import Sum, allreduce
+from hvdtrain.training.plan import Plan
+
+SAVE, COMMIT, EVALUATE, REPORT, STOP = NAMES = (
+    *("save", "commit", "evaluate"),
+    *("report", "stop"),
+)
+
+# A vote is a collective: 0.1 ms in shared memory, some ms through Horovod.
+_MAX_VOTE_SHARE = 0.01
+_MAX_PAUSE_SECONDS = 1.0
+# Python's part of a call of the train function is about a hundredth of it.
+_CALL_SECONDS = 0.05
+_MAX_GROWTH = 4
 
 
 class Requests:
     """Requests of this rank, and those that all ranks have agreed on.
 
-    A report of progress, which is a collective about every second, adds up the
-    requests of all ranks. What one rank has asked for is then agreed on by all of
-    them, at the same step: agreement costs no collective of its own.
+    `Votes` add up the requests of all ranks, several times a second. What one rank has
+    asked for is then agreed on by all of them, at the same step.
 
     An elastic job keeps them when it changes: no request to stop is lost.
 
@@ -46,6 +63,83 @@ class Requests:
         )
         # If the job changes before it has stopped, it is to stop afterwards.
         self._asked -= self.agreed - {STOP}
+
+
+class Votes:
+    """The steps at which all ranks exchange their requests.
+
+    An exchange is a collective, so all ranks vote after the same steps. Clocks of
+    ranks differ, and the chief's decides: each vote has the number of steps until the
+    next one. The ranks vote after the first step, which contains the tracing, and after
+    the second, which gives the speed. If steps become slower by some factor, one pause
+    becomes longer by this factor.
+
+    Args:
+        requests: the `Requests`.
+        plan: the `Plan`.
+        world: the `World`.
+        start_step: the first step of this run.
+        clock: returns seconds.
+
+    Attributes:
+        next_step: the step after which the ranks vote next.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        plan: Plan,
+        world: World,
+        *,
+        start_step: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._requests = requests
+        self._plan = plan
+        self._world = world
+        self._clock = clock
+        self._cost_seconds = math.inf if world.size > 1 else 0.0
+        self._last = None
+        self.next_step = start_step + 1
+
+    def __call__(self, step: int) -> None:
+        """Agree on requests, if a vote is due after `step` steps."""
+        self._requests.agreed = frozenset()
+        if step >= min(self.next_step, self._plan.max_steps):
+            pause = self._next_step(step) - step
+            pause, *counts = self._exchange([pause, *self._requests.votes()])
+            self._requests.agree(counts)
+            self.next_step = step + int(pause)
+
+    def _exchange(self, values: list[int]) -> list[float]:
+        if self._world.size == 1:
+            return values
+        before = self._clock()
+        # A sum in which only the chief's pause is not zero broadcasts it.
+        sent = values if self._world.is_chief else [0, *values[1:]]
+        sums = allreduce(np.array(sent, "float64"), name="Votes", op=Sum)
+        # The shortest one did not wait for a slower rank.
+        self._cost_seconds = min(self._cost_seconds, self._clock() - before)
+        return sums.numpy().tolist()
+
+    def _next_step(self, step: int) -> int:
+        """Return the next step to vote at, from the time of those since the last."""
+        now, last = self._clock(), self._last
+        self._last = (step, now)
+        if last is None or step == last[0]:
+            return step + 1
+        # Of all the time, with evaluations and checkpoints.
+        speed = (step - last[0]) / max(now - last[1], 1e-9)
+        # The first steps may be faster than the input, which was read ahead.
+        limit = _MAX_GROWTH * (step - last[0])
+        pause_seconds = min(self._cost_seconds / _MAX_VOTE_SHARE, _MAX_PAUSE_SECONDS)
+        pause = min(int(speed * pause_seconds), limit)
+        call = max(1, min(int(speed * _CALL_SECONDS), limit))
+        end = self._plan.execution(step)[1]
+        next_step = step + max(pause, min(call, end - step))
+        # A vote within an execution cuts it in two: only where its steps are slow.
+        is_whole = end <= next_step < self._plan.max_steps
+        return self._plan.execution(next_step)[0] if is_whole else next_step
 
 
 class Every:

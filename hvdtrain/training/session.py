@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import keras
@@ -23,7 +24,14 @@ from hvdtrain.training.fitting import fit
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback, check_loss
-from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Every, Requests
+from hvdtrain.training.requests import (
+    COMMIT,
+    EVALUATE,
+    SAVE,
+    Every,
+    Requests,
+    Votes,
+)
 from hvdtrain.training.resuming import RestoreCallback, RestoreGeneratorsCallback, Start
 from hvdtrain.training.saving import (
     BackgroundWriter,
@@ -83,12 +91,14 @@ class Session:
             )
         if commits:
             commits.writer = self._writer
+        self._votes = Votes(self._requests, plan, world, start_step=run.start.step)
         self._progress = ProgressCallback(
             plan,
             run.global_batch_size,
             world,
             run.observers,
             requests=self._requests,
+            votes=self._votes,
             skipping=run.skipping,
             start_step=run.start.step,
             batch_before=run.start.metadata.get("global_batch_size"),
@@ -107,11 +117,13 @@ class Session:
         numbers = self._run.config.stop_signals if self._run.config.model_dir else ()
         writing = self._writer or contextlib.nullcontext()
         with stopping_on(numbers, self._requests, rank=self._run.world.rank), writing:
+            plan, start_step = self._run.plan, self._run.start.step
             fit(
                 model,
-                train_spec.batches,
-                self._run.plan,
-                start_step=self._run.start.step,
+                train_spec.batches(start_step, plan.max_steps),
+                plan,
+                start_step=start_step,
+                stops=functools.partial(self._next_stop, eval_spec),
                 callbacks=self._callbacks(train_spec, eval_spec),
             )
             complete_together(self._run.world, self._writer)
@@ -145,6 +157,17 @@ class Session:
             samples_per_second=self._progress.samples_per_second,
             skipped_updates=self._run.skipping.count,
         )
+
+    def _next_stop(self, eval_spec, step):
+        """Return the next step that is due for a vote, or by its number."""
+        config = self._run.config
+        every = (
+            eval_spec.throttle_steps,
+            config.save_every_steps,
+            config.commit_every_steps if self._run.commits else 0,
+        )
+        due = [(step // steps + 1) * steps for steps in every if steps]
+        return min([self._votes.next_step, *due])
 
     def _callbacks(self, train_spec, eval_spec):
         """Return all callbacks, in their order."""

@@ -69,14 +69,12 @@ class TrainSpec:
             the batches of this rank for these steps.
         max_steps: global steps of the whole job, over all its runs: batches that each
             rank takes, which `optimizer.iterations` counts.
-        pass_steps: batches in a pass over the data. Training metrics are reset about
-            that often.
+        pass_steps: batches in a pass over the data, which is an epoch of `fit`.
         local_batch_size: samples in a batch of this rank. Where ranks have different
             numbers, each rank's gradient counts by its samples.
         callbacks: `callbacks(plan)` returns more Keras callbacks, for the `Plan`.
-        steps_per_execution: steps per call of the compiled train function, after which
-            Keras calls callbacks. By default 1 if there are `callbacks`, and otherwise
-            as many as make short steps fast.
+        steps_per_execution: steps between two calls of callbacks. By default 1 if there
+            are `callbacks`, and otherwise as many as make short steps fast.
         repeat: where the input of a rank ends, take it from its start again, as the
             next pass over the data. By default an early end is an error.
         scale_from: the `Position` from which `input_fn` and `max_steps` are computed.

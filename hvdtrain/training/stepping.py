@@ -6,7 +6,7 @@ from hvdtrain.job.agreement import gather
 
 
 class StepCallback(keras.callbacks.Callback):
-    """Calls `act` after an execution, or at the end of the epoch if that follows.
+    """Calls `act` between two steps, or at the end of the epoch if that follows.
 
     At the end of an epoch all callbacks before this one have done what they do there:
     moving statistics are averaged, and the learning rate of the next epoch is set.
@@ -18,7 +18,10 @@ class StepCallback(keras.callbacks.Callback):
         plan: the `Plan`.
         step: global steps taken.
         epoch_steps: those of the current epoch.
+        acts_within_executions: see `fitting.fit`.
     """
+
+    acts_within_executions = True
 
     def __init__(self, plan):
         super().__init__()
@@ -31,7 +34,7 @@ class StepCallback(keras.callbacks.Callback):
         return self.step == self.plan.max_steps or self.model.stop_training
 
     def note_step(self):
-        """Is called after each execution, before `act`."""
+        """Is called before `act`."""
 
     def act(self, *, is_epoch_end):
         """Is called between two steps, on all ranks."""

@@ -1,6 +1,5 @@
 """The plan: global steps and epochs of `fit`."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -30,7 +29,7 @@ def test_invariants():
         holds = (
             found.max_steps == max_steps,
             execution in (None, found.steps_per_execution),
-            found.fit_epoch_steps % found.steps_per_execution == 0,
+            found.fit_epoch_steps == pass_steps,
             # All epochs but the last are full, and the last is not empty.
             before_last < max_steps <= before_last + found.fit_epoch_steps,
             found.step(found.epochs) == max_steps,
@@ -41,12 +40,20 @@ def test_invariants():
 
 
 def test_steps_by_hand():
-    # 150 steps in three passes of 47: three epochs of 50, rounded up to tens.
+    # 145 steps in passes of 47: three epochs of 47 and one of 4.
     found = plan(145, pass_steps=47, steps_per_execution=10)
-    assert (found.epochs, found.fit_epoch_steps) == (3, 50)
-    assert [found.step(0), found.step(1), found.step(2, 7)] == [0, 50, 107]
-    # The last epoch has 45 steps; its last execution ends there.
-    assert found.step(2, 50) == found.step(3) == 145
+    assert (found.epochs, found.fit_epoch_steps) == (4, 47)
+    assert [found.step(0), found.step(1), found.step(2, 7)] == [0, 47, 101]
+    assert found.step(3, 10) == found.step(4) == 145
+
+
+def test_executions_by_hand():
+    """Each epoch starts one, and the last of an epoch is short."""
+    found = plan(25, pass_steps=9, steps_per_execution=4)
+    executions = [(0, 4), (4, 8), (8, 9), (9, 13), (13, 17), (17, 18)]
+    executions += [(18, 22), (22, 25)]
+    expected = [execution for execution in executions for _ in range(*execution)]
+    assert [found.execution(step) for step in range(25)] == expected
 
 
 @pytest.mark.parametrize(
@@ -63,19 +70,3 @@ def test_steps_by_hand():
 def test_steps_per_execution(max_steps, local_batch_size, expected):
     found = plan(max_steps, local_batch_size=local_batch_size)
     assert found.steps_per_execution == expected
-
-
-@pytest.mark.parametrize(
-    ("start_step", "calls"),
-    [
-        # 23 steps in epochs of 5: as (first step, end, first epoch, end epoch, steps).
-        (0, [(0, 23, 0, 5, 5)]),
-        (5, [(5, 23, 1, 5, 5)]),
-        (7, [(7, 10, 1, 2, 3), (10, 23, 2, 5, 5)]),
-        (21, [(21, 23, 4, 5, 2)]),
-    ],
-)
-def test_a_run_that_continues_within_an_epoch_ends_it_first(start_step, calls):
-    plan = Plan(max_steps=23, epochs=5, fit_epoch_steps=5, steps_per_execution=1)
-    found = [dataclasses.astuple(each) for each in plan.segments(start_step)]
-    assert found == calls

@@ -1,16 +1,18 @@
 """Requests to stop, and the end of a training that is to be continued."""
 
+import itertools
 import os
 import queue
 import signal
 
 import pytest
 
+import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World, signals
-from hvdtrain.training import RunConfig
+from hvdtrain.training import Plan, RunConfig
 from hvdtrain.training.preemption import stopping_on
-from hvdtrain.training.requests import SAVE, STOP, Every, Requests
+from hvdtrain.training.requests import SAVE, STOP, Every, Requests, Votes
 
 TIMEOUT_SECONDS = 60
 
@@ -89,3 +91,71 @@ def test_a_request_to_stop_stays_until_the_job_ends():
 def test_a_limit_of_time_needs_a_place_for_the_checkpoint():
     with pytest.raises(JobError, match="max_minutes=5 without model_dir"):
         RunConfig(max_minutes=5)
+
+
+def votes_of(step_seconds, *, max_steps=10_000, steps_per_execution=20):
+    """Train on one rank, where each step takes `step_seconds(step)`.
+
+    Returns the steps and the seconds of the votes.
+    """
+    plan = Plan(
+        max_steps=max_steps,
+        epochs=10,
+        fit_epoch_steps=1005,
+        steps_per_execution=steps_per_execution,
+    )
+    seconds, step, found = 0.0, 0, []
+    votes = Votes(Requests(), plan, World(), start_step=0, clock=lambda: seconds)
+    while step < max_steps:
+        end = min(votes.next_step, plan.execution(step)[1])
+        seconds += sum(map(step_seconds, range(step, end)))
+        step = end
+        votes(step)
+        found.append((step, seconds))
+    return found
+
+
+def test_slow_steps_are_voted_on_one_by_one():
+    found = votes_of(lambda step: 4.0, max_steps=50)
+    assert [step for step, _ in found] == list(range(1, 51))
+
+
+def test_fast_steps_are_voted_on_after_whole_executions():
+    found = [step for step, _ in votes_of(lambda step: 0.0005)]
+    # Four times as many as before, until an execution is whole.
+    assert found[:5] == [1, 2, 6, 20, 40]
+    # The last execution of an epoch is short.
+    assert found[51:56] == [980, 1000, 1005, 1025, 1045]
+
+
+def test_steps_that_become_slow_are_voted_on_after_one_execution():
+    found = votes_of(lambda step: 0.0005 if step < 500 else 1.0, max_steps=600)
+    late = [seconds for step, seconds in found if step >= 500]
+    pauses = [after - before for before, after in itertools.pairwise(late)]
+    assert max(pauses) <= 20
+    assert pauses[1:] == [1.0] * (len(pauses) - 1)
+
+
+def test_a_vote_that_is_slow_is_rare():
+    """Through Horovod, one of 3 ms takes a hundredth of the time."""
+    plan = Plan(
+        max_steps=10_000, epochs=1, fit_epoch_steps=10_000, steps_per_execution=20
+    )
+    seconds = 0.0
+
+    def clock():
+        nonlocal seconds
+        seconds += 0.003
+        return seconds
+
+    hvd.init()
+    votes = Votes(Requests(), plan, World(size=2), start_step=0, clock=clock)
+    found = []
+    for step in range(1, 2001):
+        seconds += 0.001
+        before = votes.next_step
+        votes(step)
+        if step == before:
+            found.append(step)
+    pauses = {after - before for before, after in itertools.pairwise(found)}
+    assert max(pauses) == 280

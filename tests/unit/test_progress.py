@@ -212,10 +212,10 @@ def test_communication_and_input_wait_are_shares_of_the_time(clock, monkeypatch)
         clock.reduction_seconds += 100
         clock.input_seconds += 100
     # The evaluation makes the next report come sooner.
-    assert [p.step for p in keeper] == [20, 40, 60, 70, 80]
-    # Half of 0.25 / 0.5, 0.125 / 1, 0.75 / 1, 0.125 / 0.5 and 0 / 0.5: Horovod has this
+    assert [p.step for p in keeper] == [20, 40, 50, 70, 80]
+    # Half of 0.25 / 0.5, 0.125 / 1, 0.5 / 0.5, 0.375 / 1 and 0 / 0.5: Horovod has this
     # rank alone, and adds up no share of the second one.
-    shares = np.array([0.25, 0.0625, 0.375, 0.125, 0])
+    shares = np.array([0.25, 0.0625, 0.5, 0.1875, 0])
     assert [p.communication for p in keeper] == pytest.approx(shares)
     assert [p.input_wait for p in keeper] == pytest.approx(shares / 2)
 

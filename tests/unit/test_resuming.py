@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import signal
 import time
 from unittest import mock
 
@@ -129,6 +130,7 @@ def train(
     callbacks=(),
     repeat=False,
     scale_from=None,
+    steps_per_execution=1,
     **config,
 ):
     callbacks = [*callbacks, *([KillAfter(killed_after)] if killed_after else [])]
@@ -139,9 +141,9 @@ def train(
             max_steps=max_steps,
             pass_steps=EPOCH_STEPS,
             local_batch_size=local_batch_size,
-            steps_per_execution=1,
+            steps_per_execution=steps_per_execution,
             repeat=repeat,
-            callbacks=lambda plan: callbacks,
+            callbacks=(lambda plan: callbacks) if callbacks else None,
             scale_from=scale_from,
         ),
         evaluation or EvalSpec(input_fn=lambda: batches(0, 20), throttle_steps=6),
@@ -510,6 +512,36 @@ def test_a_limit_of_time_stops_the_job_with_a_checkpoint(tmp_path):
     assert_equal(result, expected)
 
 
+@pytest.mark.parametrize("steps_per_execution", [None, 20])
+def test_a_signal_stops_a_job_whose_input_is_slow(tmp_path, steps_per_execution):
+    """Within an execution; the job that continues computes the same bits."""
+
+    def input_fn(start, end, *, is_slow=True):
+        def read(step):
+            if is_slow:
+                time.sleep(0.1)
+                if step == 23:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+            return np.int64(step)
+
+        steps = tf.data.Dataset.range(start, end).map(
+            lambda step: tf.numpy_function(read, [step], tf.int64)
+        )
+        pairs = tf.data.Dataset.zip(steps, batches(start, end))
+        return pairs.map(lambda step, pair: pair)
+
+    fast = functools.partial(input_fn, is_slow=False)
+    options = {"max_steps": 60, "steps_per_execution": steps_per_execution}
+    expected = train(None, input_fn=fast, **options)
+    with pytest.raises(PreemptedError, match="Stopped at step") as caught:
+        train(tmp_path, input_fn=input_fn, save_every_steps=0, **options)
+    (step,) = files(tmp_path).steps()
+    assert f"Stopped at step {step} of 60 by SIGUSR1" in str(caught.value)
+    # tf.data reads one batch ahead.
+    assert 22 <= step <= 26
+    assert_equal(train(tmp_path, input_fn=fast, **options), expected)
+
+
 def test_evaluations_within_an_epoch_change_nothing():
     spec = EvalSpec(input_fn=lambda: batches(0, 20))
     assert_equal(train(None), train(None, evaluation=spec))
@@ -768,5 +800,6 @@ def test_an_input_without_end():
 def test_a_longer_job_keeps_the_epochs_of_the_one_that_it_continues(tmp_path):
     train(tmp_path, max_steps=35)
     result = train(tmp_path, max_steps=40)
-    # 4 epochs of 9 steps, the last one of 8 at first; then one of 4 more.
-    assert len(result.history["loss"]) == 5
+    # 4 epochs of 10 steps, the last one of 5 at first: it is completed.
+    assert len(result.history["loss"]) == 4
+    assert result.history == train(None, max_steps=40).history

@@ -179,6 +179,37 @@ def test_an_observer_of_few_methods_does_not_cost_the_last_checkpoint(tmp_path):
     assert result.test_metrics == expected.test_metrics
 
 
+def test_epochs_are_passes_and_evaluations_are_on_their_steps():
+    """Also where executions are no divisors of a pass, or of these steps."""
+    plain = model()
+    history = plain.fit(
+        batches(0, 100), steps_per_epoch=24, epochs=5, verbose=0
+    ).history
+    recorder = Recorder()
+    result = training.train_and_evaluate(
+        model,
+        TrainSpec(
+            input_fn=batches, max_steps=100, pass_steps=24, local_batch_size=BATCH
+        ),
+        EvalSpec(input_fn=lambda: batches(0, 10), every_epochs=2, throttle_steps=30),
+        world=World(),
+        observers=[recorder],
+    )
+    assert result.history == {k: pytest.approx(v, rel=1e-5) for k, v in history.items()}
+    found = [step for step, _ in recorder.evaluations]
+    assert found == [30, 48, 60, 90, 96, 100]
+
+
+def test_callbacks_are_called_once_in_an_execution():
+    calls = []
+    recorder = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: calls.append(batch),
+        on_train_batch_end=lambda batch, logs: calls.append(batch),
+    )
+    train(13, pass_steps=8, steps_per_execution=5, callbacks=lambda plan: [recorder])
+    assert calls == [0, 4, 5, 7, 0, 4]
+
+
 def test_broken_loss_ends_the_job():
     with pytest.raises(JobError, match="loss became nan"):
         train(100, model_fn=lambda: model(learning_rate=1e30), steps_per_execution=5)
