@@ -97,7 +97,7 @@ def fit(
         plan=plan,
         start_step=start_step,
         stops=stops,
-        take_steps=_steps_function(model, iter(batches), plan.steps_per_execution),
+        iterator=iter(batches),
     )
     model.train_function = training.train_function
     try:
@@ -206,10 +206,10 @@ class _Training(keras.callbacks.CallbackList):
         plan: the `Plan`.
         start_step: steps taken before.
         stops: see `fit`.
-        take_steps: `take_steps(count)` takes steps and returns logs.
+        iterator: of the batches from `start_step` on.
     """
 
-    def __init__(self, callbacks, *, model, plan, start_step, stops, take_steps):
+    def __init__(self, callbacks, *, model, plan, start_step, stops, iterator):
         super().__init__(
             callbacks,
             add_history=True,
@@ -223,7 +223,7 @@ class _Training(keras.callbacks.CallbackList):
         self._is_continued = start_step % plan.fit_epoch_steps > 0
         self._execution = None
         self._stops = stops
-        self._take_steps = take_steps
+        self._iterator = iterator
         self._within = [
             callback
             for callback in self.callbacks
@@ -239,6 +239,13 @@ class _Training(keras.callbacks.CallbackList):
         logs = self._take_steps(end - self._step)
         self._step = end
         return logs
+
+    def on_train_begin(self, logs=None):
+        """Make the function that takes steps, of the model that callbacks leave."""
+        super().on_train_begin(logs)
+        self._take_steps = _steps_function(
+            self.model, self._iterator, self._plan.steps_per_execution
+        )
 
     def on_epoch_begin(self, epoch, logs=None):
         """Begin an epoch; the rate of an interrupted one has been set before."""
