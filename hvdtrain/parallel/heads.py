@@ -3,6 +3,7 @@
 import types
 
 import keras
+import tensorflow as tf
 from keras import ops
 from keras.src.backend import get_keras_mask, set_keras_mask
 
@@ -95,6 +96,7 @@ class DividedHeads(InModelGroup):
         # One tensor in two places has one gradient, and one allreduce of it.
         inputs = {id(x): x for x in (query, value, key)}
         copies = {i: self._copy(x) for i, x in inputs.items()}
+        rank_of_scores = len(query.shape) + self._attention_rank
         outputs = super().call(
             copies[id(query)],
             copies[id(value)],
@@ -102,7 +104,7 @@ class DividedHeads(InModelGroup):
             query_mask=query_mask,
             value_mask=value_mask,
             key_mask=key_mask,
-            attention_mask=attention_mask,
+            attention_mask=self._of_own_heads(attention_mask, rank_of_scores),
             return_attention_scores=return_attention_scores,
             training=training,
             use_causal_mask=use_causal_mask,
@@ -115,6 +117,23 @@ class DividedHeads(InModelGroup):
         outputs, scores = outputs
         heads = self._heads_of_scores(len(scores.shape))
         return outputs, mappings.gather(scores, heads)
+
+    def _of_own_heads(self, mask: tf.Tensor | None, rank: int) -> tf.Tensor | None:
+        """Return the part of a mask for this rank's heads, if it has an axis of heads.
+
+        Raises:
+            ValueError: on all ranks, for another number of heads.
+        """
+        if mask is None or len(mask.shape) < rank:
+            return mask
+        heads = self._heads_of_scores(rank)
+        size = mask.shape[heads.axis]
+        if size not in (None, 1, heads.size):
+            raise ValueError(
+                f"attention_mask is for another number of heads. Received: {size}, in "
+                f"the shape {tuple(mask.shape)}; expected {heads.size} or 1."
+            )
+        return mask if size == 1 else heads.of(mask)
 
     def _copy(self, x):
         copied = mappings.copy(x, self.partition(-1, self._all_heads))

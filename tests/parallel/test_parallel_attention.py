@@ -27,6 +27,7 @@ def normal(*shape):
 X = normal(BATCH, QUERIES, 7)
 CROSSED = (X, normal(BATCH, KEYS, 6), normal(BATCH, KEYS, 2))
 MASK = tf.constant(RNG.random((BATCH, QUERIES, KEYS)) < 0.6)
+MASK_BY_HEAD = tf.constant(RNG.random((BATCH, HEADS, QUERIES, KEYS)) < 0.6)
 L2 = keras.regularizers.L2(0.1)
 # Not in Keras 3.13 and before.
 HAS_GATE = "use_gate" in inspect.signature(keras.layers.MultiHeadAttention).parameters
@@ -47,6 +48,12 @@ VARIANTS = {
             **GATE,
         },
         {"use_causal_mask": True},
+    ),
+    "crossed, masked by head": (CROSSED, {}, {"attention_mask": MASK_BY_HEAD}),
+    "crossed, one mask for all heads": (
+        CROSSED,
+        {},
+        {"attention_mask": MASK[:, tf.newaxis]},
     ),
     "crossed, scores, masked": (
         CROSSED,
@@ -117,7 +124,13 @@ def run(layer, inputs, call):
 
 def test_grouped_attention_computes_what_its_dense_twin_does(meshes):
     arguments = {"dropout": 0.4, "kernel_regularizer": L2, **GATE}
-    call = {"return_attention_scores": True, "training": True, "use_causal_mask": True}
+    mask = RNG.random((BATCH, 3 * SIZE, QUERIES, QUERIES)) < 0.6
+    call = {
+        "attention_mask": tf.constant(mask),
+        "return_attention_scores": True,
+        "training": True,
+        "use_causal_mask": True,
+    }
     keras.utils.set_random_seed(3)
     twin = keras.layers.GroupQueryAttention(3, 3 * SIZE, SIZE, **arguments)
     expected = run(twin, (X, X), call)
@@ -162,6 +175,9 @@ def test_what_cannot_be_divided_is_refused(meshes):
             parallel.ParallelGroupQueryAttention(3, 15, 5)
         with pytest.raises(ValueError, match="does not support bias_constraint"):
             parallel.ParallelMultiHeadAttention(4, 3, bias_constraint="non_neg")
+        layer = parallel.ParallelMultiHeadAttention(HEADS, 3)
+        with pytest.raises(ValueError, match=f"expected {HEADS} or 1"):
+            layer(*CROSSED, attention_mask=MASK_BY_HEAD[:, : HEADS - 1])
 
 
 VOCABULARY, WIDTH, LENGTH, STEPS = 13, 6, 5, 10
