@@ -1,5 +1,7 @@
 """Which variables of an optimizer are equal on all ranks."""
 
+import keras
+
 from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.partition import (
@@ -75,7 +77,28 @@ def _owned_slots(optimizer, trainable):
     # Keras names a slot after its variable's path. Of several paths that fit, the
     # longest is the variable's own: "a/kernel_2" has "a_kernel_2_momentum".
     prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
+    by_place = _owners_by_place(optimizer)
     for slot in optimizer.variables:
         owners = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
         if owners:
             yield slot, prefixes[max(owners, key=len)]
+        elif any(by_place.get(id(slot)) is variable for variable in trainable):
+            yield slot, by_place[id(slot)]
+
+
+def _owners_by_place(optimizer: keras.optimizers.Optimizer) -> dict:
+    """Returns the weight of each slot that is in a list of slots, by its identity.
+
+    The factors of Adafactor have no names by which their weights could be found.
+    """
+    base = without_loss_scale(optimizer)
+    weights = base._trainable_variables
+    # Keras keeps the slots of one kind in a list, in the order of the weights.
+    return {
+        id(slot): weight
+        for name, slots in vars(base).items()
+        if isinstance(slots, list) and len(slots) == len(weights)
+        # All of its variables, which may be as many.
+        if name != "_variables"
+        for slot, weight in zip(slots, weights, strict=True)
+    }

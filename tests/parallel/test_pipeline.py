@@ -67,6 +67,8 @@ def samples(count):
 
 
 def optimizer_of(schedule):
+    if schedule == "adafactor":
+        return keras.optimizers.Adafactor(0.02)
     if schedule == "gpipe":
         return keras.optimizers.Adam(0.02)
     return keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.2)
@@ -369,3 +371,17 @@ def test_a_rank_of_a_pipeline_cannot_wait_for_the_others(mesh):
     x, y, _ = samples(BATCH)
     with pytest.raises(ValueError, match="JoinCallback cannot be used with a model"):
         model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.JoinCallback()])
+
+
+def test_factored_slots_belong_to_their_stage(mesh):
+    x, y, _ = samples(3 * BATCH)
+    dense, model = dense_model(), pipeline(mesh)
+    for each in (dense, model):
+        each.compile(keras.optimizers.Adafactor(0.02), oracle.LOSS)
+    oracle.fit(dense, x, y, BATCH)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    check = hvd.callbacks.ConsistencyCheckCallback(1)
+    oracle.fit(model, x, y, BATCH, callbacks=[broadcast, check])
+    saved = model.gather_dense()
+    if RANK == 0:
+        oracle.assert_same_state(saved, dense, atol=2e-6)

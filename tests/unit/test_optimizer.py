@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
+from hvdtrain.keras.optimizer_state import common_state
 
 EMBEDDING = keras.layers.Embedding
 
@@ -120,6 +121,21 @@ def test_an_optimizer_that_skips_the_hook_is_not_silent():
 
 def test_no_gradients_are_no_error():
     hvd.DistributedOptimizer(sgd()).apply([], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"), [("Adafactor", 6), ("Adam", 4), ("Muon", 3), ("Nadam", 4)]
+)
+def test_slots_belong_to_weights_and_numbers_to_none(name, slots):
+    # As many weights as an optimizer has numbers: the learning rate and the iteration.
+    weights = [keras.Variable(tf.ones([3, 3]), name="a")]
+    weights.append(keras.Variable(tf.ones([3]), name="a_b"))
+    optimizer = getattr(keras.optimizers, name)()
+    optimizer.build(weights)
+    for each in (optimizer, keras.optimizers.LossScaleOptimizer(optimizer)):
+        common = common_state(each, weights)
+        assert len(each.variables) - len(common) == slots
+        assert all(len(variable.shape) == 0 for variable in common)
 
 
 @pytest.mark.parametrize(
