@@ -487,6 +487,11 @@ def test_the_error_names_the_first_of_many_tensors_that_differs():
     with pytest.raises(tf.errors.FailedPreconditionError) as info:
         hvd.grouped_allreduce([ONES] * by_rank(5, 6))
     assert "of 5 tensors, number 5 (from 0): none; rank 1: " in str(info.value)
+    # The number of rows may differ.
+    rows = [tf.ones([1 + RANK, 2])] * 5
+    with pytest.raises(tf.errors.FailedPreconditionError) as info:
+        hvd.grouped_allgather([*rows, tf.ones([1, 2 + RANK])])
+    assert "6 tensors, number 5 (from 0): float32[1, 2]; rank 1: " in str(info.value)
 
 
 @pytest.mark.parametrize("dtype", ["string", "bool", "uint16", "complex64"])

@@ -141,7 +141,7 @@ def _mismatch_of_ranks(signature, process_set):
         if "Mismatched" not in error.message or not tf.executing_eagerly():
             raise
         described = allgather_bytes(
-            signature.describe().encode(), name="Mismatch", process_set=process_set
+            signature.lines().encode(), name="Mismatch", process_set=process_set
         )
         texts = name_difference([text.decode() for text in described])
         sent = "; ".join(

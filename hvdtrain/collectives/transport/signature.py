@@ -51,8 +51,16 @@ class Signature:
         return tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
 
     def describe(self) -> str:
-        """Returns the kind, then each tensor, in a line each: see `name_difference`."""
-        return "\n".join([self.kind, *map(_description, self.tensors)])
+        """Returns the signature as one line of text for an error message."""
+        return _line(self.kind, list(map(_description, self.tensors)))
+
+    def lines(self) -> str:
+        """Returns the kind, then a line of each tensor: see `name_difference`.
+
+        A line has what ranks must agree on, and what users see. Eagerly only.
+        """
+        tensors = [f"{self._text(each)}\t{_description(each)}" for each in self.tensors]
+        return "\n".join([self.kind, *tensors])
 
     def _text(self, tensor):
         if isinstance(tensor, tf.IndexedSlices):
@@ -68,22 +76,28 @@ def name_difference(texts: list[str]) -> list[str]:
     Up to four tensors are all in it.
 
     Args:
-        texts: `Signature.describe()` of each rank.
+        texts: `Signature.lines()` of each rank.
     """
-    lines = [text.splitlines() for text in texts]
-    lists = [tensors for _, *tensors in lines]
-    by_place = enumerate(itertools.zip_longest(*lists))
+    kinds, lists = [], []
+    for kind, *tensors in map(str.splitlines, texts):
+        kinds.append(kind)
+        lists.append([line.split("\t") for line in tensors])
+    compared = [[compared for compared, _ in tensors] for tensors in lists]
+    by_place = enumerate(itertools.zip_longest(*compared))
     first = next((n for n, each in by_place if len({*each}) > 1), None)
-    return [f"{kind} of {_listed(tensors, first)}" for kind, *tensors in lines]
+    return [
+        _line(kind, [shown for _, shown in tensors], first)
+        for kind, tensors in zip(kinds, lists, strict=True)
+    ]
 
 
-def _listed(tensors, first):
+def _line(kind, tensors, first=None):
     if len(tensors) <= 4:
-        return ", ".join(tensors)
+        return f"{kind} of {', '.join(tensors)}"
     if first is None:
-        return f"{', '.join(tensors[:4])} and {len(tensors) - 4} more"
+        return f"{kind} of {', '.join(tensors[:4])} and {len(tensors) - 4} more"
     shown = tensors[first] if first < len(tensors) else "none"
-    return f"{len(tensors)} tensors, number {first} (from 0): {shown}"
+    return f"{kind} of {len(tensors)} tensors, number {first} (from 0): {shown}"
 
 
 def _shape_text(header, tensor, *, free_axes):
