@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport.segment import stall_limits
-from hvdtrain.keras import dense_saving
+from hvdtrain.keras import dense_saving, samples
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.partition import has_parts_elsewhere, partition_of
 from hvdtrain.keras.parts import check_parts
@@ -87,6 +87,8 @@ def _run(method):
         callbacks = _list_of(kwargs.get("callbacks"))
         if hook and hook.sharding:
             _check_none_swaps_averages(callbacks)
+        if hook and hook.mesh and hook.mesh.model.size > 1:
+            samples.compare_along_model(self)
         if _needs_all_ranks(self.variables):
             if method.__name__ == "fit" and not hook:
                 raise ValueError(

@@ -247,3 +247,22 @@ def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
     for key, values in history.items():
         np.testing.assert_allclose(found[key], values, rtol=1e-5)
     shared.assert_slices_of(divided, weights)
+
+
+@four_ranks
+def test_different_samples_of_a_replica_are_an_error_on_all_its_ranks(meshes):
+    for mesh in meshes:
+        with mesh:
+            layer = parallel.ColumnParallelDense(OUTPUTS, "softmax")
+        model = keras.Sequential([keras.Input((oracle.FEATURES,)), layer])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh)
+        model.compile(optimizer, oracle.LOSS)
+        inputs, labels = oracle.samples(2)
+        shared.fit_replicas(mesh, model, inputs, labels, 2)
+        # As without a mesh.
+        mine = oracle.shard(inputs), oracle.shard(labels)
+        for run in (model.fit, model.evaluate):
+            with pytest.raises(
+                tf.errors.InvalidArgumentError, match="different samples"
+            ):
+                run(*mine, verbose=0)

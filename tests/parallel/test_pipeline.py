@@ -51,7 +51,7 @@ def dense_model(**options):
 
 def pipeline(mesh, schedule="1f1b", **options):
     return parallel.PipelineModel(
-        dense_model(**options),
+        partial(dense_model, **options),
         STAGES[mesh.pipeline.size],
         microbatches=MICROBATCHES,
         schedule=schedule,

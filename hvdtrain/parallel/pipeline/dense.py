@@ -6,6 +6,7 @@ import copy
 import dataclasses
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.collectives.objects import allgather_object, broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
@@ -41,6 +42,11 @@ class DenseModel:
         Args:
             compiled: a model as which it is compiled, if that is.
         """
+        # A GPU may have no room for all stages.
+        with tf.device("CPU"):
+            return self._build(compiled)
+
+    def _build(self, compiled):
         with in_scope(self.scope):
             # Keras takes entries out of the config that it is given.
             model = self.model_class.from_config(

@@ -6,13 +6,14 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.keras import samples
 from hvdtrain.keras.collective_calls import check_called_alike
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.partition import set_stages
 from hvdtrain.keras.parts import check_scores
 from hvdtrain.parallel.mesh import active_mesh
-from hvdtrain.parallel.pipeline import batches, dense, samples, schedules, stage
+from hvdtrain.parallel.pipeline import batches, dense, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, links
 
 
@@ -20,7 +21,7 @@ class PipelineModel(keras.Model):
     """A dense model, of whose layers each rank of a pipeline has those of one stage.
 
         with parallel.Mesh(pipeline=2) as mesh:
-            model = parallel.PipelineModel(dense, stages=["dense_3"])
+            model = parallel.PipelineModel(make_dense, stages=["dense_3"])
         model.compile("adam", "mse")
         model.fit(x, y, shuffle=False)
 
@@ -44,7 +45,9 @@ class PipelineModel(keras.Model):
 
     Args:
         model: a built `keras.Sequential` or functional model with one input and one
-            output. All ranks give the same, with the same values.
+            output, or a function without arguments that returns it. All ranks give the
+            same, with the same values. The weights of what a function returns are in
+            the memory of the host, not of a GPU, until those of the stage are copied.
         stages: names of the first layer of each stage but the first; or the number of
             layers of each stage. By default, the largest stage has as few parameters
             as possible.
@@ -78,6 +81,10 @@ class PipelineModel(keras.Model):
             )
         index, size = mesh.pipeline.index, mesh.pipeline.size
         training = schedules.training(schedule, size, microbatches)
+        if callable(model) and not isinstance(model, keras.layers.Layer):
+            # A GPU needs room for one stage only.
+            with tf.device("CPU"):
+                model = model()
         mine = stage.build(model, stages, mesh)
         # As the dense model, which casts the inputs of its layers only.
         super().__init__(name=name, dtype=model.dtype_policy, autocast=False)
@@ -230,7 +237,7 @@ class PipelineModel(keras.Model):
     def _logs(self, step, x, y, sample_weight):
         """Return the metrics, after an update on the last stage, on all stages."""
         outputs, pipeline = self._predictions(step), self._mesh.pipeline
-        numbers = samples.fingerprints(x, y, pipeline)
+        numbers = samples.fingerprints((x, y), pipeline)
         if not self._is_last:
             # Variables that a metric makes in its first update exist on all ranks.
             y, sample_weight = keras.tree.map_structure(
