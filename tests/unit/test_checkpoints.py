@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pathlib
 import resource
 import stat
 from unittest import mock
@@ -97,6 +98,22 @@ def test_a_damaged_one_is_not_of_an_hour(tmp_path):
     files.write(checkpoint(20))
     files.write(checkpoint(30))
     assert files.steps() == [30, 20]
+
+
+def test_one_of_an_hour_that_cannot_be_read_now_is_kept(tmp_path, monkeypatch):
+    files = CheckpointFiles(tmp_path, keep_max=1, keep_every_hours=1)
+    files.write(checkpoint(10))
+    read_text = pathlib.Path.read_text
+
+    def fail(path):
+        if path == files.path(10):
+            raise OSError(5, "Input/output error")
+        return read_text(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "read_text", fail)
+        files.write(checkpoint(20))
+    assert files.read(10).step == 10
 
 
 def test_the_next_write_deletes_those_that_were_passed_over(files):
