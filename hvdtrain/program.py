@@ -19,6 +19,7 @@ import warnings
 from absl import flags
 
 from hvdtrain.job import JobError, output, signals, tracebacks
+from hvdtrain.job.files import local_path
 from hvdtrain.job.launchers import launch
 from hvdtrain.job.start import stop
 from hvdtrain.job.world import SharedJobError
@@ -86,10 +87,13 @@ class Path(flags.ArgumentParser):
     syntactic_help = "a path"
 
     def parse(self, argument):
-        """Return the path with ~ expanded."""
+        """Return the path with ~ expanded; see `local_path`."""
         if not argument:
             raise ValueError("expected a path; a variable may be unset")
-        return os.path.expanduser(argument)
+        try:
+            return local_path(argument)
+        except JobError as error:
+            raise ValueError(error) from None
 
 
 def flag_values():

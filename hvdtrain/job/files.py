@@ -4,6 +4,7 @@ import contextlib
 import glob
 import os
 import pathlib
+import re
 import secrets
 import shutil
 import tempfile
@@ -11,9 +12,27 @@ import time
 
 from hvdtrain.job.world import JobError
 
+# Also as pathlib writes it, with one slash.
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:/")
 # The temporary file of a killed process is removed by a later write. Not sooner:
 # another job that shares the directory may still write to it.
 _STALE_SECONDS = 3600.0
+
+
+def local_path(path: str | os.PathLike) -> str:
+    """Return a path as text, with ~ expanded.
+
+    Raises:
+        JobError: it is the address of a store, such as s3://bucket/run, in whose place
+            a directory `s3:` would be made here.
+    """
+    text = os.fspath(path)
+    if _ADDRESS.match(text):
+        raise JobError(
+            f"Received {text}; expected a path of a mounted file system: stores with "
+            "addresses such as s3://bucket are not supported."
+        )
+    return os.path.expanduser(text)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,12 @@ import warnings
 
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
-from hvdtrain.job.files import atomic_write, make_directory, one_line_errors
+from hvdtrain.job.files import (
+    atomic_write,
+    local_path,
+    make_directory,
+    one_line_errors,
+)
 from hvdtrain.keras.collective_calls import save_by_rank_0
 
 _MODEL, _SUMMARY, _LOCK = "model.keras", "summary.json", ".lock"
@@ -30,7 +35,7 @@ def prepare(model_dir, *, needed_bytes=_NEEDED_BYTES):
         JobError: the directory cannot be created or written, or lacks free space; or
             a directory has the name of one of the files.
     """
-    directory = pathlib.Path(model_dir)
+    directory = pathlib.Path(local_path(model_dir))
     with _writing(directory):
         for path in (directory / _MODEL, directory / _SUMMARY):
             if path.is_dir():
@@ -101,7 +106,7 @@ def write(world, model_dir, *, model, summary):
 def _write(world, model_dir, *, model, summary):
     if not world.is_chief:
         return
-    directory = pathlib.Path(model_dir)
+    directory = pathlib.Path(local_path(model_dir))
     # A summary implies the model of the same run: the old one is removed first, the
     # new one is written last.
     with _writing(directory / _SUMMARY):

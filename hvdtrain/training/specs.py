@@ -6,6 +6,7 @@ docs/training.md lists what differs.
 
 import dataclasses
 import json
+import operator
 import signal
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.job import JobError
+from hvdtrain.job.files import local_path
 
 
 def _check_numbers(spec, **lowest):
@@ -25,10 +27,34 @@ def _check_numbers(spec, **lowest):
             )
 
 
+def _check_integers(spec: object, **lowest: int) -> None:
+    """Check fields, and make them `int`: NumPy's integers are not written as JSON."""
+    for name, low in lowest.items():
+        received = getattr(spec, name)
+        # Of the class: the default.
+        if received is None and getattr(type(spec), name, low) is None:
+            continue
+        try:
+            value = operator.index(received)
+        except TypeError:
+            value = None
+        if value is None or value < low:
+            raise JobError(
+                f"Received {name}={received}; expected {low} or more, an integer."
+            )
+        object.__setattr__(spec, name, value)
+
+
+def _as_python(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def _as_in_json(values):
     """Return a dict as it is after it was written and read."""
     try:
-        return json.loads(json.dumps(values))
+        return json.loads(json.dumps(values, default=_as_python))
     except (TypeError, ValueError) as error:
         raise JobError(
             f"Received unchanged={values}; expected values that JSON can hold: {error}."
@@ -93,7 +119,9 @@ class TrainSpec:
 
     def __post_init__(self):
         """Check the numbers."""
-        _check_numbers(self, max_steps=1, pass_steps=1, local_batch_size=1)
+        _check_integers(
+            self, max_steps=1, pass_steps=1, local_batch_size=1, steps_per_execution=0
+        )
         if self.repeat and self.scale_from:
             raise JobError(
                 "Received repeat and scale_from; expected one of them: an input that "
@@ -133,9 +161,8 @@ class EvalSpec:
 
     def __post_init__(self):
         """Check the numbers."""
-        _check_numbers(self, every_epochs=0, throttle_steps=0, throttle_seconds=0)
-        if self.steps is not None:
-            _check_numbers(self, steps=1)
+        _check_integers(self, steps=1, every_epochs=0, throttle_steps=0)
+        _check_numbers(self, throttle_seconds=0)
 
     def batches(self):
         """Return this rank's dataset."""
@@ -148,7 +175,8 @@ class RunConfig:
 
     Attributes:
         model_dir: directory of the checkpoints, on a file system that rank 0 sees.
-            The job continues from the newest valid one there. None for no checkpoints.
+            The job continues from the newest valid one there. ~ is expanded. None for
+            no checkpoints.
         seed: of initial weights and of random layers, set before `model_fn` is called;
             None for that of `job.start`.
         save_every_steps: steps between checkpoints, 0 for none.
@@ -192,16 +220,18 @@ class RunConfig:
 
     def __post_init__(self):
         """Check the numbers."""
+        _check_integers(
+            self, seed=0, save_every_steps=0, commit_every_steps=0, keep_max=1
+        )
         _check_numbers(
             self,
-            save_every_steps=0,
             save_every_seconds=0,
             max_minutes=0,
-            commit_every_steps=0,
             commit_every_seconds=0,
-            keep_max=1,
             keep_every_hours=0,
         )
+        if self.model_dir is not None:
+            object.__setattr__(self, "model_dir", local_path(self.model_dir))
         object.__setattr__(self, "unchanged", _as_in_json(self.unchanged))
         if self.max_minutes and not self.model_dir:
             raise JobError(

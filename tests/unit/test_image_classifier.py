@@ -120,6 +120,10 @@ def test_options_that_contradict_each_other(changes, reason):
         (["--batch_size=many"], ["--batch_size=many"]),
         (["--max_steps=-1"], ["--max_steps=-1", "[1, "]),
         (["--model_dir="], ["--model_dir", "expected a path"]),
+        (
+            ["--model_dir=s3://b/run"],
+            ["Received s3://b/run; expected a path of a"],
+        ),
         (["--epochs=0"], ["--epochs=0", "[1, "]),
         (["--learning_rate=0"], ["--learning_rate=0", "positive"]),
         (["--warmup_epochs=-1"], ["--warmup_epochs=-1", "0 or more"]),

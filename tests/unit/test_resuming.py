@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import math
 import os
+import pathlib
 import random
 import re
 import signal
@@ -443,8 +445,13 @@ def test_other_data_are_refused(tmp_path):
     with pytest.raises(JobError, match=r"unchanged=.*expected values that JSON can"):
         RunConfig(unchanged={"path": object()})
     assert RunConfig(unchanged={"shape": (2, 3)}).unchanged == {"shape": [2, 3]}
+    assert RunConfig(unchanged={"size": np.int64(5)}).unchanged == {"size": 5}
     with pytest.raises(JobError, match=r"^Received seed=2; expected 1, with which"):
         train(tmp_path, max_steps=6, unchanged={"data": "a", "seed": 2})
+    # Also after a run that has left it out.
+    train(tmp_path, max_steps=6, unchanged={"data": "a"})
+    with pytest.raises(JobError, match=r"^Received seed=2; expected 1, with which"):
+        train(tmp_path, max_steps=8, unchanged={"data": "a", "seed": 2})
 
 
 def double_batches(start_step, end_step):
@@ -562,6 +569,46 @@ def test_a_number_out_of_range(name, value):
         RunConfig(**{name: value})
 
 
+@pytest.mark.parametrize("value", [42.4, 40.0, math.nan, "40", None])
+def test_a_number_that_is_no_integer(value):
+    with pytest.raises(
+        JobError, match=rf"max_steps={value}; expected 1 or more, an int"
+    ):
+        train(None, max_steps=value)
+
+
+def test_numbers_of_numpy_are_integers(tmp_path):
+    count = np.int64
+    spec = EvalSpec(
+        input_fn=lambda: batches(0, 20), steps=count(3), throttle_steps=count(2)
+    )
+    options = {"save_every_steps": count(2), "keep_max": count(2), "seed": count(3)}
+    with pytest.raises(KilledError):
+        train(tmp_path, max_steps=count(8), killed_after=7, evaluation=spec, **options)
+    assert len(files(tmp_path).steps()) == 2
+    result = train(tmp_path, max_steps=count(8), evaluation=spec, **options)
+    assert 0 < result.start_step < 8
+    assert_equal(result, train(None, max_steps=8, evaluation=spec, seed=3))
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", pathlib.Path("gs://bucket/run")])
+def test_an_address_is_no_directory(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for use in (
+        lambda: RunConfig(model_dir=path),
+        lambda: training.make_observers(io.StringIO(), model_dir=path),
+        lambda: run_directory.prepare(path),
+    ):
+        with pytest.raises(JobError, match=r"^Received (s3|gs):/.*; expected a path"):
+            use()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunConfig(model_dir="~/run").model_dir == str(tmp_path / "run")
+
+
 def test_a_model_that_is_not_compiled():
     with pytest.raises(JobError, match=r"Received Sequential .* compiled Keras model"):
         training.train_and_evaluate(
@@ -600,7 +647,9 @@ def test_a_training_that_has_diverged_keeps_its_last_good_checkpoints(tmp_path):
 def test_a_directory_in_use_is_refused(tmp_path):
     expected = pytest.raises(JobError, match=rf"in use .*process {os.getpid()} on")
     with run_directory.locked(tmp_path), expected:
+        training.make_observers(io.StringIO(), model_dir=tmp_path)
         train(tmp_path)
+    assert not list(tmp_path.rglob("events*"))
     train(tmp_path, max_steps=2)
 
 
