@@ -13,7 +13,7 @@ import tensorflow as tf
 import tqdm
 
 from hvdtrain.job import launchers
-from hvdtrain.job.files import one_line_errors
+from hvdtrain.job.files import local_path, one_line_errors
 from hvdtrain.log import JsonLog, WarnOnce
 
 # TensorFlow's own additions to the reason of an error.
@@ -37,6 +37,7 @@ def make_observers(file, *, model_dir=None):
     console = Console(file, has_bar=has_bar)
     if not model_dir:
         return [console]
+    model_dir = local_path(model_dir)
     return [
         console,
         *(log(model_dir, warn=console.warn) for log in (JsonLog, EventLog)),
@@ -128,14 +129,16 @@ class Console:
 
 
 class EventLog:
-    """Writes TensorBoard's event files.
+    """Writes TensorBoard's event files, from the first event on.
+
+    A job that is refused, as another one uses the directory, has none.
 
     Args:
         directory: the parent of the directories `train` and `test`.
         warn: receives a text when events could not be written, once.
 
     Raises:
-        JobError: the files cannot be opened.
+        JobError: the files could not be written.
     """
 
     def __init__(self, directory, *, warn):
@@ -144,7 +147,7 @@ class EventLog:
         self._writers = {}
         with self._one_line_errors("choose another --model_dir"):
             for part in ("train", "test"):
-                self._writers[part] = self._open(part)
+                self._try(part)
         # tf.summary.scalar would need the package tensorboard.
         self._metadata = tf.compat.v1.SummaryMetadata(data_class=1)
         self._metadata.plugin_data.plugin_name = "scalars"
@@ -191,12 +194,18 @@ class EventLog:
             writer.flush()
             self._writers[part] = writer
 
-    def _open(self, part):
-        os.makedirs(self._directory, exist_ok=True)
+    def _try(self, part: str) -> str:
+        """Return the directory of a part, in which there is space."""
+        directory = os.path.join(self._directory, part)
+        if not os.path.lexists(directory):
+            os.makedirs(directory)
         # An empty file would be left behind by each attempt on a full disk.
-        with tempfile.TemporaryFile(dir=self._directory) as file:
+        with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, _NEEDED_BYTES)
-        return tf.summary.create_file_writer(os.path.join(self._directory, part))
+        return directory
+
+    def _open(self, part: str) -> tf.summary.SummaryWriter:
+        return tf.summary.create_file_writer(self._try(part))
 
     def _one_line_errors(self, remedy):
         return one_line_errors(

@@ -264,7 +264,8 @@ class Session:
             "local_batch_sizes": run.local_batch_sizes,
             "global_batch_size": run.global_batch_size,
             "learning_rate": start.learning_rate,
-            "unchanged": run.config.unchanged,
+            # Of all runs: one that leaves a key out does not change its value.
+            "unchanged": start.metadata.get("unchanged", {}) | run.config.unchanged,
             "sample": start.metadata.get("sample", 0) + new_samples,
             "original_size": start.metadata.get("original_size", first_size),
             "fit_epoch_steps": self._run.plan.fit_epoch_steps,
