@@ -14,7 +14,8 @@ fi
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 flags=$(TF_CPP_MIN_LOG_LEVEL=3 CUDA_VISIBLE_DEVICES='' "$1" -c 'if 1:
   import tensorflow
-  print(*tensorflow.sysconfig.get_compile_flags())
+  version = f"-DHVDTRAIN_TENSORFLOW=\"{tensorflow.__version__}\""
+  print(*tensorflow.sysconfig.get_compile_flags(), version)
   print(*tensorflow.sysconfig.get_link_flags())')
 # -isystem: no warnings from TensorFlow's headers.
 read -ra compile <<<"${flags//-I/-isystem}"

@@ -164,12 +164,23 @@ find_wheels() {
   echo "$cache/horovod/$version-$(digest <(describe_wheel && compiler_identity))"
 }
 
-# What the native library depends on.
+# What the native library depends on besides the compilers.
 describe_native() {
   echo "$abi"
   requirements | grep '^tensorflow'
   grep -v '^ *#' "$root/scripts/build_native.sh"
   cat "$root"/hvdtrain/native/*.{cc,h}
+}
+
+# The folder of the native library in the cache, chosen as that of the wheel.
+find_native() {
+  local library=''
+  [[ ! -e $venv/.native ]] || read -r library <"$venv/.native"
+  if [[ -d $library && $(sed 1d "$venv/.native") == $(digest <(describe_native)) ]]; then
+    echo "$library"
+    return
+  fi
+  echo "$cache/native/$(digest <(describe_native && compiler_identity))"
 }
 
 # The packages that Horovod is built against or that hvdtrain hooks into, as installed.
@@ -270,7 +281,8 @@ build() (
 # Renamed, not overwritten: processes may have the old one loaded.
 install_native() {
   cp "$native/libhvdtrain.so" "$venv/lib/libhvdtrain.so.new" &&
-    mv "$venv/lib/libhvdtrain.so.new" "$venv/lib/libhvdtrain.so"
+    mv "$venv/lib/libhvdtrain.so.new" "$venv/lib/libhvdtrain.so" &&
+    { echo "$native" && digest <(describe_native); } >"$venv/.native"
 }
 
 install_horovod() {
@@ -377,7 +389,7 @@ fi
   die "$venv was not made by this script; move it away and call again"
 
 wheels=$(find_wheels)
-native=$cache/native/$(digest <(describe_native))
+native=$(find_native)
 check_tools
 
 : >"$log"

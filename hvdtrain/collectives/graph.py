@@ -11,6 +11,8 @@ import functools
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from hvdtrain.collectives import threads
+
 # Decorator of the functions that users call in a tf.function of their own. AutoGraph
 # would convert such a function and all that it calls, which takes seconds in the first
 # step and changes nothing: none of them branches on the value of a tensor.
@@ -34,7 +36,7 @@ def serialize(exchange, *, guard=None):
     """
     token = order_token()
     if tf.executing_eagerly():
-        results = exchange()
+        results = threads.call(exchange)
         token.assign_add(1)
         return results
     graph = tf.compat.v1.get_default_graph()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives import threads
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport.segment import stall_limits
@@ -214,9 +215,10 @@ def _text(call):
 
 def _gather_calls(mine):
     """Returns what all ranks call; it waits as long as Horovod does in a stall."""
-    found = queue.Queue()
+    found, caller = queue.Queue(), threads.current()
 
     def gather():
+        threads.act_for(caller)
         # The other ranks may have ended meanwhile.
         with contextlib.suppress(tf.errors.OpError):
             found.put(allgather_object(mine, name="CollectiveCall"))

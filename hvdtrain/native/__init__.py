@@ -13,7 +13,7 @@ import sys
 import tensorflow as tf
 
 # Of the operations and of the C functions; also in interface.cc.
-_INTERFACE = 7
+_INTERFACE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,8 @@ def load():
     """Returns the `Library`.
 
     Raises:
-        OSError: it is missing, or it cannot be loaded, or it is of another version.
+        OSError: it is missing, or it cannot be loaded, or it is of another version or
+            compiled for another TensorFlow.
     """
     if not library_path().exists():
         raise OSError(f"{library_path()} is missing: run scripts/setup.sh")
@@ -52,4 +53,11 @@ def load():
     interface = getattr(functions, "hvdtrain_interface", lambda: None)
     if interface() != _INTERFACE:
         raise OSError(f"{library_path()} is of another version: run scripts/setup.sh")
+    functions.hvdtrain_tensorflow.restype = ctypes.c_char_p
+    compiled_for = functions.hvdtrain_tensorflow().decode()
+    if compiled_for != tf.__version__:
+        raise OSError(
+            f"{library_path()} is compiled for TensorFlow {compiled_for}, and this is "
+            f"{tf.__version__}: run scripts/setup.sh"
+        )
     return Library(operations, functions)

@@ -13,10 +13,22 @@
 namespace hvdtrain {
 
 std::mutex reduction_mutex;
-std::atomic<Segment*> segment{nullptr};
+std::atomic<uint64_t> caller{0};
 std::atomic<uint64_t> reduction_nanoseconds{0};
 
 namespace {
+
+// Of what follows; never held while other ranks are waited for.
+std::mutex mutex;
+std::string caller_text;
+// Not destroyed when the process exits: kernels may still run.
+std::shared_ptr<Segment>& segment = *new std::shared_ptr<Segment>;
+
+std::shared_ptr<Segment> ExchangeSegment(std::shared_ptr<Segment> other) {
+  std::lock_guard<std::mutex> lock(mutex);
+  segment.swap(other);
+  return other;
+}
 
 // Of the last call that failed.
 std::string error;
@@ -31,6 +43,17 @@ std::chrono::nanoseconds Nanoseconds(double seconds) {
 }
 
 }  // namespace
+
+std::shared_ptr<Segment> CurrentSegment() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return segment;
+}
+
+std::string CallerText() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return caller_text.empty() ? "" : "in " + caller_text + ": ";
+}
+
 }  // namespace hvdtrain
 
 #define EXPORT __attribute__((visibility("default")))
@@ -39,7 +62,10 @@ extern "C" {
 
 // A number that changes with these functions and with the operations; also in
 // __init__.py.
-EXPORT int hvdtrain_interface() { return 7; }
+EXPORT int hvdtrain_interface() { return 8; }
+
+// The version of TensorFlow that the library was compiled for: it has no stable ABI.
+EXPORT const char* hvdtrain_tensorflow() { return HVDTRAIN_TENSORFLOW; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);
@@ -52,7 +78,8 @@ EXPORT const char* hvdtrain_connect(int fd, int rank, int size, size_t slot_byte
                                 hvdtrain::Nanoseconds(warning_seconds),
                                 hvdtrain::Nanoseconds(failure_seconds)};
   try {
-    hvdtrain::segment = new hvdtrain::Segment(fd, rank, size, slot_bytes, limits);
+    hvdtrain::ExchangeSegment(
+        std::make_shared<hvdtrain::Segment>(fd, rank, size, slot_bytes, limits));
   } catch (const std::exception& exception) {
     return hvdtrain::Failed(exception.what());
   }
@@ -60,12 +87,18 @@ EXPORT const char* hvdtrain_connect(int fd, int rank, int size, size_t slot_byte
 }
 
 // After all ranks have connected.
-EXPORT void hvdtrain_start() { hvdtrain::segment.load()->Start(); }
+EXPORT void hvdtrain_start() { hvdtrain::CurrentSegment()->Start(); }
+
+EXPORT void hvdtrain_set_caller(uint64_t number, const char* text) {
+  std::lock_guard<std::mutex> lock(hvdtrain::mutex);
+  hvdtrain::caller = number;
+  hvdtrain::caller_text = text;
+}
 
 // Writes the rank that was the last to call it.
 EXPORT const char* hvdtrain_join(int* last) {
   std::lock_guard<std::mutex> lock(hvdtrain::reduction_mutex);
-  hvdtrain::Segment* const shared = hvdtrain::segment;
+  const auto shared = hvdtrain::CurrentSegment();
   if (shared == nullptr) return hvdtrain::Failed("Horovod has been shut down");
   shared->NumberJoin();
   hvdtrain::Report report;
@@ -99,9 +132,15 @@ EXPORT int64_t hvdtrain_input_wait_microseconds() {
   return total;
 }
 
+// Ends the reductions of all ranks.
+EXPORT void hvdtrain_fail(const char* reason) {
+  const auto shared = hvdtrain::CurrentSegment();
+  if (shared != nullptr) shared->Fail(reason);
+}
+
 // Without the mutex, which a kernel that waits for other ranks holds.
 EXPORT void hvdtrain_leave() {
-  hvdtrain::Segment* const left = hvdtrain::segment.exchange(nullptr);
+  const auto left = hvdtrain::ExchangeSegment(nullptr);
   if (left != nullptr) left->Leave();
 }
 

@@ -5,7 +5,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <string>
 
 #include "segment.h"
 
@@ -14,9 +16,15 @@ namespace hvdtrain {
 // Held during a reduction. Ranks call them in the same order, which the graph holds.
 extern std::mutex reduction_mutex;
 
-// nullptr before a process has connected and after it has left. The segments are never
-// deleted: a kernel may still wait in one when Python exits.
-extern std::atomic<Segment*> segment;
+// nullptr before a process has connected and after it has left. A kernel that waits in
+// a segment keeps it, also when Python exits.
+std::shared_ptr<Segment> CurrentSegment();
+
+// The Python thread whose call runs, which ranks compare: 0 for the main thread.
+extern std::atomic<uint64_t> caller;
+
+// The same as the beginning of a text.
+std::string CallerText();
 
 // Of this process in reductions, with the wait for other ranks.
 extern std::atomic<uint64_t> reduction_nanoseconds;

@@ -2,6 +2,7 @@
 // HvdtrainAllgather and HvdtrainCompare.
 
 #include <chrono>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -41,7 +42,11 @@ class Collective : public OpKernel {
   }
 
  protected:
-  uint64_t Start() const { return Hash(kSeed, name_.data(), name_.size()); }
+  uint64_t Start() const {
+    const uint64_t number = caller;
+    const uint64_t hash = Hash(kSeed, &number, sizeof(number));
+    return Hash(hash, name_.data(), name_.size());
+  }
 
   // `Arguments` is Reduction or Gathering.
   template <typename Arguments>
@@ -50,10 +55,15 @@ class Collective : public OpKernel {
     // 0 stands for a rank that has joined.
     if (arguments.signature == 0) arguments.signature = 1;
     std::lock_guard<std::mutex> lock(reduction_mutex);
-    Segment* const shared = segment;
+    const std::shared_ptr<Segment> shared = CurrentSegment();
     OP_REQUIRES(context, shared != nullptr,
                 absl::FailedPreconditionError(
-                    "Horovod has been shut down: call hvd.init() first"));
+                    "Horovod has been shut down: call hvd.init() first; or trace the "
+                    "function again, where ranks no longer share memory"));
+    // In front: a text may be cut off at its end.
+    arguments.describe = [describe = std::move(arguments.describe)] {
+      return CallerText() + describe();
+    };
     const auto start = std::chrono::steady_clock::now();
     const Report report = exchange(*shared, arguments);
     reduction_nanoseconds += std::chrono::nanoseconds(std::chrono::steady_clock::now() -
@@ -62,7 +72,7 @@ class Collective : public OpKernel {
     OP_REQUIRES(context, report.outcome != Outcome::kMismatch,
                 absl::FailedPreconditionError(
                     "Mismatched collectives. Sent by " + report.reason +
-                    ". Call them alike on all ranks."));
+                    ". Call them alike on all ranks, in one thread."));
     OP_REQUIRES(context, report.outcome != Outcome::kLost,
                 absl::AbortedError("A collective has lost a rank: " + report.reason));
   }
@@ -179,7 +189,7 @@ class AllgatherOp : public Collective {
   }
 
   void Compute(OpKernelContext* context) override {
-    Segment* const shared = segment;
+    const std::shared_ptr<Segment> shared = CurrentSegment();
     if (shared == nullptr) {
       Run<Gathering>(context, {}, Allgather);  // reports it
       return;

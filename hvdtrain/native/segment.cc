@@ -80,6 +80,8 @@ Segment::Segment(int fd, int rank, int size, size_t slot_bytes, Limits limits)
   mine().pid_namespace = PidNamespace();
 }
 
+Segment::~Segment() { munmap(header_, Bytes(size_, slot_bytes_)); }
+
 void Segment::Start() {
   // Containers that share memory may have PID namespaces of their own, in which the
   // numbers of the other ranks mean other processes.
@@ -126,9 +128,9 @@ std::string Segment::WaitFor(int rank, const std::string& operation) {
     if (HasArrived(rank)) break;
     SleepWhile(member.arrivals, seen);
     if (HasArrived(rank)) break;
-    reason = Failure(rank);
+    // Of any rank: this one may compute for long while another has ended.
+    reason = Failure();
     if (HasArrived(rank)) {
-      // It arrived and then left: this barrier is complete.
       reason.clear();
       break;
     }
@@ -147,8 +149,18 @@ std::string Segment::WaitFor(int rank, const std::string& operation) {
   return reason;
 }
 
-std::string Segment::Failure(int rank) const {
+std::string Segment::Failure() const {
   if (header_->failure.load() == 2) return header_->reason;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (HasArrived(rank)) continue;
+    const std::string reason = Failure(rank);
+    // It may have arrived and then left: it is not missing from this barrier.
+    if (!reason.empty() && !HasArrived(rank)) return reason;
+  }
+  return "";
+}
+
+std::string Segment::Failure(int rank) const {
   const Member& member = members_[rank];
   if (member.has_left.load()) {
     return "rank " + std::to_string(rank) + " has left the job";
@@ -202,6 +214,8 @@ int Segment::LastJoined() {
   return last;
 }
 
-void Segment::Leave() { mine().has_left.store(1); }
+void Segment::Leave() {
+  if (mine().pid == getpid()) mine().has_left.store(1);
+}
 
 }  // namespace hvdtrain

@@ -49,6 +49,9 @@ class Segment {
 
   // Maps the file `fd` of that length. Throws std::system_error.
   Segment(int fd, int rank, int size, size_t slot_bytes, Limits limits);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -75,18 +78,22 @@ class Segment {
   // The rank that called join last. Equal on all ranks once all have called it.
   int LastJoined();
 
-  // Ends the barriers of the other ranks: this one will enter no more.
+  // Ends the barriers of all ranks with a reason.
+  void Fail(const std::string& reason);
+
+  // Ends the barriers of the other ranks: this one will enter no more. Does nothing in
+  // a process that was forked from the rank's.
   void Leave();
 
  private:
   struct Header;
   bool HasArrived(int rank) const;
   std::string WaitFor(int rank, const std::string& operation);
+  // The reason why a rank that has not arrived never will, if there is one.
+  std::string Failure() const;
   std::string Failure(int rank) const;
   std::string Missing() const;
   void Warn(const std::string& operation) const;
-  // Ends the barriers of all ranks with a reason.
-  void Fail(const std::string& reason);
 
   const int rank_, size_;
   const size_t slot_bytes_;

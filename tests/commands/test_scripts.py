@@ -118,6 +118,54 @@ def write(folder, *parts):
     return [sys.executable, str(path)]
 
 
+# Two trainings that do not wait for each other: the order of their steps is that of
+# the machine, hence another one on each rank.
+THREADS_SCRIPT = """
+    import threading, time
+
+    @tf.function
+    def total(x):
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    def train(number):
+        pauses = np.random.default_rng([hvd.rank(), number]).uniform(0, 0.002, 200)
+        try:
+            for step, pause in enumerate(pauses):
+                time.sleep(pause)
+                value = float(total(tf.constant(1000.0 * number + step)))
+                if value != hvd.size() * (1000 * number + step):
+                    outcomes.append("a wrong number")
+            outcomes.append("done")
+        except Exception as error:
+            outcomes.append(str(error))
+
+    outcomes = []
+    trainings = [threading.Thread(target=train, args=[number]) for number in range(2)]
+    for training in trainings:
+        training.start()
+    for training in trainings:
+        training.join()
+    refused = [text for text in outcomes if "thread" in text or "shut down" in text]
+    print(len(outcomes), "trainings,", len(refused), "refused", flush=True)
+"""
+
+
+def test_threads_without_an_order_are_refused_at_once(start, tmp_path):
+    program = write(tmp_path, HEAD, THREADS_SCRIPT)
+    jobs = [
+        start(
+            [],
+            program=program,
+            launcher="gloo",
+            environment={"HVDTRAIN_REDUCTION": reduction},
+        )
+        for reduction in ("shared_memory", "horovod")
+    ]
+    for job in jobs:
+        said = [line for line in job.wait().lines if "trainings" in line]
+        assert said == ["2 trainings, 2 refused"] * 2, job.text
+
+
 @pytest.mark.parametrize(
     ("script", "launcher"),
     [(KERAS_SCRIPT, "gloo"), (LOOP_SCRIPT, "mpirun")],

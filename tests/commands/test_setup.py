@@ -180,7 +180,11 @@ def test_an_interrupted_set_up_goes_on_with_its_build_variables(record, set_up):
 
 
 def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_path):
-    """The name that set-up gives to the wheel, from `bash -x`, for each difference."""
+    """The name that set-up gives to the wheel, from `bash -x`, for each difference.
+
+    And to the native library, whose name depends on the compiler as well.
+    """
+    libraries = []
 
     def wheels(**environment):
         result = call(
@@ -188,6 +192,7 @@ def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_p
         )
         assert result.returncode == 1
         [name] = re.findall(r"(?m)^\+ wheels=(.*)$", result.stderr)
+        libraries.extend(re.findall(r"(?m)^\+ native=(.*)$", result.stderr))
         return name
 
     def compiler(name, version):
@@ -214,7 +219,9 @@ def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_p
         {**gpu, "HOROVOD_NCCL_LINK": "STATIC"},
         {"HOROVOD_WITHOUT_GLOO": "1"},
     ]
+    assert len(set(libraries)) == 1
     names = [wheels(**{**base, **change}) for change in changed]
+    assert len(set(libraries)) > 3  # for CXX, CXXFLAGS and CPATH
     with (clone / "scripts/patches/04-ninja.patch").open("a") as file:
         file.write("\n")
     names.append(wheels(**base))

@@ -4,6 +4,7 @@ A rank that is missing, or has been killed, is tested in tests/commands.
 """
 
 import os
+import pathlib
 import time
 
 import horovod.tensorflow as raw
@@ -236,12 +237,12 @@ def test_what_is_not_covered_goes_through_horovod():
     assert "HvdtrainAllreduce" not in types(hvd.Sum, tf.uint8)
 
 
-def no_connection():
+def no_connection(init=hvd.init):
     """Leave the job and join it anew: no rank is connected yet."""
     if hvd.mpi_enabled():
         pytest.skip("MPI can be initialized only once")
     hvd.shutdown()
-    hvd.init()
+    init()
 
 
 def test_function_of_an_earlier_job_is_connected_anew():
@@ -250,11 +251,41 @@ def test_function_of_an_earlier_job_is_connected_anew():
         return hvd.allreduce(x, op=hvd.Sum)
 
     assert total(tf.constant(1.0)) == SIZE
-    no_connection()
+    for job in range(3):
+        no_connection()
+        if job == 1 and RANK == 0:
+            # This rank connects before it calls the function.
+            assert transport.reduction_path() == "shared memory"
+        assert total(tf.constant(2.0)) == 2 * SIZE
+        assert number_of_mappings() == 1
+
+
+def number_of_mappings():
+    """Of the memory of this job and of earlier ones."""
+    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    return sum("/hvdtrain-" in line for line in lines)
+
+
+def test_function_that_is_called_after_the_job():
+    @tf.function
+    def total(x):
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    total(tf.constant(1.0))
+    no_connection(init=lambda: None)
     with pytest.raises(tf.errors.FailedPreconditionError, match=r"call hvd.init\(\)"):
         total(tf.constant(1.0))
-    assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum) == SIZE
-    assert total(tf.constant(2.0)) == 2 * SIZE
+    hvd.init()
+
+
+def test_forked_process_does_not_leave_the_job_for_its_rank():
+    reduce(tf.constant(1.0))
+    child = os.fork()
+    if child == 0:
+        transport.disconnect()  # as Python does when it exits
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert reduce(tf.constant(1.0), op=hvd.Sum) == [SIZE]
 
 
 def test_rank_whose_first_collective_is_join():

@@ -1,8 +1,10 @@
 """Which path reduces gradients, and what is in the way of the native one."""
 
 import contextlib
+import ctypes
 import errno
 import os
+import signal
 from unittest import mock
 
 import pytest
@@ -15,9 +17,9 @@ from hvdtrain.collectives.transport import segment, shared_memory
 @pytest.fixture(autouse=True)
 def _forgotten():
     hvd.init()
-    shared_memory.connect.cache_clear()
+    shared_memory.disconnect()
     yield
-    shared_memory.connect.cache_clear()
+    shared_memory.disconnect()
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def test_ranks_of_several_hosts_reduce_through_horovod(monkeypatch, two_ranks):
     monkeypatch.setattr(shared_memory.hvd, "local_size", lambda: 1)
     assert shared_memory.reduction_path() == "Horovod"
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "shared_memory")
-    shared_memory.connect.cache_clear()
+    shared_memory.disconnect()
     with pytest.raises(RuntimeError, match="on several hosts"):
         shared_memory.connect()
 
@@ -76,8 +78,21 @@ def _unloaded():
 @pytest.mark.usefixtures("_unloaded")
 def test_missing_library_is_an_obstacle(monkeypatch, two_ranks, tmp_path):
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libhvdtrain.so")
-    obstacle = shared_memory.connect().obstacle
+    with pytest.warns(UserWarning, match="through Horovod, which is slower: .*missing"):
+        obstacle = shared_memory.connect().obstacle
     assert "libhvdtrain.so is missing: run scripts/setup.sh" in obstacle
+
+
+@pytest.mark.usefixtures("_unloaded")
+@pytest.mark.parametrize(("rank", "choice"), [(1, "auto"), (0, "horovod")])
+def test_one_rank_warns_unless_horovod_was_chosen(
+    monkeypatch, two_ranks, tmp_path, recwarn, rank, choice
+):
+    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libhvdtrain.so")
+    monkeypatch.setattr(shared_memory.hvd, "rank", lambda: rank)
+    monkeypatch.setenv("HVDTRAIN_REDUCTION", choice)
+    assert shared_memory.connect().obstacle
+    assert not recwarn.list
 
 
 @pytest.mark.usefixtures("_unloaded")
@@ -85,14 +100,25 @@ def test_library_that_does_not_load_is_an_obstacle(monkeypatch, two_ranks, tmp_p
     broken = tmp_path / "libhvdtrain.so"
     broken.write_text("no library")
     monkeypatch.setattr(native, "library_path", lambda: broken)
-    assert f"{broken}: " in shared_memory.connect().obstacle
+    with pytest.warns(UserWarning, match="through Horovod"):
+        assert f"{broken}: " in shared_memory.connect().obstacle
 
 
 @pytest.mark.usefixtures("_unloaded")
 def test_library_of_another_version_is_an_obstacle(monkeypatch, two_ranks):
     monkeypatch.setattr(native, "_INTERFACE", -1)
-    obstacle = shared_memory.connect().obstacle
+    with pytest.warns(UserWarning, match="through Horovod"):
+        obstacle = shared_memory.connect().obstacle
     assert "is of another version: run scripts/setup.sh" in obstacle
+
+
+@pytest.mark.usefixtures("_unloaded")
+def test_library_for_another_tensorflow_is_an_obstacle(monkeypatch, two_ranks):
+    version = native.tf.__version__
+    monkeypatch.setattr(native.tf, "__version__", "2.99.0")
+    with pytest.warns(UserWarning, match="through Horovod"):
+        obstacle = shared_memory.connect().obstacle
+    assert f"compiled for TensorFlow {version}, and this is 2.99.0: run" in obstacle
 
 
 def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
@@ -105,6 +131,20 @@ def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
         shared_memory.connect().obstacle
     )
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_no_memory_is_reserved_before_all_ranks_are_ready(monkeypatch, two_ranks):
+    # A rank that is killed while another one loads TensorFlow would leave it behind.
+    reserved = mock.Mock()
+    monkeypatch.setattr(segment, "reserve", reserved)
+
+    def gather(value):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shared_memory, "_gather", gather)
+    with pytest.raises(KeyboardInterrupt):
+        shared_memory.connect()
+    reserved.assert_not_called()
 
 
 def test_second_directory_is_used_where_the_first_is_full(monkeypatch, tmp_path):
@@ -127,20 +167,68 @@ def test_another_ranks_obstacle_is_one_of_all(monkeypatch, two_ranks):
 
 
 @pytest.mark.parametrize(
-    ("cores", "is_shared"), [([[0], [0]], True), ([[0], [5]], False)]
+    ("cores", "quotas", "is_shared"),
+    [
+        ([[0], [0]], [], True),
+        ([[0], [5]], [], False),
+        ([[0], [5]], [2.0], False),
+        ([[0, 5], [0, 5]], [16.0, 1.0], True),  # docker run --cpus=1
+    ],
 )
-def test_ranks_spin_where_each_has_a_core(monkeypatch, two_ranks, cores, is_shared):
+def test_ranks_spin_where_each_has_a_core(
+    monkeypatch, two_ranks, cores, quotas, is_shared
+):
     attached = mock.Mock(return_value="stop here")
     monkeypatch.setattr(segment, "attach", attached)
+    monkeypatch.setattr(shared_memory, "quotas", lambda: quotas)
 
     def gather(value):
-        if isinstance(value, str):
+        if len(value) < 3:
             return [value] * 2
-        return [(*value[:2], each) for each in cores]
+        return [(value[0], each, value[2]) for each in cores]
 
     monkeypatch.setattr(shared_memory, "_gather", gather)
     shared_memory.connect()
     assert attached.call_args.kwargs["is_core_shared"] == is_shared
+
+
+def fork_rank(rank, file, until):
+    """A process that has mapped the memory of three ranks, and ends with `until`."""
+    ready, is_ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        functions = native.load().functions
+        failed = segment.attach(functions, file, rank=rank, size=3, is_core_shared=True)
+        os.write(is_ready, b"1")
+        os.read(until, 1)
+        os._exit(1 if failed else 0)
+    assert os.read(ready, 1)
+    return child
+
+
+def test_rank_that_has_ended_is_noticed_while_another_one_computes(monkeypatch):
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "10")
+    functions = native.load().functions
+    functions.hvdtrain_join.restype = ctypes.c_char_p
+    never, _never = os.pipe()
+    until, end = os.pipe()
+    with segment.reserve(functions, 3) as file:
+        computing = fork_rank(1, file.name, never)
+        ending = fork_rank(2, file.name, until)
+        assert not segment.attach(
+            functions, file.name, rank=0, size=3, is_core_shared=True
+        )
+    try:
+        functions.hvdtrain_start()
+        os.write(end, b"1")
+        assert os.waitstatus_to_exitcode(os.waitpid(ending, 0)[1]) == 0
+        assert functions.hvdtrain_join(ctypes.byref(ctypes.c_int())) == (
+            b"rank 2 has ended"
+        )
+    finally:
+        functions.hvdtrain_leave()
+        os.kill(computing, signal.SIGKILL)
+        os.waitpid(computing, 0)
 
 
 @pytest.mark.parametrize("size", [2, 31, 32, 100, 1000])

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdtrain.collectives import dtypes, graph
+from hvdtrain.collectives import dtypes, graph, threads
 from hvdtrain.collectives.process_sets import check_root, global_process_set
 from hvdtrain.collectives.transport import counting, shared_memory
 from hvdtrain.collectives.transport.reduction import Sum
@@ -67,7 +67,13 @@ def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
     """Writes `root_rank`'s values into TensorFlow variables, without a copy."""
     graph.check_not_compiled_by_xla()
     check_root(root_rank, process_set)
-    hvd.broadcast_variables(variables, root_rank, process_set=process_set, inplace=True)
+    exchange = functools.partial(
+        hvd.broadcast_variables,
+        *(variables, root_rank),
+        process_set=process_set,
+        inplace=True,
+    )
+    threads.call(exchange) if tf.executing_eagerly() else exchange()
 
 
 def alltoall(tensor, splits, *, name, process_set=global_process_set):
@@ -140,9 +146,11 @@ def _mismatch_of_ranks(signature, process_set):
         # Horovod reports a mismatch to every rank of the set: all of them get here.
         if "Mismatched" not in error.message or not tf.executing_eagerly():
             raise
-        described = allgather_bytes(
-            signature.lines().encode(), name="Mismatch", process_set=process_set
-        )
+        text = threads.description() + signature.lines()
+        with threads.uncompared():
+            described = allgather_bytes(
+                text.encode(), name="Mismatch", process_set=process_set
+            )
         texts = name_difference([text.decode() for text in described])
         sent = "; ".join(
             f"rank {rank}: {text}"
@@ -152,7 +160,8 @@ def _mismatch_of_ranks(signature, process_set):
             error.node_def,
             error.op,
             f"The ranks called one collective with different arguments. Sent by {sent}."
-            f" Call it alike on all ranks. Horovod: {error.message}",
+            f" Call it alike on all ranks, and collectives in one thread. Horovod: "
+            f"{error.message}",
         ) from None
 
 

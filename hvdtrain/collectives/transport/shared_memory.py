@@ -18,19 +18,24 @@ import itertools
 import json
 import math
 import os
+import threading
+import warnings
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain import native
-from hvdtrain.collectives import dtypes, graph
+from hvdtrain.collectives import dtypes, graph, threads
 from hvdtrain.collectives.process_sets import is_elastic
+from hvdtrain.collectives.quotas import quotas
 from hvdtrain.collectives.transport import segment
 from hvdtrain.collectives.transport.reduction import Average, Sum
 
 _CHOICES = ("auto", "shared_memory", "horovod")
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+_connection = None
+_connecting = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,20 +53,40 @@ class Connection:
     obstacle: str = ""
 
 
-@functools.cache
 def connect():
     """Connects the ranks of the job, and returns the `Connection`.
 
     A collective in its first call of a job, with the same answer on all ranks. It has
     to be the start of a rank's first collective, whatever that is: one rank may trace a
-    function, or join, while another calls eagerly. It cannot be a part of `hvd.init`,
-    after which scripts configure devices and threads: TensorFlow's context is
-    initialized by the first operation.
+    function, call one that an earlier job has traced, or join, while another calls
+    eagerly. It cannot be a part of `hvd.init`, after which scripts configure devices
+    and threads: TensorFlow's context is initialized by the first operation.
 
     Raises:
         ValueError: for an unknown value of HVDTRAIN_REDUCTION.
         RuntimeError: HVDTRAIN_REDUCTION=shared_memory cannot be fulfilled.
     """
+    global _connection
+    if _connection is None:
+        with _connecting:
+            if _connection is None:
+                _connection = _connect()
+                _watch_functions()
+    return _connection
+
+
+@functools.cache
+def _watch_functions():
+    threads.watch(graph.order_token(), prepare=_connect_anew)
+
+
+def _connect_anew():
+    # After a shutdown, the operation's own error says what is missing.
+    if _connection is None and hvd.is_initialized():
+        connect()
+
+
+def _connect():
     choice = reduction_choice()
     # Both are known to every rank without communication.
     if is_elastic():
@@ -95,10 +120,11 @@ def reduction_choice():
 
 def disconnect():
     """Ends the reductions that other ranks wait in, before this rank leaves the job."""
-    if connect.cache_info().currsize:
-        if functions := connect().functions:
-            functions.hvdtrain_leave()
-        connect.cache_clear()
+    global _connection
+    left, _connection = _connection, None
+    if left and left.functions:
+        threads.use_native(None)
+        left.functions.hvdtrain_leave()
 
 
 def reduction_path():
@@ -222,36 +248,70 @@ def reduction_seconds():
 
 
 def _connect_ranks():
-    with contextlib.ExitStack() as stack:
-        obstacle, library, file = _obstacle(), None, None
-        if not obstacle:
-            try:
-                library = native.load()
-                if hvd.rank() == 0:
-                    reserved = segment.reserve(library.functions, hvd.size())
-                    file = stack.enter_context(reserved).name
-            except OSError as error:
-                obstacle = str(error)
-        said = _gather((obstacle, file, sorted(os.sched_getaffinity(0))))
-        obstacle = _first_obstacle(each[0] for each in said)
-        if obstacle:
-            return Connection(obstacle=obstacle)
-        cores = set(itertools.chain.from_iterable(each[2] for each in said))
-        reason = segment.attach(
-            library.functions,
-            said[0][1],
-            rank=hvd.rank(),
-            size=hvd.size(),
-            is_core_shared=len(cores) < hvd.size(),
-        )
-        # The file is removed when all have mapped it: nothing is left behind by a job
-        # that is killed.
-        obstacle = _first_obstacle(_gather(reason))
+    obstacle, library = _obstacle(), None
+    if not obstacle:
+        try:
+            library = native.load()
+        except OSError as error:
+            obstacle = str(error)
+            _warn_of_library(obstacle)
+    said = _gather((obstacle, sorted(os.sched_getaffinity(0)), quotas()))
+    obstacle = _first_obstacle(each[0] for each in said)
+    if not obstacle:
+        # Only now: a job that is killed while a rank loads TensorFlow leaves no file.
+        with _reserved_file(library.functions) as (obstacle, file):
+            obstacles, files = zip(*_gather((obstacle, file)), strict=True)
+            obstacle = _first_obstacle(obstacles)
+            if obstacle:
+                return Connection(obstacle=obstacle)
+            reason = segment.attach(
+                library.functions,
+                files[0],
+                rank=hvd.rank(),
+                size=hvd.size(),
+                is_core_shared=_is_core_shared([each[1:] for each in said]),
+            )
+            # Until all have mapped the file.
+            obstacle = _first_obstacle(_gather(reason))
     if obstacle:
         return Connection(obstacle=obstacle)
     library.functions.hvdtrain_start()
+    threads.use_native(library.functions)
     atexit.register(disconnect)
     return Connection(library.operations, library.functions)
+
+
+def _is_core_shared(cores_and_quotas):
+    """Whether a rank that spins may take processor time from another one."""
+    size = len(cores_and_quotas)
+    cores = set(itertools.chain.from_iterable(each[0] for each in cores_and_quotas))
+    # Ranks that share a quota look as ranks with a quota each, which sleep needlessly.
+    quota = min(itertools.chain(*(each[1] for each in cores_and_quotas)), default=size)
+    return min(len(cores), quota) < size
+
+
+@contextlib.contextmanager
+def _reserved_file(functions):
+    """Yields rank 0's obstacle and the path of its file; both empty on the others."""
+    with contextlib.ExitStack() as stack:
+        obstacle = path = ""
+        if hvd.rank() == 0:
+            try:
+                reserved = segment.reserve(functions, hvd.size())
+                path = stack.enter_context(reserved).name
+            except OSError as error:
+                obstacle = str(error)
+        yield obstacle, path
+
+
+def _warn_of_library(obstacle):
+    # Other obstacles are facts of the job; this one is a set-up that is incomplete.
+    if hvd.rank() == 0 and reduction_choice() == "auto":
+        warnings.warn(
+            f"Gradients are reduced through Horovod, which is slower: {obstacle}. Set "
+            "HVDTRAIN_REDUCTION=horovod to choose this without a warning.",
+            stacklevel=2,
+        )
 
 
 def _gather(value):

@@ -5,7 +5,8 @@ status of the last one alone. Without a check, lists of different lengths wait f
 other until the stall limit, and a shape that differs before the last tensor returns
 uninitialized memory. So the first of Horovod's operations in a collective is a group
 of two, whatever is reduced or gathered, and the second tensor is a guard: it has no
-elements, and its shape holds a checksum of the signature. Ranks whose signatures differ
+elements, and its shape holds a checksum of the signature and the calling thread's
+number. Ranks whose signatures differ
 fail in the negotiation, at once and all of them. Where ranks share memory they compare
 the checksum there, before the negotiation.
 """
@@ -15,7 +16,7 @@ import itertools
 
 import tensorflow as tf
 
-from hvdtrain.collectives import graph
+from hvdtrain.collectives import graph, threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +34,13 @@ class Signature:
     has_free_rows: bool = False
 
     def guard(self, dtype):
-        """Returns the guard: an empty tensor of `dtype` whose shape is the checksum.
+        """Returns the guard: an empty tensor of `dtype`, compared by its shape.
 
         It also keeps the group that it is part of from being constant folded: see
         `graph.block_constant_folding`. A select without elements costs nothing.
         """
-        guard = tf.zeros([0, len(self.tensors), self.checksum()], dtype)
+        shape = [0, len(self.tensors), self.checksum(), threads.number_variable()]
+        guard = tf.zeros(shape, dtype)
         return graph.block_constant_folding(guard)
 
     def checksum(self):
