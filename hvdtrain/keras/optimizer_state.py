@@ -36,7 +36,7 @@ def common_state(optimizer, trained):
     Such as the number of iterations. Their order is that of all models, in which
     their names may differ: Keras numbers the product of Nadam as any variable.
     """
-    slots = {id(slot) for slot, _ in _owned_slots(optimizer, trained)}
+    slots = {id(slot) for slot, _ in owned_slots(optimizer, trained)}
     return [variable for variable in optimizer.variables if id(variable) not in slots]
 
 
@@ -54,7 +54,7 @@ def divide_slots(optimizer, trainable):
     """
     if not has_parts_elsewhere(trainable):
         return
-    for slot, variable in _owned_slots(optimizer, trainable):
+    for slot, variable in owned_slots(optimizer, trainable):
         if (stages := stages_of([variable])) is not None:
             set_stages(slot, stages)
         is_whole = slot.shape == variable.shape and not partition_of(slot)
@@ -67,12 +67,12 @@ def _slots(optimizer, trainable, local_keys):
         return set()
     return {
         id(slot)
-        for slot, variable in _owned_slots(optimizer, trainable)
+        for slot, variable in owned_slots(optimizer, trainable)
         if variable_key(variable) in local_keys
     }
 
 
-def _owned_slots(optimizer, trainable):
+def owned_slots(optimizer, trainable):
     """Yields each slot, and the variable that it belongs to."""
     # Keras names a slot after its variable's path. Of several paths that fit, the
     # longest is the variable's own: "a/kernel_2" has "a_kernel_2_momentum".

@@ -385,3 +385,35 @@ def test_factored_slots_belong_to_their_stage(mesh):
     saved = model.gather_dense()
     if RANK == 0:
         oracle.assert_same_state(saved, dense, atol=2e-6)
+
+
+def test_automatic_names_of_layers_may_differ_by_rank(mesh, tmp_path):
+    def automatic():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(HIDDEN, "tanh") for _ in range(SIZE)]
+        return keras.Sequential([keras.Input((HIDDEN,)), *layers])
+
+    def compiled(model):
+        model.compile(keras.optimizers.Adam(0.02, use_ema=True), "mse")
+        return model
+
+    if RANK == 0:
+        automatic()
+    x = np.random.default_rng(7).normal(size=(3 * BATCH, HIDDEN)).astype("float32")
+    models = [
+        compiled(parallel.PipelineModel(automatic(), [1] * SIZE, mesh=mesh))
+        for _ in range(2)
+    ]
+    names = hvd.allgather_object(automatic().layers[0].name, name="names")
+    assert len(set(names)) > 1
+    dense = compiled(automatic())
+    oracle.fit(dense, x, x, BATCH)
+    oracle.fit(models[0], x, x, BATCH)
+    path = hvd.broadcast_object(str(tmp_path / "model.keras"), name="path")
+    models[0].save(path)
+    models[1].optimizer.build(models[1].trainable_variables)
+    models[1].load_weights(path)
+    saved = models[1].gather_dense()
+    if RANK == 0:
+        oracle.assert_same_state(saved, dense, atol=2e-6)
+        oracle.assert_same_state(keras.models.load_model(path), dense, atol=2e-6)

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import itertools
 
 import keras
 import tensorflow as tf
@@ -16,6 +17,7 @@ from hvdtrain.job.world import JobError
 from hvdtrain.keras import optimizer_state
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.parallel.mesh import Axis
 
 _NOT_LOADED = -1
 
@@ -29,12 +31,14 @@ class DenseModel:
         config: its config.
         custom_objects: its layers' classes by name.
         scope: the first part of its variables' paths, which a Sequential has.
+        paths: those of its weights, in their order.
     """
 
     model_class: type
     config: dict
     custom_objects: dict
     scope: str
+    paths: list
 
     def build(self, compiled=None):
         """Return the dense model with new initial values.
@@ -126,23 +130,24 @@ def common_state(model):
     return optimizer_state.common_state(optimizer, model.weights) if optimizer else []
 
 
-def gather(pipeline):
+def gather(pipeline, axis: Axis):
     """Return the dense model and its optimizer's state on rank 0, None elsewhere.
 
     A collective of all ranks of the job.
 
     Args:
         pipeline: the `PipelineModel`.
+        axis: the axis of the mesh over which its stages are.
 
     Raises:
         SharedJobError: on all ranks, if rank 0 cannot make it.
     """
-    described, keys = _described(pipeline)
+    described, keys = _described(pipeline, axis)
     model, targets = None, []
     with fail_together(world()):
         if global_process_set.rank() == 0:
             model = pipeline.dense.build(pipeline)
-            targets = _ordered(model, keys)
+            targets = _ordered(model, keys, pipeline.dense.paths)
     values = DenseValues(described)
     for number in range(len(described)):
         value = values.gather(number)
@@ -151,7 +156,7 @@ def gather(pipeline):
     return model
 
 
-def load(pipeline, filepath, options):
+def load(pipeline, axis: Axis, filepath, options):
     """Assign what rank 0 reads from a file of the dense model. A collective.
 
     As Keras does, it leaves the optimizer as it is where the file has another number
@@ -159,13 +164,14 @@ def load(pipeline, filepath, options):
 
     Args:
         pipeline: the `PipelineModel`.
+        axis: the axis of the mesh over which its stages are.
         filepath: the file.
         options: further arguments of `keras.Model.load_weights`, as a dict.
 
     Raises:
         JobError: on all ranks, if it cannot be read.
     """
-    described, keys = _described(pipeline)
+    described, keys = _described(pipeline, axis)
 
     def read():
         model = pipeline.dense.build(pipeline)
@@ -176,7 +182,7 @@ def load(pipeline, filepath, options):
             model.load_weights(filepath, **options)
         except (OSError, ValueError) as error:
             raise JobError(f"Cannot load {filepath}: {error}") from error
-        sources = _ordered(model, keys)
+        sources = _ordered(model, keys, pipeline.dense.paths)
         if optimizer and int(optimizer._iterations) == _NOT_LOADED:
             # The weights are the first ones.
             return sources[: len(model.weights)]
@@ -189,40 +195,63 @@ def load(pipeline, filepath, options):
         values.scatter(number, sources and sources[number].numpy())
 
 
-def _described(pipeline):
+def _described(pipeline, axis):
     """Return the `DenseVariable`s of the model and its optimizer, and their keys."""
-    slots = getattr(getattr(pipeline, "optimizer", None), "variables", [])
-    weights = pipeline.dense_variables(pipeline.weights)
-    state = pipeline.dense_variables(slots)
-    common = {id(variable) for variable in common_state(pipeline)}
-    is_common = [id(each.variable) in common for each in state]
-    return [*weights, *state], _keys(weights, state, is_common)
+    described = [
+        *pipeline.dense_variables(pipeline.weights),
+        *pipeline.dense_variables(_state(pipeline)),
+    ]
+    ranks, mine = axis.process_set, _keys(pipeline, pipeline.dense.paths)
+    stages = [mine]
+    if needs_communication(ranks):
+        stages = allgather_object(mine, name="StageKeys", process_set=ranks)
+    # In the order of the variables. What all stages have is among them once, too.
+    of_weights, of_state = zip(*stages, strict=True)
+    keys = itertools.chain(*of_weights, *of_state)
+    return described, list(dict.fromkeys(keys))
 
 
-def _ordered(model, keys):
+def _ordered(model: keras.Model, keys: list, paths: list) -> list:
     """Return the variables of a dense model that have these keys."""
+    of_weights, of_state = _keys(model, paths)
+    variables = zip(of_weights, model.weights, strict=True)
+    by_key = dict([*variables, *zip(of_state, _state(model), strict=True)])
+    return [by_key[key] for key in keys]
+
+
+def _state(model):
     optimizer = getattr(model, "optimizer", None)
-    state = optimizer.variables if optimizer else []
-    common = {id(variable) for variable in common_state(model)}
-    is_common = [id(variable) in common for variable in state]
-    found = _keys(model.weights, state, is_common)
-    variables = dict(zip(found, [*model.weights, *state], strict=True))
-    return [variables[key] for key in keys]
+    return optimizer.variables if optimizer else []
 
 
-def _keys(weights, state, is_common):
-    """Return keys of variables that are equal in the dense model and in its stages.
+def _keys(model: keras.Model, paths: list) -> tuple[list, list]:
+    """Return keys of the variables of the dense model or one of its stages.
 
-    A slot of the optimizer has the name of its weight. The scope before it is no part
-    of the key: it depends on where Keras has built the optimizer.
+    They do not depend on names: automatic names of layers differ between ranks of which
+    one has made more layers before. The key of a weight has its number in the dense
+    model, that of a slot the number of its weight, and that of other variables of the
+    optimizer None; then comes the number among the variables of this kind.
+
+    Args:
+        model: the model.
+        paths: those of the weights of this rank's dense model.
+
+    Returns:
+        List of the keys of the weights, and list of those of the optimizer's variables.
     """
-    names = [f"weights/{each.path}" for each in weights]
-    for each, common in zip(state, is_common, strict=True):
-        names.append("common" if common else each.path.rpartition("/")[2])
-    # Of equal names, by their order.
-    counts = collections.Counter()
-    keys = []
-    for name in names:
-        counts[name] += 1
-        keys.append((name, counts[name]))
-    return keys
+    numbers = collections.defaultdict(list)
+    for number, path in enumerate(paths):
+        numbers[path].append(number)
+    # Of equal paths, by their order.
+    number_of = {id(weight): numbers[weight.path].pop(0) for weight in model.weights}
+    owners = {}
+    if _state(model):
+        pairs = optimizer_state.owned_slots(model.optimizer, model.weights)
+        owners = {id(slot): number_of[id(weight)] for slot, weight in pairs}
+    counts = collections.Counter(number_of.values())
+    of_state = []
+    for variable in _state(model):
+        owner = owners.get(id(variable))
+        of_state.append((owner, counts[owner]))
+        counts[owner] += 1
+    return [(number, 0) for number in number_of.values()], of_state

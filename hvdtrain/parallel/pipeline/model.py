@@ -164,7 +164,7 @@ class PipelineModel(keras.Model):
 
         A collective of all ranks of the job. `save` and `save_weights` write it.
         """
-        return dense.gather(self)
+        return dense.gather(self, self._mesh.pipeline)
 
     def load_weights(self, filepath, **options):
         """As that of Keras, from a file of the dense model that rank 0 reads.
@@ -176,7 +176,7 @@ class PipelineModel(keras.Model):
         """
         if needs_communication(global_process_set):
             check_called_alike("load_weights")
-        dense.load(self, filepath, options)
+        dense.load(self, self._mesh.pipeline, filepath, options)
 
     def train_step(self, data):
         """As that of Keras, over the stages."""
