@@ -60,7 +60,7 @@ class Collective : public OpKernel {
                 absl::FailedPreconditionError(
                     "Horovod has been shut down: call hvd.init() first; or trace the "
                     "function again, where ranks no longer share memory"));
-    // In front: a text may be cut off at its end.
+    // In front: the middle of a long text is left out.
     arguments.describe = [describe = std::move(arguments.describe)] {
       return CallerText() + describe();
     };

@@ -10,6 +10,9 @@ namespace {
 // Parts that different ranks compute share no cache line.
 constexpr size_t kLineBytes = 128;
 
+// A longer description of a mismatched collective is shortened.
+constexpr size_t kShownBytes = 320;
+
 // Copies the consecutive elements of a list of tensors, chunk by chunk.
 class Cursor {
  public:
@@ -74,21 +77,73 @@ bool Agree(Segment& segment, const std::vector<int>& active) {
   });
 }
 
+// Collects the texts of the active ranks, in pieces that fit into a member. Returns the
+// reason if a rank is lost.
+std::string GatherTexts(Segment& segment, const std::vector<int>& active,
+                        const std::string& mine, std::vector<std::string>* texts) {
+  texts->resize(active.size());
+  bool has_more = true;
+  for (size_t start = 0; has_more; start += kTextBytes - 1) {
+    snprintf(segment.mine().text, kTextBytes, "%s",
+             start < mine.size() ? mine.c_str() + start : "");
+    std::string lost = segment.Barrier("the comparison of reductions");
+    if (!lost.empty()) return lost;
+    has_more = false;
+    for (size_t i = 0; i < active.size(); ++i) {
+      const char* const text = segment.member(active[i]).text;
+      (*texts)[i] += text;
+      has_more = has_more || strlen(text) == kTextBytes - 1;
+    }
+    // No rank may write its next text before all have read this one.
+    lost = segment.Barrier("the comparison of reductions");
+    if (!lost.empty()) return lost;
+  }
+  return "";
+}
+
+// The position of the first word, ended by a space, in which the texts differ.
+size_t FirstDifference(const std::vector<std::string>& texts) {
+  size_t same = 0;
+  while (same < texts[0].size() &&
+         std::all_of(texts.begin(), texts.end(), [&](const std::string& text) {
+           return text[same] == texts[0][same];
+         })) {
+    ++same;
+  }
+  const size_t space = same == 0 ? std::string::npos : texts[0].rfind(' ', same - 1);
+  return space == std::string::npos ? 0 : space + 1;
+}
+
+// Leaves out of a long text the words before the first that differs, but for the
+// beginning, and most of those after it: a model may have a thousand tensors.
+std::string Shorten(const std::string& text, size_t difference) {
+  if (text.size() <= kShownBytes) return text;
+  size_t head = text.rfind(' ', kShownBytes / 2);
+  if (head == std::string::npos || head >= difference) head = difference;
+  std::string shown = text.substr(0, head);
+  if (head < difference) {
+    const auto words = std::count(text.begin() + head + 1, text.begin() + difference, ' ');
+    shown += " (" + std::to_string(words) + " more, alike) ";
+  }
+  const size_t end = text.find(' ', difference + kShownBytes / 2);
+  shown += text.substr(difference, end == std::string::npos ? end : end - difference);
+  return end == std::string::npos ? shown : shown + " ...";
+}
+
 // Returns to every rank what each has called. Every rank gets here, since all compare
 // the same signatures.
 Report Mismatch(Segment& segment, const std::vector<int>& active,
                 const Reduction* reduction) {
-  const std::string mine = reduction ? reduction->describe() : "";
-  snprintf(segment.mine().text, kTextBytes, "%s", mine.c_str());
-  std::string lost = segment.Barrier("the comparison of reductions");
-  std::string sent;
-  for (int rank : active) {
-    sent += (sent.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " +
-            segment.member(rank).text;
-  }
-  // No rank may write its next text before all have read this one.
-  if (lost.empty()) lost = segment.Barrier("the comparison of reductions");
+  std::vector<std::string> texts;
+  const std::string lost =
+      GatherTexts(segment, active, reduction ? reduction->describe() : "", &texts);
   if (!lost.empty()) return {Outcome::kLost, lost};
+  const size_t difference = FirstDifference(texts);
+  std::string sent;
+  for (size_t i = 0; i < active.size(); ++i) {
+    sent += (i == 0 ? "rank " : "; rank ") + std::to_string(active[i]) + ": " +
+            Shorten(texts[i], difference);
+  }
   return {Outcome::kMismatch, sent};
 }
 

@@ -5,6 +5,7 @@ A rank that is missing, or has been killed, is tested in tests/commands.
 
 import os
 import pathlib
+import re
 import time
 
 import horovod.tensorflow as raw
@@ -223,6 +224,19 @@ def test_calls_that_differ_fail_on_all_ranks_and_are_named(call):
     # Nothing is left behind: the next collectives are matched.
     assert reduce(tf.constant(1.0), op=hvd.Sum) == [SIZE]
     assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum) == SIZE
+
+
+def test_the_error_shows_the_first_of_many_tensors_that_differs():
+    lengths = [1000 + place for place in range(200)]
+    lengths[157] = 7 + RANK
+    values = [tf.ones([length]) for length in lengths]
+    with pytest.raises(tf.errors.FailedPreconditionError) as info:
+        tf.function(lambda: hvd.grouped_allreduce(values))()
+    sent = str(info.value).split("rank ")[1:]
+    for rank in range(SIZE):
+        assert re.search(
+            rf"\[1000\].* more, alike\) \[{7 + rank}\] \[1158\]", sent[rank]
+        )
 
 
 def test_what_is_not_covered_goes_through_horovod():
