@@ -32,11 +32,16 @@ def serialize(exchange, *, guard=None):
 
     Args:
         exchange: creates the operations of one collective; returns a nest of tensors.
-        guard: creates an operation that runs before those of `exchange`.
+        guard: creates operations that run before those of `exchange`; returns them.
     """
     token = order_token()
+
+    def guarded():
+        guard()
+        return exchange()
+
     if tf.executing_eagerly():
-        results = threads.call(exchange)
+        results = threads.call(exchange if guard is None else guarded)
         token.assign_add(1)
         return results
     graph = tf.compat.v1.get_default_graph()
@@ -44,7 +49,7 @@ def serialize(exchange, *, guard=None):
     # automatic control dependencies: a second order within one graph.
     previous = getattr(graph, "_hvdtrain_previous", [])
     with tf.control_dependencies([*previous, token.read_value()]):
-        guards = [guard()] if guard else []
+        guards = tf.nest.flatten(guard()) if guard else []
         with tf.control_dependencies(guards):
             results = exchange()
     with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):

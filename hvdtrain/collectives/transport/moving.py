@@ -9,7 +9,12 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph, threads
-from hvdtrain.collectives.process_sets import check_root, global_process_set
+from hvdtrain.collectives.process_sets import (
+    check_root,
+    global_process_set,
+    rank_in,
+    size_of,
+)
 from hvdtrain.collectives.transport import counting, shared_memory
 from hvdtrain.collectives.transport.reduction import Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
@@ -25,11 +30,20 @@ def allgather(values, *, name=None, process_set=global_process_set):
     for tensor in tensors:
         dtypes.check_has_rows(tensor)
     signature = Signature("allgather", tensors, has_free_rows=True)
-    exchange = functools.partial(
-        _allgather, tensors, f"{name}_0", process_set, signature
+    if tf.executing_eagerly():
+        exchange = functools.partial(gather_groups, tensors, name, process_set)
+    else:
+        exchange = functools.partial(
+            _allgather, tensors, f"{name}_0", process_set, signature
+        )
+    return run(
+        exchange,
+        signature,
+        functools.partial(counting.of_allgather, tensors, process_set),
+        name=name,
+        process_set=process_set,
+        is_guarded=not tf.executing_eagerly(),
     )
-    sent = functools.partial(counting.of_allgather, tensors, process_set)
-    return run(exchange, signature, sent, name=name, process_set=process_set)
 
 
 def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
@@ -53,9 +67,7 @@ def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
     name = graph.operation_name(name, process_set)
     tensors = dtypes.as_tensors(values)
     signature = Signature(f"broadcast from rank {root_rank}", tensors)
-    exchange = functools.partial(
-        _broadcast_all, tensors, root_rank, name, process_set, signature
-    )
+    exchange = functools.partial(_broadcast_all, tensors, root_rank, name, process_set)
     # Run one by one, each operation would wait for a negotiation of its own.
     if tf.executing_eagerly():
         exchange = tf.function(exchange, autograph=False)
@@ -67,13 +79,11 @@ def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
     """Writes `root_rank`'s values into TensorFlow variables, without a copy."""
     graph.check_not_compiled_by_xla()
     check_root(root_rank, process_set)
-    exchange = functools.partial(
-        hvd.broadcast_variables,
-        *(variables, root_rank),
-        process_set=process_set,
-        inplace=True,
-    )
-    threads.call(exchange) if tf.executing_eagerly() else exchange()
+    name = graph.operation_name("BroadcastVariables", process_set)
+    signature = Signature(f"broadcast from rank {root_rank}", variables)
+    exchange = functools.partial(_broadcast_in_place, variables, root_rank, process_set)
+    sent = functools.partial(counting.of_broadcast, variables, root_rank, process_set)
+    run(exchange, signature, sent, name=name, process_set=process_set)
 
 
 def alltoall(tensor, splits, *, name, process_set=global_process_set):
@@ -81,14 +91,28 @@ def alltoall(tensor, splits, *, name, process_set=global_process_set):
 
     Returns:
         The rows received, and how many of them came from each rank.
+
+    Raises:
+        tensorflow.errors.OpError: on all ranks, if the splits of a rank do not fit its
+            tensor.
     """
     graph.check_not_compiled_by_xla()
     name = graph.operation_name(name, process_set)
     dtypes.check_has_rows(tensor)
-    signature = Signature("alltoall", [tensor], has_free_rows=True)
-    exchange = functools.partial(_alltoall, tensor, splits, name, process_set)
-    sent = functools.partial(counting.of_alltoall, tensor, splits, process_set)
-    return run(exchange, signature, sent, name=name, process_set=process_set)
+    fits, kind = _splits_fit(tensor, splits, process_set), "alltoall"
+    if tf.executing_eagerly() and not fits:
+        kind = f"alltoall with splits={splits.numpy().tolist()}, which do not fit,"
+    signature = Signature(kind, [tensor], has_free_rows=True)
+    exchange = functools.partial(_alltoall, tensor, splits, fits, name, process_set)
+    return run(
+        exchange,
+        signature,
+        functools.partial(counting.of_alltoall, tensor, splits, process_set),
+        name=name,
+        process_set=process_set,
+        # Horovod compares shapes; a guard would cost a negotiation in each step.
+        is_guarded=not tf.executing_eagerly(),
+    )
 
 
 def reducescatter(tensors, reduction, *, name):
@@ -97,7 +121,7 @@ def reducescatter(tensors, reduction, *, name):
     process_set = reduction.process_set
     name = graph.operation_name(name, process_set)
     signature = Signature(f"reducescatter, {reduction.describe()}", tensors)
-    exchange = functools.partial(_reducescatter, tensors, reduction, name, signature)
+    exchange = functools.partial(_reducescatter, tensors, reduction, name)
     sent = functools.partial(counting.of_reducescatter, tensors, process_set)
     return run(exchange, signature, sent, name=name, process_set=process_set)
 
@@ -111,7 +135,16 @@ def allgather_bytes(data, *, name, process_set=global_process_set):
     return dtypes.divide_bytes(content, lengths)
 
 
-def run(exchange, signature, sent, *, name, process_set, is_compared=False):
+def run(
+    exchange,
+    signature,
+    sent,
+    *,
+    name,
+    process_set,
+    is_compared=False,
+    is_guarded=False,
+):
     """Returns the results of `exchange()`, the operations of one collective.
 
     It is ordered after every collective traced before it, and fails on all ranks whose
@@ -124,10 +157,16 @@ def run(exchange, signature, sent, *, name, process_set, is_compared=False):
         name: its name, the same on all ranks.
         process_set: the ranks that take part.
         is_compared: its own operations compare the ranks natively.
+        is_guarded: its own operations compare the ranks in their first negotiation,
+            where Horovod moves the tensors.
     """
     guard = None
-    if shared_memory.takes_part(process_set) and not is_compared:
-        guard = functools.partial(shared_memory.compare, signature, name=name)
+    if shared_memory.takes_part(process_set):
+        if not is_compared:
+            guard = functools.partial(shared_memory.compare, signature, name=name)
+    elif not is_guarded:
+        # Eager operations are matched by their type, so all begin with one of a type.
+        guard = functools.partial(exchange_guard, signature, f"{name}_0", process_set)
     exchange = counting.counted(exchange, sent)
     with _mismatch_of_ranks(signature, process_set):
         return graph.serialize(exchange, guard=guard)
@@ -218,13 +257,16 @@ def gather_groups(tensors, name, process_set):
     return gathered
 
 
-def _broadcast_all(tensors, root_rank, name, process_set, signature):
-    agreed = exchange_guard(signature, name, process_set)
-    with tf.control_dependencies(agreed):
-        return [
-            _broadcast(tensor, root_rank, f"{name}_{i}", process_set)
-            for i, tensor in enumerate(tensors)
-        ]
+def _broadcast_all(tensors, root_rank, name, process_set):
+    return [
+        _broadcast(tensor, root_rank, f"{name}_{i}", process_set)
+        for i, tensor in enumerate(tensors)
+    ]
+
+
+def _broadcast_in_place(variables, root_rank, process_set):
+    hvd.broadcast_variables(variables, root_rank, process_set=process_set, inplace=True)
+    return []
 
 
 def _broadcast(tensor, root_rank, name, process_set):
@@ -238,22 +280,55 @@ def _broadcast(tensor, root_rank, name, process_set):
     return dtypes.from_carrier(received, tensor.dtype)
 
 
-def _alltoall(tensor, splits, name, process_set):
+def _splits_fit(tensor, splits, process_set):
+    """Returns whether Horovod accepts the splits, as a scalar tensor."""
+    ranks, rows = size_of(process_set, tf.int32), tf.shape(tensor)[0]
+    # No splits are equal ones.
+    if splits.shape.num_elements() == 0:
+        return rows % ranks == 0
+    fits = (tf.reduce_sum(splits) <= rows) & (tf.size(splits) == ranks)
+    return fits & tf.reduce_all(splits >= 0)
+
+
+def _alltoall(tensor, splits, fits, name, process_set):
+    sent, counts = dtypes.to_carrier(tensor), splits
+    if not tf.executing_eagerly():
+        sent, counts = _sent_by_alltoall(sent, splits, fits, process_set)
     received, counts = mpi_ops.alltoall(
-        graph.block_constant_folding(dtypes.to_carrier(tensor)),
-        splits=splits,
+        sent,
+        splits=counts,
         name=name,
         process_set=process_set,
         ignore_name_scope=True,
     )
+    received = tf.ensure_shape(received, [None, *tensor.shape[1:]])
     return dtypes.from_carrier(received, tensor.dtype), counts
 
 
-def _reducescatter(tensors, reduction, name, signature):
+def _sent_by_alltoall(
+    tensor: tf.Tensor, splits: tf.Tensor, fits: tf.Tensor, process_set: hvd.ProcessSet
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns what makes Horovod fail on all ranks if the splits do not fit on one.
+
+    Horovod refuses them on their rank alone, before the negotiation in which the others
+    wait. So zeros take their place, and the tensor has more axes than that of the other
+    ranks: their number differs also between two ranks whose splits do not fit.
+    """
+    fits = graph.block_constant_folding(fits)
+    ranks, given = size_of(process_set, tf.int32), tf.size(splits)
+    start, end = tf.unstack(tf.where(fits, [0, given], [given, given + ranks]))
+    counts = tf.concat([splits, tf.zeros([ranks], tf.int32)], axis=0)[start:end]
+    if splits.shape.num_elements():
+        counts = tf.ensure_shape(counts, splits.shape)
+    axes = tf.where(fits, 0, 1 + rank_in(process_set) % 2)
+    shape = tf.concat([tf.shape(tensor), tf.ones([axes], tf.int32)], axis=0)
+    return tf.reshape(tensor, shape), counts
+
+
+def _reducescatter(tensors, reduction, name):
     # One operation for each: of a group, Horovod reports the last one's status alone.
-    agreed = exchange_guard(signature, name, reduction.process_set)
     shares = []
-    with tf.device(reduction.device_dense), tf.control_dependencies(agreed):
+    with tf.device(reduction.device_dense):
         for i, tensor in enumerate(tensors):
             # Horovod cannot add bfloat16.
             is_bfloat16 = tensor.dtype == tf.bfloat16

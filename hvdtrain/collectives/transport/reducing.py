@@ -63,6 +63,7 @@ def allreduce(values, reduction, *, name=None):
         name=name,
         process_set=reduction.process_set,
         is_compared=is_compared,
+        is_guarded=True,
     )
     return [
         result if is_slices(result) else reduction.compression.decompress(result, c)
