@@ -1,6 +1,8 @@
 """Horovod and TensorFlow of this rank. Importing this module loads both."""
 
 import contextlib
+import ctypes
+import functools
 import os
 import socket
 
@@ -33,8 +35,23 @@ def init(*args, **kwargs):
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(_STALL_SHUTDOWN_SECONDS)
     )
     explain_failed_collectives()
+    _skip_destructors_in_forks()
     open_mpi.locate()
     hvd.init(*args, **kwargs)
+
+
+@functools.cache
+def _skip_destructors_in_forks() -> None:
+    """Lets a process that this one forks exit, with its exit code.
+
+    It has Horovod's state without its threads. The destructors of Horovod and Gloo
+    would wait for them, and take the rank's sockets out of the epoll instance that
+    both processes share.
+    """
+    libc = ctypes.CDLL(None)
+    # Called with the exit code, before destructors that were registered earlier.
+    end = ctypes.cast(libc._exit, ctypes.c_void_p)
+    os.register_at_fork(after_in_child=lambda: libc.on_exit(end, None))
 
 
 def shutdown():

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 HEAD = """
-    import json, os, sys
+    import json, os, sys, time
     import numpy as np
     import tensorflow as tf
     import {module} as hvd
@@ -84,6 +84,14 @@ LOOP_SCRIPT = """
 """
 
 TAIL = """
+    child = os.fork()
+    if child == 0:
+        sys.exit(3)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    time.sleep(hvd.rank() / 2)
+    ranks = float(tf.function(lambda: hvd.allreduce(1.0, op=hvd.Sum))())
+    assert (status, ranks) == (3, hvd.size()), (status, ranks)
+
     weights = [float(w.astype("float64").sum()) for w in model.get_weights()]
     result = {{"first": float(first), "last": float(last), "weights": weights}}
     with open(os.path.join(sys.argv[1], f"result-{{hvd.rank()}}.json"), "w") as file:
@@ -121,7 +129,7 @@ def write(folder, *parts):
 # Two trainings that do not wait for each other: the order of their steps is that of
 # the machine, hence another one on each rank.
 THREADS_SCRIPT = """
-    import threading, time
+    import threading
 
     @tf.function
     def total(x):
