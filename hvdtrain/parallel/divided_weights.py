@@ -58,6 +58,22 @@ class DividedWeights(InModelGroup):
         self._check_load_own_variables(store)
         load_slices(self._own_variables(), store)
 
+    def enable_lora(self, *args: object, **kwargs: object) -> None:
+        """Raise a ValueError: the factors would have to be divided as the weight is."""
+        self._refuse("LoRA")
+
+    def quantize(self, *args: object, **kwargs: object) -> None:
+        """Raise a ValueError: scales are those of the columns of the dense weight."""
+        self._refuse("quantization")
+
+    def _refuse(self, name):
+        # Not a NotImplementedError, for which keras.Model.quantize skips the layer.
+        raise ValueError(
+            f"The {type(self).__name__} {self.name!r} does not support {name}: each "
+            "rank has a slice of its weights. Use the dense layer here, or apply "
+            f"{name} to the saved dense model in one process."
+        )
+
     def _own_variables(self):
         return self._trainable_variables + self._non_trainable_variables
 
@@ -100,11 +116,18 @@ class SumRegularizer(keras.regularizers.Regularizer):
 def check_arguments(layer, *, refused, additive):
     """Raise a ValueError for arguments of a layer that slices do not allow.
 
+    Quantization, by its dtype policy, is one of them.
+
     Args:
         layer: the layer, for its name.
         refused: arguments by name, which must be None.
         additive: regularizers by name, which must be sums over elements.
     """
+    if mode := getattr(layer, "quantization_mode", None):
+        raise ValueError(
+            f"{type(layer).__name__} does not support quantization. Received: a dtype "
+            f"policy with quantization_mode={mode!r}"
+        )
     for name, value in refused.items():
         if value is not None:
             raise ValueError(

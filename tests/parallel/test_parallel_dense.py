@@ -152,6 +152,30 @@ def test_fewer_units_than_ranks_are_refused(meshes):
         layer.build((None, INPUTS))
 
 
+def test_lora_and_quantization_are_refused(meshes):
+    with meshes[0]:
+        layers = [
+            parallel.ColumnParallelDense(HIDDEN),
+            parallel.RowParallelDense(HIDDEN),
+            parallel.ShardedEmbedding(INPUTS, HIDDEN),
+        ]
+        attention = parallel.ParallelMultiHeadAttention(4, 3)
+        with pytest.raises(ValueError, match="quantization_mode='int8'"):
+            parallel.RowParallelDense(HIDDEN, dtype="int8_from_float32")
+    attention.build((None, 5, INPUTS), (None, 5, INPUTS))
+    layers += [attention._query_dense, attention._output_dense]
+    for layer in layers:
+        if not layer.built:
+            layer.build((None, INPUTS))
+        with pytest.raises(ValueError, match=f"{layer.name}' does not support LoRA"):
+            layer.enable_lora(2)
+        with pytest.raises(ValueError, match="does not support quantization"):
+            layer.quantize("int8")
+    network = keras.Sequential([keras.Input((INPUTS,)), layers[0]])
+    with pytest.raises(ValueError, match="does not support quantization"):
+        network.quantize("int8")
+
+
 def test_a_plain_optimizer_is_refused(meshes):
     with meshes[0]:
         divided = model(parallel.ColumnParallelDense, parallel.RowParallelDense, "sgd")
