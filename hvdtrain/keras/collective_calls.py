@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.models import cloning
 
 from hvdtrain.collectives import threads
 from hvdtrain.collectives.objects import allgather_object
@@ -49,6 +50,28 @@ def install():
             setattr(method, _MARK, True)
             setattr(keras.Model, name, method)
     dense_saving.install()
+    # The default of keras.models.clone_model makes layers from their configs, which
+    # are those of the dense twins.
+    cloning._wrap_clone_function = functools.partial(
+        _wrap_clone_function, cloning._wrap_clone_function
+    )
+
+
+def _wrap_clone_function(wrap, clone_function=None, **options):
+    return wrap(clone_function or _clone_layer, **options)
+
+
+def _clone_layer(layer):
+    if hasattr(layer, "clone_divided"):
+        return layer.clone_divided()
+    # An operation such as x + y has none.
+    if has_parts_elsewhere(getattr(layer, "variables", ())):
+        raise ValueError(
+            f"keras.models.clone_model makes {layer.name!r}, a {type(layer).__name__} "
+            "that contains divided layers, from its config, which is dense. Build the "
+            "model again, or pass a clone_function."
+        )
+    return layer.__class__.from_config(layer.get_config())
 
 
 def is_saved_together(model: keras.Model) -> bool:

@@ -17,7 +17,7 @@ from hvdtrain.parallel.combining import (
     without_gaps,
 )
 from hvdtrain.parallel.exchange_for_all import look_up_for_all
-from hvdtrain.parallel.mesh import data_axis
+from hvdtrain.parallel.mesh import Axes, data_axis, one_rank
 from hvdtrain.parallel.placed_tables import (
     PlacedEmbedding,
     assign_dense_weights,
@@ -219,9 +219,18 @@ class DistributedEmbedding(keras.layers.Layer):
 
     @classmethod
     def from_config(cls, config):
-        """Return the layer of what `get_config` returned."""
+        """Return a layer with all tables on this rank, from what `get_config` returned.
+
+        Also in a job: one rank can load a saved model. With `mesh` in `config`, the
+        tables are placed over its data ranks.
+        """
         embeddings = [Embedding.from_config(each) for each in config["embeddings"]]
-        return cls(**{**config, "embeddings": embeddings})
+        return cls(**{"mesh": one_rank(), **config, "embeddings": embeddings})
+
+    def clone_divided(self) -> keras.layers.Layer:
+        """Return a new layer whose tables are placed alike, with new weights."""
+        axes = Axes(data=self.data_axis)
+        return type(self).from_config({**self.get_config(), "mesh": axes})
 
     def get_weights(self, all_ranks=False):
         """Return the dense tables as NumPy arrays. A collective of all ranks.

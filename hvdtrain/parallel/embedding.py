@@ -13,7 +13,7 @@ from hvdtrain.keras.partition import Partition, assign_part
 from hvdtrain.parallel.combining import ids_of
 from hvdtrain.parallel.divided_weights import DividedWeights, check_arguments
 from hvdtrain.parallel.exchange import look_up
-from hvdtrain.parallel.mesh import data_axis
+from hvdtrain.parallel.mesh import Axes, data_axis
 
 _AXES = {"row": 0, "column": 1}
 
@@ -43,6 +43,10 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
         )
         _check_constraint(self, axis)
         self.axis, self.data_axis, self.uneven = axis, data, uneven
+
+    def clone_divided(self) -> keras.layers.Layer:
+        """Return a new layer that is divided alike, with new weights."""
+        return self.remade(Axes(data=self.data_axis))
 
     @property
     def divided_axes(self):
@@ -120,6 +124,8 @@ class ShardedEmbedding(DividedEmbedding):
             is not a row of the table.
     """
 
+    own_arguments = ("slicing",)
+
     def __init__(
         self,
         input_dim,
@@ -135,6 +141,7 @@ class ShardedEmbedding(DividedEmbedding):
                 f'slicing must be "row" or "column". Received: slicing={slicing!r}'
             )
         super().__init__(input_dim, output_dim, *args, **kwargs)
+        self.slicing = slicing
         self._divide(_AXES[slicing], data_axis(mesh))
         if weights is not None:
             self.build()

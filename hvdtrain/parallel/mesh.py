@@ -52,6 +52,19 @@ class Axis:
     process_set: object
 
 
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """What a layer takes of a `Mesh`: the axes that it is divided along.
+
+    Attributes:
+        data: an `Axis`, or None.
+        model: an `Axis`, or None.
+    """
+
+    data: Axis | None = None
+    model: Axis | None = None
+
+
 class Mesh:
     """Ranks arranged along the axes data, pipeline and model.
 
@@ -165,6 +178,11 @@ def data_axis(mesh=None):
             "job."
         )
     return Axis("data", horovod.size(), horovod.rank(), global_process_set)
+
+
+def one_rank() -> Axes:
+    """Return the axis data of this rank alone, for a layer that is not divided."""
+    return Axes(data=Axis("data", 1, 0, OneRank()))
 
 
 def _registered():

@@ -1,12 +1,13 @@
 """What layers, losses and metrics of a divided model need of their model group."""
 
+import keras
 import tensorflow as tf
 from keras.src import api_export
 
 from hvdtrain.collectives import transport
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.partition import Partition
-from hvdtrain.parallel.mesh import active_mesh
+from hvdtrain.parallel.mesh import Axes, active_mesh
 
 
 class InModelGroup:
@@ -41,6 +42,10 @@ class InModelGroup:
         """
         own = {name: getattr(self, name) for name in self.own_arguments}
         return type(self).from_config({**self.get_config(), **own, "mesh": mesh})
+
+    def clone_divided(self) -> keras.layers.Layer:
+        """Return a new layer that is divided alike, with new weights."""
+        return self.remade(Axes(model=self._model_axis))
 
     def partition(self, axis, size):
         """Return the `Partition` of an axis of `size` elements over the model group."""

@@ -182,20 +182,33 @@ def test_fit_equals_the_dense_tables_with_the_big_batch(twin, optimizer):
 
 
 def test_a_saved_model_has_the_dense_tables(tmp_path):
-    embedding = dmp.DistributedEmbedding(tables("sum"), **OPTIONS)
-    inputs = [keras.Input((3,), dtype="int32") for _ in OPTIONS["input_table_map"]]
-    network = keras.Model(inputs, embedding(inputs))
-    # A plain optimizer, as with a tape.
-    network.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+    def make(scale):
+        inputs = [keras.Input((3,), dtype="int32") for _ in OPTIONS["input_table_map"]]
+        embedding = dmp.DistributedEmbedding(tables("sum"), **OPTIONS)
+        made = keras.Model(inputs, embedding(inputs))
+        # A plain optimizer, as with a tape.
+        made.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+        made.optimizer.build(made.trainable_variables)
+        for weight in made.trainable_variables:
+            weight.assign(scale * weight)
+        return made, embedding
+
+    (network, embedding), (again, _) = make(1), make(2)
     weights = network.trainable_variables
     network.optimizer.apply([tf.ones(weight.shape) for weight in weights], weights)
     path = hvd.broadcast_object(str(tmp_path / "model.keras"), name="path")
     network.save(path)
     ids = [tf.convert_to_tensor(each) for each in inputs_of(RANK)]
     loaded = keras.models.load_model(path)
-    for found, wanted in zip(loaded(ids), network(ids), strict=True):
+    dense = zip(loaded.weights, embedding.get_weights(all_ranks=True), strict=True)
+    pairs = [*dense, *zip(loaded(ids), network(ids), strict=True)]
+    for found, wanted in pairs:
         np.testing.assert_array_equal(found, wanted)
-    oracle.assert_same_state(loaded, network)
+    # A rank has all of it.
+    if RANK == 0:
+        loaded.predict(ids, verbose=0)
+    again.load_weights(path)
+    oracle.assert_same_state(again, network)
 
 
 @pytest.mark.parametrize("combiner", [None, "mean"])

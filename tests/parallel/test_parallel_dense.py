@@ -176,6 +176,25 @@ def test_lora_and_quantization_are_refused(meshes):
         network.quantize("int8")
 
 
+def test_a_clone_is_divided(meshes):
+    with meshes[0]:
+        x = inputs = keras.Input((5,), dtype="int32")
+        x = parallel.ShardedEmbedding(INPUTS, HIDDEN, slicing="column")(x)
+        x = parallel.ParallelMultiHeadAttention(4, 3)(x, x)
+        x = parallel.ColumnParallelDense(HIDDEN, gather_output=False)(x) * 2
+        x = parallel.RowParallelDense(OUTPUTS, input_is_parallel=True)(x)
+    network = keras.Model(inputs, x)
+    cloned = keras.models.clone_model(network)
+    assert [type(a) for a in cloned.layers] == [type(a) for a in network.layers]
+    cloned.set_weights(network.get_weights())
+    ids = np.arange(10).reshape(2, 5)
+    np.testing.assert_array_equal(cloned(ids), network(ids))
+    nested = keras.Sequential([keras.Input((5,), dtype="int32"), network])
+    with pytest.raises(ValueError, match="that contains divided layers"):
+        keras.models.clone_model(nested)
+    keras.models.clone_model(nested, recursive=True)
+
+
 def test_a_plain_optimizer_is_refused(meshes):
     with meshes[0]:
         divided = model(parallel.ColumnParallelDense, parallel.RowParallelDense, "sgd")
