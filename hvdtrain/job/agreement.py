@@ -4,9 +4,11 @@ import concurrent.futures
 import contextlib
 import socket
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from hvdtrain.collectives.objects import allgather_object
-from hvdtrain.job.world import JobError, SharedJobError
+from hvdtrain.job.world import JobError, SharedJobError, World
 
 _POLL_SECONDS = 5.0
 
@@ -73,6 +75,25 @@ def on_chief(world, work):
     with fail_together(world):
         for each in working:
             return each.result()
+
+
+def on_all(world: World, work: Callable[[], Any]) -> Any:
+    """Return this rank's `work()`, when all ranks have done theirs. A collective.
+
+    The work may take longer on one rank than the limit for a rank that hangs.
+
+    Raises:
+        SharedJobError: on every rank, if it raises a `JobError` on one. Another
+            exception is raised on its rank.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        working = thread.submit(work)
+        wait_together(world, lambda seconds: _are_done([working], seconds))
+    error = working.exception()
+    if error and not isinstance(error, JobError):
+        raise error
+    with fail_together(world):
+        return working.result()
 
 
 def _are_done(working, timeout_seconds):

@@ -2,19 +2,34 @@
 
 import contextlib
 import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
+import numpy as np
+import tensorflow as tf
 
-from hvdtrain.job.world import SharedJobError
+from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.keras.ranks import process_set_of
 from hvdtrain.training.events import notify, scalars
+from hvdtrain.training.exporting import Exports
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.progress import check_loss
+from hvdtrain.training.requests import STOP, Every, Requests
+from hvdtrain.training.resuming import Start
+from hvdtrain.training.specs import EvalSpec
 from hvdtrain.training.stepping import StepCallback
 
 
-def evaluate(model, batches, *, steps=None):
+def evaluate(
+    model: keras.Model,
+    batches: tf.data.Dataset,
+    *,
+    steps: int | None = None,
+    rounds: "Rounds | None" = None,
+) -> dict:
     """Return the model's metrics over the samples of all ranks, by name.
 
     Args:
@@ -22,21 +37,114 @@ def evaluate(model, batches, *, steps=None):
         batches: a `tf.data.Dataset` of this rank's samples; ranks may have
             different numbers of them.
         steps: batches that are evaluated, None for all.
+        rounds: the `Rounds` in which the ranks vote meanwhile on a request to stop; by
+            default they do not.
 
     Raises:
         SharedJobError: on all ranks, if no rank has a sample.
+        InterruptedEvaluationError: on all ranks, if one of them has asked for a stop.
     """
     count = itertools.count()
     counter = keras.callbacks.LambdaCallback(
         on_test_batch_end=lambda batch, logs: next(count)
     )
-    model.evaluate(batches, steps=steps, verbose=0, callbacks=[counter])
+    callbacks = [counter, *([rounds] if rounds else [])]
+    with _batch_by_batch(model) if rounds else contextlib.nullcontext():
+        model.evaluate(batches, steps=steps, verbose=0, callbacks=callbacks)
+    if rounds:
+        rounds.end()
     if not int(allreduce(next(count), name="EvaluatedBatches", op=Sum)):
         raise SharedJobError(
             "Received no sample to evaluate on any rank; expected a test set."
         )
     process_set = process_set_of(model.optimizer)
     return metrics.reduce_metrics(model.metrics, process_set=process_set)
+
+
+@contextlib.contextmanager
+def _batch_by_batch(model: keras.Model) -> Iterator[None]:
+    """Let `evaluate` call callbacks after each batch. They may be slow."""
+    before = model.steps_per_execution, model.test_function
+    model.steps_per_execution = 1
+    if before[0] != 1:
+        # Traced in the first evaluation.
+        model.test_function = getattr(model, "_hvdtrain_test_function", None)
+    try:
+        yield
+    finally:
+        if before[0] != 1:
+            model._hvdtrain_test_function = model.test_function
+            model.steps_per_execution, model.test_function = before
+
+
+class InterruptedEvaluationError(Exception):
+    """A rank has asked for a stop during an evaluation."""
+
+
+class Rounds(keras.callbacks.Callback):
+    """Votes on a request to stop, during an evaluation.
+
+    Ranks may have different numbers of batches. They vote after equal numbers, about
+    once in a second; those that have no more vote with the others until all are done.
+
+    Args:
+        requests: the `Requests`.
+        world: the `World`.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        world: World,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._requests = requests
+        self._world = world
+        self._clock = clock
+        self._batches = self._last_batches = 0
+        self._next, self._pause = 1, 1
+        self._last_seconds = clock()
+        self._is_stopped = self._is_done = False
+
+    def on_test_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Votes if it is due."""
+        self._batches += 1
+        if self._batches == self._next:
+            self._vote(is_done=False)
+            self.model.stop_evaluating = self._is_stopped
+
+    def end(self) -> None:
+        """Vote until all ranks are done.
+
+        Raises:
+            InterruptedEvaluationError: one has asked for a stop.
+        """
+        while not (self._is_stopped or self._is_done):
+            self._vote(is_done=True)
+        if self._is_stopped:
+            raise InterruptedEvaluationError
+
+    def _vote(self, *, is_done: bool) -> None:
+        stops = int(bool(self._requests.stop_reason))
+        values = [self._next_pause(is_done), stops, int(is_done)]
+        if self._world.size > 1:
+            sent = values if self._world.is_chief else [0, *values[1:]]
+            values = allreduce(np.array(sent, "float64"), name="Rounds", op=Sum).numpy()
+        self._pause, self._is_stopped = int(values[0]), values[1] > 0
+        self._is_done = values[2] == self._world.size
+        self._next += self._pause
+
+    def _next_pause(self, is_done: bool) -> int:
+        now, batches = self._clock(), self._batches - self._last_batches
+        seconds = max(now - self._last_seconds, 1e-9)
+        self._last_seconds, self._last_batches = now, self._batches
+        # A chief that is done does not know the speed of the others.
+        if is_done:
+            return self._pause
+        return max(1, min(int(batches / seconds), 4 * self._pause))
 
 
 @contextlib.contextmanager
@@ -78,14 +186,33 @@ class EvaluationCallback(StepCallback):
         results: the list of the job's evaluations, to which each is appended.
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
         left_out: a context manager in which each evaluation is run.
+        requests: the `Requests`.
+        world: the `World`.
+        start: the `Start`; an evaluation in which the run before was stopped is due.
         save: `save(logs)` writes a checkpoint before the last evaluation; None without
             checkpoints.
     """
 
     def __init__(
-        self, spec, plan, is_due, observers, *, results, exports, left_out, save
-    ):
+        self,
+        spec: EvalSpec,
+        plan: Plan,
+        is_due: Every,
+        observers: Sequence,
+        *,
+        results: list,
+        exports: Exports | None,
+        left_out: Callable,
+        requests: Requests,
+        world: World,
+        start: Start,
+        save: Callable | None,
+    ) -> None:
         super().__init__(plan)
+        self._requests = requests
+        self._world = world
+        self._start = start if start.metadata.get("evaluation_is_due") else None
+        self.was_interrupted = False
         self._left_out = left_out
         self._exports = exports
         self._results = results
@@ -95,6 +222,15 @@ class EvaluationCallback(StepCallback):
         self._save = save
         self._is_pending = self._has_ended = False
         self._test_logs = {}
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Evaluates first what the run before was stopped in."""
+        super().on_epoch_begin(epoch, logs)
+        if self._start:
+            self.step = self._start.step
+            steps = self.step - self.plan.step(epoch)
+            self._start = None
+            self._run(steps=steps or None, is_end=False)
 
     def note_step(self):
         """Asks whether it is due."""
@@ -143,14 +279,20 @@ class EvaluationCallback(StepCallback):
         self._is_pending = False
         with self._left_out(), evaluated_weights(self.model, steps=steps):
             if not self._results or self._results[-1]["step"] != self.step:
-                self._evaluate(is_end)
+                try:
+                    self._evaluate(is_end)
+                except InterruptedEvaluationError:
+                    # On all ranks: the callbacks that follow save, and end the run.
+                    self.was_interrupted = True
+                    self._requests.agreed |= {STOP}
             elif self._exports:
                 # The training ends where it was just evaluated.
                 self._exports.write_missing(self.model, self._results)
 
     def _evaluate(self, is_end: bool) -> None:
         batches = self._spec.batches()
-        found = evaluate(self.model, batches, steps=self._spec.steps)
+        rounds = Rounds(self._requests, self._world)
+        found = evaluate(self.model, batches, steps=self._spec.steps, rounds=rounds)
         # The loss of a training step is computed before its update: only here does
         # an update that broke the weights in the last steps become visible.
         check_loss(found["loss"], self.step)

@@ -2,14 +2,16 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.job import JobError
+from hvdtrain.job import JobError, World
+from hvdtrain.job.agreement import on_all
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer import is_distributed
@@ -19,12 +21,13 @@ from hvdtrain.training.plan import Plan
 _EARLY_END = re.compile(r"expected to contain \d+ elements? but contained only (\d+)")
 
 
-def built(model, train_spec):
+def built(model: keras.Model, batch: Any, *, local_batch_size: int) -> keras.Model:
     """Return a model that has all variables, with a distributed optimizer.
 
     Args:
         model: a compiled model.
-        train_spec: the `TrainSpec`.
+        batch: the first one.
+        local_batch_size: the samples that it is expected to have.
 
     Raises:
         JobError: it is not compiled, or the first batch has another size.
@@ -38,17 +41,12 @@ def built(model, train_spec):
         hvd.DistributedOptimizer(model.optimizer)
     # Keras builds the metrics of `compile` with the first batch: a checkpoint that was
     # written within an epoch has states for them.
-    step = train_spec.scale_from.step if train_spec.scale_from else 0
-    for batch in train_spec.batches(step, step + 1).take(1):
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        break
-    else:
-        raise JobError("Received no batch from input_fn; expected one for each step.")
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
     size = keras.tree.flatten(x)[0].shape[0]
-    if size != train_spec.local_batch_size:
+    if size != local_batch_size:
         raise JobError(
             f"Received a batch of {size} samples from input_fn; expected "
-            f"local_batch_size={train_spec.local_batch_size}, by which the ranks are "
+            f"local_batch_size={local_batch_size}, by which the ranks are "
             "weighted."
         )
     predictions = model(x)
@@ -66,6 +64,7 @@ def fit(
     batches: tf.data.Dataset,
     plan: Plan,
     *,
+    world: World,
     start_step: int,
     stops: Callable[[int], int],
     callbacks: Sequence[keras.callbacks.Callback],
@@ -79,6 +78,7 @@ def fit(
         model: a compiled model.
         batches: of the steps from `start_step` on.
         plan: the `Plan`.
+        world: the `World`.
         start_step: steps taken before.
         stops: `stops(step)` returns the next step after which callbacks act that have
             the attribute `acts_within_executions`.
@@ -91,16 +91,19 @@ def fit(
     # Without `take`, one batch more than asserted would be read, and be an error.
     batches = batches.take(steps)
     batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
-    training = _Training(
-        callbacks,
-        model=model,
-        plan=plan,
-        start_step=start_step,
-        stops=stops,
-        iterator=iter(batches),
-    )
-    model.train_function = training.train_function
+    iterator = iter(batches)
     try:
+        # A rank that reads and drops what was trained on takes long.
+        first = on_all(world, iterator.get_next_as_optional)
+        training = _Training(
+            callbacks,
+            model=model,
+            plan=plan,
+            start_step=start_step,
+            stops=stops,
+            batches=(first, iterator),
+        )
+        model.train_function = training.train_function
         with warnings.catch_warnings():
             # A StopIteration ends an epoch.
             warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -141,14 +144,24 @@ def _calls(plan: Plan) -> tf.data.Dataset:
 
 
 def _steps_function(
-    model: keras.Model, iterator: Iterator, steps_per_execution: int
+    model: keras.Model,
+    first: tf.experimental.Optional,
+    iterator: tf.data.Iterator,
+    steps_per_execution: int,
 ) -> Callable[[int], dict]:
     """Return a function that takes a number of steps, and returns the last logs.
 
     It is one loop for any number: the bits of a step do not depend on how many are
     taken together. Keras' own function has a constant number, and its graph is another
     one for each.
+
+    Args:
+        model: a compiled model.
+        first: the first batch.
+        iterator: of the other batches.
+        steps_per_execution: the highest number of steps.
     """
+    firsts = [first]
 
     @tf.autograph.experimental.do_not_convert
     def train_step(batch):
@@ -157,23 +170,31 @@ def _steps_function(
     if model.run_eagerly:
 
         def take_eagerly(steps):
-            return [train_step(next(iterator)) for _ in range(steps)][-1]
+            for _ in range(steps):
+                batch = firsts.pop().get_value() if firsts else next(iterator)
+                logs = train_step(batch)
+            return logs
 
         return take_eagerly
 
     step = tf.function(train_step, reduce_retracing=True, jit_compile=model.jit_compile)
 
-    @tf.function(autograph=False)
-    def one_step():
-        return step(iterator.get_next())
+    def next_batch(first, is_first):
+        is_first = tf.logical_and(is_first, first.has_value())
+        return tf.cond(is_first, first.get_value, iterator.get_next)
 
     @tf.function(autograph=False)
-    def several_steps(steps):
+    def one_step(first, steps):
+        del steps
+        return step(next_batch(first, True))
+
+    @tf.function(autograph=False)
+    def several_steps(first, steps):
         logs = step.get_concrete_function(iterator.element_spec).structured_outputs
         specs = tf.nest.flatten(logs, expand_composites=True)
 
         def body(done, *_):
-            found = step(iterator.get_next())
+            found = step(next_batch(first, tf.equal(done, 0)))
             return done + 1, *tf.nest.flatten(found, expand_composites=True)
 
         _, *found = tf.while_loop(
@@ -184,9 +205,9 @@ def _steps_function(
         )
         return tf.nest.pack_sequence_as(logs, found, expand_composites=True)
 
-    if steps_per_execution == 1:
-        return lambda steps: one_step()
-    return lambda steps: several_steps(np.int32(steps))
+    take = one_step if steps_per_execution == 1 else several_steps
+    none = tf.experimental.Optional.empty(iterator.element_spec)
+    return lambda steps: take(firsts.pop() if firsts else none, np.int32(steps))
 
 
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
@@ -206,10 +227,10 @@ class _Training(keras.callbacks.CallbackList):
         plan: the `Plan`.
         start_step: steps taken before.
         stops: see `fit`.
-        iterator: of the batches from `start_step` on.
+        batches: that of `start_step`, and an iterator of those after it.
     """
 
-    def __init__(self, callbacks, *, model, plan, start_step, stops, iterator):
+    def __init__(self, callbacks, *, model, plan, start_step, stops, batches):
         super().__init__(
             callbacks,
             add_history=True,
@@ -223,7 +244,7 @@ class _Training(keras.callbacks.CallbackList):
         self._is_continued = start_step % plan.fit_epoch_steps > 0
         self._execution = None
         self._stops = stops
-        self._iterator = iterator
+        self._batches = batches
         self._within = [
             callback
             for callback in self.callbacks
@@ -244,7 +265,7 @@ class _Training(keras.callbacks.CallbackList):
         """Make the function that takes steps, of the model that callbacks leave."""
         super().on_train_begin(logs)
         self._take_steps = _steps_function(
-            self.model, self._iterator, self._plan.steps_per_execution
+            self.model, *self._batches, self._plan.steps_per_execution
         )
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -11,6 +11,7 @@ from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.partition import has_summed_gradients
 from hvdtrain.training import exporting, failures, run_directory
 from hvdtrain.training.fitting import built
+from hvdtrain.training.inputs import first_batch
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.resuming import Start, assign_all, restore
@@ -81,7 +82,7 @@ def train_and_evaluate(
 
 
 _ALIKE = (
-    *("max_steps", "repeat", "scale_from"),
+    *("max_steps", "repeat", "scale_from", "check_input"),
     *("every_epochs", "throttle_steps"),
     *("save_every_steps", "commit_every_steps", "seed", "skip_nonfinite"),
 )
@@ -101,9 +102,15 @@ def _train_and_evaluate(
 ):
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
-    model = built(model_fn(), train_spec)
-    # What it returns is checked before the training, not after it.
-    eval_spec.batches()
+    model = model_fn()
+    # A checkpoint, or a commit, is what a job continues from.
+    is_checked = train_spec.check_input and bool(config.model_dir or commits)
+    first = first_batch(train_spec, world, is_checked=is_checked)
+    local_batch_size = train_spec.local_batch_size
+    model = built(model, first.batch, local_batch_size=local_batch_size)
+    with fail_together(world):
+        # What it returns is checked before the training, not after it.
+        eval_spec.batches()
     exports = exporting.prepare(
         eval_spec.exporters, model, world, observers, model_dir=config.model_dir
     )
@@ -140,9 +147,11 @@ def _train_and_evaluate(
             exports=exports,
             skipping=skipping,
             observers=observers,
+            first_batch=first.metadata,
         )
     )
     if world.is_chief:
+        first.warn_if_changed(start.metadata)
         _warn_if_beyond(plan.max_steps, start.step)
     if start.is_finished(plan.max_steps, global_batch_size=global_batch_size):
         assign_all(model, start)

@@ -53,11 +53,20 @@ class PreemptionCallback(StepCallback):
         writer: the `BackgroundWriter` of the checkpoint of that step; None on other
             ranks, and without checkpoints.
         max_minutes: see `RunConfig`.
+        is_incomplete: whether also a training that is at its end has to be continued.
         clock: returns seconds.
     """
 
     def __init__(
-        self, plan, requests, world, writer, *, max_minutes, clock=time.monotonic
+        self,
+        plan,
+        requests,
+        world,
+        writer,
+        *,
+        max_minutes,
+        is_incomplete=lambda: False,
+        clock=time.monotonic,
     ):
         super().__init__(plan)
         self._requests = requests
@@ -65,6 +74,7 @@ class PreemptionCallback(StepCallback):
         self._writer = writer
         self._clock = clock
         self._max_minutes = max_minutes
+        self._is_incomplete = is_incomplete
 
     def note_step(self):
         """Asks for a stop when the time is over."""
@@ -74,7 +84,8 @@ class PreemptionCallback(StepCallback):
 
     def act(self, *, is_epoch_end):
         """Ends the training if it is agreed on; not where it ends anyway."""
-        if STOP not in self._requests.agreed or self.is_last:
+        is_end = self.is_last and not self._is_incomplete()
+        if STOP not in self._requests.agreed or is_end:
             return
         # A launcher kills all ranks once one has ended with 75: also a chief that is
         # still writing.

@@ -58,6 +58,7 @@ class Run:
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
         skipping: the `Skipping`.
         observers: see `train_and_evaluate`.
+        first_batch: the metadata of the `FirstBatch`.
     """
 
     world: World
@@ -70,6 +71,7 @@ class Run:
     exports: Exports | None
     skipping: Skipping
     observers: Sequence
+    first_batch: dict
 
     @property
     def global_batch_size(self):
@@ -122,6 +124,7 @@ class Session:
                 model,
                 train_spec.batches(start_step, plan.max_steps),
                 plan,
+                world=self._run.world,
                 start_step=start_step,
                 stops=functools.partial(self._next_stop, eval_spec),
                 callbacks=self._callbacks(train_spec, eval_spec),
@@ -181,14 +184,19 @@ class Session:
             results=self._evaluations,
             exports=self._run.exports,
             left_out=self._progress.left_out,
+            requests=self._requests,
+            world=self._run.world,
+            start=self._run.start,
             save=savings[0].save_before_evaluation if config.model_dir else None,
         )
+        self._evaluation = evaluation
         preemption = PreemptionCallback(
             plan,
             self._requests,
             self._run.world,
             self._writer,
             max_minutes=config.max_minutes,
+            is_incomplete=lambda: evaluation.was_interrupted,
         )
         return [
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -266,6 +274,7 @@ class Session:
             "learning_rate": start.learning_rate,
             # Of all runs: one that leaves a key out does not change its value.
             "unchanged": start.metadata.get("unchanged", {}) | run.config.unchanged,
+            "first_batch": run.first_batch,
             "sample": start.metadata.get("sample", 0) + new_samples,
             "original_size": start.metadata.get("original_size", first_size),
             "fit_epoch_steps": self._run.plan.fit_epoch_steps,
@@ -275,6 +284,7 @@ class Session:
             "skipped_updates": self._run.skipping.count,
             "history": _for_json(history),
             "evaluations": _for_json(self._evaluations),
+            "evaluation_is_due": self._evaluation.was_interrupted,
         }
 
     def _train_seconds(self):

@@ -92,7 +92,7 @@ class TrainSpec:
 
     Attributes:
         input_fn: `input_fn(start_step, end_step)` returns a `tf.data.Dataset` of
-            the batches of this rank for these steps.
+            the batches of this rank for these steps. Batches after them are not read.
         max_steps: global steps of the whole job, over all its runs: batches that each
             rank takes, which `optimizer.iterations` counts.
         pass_steps: batches in a pass over the data, which is an epoch of `fit`.
@@ -106,6 +106,10 @@ class TrainSpec:
         scale_from: the `Position` from which `input_fn` and `max_steps` are computed.
             With it each rank keeps its batch when the number of ranks changes: the
             global batch and the learning rate follow it. None keeps the global batch.
+        check_input: at each start of a job that can continue, check that `input_fn` is
+            a function of the steps, by the batches of its first two. False for an
+            input that draws without a seed: a job that continues then takes other
+            batches than the uninterrupted one.
     """
 
     input_fn: Callable
@@ -116,6 +120,7 @@ class TrainSpec:
     steps_per_execution: int | None = None
     repeat: bool = False
     scale_from: Position | None = None
+    check_input: bool = True
 
     def __post_init__(self):
         """Check the numbers."""
@@ -164,9 +169,16 @@ class EvalSpec:
         _check_integers(self, steps=1, every_epochs=0, throttle_steps=0)
         _check_numbers(self, throttle_seconds=0)
 
-    def batches(self):
+    def batches(self) -> tf.data.Dataset:
         """Return this rank's dataset."""
-        return _dataset(self, self.input_fn())
+        found = _dataset(self, self.input_fn())
+        is_infinite = found.cardinality() == tf.data.INFINITE_CARDINALITY
+        if is_infinite and self.steps is None:
+            raise JobError(
+                "Received a dataset without end from EvalSpec.input_fn; expected one "
+                "pass over the test set: leave out repeat(), or set EvalSpec.steps."
+            )
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

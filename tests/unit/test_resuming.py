@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from toy import BATCH, batches
+from toy import BATCH, X, Y, batches
 
 import hvdtrain.keras as hvd
 from hvdtrain import training
@@ -133,6 +133,7 @@ def train(
     repeat=False,
     scale_from=None,
     steps_per_execution=1,
+    check_input=True,
     **config,
 ):
     callbacks = [*callbacks, *([KillAfter(killed_after)] if killed_after else [])]
@@ -147,6 +148,7 @@ def train(
             repeat=repeat,
             callbacks=(lambda plan: callbacks) if callbacks else None,
             scale_from=scale_from,
+            check_input=check_input,
         ),
         evaluation or EvalSpec(input_fn=lambda: batches(0, 20), throttle_steps=6),
         RunConfig(
@@ -717,6 +719,105 @@ def test_an_input_that_starts_again_where_it_ends(tmp_path):
     result = train(tmp_path, **options)
     assert 0 < result.start_step <= 20
     assert_equal(result, expected)
+
+
+def shuffled(**options):
+    pairs = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(400, **options)
+    return pairs.repeat().batch(BATCH)
+
+
+def test_a_seeded_shuffle_goes_on_where_it_was(tmp_path):
+    def input_fn(start, end):
+        return shuffled(seed=1).skip(start).take(end - start)
+
+    expected = train(None, input_fn=input_fn)
+    # Within an epoch, and through the next one.
+    with pytest.raises(KilledError):
+        train(tmp_path, killed_after=8, input_fn=input_fn)
+    result = train(tmp_path, input_fn=input_fn)
+    assert 0 < result.start_step < 10
+    assert_equal(result, expected)
+
+
+OUTSIDE = shuffled(seed=1)
+NO_FUNCTIONS = {
+    "no seed": (lambda start, end: shuffled().skip(start).take(end - start), False),
+    "made outside": (lambda start, end: OUTSIDE.skip(start).take(end - start), False),
+    "a pass without seed": (lambda start, end: shuffled().take(13), True),
+}
+
+
+@pytest.mark.parametrize("name", NO_FUNCTIONS)
+def test_an_input_that_is_no_function_of_its_steps_is_refused(tmp_path, name):
+    input_fn, repeat = NO_FUNCTIONS[name]
+    options = {"input_fn": input_fn, "repeat": repeat, "max_steps": 2}
+    with pytest.raises(JobError, match="two different batches of step 1 from two call"):
+        train(tmp_path, **options)
+    # Where there is nothing to continue from, it is free to do so.
+    train(None, **options)
+    train(tmp_path, check_input=False, **options)
+
+
+def test_an_input_that_ignores_its_steps_is_refused(tmp_path):
+    with pytest.raises(JobError, match=r"batch of step 0 .* also .* steps from 1 on"):
+        train(tmp_path, input_fn=lambda start, end: batches(0, 100))
+    # One whose batches are all equal may be right.
+    constant = batches(0, 1).repeat()
+    train(tmp_path, input_fn=lambda start, end: constant, max_steps=2)
+
+
+def test_data_that_have_changed_are_said(tmp_path):
+    def others(start, end):
+        return batches(start + 1, end + 1)
+
+    train(tmp_path, max_steps=2)
+    with pytest.warns(UserWarning, match="The batch of step 0 differs from that of"):
+        train(tmp_path, max_steps=4, input_fn=others)
+
+
+def test_a_test_set_without_end_is_refused_at_once():
+    spec = EvalSpec(input_fn=lambda: batches(0, 20).repeat())
+    with pytest.raises(
+        JobError, match=r"^Received a dataset without end from EvalSpec"
+    ):
+        train(None, evaluation=spec, callbacks=[KillAfter(1)])
+    spec = dataclasses.replace(spec, steps=3)
+    train(None, evaluation=spec, max_steps=2)
+
+
+@pytest.mark.parametrize("at", [6, 35])
+def test_a_signal_stops_a_job_in_a_long_evaluation(tmp_path, at):
+    """The job that continues evaluates there, also after the last step."""
+    read = []
+
+    def slow():
+        def note(step):
+            read.append(step)
+            if len(read) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+            return np.int64(step)
+
+        steps = tf.data.Dataset.range(200).map(
+            lambda step: tf.numpy_function(note, [step], tf.int64)
+        )
+        return tf.data.Dataset.zip(steps, batches(0, 200)).map(lambda step, pair: pair)
+
+    def spec(input_fn):
+        return EvalSpec(input_fn=input_fn, throttle_steps=at)
+
+    options = {"steps_per_execution": 5, "save_every_steps": 0}
+    fast = spec(lambda: batches(0, 200))
+    expected = train(tmp_path / "whole", evaluation=fast, **options)
+    parts = tmp_path / "parts"
+    with pytest.raises(PreemptedError, match=f"Stopped at step {at} of 35 by SIGTERM"):
+        train(parts, evaluation=spec(slow), **options)
+    assert len(read) < 100
+    assert_equal(train(parts, evaluation=fast, **options), expected)
+    if at < 35:
+        newest = [files(tmp_path / name).read(35) for name in ("whole", "parts")]
+        evaluations = [each.metadata["evaluations"] for each in newest]
+        assert evaluations[0] == evaluations[1]
 
 
 def test_a_job_that_is_shortened_evaluates_what_it_has(tmp_path):
