@@ -2,13 +2,15 @@
 
 import ctypes
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain import native
 from hvdtrain.data.files import DataError
-from hvdtrain.data.sharding import check_rank
+from hvdtrain.data.sharding import Shard, check_rank
 
 # Steps per call into Python, which holds the interpreter's lock. Measured: larger
 # blocks are no faster.
@@ -69,6 +71,45 @@ def train_batches(x, y, *, shard, start_step, end_step):
         batches = batches.prefetch(block_steps)
     steps = tf.data.experimental.assert_cardinality(end_step - start_step)
     return batches.apply(steps)
+
+
+def read_batches(
+    shard: Shard, read: Callable[[np.ndarray], Any], *, start_step: int, end_step: int
+) -> tf.data.Dataset:
+    """Return the batches of one rank for the steps from `start_step` to `end_step`.
+
+    Memory is that of a few batches: nothing of the data becomes a constant of a graph,
+    and the numbers of samples are computed step by step.
+
+    Args:
+        shard: the `Shard` of this rank.
+        read: `read(indices)` returns the samples of these numbers, an int64 array: a
+            nest of arrays, such as `(x[indices], y[indices])` of arrays or of memory
+            maps. It is called in a thread of tf.data.
+        start_step: first step, 0 for a new run.
+        end_step: the step after the last.
+    """
+
+    def read_step(step):
+        return read(shard.indices(int(step), int(step) + 1)[0])
+
+    example = tf.nest.map_structure(np.asarray, read_step(start_step))
+    arrays = tf.nest.flatten(example)
+
+    def load(step):
+        found = tf.numpy_function(
+            lambda step: tf.nest.flatten(read_step(step)),
+            [step],
+            [tf.as_dtype(array.dtype) for array in arrays],
+        )
+        found = [
+            tf.ensure_shape(each, array.shape)
+            for each, array in zip(found, arrays, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(example, found)
+
+    batches = _untuned(tf.data.Dataset.range(start_step, end_step).map(load))
+    return batches.prefetch(2)
 
 
 def evaluation_batches(x, y, *, rank, size, local_batch_size):
@@ -155,15 +196,16 @@ def _loaded(firsts, read, *, images, labels):
         )
         return tf.ensure_shape(x, images), tf.ensure_shape(y, labels)
 
+    numbers = tf.data.Dataset.range(firsts.start, firsts.stop, firsts.step)
+    return _untuned(numbers.map(load))
+
+
+def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.deterministic = True
     # No stage has a parallelism to tune; the tuning thread costs processor time.
     options.autotune.enabled = False
-    return (
-        tf.data.Dataset.range(firsts.start, firsts.stop, firsts.step)
-        .map(load)
-        .with_options(options)
-    )
+    return dataset.with_options(options)
 
 
 def _check_lengths(x, y, *, num_samples):

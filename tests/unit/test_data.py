@@ -259,6 +259,27 @@ def test_stream_of_images_larger_than_a_block():
     assert all(images.shape == (2, 700, 500, 3) for images, _ in got)
 
 
+@pytest.mark.parametrize("start", [0, 9])
+def test_batches_of_a_reader_are_those_of_the_indices(tmp_path, start):
+    """Over an array on disk, for more passes than its indices would fit in memory."""
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(20, dtype="float32").reshape(10, 2))
+    x = np.load(path, mmap_mode="r")
+    mine = shard(10, 4, seed=1, rank=1, size=2)
+    found = streams.read_batches(
+        mine,
+        lambda indices: {"x": x[indices], "index": indices},
+        start_step=start,
+        end_step=10**9,
+    )
+    assert len(found) == 10**9 - start
+    assert found.element_spec["x"].shape == (2, 2)
+    expected = mine.indices(start, start + 5)
+    for batch, indices in zip(found.take(5), expected, strict=True):
+        np.testing.assert_array_equal(batch["index"], indices)
+        np.testing.assert_array_equal(batch["x"], x[indices])
+
+
 def test_empty_stream():
     x, y = pictures(6)
     assert not batches_of(
