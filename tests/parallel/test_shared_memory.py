@@ -251,12 +251,13 @@ def test_what_is_not_covered_goes_through_horovod():
     assert "HvdtrainAllreduce" not in types(hvd.Sum, tf.uint8)
 
 
-def no_connection(init=hvd.init):
+def no_connection(between=lambda: None):
     """Leave the job and join it anew: no rank is connected yet."""
     if hvd.mpi_enabled():
         pytest.skip("MPI can be initialized only once")
     hvd.shutdown()
-    init()
+    between()
+    hvd.init()
 
 
 def test_function_of_an_earlier_job_is_connected_anew():
@@ -264,32 +265,20 @@ def test_function_of_an_earlier_job_is_connected_anew():
     def total(x):
         return hvd.allreduce(x, op=hvd.Sum)
 
+    def call_outside_of_a_job():
+        error = tf.errors.FailedPreconditionError
+        with pytest.raises(error, match=r"call hvd.init\(\)"):
+            total(tf.constant(1.0))
+
     assert total(tf.constant(1.0)) == SIZE
-    for job in range(3):
-        no_connection()
-        if job == 1 and RANK == 0:
-            # This rank connects before it calls the function.
-            assert transport.reduction_path() == "shared memory"
-        assert total(tf.constant(2.0)) == 2 * SIZE
-        assert number_of_mappings() == 1
-
-
-def number_of_mappings():
-    """Of the memory of this job and of earlier ones."""
+    no_connection(between=call_outside_of_a_job)
+    if RANK == 0:
+        # This rank connects before it calls the function.
+        assert transport.reduction_path() == "shared memory"
+    assert total(tf.constant(2.0)) == 2 * SIZE
+    # The memory of the earlier job is gone.
     lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
-    return sum("/hvdtrain-" in line for line in lines)
-
-
-def test_function_that_is_called_after_the_job():
-    @tf.function
-    def total(x):
-        return hvd.allreduce(x, op=hvd.Sum)
-
-    total(tf.constant(1.0))
-    no_connection(init=lambda: None)
-    with pytest.raises(tf.errors.FailedPreconditionError, match=r"call hvd.init\(\)"):
-        total(tf.constant(1.0))
-    hvd.init()
+    assert sum("/hvdtrain-" in line for line in lines) == 1
 
 
 def test_forked_process_does_not_leave_the_job_for_its_rank():
