@@ -89,7 +89,13 @@ def combine(inputs, rows, combiner):
     if not isinstance(inputs, tf.RaggedTensor):
         if combiner is None:
             return rows
-        return (tf.reduce_sum if combiner == "sum" else tf.reduce_mean)(rows, axis=-2)
+        if combiner == "sum":
+            return tf.reduce_sum(rows, axis=-2)
+        mean = tf.reduce_mean(rows, axis=-2)
+        if rows.shape[-2]:
+            return mean
+        # The mean of no rows is NaN.
+        return tf.where(tf.shape(rows)[-2] > 0, mean, tf.zeros_like(mean))
     rows = inputs.with_flat_values(rows)
     if combiner is None:
         return rows

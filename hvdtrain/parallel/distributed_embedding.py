@@ -75,7 +75,8 @@ class DistributedEmbedding(keras.layers.Layer):
     Raises:
         ValueError: for arguments out of range, and for tables that are built.
         tensorflow.errors.InvalidArgumentError: in a call, on all ranks, for an id that
-            is not a row of its table.
+            is not a row of its table, and with `dp_input=False` for a number of samples
+            that is no multiple of the ranks.
     """
 
     def __init__(
@@ -180,12 +181,14 @@ class DistributedEmbedding(keras.layers.Layer):
                 f"With dp_input=False this rank takes the inputs {mine}, see "
                 f"input_ids_list. Received: {len(inputs)} inputs"
             )
-        samples = tf.shape(inputs[0])[0] // self.data_axis.size
+        all_samples = tf.shape(inputs[0])[0]
         ids = [None] * len(self.input_table_map)
         for i, each in zip(mine, inputs, strict=True):
             ids[i] = ids_of(each)
         tables = list(map(self._table_of, range(len(ids))))
-        rows = look_up_for_all([table.embeddings for table in tables], ids)
+        variables = [table.embeddings for table in tables]
+        rows = look_up_for_all(variables, ids, all_samples)
+        samples = all_samples // self.data_axis.size
         outputs = []
         for each, table in zip(rows, tables, strict=True):
             per_sample = tf.shape(each)[0] // tf.maximum(samples, 1)

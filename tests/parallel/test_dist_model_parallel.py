@@ -240,6 +240,31 @@ def test_tables_take_the_ids_of_all_ranks(combiner):
         np.testing.assert_allclose(tf.convert_to_tensor(gradient), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("wrap", [lambda call: call, tf.function])
+def test_samples_that_are_no_multiple_of_the_ranks(wrap):
+    layer = dmp.DistributedEmbedding(tables(), dp_input=False)
+    layer.build()
+    # The ids could be divided, within a sample. On rank 0 alone the samples as well.
+    samples = SIZE if RANK == 0 else SIZE + 1
+    mine = [tf.zeros([samples, SIZE], tf.int64) for _ in layer.input_ids_list[RANK]]
+    message = f"a multiple of {SIZE} ranks. Received samples:"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        wrap(layer)(mine)
+
+
+@pytest.mark.parametrize("rows", [0, None])
+def test_a_combination_of_no_ids_is_zero(rows):
+    @tf.function(input_signature=[tf.TensorSpec([3, rows], tf.int64)])
+    def look_up(ids):
+        return layer([ids])[0], table(ids)
+
+    keras.utils.set_random_seed(3)
+    layer = dmp.DistributedEmbedding([dmp.Embedding(9, 2, combiner="mean")])
+    table = dmp.Embedding(9, 2, combiner="mean")
+    for found in look_up(tf.zeros([3, 0], tf.int64)):
+        np.testing.assert_array_equal(found, np.zeros((3, 2)))
+
+
 def test_inputs_of_one_table_are_one_gradient_of_it():
     layer = dmp.DistributedEmbedding(
         tables(), dp_input=False, input_table_map=OPTIONS["input_table_map"]
