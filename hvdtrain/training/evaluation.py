@@ -295,7 +295,8 @@ class EvaluationCallback(StepCallback):
         found = evaluate(self.model, batches, steps=self._spec.steps, rounds=rounds)
         # The loss of a training step is computed before its update: only here does
         # an update that broke the weights in the last steps become visible.
-        check_loss(found["loss"], self.step)
+        if "loss" in found:
+            check_loss(found["loss"], self.step)
         self._results.append({"step": self.step, "metrics": found})
         notify(self._observers, "on_evaluation", self.step, scalars(found))
         if self._exports:

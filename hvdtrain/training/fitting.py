@@ -49,10 +49,15 @@ def built(model: keras.Model, batch: Any, *, local_batch_size: int) -> keras.Mod
             f"local_batch_size={local_batch_size}, by which the ranks are "
             "weighted."
         )
-    predictions = model(x)
-    # With several losses, Keras builds a metric for each here.
-    model.compute_loss(x, y, predictions, weights)
-    model.compute_metrics(x, y, predictions, weights)
+    # A `train_step` of the user's own may use neither, as in a variational autoencoder.
+    has_call = type(model).call is not keras.Model.call
+    has_step = type(model).train_step is not keras.Model.train_step
+    if has_call or not has_step:
+        predictions = model(x)
+        # With several losses, Keras builds a metric for each here.
+        if model.loss is not None or not has_step:
+            model.compute_loss(x, y, predictions, weights)
+        model.compute_metrics(x, y, predictions, weights)
     model.reset_metrics()
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

@@ -248,7 +248,7 @@ class ProgressCallback(keras.callbacks.Callback):
         means = self._average(sent)
         recent = {name: float(means[name]) for name in logs}
         recent |= self._recent.results(means)
-        self._check(recent["loss"])
+        self._check(recent.get("loss"))
         if self._observers:
             shares = float(means[_COMMUNICATION]), float(means[_INPUT_WAIT])
             progress = self._progress(recent, *shares)
@@ -256,10 +256,11 @@ class ProgressCallback(keras.callbacks.Callback):
         self._note_report()
 
     def _check(self, loss):
-        if not self._skipping.is_on:
+        if loss is not None and not self._skipping.is_on:
             check_loss(loss, self._steps)
-        elif not math.isfinite(loss):
-            # No loss was finite. Training goes on as long as the weights are.
+        elif loss is None or not math.isfinite(loss):
+            # No loss was finite, or a `train_step` of the user's own returns none.
+            # Training goes on as long as the weights are finite.
             check_finite(self.model, self._world, self._steps)
 
     def _note_report(self):

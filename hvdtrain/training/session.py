@@ -141,7 +141,8 @@ class Session:
         if not self._evaluations or self._evaluations[-1]["step"] != step:
             with evaluated_weights(model, steps=None):
                 found = evaluate(model, eval_spec.batches(), steps=eval_spec.steps)
-            check_loss(found["loss"], step)
+            if "loss" in found:
+                check_loss(found["loss"], step)
             self._evaluations.append({"step": step, "metrics": found})
         with fail_together(self._run.world):
             if self._run.exports and step <= self._run.plan.max_steps:

@@ -5,6 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from toy import BATCH, batches
 
 import hvdtrain.keras as hvd
@@ -219,3 +220,58 @@ def test_speed_and_time():
     result, _ = train(40, steps_per_execution=1)
     assert result.train_seconds > 0
     assert result.samples_per_second > 40 * BATCH / result.train_seconds
+
+
+class Autoencoder(keras.Model):
+    """A `train_step` of the user's own, without a compiled loss and without `call`."""
+
+    def __init__(self, loss_name):
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        self.coder = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6)])
+        self.tracker = keras.metrics.Mean(name=loss_name)
+        self.compile(keras.optimizers.SGD(0.1))
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def reconstruct(self, data):
+        loss = keras.ops.mean((self.coder(data[0]) - data[0]) ** 2)
+        self.tracker.update_state(loss)
+        return loss
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.reconstruct(data)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {self.tracker.name: self.tracker.result()}
+
+    def test_step(self, data):
+        self.reconstruct(data)
+        return {self.tracker.name: self.tracker.result()}
+
+
+@pytest.mark.parametrize("loss_name", ["loss", "distance"])
+def test_a_train_step_without_a_compiled_loss(tmp_path, loss_name):
+    expected = Autoencoder(loss_name)
+    expected.fit(batches(0, 12), shuffle=False, verbose=0)
+    for max_steps in (5, 12):
+        result, recorder = train(
+            max_steps, model_fn=lambda: Autoencoder(loss_name), model_dir=tmp_path
+        )
+    assert result.start_step == 5
+    assert {*recorder.progress[-1].metrics} == {loss_name} == {*result.test_metrics}
+    for found, wanted in zip(result.model.weights, expected.weights, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_weights_tell_where_there_is_no_loss():
+    def diverging():
+        network = Autoencoder("distance")
+        network.compile(keras.optimizers.SGD(1e30))
+        return network
+
+    with pytest.raises(JobError, match="finite"):
+        train(12, model_fn=diverging)
