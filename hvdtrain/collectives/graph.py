@@ -35,13 +35,11 @@ def serialize(exchange, *, guard=None):
         guard: creates operations that run before those of `exchange`; returns them.
     """
     token = order_token()
-
-    def guarded():
-        guard()
-        return exchange()
-
     if tf.executing_eagerly():
-        results = threads.call(exchange if guard is None else guarded)
+        with threads.in_call():
+            if guard:
+                guard()
+            results = exchange()
         token.assign_add(1)
         return results
     graph = tf.compat.v1.get_default_graph()

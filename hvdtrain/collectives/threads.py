@@ -16,6 +16,7 @@ import functools
 import re
 import threading
 import zlib
+from collections.abc import Iterator
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -75,23 +76,23 @@ def current() -> threading.Thread:
     return _Caller.thread if is_foreign else thread
 
 
-def call(work):
-    """Returns `work()`, which runs collectives.
+@contextlib.contextmanager
+def in_call() -> Iterator[None]:
+    """A block that runs collectives, as a call of this thread.
 
     Raises:
         RuntimeError: a call of another thread is in flight. The job has ended.
     """
-    thread = current()
-    if not _enter(thread):
-        return work()
+    is_outermost = _enter(current())
     try:
-        return work()
+        yield
     finally:
-        _Caller.is_in_call = False
+        if is_outermost:
+            _Caller.is_in_call = False
 
 
 def watch(token: tf.Variable, prepare) -> None:
-    """Apply `call` to all calls of functions that hold collectives.
+    """Put all calls of functions that hold collectives into `in_call`.
 
     Args:
         token: the variable that every such function reads.
@@ -107,7 +108,8 @@ def watch(token: tf.Variable, prepare) -> None:
         if not reads_token[name]:
             return call_function(name, inputs, num_outputs)
         prepare()
-        return call(lambda: call_function(name, inputs, num_outputs))
+        with in_call():
+            return call_function(name, inputs, num_outputs)
 
     runtime.call_function = watched
 

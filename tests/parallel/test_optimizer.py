@@ -351,4 +351,5 @@ def test_a_gradient_is_explained_in_nine_frames(frames, one_variable):
 def test_a_public_allreduce_adds_two_frames_to_the_transport(frames):
     transport.allreduce([1.0], transport.Reduction())
     hvd.allreduce(1.0)
-    assert len(frames[1]) == len(frames[0]) + 2, frames
+    # Before them, the ranks have gathered the outcome of the test's set-up.
+    assert len(frames[-1]) == len(frames[-2]) + 2, frames
