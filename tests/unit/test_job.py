@@ -1,10 +1,13 @@
 """The start and the agreement of a job, in one process."""
 
 import dataclasses
+import http.client
 import os
 from unittest import mock
 
 import pytest
+from horovod.runner.common.util import hosts
+from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain import job
 from hvdtrain.job import JobError, World, agreement, backend, launchers
@@ -139,3 +142,30 @@ def test_the_rank_is_named_unless_all_fail_alike(monkeypatch, answers, message):
 
 def test_gather_alone_needs_no_horovod():
     assert agreement.gather(World(), {"a": 1}) == [{"a": 1}]
+
+
+@pytest.fixture
+def rendezvous():
+    """Sends a request to horovodrun's server, for two ranks of one host."""
+    server = RendezvousServer()
+    port = server.start()
+    server.init(hosts.get_host_assignments(hosts.parse_hosts("localhost:2"), 2))
+
+    def request(method: str, path: str) -> int:
+        connection = http.client.HTTPConnection("localhost", port, timeout=30)
+        connection.request(method, path, body=b"address" if method == "PUT" else None)
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    yield request
+    server.stop()
+
+
+def test_an_address_does_not_outlive_its_rendezvous(rendezvous):
+    # Rank 0 is through with the next rendezvous before rank 1 reports this one's end.
+    assert rendezvous("PUT", "/local_localhost/1") == 200
+    for report in ("/local_localhost/0", "/cross_0/0", "/local_localhost/1"):
+        assert rendezvous("GET", "/local_localhost/1") == 200
+        assert rendezvous("DELETE", report) == 200
+    assert rendezvous("GET", "/local_localhost/1") == 404
