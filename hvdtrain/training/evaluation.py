@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -33,7 +33,8 @@ def evaluate(
     """Return the model's metrics over the samples of all ranks, by name.
 
     Args:
-        model: a compiled model, the same on all ranks.
+        model: a compiled model, the same on all ranks; with `rounds`, one whose
+            `steps_per_execution` is 1.
         batches: a `tf.data.Dataset` of this rank's samples; ranks may have
             different numbers of them.
         steps: batches that are evaluated, None for all.
@@ -49,8 +50,7 @@ def evaluate(
         on_test_batch_end=lambda batch, logs: next(count)
     )
     callbacks = [counter, *([rounds] if rounds else [])]
-    with _batch_by_batch(model) if rounds else contextlib.nullcontext():
-        model.evaluate(batches, steps=steps, verbose=0, callbacks=callbacks)
+    model.evaluate(batches, steps=steps, verbose=0, callbacks=callbacks)
     if rounds:
         rounds.end()
     if not int(allreduce(next(count), name="EvaluatedBatches", op=Sum)):
@@ -59,22 +59,6 @@ def evaluate(
         )
     process_set = process_set_of(model.optimizer)
     return metrics.reduce_metrics(model.metrics, process_set=process_set)
-
-
-@contextlib.contextmanager
-def _batch_by_batch(model: keras.Model) -> Iterator[None]:
-    """Let `evaluate` call callbacks after each batch. They may be slow."""
-    before = model.steps_per_execution, model.test_function
-    model.steps_per_execution = 1
-    if before[0] != 1:
-        # Traced in the first evaluation.
-        model.test_function = getattr(model, "_hvdtrain_test_function", None)
-    try:
-        yield
-    finally:
-        if before[0] != 1:
-            model._hvdtrain_test_function = model.test_function
-            model.steps_per_execution, model.test_function = before
 
 
 class InterruptedEvaluationError(Exception):

@@ -59,6 +59,10 @@ def built(model: keras.Model, batch: Any, *, local_batch_size: int) -> keras.Mod
             model.compute_loss(x, y, predictions, weights)
         model.compute_metrics(x, y, predictions, weights)
     model.reset_metrics()
+    # `fit` below takes the steps of an execution itself. Evaluations are batch by
+    # batch, so that ranks can vote between two of them.
+    model.steps_per_execution = 1
+    model.test_function = model.predict_function = None
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     return model
@@ -143,9 +147,7 @@ def _calls(plan: Plan) -> tf.data.Dataset:
     """
     options = tf.data.Options()
     options.autotune.enabled = False
-    # Keras counts `steps_per_execution` elements for each call.
-    size = (plan.max_steps + 1) * plan.steps_per_execution
-    return tf.data.Dataset.range(size).with_options(options)
+    return tf.data.Dataset.range(plan.max_steps + 1).with_options(options)
 
 
 def _steps_function(
@@ -243,6 +245,7 @@ class _Training(keras.callbacks.CallbackList):
             verbose=0,
             epochs=plan.epochs,
             steps=plan.fit_epoch_steps,
+            steps_per_execution=plan.steps_per_execution,
         )
         self._plan = plan
         self._step = start_step

@@ -134,7 +134,6 @@ def _train_and_evaluate(
         model if config.skip_nonfinite else None,
     )
     plan = plan.as_before(start.metadata)
-    model.steps_per_execution = plan.steps_per_execution
     session = Session(
         Run(
             world=world,

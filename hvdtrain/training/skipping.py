@@ -49,7 +49,6 @@ class Skipping:
             # Keras' mean of nothing is 0, the best loss of all.
             mean.result = functools.partial(_result, mean)
         model.train_step = functools.partial(self._train_step, model.train_step)
-        model.train_function = None
 
     def _train_step(self, train_step, data):
         # The metrics are those of evaluations, too, which a NaN has to end.

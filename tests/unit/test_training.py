@@ -267,6 +267,32 @@ def test_a_train_step_without_a_compiled_loss(tmp_path, loss_name):
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+def test_a_model_that_is_compiled_again_has_its_new_metrics():
+    network = model()
+    train(25, model_fn=lambda: network, steps_per_execution=5)
+    top = keras.metrics.SparseTopKCategoricalAccuracy(1, name="top")
+    network.compile(network.optimizer, network.loss, metrics=[top])
+    result, _ = train(25, model_fn=lambda: network, steps_per_execution=5)
+    expected = network.evaluate(batches(0, 100), verbose=0, return_dict=True)
+    assert result.test_metrics == pytest.approx(expected)
+
+
+def test_a_warmup_by_executions_reaches_the_rate(monkeypatch):
+    monkeypatch.setattr("hvdtrain.keras.callbacks.learning_rate.hvd.size", lambda: 4)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=1)
+    rates = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: rates.append(
+            float(warmup.model.optimizer.learning_rate.numpy())
+        )
+    )
+    train(
+        16, pass_steps=8, steps_per_execution=3, callbacks=lambda plan: [warmup, note]
+    )
+    # 0.8 / 4 * (1 + 3 * s / 8) for the executions that end at s = 3, 6, 8.
+    np.testing.assert_allclose(rates, [0.425, 0.65, 0.8, 0.8, 0.8, 0.8], rtol=1e-6)
+
+
 def test_weights_tell_where_there_is_no_loss():
     def diverging():
         network = Autoencoder("distance")

@@ -171,7 +171,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def _warmup(self, epoch):
         # The value at the end of the execution: the last one reaches 1 for any
         # number of steps per execution. An execution ends with its epoch.
-        steps = getattr(self.model, "steps_per_execution", 1) or 1
+        steps = self.params.get("steps_per_execution")  # In `train_and_evaluate`.
+        steps = steps or getattr(self.model, "steps_per_execution", 1) or 1
         end = min(epoch + steps / self.steps_per_epoch, math.floor(epoch) + 1)
         progress = min(1.0, end / self.end_epoch)
         hook = hook_of(self.model.optimizer)
