@@ -74,16 +74,19 @@ def _slots(optimizer, trainable, local_keys):
 
 def owned_slots(optimizer, trainable):
     """Yields each slot, and the variable that it belongs to."""
-    # Keras names a slot after its variable's path. Of several paths that fit, the
-    # longest is the variable's own: "a/kernel_2" has "a_kernel_2_momentum".
-    prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
+    # Keras names a slot after its variable's path, which may be another variable's too.
     by_place = _owners_by_place(optimizer)
+    is_trained = {id(variable) for variable in trainable}
+    # Of several paths that fit, the longest is the variable's own: "a/kernel_2" has
+    # "a_kernel_2_momentum".
+    prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
     for slot in optimizer.variables:
-        owners = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
-        if owners:
-            yield slot, prefixes[max(owners, key=len)]
-        elif any(by_place.get(id(slot)) is variable for variable in trainable):
-            yield slot, by_place[id(slot)]
+        owner = by_place.get(id(slot))
+        if owner is None:
+            fitting = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
+            owner = prefixes[max(fitting, key=len)] if fitting else None
+        if id(owner) in is_trained:
+            yield slot, owner
 
 
 def _owners_by_place(optimizer: keras.optimizers.Optimizer) -> dict:

@@ -31,14 +31,14 @@ class DenseModel:
         config: its config.
         custom_objects: its layers' classes by name.
         scope: the first part of its variables' paths, which a Sequential has.
-        paths: those of its weights, in their order.
+        layers: the names of its layers, in their order.
     """
 
     model_class: type
     config: dict
     custom_objects: dict
     scope: str
-    paths: list
+    layers: list
 
     def build(self, compiled=None):
         """Return the dense model with new initial values.
@@ -147,7 +147,7 @@ def gather(pipeline, axis: Axis):
     with fail_together(world()):
         if global_process_set.rank() == 0:
             model = pipeline.dense.build(pipeline)
-            targets = _ordered(model, keys, pipeline.dense.paths)
+            targets = _ordered(model, keys, pipeline.dense.layers)
     values = DenseValues(described)
     for number in range(len(described)):
         value = values.gather(number)
@@ -182,7 +182,7 @@ def load(pipeline, axis: Axis, filepath, options):
             model.load_weights(filepath, **options)
         except (OSError, ValueError) as error:
             raise JobError(f"Cannot load {filepath}: {error}") from error
-        sources = _ordered(model, keys, pipeline.dense.paths)
+        sources = _ordered(model, keys, pipeline.dense.layers)
         if optimizer and int(optimizer._iterations) == _NOT_LOADED:
             # The weights are the first ones.
             return sources[: len(model.weights)]
@@ -201,7 +201,8 @@ def _described(pipeline, axis):
         *pipeline.dense_variables(pipeline.weights),
         *pipeline.dense_variables(_state(pipeline)),
     ]
-    ranks, mine = axis.process_set, _keys(pipeline, pipeline.dense.paths)
+    ranks = axis.process_set
+    mine = _keys(pipeline, pipeline.network.layers, pipeline.dense.layers)
     stages = [mine]
     if needs_communication(ranks):
         stages = allgather_object(mine, name="StageKeys", process_set=ranks)
@@ -211,9 +212,9 @@ def _described(pipeline, axis):
     return described, list(dict.fromkeys(keys))
 
 
-def _ordered(model: keras.Model, keys: list, paths: list) -> list:
+def _ordered(model: keras.Model, keys: list, names: list) -> list:
     """Return the variables of a dense model that have these keys."""
-    of_weights, of_state = _keys(model, paths)
+    of_weights, of_state = _keys(model, model.layers, names)
     variables = zip(of_weights, model.weights, strict=True)
     by_key = dict([*variables, *zip(of_state, _state(model), strict=True)])
     return [by_key[key] for key in keys]
@@ -224,26 +225,28 @@ def _state(model):
     return optimizer.variables if optimizer else []
 
 
-def _keys(model: keras.Model, paths: list) -> tuple[list, list]:
+def _keys(model: keras.Model, layers: list, names: list) -> tuple[list, list]:
     """Return keys of the variables of the dense model or one of its stages.
 
     They do not depend on names: automatic names of layers differ between ranks of which
-    one has made more layers before. The key of a weight has its number in the dense
-    model, that of a slot the number of its weight, and that of other variables of the
-    optimizer None; then comes the number among the variables of this kind.
+    one has made more layers before, and weights of nested models may have equal paths.
+    The key of a weight has the number of its layer in the dense model, and its own in
+    the layer; that of a slot the key of its weight, and that of other variables of the
+    optimizer None. Then comes the number among the variables of this kind.
 
     Args:
         model: the model.
-        paths: those of the weights of this rank's dense model.
+        layers: its layers, which are layers of the dense model.
+        names: those of the layers of this rank's dense model.
 
     Returns:
         List of the keys of the weights, and list of those of the optimizer's variables.
     """
-    numbers = collections.defaultdict(list)
-    for number, path in enumerate(paths):
-        numbers[path].append(number)
-    # Of equal paths, by their order.
-    number_of = {id(weight): numbers[weight.path].pop(0) for weight in model.weights}
+    number_of = {
+        id(weight): (names.index(layer.name), number)
+        for layer in layers
+        for number, weight in enumerate(layer.weights)
+    }
     owners = {}
     if _state(model):
         pairs = optimizer_state.owned_slots(model.optimizer, model.weights)
@@ -254,4 +257,4 @@ def _keys(model: keras.Model, paths: list) -> tuple[list, list]:
         owner = owners.get(id(variable))
         of_state.append((owner, counts[owner]))
         counts[owner] += 1
-    return [(number, 0) for number in number_of.values()], of_state
+    return [(number_of[id(weight)], 0) for weight in model.weights], of_state

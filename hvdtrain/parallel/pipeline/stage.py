@@ -85,7 +85,7 @@ def build(model, stages, mesh):
         config=model.get_config(),
         custom_objects=_classes(model),
         scope=scope_of(functional),
-        paths=[weight.path for weight in model.weights],
+        layers=[layer.name for layer in functional.layers],
     )
     return Stage(
         network=network, cuts=tuple(cuts), dense=dense, outputs=outputs_of_model
