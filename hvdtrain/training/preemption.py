@@ -3,11 +3,12 @@
 import contextlib
 import signal
 import time
+from typing import NoReturn
 
-from hvdtrain.job import signals
+from hvdtrain.job import World, signals
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import PreemptedError
-from hvdtrain.training.requests import STOP
+from hvdtrain.training.requests import STOP, Requests
 from hvdtrain.training.saving import complete_together
 from hvdtrain.training.stepping import StepCallback
 
@@ -43,6 +44,17 @@ def stopping_on(numbers, requests, *, rank, clock=time.monotonic):
         signals.unsubscribe(postpone)
 
 
+def raise_preempted(
+    requests: Requests, world: World, *, step: int, max_steps: int
+) -> NoReturn:
+    """Raise `PreemptedError` on all ranks, with the first reason. A collective."""
+    reason = next(filter(None, gather(world, requests.stop_reason)))
+    raise PreemptedError(
+        f"Stopped at step {step} of {max_steps} by {reason}; start the job again to "
+        "continue."
+    )
+
+
 class PreemptionCallback(StepCallback):
     """Ends the training on all ranks once a stop is agreed on. After all others.
 
@@ -53,7 +65,8 @@ class PreemptionCallback(StepCallback):
         writer: the `BackgroundWriter` of the checkpoint of that step; None on other
             ranks, and without checkpoints.
         max_minutes: see `RunConfig`.
-        is_incomplete: whether also a training that is at its end has to be continued.
+        evaluation: the `EvaluationCallback`. If its last evaluation was interrupted,
+            the job has to continue, even at the end of the training.
         clock: returns seconds.
     """
 
@@ -65,7 +78,7 @@ class PreemptionCallback(StepCallback):
         writer,
         *,
         max_minutes,
-        is_incomplete=lambda: False,
+        evaluation,
         clock=time.monotonic,
     ):
         super().__init__(plan)
@@ -74,7 +87,18 @@ class PreemptionCallback(StepCallback):
         self._writer = writer
         self._clock = clock
         self._max_minutes = max_minutes
-        self._is_incomplete = is_incomplete
+        self._evaluation = evaluation
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Ends the training before its first step, in an interrupted evaluation.
+
+        The evaluation stays due in the checkpoint that this run has read. A step would
+        change the weights to evaluate.
+        """
+        super().on_epoch_begin(epoch, logs)
+        if self._evaluation.was_interrupted:
+            self.step = self._evaluation.step
+            self._stop()
 
     def note_step(self):
         """Asks for a stop when the time is over."""
@@ -84,14 +108,14 @@ class PreemptionCallback(StepCallback):
 
     def act(self, *, is_epoch_end):
         """Ends the training if it is agreed on; not where it ends anyway."""
-        is_end = self.is_last and not self._is_incomplete()
-        if STOP not in self._requests.agreed or is_end:
-            return
+        is_end = self.is_last and not self._evaluation.was_interrupted
+        if STOP in self._requests.agreed and not is_end:
+            self._stop()
+
+    def _stop(self) -> NoReturn:
         # A launcher kills all ranks once one has ended with 75: also a chief that is
         # still writing.
         complete_together(self._world, self._writer)
-        reason = next(filter(None, gather(self._world, self._requests.stop_reason)))
-        raise PreemptedError(
-            f"Stopped at step {self.step} of {self.plan.max_steps} by {reason}; start "
-            "the job again to continue."
+        raise_preempted(
+            self._requests, self._world, step=self.step, max_steps=self.plan.max_steps
         )

@@ -16,13 +16,19 @@ from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation import (
     EndOfEvaluationsCallback,
     EvaluationCallback,
+    InterruptedEvaluationError,
+    Rounds,
     evaluate,
     evaluated_weights,
 )
 from hvdtrain.training.exporting import Exports
 from hvdtrain.training.fitting import fit
 from hvdtrain.training.plan import Plan
-from hvdtrain.training.preemption import PreemptionCallback, stopping_on
+from hvdtrain.training.preemption import (
+    PreemptionCallback,
+    raise_preempted,
+    stopping_on,
+)
 from hvdtrain.training.progress import ProgressCallback, check_loss
 from hvdtrain.training.requests import (
     COMMIT,
@@ -39,7 +45,7 @@ from hvdtrain.training.saving import (
     complete_together,
 )
 from hvdtrain.training.skipping import Skipping
-from hvdtrain.training.specs import Result, RunConfig
+from hvdtrain.training.specs import EvalSpec, Result, RunConfig
 from hvdtrain.training.stepping import StopAtEpochEndCallback
 
 
@@ -115,10 +121,8 @@ class Session:
         epochs = self._run.start.step // self._run.plan.fit_epoch_steps
         history = self._history.history
         self._history.history = {name: each[:epochs] for name, each in history.items()}
-        # Without checkpoints there is nothing to continue from.
-        numbers = self._run.config.stop_signals if self._run.config.model_dir else ()
         writing = self._writer or contextlib.nullcontext()
-        with stopping_on(numbers, self._requests, rank=self._run.world.rank), writing:
+        with self._stopping_on_signals(), writing:
             plan, start_step = self._run.plan, self._run.start.step
             fit(
                 model,
@@ -139,8 +143,8 @@ class Session:
         step = self._run.start.step
         # There is none where max_steps was lowered below an earlier checkpoint.
         if not self._evaluations or self._evaluations[-1]["step"] != step:
-            with evaluated_weights(model, steps=None):
-                found = evaluate(model, eval_spec.batches(), steps=eval_spec.steps)
+            with self._stopping_on_signals():
+                found = self._evaluated(model, eval_spec)
             if "loss" in found:
                 check_loss(found["loss"], step)
             self._evaluations.append({"step": step, "metrics": found})
@@ -148,6 +152,25 @@ class Session:
             if self._run.exports and step <= self._run.plan.max_steps:
                 self._run.exports.write_missing(model, self._evaluations)
                 self._run.exports.check()
+
+    def _stopping_on_signals(self) -> contextlib.AbstractContextManager:
+        # Without checkpoints there is nothing to continue from.
+        numbers = self._run.config.stop_signals if self._run.config.model_dir else ()
+        return stopping_on(numbers, self._requests, rank=self._run.world.rank)
+
+    def _evaluated(self, model: keras.Model, eval_spec: EvalSpec) -> dict:
+        """Return the metrics of a finished job, or end it where it is asked to stop."""
+        world, step = self._run.world, self._run.start.step
+        rounds = Rounds(self._requests, world)
+        try:
+            with evaluated_weights(model, steps=None):
+                return evaluate(
+                    model, eval_spec.batches(), steps=eval_spec.steps, rounds=rounds
+                )
+        except InterruptedEvaluationError:
+            # As in the run before, which has left this evaluation due.
+            max_steps = self._run.plan.max_steps
+            raise_preempted(self._requests, world, step=step, max_steps=max_steps)
 
     def result(self, model):
         """Return the `Result`."""
@@ -197,7 +220,7 @@ class Session:
             self._run.world,
             self._writer,
             max_minutes=config.max_minutes,
-            is_incomplete=lambda: evaluation.was_interrupted,
+            evaluation=evaluation,
         )
         return [
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
