@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.job.world import SharedJobError, World
@@ -17,7 +16,14 @@ from hvdtrain.training.events import notify, scalars
 from hvdtrain.training.exporting import Exports
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.progress import check_loss
-from hvdtrain.training.requests import STOP, Every, Requests
+from hvdtrain.training.requests import (
+    MAX_GROWTH,
+    NAMES,
+    STOP,
+    Every,
+    Requests,
+    agree_on_pause,
+)
 from hvdtrain.training.resuming import Start
 from hvdtrain.training.specs import EvalSpec
 from hvdtrain.training.stepping import StepCallback
@@ -112,13 +118,12 @@ class Rounds(keras.callbacks.Callback):
             raise InterruptedEvaluationError
 
     def _vote(self, *, is_done: bool) -> None:
-        stops = int(bool(self._requests.stop_reason))
-        values = [self._next_pause(is_done), stops, int(is_done)]
-        if self._world.size > 1:
-            sent = values if self._world.is_chief else [0, *values[1:]]
-            values = allreduce(np.array(sent, "float64"), name="Rounds", op=Sum).numpy()
-        self._pause, self._is_stopped = int(values[0]), values[1] > 0
-        self._is_done = values[2] == self._world.size
+        # The other requests are for the next step.
+        is_asked = self._requests.votes()[NAMES.index(STOP)]
+        self._pause, (stops, done) = agree_on_pause(
+            self._world, self._next_pause(is_done), [is_asked, is_done], name="Rounds"
+        )
+        self._is_stopped, self._is_done = stops > 0, done == self._world.size
         self._next += self._pause
 
     def _next_pause(self, is_done: bool) -> int:
@@ -128,7 +133,7 @@ class Rounds(keras.callbacks.Callback):
         # A chief that is done does not know the speed of the others.
         if is_done:
             return self._pause
-        return max(1, min(int(batches / seconds), 4 * self._pause))
+        return max(1, min(int(batches / seconds), MAX_GROWTH * self._pause))
 
 
 @contextlib.contextmanager

@@ -64,29 +64,15 @@ class PreemptionCallback(StepCallback):
         world: the `World`.
         writer: the `BackgroundWriter` of the checkpoint of that step; None on other
             ranks, and without checkpoints.
-        max_minutes: see `RunConfig`.
         evaluation: the `EvaluationCallback`. If its last evaluation was interrupted,
             the job has to continue, even at the end of the training.
-        clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        plan,
-        requests,
-        world,
-        writer,
-        *,
-        max_minutes,
-        evaluation,
-        clock=time.monotonic,
-    ):
+    def __init__(self, plan, requests, world, writer, *, evaluation):
         super().__init__(plan)
         self._requests = requests
         self._world = world
         self._writer = writer
-        self._clock = clock
-        self._max_minutes = max_minutes
         self._evaluation = evaluation
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -99,12 +85,6 @@ class PreemptionCallback(StepCallback):
         if self._evaluation.was_interrupted:
             self.step = self._evaluation.step
             self._stop()
-
-    def note_step(self):
-        """Asks for a stop when the time is over."""
-        minutes = (self._clock() - self._requests.start_seconds) / 60
-        if self._max_minutes and minutes > self._max_minutes:
-            self._requests.stop(f"max_minutes={self._max_minutes:g}")
 
     def act(self, *, is_epoch_end):
         """Ends the training if it is agreed on; not where it ends anyway."""

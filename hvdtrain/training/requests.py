@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,17 +10,15 @@ from hvdtrain.job import World
 from hvdtrain.keras import Sum, allreduce
 from hvdtrain.training.plan import Plan
 
-SAVE, COMMIT, EVALUATE, REPORT, STOP = NAMES = (
-    *("save", "commit", "evaluate"),
-    *("report", "stop"),
-)
+NAMES = ("save", "commit", "evaluate", "report", "stop")
+SAVE, COMMIT, EVALUATE, REPORT, STOP = NAMES
 
 # A vote is a collective: 0.1 ms in shared memory, some ms through Horovod.
 _MAX_VOTE_SHARE = 0.01
 _MAX_PAUSE_SECONDS = 1.0
-# Python's part of a call of the train function is about a hundredth of it.
+# Python takes about 0.5 ms per call, 1 % of this.
 _CALL_SECONDS = 0.05
-_MAX_GROWTH = 4
+MAX_GROWTH = 4
 
 
 class Requests:
@@ -31,14 +29,19 @@ class Requests:
 
     An elastic job keeps them when it changes: no request to stop is lost.
 
+    Args:
+        clock: returns seconds. The time of `max_minutes` begins here.
+
     Attributes:
         agreed: names that all ranks have agreed on at this step.
         stop_reason: why this rank has asked for a stop; empty if it has not.
-        start_seconds: when the run began, by `time.monotonic`.
+        max_minutes: see `RunConfig`. `votes` asks for a stop once they are over.
     """
 
-    def __init__(self):
-        self.start_seconds = time.monotonic()
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start_seconds = clock()
+        self.max_minutes = 0.0
         self._asked = set()
         self.agreed = frozenset()
         self.stop_reason = ""
@@ -54,6 +57,9 @@ class Requests:
 
     def votes(self):
         """Return one number for each of `NAMES`: whether this rank asks for it."""
+        minutes = (self._clock() - self._start_seconds) / 60
+        if self.max_minutes and minutes > self.max_minutes:
+            self.stop(f"max_minutes={self.max_minutes:g}")
         return [int(name in self._asked) for name in NAMES]
 
     def agree(self, counts):
@@ -65,14 +71,34 @@ class Requests:
         self._asked -= self.agreed - {STOP}
 
 
+def agree_on_pause(
+    world: World, pause: int, counts: Sequence[int], *, name: str
+) -> tuple[int, list[int]]:
+    """Return the chief's pause, and the sums of `counts`. A collective.
+
+    Args:
+        world: the `World`.
+        pause: steps until the next exchange; the chief's counts.
+        counts: numbers to add up over the ranks.
+        name: of the reduction.
+    """
+    if world.size == 1:
+        return pause, list(counts)
+    # A sum in which only the chief's pause is not zero broadcasts it.
+    sent = [pause if world.is_chief else 0, *counts]
+    sums = allreduce(np.array(sent, "float64"), name=name, op=Sum).numpy()
+    pause, *sums = sums.astype(int).tolist()
+    return pause, sums
+
+
 class Votes:
     """The steps at which all ranks exchange their requests.
 
     An exchange is a collective, so all ranks vote after the same steps. Clocks of
     ranks differ, and the chief's decides: each vote has the number of steps until the
     next one. The ranks vote after the first step, which contains the tracing, and after
-    the second, which gives the speed. If steps become slower by some factor, one pause
-    becomes longer by this factor.
+    the second, which gives the speed. The first vote after steps slow down comes late,
+    since its pause was computed from the old speed.
 
     Args:
         requests: the `Requests`.
@@ -107,20 +133,12 @@ class Votes:
         self._requests.agreed = frozenset()
         if step >= min(self.next_step, self._plan.max_steps):
             pause = self._next_step(step) - step
-            pause, *counts = self._exchange([pause, *self._requests.votes()])
+            before, votes = self._clock(), self._requests.votes()
+            pause, counts = agree_on_pause(self._world, pause, votes, name="Votes")
+            # The shortest one did not wait for a slower rank.
+            self._cost_seconds = min(self._cost_seconds, self._clock() - before)
             self._requests.agree(counts)
-            self.next_step = step + int(pause)
-
-    def _exchange(self, values: list[int]) -> list[float]:
-        if self._world.size == 1:
-            return values
-        before = self._clock()
-        # A sum in which only the chief's pause is not zero broadcasts it.
-        sent = values if self._world.is_chief else [0, *values[1:]]
-        sums = allreduce(np.array(sent, "float64"), name="Votes", op=Sum)
-        # The shortest one did not wait for a slower rank.
-        self._cost_seconds = min(self._cost_seconds, self._clock() - before)
-        return sums.numpy().tolist()
+            self.next_step = step + pause
 
     def _next_step(self, step: int) -> int:
         """Return the next step to vote at, from the time of those since the last."""
@@ -131,7 +149,7 @@ class Votes:
         # Of all the time, with evaluations and checkpoints.
         speed = (step - last[0]) / max(now - last[1], 1e-9)
         # The first steps may be faster than the input, which was read ahead.
-        limit = _MAX_GROWTH * (step - last[0])
+        limit = MAX_GROWTH * (step - last[0])
         pause_seconds = min(self._cost_seconds / _MAX_VOTE_SHARE, _MAX_PAUSE_SECONDS)
         pause = min(int(speed * pause_seconds), limit)
         call = max(1, min(int(speed * _CALL_SECONDS), limit))

@@ -92,6 +92,7 @@ class Session:
         self._run = run
         world, plan, commits = run.world, run.plan, run.commits
         self._requests = commits.requests if commits else Requests()
+        self._requests.max_minutes = run.config.max_minutes
         self._writer = None
         if world.is_chief and run.files:
             self._writer = BackgroundWriter(
@@ -219,7 +220,6 @@ class Session:
             self._requests,
             self._run.world,
             self._writer,
-            max_minutes=config.max_minutes,
             evaluation=evaluation,
         )
         return [

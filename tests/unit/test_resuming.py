@@ -818,6 +818,8 @@ def test_a_signal_stops_a_job_in_a_long_evaluation(tmp_path, at):
         with pytest.raises(PreemptedError, match=f"step {at} of 35 by SIGTERM"):
             train(parts, evaluation=spec(slow), **options)
         assert 3 <= len(read) < 100
+    with pytest.raises(PreemptedError, match=f"step {at} of 35 by max_minutes=1e-09"):
+        train(parts, evaluation=fast, max_minutes=1e-9, **options)
     assert_equal(train(parts, evaluation=fast, **options), expected)
     if at < 35:
         newest = [files(tmp_path / name).read(35) for name in ("whole", "parts")]
