@@ -196,7 +196,7 @@ class ReductionHook:
             check_first_step(copies, process_set=process_set)
         if self.sharding:
             with tf.init_scope():
-                self.sharding.check_start()
+                self.sharding.check_start(self.all_ranks)
         self._is_first_step = False
 
     @do_not_convert

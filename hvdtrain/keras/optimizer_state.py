@@ -1,5 +1,7 @@
 """Which variables of an optimizer are equal on all ranks."""
 
+from collections.abc import Iterator
+
 import keras
 
 from hvdtrain.keras.groups import variable_key
@@ -11,6 +13,9 @@ from hvdtrain.keras.partition import (
     set_stages,
     stages_of,
 )
+
+# By the names of optimizers, which older versions of Keras lack.
+_COPIES = {"ScheduleFreeAdamW": "_momentums"}
 
 
 def shared_state(optimizer, trainable, local_keys=frozenset()):
@@ -95,13 +100,34 @@ def _owners_by_place(optimizer: keras.optimizers.Optimizer) -> dict:
     The factors of Adafactor have no names by which their weights could be found.
     """
     base = without_loss_scale(optimizer)
-    weights = base._trainable_variables
+    placed = slots_by_place(base, base._trainable_variables)
+    return {id(slot): weight for _, slot, weight in placed}
+
+
+def slots_by_place(
+    optimizer: keras.optimizers.Optimizer, owners: list
+) -> Iterator[tuple]:
+    """Yields the name of each list of slots, and each slot of it with its owner.
+
+    Args:
+        optimizer: one that is built, not a `LossScaleOptimizer`.
+        owners: list of one object for each weight.
+    """
     # Keras keeps the slots of one kind in a list, in the order of the weights.
-    return {
-        id(slot): weight
-        for name, slots in vars(base).items()
-        if isinstance(slots, list) and len(slots) == len(weights)
-        # All of its variables, which may be as many.
-        if name != "_variables"
-        for slot, weight in zip(slots, weights, strict=True)
-    }
+    for name, slots in vars(optimizer).items():
+        # _variables has all of them, which may be as many.
+        is_kind = isinstance(slots, list) and name != "_variables"
+        if is_kind and len(slots) == len(owners):
+            yield from zip([name] * len(slots), slots, owners, strict=True)
+
+
+def copies_of_weights(optimizer: keras.optimizers.Optimizer) -> list:
+    """Returns the slots that start as copies of the weights, in the weights' order.
+
+    Args:
+        optimizer: one that is built, not a `LossScaleOptimizer`.
+    """
+    for name, attribute in _COPIES.items():
+        if isinstance(optimizer, getattr(keras.optimizers, name, ())):
+            return getattr(optimizer, attribute)
+    return []

@@ -12,13 +12,22 @@ import tensorflow as tf
 
 from hvdtrain.collectives import graph, transport
 from hvdtrain.collectives.objects import allgather_object
-from hvdtrain.collectives.process_sets import is_elastic, needs_communication
+from hvdtrain.collectives.process_sets import (
+    ProcessSet,
+    is_elastic,
+    needs_communication,
+)
 from hvdtrain.keras.consistency import (
     BROADCAST_FIRST,
     DesynchronizedError,
     checksum_of,
 )
 from hvdtrain.keras.groups import variable_key
+from hvdtrain.keras.optimizer_state import (
+    accumulated_gradients,
+    copies_of_weights,
+    slots_by_place,
+)
 from hvdtrain.keras.partition import (
     NOT_ELEMENTWISE,
     assign_part,
@@ -38,15 +47,15 @@ class _Start(NamedTuple):
     """What a rank's slots are before the first step.
 
     Attributes:
+        ranks: those that have the other parts of the slots.
         step: number of steps that the optimizer has taken.
-        kinds: names of the lists of slots that were copies of the weights when the
-            optimizer was built, as the momentums of ScheduleFreeAdamW.
-        origin: checksum of these weights; None without such slots.
+        origin: checksum of the weights that slots are copies of; None without such
+            slots.
         is_current: whether the weights are still those.
     """
 
+    ranks: tuple
     step: int
-    kinds: tuple
     origin: int | None
     is_current: bool
 
@@ -95,7 +104,7 @@ class ShardedState:
         self._shards = {}
         self._weight_of = {}
         self._originals = {}
-        self._kinds, self._origin = (), None
+        self._origin = None
         for name, method in {
             "build": self._build,
             "add_variable_from_reference": self._add_slot,
@@ -132,29 +141,23 @@ class ShardedState:
         for variable, value in zip(optimizer.variables, values, strict=True):
             assign_part(variable, value)
 
-    def agree_on_start(self, root: int) -> "_Start":
-        """Returns what all slots are to start from: see `start_from`. A collective.
+    def agree_on_start(self, root: int, all_ranks: ProcessSet) -> bool:
+        """Returns whether `copy_weights` is due after the broadcast. A collective.
 
         Args:
-            root: the rank of the process set whose weights are broadcast.
+            root: the rank of the reducer's process set whose weights are broadcast.
+            all_ranks: the ranks that train, with all parts of the model.
 
         Raises:
             ValueError: on all ranks, if their parts of the state do not belong together
                 or to the weights of the root.
         """
-        starts = self._gather_starts()
-        first = starts[list(self._reducer.process_set.ranks).index(root)]
-        steps = [start.step for start in starts]
-        if len(set(steps)) > 1:
-            raise ValueError(
-                "The optimizer's state is divided over the ranks, and only some of "
-                "them have loaded their part. Received: an optimizer that has taken "
-                f"{', '.join(map(str, steps))} steps on successive ranks. Load the "
-                "model on all ranks, or use shard_state=False."
-            )
-        kinds = {kind: None for start in starts for kind in start.kinds}
-        is_alike = len({start.origin for start in starts}) == 1
-        if not steps[0] and not is_alike and not first.is_current:
+        starts = self._gather_starts(all_ranks)
+        _check_same_step(starts)
+        if not _have_different_copies(starts):
+            return False
+        place = list(self._reducer.process_set.ranks).index(root)
+        if not all(group[place].is_current for group in _grouped(starts)):
             raise ValueError(
                 f"The slots of {type(self._optimizer).__name__} start as copies of the "
                 "weights, and each rank has its part of them. Received: weights of "
@@ -162,64 +165,48 @@ class ShardedState:
                 "optimizers that were built with different weights. Assign the weights "
                 "before optimizer.build, or seed the ranks alike."
             )
-        return first._replace(kinds=() if is_alike else tuple(kinds))
+        return True
 
-    def start_from(self, start: "_Start") -> None:
-        """Makes slots that started as copies of this rank's weights those of the root.
+    def copy_weights(self) -> None:
+        """Assigns the weights to the slots that start as copies of them."""
+        slots = copies_of_weights(self._optimizer)
+        for slot, shard in zip(slots, self._shards.values(), strict=True):
+            if shard.partition and shard.size:
+                slot.assign(shard.current())
+        self._origin = self._checksum()
 
-        After its weights were broadcast.
-        """
-        if start.step or not start.kinds:
-            return
-        for kind in start.kinds:
-            slots = getattr(self._optimizer, kind)
-            for slot, shard in zip(slots, self._shards.values(), strict=True):
-                if shard.partition and shard.size:
-                    slot.assign(shard.current())
-        self._kinds, self._origin = start.kinds, self._checksum()
-
-    def check_start(self) -> None:
+    def check_start(self, all_ranks: ProcessSet) -> None:
         """Raises an error unless the slots start from equal weights. A collective.
+
+        Args:
+            all_ranks: as in `agree_on_start`.
 
         Raises:
             DesynchronizedError: on all ranks.
         """
-        starts = self._gather_starts()
-        origins = {start.origin for start in starts} - {None}
-        if len(origins) > 1 and not starts[0].step:
+        if _have_different_copies(self._gather_starts(all_ranks)):
             raise DesynchronizedError(
                 f"The slots of {type(self._optimizer).__name__} start as copies of the "
                 "weights, and the ranks have built their parts of them from different "
                 f"ones. {BROADCAST_FIRST}"
             )
 
-    def _gather_starts(self):
-        optimizer, process_set = self._optimizer, self._reducer.process_set
-        start = _Start(
-            step=int(optimizer._iterations),
-            kinds=self._kinds,
-            origin=self._origin,
-            is_current=not self._kinds or self._checksum() == self._origin,
-        )
+    def _gather_starts(self, all_ranks: ProcessSet) -> list[_Start]:
+        process_set = self._reducer.process_set
         if not needs_communication(process_set):
-            return [start]
-        return allgather_object(start, name="ShardedStart", process_set=process_set)
+            return []
+        start = _Start(
+            ranks=tuple(process_set.ranks),
+            step=int(self._optimizer._iterations),
+            origin=self._origin,
+            is_current=self._origin is None or self._checksum() == self._origin,
+        )
+        # An error on some ranks alone would block the others.
+        return allgather_object(start, name="ShardedStart", process_set=all_ranks)
 
     def _checksum(self):
         weights = [shard.weight for shard in self._shards.values() if shard.partition]
         return checksum_of(weights)
-
-    def _note_copies(self, shards):
-        # While the first step is traced, slots have no values yet. The weights are
-        # compared before it: no broadcast follows.
-        if not tf.executing_eagerly():
-            return
-        self._kinds = tuple(
-            name
-            for name, slots in self._slots_by_kind(shards)
-            if any(map(_is_copy, slots, shards))
-        )
-        self._origin = self._checksum() if self._kinds else None
 
     def reduce(self, gradients, weights):
         """Returns the combined gradients, of which this rank may have only its parts.
@@ -312,7 +299,9 @@ class ShardedState:
             optimizer._trainable_variables_indices[optimizer._var_key(weight)] = i
         self._use_decay_of_weights(shards)
         self._set_partitions(shards)
-        self._note_copies(shards)
+        if copies_of_weights(optimizer):
+            with tf.init_scope():
+                self._origin = self._checksum()
 
     def _add_slot(self, reference_variable, name=None, initializer="zeros"):
         if name == "gradient_accumulator":
@@ -331,20 +320,12 @@ class ShardedState:
             optimizer._exclude_from_weight_decay_cache[key] = answer
 
     def _set_partitions(self, shards):
-        for name, slots in self._slots_by_kind(shards):
-            for slot, shard in zip(slots, shards, strict=True):
-                if slot is not None and shard.partition is not None:
-                    _set_partition(slot, shard, name)
-
-    def _slots_by_kind(self, shards):
-        """Yields the name of a kind of slots, and a slot or None for each weight."""
-        accumulated = getattr(self._optimizer, "_accumulated_gradients", ())
-        whole = {id(variable) for variable in accumulated}
-        own = {id(variable) for variable in self._optimizer.variables} - whole
-        # Keras keeps the slots of one kind in a list, in the order of the weights.
-        for name, slots in list(vars(self._optimizer).items()):
-            if isinstance(slots, list) and len(slots) == len(shards):
-                yield name, [slot if id(slot) in own else None for slot in slots]
+        optimizer = self._optimizer
+        whole = {id(each) for each in accumulated_gradients(optimizer)}
+        own = {id(variable) for variable in optimizer.variables} - whole
+        for name, slot, shard in slots_by_place(optimizer, shards):
+            if id(slot) in own and shard.partition is not None:
+                _set_partition(slot, shard, name)
 
     def _apply_weight_decay(self, weights):
         # Keras calls it before each update, also without weight decay.
@@ -378,16 +359,30 @@ class ShardedState:
         gather(shards, averages, weights)
 
 
-def _is_copy(slot, shard):
-    if slot is None or not (shard.partition and shard.size):
-        return False
-    kind = (shard.variable.shape, shard.variable.dtype)
-    if (slot.shape, slot.dtype) != kind:
-        return False
-    value = tf.convert_to_tensor(shard.variable)
-    is_equal = tf.reduce_all(tf.equal(value, slot))
-    # Not a momentum and a bias, both of which start as zeros.
-    return bool(is_equal) and bool(tf.reduce_any(value != 0))
+def _check_same_step(starts: list[_Start]) -> None:
+    steps = [start.step for start in starts]
+    if len(set(steps)) > 1:
+        raise ValueError(
+            "The optimizer's state is divided over the ranks, and only some of them "
+            "have loaded their part. Received: an optimizer that has taken "
+            f"{', '.join(map(str, steps))} steps on successive ranks. Load the model "
+            "on all ranks, or use shard_state=False."
+        )
+
+
+def _grouped(starts: list[_Start]) -> list[list[_Start]]:
+    """Returns them in groups of ranks with the parts of the same slots."""
+    groups = {}
+    for start in starts:
+        groups.setdefault(start.ranks, []).append(start)
+    return list(groups.values())
+
+
+def _have_different_copies(starts: list[_Start]) -> bool:
+    return any(
+        not group[0].step and len({start.origin for start in group}) > 1
+        for group in _grouped(starts)
+    )
 
 
 def _set_partition(slot, shard, kind):

@@ -379,15 +379,46 @@ class TestSlotsThatStartAsCopiesOfTheWeights:
             self.fit(True, prepare=prepare, is_broadcast=False)
 
 
-def test_a_state_that_rank_0_alone_has_loaded_is_an_error():
+def test_slots_that_equal_a_bias_are_no_copies_of_the_weights():
+    def fit(shard_state):
+        keras.utils.set_random_seed(RANK)
+        # The value that the accumulators of Adagrad start with.
+        start = keras.initializers.Constant(0.1)
+        layer = keras.layers.Dense(oracle.CLASSES, "softmax", bias_initializer=start)
+        model = keras.Sequential([keras.Input((oracle.FEATURES,)), layer])
+        optimizer = hvd.DistributedOptimizer(
+            optimizers.Adagrad(0.1), shard_state=shard_state
+        )
+        model.compile(optimizer, oracle.LOSS)
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        oracle.fit_shard(model, *oracle.samples(4), callbacks=callbacks)
+        return model.get_weights()
+
+    assert_equal(fit("slices"), fit(False), "slices")
+
+
+def check_a_state_that_rank_0_alone_has_loaded(mesh=None):
     model = oracle.build_model()
-    optimizer = hvd.DistributedOptimizer(optimizers.Adam(0.01), shard_state="slices")
+    optimizer = hvd.DistributedOptimizer(
+        optimizers.Adam(0.01), shard_state="slices", mesh=mesh
+    )
     optimizer.build(model.trainable_variables)
     optimizer.iterations.assign(5 if RANK == 0 else 0)
     model.compile(optimizer, oracle.LOSS)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     with pytest.raises(ValueError, match=r"only some of them have loaded .* 5, 0"):
         oracle.fit_shard(model, *oracle.samples(1), callbacks=callbacks)
+
+
+def test_a_state_that_rank_0_alone_has_loaded_is_an_error():
+    check_a_state_that_rank_0_alone_has_loaded()
+
+
+@pytest.mark.four_ranks
+def test_such_a_state_is_an_error_on_all_ranks_of_a_mesh():
+    mesh = parallel.Mesh(model=SIZE // 2)
+    check_a_state_that_rank_0_alone_has_loaded(mesh)
+    mesh.remove()
 
 
 @pytest.mark.four_ranks

@@ -155,7 +155,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if sharding:
             # The last axis is that of the replicas.
             _, root = hook.axes(self.root_rank)[-1]
-            first = sharding.agree_on_start(root)
+            copies_weights = sharding.agree_on_start(root, hook.all_ranks)
         variables = shared_variables(model, local_keys=self._local_keys)
         if is_divided(model.variables):
             # The seeds of a replica are those of its first rank.
@@ -167,8 +167,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 _check_same_structure(copies, process_set)
                 with tf.device(self.device):
                     ops.broadcast_variables(copies, root, process_set)
-        if sharding:
-            sharding.start_from(first)
+        if sharding and copies_weights:
+            sharding.copy_weights()
         separate_seeds(model, process_set_of(optimizer))
         self.broadcast_done = True
 
