@@ -163,7 +163,7 @@ _integer(
 _integer(
     "steps_per_execution",
     0,
-    "Steps per call of the compiled train function, 0 for a default.",
+    "Steps between two calls of callbacks, 0 for a default.",
     low=0,
 )
 

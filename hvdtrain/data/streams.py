@@ -79,11 +79,11 @@ def read_batches(
     """Return the batches of one rank for the steps from `start_step` to `end_step`.
 
     Memory is that of a few batches: nothing of the data becomes a constant of a graph,
-    and the numbers of samples are computed step by step.
+    and the sample indices are computed step by step.
 
     Args:
         shard: the `Shard` of this rank.
-        read: `read(indices)` returns the samples of these numbers, an int64 array: a
+        read: `read(indices)` returns the samples at these indices, an int64 array: a
             nest of arrays, such as `(x[indices], y[indices])` of arrays or of memory
             maps. It is called in a thread of tf.data.
         start_step: first step, 0 for a new run.

@@ -1,5 +1,6 @@
 """Keras' `fit`, from any step on."""
 
+import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -89,8 +90,9 @@ def fit(
         plan: the `Plan`.
         world: the `World`.
         start_step: steps taken before.
-        stops: `stops(step)` returns the next step after which callbacks act that have
-            the attribute `acts_within_executions`.
+        stops: `stops(step)` returns the next step at which an execution is split: a
+            vote, a checkpoint or an evaluation is due there. Callbacks that have the
+            attribute `acts_within_executions` are called after it.
         callbacks: Keras callbacks.
 
     Raises:
@@ -102,15 +104,13 @@ def fit(
     batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
     iterator = iter(batches)
     try:
-        # A rank that reads and drops what was trained on takes long.
-        first = on_all(world, iterator.get_next_as_optional)
         training = _Training(
             callbacks,
             model=model,
             plan=plan,
             start_step=start_step,
             stops=stops,
-            batches=(first, iterator),
+            batches=_Batches(iterator, world),
         )
         model.train_function = training.train_function
         with warnings.catch_warnings():
@@ -150,41 +150,70 @@ def _calls(plan: Plan) -> tf.data.Dataset:
     return tf.data.Dataset.range(plan.max_steps + 1).with_options(options)
 
 
+class _Batches:
+    """Batches of which the first has been read, on all ranks. A collective.
+
+    Args:
+        iterator: of all batches.
+        world: the `World`.
+    """
+
+    def __init__(self, iterator: tf.data.Iterator, world: World) -> None:
+        self.iterator = iterator
+        self._none = tf.experimental.Optional.empty(iterator.element_spec)
+        # A rank that reads and drops what was trained on takes long.
+        self._first = on_all(world, iterator.get_next_as_optional)
+
+    def take_first(self) -> tf.experimental.Optional:
+        """Return the first batch once, then none: it would stay in memory."""
+        first, self._first = self._first, self._none
+        return first
+
+
 def _steps_function(
-    model: keras.Model,
-    first: tf.experimental.Optional,
-    iterator: tf.data.Iterator,
-    steps_per_execution: int,
+    model: keras.Model, batches: _Batches, steps_per_execution: int
 ) -> Callable[[int], dict]:
     """Return a function that takes a number of steps, and returns the last logs.
 
-    It is one loop for any number: the bits of a step do not depend on how many are
-    taken together. Keras' own function has a constant number, and its graph is another
-    one for each.
-
     Args:
         model: a compiled model.
-        first: the first batch.
-        iterator: of the other batches.
+        batches: the `_Batches`.
         steps_per_execution: the highest number of steps.
     """
-    firsts = [first]
 
     @tf.autograph.experimental.do_not_convert
     def train_step(batch):
         return model.train_step(batch)
 
     if model.run_eagerly:
-
-        def take_eagerly(steps):
-            for _ in range(steps):
-                batch = firsts.pop().get_value() if firsts else next(iterator)
-                logs = train_step(batch)
-            return logs
-
-        return take_eagerly
-
+        return functools.partial(_take_eagerly, train_step, batches)
     step = tf.function(train_step, reduce_retracing=True, jit_compile=model.jit_compile)
+    take = _compiled_steps(step, batches.iterator, is_one=steps_per_execution == 1)
+    return lambda steps: take(batches.take_first(), np.int32(steps))
+
+
+def _take_eagerly(step: Callable, batches: _Batches, steps: int) -> dict:
+    for _ in range(steps):
+        first = batches.take_first()
+        batch = first.get_value() if first.has_value() else next(batches.iterator)
+        logs = step(batch)
+    return logs
+
+
+def _compiled_steps(
+    step: Callable, iterator: tf.data.Iterator, *, is_one: bool
+) -> Callable[[tf.experimental.Optional, np.int32], dict]:
+    """Return a compiled function of an optional first batch and a number of steps.
+
+    It is one loop for any number: the bits of a step do not depend on how many are
+    taken together. Keras' own function has a constant number, and its graph is another
+    one for each.
+
+    Args:
+        step: a `tf.function` that takes one step.
+        iterator: of the other batches.
+        is_one: whether the number of steps is always 1, which needs no loop.
+    """
 
     def next_batch(first, is_first):
         is_first = tf.logical_and(is_first, first.has_value())
@@ -212,9 +241,7 @@ def _steps_function(
         )
         return tf.nest.pack_sequence_as(logs, found, expand_composites=True)
 
-    take = one_step if steps_per_execution == 1 else several_steps
-    none = tf.experimental.Optional.empty(iterator.element_spec)
-    return lambda steps: take(firsts.pop() if firsts else none, np.int32(steps))
+    return one_step if is_one else several_steps
 
 
 def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
@@ -234,7 +261,7 @@ class _Training(keras.callbacks.CallbackList):
         plan: the `Plan`.
         start_step: steps taken before.
         stops: see `fit`.
-        batches: that of `start_step`, and an iterator of those after it.
+        batches: the `_Batches` from `start_step` on.
     """
 
     def __init__(self, callbacks, *, model, plan, start_step, stops, batches):
@@ -273,7 +300,7 @@ class _Training(keras.callbacks.CallbackList):
         """Make the function that takes steps, of the model that callbacks leave."""
         super().on_train_begin(logs)
         self._take_steps = _steps_function(
-            self.model, *self._batches, self._plan.steps_per_execution
+            self.model, self._batches, self._plan.steps_per_execution
         )
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -4,89 +4,93 @@ A job that continues takes the batches of the uninterrupted one only if `input_f
 returns the same batch for a step each time, from whichever step it starts.
 """
 
-import dataclasses
 import hashlib
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.job import JobError, World
-from hvdtrain.job.agreement import gather, on_all
+from hvdtrain.job.agreement import fail_together, on_all
 from hvdtrain.training.specs import TrainSpec
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FirstBatch:
-    """The batch of the first step for which `input_fn` is defined.
-
-    Attributes:
-        batch: a nest of tensors.
-        step: its step: 0, or that of `TrainSpec.scale_from`.
-        digests: of this batch on each rank, by rank.
-    """
-
-    batch: Any
-    step: int
-    digests: list[str]
-
-    @property
-    def metadata(self) -> dict:
-        """What a checkpoint has of it."""
-        return {"step": self.step, "digests": self.digests}
-
-    def warn_if_changed(self, metadata: dict) -> None:
-        """Warn if it differs from that of the run which wrote a checkpoint."""
-        before = metadata.get("first_batch")
-        # Another number of ranks deals other samples to each.
-        if not before or len(before["digests"]) != len(self.digests):
-            return
-        if before["step"] == self.step and before["digests"] != self.digests:
-            warnings.warn(
-                f"The batch of step {self.step} differs from that of the run which "
-                "wrote the checkpoint: the data or their order have changed, and the "
-                "job does not compute what an uninterrupted one computes.",
-                stacklevel=4,
-            )
+def first_step(train_spec: TrainSpec) -> int:
+    """Return the first step for which `input_fn` is defined."""
+    return train_spec.scale_from.step if train_spec.scale_from else 0
 
 
-def first_batch(train_spec: TrainSpec, world: World, *, is_checked: bool) -> FirstBatch:
-    """Return the `FirstBatch`. A collective.
+def first_batch(
+    train_spec: TrainSpec, world: World, *, is_checked: bool
+) -> tuple[Any, str | None]:
+    """Return this rank's batch of the `first_step`, and its digest. A collective.
 
     Args:
         train_spec: the `TrainSpec`.
         world: the `World`.
-        is_checked: whether the input has to be a function of its steps.
+        is_checked: whether the input has to be a function of its steps. If not, one
+            batch is read, and the digest is None.
 
     Raises:
         SharedJobError: on all ranks, if it is not, or has no batch.
     """
-    step = train_spec.scale_from.step if train_spec.scale_from else 0
+    step = first_step(train_spec)
+    # A finished job that is started again takes no step, and reads one.
+    end = max(step + 1, min(step + 2, train_spec.max_steps))
+    second = None
+    # `input_fn` may call collectives, and the global state of Keras, such as the dtype
+    # policy, is that of a thread: the datasets are made in this one.
+    with fail_together(world):
+        batches = train_spec.batches(step, end).take(2 if is_checked else 1)
+        if is_checked and end == step + 2:
+            second = train_spec.batches(step + 1, end).take(1)
 
     def read():
-        end = min(step + 2, train_spec.max_steps)
-        batches = list(train_spec.batches(step, end).take(2))
-        if not batches:
+        found = list(batches)
+        if not found:
             raise JobError(
                 "Received no batch from input_fn; expected one for each step."
             )
-        digests = list(map(_digest, batches))
-        if is_checked and len(batches) == 2:
-            _check_second(train_spec, step, digests)
-        return batches[0], digests[0]
+        digests = list(map(_digest, found)) if is_checked else [None]
+        if second is not None and len(found) == 2:
+            _check_second(step, digests, list(map(_digest, second)))
+        return found[0], digests[0]
 
     # Where it is read from its start, some ranks may take long.
-    batch, digest = on_all(world, read)
-    return FirstBatch(batch=batch, step=step, digests=gather(world, digest))
+    return on_all(world, read)
 
 
-def _check_second(spec: TrainSpec, step: int, digests: list[str]) -> None:
-    """Compare the batch of `step + 1` with what `input_fn` returns from there on."""
-    second = list(spec.batches(step + 1, step + 2).take(1))
-    digest = _digest(second[0]) if second else None
-    if digest == digests[1]:
+def warn_if_changed(
+    first: dict | None, metadata: dict, *, local_batch_sizes: Sequence[int]
+) -> None:
+    """Warn if the first batch differs from that of the run which wrote a checkpoint.
+
+    Args:
+        first: `step` and `digests`, by replica; None if the input is not checked.
+        metadata: of the checkpoint.
+        local_batch_sizes: samples in a batch of each replica.
+    """
+    before = metadata.get("first_batch")
+    if not first or not before or before["step"] != first["step"]:
         return
-    if digest == digests[0]:
+    # Other batch sizes deal other samples to each replica.
+    if list(metadata["local_batch_sizes"]) != list(local_batch_sizes):
+        return
+    if before["digests"] != first["digests"]:
+        warnings.warn(
+            f"The batch of step {first['step']} differs from that of the run which "
+            "wrote the checkpoint: the data or their order have changed, and the job "
+            "does not compute what an uninterrupted one computes.",
+            stacklevel=4,
+        )
+
+
+def _check_second(step: int, digests: list[str], again: list[str]) -> None:
+    """Compare the batches of `step` and the next with those read from the next on."""
+    if again == digests[1:]:
+        return
+    if again == digests[:1]:
         raise JobError(
             f"Received the batch of step {step} from input_fn also where it was asked "
             f"for the steps from {step + 1} on; expected the batches of these steps, "

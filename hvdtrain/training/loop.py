@@ -2,23 +2,26 @@
 
 import contextlib
 import warnings
+from collections.abc import Callable
 
 import keras
 
 from hvdtrain.job.agreement import check_same, fail_together, gather
-from hvdtrain.job.world import JobError
+from hvdtrain.job.world import JobError, World
 from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.partition import has_summed_gradients
 from hvdtrain.training import exporting, failures, run_directory
+from hvdtrain.training.checkpoints import CheckpointFiles
+from hvdtrain.training.elastic import Commits
 from hvdtrain.training.fitting import built
-from hvdtrain.training.inputs import first_batch
+from hvdtrain.training.inputs import first_batch, first_step, warn_if_changed
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.resuming import Start, assign_all, restore
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.session import Run, Session
 from hvdtrain.training.skipping import Skipping
-from hvdtrain.training.specs import RunConfig
+from hvdtrain.training.specs import RunConfig, TrainSpec
 
 
 def train_and_evaluate(
@@ -102,33 +105,20 @@ def _train_and_evaluate(
 ):
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
-    model = model_fn()
     # A checkpoint, or a commit, is what a job continues from.
     is_checked = train_spec.check_input and bool(config.model_dir or commits)
-    first = first_batch(train_spec, world, is_checked=is_checked)
-    local_batch_size = train_spec.local_batch_size
-    model = built(model, first.batch, local_batch_size=local_batch_size)
+    model, digest = _build(model_fn, train_spec, world, is_checked=is_checked)
     with fail_together(world):
         # What it returns is checked before the training, not after it.
         eval_spec.batches()
     exports = exporting.prepare(
         eval_spec.exporters, model, world, observers, model_dir=config.model_dir
     )
-    local_batch_sizes, plan = _agree_on_batches(model, train_spec, world)
+    local_batch_sizes, plan, first = _agree_on_batches(model, train_spec, world, digest)
     global_batch_size = sum(local_batch_sizes)
-    if commits:
-        # That of the last run, before this one reads and writes the directory.
-        wait_together(world, commits.writer)
-    files, start = checkpoint_files(config), Start()
-    if stores := [store for store in (commits, files) if store]:
-        start = restore(
-            model,
-            stores,
-            world,
-            global_batch_size=global_batch_size,
-            scale_from=train_spec.scale_from,
-            unchanged=config.unchanged,
-        )
+    files, start = _restore(
+        model, train_spec, config, world, commits, global_batch_size=global_batch_size
+    )
     skipping = Skipping(
         start.metadata.get("skipped_updates", 0),
         model if config.skip_nonfinite else None,
@@ -146,11 +136,11 @@ def _train_and_evaluate(
             exports=exports,
             skipping=skipping,
             observers=observers,
-            first_batch=first.metadata,
+            first_batch=first,
         )
     )
     if world.is_chief:
-        first.warn_if_changed(start.metadata)
+        warn_if_changed(first, start.metadata, local_batch_sizes=local_batch_sizes)
         _warn_if_beyond(plan.max_steps, start.step)
     if start.is_finished(plan.max_steps, global_batch_size=global_batch_size):
         assign_all(model, start)
@@ -160,17 +150,66 @@ def _train_and_evaluate(
     return session.result(model)
 
 
-def _agree_on_batches(model, train_spec, world):
-    """Return the batch size of each replica, and the plan of all. A collective."""
+def _build(
+    model_fn: Callable, train_spec: TrainSpec, world: World, *, is_checked: bool
+) -> tuple[keras.Model, str | None]:
+    """Return the built model, and the digest of its first batch. A collective.
+
+    The batch itself is not returned: it would stay in memory.
+    """
+    model = model_fn()
+    batch, digest = first_batch(train_spec, world, is_checked=is_checked)
+    size = train_spec.local_batch_size
+    return built(model, batch, local_batch_size=size), digest
+
+
+def _restore(
+    model: keras.Model,
+    train_spec: TrainSpec,
+    config: RunConfig,
+    world: World,
+    commits: Commits | None,
+    *,
+    global_batch_size: int,
+) -> tuple[CheckpointFiles | None, Start]:
+    """Return the `CheckpointFiles`, and where the run starts. A collective."""
+    if commits:
+        # The writer of the last run, before this one reads and writes the directory.
+        wait_together(world, commits.writer)
+    files = checkpoint_files(config)
+    stores = [store for store in (commits, files) if store]
+    if not stores:
+        return files, Start()
+    return files, restore(
+        model,
+        stores,
+        world,
+        global_batch_size=global_batch_size,
+        scale_from=train_spec.scale_from,
+        unchanged=config.unchanged,
+    )
+
+
+def _agree_on_batches(
+    model: keras.Model, train_spec: TrainSpec, world: World, digest: str | None
+) -> tuple[tuple[int, ...], Plan, dict | None]:
+    """Return what the ranks agree on. A collective.
+
+    Returns:
+        The batch size of each replica, the plan of all, and what a checkpoint has of
+        their first batches: None if there is no digest.
+    """
     # Ranks may have batches of different sizes, and so different plans.
-    described = gather(world, (train_spec.local_batch_size, Plan.of(train_spec)))
+    own = train_spec.local_batch_size, Plan.of(train_spec), digest
     replicas = Replicas.of_model(world, model)
-    local_batch_sizes, plans = zip(*replicas.of_each(described), strict=True)
+    of_each = replicas.of_each(gather(world, own))
+    local_batch_sizes, plans, digests = zip(*of_each, strict=True)
     with fail_together(world):
         _check_batch_sizes(model, local_batch_sizes)
     weight = train_spec.local_batch_size * replicas.size / sum(local_batch_sizes)
     hook_of(model.optimizer).weigh_gradients(weight)
-    return local_batch_sizes, plans[0]
+    first = {"step": first_step(train_spec), "digests": list(digests)}
+    return local_batch_sizes, plans[0], first if digest else None
 
 
 def _check_batch_sizes(model, local_batch_sizes):

@@ -64,7 +64,7 @@ class Run:
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
         skipping: the `Skipping`.
         observers: see `train_and_evaluate`.
-        first_batch: the metadata of the `FirstBatch`.
+        first_batch: `step` and `digests`, by replica; None if it is not checked.
     """
 
     world: World
@@ -77,7 +77,7 @@ class Run:
     exports: Exports | None
     skipping: Skipping
     observers: Sequence
-    first_batch: dict
+    first_batch: dict | None
 
     @property
     def global_batch_size(self):

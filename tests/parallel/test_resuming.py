@@ -55,11 +55,19 @@ def batches(start_step, end_step, world=WORLD):
     return pairs.with_options(options)
 
 
-def train(model_fn, *, directory=None, callbacks=(), save_every_steps=1, observers=()):
+def train(
+    model_fn,
+    *,
+    directory=None,
+    callbacks=(),
+    save_every_steps=1,
+    observers=(),
+    input_fn=batches,
+):
     return training.train_and_evaluate(
         model_fn,
         TrainSpec(
-            input_fn=batches,
+            input_fn=input_fn,
             max_steps=STEPS,
             pass_steps=EPOCH_STEPS,
             local_batch_size=shard(WORLD).local_batch_size,
@@ -240,6 +248,21 @@ def test_options_that_differ_are_an_error_on_all_ranks():
         train(model_fn=None, save_every_steps=1 + RANK)
 
 
+def test_an_input_may_be_what_rank_0_has_found(directory):
+    def input_fn(start_step, end_step):
+        order = np.random.RandomState(1).permutation(SAMPLES) if RANK == 0 else None
+        order = hvd.broadcast_object(order, name="order")
+        places = order[shard(WORLD).indices(start_step, end_step)]
+        return tf.data.Dataset.from_tensor_slices((X[places], Y[places]))
+
+    def model_fn():
+        return model(optimizer=keras.optimizers.SGD(0.05))
+
+    expected = train(model_fn, input_fn=input_fn)
+    result = train(model_fn, input_fn=input_fn, directory=directory)
+    assert_equal(result, expected)
+
+
 def train_scaled(world, directory, **config):
     """Train with four samples a rank, until the limits in `config`."""
     config = RunConfig(model_dir=directory, seed=1, **config)
@@ -288,6 +311,8 @@ def test_a_scaled_job_takes_every_sample_once_with_the_rates_of_its_ranks(direct
     shutil.copytree(directory, own)
     second = stopped_position(World(), own)
     result = train_scaled(WORLD, f"{directory}-0")
+    again = train_scaled(WORLD, f"{directory}-0")
+    assert (again.start_step, again.test_metrics) == (result.step, result.test_metrics)
     assert 0 < first.step < second.step
     assert second.sample - first.sample == 4 * (second.step - first.step)
     expected, losses, sizes = oracle.on_one_process(

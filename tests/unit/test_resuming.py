@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -12,6 +13,8 @@ import random
 import re
 import signal
 import time
+import warnings
+import weakref
 from unittest import mock
 
 import keras
@@ -24,7 +27,14 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
-from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, run_directory, saving
+from hvdtrain.training import (
+    EvalSpec,
+    RunConfig,
+    TrainSpec,
+    inputs,
+    run_directory,
+    saving,
+)
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 from hvdtrain.training.per_rank_state import PerRankState
 from hvdtrain.training.resuming import Start
@@ -766,13 +776,79 @@ def test_an_input_that_ignores_its_steps_is_refused(tmp_path):
     train(tmp_path, input_fn=lambda start, end: constant, max_steps=2)
 
 
-def test_data_that_have_changed_are_said(tmp_path):
+def test_changed_data_raise_a_warning(tmp_path):
     def others(start, end):
         return batches(start + 1, end + 1)
 
     train(tmp_path, max_steps=2)
     with pytest.warns(UserWarning, match="The batch of step 0 differs from that of"):
         train(tmp_path, max_steps=4, input_fn=others)
+
+
+def test_an_input_that_is_not_checked_may_change(tmp_path):
+    options = {"input_fn": lambda start, end: shuffled().take(end - start)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The batch of step 0 differs")
+        for max_steps in (2, 4):
+            train(tmp_path, max_steps=max_steps, check_input=False, **options)
+        # Two replicas had other samples than one has now: of twice the batch, say.
+        before = {"first_batch": {"step": 0, "digests": ["a", "b"]}}
+        now = {"step": 0, "digests": ["c", "d"]}
+        before["local_batch_sizes"] = [2, 2]
+        inputs.warn_if_changed(now, before, local_batch_sizes=(4, 4))
+        with pytest.raises(UserWarning, match="differs"):
+            inputs.warn_if_changed(now, before, local_batch_sizes=(2, 2))
+
+
+def test_an_input_has_the_policy_of_the_main_thread(tmp_path):
+    policies = []
+
+    def input_fn(start, end):
+        policies.append(keras.layers.Rescaling(2.0).compute_dtype)
+        return batches(start, end)
+
+    def make_model(optimizer, *, units):
+        model = network(optimizer)
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        return model
+
+    before = keras.config.dtype_policy()
+    try:
+        train(tmp_path, make_model=make_model, max_steps=2, input_fn=input_fn)
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert set(policies) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_the_first_batch_does_not_stay_in_memory(tmp_path, run_eagerly):
+    seen, kept = [], []
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x):
+            if tf.executing_eagerly() and not seen:
+                seen.append(weakref.ref(x))
+            return self.dense(x)
+
+    def make_model(optimizer, *, units):
+        model = Model()
+        loss = unseeded(optimizer).loss
+        model.compile(optimizer, loss, run_eagerly=run_eagerly)
+        return model
+
+    def look(batch, logs=None):
+        gc.collect()
+        optionals = [x for x in gc.get_objects() if isinstance(x, type(empty))]
+        kept.append([seen[0](), *[each for each in optionals if each.has_value()]])
+
+    empty = tf.experimental.Optional.empty(tf.TensorSpec(()))
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+    train(tmp_path, make_model=make_model, max_steps=2, callbacks=[look])
+    assert kept == [[None], [None]]
 
 
 def test_a_test_set_without_end_is_refused_at_once():
@@ -903,10 +979,10 @@ def test_a_scheduler_that_acts_at_the_start_of_an_epoch_acts_once(tmp_path):
 
 
 def two_outputs(optimizer, *, units):
-    inputs = keras.Input((6,))
-    hidden = keras.layers.Dense(units)(inputs)
+    x = keras.Input((6,))
+    hidden = keras.layers.Dense(units)(x)
     heads = [keras.layers.Dense(2, name=name)(hidden) for name in ("a", "b")]
-    model = keras.Model(inputs, heads)
+    model = keras.Model(x, heads)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     scores = [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
     model.compile(optimizer, loss=[loss, loss], metrics=[scores, scores])

@@ -293,7 +293,7 @@ def test_a_warmup_by_executions_reaches_the_rate(monkeypatch):
     np.testing.assert_allclose(rates, [0.425, 0.65, 0.8, 0.8, 0.8, 0.8], rtol=1e-6)
 
 
-def test_weights_tell_where_there_is_no_loss():
+def test_the_weights_are_checked_without_a_loss():
     def diverging():
         network = Autoencoder("distance")
         network.compile(keras.optimizers.SGD(1e30))
