@@ -6,12 +6,13 @@ So a call while a call of another thread is in flight is refused, and every coll
 is compared with the description of its thread: ranks on which different threads have
 called it fail together. The main thread is equal on all ranks. Any other is described
 by its class, its target and its name without digits, since ranks may number theirs
-differently; if several that are alive have one description, nothing shows which of
-them another rank's is, and the rank's number makes their collectives differ.
+differently. Living threads with equal descriptions cannot be matched across ranks.
+Their description gets the rank, so their collectives fail.
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import re
 import threading
@@ -27,39 +28,50 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 _END_SECONDS = 5.0
 # A length of an axis, for Horovod as for TensorFlow.
 _MAX_NUMBER = 2**31 - 1
-_lock = threading.Lock()
 _local = threading.local()
 
 
+@dataclasses.dataclass
 class _Caller:
-    """The thread that calls, or called last."""
+    """The thread that calls, or called last.
 
-    thread = threading.main_thread()
-    is_in_call = False
-    text = ""
-    # Of all ranks' callers, equal or not: 0 for the main thread.
-    number = 0
-    # The native library's C functions; None where it is not used.
-    native = None
+    Attributes:
+        thread: the thread.
+        is_in_call: whether its call is in flight.
+        text: its description; empty for the main thread.
+        number: hash of `text`, compared across ranks; 0: main thread.
+        native: the native library's C functions; None where it is not used.
+        lock: guards the others.
+    """
+
+    thread: threading.Thread
+    is_in_call: bool = False
+    text: str = ""
+    number: int = 0
+    native: ctypes.CDLL | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+_caller = _Caller(threading.main_thread())
 
 
 @functools.cache
 def number_variable() -> tf.Variable:
     """Returns the variable with the caller's number, which guards compare."""
     with tf.init_scope(), tf.device("CPU"):
-        return tf.Variable(_Caller.number, trainable=False, dtype=tf.int64)
+        return tf.Variable(_caller.number, trainable=False, dtype=tf.int64)
 
 
 def use_native(functions) -> None:
     """Let the native library compare callers as well; None: no longer."""
-    with _lock:
-        _Caller.native = functions
+    with _caller.lock:
+        _caller.native = functions
         _publish()
 
 
 def description() -> str:
     """Returns the caller as the beginning of a text; empty for the main thread."""
-    return f"in {_Caller.text}: " if _Caller.text else ""
+    return f"in {_caller.text}: " if _caller.text else ""
 
 
 def act_for(thread: threading.Thread) -> None:
@@ -73,7 +85,7 @@ def current() -> threading.Thread:
     # Not started by Python: a thread in which TensorFlow runs the Python code of a
     # function, for the thread that has called it.
     is_foreign = isinstance(thread, threading._DummyThread)
-    return _Caller.thread if is_foreign else thread
+    return _caller.thread if is_foreign else thread
 
 
 @contextlib.contextmanager
@@ -88,7 +100,7 @@ def in_call() -> Iterator[None]:
         yield
     finally:
         if is_outermost:
-            _Caller.is_in_call = False
+            _caller.is_in_call = False
 
 
 def watch(token: tf.Variable, prepare) -> None:
@@ -121,42 +133,44 @@ def uncompared():
     try:
         yield
     finally:
-        number_variable().assign(_Caller.number)
+        number_variable().assign(_caller.number)
 
 
 def _enter(thread):
     """Returns whether this call is not a part of another one."""
-    with _lock:
-        if not _Caller.is_in_call:
-            if thread is not _Caller.thread:
+    with _caller.lock:
+        if not _caller.is_in_call:
+            if thread is not _caller.thread:
                 _take_over(thread)
-            _Caller.is_in_call = True
+            _caller.is_in_call = True
             return True
-        before = _Caller.thread
+        before = _caller.thread
     if thread is before or not needs_communication(global_process_set):
         return False
     reason = (
         f"Received a collective in {_name(thread)} while one in {_name(before)} is in "
         "flight; expected collectives of one thread at a time. Those of several "
         "threads have no order that is equal on all ranks. Call all of them in one "
-        "thread, or let the threads wait for each other."
+        "thread, or let the threads wait for each other, with names that differ in "
+        "more than digits."
     )
     _end_job(f"rank {hvd.rank()}: {reason}")
     raise RuntimeError(reason)
 
 
 def _take_over(thread):
-    _Caller.thread = thread
-    _Caller.text = _text(thread)
-    _Caller.number = zlib.crc32(_Caller.text.encode()) & _MAX_NUMBER
-    number_variable().assign(_Caller.number)
+    text = _text(thread)
+    number = zlib.crc32(text.encode()) & _MAX_NUMBER
+    number_variable().assign(number)
+    # After what may raise: a thread without its text would pass for the one before.
+    _caller.thread, _caller.text, _caller.number = thread, text, number
     _publish()
 
 
 def _publish():
-    if _Caller.native:
-        number = ctypes.c_uint64(_Caller.number)
-        _Caller.native.hvdtrain_set_caller(number, _Caller.text.encode())
+    if _caller.native:
+        number = ctypes.c_uint64(_caller.number)
+        _caller.native.hvdtrain_set_caller(number, _caller.text.encode())
 
 
 def _text(thread):
@@ -166,7 +180,10 @@ def _text(thread):
     alike = [each for each in threading.enumerate() if _describe(each) == text]
     if len(alike) < 2:
         return text
-    return f"{text}, one of {len(alike)} such threads of rank {hvd.rank()}"
+    return (
+        f"{text}, one of {len(alike)} such threads of rank {hvd.rank()} (set the "
+        "thread's name to one that differs in more than digits)"
+    )
 
 
 def _name(thread):
@@ -177,14 +194,18 @@ def _name(thread):
 def _describe(thread):
     # Python's own attribute; without it, threads of one class and name are alike.
     runs = getattr(thread, "_target", None) or type(thread)
-    source = f"{runs.__module__}.{getattr(runs, '__qualname__', type(runs).__name__)}"
-    return f"{re.sub(r'[0-9]+', '#', _name(thread))} of {source}"
+    while isinstance(runs, functools.partial):
+        runs = runs.func
+    # Callables that are implemented in C may have neither.
+    module = getattr(runs, "__module__", None)
+    name = getattr(runs, "__qualname__", type(runs).__name__)
+    return f"{re.sub(r'[0-9]+', '#', _name(thread))} of {module}.{name}"
 
 
 def _end_job(reason):
     # The call in flight may wait for a thread of another rank that was refused there.
-    if _Caller.native:
-        _Caller.native.hvdtrain_fail(reason.encode())
+    if _caller.native:
+        _caller.native.hvdtrain_fail(reason.encode())
     stopper = threading.Thread(target=hvd.shutdown, daemon=True)
     stopper.start()
     stopper.join(_END_SECONDS)

@@ -1,5 +1,7 @@
 """Collectives that several Python threads call: in one order, or an error."""
 
+import functools
+import queue
 import threading
 
 import pytest
@@ -105,4 +107,39 @@ def test_threads_that_cannot_be_told_apart_are_refused(total, call):
     # Within a function, Horovod's own error is all that there is.
     if transport.reduction_path() == "shared memory":
         assert "test_threads.Call, one of 2 such threads of rank 1" in str(error)
+        assert "name to one that differs in more than digits" in str(error)
     assert total(tf.constant(1.0)) == SIZE
+
+
+def test_names_tell_threads_apart(total, call):
+    threads = [call(lambda: total(tf.constant(1.0))) for _ in range(2)]
+    threads[0].name, threads[1].name = "actor-1", "critic-1"
+    for thread in threads:
+        assert thread.outcome() == SIZE
+
+
+def test_a_thread_beside_one_that_runs_a_function_of_c(total, call):
+    jobs = queue.Queue()
+    # A callable without a module.
+    worker = threading.Thread(target=iter(jobs.get, None).__next__, daemon=True)
+    worker.start()
+    assert call(lambda: total(tf.constant(1.0))).outcome() == SIZE
+    jobs.put("")
+    worker.join(WAIT_SECONDS)
+
+
+def test_partial_functions_tell_threads_apart(total):
+    outcomes, may_end = queue.Queue(), threading.Event()
+
+    def first(value):
+        outcomes.put(total(tf.constant(value)))
+        assert may_end.wait(WAIT_SECONDS)
+
+    def second(value):
+        first(value)
+
+    for function in (first, second):
+        work = functools.partial(function, 1.0)
+        threading.Thread(target=work, daemon=True).start()
+        assert outcomes.get(timeout=WAIT_SECONDS) == SIZE
+    may_end.set()

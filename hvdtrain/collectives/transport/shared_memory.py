@@ -34,8 +34,6 @@ from hvdtrain.collectives.transport.reduction import Average, Sum
 
 _CHOICES = ("auto", "shared_memory", "horovod")
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
-_connection = None
-_connecting = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +64,30 @@ def connect():
         ValueError: for an unknown value of HVDTRAIN_REDUCTION.
         RuntimeError: HVDTRAIN_REDUCTION=shared_memory cannot be fulfilled.
     """
-    global _connection
-    if _connection is None:
-        with _connecting:
-            if _connection is None:
-                _connection = _connect()
-                _watch_functions()
-    return _connection
+    return _connector.connect()
+
+
+@dataclasses.dataclass
+class _Connector:
+    """Connects the ranks once in a job; `connection` is None before."""
+
+    connection: Connection | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def connect(self) -> Connection:
+        if self.connection is None:
+            with self.lock:
+                if self.connection is None:
+                    self.connection = _connect()
+                    _watch_functions()
+        return self.connection
+
+    def disconnect(self) -> Connection | None:
+        left, self.connection = self.connection, None
+        return left
+
+
+_connector = _Connector()
 
 
 @functools.cache
@@ -82,7 +97,7 @@ def _watch_functions():
 
 def _connect_anew():
     # After a shutdown, the operation's own error says what is missing.
-    if _connection is None and hvd.is_initialized():
+    if _connector.connection is None and hvd.is_initialized():
         connect()
 
 
@@ -120,8 +135,7 @@ def reduction_choice():
 
 def disconnect():
     """Ends the reductions that other ranks wait in, before this rank leaves the job."""
-    global _connection
-    left, _connection = _connection, None
+    left = _connector.disconnect()
     if left and left.functions:
         threads.use_native(None)
         left.functions.hvdtrain_leave()
@@ -271,7 +285,7 @@ def _connect_ranks():
                 size=hvd.size(),
                 is_core_shared=_is_core_shared([each[1:] for each in said]),
             )
-            # Until all have mapped the file.
+            # Keep the file until all ranks have mapped it.
             obstacle = _first_obstacle(_gather(reason))
     if obstacle:
         return Connection(obstacle=obstacle)
@@ -285,7 +299,8 @@ def _is_core_shared(cores_and_quotas):
     """Whether a rank that spins may take processor time from another one."""
     size = len(cores_and_quotas)
     cores = set(itertools.chain.from_iterable(each[0] for each in cores_and_quotas))
-    # Ranks that share a quota look as ranks with a quota each, which sleep needlessly.
+    # A shared quota and one quota per rank cannot be told apart. In the second case
+    # ranks sleep although they could spin.
     quota = min(itertools.chain(*(each[1] for each in cores_and_quotas)), default=size)
     return min(len(cores), quota) < size
 
