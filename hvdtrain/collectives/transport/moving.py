@@ -42,7 +42,7 @@ def allgather(values, *, name=None, process_set=global_process_set):
         functools.partial(counting.of_allgather, tensors, process_set),
         name=name,
         process_set=process_set,
-        is_guarded=not tf.executing_eagerly(),
+        is_compared=_compares_itself(process_set),
     )
 
 
@@ -54,8 +54,14 @@ def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
     (tensor,) = dtypes.as_tensors([value])
     signature = Signature(f"broadcast from rank {root_rank}", [tensor])
     exchange = functools.partial(_broadcast, tensor, root_rank, name, process_set)
-    sent = functools.partial(counting.of_broadcast, [tensor], root_rank, process_set)
-    return run(exchange, signature, sent, name=name, process_set=process_set)
+    return run(
+        exchange,
+        signature,
+        functools.partial(counting.of_broadcast, [tensor], root_rank, process_set),
+        name=name,
+        process_set=process_set,
+        is_compared=_compares_itself(process_set),
+    )
 
 
 def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
@@ -110,8 +116,7 @@ def alltoall(tensor, splits, *, name, process_set=global_process_set):
         functools.partial(counting.of_alltoall, tensor, splits, process_set),
         name=name,
         process_set=process_set,
-        # Horovod compares shapes; a guard would cost a negotiation in each step.
-        is_guarded=not tf.executing_eagerly(),
+        is_compared=_compares_itself(process_set),
     )
 
 
@@ -143,7 +148,6 @@ def run(
     name,
     process_set,
     is_compared=False,
-    is_guarded=False,
 ):
     """Returns the results of `exchange()`, the operations of one collective.
 
@@ -156,20 +160,27 @@ def run(
         sent: returns the bytes that this rank sends: see `counting`.
         name: its name, the same on all ranks.
         process_set: the ranks that take part.
-        is_compared: its own operations compare the ranks natively.
-        is_guarded: its own operations compare the ranks in their first negotiation,
-            where Horovod moves the tensors.
+        is_compared: the first of its own operations compares the ranks.
     """
-    guard = None
     if shared_memory.takes_part(process_set):
-        if not is_compared:
-            guard = functools.partial(shared_memory.compare, signature, name=name)
-    elif not is_guarded:
+        guard = functools.partial(shared_memory.compare, signature, name=name)
+    else:
         # Eager operations are matched by their type, so all begin with one of a type.
         guard = functools.partial(exchange_guard, signature, f"{name}_0", process_set)
+    if is_compared:
+        guard = None
     exchange = counting.counted(exchange, sent)
     with _mismatch_of_ranks(signature, process_set):
         return graph.serialize(exchange, guard=guard)
+
+
+def _compares_itself(process_set: hvd.ProcessSet) -> bool:
+    """Returns whether an operation of Horovod is compared without a guard.
+
+    In a function, Horovod compares operations of one name and their shapes. A guard
+    would cost a negotiation in each step.
+    """
+    return not tf.executing_eagerly() and not shared_memory.takes_part(process_set)
 
 
 @contextlib.contextmanager
@@ -199,7 +210,7 @@ def _mismatch_of_ranks(signature, process_set):
             error.node_def,
             error.op,
             f"The ranks called one collective with different arguments. Sent by {sent}."
-            f" Call it alike on all ranks, and collectives in one thread. Horovod: "
+            " Call it alike on all ranks, and collectives in one thread. Horovod: "
             f"{error.message}",
         ) from None
 
@@ -265,8 +276,14 @@ def _broadcast_all(tensors, root_rank, name, process_set):
 
 
 def _broadcast_in_place(variables, root_rank, process_set):
-    hvd.broadcast_variables(variables, root_rank, process_set=process_set, inplace=True)
-    return []
+    done = hvd.broadcast_variables(
+        variables, root_rank, process_set=process_set, inplace=True
+    )
+    if tf.executing_eagerly():
+        return []
+    # What follows in the function depends on a tensor.
+    with tf.control_dependencies([done]):
+        return [tf.constant(0)]
 
 
 def _broadcast(tensor, root_rank, name, process_set):

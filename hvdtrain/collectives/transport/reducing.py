@@ -54,8 +54,11 @@ def allreduce(values, reduction, *, name=None):
     signature = Signature(reduction.describe(), values)
     sent, contexts = zip(*(_compress(v, reduction) for v in values), strict=True)
     buckets = dtypes.partition(sent)
-    # A native reduction compares one bucket, not the number of buckets.
-    is_compared = len(buckets) == 1 and _is_native(sent[0], reduction)
+    # Horovod's first operation holds a guard. A native reduction compares one bucket,
+    # not the number of buckets.
+    is_compared = not shared_memory.takes_part(reduction.process_set) or (
+        len(buckets) == 1 and _is_native(sent[0], reduction)
+    )
     reduced = moving.run(
         functools.partial(_reduce_buckets, sent, buckets, reduction, name, signature),
         signature,
@@ -63,7 +66,6 @@ def allreduce(values, reduction, *, name=None):
         name=name,
         process_set=reduction.process_set,
         is_compared=is_compared,
-        is_guarded=True,
     )
     return [
         result if is_slices(result) else reduction.compression.decompress(result, c)
