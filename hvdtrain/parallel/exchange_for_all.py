@@ -6,7 +6,8 @@ from hvdtrain.collectives import ops
 from hvdtrain.keras.partition import partition_of
 from hvdtrain.parallel.exchange import from_first_row, send_rows
 
-# No number of ids is as far from an id as this.
+# Offset that encodes an invalid id as a negative count; smaller negative values are
+# sample numbers.
 _FAR = 1 << 62
 
 

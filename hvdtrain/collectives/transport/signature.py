@@ -6,9 +6,8 @@ other until the stall limit, and a shape that differs before the last tensor ret
 uninitialized memory. So the first of Horovod's operations in a collective is a group
 of two, whatever is reduced or gathered, and the second tensor is a guard: it has no
 elements, and its shape holds a checksum of the signature and the calling thread's
-number. Ranks whose signatures differ
-fail in the negotiation, at once and all of them. Where ranks share memory they compare
-the checksum there, before the negotiation.
+number. Ranks whose signatures differ fail in the negotiation, at once and all of them.
+Where ranks share memory they compare the checksum there, before the negotiation.
 """
 
 import dataclasses
