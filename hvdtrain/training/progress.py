@@ -206,6 +206,10 @@ class ProgressCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Reads the clock of input, before what follows waits for other input."""
         self._input.read()
+        if "loss" not in (logs or {}):
+            # Metrics such as an accuracy stay finite. To read all weights in each
+            # report would cost a large model a good part of its time.
+            check_finite(self.model, self._world, self._steps)
 
     @contextlib.contextmanager
     def left_out(self):
@@ -248,17 +252,18 @@ class ProgressCallback(keras.callbacks.Callback):
         means = self._average(sent)
         recent = {name: float(means[name]) for name in logs}
         recent |= self._recent.results(means)
-        self._check(recent.get("loss"))
+        self._check(recent)
         if self._observers:
             shares = float(means[_COMMUNICATION]), float(means[_INPUT_WAIT])
             progress = self._progress(recent, *shares)
             notify(self._observers, "on_progress", progress)
         self._note_report()
 
-    def _check(self, loss):
-        if loss is not None and not self._skipping.is_on:
-            check_loss(loss, self._steps)
-        elif loss is None or not math.isfinite(loss):
+    def _check(self, means: Mapping[str, float]) -> None:
+        """Raise an error if the training has diverged. A collective."""
+        if "loss" in means and not self._skipping.is_on:
+            check_loss(means["loss"], self._steps)
+        elif not all(map(math.isfinite, means.values())):
             # No loss was finite, or a `train_step` of the user's own returns none.
             # Training goes on as long as the weights are finite.
             check_finite(self.model, self._world, self._steps)

@@ -1,6 +1,7 @@
 """Training on one rank: exact numbers of steps, and what plain Keras computes."""
 
 import dataclasses
+from unittest import mock
 
 import keras
 import numpy as np
@@ -11,7 +12,7 @@ from toy import BATCH, batches
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
-from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, progress
 
 
 @pytest.fixture(autouse=True)
@@ -293,11 +294,30 @@ def test_a_warmup_by_executions_reaches_the_rate(monkeypatch):
     np.testing.assert_allclose(rates, [0.425, 0.65, 0.8, 0.8, 0.8, 0.8], rtol=1e-6)
 
 
-def test_the_weights_are_checked_without_a_loss():
+class Counter(Autoencoder):
+    """Its only metric is a number of steps, which is always finite."""
+
+    def reconstruct(self, data):
+        loss = keras.ops.mean((self.coder(data[0]) - data[0]) ** 2)
+        self.tracker.update_state(1.0)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Autoencoder, Counter])
+def test_the_weights_are_checked_without_a_loss(kind):
     def diverging():
-        network = Autoencoder("distance")
+        network = kind("distance")
         network.compile(keras.optimizers.SGD(1e30))
         return network
 
     with pytest.raises(JobError, match="finite"):
         train(12, model_fn=diverging)
+
+
+def test_weights_are_not_read_for_reports_of_finite_metrics(monkeypatch):
+    check = mock.Mock(wraps=progress.check_finite)
+    monkeypatch.setattr(progress, "check_finite", check)
+    _, recorder = train(12, model_fn=lambda: Autoencoder("distance"))
+    assert len(recorder.progress) > 1
+    # At the end of the only epoch.
+    assert [call.args[2] for call in check.call_args_list] == [12]
