@@ -192,11 +192,15 @@ class Every:
         self._last_step = start_step
         self._last_seconds = clock()
 
+    def next_step(self, step: int) -> float:
+        """Return the next step after `step` that is due by its number, or infinity."""
+        return (step // self._steps + 1) * self._steps if self._steps else math.inf
+
     def __call__(self, step):
         """Return whether it is due after `step` steps."""
         now = self._clock()
-        is_due = self._name in self._requests.agreed or bool(
-            self._steps and step // self._steps > self._last_step // self._steps
+        is_due = self._name in self._requests.agreed or step >= self.next_step(
+            self._last_step
         )
         self._last_step = step
         if is_due:

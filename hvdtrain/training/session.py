@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import keras
@@ -115,6 +114,7 @@ class Session:
         self._history = keras.callbacks.History()
         self._history.history = dict(run.start.metadata.get("history", {}))
         self._evaluations = list(run.start.metadata.get("evaluations", ()))
+        self._periods = []
 
     def run(self, model, train_spec, eval_spec):
         """Train to the end, or until the job is asked to stop."""
@@ -131,7 +131,7 @@ class Session:
                 plan,
                 world=self._run.world,
                 start_step=start_step,
-                stops=functools.partial(self._next_stop, eval_spec),
+                stops=self._next_stop,
                 callbacks=self._callbacks(train_spec, eval_spec),
             )
             complete_together(self._run.world, self._writer)
@@ -186,16 +186,10 @@ class Session:
             skipped_updates=self._run.skipping.count,
         )
 
-    def _next_stop(self, eval_spec, step):
+    def _next_stop(self, step: int) -> int:
         """Return the next step that is due for a vote, or by its number."""
-        config = self._run.config
-        every = (
-            eval_spec.throttle_steps,
-            config.save_every_steps,
-            config.commit_every_steps if self._run.commits else 0,
-        )
-        due = [(step // steps + 1) * steps for steps in every if steps]
-        return min([self._votes.next_step, *due])
+        due = [every.next_step(step) for every in self._periods]
+        return min(self._votes.next_step, *due)
 
     def _callbacks(self, train_spec, eval_spec):
         """Return all callbacks, in their order."""
@@ -272,7 +266,7 @@ class Session:
         )
 
     def _every(self, name, steps, seconds):
-        return Every(
+        every = Every(
             name,
             self._requests,
             steps=steps,
@@ -280,6 +274,8 @@ class Session:
             world=self._run.world,
             start_step=self._run.start.step,
         )
+        self._periods.append(every)
+        return every
 
     def _describe(self, step: int, is_finished: bool, logs: dict) -> dict:
         """Return the metadata of a checkpoint."""
