@@ -94,10 +94,8 @@ class Schedule:
             progress = min(1.0, end_step / self.warmup_steps)
             return self.learning_rate * ((1 + (self.size - 1) * progress) / self.size)
         if self.decay == "cosine":
-            # Keras calls on_train_batch_begin once more before it finds the end of the
-            # data: both differences are zero there if the warm-up takes all steps.
             decay_steps = self.max_steps + self.offset - self.warmup_steps
-            progress = (step - self.warmup_steps) / max(decay_steps, 1e-9)
+            progress = (step - self.warmup_steps) / decay_steps
             return self.learning_rate * ((1 + math.cos(math.pi * progress)) / 2)
         return self.learning_rate
 

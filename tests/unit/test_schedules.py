@@ -57,8 +57,7 @@ def rates(*, execution=1, fit_epoch_steps=10, **options):
     found = []
     for epoch in range(plan.epochs):
         callback.on_epoch_begin(epoch)
-        for batch in range(0, fit_epoch_steps, execution):
-            # Keras calls it also for the execution that finds no more data.
+        for batch in range(0, plan.step(epoch + 1) - plan.step(epoch), execution):
             callback.on_train_batch_begin(batch)
             steps = plan.step(epoch, batch + execution) - plan.step(epoch, batch)
             rate = float(model.optimizer.learning_rate.numpy())
