@@ -108,7 +108,7 @@ class StateVariables:
         return dataclasses.replace(self, replicated=frozenset(numbers))
 
     def find_replicated(self, model: keras.Model, world: World) -> "StateVariables":
-        """Return these variables with those that are equal now. A collective.
+        """Find the variables whose digests are equal on all replicas. A collective.
 
         Seeds, local weights and accumulated gradients always belong to their rank. Of
         other variables the ranks compare digests: where ranks differ, as in moving
@@ -133,9 +133,9 @@ class StateVariables:
         return np.reshape(by_rank, [size, len(by_rank) // size, len(self.own)])
 
     def broadcast_untracked(self, model: keras.Model) -> None:
-        """Give all ranks the chief's `replicated` that no callback does. A collective.
+        """Broadcast replicated variables that Keras does not track. A collective.
 
-        They are variables that are in none of Keras' lists.
+        The broadcast callback misses them.
         """
         untracked = _ids(_untracked_and_undivided(model))
         variables = [self.own[number].variable for number in sorted(self.replicated)]
