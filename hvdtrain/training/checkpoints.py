@@ -42,8 +42,6 @@ _DAMAGE = (OSError, LookupError, TypeError, ValueError, SafetensorError)
 # Any other error of the system, such as EIO or EMFILE, may pass.
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
-# Arrays that `verify` has compared with their digest, until they are read.
-_verified = set()
 
 
 class CheckpointError(JobError):
@@ -157,7 +155,6 @@ class CheckpointFiles:
             described = self._checked(step)
             path = self._directory / described["arrays"]
             arrays = _load(path)
-            _verified.discard(path)
             for name in described["bfloat16"]:
                 arrays[name] = arrays[name].view("bfloat16")
             return Checkpoint(step=step, arrays=arrays, metadata=described["metadata"])
@@ -168,14 +165,11 @@ class CheckpointFiles:
     def verify(self, step: int) -> dict:
         """Return the metadata of a checkpoint whose arrays have the right digest.
 
-        `read` of the same step does not compare the digest again. Errors are those of
-        `read`.
+        Errors are those of `read`.
         """
         path = self.path(step)
         with _one_line_errors("read", path):
-            described = self._retried(path, lambda: self._checked(step))
-            _verified.add(self._directory / described["arrays"])
-        return described["metadata"]
+            return self._retried(path, lambda: self._checked(step))["metadata"]
 
     def _checked(self, step: int) -> dict:
         """Return what the JSON file has of arrays that are as they were written."""
@@ -193,8 +187,6 @@ class CheckpointFiles:
             raise ValueError(
                 f"{arrays_path.name} has {size} bytes, expected {described['bytes']}"
             )
-        if arrays_path in _verified:
-            return described
         if _digest(arrays_path) != described["sha256"]:
             raise ValueError(f"{arrays_path.name} has another digest")
         return described

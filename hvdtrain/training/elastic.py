@@ -12,6 +12,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import backend
+from hvdtrain.training.checkpoints import Checkpoint
 from hvdtrain.training.requests import Requests
 
 
@@ -59,10 +60,12 @@ class Commits:
     def supersede_after(self, step):
         """Do nothing: the next commit replaces this one."""
 
-    def submit(self, checkpoint, *, copy_seconds):
+    def submit(
+        self, checkpoint: Checkpoint, *, copy_seconds: float, is_reported: bool = True
+    ) -> None:
         """Keep a `Checkpoint`, then leave the training if hosts have come or gone.
 
-        A collective: all ranks leave it at the same step. `copy_seconds` is not used.
+        A collective: all ranks leave it at the same step. Nothing is reported.
         """
         self._newest = checkpoint
         self._state.check_host_updates()

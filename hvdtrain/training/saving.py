@@ -47,13 +47,15 @@ class BackgroundWriter:
         self._thread = None
         self._error = None
 
-    def submit(self, checkpoint, *, copy_seconds):
+    def submit(
+        self, checkpoint: Checkpoint, *, copy_seconds: float, is_reported: bool = True
+    ) -> None:
         """Write a `Checkpoint`, unless an earlier one is still being written.
 
         Args:
             checkpoint: the `Checkpoint`.
-            copy_seconds: for which training has stopped, to be reported; None for a
-                checkpoint that is soon replaced, whose success is not reported.
+            copy_seconds: for which training has stopped, to be reported.
+            is_reported: whether its success is reported; a failure always is.
         """
         if not self.is_done(0):
             self._report(
@@ -64,7 +66,9 @@ class BackgroundWriter:
         else:
             # A daemon: the exit of Python does not wait for a disk that hangs.
             self._thread = threading.Thread(
-                target=self._write, args=(checkpoint, copy_seconds), daemon=True
+                target=self._write,
+                args=(checkpoint, copy_seconds, is_reported),
+                daemon=True,
             )
             self._thread.start()
 
@@ -93,7 +97,9 @@ class BackgroundWriter:
         # After an error not without limit: the disk may be the reason.
         self.is_done(_LIMIT_AFTER_ERROR_SECONDS if error else None)
 
-    def _write(self, checkpoint, copy_seconds):
+    def _write(
+        self, checkpoint: Checkpoint, copy_seconds: float, is_reported: bool
+    ) -> None:
         start = self._clock()
         self._error = None
         try:
@@ -105,7 +111,7 @@ class BackgroundWriter:
             self._on_failure()
             self._report(checkpoint.step, f"not written: {error}")
             return
-        if copy_seconds is not None:
+        if is_reported:
             seconds = self._clock() - start
             text = f"copied in {copy_seconds:.3f} s, written in {seconds:.1f} s"
             self._report(checkpoint.step, f"{text}; {left}" if left else text)
@@ -204,5 +210,7 @@ class CheckpointCallback(StepCallback):
             return
         metadata = self._describe(self.step, is_finished, logs or {})
         checkpoint = Checkpoint(step=self.step, arrays=arrays, metadata=metadata)
-        reported_seconds = copy_seconds if logs is None else None
-        self._writer.submit(checkpoint, copy_seconds=reported_seconds)
+        # One before the last evaluation is soon replaced.
+        self._writer.submit(
+            checkpoint, copy_seconds=copy_seconds, is_reported=logs is None
+        )
