@@ -3,7 +3,9 @@
 import concurrent.futures
 import contextlib
 import socket
+import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.job.world import JobError, SharedJobError, World
 
 _POLL_SECONDS = 5.0
+_WARN_SECONDS = 60.0
 
 
 def gather(world, value):
@@ -52,13 +55,23 @@ def fail_together(world, *, expected=(JobError,)):
             raise SharedJobError(f"rank {rank} on {host}: {text}")
 
 
-def wait_together(world, is_done):
+def wait_together(
+    world: World,
+    is_done: Callable[[float], bool],
+    *,
+    on_wait: Callable[[list[int]], None] = lambda ranks: None,
+) -> None:
     """Wait on all ranks until `is_done(timeout_seconds)` is true on each. A collective.
 
     Short waits: a long one would be taken for a rank that hangs.
+
+    Args:
+        world: the `World`.
+        is_done: waits for so many seconds.
+        on_wait: called after each wait with the ranks that are not done.
     """
-    while not all(gather(world, is_done(_POLL_SECONDS))):
-        pass
+    while not all(done := gather(world, is_done(_POLL_SECONDS))):
+        on_wait([rank for rank, is_done_there in enumerate(done) if not is_done_there])
 
 
 def on_chief(world, work):
@@ -77,10 +90,23 @@ def on_chief(world, work):
             return each.result()
 
 
-def on_all(world: World, work: Callable[[], Any]) -> Any:
+def on_all(
+    world: World,
+    work: Callable[[], Any],
+    *,
+    name: str,
+    clock: Callable[[], float] = time.monotonic,
+) -> Any:
     """Return this rank's `work()`, when all ranks have done theirs. A collective.
 
-    The work may take longer on one rank than the limit for a rank that hangs.
+    The work may take longer on one rank than the limit for a rank that hangs. The
+    chief then warns once, since a rank that hangs in it blocks the job.
+
+    Args:
+        world: the `World`.
+        work: a function without collectives.
+        name: what the work returns, for the warning.
+        clock: returns seconds.
 
     Raises:
         SharedJobError: on every rank, if it raises a `JobError` on one. Another
@@ -88,12 +114,33 @@ def on_all(world: World, work: Callable[[], Any]) -> Any:
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         working = thread.submit(work)
-        wait_together(world, lambda seconds: _are_done([working], seconds))
+        wait_together(
+            world,
+            lambda seconds: _are_done([working], seconds),
+            on_wait=_warning_once(world, name, clock),
+        )
     error = working.exception()
     if error and not isinstance(error, JobError):
         raise error
     with fail_together(world):
         return working.result()
+
+
+def _warning_once(
+    world: World, name: str, clock: Callable[[], float]
+) -> Callable[[list[int]], None]:
+    due = [clock() + _WARN_SECONDS] if world.is_chief else []
+
+    def on_wait(ranks):
+        if due and clock() >= due[0]:
+            due.clear()
+            warnings.warn(
+                f"After {_WARN_SECONDS:g} s the job still waits for {name} on rank "
+                f"{', '.join(map(str, ranks))}. It waits without a limit.",
+                stacklevel=4,
+            )
+
+    return on_wait
 
 
 def _are_done(working, timeout_seconds):

@@ -162,7 +162,9 @@ class _Batches:
         self.iterator = iterator
         self._none = tf.experimental.Optional.empty(iterator.element_spec)
         # A rank that reads and drops what was trained on takes long.
-        self._first = on_all(world, iterator.get_next_as_optional)
+        self._first = on_all(
+            world, iterator.get_next_as_optional, name="the first batch of input_fn"
+        )
 
     def take_first(self) -> tf.experimental.Optional:
         """Return the first batch once, then none: it would stay in memory."""

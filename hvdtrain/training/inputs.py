@@ -58,7 +58,7 @@ def first_batch(
         return found[0], digests[0]
 
     # Where it is read from its start, some ranks may take long.
-    return on_all(world, read)
+    return on_all(world, read, name="the first batch of input_fn")
 
 
 def warn_if_changed(

@@ -3,6 +3,7 @@
 import dataclasses
 import http.client
 import os
+import threading
 from unittest import mock
 
 import pytest
@@ -107,6 +108,26 @@ def test_a_lone_collective_does_not_wait_for_ever(monkeypatch, given, expected):
 def test_elastic_jobs_may_change_size(monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     launchers.check_one_job(Launch("horovodrun", 4, 2), size=3)
+
+
+def test_a_first_batch_that_takes_long_raises_one_warning(monkeypatch):
+    is_read = threading.Event()
+    seconds = iter([0.0, 59.0, 61.0])
+
+    def gather(world, value):
+        # Rank 1 is as this one, rank 2 is done at once.
+        return [value, value, True] if isinstance(value, bool) else [value]
+
+    def clock():
+        now = next(seconds)
+        if now > 60:
+            is_read.set()
+        return now
+
+    monkeypatch.setattr(agreement, "gather", gather)
+    monkeypatch.setattr(agreement, "_POLL_SECONDS", 0.01)
+    with pytest.warns(UserWarning, match=r"60 s .* for a batch on rank 0, 1\."):
+        agreement.on_all(World(0, 3), is_read.wait, name="a batch", clock=clock)
 
 
 def test_fail_together_keeps_messages_and_the_traceback_of_bugs():
