@@ -84,8 +84,12 @@ def _parts(metrics: Iterable) -> Iterator[keras.Metric]:
     """Yield the metrics and those inside them."""
     for metric in metrics:
         yield metric
-        # Those of `compile` are in a container that does not track them.
-        yield from _parts([*metric._metrics, *getattr(metric, "metrics", ())])
+        # Those of `compile` are in a container that does not track them. A user's class
+        # may have anything else of this name.
+        inside = getattr(metric, "metrics", None)
+        inside = inside if isinstance(inside, list | tuple) else []
+        inside = [part for part in inside if isinstance(part, keras.Metric)]
+        yield from _parts([*metric._metrics, *inside])
 
 
 def _states_of_keras(metric: keras.Metric) -> list[keras.Variable]:
@@ -137,8 +141,6 @@ def reduce_states(
     _check_same_number(variables, process_set)
     if not variables:
         return snapshots
-    if process_set.rank() == 0:
-        _warn_of_other_states(metrics)
     sent = [
         state
         for snapshot in snapshots
@@ -149,6 +151,9 @@ def reduce_states(
             sent, name="MetricStates", op=Sum, process_set=process_set
         )
     totals = iter([total.numpy() for total in totals])
+    # After the reduction: a warning may be an error, for which no rank is to wait.
+    if process_set.rank() == 0:
+        _warn_of_other_states(metrics)
     return [
         combined(variables, [next(totals) for _ in variables], process_set)
         for _ in snapshots

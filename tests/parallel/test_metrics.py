@@ -225,6 +225,25 @@ def test_a_state_that_is_not_known_to_be_a_sum_is_named_once():
         assert "The state 'largest' of the metric 'worst' (Largest) is added" in text
 
 
+@pytest.mark.parametrize("metrics", [{"a": 1}, lambda: None])
+def test_an_attribute_metrics_of_a_users_own(metrics):
+    metric = Largest("own", aggregation="only_first_replica")
+    metric.metrics = metrics
+    assert reduce_metrics([metric])["largest"] == 0
+
+
+def test_a_warning_that_is_an_error_blocks_no_rank():
+    metric = Largest("strict")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if hvd.rank():
+            reduce_metrics([metric])
+        else:
+            with pytest.raises(UserWarning, match="'strict'"):
+                reduce_metrics([metric])
+    assert hvd.allgather_object(hvd.rank(), name="after") == list(range(hvd.size()))
+
+
 @pytest.mark.ranks
 def test_a_rank_without_a_batch_is_an_error_on_every_rank():
     metric = keras.metrics.F1Score()
