@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.hook import hook_of
+from hvdtrain.keras.partition import has_parts_elsewhere
 
 _MARK = "_hvdtrain_compares_samples"
 # Integers below it are exact in float32, and their sum with zeros is.
@@ -17,15 +18,24 @@ _MODULUS = 1 << 20
 def compare_along_model(model: keras.Model) -> None:
     """Makes the steps of a model fail where ranks along `model` got different samples.
 
-    The ranks of a model group are one replica. Of each batch in training and
-    evaluation, they compare a fingerprint of the first sample.
+    The ranks of a model group are one replica. Of each batch in training, and in the
+    evaluation of a divided model, they compare a fingerprint of the first sample.
     """
     if getattr(model, _MARK, False):
         return
     setattr(model, _MARK, True)
-    for name in ("train_step", "test_step"):
-        step = functools.partial(_compare_and_step, model, getattr(model, name))
-        setattr(model, name, step)
+    for name, compare in (
+        ("train_step", _compare_and_step),
+        ("test_step", _compare_and_test),
+    ):
+        setattr(model, name, functools.partial(compare, model, getattr(model, name)))
+
+
+def _compare_and_test(model, step, data):
+    # One rank alone may evaluate a model of which nothing is divided.
+    if not has_parts_elsewhere(model.variables):
+        return step(data)
+    return _compare_and_step(model, step, data)
 
 
 def _compare_and_step(model, step, data):

@@ -310,3 +310,16 @@ def test_different_samples_of_a_replica_are_an_error_on_all_its_ranks(meshes):
                 tf.errors.InvalidArgumentError, match="different samples"
             ):
                 run(*mine, verbose=0)
+
+
+def test_one_rank_alone_evaluates_a_model_of_which_nothing_is_divided():
+    mesh = parallel.Mesh(model=2)
+    model = oracle.build_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh)
+    model.compile(optimizer, oracle.LOSS)
+    x, y = oracle.samples(1)
+    model.fit(x, y, shuffle=False, verbose=0)
+    if hvd.rank() == 0:
+        expected = float(np.mean(keras.losses.get(oracle.LOSS)(y, model(x))))
+        assert model.evaluate(x, y, verbose=0) == pytest.approx(expected, rel=1e-5)
+    mesh.remove()
