@@ -100,8 +100,10 @@ def _is_pipeline(model):
     return hasattr(model, "gather_dense")
 
 
-def _is_on_mesh(model):
-    return any(hook and hook.mesh for hook in map(hook_of, optimizers_of(model)))
+def _is_on_dividing_mesh(model: keras.Model) -> bool:
+    hooks = [hook_of(optimizer) for optimizer in optimizers_of(model)]
+    meshes = [hook.mesh for hook in hooks if hook and hook.mesh]
+    return any(mesh.shape.divides_model for mesh in meshes)
 
 
 def _run(method):
@@ -135,13 +137,21 @@ def _save(method):
     def save(self, *args, **kwargs):
         is_together = is_saved_together(self)
         if dense_saving.is_saving() or not (
-            is_together or _is_pipeline(self) or _is_on_mesh(self)
+            is_together or _is_pipeline(self) or _is_on_dividing_mesh(self)
         ):
             return method(self, *args, **kwargs)
         if is_together:
             _check_format(str(args[0] if args else kwargs.get("filepath", "")))
             check_called_alike(method.__name__)
-        # On a mesh all ranks save, divided or not: they must not write one file.
+        elif global_process_set.rank():
+            warnings.warn(
+                f"model.{method.__name__} writes no file on rank "
+                f"{global_process_set.rank()}, and does not wait for that of rank 0. "
+                "The model has no divided layers, and is trained on a mesh with model "
+                "or pipeline above 1, where rank 0 alone writes files.",
+                stacklevel=2,
+            )
+        # On such a mesh all ranks save, divided or not: they must not write one file.
         return save_by_rank_0(self, lambda whole: method(whole, *args, **kwargs))
 
     return save

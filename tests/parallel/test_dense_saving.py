@@ -2,6 +2,7 @@
 
 import os
 import threading
+import warnings
 
 import keras
 import numpy as np
@@ -146,9 +147,24 @@ def test_the_file_needs_no_other_package(mesh, directory):
 def test_rank_0_writes_a_model_on_a_mesh_of_which_nothing_is_divided(mesh, directory):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh)
     network = model(keras.layers.Dense, keras.layers.Dense, optimizer)
-    network.save(os.path.join(directory, f"{RANK}.keras"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        network.save(os.path.join(directory, f"{RANK}.keras"))
     hvd.allgather_object(None, name="saved")
     assert os.listdir(directory) == ["0.keras"]
+    texts = [str(each.message) for each in caught if "no file" in str(each.message)]
+    assert len(texts) == (RANK > 0)
+
+
+def test_each_rank_writes_its_file_on_a_mesh_of_replicas(directory):
+    mesh = parallel.Mesh()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh)
+    network = model(keras.layers.Dense, keras.layers.Dense, optimizer)
+    path = os.path.join(directory, f"{RANK}.keras")
+    network.save(path)
+    assert os.path.isfile(path)
+    hvd.allgather_object(None, name="saved")
+    mesh.remove()
 
 
 def test_an_error_on_rank_0_is_one_of_all_ranks(mesh, directory):
