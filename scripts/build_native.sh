@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds libhvdtrain.so, the native operations, for the TensorFlow that PYTHON has.
+# Builds the native operations for the TensorFlow that PYTHON has, whose version is in
+# the library's name: libhvdtrain-tensorflow-VERSION.so.
 #
 #     scripts/build_native.sh PYTHON DIRECTORY
 #
@@ -14,12 +15,12 @@ fi
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 flags=$(TF_CPP_MIN_LOG_LEVEL=3 CUDA_VISIBLE_DEVICES='' "$1" -c 'if 1:
   import tensorflow
-  version = f"-DHVDTRAIN_TENSORFLOW=\"{tensorflow.__version__}\""
-  print(*tensorflow.sysconfig.get_compile_flags(), version)
-  print(*tensorflow.sysconfig.get_link_flags())')
+  print(*tensorflow.sysconfig.get_compile_flags())
+  print(*tensorflow.sysconfig.get_link_flags())
+  print(f"libhvdtrain-tensorflow-{tensorflow.__version__}.so")')
 # -isystem: no warnings from TensorFlow's headers.
 read -ra compile <<<"${flags//-I/-isystem}"
-read -ra link < <(tail -n 1 <<<"$flags")
+{ read -r && read -ra link && read -r library; } <<<"$flags"
 # shellcheck disable=SC2086
 ${CXX:-c++} "${compile[@]}" -Wall -Wextra -O3 -fPIC -fvisibility=hidden -shared \
-  "$root"/hvdtrain/native/*.cc -o "$2/libhvdtrain.so" "${link[@]}" ${LDFLAGS:-}
+  "$root"/hvdtrain/native/*.cc -o "$2/$library" "${link[@]}" ${LDFLAGS:-}

@@ -280,8 +280,9 @@ build() (
 
 # Renamed, not overwritten: processes may have the old one loaded.
 install_native() {
-  cp "$native/libhvdtrain.so" "$venv/lib/libhvdtrain.so.new" &&
-    mv "$venv/lib/libhvdtrain.so.new" "$venv/lib/libhvdtrain.so" &&
+  local library
+  library=$venv/lib/$(cd "$native" && echo libhvdtrain-*.so) &&
+    cp "$native"/libhvdtrain-*.so "$library.new" && mv "$library.new" "$library" &&
     { echo "$native" && digest <(describe_native); } >"$venv/.native"
 }
 

@@ -1,6 +1,6 @@
 """The TensorFlow operations that set-up compiles from the sources in this directory.
 
-`scripts/build_native.sh` builds them as `lib/libhvdtrain.so` of the Python environment.
+`scripts/build_native.sh` builds them as a library in `lib/` of the Python environment.
 What uses them has another way where they are not installed.
 """
 
@@ -13,7 +13,7 @@ import sys
 import tensorflow as tf
 
 # Of the operations and of the C functions; also in interface.cc.
-_INTERFACE = 8
+_INTERFACE = 9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,13 @@ class Library:
 
 
 def library_path():
-    """Where set-up installs the library."""
-    return pathlib.Path(sys.prefix, "lib", "libhvdtrain.so")
+    """Where set-up installs the library for this TensorFlow.
+
+    TensorFlow has no stable ABI. To load a library that was compiled for another one
+    may end the process, so the version is in the name.
+    """
+    name = f"libhvdtrain-tensorflow-{tf.__version__}.so"
+    return pathlib.Path(sys.prefix, "lib", name)
 
 
 @functools.cache
@@ -39,8 +44,7 @@ def load():
     """Returns the `Library`.
 
     Raises:
-        OSError: it is missing, or it cannot be loaded, or it is of another version or
-            compiled for another TensorFlow.
+        OSError: it is missing, or it cannot be loaded, or it is of another version.
     """
     if not library_path().exists():
         raise OSError(f"{library_path()} is missing: run scripts/setup.sh")
@@ -53,11 +57,4 @@ def load():
     interface = getattr(functions, "hvdtrain_interface", lambda: None)
     if interface() != _INTERFACE:
         raise OSError(f"{library_path()} is of another version: run scripts/setup.sh")
-    functions.hvdtrain_tensorflow.restype = ctypes.c_char_p
-    compiled_for = functions.hvdtrain_tensorflow().decode()
-    if compiled_for != tf.__version__:
-        raise OSError(
-            f"{library_path()} is compiled for TensorFlow {compiled_for}, and this is "
-            f"{tf.__version__}: run scripts/setup.sh"
-        )
     return Library(operations, functions)

@@ -18,7 +18,7 @@ std::atomic<uint64_t> reduction_nanoseconds{0};
 
 namespace {
 
-// Of what follows; never held while other ranks are waited for.
+// Guards caller_text and segment. Never held while waiting for other ranks.
 std::mutex mutex;
 std::string caller_text;
 // Not destroyed when the process exits: kernels may still run.
@@ -62,10 +62,7 @@ extern "C" {
 
 // A number that changes with these functions and with the operations; also in
 // __init__.py.
-EXPORT int hvdtrain_interface() { return 8; }
-
-// The version of TensorFlow that the library was compiled for: it has no stable ABI.
-EXPORT const char* hvdtrain_tensorflow() { return HVDTRAIN_TENSORFLOW; }
+EXPORT int hvdtrain_interface() { return 9; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);
