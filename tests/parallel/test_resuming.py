@@ -15,7 +15,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.data import Shard
-from hvdtrain.job import JobError, World
+from hvdtrain.job import JobError, World, agreement
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, state
 from hvdtrain.training.checkpoints import CheckpointFiles
@@ -248,7 +248,10 @@ def test_options_that_differ_are_an_error_on_all_ranks():
         train(model_fn=None, save_every_steps=1 + RANK)
 
 
-def test_an_input_may_be_what_rank_0_has_found(directory):
+def test_an_input_may_be_what_rank_0_has_found(directory, monkeypatch):
+    # Ranks that wait for others exchange this at once.
+    monkeypatch.setattr(agreement, "_POLL_SECONDS", 0.0)
+
     def input_fn(start_step, end_step):
         order = np.random.RandomState(1).permutation(SAMPLES) if RANK == 0 else None
         order = hvd.broadcast_object(order, name="order")
