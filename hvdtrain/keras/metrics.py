@@ -102,8 +102,8 @@ def _warn_of_state(state: str, metric: str, kind: str) -> None:
     warnings.warn(
         f"The state {state!r} of the metric {metric!r} ({kind}) is added up over the "
         "ranks, and is not known to be a sum: the result is wrong if it is a maximum, "
-        "for example. Keep sums in attributes that are keras.metrics.Sum or Mean, or "
-        "choose another aggregation in add_variable.",
+        "for example, which Keras cannot aggregate. Keep sums in attributes that are "
+        "keras.metrics.Sum or Mean; reduce a maximum by hvd.allreduce in a callback.",
         stacklevel=4,
     )
 
