@@ -16,8 +16,7 @@ from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
-from hvdtrain.keras.learning_rates import without_loss_scale
-from hvdtrain.keras.optimizer_state import divide_slots
+from hvdtrain.keras.optimizer_state import divide_slots, without_loss_scale
 from hvdtrain.keras.partition import assign_part, is_divided, partition_of
 
 _DONE, _WORKING = -1, -2

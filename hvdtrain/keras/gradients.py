@@ -14,7 +14,8 @@ from hvdtrain.collectives.process_sets import (
     size_of,
 )
 from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
-from hvdtrain.keras.groups import check_groups, split, variable_key
+from hvdtrain.keras.groups import check_groups, split
+from hvdtrain.keras.optimizer_state import variable_key
 from hvdtrain.keras.partition import check_ranks, has_summed_gradients, is_divided
 
 _ADDS_UP_ROWS = "_hvdtrain_adds_up_rows"

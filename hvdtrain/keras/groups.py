@@ -6,7 +6,7 @@ import warnings
 
 import tensorflow as tf
 
-from hvdtrain.collectives.dtypes import as_tensorflow
+from hvdtrain.keras.optimizer_state import variable_key
 
 # Smaller groups cost more barriers or negotiations; larger ones start later, and leave
 # less of the backward pass to overlap with.
@@ -91,8 +91,3 @@ def check_groups(groups):
             "groups must be None, a positive number of groups, or a list of lists of "
             f"variables. Received: {groups!r}"
         )
-
-
-def variable_key(variable):
-    """Returns a hashable, equal for a Keras variable and its TensorFlow variable."""
-    return as_tensorflow(variable).ref()

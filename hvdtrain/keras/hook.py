@@ -8,9 +8,11 @@ from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.gradients import add_up_rows
-from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.loss_scaling import check_loss_scale, share_overflow
-from hvdtrain.keras.optimizer_state import divide_slots, shared_state
+from hvdtrain.keras.optimizer_state import (
+    divide_slots,
+    shared_state,
+)
 from hvdtrain.keras.partition import (
     check_elementwise,
     has_summed_gradients,
@@ -221,11 +223,6 @@ def _scaled(gradient, factor):
             gradient.values * factor, gradient.indices, gradient.dense_shape
         )
     return gradient * factor
-
-
-def hook_of(optimizer):
-    """Returns the `ReductionHook` of `optimizer`, or None."""
-    return getattr(without_loss_scale(optimizer), "reduction_hook", None)
 
 
 def _check_not_overwritten(grads, variables):

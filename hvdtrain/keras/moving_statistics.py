@@ -6,8 +6,8 @@ import numpy as np
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.layers import SyncBatchNormalization
+from hvdtrain.keras.optimizer_state import variable_key
 from hvdtrain.keras.ranks import local_keys_of, process_set_of
 
 

@@ -16,8 +16,8 @@ from hvdtrain.collectives.transport import Average, Sum, op_name
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer
 from hvdtrain.keras.groups import groups_argument
-from hvdtrain.keras.hook import ReductionHook, hook_of
-from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.hook import ReductionHook
+from hvdtrain.keras.optimizer_state import hook_of, without_loss_scale
 from hvdtrain.keras.ranks import optimizers_of
 from hvdtrain.keras.sharded_state import ShardedState
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import keras
 
-from hvdtrain.keras.groups import variable_key
-from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.keras.partition import (
     has_parts_elsewhere,
     partition_of,
@@ -28,7 +27,7 @@ def shared_state(optimizer, trainable, local_keys=frozenset()):
     Args:
         optimizer: a Keras optimizer, built or not.
         trainable: list of the variables that it trains.
-        local_keys: set of `gradients.variable_key(variable)` of local variables.
+        local_keys: set of `variable_key(variable)` of local variables.
     """
     own = _slots(optimizer, trainable, local_keys)
     own |= {id(accumulator) for accumulator in accumulated_gradients(optimizer)}
@@ -131,3 +130,20 @@ def copies_of_weights(optimizer: keras.optimizers.Optimizer) -> list:
         if isinstance(optimizer, getattr(keras.optimizers, name, ())):
             return getattr(optimizer, attribute)
     return []
+
+
+def without_loss_scale(optimizer):
+    """The optimizer inside a `LossScaleOptimizer`, or `optimizer` itself."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.inner_optimizer
+    return optimizer
+
+
+def hook_of(optimizer):
+    """Returns the `ReductionHook` of `optimizer`, or None."""
+    return getattr(without_loss_scale(optimizer), "reduction_hook", None)
+
+
+def variable_key(variable):
+    """Returns a hashable, equal for a Keras variable and its TensorFlow variable."""
+    return as_tensorflow(variable).ref()

@@ -3,7 +3,7 @@
 import keras
 
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.keras.hook import hook_of
+from hvdtrain.keras.optimizer_state import hook_of
 from hvdtrain.keras.partition import is_copied
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.keras.hook import hook_of
+from hvdtrain.keras.optimizer_state import hook_of
 from hvdtrain.keras.partition import has_parts_elsewhere
 
 _MARK = "_hvdtrain_compares_samples"

@@ -22,11 +22,11 @@ from hvdtrain.keras.consistency import (
     DesynchronizedError,
     checksum_of,
 )
-from hvdtrain.keras.groups import variable_key
 from hvdtrain.keras.optimizer_state import (
     accumulated_gradients,
     copies_of_weights,
     slots_by_place,
+    variable_key,
 )
 from hvdtrain.keras.partition import (
     NOT_ELEMENTWISE,

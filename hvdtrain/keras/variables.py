@@ -3,8 +3,7 @@
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.keras.groups import variable_key
-from hvdtrain.keras.optimizer_state import shared_state
+from hvdtrain.keras.optimizer_state import shared_state, variable_key
 from hvdtrain.keras.partition import is_copied
 from hvdtrain.keras.ranks import local_keys_of
 
@@ -19,7 +18,7 @@ def shared_variables(model, *, optimizer=None, local_keys=frozenset()):
     Args:
         model: a model that is built, compiled or not.
         optimizer: by default the one that the model was compiled with.
-        local_keys: set of `groups.variable_key(variable)` of local variables,
+        local_keys: set of `variable_key(variable)` of local variables,
             in addition to those registered with the optimizer.
     """
     # A model that was never compiled has no such attribute.

@@ -14,8 +14,8 @@ import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import on_all
 from hvdtrain.job.world import SharedJobError
-from hvdtrain.keras.learning_rates import without_loss_scale
 from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.optimizer_state import without_loss_scale
 from hvdtrain.training.plan import Plan
 
 # The error of `assert_cardinality`.

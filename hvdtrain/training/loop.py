@@ -8,7 +8,7 @@ import keras
 
 from hvdtrain.job.agreement import check_same, fail_together, gather
 from hvdtrain.job.world import JobError, World
-from hvdtrain.keras.hook import hook_of
+from hvdtrain.keras.optimizer_state import hook_of
 from hvdtrain.keras.partition import has_summed_gradients
 from hvdtrain.training import exporting, failures, run_directory
 from hvdtrain.training.checkpoints import CheckpointFiles

@@ -14,10 +14,8 @@ import hvdtrain.keras as hvd
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import JobError, World
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
-from hvdtrain.keras.groups import variable_key
-from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.optimizer_state import accumulated_gradients
+from hvdtrain.keras.optimizer_state import accumulated_gradients, hook_of, variable_key
 from hvdtrain.keras.partition import assign_part, has_summed_gradients
 from hvdtrain.keras.ranks import copies_of
 from hvdtrain.keras.variables import shared_variables

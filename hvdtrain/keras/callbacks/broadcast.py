@@ -15,9 +15,8 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.keras import train_functions
 from hvdtrain.keras.callbacks import start
-from hvdtrain.keras.groups import variable_key
-from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.optimizer import configure_compiled_model
+from hvdtrain.keras.optimizer_state import hook_of, variable_key
 from hvdtrain.keras.partition import is_divided
 from hvdtrain.keras.ranks import all_ranks_of, copies_of, process_set_of
 from hvdtrain.keras.variables import shared_variables

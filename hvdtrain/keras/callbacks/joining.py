@@ -5,8 +5,7 @@ import keras
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Average
-from hvdtrain.keras.hook import hook_of
-from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.optimizer_state import hook_of, without_loss_scale
 from hvdtrain.keras.partition import has_parts_elsewhere
 from hvdtrain.keras.ranks import local_keys_of, optimizers_of
 from hvdtrain.keras.variables import shared_variables

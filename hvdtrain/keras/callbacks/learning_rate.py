@@ -10,8 +10,8 @@ import horovod.tensorflow as hvd
 import keras
 from keras.src.utils import io_utils
 
-from hvdtrain.keras.hook import hook_of
 from hvdtrain.keras.learning_rates import set_learning_rate
+from hvdtrain.keras.optimizer_state import hook_of
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -16,7 +16,7 @@ from hvdtrain.job.backend import world
 from hvdtrain.job.world import JobError
 from hvdtrain.keras import optimizer_state
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
-from hvdtrain.keras.learning_rates import without_loss_scale
+from hvdtrain.keras.optimizer_state import without_loss_scale
 from hvdtrain.parallel.mesh import Axis
 
 _NOT_LOADED = -1
