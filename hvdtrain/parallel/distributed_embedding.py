@@ -16,7 +16,7 @@ from hvdtrain.parallel.combining import (
     output_shape,
     without_gaps,
 )
-from hvdtrain.parallel.exchange_for_all import look_up_for_all
+from hvdtrain.parallel.exchange import look_up_for_all
 from hvdtrain.parallel.mesh import Axes, data_axis, one_rank
 from hvdtrain.parallel.placed_tables import (
     PlacedEmbedding,
