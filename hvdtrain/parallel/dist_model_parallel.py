@@ -16,8 +16,8 @@ from hvdtrain.keras import (
     broadcast_variables,
 )
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
-from hvdtrain.parallel.combining import Embedding
 from hvdtrain.parallel.distributed_embedding import DistributedEmbedding
+from hvdtrain.parallel.embedding import Embedding
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",

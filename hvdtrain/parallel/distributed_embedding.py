@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.gradients import update_rows_once
-from hvdtrain.parallel.combining import (
+from hvdtrain.parallel.embedding import (
     Embedding,
     combine,
     combiner_of,

@@ -9,8 +9,7 @@ import tensorflow as tf
 from hvdtrain.collectives import ops
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.partition import assign_part, partition_of
-from hvdtrain.parallel.combining import combiner_of
-from hvdtrain.parallel.embedding import DividedEmbedding
+from hvdtrain.parallel.embedding import DividedEmbedding, combiner_of
 from hvdtrain.parallel.exchange import look_up
 
 
