@@ -19,13 +19,13 @@ from keras import ops
 from keras.src.backend import get_keras_mask, set_keras_mask
 
 from hvdtrain.parallel import mappings
-from hvdtrain.parallel.divided_weights import (
+from hvdtrain.parallel.dropout import dropout
+from hvdtrain.parallel.model_group import (
     DividedWeights,
+    InModelGroup,
     SumRegularizer,
     check_arguments,
 )
-from hvdtrain.parallel.dropout import dropout
-from hvdtrain.parallel.model_group import InModelGroup
 
 
 class DividedHeads(InModelGroup):
