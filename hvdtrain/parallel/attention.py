@@ -20,7 +20,7 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.dropout import dropout
-from hvdtrain.parallel.model_group import (
+from hvdtrain.parallel.layer import (
     DividedWeights,
     InModelGroup,
     SumRegularizer,

@@ -8,7 +8,7 @@ from keras import ops
 
 from hvdtrain.keras.parts import NOT_ELEMENTWISE_ACTIVATIONS
 from hvdtrain.parallel import mappings
-from hvdtrain.parallel.model_group import (
+from hvdtrain.parallel.layer import (
     DividedWeights,
     SumRegularizer,
     check_arguments,

@@ -3,7 +3,7 @@
 import keras
 from keras import ops
 
-from hvdtrain.parallel.model_group import InModelGroup
+from hvdtrain.parallel.layer import InModelGroup
 
 
 class ParallelDropout(InModelGroup, keras.layers.Dropout):

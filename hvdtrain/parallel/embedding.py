@@ -12,8 +12,8 @@ from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import update_rows_once
 from hvdtrain.keras.partition import Partition, assign_part
 from hvdtrain.parallel.exchange import look_up
+from hvdtrain.parallel.layer import DividedWeights, check_arguments
 from hvdtrain.parallel.mesh import Axes, data_axis
-from hvdtrain.parallel.model_group import DividedWeights, check_arguments
 
 _COMBINERS = (None, "sum", "mean")
 

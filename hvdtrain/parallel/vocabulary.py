@@ -10,7 +10,7 @@ from keras.src.backend import set_keras_mask
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.transport import Max, Min, Sum
-from hvdtrain.parallel.model_group import InModelGroup
+from hvdtrain.parallel.layer import InModelGroup
 
 
 class ParallelSparseCategoricalCrossentropy(

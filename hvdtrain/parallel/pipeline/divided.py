@@ -8,7 +8,7 @@ import math
 
 from hvdtrain.keras.dense_values import DenseVariable
 from hvdtrain.keras.partition import is_divided
-from hvdtrain.parallel.model_group import InModelGroup
+from hvdtrain.parallel.layer import InModelGroup
 
 
 def check(layer, mesh):
