@@ -1,14 +1,77 @@
 """The layers of one stage, built in place of the dense model's."""
 
 import dataclasses
+import math
 import random
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.keras import parts
-from hvdtrain.parallel.pipeline import divided, splitting
+from hvdtrain.keras.dense_values import DenseVariable
+from hvdtrain.keras.partition import is_divided
+from hvdtrain.parallel.layer import InModelGroup
+from hvdtrain.parallel.pipeline import splitting
 from hvdtrain.parallel.pipeline.dense import DenseModel, in_scope, scope_of
+
+
+def check(layer, mesh):
+    """Raise a ValueError for a layer that is divided, and that no stage can make."""
+    if _is_made(layer, mesh) or not is_divided(layer.variables):
+        return
+    raise ValueError(
+        f"The {type(layer).__name__} {layer.name!r} cannot be part of a pipeline, "
+        "which makes layers from their config: its weights are divided, and not over "
+        "the axis model of the pipeline's mesh, or those of a layer inside of it are."
+    )
+
+
+def dense_size(operation):
+    """Return the number of parameters of a layer's dense twin: equal on all ranks.
+
+    It is 0 for an operation of Keras, such as an addition, which is no layer.
+    """
+    variables = getattr(operation, "variables", [])
+    return sum(math.prod(DenseVariable.of(variable).shape) for variable in variables)
+
+
+def makers(functional, mesh):
+    """Return, by a registered name, what Keras calls as the class of a divided layer.
+
+    Args:
+        functional: the dense model, with divided layers.
+        mesh: the `Mesh` of the pipeline.
+    """
+    made = [layer for layer in functional.layers if _is_made(layer, mesh)]
+    return {_name(layer.name): _Maker(layer, mesh) for layer in made}
+
+
+def with_maker(entry, makers):
+    """Return an entry of a config, with the registered name if it has a maker."""
+    name = _name(entry["name"])
+    if name not in makers:
+        return entry
+    # It is built by its call: the shapes of its build are those of the dense twin.
+    kept = {key: value for key, value in entry.items() if key != "build_config"}
+    return kept | {"registered_name": name}
+
+
+def _is_made(layer, mesh):
+    return isinstance(layer, InModelGroup) and layer.is_of(mesh)
+
+
+class _Maker:
+    def __init__(self, layer, mesh):
+        self._layer = layer
+        self._mesh = mesh
+
+    def from_config(self, _):
+        return self._layer.remade(self._mesh)
+
+
+def _name(layer_name):
+    return f"divided>{layer_name}"
+
 
 # They depend on the whole batch, or on the batches before.
 _STATEFUL = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
@@ -50,7 +113,7 @@ def build(model, stages, mesh):
     config = functional.get_config()
     outputs = [tuple(history) for history in config["output_layers"]]
     if stages is None:
-        sizes = list(map(divided.dense_size, functional.operations[1:]))
+        sizes = list(map(dense_size, functional.operations[1:]))
         stages = splitting.balanced(sizes, size)
     entries = splitting.split(config["layers"], stages)
     if len(entries) != size:
@@ -65,14 +128,14 @@ def build(model, stages, mesh):
     owners = _stages_of_variables(functional, stage_of)
     _check_trainable(functional, owners, size)
     for layer in functional.layers:
-        divided.check(layer, mesh)
+        check(layer, mesh)
         for each in layer._flatten_layers():
             _check_layer(each)
     for cut in cuts:
         _check_mask(functional, cut)
     before = cuts[index - 1] if index else None
-    makers = divided.makers(functional, mesh)
-    mine = [divided.with_maker(entry, makers) for entry in entries[index]]
+    makers = makers(functional, mesh)
+    mine = [with_maker(entry, makers) for entry in entries[index]]
     name = f"{model.name}_stage_{index}"
     network = _network(
         splitting.config_of(mine, before, cuts[index].history, name),
