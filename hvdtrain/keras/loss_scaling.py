@@ -4,7 +4,7 @@ import inspect
 
 import keras
 
-from hvdtrain.keras.skipping import is_true_on_all
+from hvdtrain.keras.hook import is_true_on_all
 
 
 def check_loss_scale(shared):
