@@ -1,5 +1,7 @@
 """The hook by which an optimizer's gradients are reduced inside Keras' own step."""
 
+import inspect
+
 import keras
 import tensorflow as tf
 
@@ -10,7 +12,6 @@ from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.gradients import add_up_rows
-from hvdtrain.keras.loss_scaling import check_loss_scale, share_overflow
 from hvdtrain.keras.optimizer_state import (
     divide_slots,
     shared_state,
@@ -20,6 +21,49 @@ from hvdtrain.keras.partition import (
     has_summed_gradients,
     is_copied,
 )
+
+
+def check_loss_scale(shared):
+    """Raises a ValueError unless the `LossScaleOptimizer` that calls is `shared`.
+
+    Args:
+        shared: the one whose check for overflow is one of all ranks; may be None.
+    """
+    caller = _calling_optimizer()
+    if caller is None or caller is shared:
+        return
+    raise ValueError(
+        "The distributed optimizer is inside a LossScaleOptimizer that checks for "
+        "overflow on each rank alone: ranks without overflow would wait for one "
+        "that skips the step. Add "
+        "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks, make "
+        "an hvd.elastic.KerasState of the model after compile(), or use "
+        "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
+    )
+
+
+def share_overflow(loss_scale_optimizer, ranks):
+    """Makes all `ranks` skip a step when one of them overflows."""
+    check_locally = loss_scale_optimizer.check_finite
+
+    def check_finite(grads):
+        return is_true_on_all(ranks, check_locally(grads), "LossScaleOverflow")
+
+    loss_scale_optimizer.check_finite = check_finite
+
+
+def _calling_optimizer():
+    """Returns the `LossScaleOptimizer` whose `apply` is on the stack, or None.
+
+    The inner optimizer has no reference to it. In a graph it calls the inner `apply`
+    in a branch for steps without overflow, as a user's own `tf.cond` may do rightly.
+    """
+    source = inspect.getsourcefile(keras.optimizers.LossScaleOptimizer)
+    frame = inspect.currentframe()
+    while frame := frame.f_back:
+        if frame.f_code.co_filename == source and "self" in frame.f_locals:
+            return frame.f_locals["self"]
+    return None
 
 
 class UpdateSkipping:
