@@ -14,8 +14,7 @@ from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average, Sum, op_name
 from hvdtrain.keras import collective_calls
-from hvdtrain.keras.gradients import GradientOptions, GradientReducer
-from hvdtrain.keras.groups import groups_argument
+from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.optimizer_state import hook_of, without_loss_scale
 from hvdtrain.keras.ranks import optimizers_of

@@ -6,8 +6,7 @@ from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average
-from hvdtrain.keras.gradients import GradientOptions
-from hvdtrain.keras.groups import groups_argument
+from hvdtrain.keras.gradients import GradientOptions, groups_argument
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras.tape import DistributedTape
 

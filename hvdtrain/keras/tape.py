@@ -8,8 +8,12 @@ from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.consistency import check_first_steps
-from hvdtrain.keras.gradients import GradientOptions, GradientReducer, add_up_rows
-from hvdtrain.keras.groups import groups_argument
+from hvdtrain.keras.gradients import (
+    GradientOptions,
+    GradientReducer,
+    add_up_rows,
+    groups_argument,
+)
 
 
 @do_not_convert

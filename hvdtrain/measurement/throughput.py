@@ -5,7 +5,7 @@ import functools
 
 import hvdtrain.keras as hvd
 from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.keras import groups
+from hvdtrain.keras import gradients
 from hvdtrain.measurement import (
     collectives,
     consistency,
@@ -54,7 +54,7 @@ def measure(options, world):
     )
     count = max(world.size, len(names))
     figures = summarize(gather(world, measured), options, count)
-    buckets = groups.bytes_of_groups(model.trainable_variables) if count > 1 else []
+    buckets = gradients.bytes_of_groups(model.trainable_variables) if count > 1 else []
     if world.size > 1 and options.project:
         figures["projection"] = _projection(options, world, figures, buckets)
     if count > 1 and options.consistency_steps and options.workload != "backward":
