@@ -24,7 +24,7 @@ from hvdtrain.keras import dense_saving, samples
 from hvdtrain.keras.optimizer_state import hook_of
 from hvdtrain.keras.partition import has_parts_elsewhere, partition_of
 from hvdtrain.keras.parts import check_parts
-from hvdtrain.keras.ranks import optimizers_of
+from hvdtrain.keras.variables import optimizers_of
 
 _MARK = "_hvdtrain_collective"
 _RUNS = ("fit", "evaluate", "predict")

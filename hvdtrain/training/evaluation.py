@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
-from hvdtrain.keras.ranks import process_set_of
+from hvdtrain.keras.variables import process_set_of
 from hvdtrain.training.events import notify, scalars
 from hvdtrain.training.exporting import Exports
 from hvdtrain.training.plan import Plan

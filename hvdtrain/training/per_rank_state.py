@@ -7,7 +7,7 @@ from hvdtrain.job.agreement import on_chief
 from hvdtrain.job.world import World
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.ranks import process_set_of
+from hvdtrain.keras.variables import process_set_of
 from hvdtrain.training import random_states, state
 from hvdtrain.training.regrouping import mean
 from hvdtrain.training.replicas import Replicas

@@ -21,7 +21,7 @@ from hvdtrain.keras.metrics import (
     metric_variables,
     results,
 )
-from hvdtrain.keras.ranks import process_set_of
+from hvdtrain.keras.variables import process_set_of
 from hvdtrain.training.events import Progress, RunStart, notify, scalars
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping

@@ -10,7 +10,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import gather, on_chief
-from hvdtrain.keras.ranks import copies_of
+from hvdtrain.keras.variables import copies_of
 from hvdtrain.training import compatibility, state
 from hvdtrain.training.checkpoints import CheckpointError
 from hvdtrain.training.per_rank_state import PerRankState

@@ -18,8 +18,12 @@ from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.optimizer_state import hook_of, variable_key
 from hvdtrain.keras.partition import is_divided
-from hvdtrain.keras.ranks import all_ranks_of, copies_of, process_set_of
-from hvdtrain.keras.variables import shared_variables
+from hvdtrain.keras.variables import (
+    all_ranks_of,
+    copies_of,
+    process_set_of,
+    shared_variables,
+)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

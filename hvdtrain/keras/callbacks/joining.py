@@ -7,8 +7,7 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.optimizer_state import hook_of, without_loss_scale
 from hvdtrain.keras.partition import has_parts_elsewhere
-from hvdtrain.keras.ranks import local_keys_of, optimizers_of
-from hvdtrain.keras.variables import shared_variables
+from hvdtrain.keras.variables import local_keys_of, optimizers_of, shared_variables
 
 
 class JoinCallback(keras.callbacks.Callback):

@@ -15,7 +15,7 @@ from hvdtrain.keras.metrics import (
     reduce_states,
     results,
 )
-from hvdtrain.keras.ranks import process_set_of
+from hvdtrain.keras.variables import process_set_of
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -5,7 +5,7 @@ import keras
 from hvdtrain.collectives import ops
 from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.moving_statistics import average_moving_statistics
-from hvdtrain.keras.ranks import process_set_of
+from hvdtrain.keras.variables import process_set_of
 
 
 class AverageMovingStatisticsCallback(keras.callbacks.Callback):

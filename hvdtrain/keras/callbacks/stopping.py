@@ -7,7 +7,7 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Max
 from hvdtrain.keras.callbacks.every import EverySteps
-from hvdtrain.keras.ranks import all_ranks_of
+from hvdtrain.keras.variables import all_ranks_of
 
 
 class StopTogetherCallback(keras.callbacks.Callback):
