@@ -5,7 +5,7 @@ import weakref
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.optimizer_state import without_loss_scale
+from hvdtrain.keras.variables import without_loss_scale
 
 # By optimizer. A function keeps the optimizer's variables alive, not the optimizer.
 _changes = weakref.WeakKeyDictionary()

@@ -7,8 +7,7 @@ from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.layers import SyncBatchNormalization
-from hvdtrain.keras.optimizer_state import variable_key
-from hvdtrain.keras.variables import local_keys_of, process_set_of
+from hvdtrain.keras.variables import local_keys_of, process_set_of, variable_key
 
 
 def average_moving_statistics(model, *, steps=None):

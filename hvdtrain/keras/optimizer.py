@@ -16,9 +16,8 @@ from hvdtrain.collectives.transport import Average, Sum, op_name
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
 from hvdtrain.keras.hook import ReductionHook
-from hvdtrain.keras.optimizer_state import hook_of, without_loss_scale
 from hvdtrain.keras.sharded_state import ShardedState
-from hvdtrain.keras.variables import optimizers_of
+from hvdtrain.keras.variables import hook_of, optimizers_of, without_loss_scale
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

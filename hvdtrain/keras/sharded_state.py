@@ -22,12 +22,6 @@ from hvdtrain.keras.consistency import (
     DesynchronizedError,
     checksum_of,
 )
-from hvdtrain.keras.optimizer_state import (
-    accumulated_gradients,
-    copies_of_weights,
-    slots_by_place,
-    variable_key,
-)
 from hvdtrain.keras.partition import (
     NOT_ELEMENTWISE,
     assign_part,
@@ -35,6 +29,12 @@ from hvdtrain.keras.partition import (
     set_partition,
 )
 from hvdtrain.keras.shards import divide, gather, scatter
+from hvdtrain.keras.variables import (
+    accumulated_gradients,
+    copies_of_weights,
+    slots_by_place,
+    variable_key,
+)
 
 BY_VARIABLE, BY_SLICES = "variables", "slices"
 BY_SCATTERED_SLICES = "slices_reducescatter"

@@ -1,12 +1,21 @@
 """Which variables of a model and its optimizer are equal on all ranks."""
 
+from collections.abc import Iterator
+
 import keras
 
 from hvdtrain.collectives import ops
+from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.keras.optimizer_state import hook_of, shared_state, variable_key
-from hvdtrain.keras.partition import is_copied
+from hvdtrain.keras.partition import (
+    has_parts_elsewhere,
+    is_copied,
+    partition_of,
+    set_partition,
+    set_stages,
+    stages_of,
+)
 
 
 def optimizers_of(model):
@@ -104,3 +113,139 @@ def broadcast_variables(
     """
     copied = [v for v in variables if is_copied(v, process_set)]
     ops.broadcast_variables(copied, root_rank, process_set, inplace)
+
+
+# By the names of optimizers, which older versions of Keras lack.
+_COPIES = {"ScheduleFreeAdamW": "_momentums"}
+
+
+def shared_state(optimizer, trainable, local_keys=frozenset()):
+    """Returns the variables of `optimizer` that are equal on all ranks.
+
+    Without the slots of local weights. Accumulated gradients are left out as well:
+    until their window is complete, each rank has its own. Slots of divided weights are
+    among them, although ranks have different slices: see `partition.is_copied`.
+
+    Args:
+        optimizer: a Keras optimizer, built or not.
+        trainable: list of the variables that it trains.
+        local_keys: set of `variable_key(variable)` of local variables.
+    """
+    own = _slots(optimizer, trainable, local_keys)
+    own |= {id(accumulator) for accumulator in accumulated_gradients(optimizer)}
+    return [v for v in optimizer.variables if id(v) not in own]
+
+
+def common_state(optimizer, trained):
+    """Returns the variables of `optimizer` that belong to none of some variables.
+
+    Such as the number of iterations. Their order is that of all models, in which
+    their names may differ: Keras numbers the product of Nadam as any variable.
+    """
+    slots = {id(slot) for slot, _ in owned_slots(optimizer, trained)}
+    return [variable for variable in optimizer.variables if id(variable) not in slots]
+
+
+def accumulated_gradients(optimizer):
+    """Returns the variables with the sums of an accumulation window; may be none."""
+    return list(getattr(without_loss_scale(optimizer), "_accumulated_gradients", ()))
+
+
+def divide_slots(optimizer, trainable):
+    """Gives the slots of divided variables the partitions of these, and the stages.
+
+    Args:
+        optimizer: a Keras optimizer that is built.
+        trainable: list of the variables that it trains.
+    """
+    if not has_parts_elsewhere(trainable):
+        return
+    for slot, variable in owned_slots(optimizer, trainable):
+        if (stages := stages_of([variable])) is not None:
+            set_stages(slot, stages)
+        is_whole = slot.shape == variable.shape and not partition_of(slot)
+        if is_whole and partition_of(variable):
+            set_partition(slot, partition_of(variable))
+
+
+def _slots(optimizer, trainable, local_keys):
+    if not any(variable_key(v) in local_keys for v in trainable):
+        return set()
+    return {
+        id(slot)
+        for slot, variable in owned_slots(optimizer, trainable)
+        if variable_key(variable) in local_keys
+    }
+
+
+def owned_slots(optimizer, trainable):
+    """Yields each slot, and the variable that it belongs to."""
+    # Keras names a slot after its variable's path, which may be another variable's too.
+    by_place = _owners_by_place(optimizer)
+    is_trained = {id(variable) for variable in trainable}
+    # Of several paths that fit, the longest is the variable's own: "a/kernel_2" has
+    # "a_kernel_2_momentum".
+    prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
+    for slot in optimizer.variables:
+        owner = by_place.get(id(slot))
+        if owner is None:
+            fitting = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
+            owner = prefixes[max(fitting, key=len)] if fitting else None
+        if id(owner) in is_trained:
+            yield slot, owner
+
+
+def _owners_by_place(optimizer: keras.optimizers.Optimizer) -> dict:
+    """Returns the weight of each slot that is in a list of slots, by its identity.
+
+    The factors of Adafactor have no names by which their weights could be found.
+    """
+    base = without_loss_scale(optimizer)
+    placed = slots_by_place(base, base._trainable_variables)
+    return {id(slot): weight for _, slot, weight in placed}
+
+
+def slots_by_place(
+    optimizer: keras.optimizers.Optimizer, owners: list
+) -> Iterator[tuple]:
+    """Yields the name of each list of slots, and each slot of it with its owner.
+
+    Args:
+        optimizer: one that is built, not a `LossScaleOptimizer`.
+        owners: list of one object for each weight.
+    """
+    # Keras keeps the slots of one kind in a list, in the order of the weights.
+    for name, slots in vars(optimizer).items():
+        # _variables has all of them, which may be as many.
+        is_kind = isinstance(slots, list) and name != "_variables"
+        if is_kind and len(slots) == len(owners):
+            yield from zip([name] * len(slots), slots, owners, strict=True)
+
+
+def copies_of_weights(optimizer: keras.optimizers.Optimizer) -> list:
+    """Returns the slots that start as copies of the weights, in the weights' order.
+
+    Args:
+        optimizer: one that is built, not a `LossScaleOptimizer`.
+    """
+    for name, attribute in _COPIES.items():
+        if isinstance(optimizer, getattr(keras.optimizers, name, ())):
+            return getattr(optimizer, attribute)
+    return []
+
+
+def without_loss_scale(optimizer):
+    """The optimizer inside a `LossScaleOptimizer`, or `optimizer` itself."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.inner_optimizer
+    return optimizer
+
+
+def hook_of(optimizer):
+    """Returns the `ReductionHook` of `optimizer`, or None."""
+    return getattr(without_loss_scale(optimizer), "reduction_hook", None)
+
+
+def variable_key(variable):
+    """Returns a hashable, equal for a Keras variable and its TensorFlow variable."""
+    return as_tensorflow(variable).ref()

@@ -6,7 +6,7 @@ import keras
 
 from hvdtrain.job import JobError
 from hvdtrain.keras.learning_rates import set_learning_rate
-from hvdtrain.keras.optimizer_state import accumulated_gradients, without_loss_scale
+from hvdtrain.keras.variables import accumulated_gradients, without_loss_scale
 
 # Learning rates are stored in float32.
 _SAME = 1e-5

@@ -15,7 +15,7 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import on_all
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.optimizer import is_distributed
-from hvdtrain.keras.optimizer_state import without_loss_scale
+from hvdtrain.keras.variables import without_loss_scale
 from hvdtrain.training.plan import Plan
 
 # The error of `assert_cardinality`.

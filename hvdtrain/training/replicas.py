@@ -4,7 +4,7 @@ import dataclasses
 
 from hvdtrain import parallel
 from hvdtrain.job.mesh_shape import MeshShape
-from hvdtrain.keras.optimizer_state import hook_of
+from hvdtrain.keras.variables import hook_of
 
 
 def make_mesh(shape):

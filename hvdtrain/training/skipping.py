@@ -5,7 +5,7 @@ import math
 
 import keras
 
-from hvdtrain.keras.optimizer_state import hook_of
+from hvdtrain.keras.variables import hook_of
 
 
 class Skipping:

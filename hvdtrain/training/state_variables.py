@@ -15,9 +15,14 @@ from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import JobError, World
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.optimizer_state import accumulated_gradients, hook_of, variable_key
 from hvdtrain.keras.partition import assign_part, has_summed_gradients
-from hvdtrain.keras.variables import copies_of, shared_variables
+from hvdtrain.keras.variables import (
+    accumulated_gradients,
+    copies_of,
+    hook_of,
+    shared_variables,
+    variable_key,
+)
 from hvdtrain.training.replicas import Replicas
 
 # In place of the digest of a value.

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.keras.callbacks import broadcast
-from hvdtrain.keras.optimizer_state import variable_key
-from hvdtrain.keras.variables import shared_variables
+from hvdtrain.keras.variables import shared_variables, variable_key
 
 
 def randomize(model):

@@ -9,7 +9,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
-from hvdtrain.keras.optimizer_state import hook_of
+from hvdtrain.keras.variables import hook_of
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 
 RANK, SIZE = hvd.rank(), hvd.size()

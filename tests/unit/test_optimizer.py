@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.keras.optimizer_state import common_state
+from hvdtrain.keras.variables import common_state
 
 EMBEDDING = keras.layers.Embedding
 

@@ -16,13 +16,14 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.keras import train_functions
 from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.optimizer import configure_compiled_model
-from hvdtrain.keras.optimizer_state import hook_of, variable_key
 from hvdtrain.keras.partition import is_divided
 from hvdtrain.keras.variables import (
     all_ranks_of,
     copies_of,
+    hook_of,
     process_set_of,
     shared_variables,
+    variable_key,
 )
 
 

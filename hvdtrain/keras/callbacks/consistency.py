@@ -5,12 +5,13 @@ import keras
 from hvdtrain.collectives import ops
 from hvdtrain.keras.callbacks.every import EverySteps
 from hvdtrain.keras.consistency import check_consistency
-from hvdtrain.keras.optimizer_state import variable_key, without_loss_scale
 from hvdtrain.keras.variables import (
     all_ranks_of,
     copies_of,
     optimizers_of,
     shared_variables,
+    variable_key,
+    without_loss_scale,
 )
 
 

@@ -5,9 +5,14 @@ import keras
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Average
-from hvdtrain.keras.optimizer_state import hook_of, without_loss_scale
 from hvdtrain.keras.partition import has_parts_elsewhere
-from hvdtrain.keras.variables import local_keys_of, optimizers_of, shared_variables
+from hvdtrain.keras.variables import (
+    hook_of,
+    local_keys_of,
+    optimizers_of,
+    shared_variables,
+    without_loss_scale,
+)
 
 
 class JoinCallback(keras.callbacks.Callback):

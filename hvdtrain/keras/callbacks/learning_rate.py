@@ -11,7 +11,7 @@ import keras
 from keras.src.utils import io_utils
 
 from hvdtrain.keras.learning_rates import set_learning_rate
-from hvdtrain.keras.optimizer_state import hook_of
+from hvdtrain.keras.variables import hook_of
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

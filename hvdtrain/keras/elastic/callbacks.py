@@ -6,7 +6,7 @@ import warnings
 import keras
 
 from hvdtrain.keras import train_functions
-from hvdtrain.keras.optimizer_state import without_loss_scale
+from hvdtrain.keras.variables import without_loss_scale
 
 
 class CommitStateCallback(keras.callbacks.Callback):

@@ -12,8 +12,7 @@ from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.keras.learning_rates import set_learning_rate
 from hvdtrain.keras.optimizer import configure_compiled_model
-from hvdtrain.keras.optimizer_state import without_loss_scale
-from hvdtrain.keras.variables import shared_variables
+from hvdtrain.keras.variables import shared_variables, without_loss_scale
 
 
 class KerasState(ObjectState):

@@ -14,9 +14,9 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.job.agreement import fail_together, on_chief
 from hvdtrain.job.backend import world
 from hvdtrain.job.world import JobError
-from hvdtrain.keras import optimizer_state
+from hvdtrain.keras import variables
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
-from hvdtrain.keras.optimizer_state import without_loss_scale
+from hvdtrain.keras.variables import without_loss_scale
 from hvdtrain.parallel.mesh import Axis
 
 _NOT_LOADED = -1
@@ -127,7 +127,7 @@ def describe(variables, common, pipeline):
 def common_state(model):
     """Return the variables of an optimizer that belong to no weight of the model."""
     optimizer = getattr(model, "optimizer", None)
-    return optimizer_state.common_state(optimizer, model.weights) if optimizer else []
+    return variables.common_state(optimizer, model.weights) if optimizer else []
 
 
 def gather(pipeline, axis: Axis):
@@ -249,7 +249,7 @@ def _keys(model: keras.Model, layers: list, names: list) -> tuple[list, list]:
     }
     owners = {}
     if _state(model):
-        pairs = optimizer_state.owned_slots(model.optimizer, model.weights)
+        pairs = variables.owned_slots(model.optimizer, model.weights)
         owners = {id(slot): number_of[id(weight)] for slot, weight in pairs}
     counts = collections.Counter(number_of.values())
     of_state = []
