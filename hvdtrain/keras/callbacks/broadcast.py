@@ -13,7 +13,6 @@ from hvdtrain.collectives.process_sets import (
     global_process_set,
     needs_communication,
 )
-from hvdtrain.keras import train_functions
 from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.partition import is_divided
@@ -180,14 +179,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         # fit builds such a model inside its first step, which is too late: call the
         # model on the first batch, broadcast, then pass the batch to the step.
         def first_step(iterator):
-            train_function = train_functions.restore(self.model)
+            train_function = start.restore(self.model)
             batch = next(iterator)
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             self.model(inputs)
             self._broadcast()
             return train_function(itertools.chain([batch], iterator))
 
-        train_functions.substitute(self.model, first_step)
+        start.substitute(self.model, first_step)
 
 
 def _is_callable(model):
