@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.keras.callbacks.every import EverySteps
+from hvdtrain.keras.callbacks.stopping import EverySteps
 
 
 def due_batches(every_steps, batches):

@@ -3,7 +3,7 @@
 import keras
 
 from hvdtrain.collectives import ops
-from hvdtrain.keras.callbacks.every import EverySteps
+from hvdtrain.keras.callbacks.stopping import EverySteps
 from hvdtrain.keras.consistency import check_consistency
 from hvdtrain.keras.variables import (
     all_ranks_of,
