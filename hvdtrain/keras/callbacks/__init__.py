@@ -15,9 +15,9 @@ from hvdtrain.keras.callbacks.learning_rate import (
     LearningRateWarmupCallback,
 )
 from hvdtrain.keras.callbacks.metric_average import MetricAverageCallback
-from hvdtrain.keras.callbacks.moving_statistics import AverageMovingStatisticsCallback
 from hvdtrain.keras.callbacks.stopping import StopTogetherCallback
 from hvdtrain.keras.consistency import DesynchronizedError
+from hvdtrain.keras.moving_statistics import AverageMovingStatisticsCallback
 
 __all__ = [
     "AverageMovingStatisticsCallback",
