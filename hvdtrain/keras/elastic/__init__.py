@@ -9,8 +9,7 @@ from hvdtrain.keras.elastic.callbacks import (
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from hvdtrain.keras.elastic.running import run
-from hvdtrain.keras.elastic.state import KerasState, TensorFlowKerasState
+from hvdtrain.keras.elastic.state import KerasState, TensorFlowKerasState, run
 
 __all__ = [
     "CommitStateCallback",
