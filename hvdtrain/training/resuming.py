@@ -10,8 +10,13 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import gather, on_chief
-from hvdtrain.keras.variables import copies_of
-from hvdtrain.training import compatibility, state
+from hvdtrain.keras.learning_rates import set_learning_rate
+from hvdtrain.keras.variables import (
+    accumulated_gradients,
+    copies_of,
+    without_loss_scale,
+)
+from hvdtrain.training import state
 from hvdtrain.training.checkpoints import CheckpointError
 from hvdtrain.training.per_rank_state import PerRankState
 from hvdtrain.training.regrouping import regrouped
@@ -19,6 +24,107 @@ from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.specs import Position
 from hvdtrain.training.state_variables import StateVariables
+
+# Learning rates are stored in float32.
+_SAME = 1e-5
+
+
+def check_unchanged(checkpoint, unchanged):
+    """Raise `JobError` if one of `RunConfig.unchanged` was another one before."""
+    before = checkpoint.metadata.get("unchanged", {})
+    for name, value in unchanged.items():
+        if name in before and before[name] != value:
+            raise JobError(
+                f"Received {name}={value}; expected {before[name]}, with which the "
+                f"checkpoint of step {checkpoint.step} was written: choose another "
+                "model_dir for another job."
+            )
+
+
+def check_batch(checkpoint, global_batch_size, size, *, scale):
+    """Raise `JobError` unless the global batch is that before, times `scale`."""
+    before = checkpoint.metadata["global_batch_size"]
+    if global_batch_size != round(before * scale, 3):
+        ranks_before = len(checkpoint.metadata["local_batch_sizes"])
+        raise JobError(
+            f"Received a global batch of {global_batch_size} samples ({_ranks(size)}); "
+            f"expected {before * scale:.9g}: the checkpoint of step {checkpoint.step} "
+            f"was written with {before} ({_ranks(ranks_before)}), and the order of the "
+            "samples depends on it."
+        )
+
+
+def check_position(checkpoint, scale_from, global_batch_size):
+    """Raise `JobError` unless `input_fn` continues where the checkpoint stands."""
+    step = checkpoint.step if checkpoint else 0
+    sample = checkpoint.metadata["sample"] if checkpoint else 0
+    if scale_from and scale_from.step != step:
+        raise JobError(
+            f"Received scale_from of step {scale_from.step}; expected {step}, that of "
+            "the newest checkpoint of this model: delete later ones."
+        )
+    # The batch of a job that has scaled it may be that of the first start again.
+    if not scale_from and sample != step * global_batch_size:
+        raise JobError(
+            f"Received a checkpoint of step {step} after {sample} samples; expected "
+            f"{step * global_batch_size}: the job scales its batch. Set scale_from, or "
+            "--scale_batch."
+        )
+
+
+def check_windows(optimizer):
+    """Raise `JobError` if the batch may change within an accumulation window."""
+    if accumulated_gradients(optimizer):
+        raise JobError(
+            "Received an optimizer that accumulates gradients in a job that scales its "
+            "batch; expected none: a change of the batch could cut a window."
+        )
+
+
+def learning_rate(optimizer):
+    """Return the learning rate, or None for that of a schedule.
+
+    A schedule of Keras computes it from the step, and is not in a checkpoint.
+    """
+    rate = without_loss_scale(optimizer).learning_rate
+    return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+
+
+def adjust_learning_rate(optimizer, checkpoint, rate, *, size, scale):
+    """Change the restored learning rate as that of `model_fn` has changed.
+
+    Args:
+        optimizer: after the checkpoint was assigned.
+        checkpoint: the `Checkpoint`.
+        rate: `learning_rate` of the new model.
+        size: number of ranks.
+        scale: factor of the global batch.
+    """
+    restored = learning_rate(optimizer)
+    if restored is None:
+        return
+    before = checkpoint.metadata.get("learning_rate")
+    factor = scale
+    if before and rate:
+        size_before = len(checkpoint.metadata["local_batch_sizes"])
+        factor = rate / before
+        if scale == 1 and abs(factor - size / size_before) < _SAME * factor:
+            # model_fn multiplies it by the number of ranks; the batch has not changed.
+            factor = 1
+        if abs(factor - scale) > _SAME * scale:
+            warnings.warn(
+                f"The learning rate of model_fn is {rate:g}; it was {before:g} before "
+                f"step {checkpoint.step}. Training continues with "
+                f"{restored * factor:g}.",
+                stacklevel=2,
+            )
+    if factor != 1:
+        set_learning_rate(optimizer, restored * factor)
+
+
+def _ranks(size):
+    return f"{size} {'rank' if size == 1 else 'ranks'}"
+
 
 _REQUIRED = {
     "local_batch_sizes",
@@ -110,7 +216,7 @@ def restore(
         JobError: on all ranks, if there are checkpoints and none is valid, or if the
             job had another global batch.
     """
-    rate = compatibility.learning_rate(model.optimizer)
+    rate = learning_rate(model.optimizer)
     replicas = Replicas.of_model(world, model)
     size, variables = replicas.size, StateVariables.of(model)
 
@@ -119,13 +225,11 @@ def restore(
             store.delete_leftovers()
         found = next(filter(None, (_newest(variables, each) for each in stores)), None)
         if found:
-            compatibility.check_unchanged(found, unchanged or {})
+            check_unchanged(found, unchanged or {})
             before = len(found.metadata["local_batch_sizes"])
             scale = size / before if scale_from else 1
-            compatibility.check_batch(found, global_batch_size, size, scale=scale)
-            compatibility.adjust_learning_rate(
-                model.optimizer, found, rate, size=size, scale=scale
-            )
+            check_batch(found, global_batch_size, size, scale=scale)
+            adjust_learning_rate(model.optimizer, found, rate, size=size, scale=scale)
             if names := state.new_metrics(variables.metrics, found.arrays):
                 warnings.warn(
                     f"The checkpoint of step {found.step} has no states of the metrics "
@@ -135,9 +239,9 @@ def restore(
             for store in stores:
                 # Also where the newest commit is used, and the files are not read.
                 store.supersede_after(found.step)
-        compatibility.check_position(found, scale_from, global_batch_size)
+        check_position(found, scale_from, global_batch_size)
         if scale_from:
-            compatibility.check_windows(model.optimizer)
+            check_windows(model.optimizer)
         return found
 
     found = on_chief(world, read)
