@@ -8,7 +8,7 @@ from hvdtrain.job.world import World
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.variables import process_set_of
-from hvdtrain.training import random_states, state
+from hvdtrain.training import state, state_variables
 from hvdtrain.training.regrouping import mean
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.state_variables import StateVariables, assign
@@ -60,7 +60,7 @@ class PerRankState:
     def restore_generators(self):
         """Restore the global random generators of this rank."""
         if self._is_same_size:
-            random_states.restore(self._state["random"])
+            state_variables.restore(self._state["random"])
 
     def assign_metrics(self, model):
         """Assign the states of metrics; those of new ones stay what they are."""

@@ -21,7 +21,7 @@ from hvdtrain.keras.dense_values import assemble
 from hvdtrain.keras.metrics import local_states
 from hvdtrain.keras.partition import partition_of
 from hvdtrain.keras.variables import hook_of
-from hvdtrain.training import random_states
+from hvdtrain.training import state_variables
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.state_variables import (
     StateVariables,
@@ -48,7 +48,7 @@ def capture(model, world, *, everywhere):
     own = (
         [(each.block, each.local_value()) for each in per_replica.values()],
         local_states(variables.metrics),
-        random_states.capture(),
+        state_variables.capture(),
     )
     if everywhere or world.size == 1:
         everyone = gather(world, own)
