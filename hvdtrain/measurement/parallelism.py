@@ -8,12 +8,11 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.measurement import fitting, recommender, rounds, wide
+from hvdtrain.measurement import fitting, rounds
 from hvdtrain.measurement.figures import median_ratio
-from hvdtrain.measurement.kinds import BATCHES
+from hvdtrain.measurement.parallel_workloads import BATCHES, WORKLOADS
 
 DENSE = "replicated"
-_WORKLOADS = {"recommender": recommender, "wide": wide}
 
 
 def measure(options, world):
@@ -27,9 +26,9 @@ def measure(options, world):
         By kind, "replicated" first, a dict for JSON, the same on all ranks;
         docs/benchmark.md describes it.
     """
-    workload = _WORKLOADS[options.workload]
+    workload = WORKLOADS[options.workload]
     found, variants = {}, {}
-    for name, kind in workload.KINDS.items():
+    for name, kind in workload.kinds.items():
         if world.size > kind.most_ranks:
             continue
         with fail_together(world):

@@ -35,11 +35,11 @@ def recorded(model_dir, world):
         raise
     except Exception as error:
         with contextlib.suppress(OSError):
-            _write(directory, world, error)
+            _write_error(directory, world, error)
         raise
 
 
-def _write(directory, world, error):
+def _write_error(directory, world, error):
     if not directory.parent.is_dir():
         return
     directory.mkdir(exist_ok=True)

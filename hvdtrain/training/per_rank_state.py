@@ -99,7 +99,7 @@ def states_by_replica(
     numbers = state.metric_numbers(variables.metrics, groups.get("metrics0", {}))
     states = [
         {
-            "rank": _by_number(groups.get(f"rank{number}", {})),
+            "rank": _values_by_number(groups.get(f"rank{number}", {})),
             "metrics": _metrics(groups.get(f"metrics{number}", {}), numbers),
             "random": groups[f"random{number}"],
         }
@@ -118,12 +118,12 @@ def states_by_replica(
     ]
 
 
-def _by_number(group):
+def _values_by_number(group):
     return {state.number_of(name): value for name, value in group.items()}
 
 
 def _metrics(group, numbers):
-    found = _by_number(group)
+    found = _values_by_number(group)
     return [None if number is None else found[number] for number in numbers]
 
 

@@ -26,8 +26,11 @@ def regrouped(arrays, variables, local_batch_sizes):
     """
     arrays = dict(arrays)
     replicas = [f"rank{number}" for number in range(len(local_batch_sizes))]
-    once, per_replica = _by_number(arrays, "tables"), _by_number(arrays, "rank0")
-    replicated = _by_number(arrays, "replicated")
+    once, per_replica = (
+        _names_by_number(arrays, "tables"),
+        _names_by_number(arrays, "rank0"),
+    )
+    replicated = _names_by_number(arrays, "replicated")
     for number in variables.tables.keys() & replicated.keys():
         name = replicated[number]
         arrays[f"tables/{name}"] = arrays.pop(f"replicated/{name}")
@@ -57,7 +60,7 @@ def mean(values, weights=None):
     return np.asarray(average).astype(values[0].dtype)
 
 
-def _by_number(arrays, prefix):
+def _names_by_number(arrays, prefix):
     return {state.number_of(name): name for name in state.by_name(arrays, prefix)}
 
 

@@ -6,8 +6,8 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
 from hvdtrain.measurement import recommender, running, wide
-from hvdtrain.measurement.kinds import BATCHES
 from hvdtrain.measurement.options import Options
+from hvdtrain.measurement.parallel_workloads import BATCHES
 
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, BATCH = (300, 17), 4, 32

@@ -21,7 +21,6 @@ from hvdtrain.measurement import (
     parallelism,
     parallelism_table,
     projection,
-    recommender,
     resources,
     rounds,
     simulated,
@@ -29,6 +28,7 @@ from hvdtrain.measurement import (
     tables,
 )
 from hvdtrain.measurement.options import Options, is_workload
+from hvdtrain.measurement.parallel_workloads import WORKLOADS, zipf
 
 ROOT = pathlib.Path(__file__).parents[2]
 OPTIONS = Options(
@@ -284,7 +284,7 @@ class TestParallelism:
         }
 
     def test_ids_are_drawn_by_zipfs_law(self):
-        drawn = recommender.zipf(np.random.RandomState(0), 1000, (400, 500))
+        drawn = zipf(np.random.RandomState(0), 1000, (400, 500))
         assert (drawn.shape, drawn.min(), drawn.max()) == ((400, 500), 0, 999)
         weights = np.arange(1, 1001) ** -1.05
         wanted = 200_000 * weights / weights.sum()
@@ -294,12 +294,12 @@ class TestParallelism:
 
     def test_ids_are_of_the_rank_and_their_tables(self):
         given = options(workload="recommender", batch_size=64)
-        ids, targets = recommender.samples(given, 0)
+        ids, targets = WORKLOADS["recommender"].samples(given, 0)
         assert ids.shape == (8, 64, 2)
         assert targets.shape == (8, 64, 1)
         assert ids.min() >= 0
         assert list(ids.max(axis=(0, 1)) < [17, 1000]) == [True, True]
-        others, _ = recommender.samples(given, 1)
+        others, _ = WORKLOADS["recommender"].samples(given, 1)
         assert np.any(ids != others)
         # The most frequent row of a table is the same on all ranks, and not the first.
         most = [np.bincount(each[..., 1].ravel()).argmax() for each in (ids, others)]

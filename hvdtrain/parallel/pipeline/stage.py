@@ -134,13 +134,13 @@ def build(model, stages, mesh):
     for cut in cuts:
         _check_mask(functional, cut)
     before = cuts[index - 1] if index else None
-    makers = makers(functional, mesh)
-    mine = [with_maker(entry, makers) for entry in entries[index]]
+    layer_makers = makers(functional, mesh)
+    mine = [with_maker(entry, layer_makers) for entry in entries[index]]
     name = f"{model.name}_stage_{index}"
     network = _network(
         splitting.config_of(mine, before, cuts[index].history, name),
         functional,
-        makers,
+        layer_makers,
     )
     _copy_values(network, functional)
     dense = DenseModel(
