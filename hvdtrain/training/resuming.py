@@ -18,8 +18,7 @@ from hvdtrain.keras.variables import (
 )
 from hvdtrain.training import state
 from hvdtrain.training.checkpoints import CheckpointError
-from hvdtrain.training.per_rank_state import PerRankState
-from hvdtrain.training.regrouping import regrouped
+from hvdtrain.training.per_rank_state import PerRankState, regrouped
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.specs import Position
