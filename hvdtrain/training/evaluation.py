@@ -22,11 +22,11 @@ from hvdtrain.training.requests import (
     STOP,
     Every,
     Requests,
+    StepCallback,
     agree_on_pause,
 )
 from hvdtrain.training.resuming import Start
 from hvdtrain.training.specs import EvalSpec
-from hvdtrain.training.stepping import StepCallback
 
 
 def evaluate(

@@ -8,8 +8,7 @@ from hvdtrain.job import agreement
 from hvdtrain.training import state
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 from hvdtrain.training.events import notify
-from hvdtrain.training.requests import STOP
-from hvdtrain.training.stepping import StepCallback
+from hvdtrain.training.requests import STOP, StepCallback
 
 _LIMIT_AFTER_ERROR_SECONDS = 10.0
 _CHECKPOINTS = "checkpoints"

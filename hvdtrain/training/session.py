@@ -35,6 +35,7 @@ from hvdtrain.training.requests import (
     SAVE,
     Every,
     Requests,
+    StopAtEpochEndCallback,
     Votes,
 )
 from hvdtrain.training.resuming import RestoreCallback, RestoreGeneratorsCallback, Start
@@ -45,7 +46,6 @@ from hvdtrain.training.saving import (
 )
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Result, RunConfig
-from hvdtrain.training.stepping import StopAtEpochEndCallback
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
