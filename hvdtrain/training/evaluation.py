@@ -12,8 +12,8 @@ from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.keras.variables import process_set_of
-from hvdtrain.training.events import notify, scalars
 from hvdtrain.training.exporting import Exports
+from hvdtrain.training.observers import notify, scalars
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.progress import check_loss
 from hvdtrain.training.requests import (

@@ -20,8 +20,7 @@ from hvdtrain.job.files import (
     remove_partial,
 )
 from hvdtrain.keras import metrics
-from hvdtrain.training.events import notify
-from hvdtrain.training.observers import reason_of
+from hvdtrain.training.observers import notify, reason_of
 
 _DIRECTORY = "export"
 _STEP = re.compile(r"step-(\d{8,})")

@@ -7,7 +7,7 @@ import time
 from hvdtrain.job import agreement
 from hvdtrain.training import state
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
-from hvdtrain.training.events import notify
+from hvdtrain.training.observers import notify
 from hvdtrain.training.requests import STOP, StepCallback
 
 _LIMIT_AFTER_ERROR_SECONDS = 10.0

@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain import log
 from hvdtrain.job import JobError
-from hvdtrain.training.events import Progress, RunStart
+from hvdtrain.training.observers import Progress, RunStart
 
 
 def start(step, *, ranks=2):

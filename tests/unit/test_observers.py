@@ -12,8 +12,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdtrain.job import JobError
-from hvdtrain.training.events import Progress
-from hvdtrain.training.observers import Console, EventLog, make_observers
+from hvdtrain.training.observers import Console, EventLog, Progress, make_observers
 
 
 def progress(step, **changes):
