@@ -13,7 +13,7 @@ from hvdtrain.training import (
 )
 from hvdtrain.training.elastic import run_elastic
 from hvdtrain.training.evaluation import evaluate
-from hvdtrain.training.exporters import BestExporter, FinalExporter, LatestExporter
+from hvdtrain.training.exporting import BestExporter, FinalExporter, LatestExporter
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan

@@ -12,7 +12,7 @@ from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.job.mesh_shape import MeshShape
 from hvdtrain.training import (
     classifier_model,
-    exporters,
+    exporting,
     resuming,
     run_directory,
     schedules,
@@ -204,5 +204,5 @@ def _eval_spec(options, dataset, replicas):
     return EvalSpec(
         input_fn=lambda: batches,
         every_epochs=options.evaluate_every,
-        exporters=[exporters.BY_NAME[name]() for name in options.export or ()],
+        exporters=[exporting.BY_NAME[name]() for name in options.export or ()],
     )
