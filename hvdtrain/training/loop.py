@@ -10,7 +10,7 @@ from hvdtrain.job.agreement import check_same, fail_together, gather
 from hvdtrain.job.world import JobError, World
 from hvdtrain.keras.partition import has_summed_gradients
 from hvdtrain.keras.variables import hook_of
-from hvdtrain.training import exporting, failures, run_directory
+from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.checkpoints import CheckpointFiles
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.fitting import built
@@ -72,7 +72,7 @@ def train_and_evaluate(
             with fail_together(world):
                 if world.is_chief:
                     stack.enter_context(run_directory.locked(config.model_dir))
-            stack.enter_context(failures.recorded(config.model_dir, world))
+            stack.enter_context(run_directory.recorded(config.model_dir, world))
         return _train_and_evaluate(
             model_fn,
             train_spec,

@@ -1,6 +1,7 @@
 """The directory of a run: `model.keras` and `summary.json`, written atomically."""
 
 import contextlib
+import datetime
 import fcntl
 import json
 import os
@@ -9,7 +10,7 @@ import socket
 import tempfile
 import warnings
 
-from hvdtrain.job import JobError
+from hvdtrain.job import JobError, tracebacks
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.files import (
     atomic_write,
@@ -17,6 +18,7 @@ from hvdtrain.job.files import (
     make_directory,
     one_line_errors,
 )
+from hvdtrain.job.world import PreemptedError
 from hvdtrain.keras.collective_calls import save_by_rank_0
 
 _MODEL, _SUMMARY, _LOCK = "model.keras", "summary.json", ".lock"
@@ -134,3 +136,48 @@ def _writing(path):
         remedy="expected a directory with free space that this user can write: choose "
         "another --model_dir",
     )
+
+
+_DIRECTORY = "errors"
+
+
+@contextlib.contextmanager
+def recorded(model_dir, world):
+    """Write an error file of this rank, if the block raises an exception.
+
+    The file `errors/rank-1.json` has rank, host, time, the error, and its traceback.
+    Those of an earlier run are deleted. A rank that does not see the directory, and
+    one that cannot write, leave no file: the exception is the same.
+
+    Args:
+        model_dir: the directory of the run.
+        world: the `World`.
+    """
+    directory = pathlib.Path(model_dir) / _DIRECTORY
+    if world.is_chief:
+        for path in directory.glob("rank-*.json"):
+            path.unlink(missing_ok=True)
+    try:
+        yield
+    except PreemptedError:
+        raise
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            _write_error(directory, world, error)
+        raise
+
+
+def _write_error(directory, world, error):
+    if not directory.parent.is_dir():
+        return
+    directory.mkdir(exist_ok=True)
+    last_lines, whole = tracebacks.describe(error)
+    values = {
+        "rank": world.rank,
+        "host": socket.gethostname(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        "error": last_lines,
+        "traceback": whole,
+    }
+    with atomic_write(directory / f"rank-{world.rank}.json") as temporary:
+        temporary.write_text(json.dumps(values, indent=2) + "\n")
