@@ -13,8 +13,7 @@ from absl import flags
 from hvdtrain import data, job, program
 from hvdtrain.job import launchers
 from hvdtrain.job.files import check_output
-from hvdtrain.job.mesh_shape import MeshShape
-from hvdtrain.job.world import SharedJobError
+from hvdtrain.job.world import MeshShape, SharedJobError
 from hvdtrain.optimizers import LEARNING_RATES
 
 _RATES = ", ".join(f"{name} {rate:g}" for name, rate in LEARNING_RATES.items())

@@ -3,8 +3,7 @@
 import dataclasses
 import re
 
-from hvdtrain.job.mesh_shape import MeshShape
-from hvdtrain.job.world import SharedJobError
+from hvdtrain.job.world import MeshShape, SharedJobError
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

@@ -1,6 +1,6 @@
 """Models that are divided over ranks. Importing this package loads TensorFlow."""
 
-from hvdtrain.job.mesh_shape import MeshShape
+from hvdtrain.job.world import MeshShape
 from hvdtrain.parallel.attention import (
     ParallelGroupQueryAttention,
     ParallelMultiHeadAttention,

@@ -8,8 +8,7 @@ import tensorflow as tf
 from horovod.common import process_sets
 
 from hvdtrain.collectives.process_sets import global_process_set, is_elastic
-from hvdtrain.job.mesh_shape import AXES, MeshShape
-from hvdtrain.job.world import SharedJobError
+from hvdtrain.job.world import AXES, MeshShape, SharedJobError
 
 _active = []
 

@@ -9,7 +9,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
-from hvdtrain.job.mesh_shape import MeshShape
+from hvdtrain.job.world import MeshShape
 from hvdtrain.training import (
     classifier_model,
     exporting,

@@ -3,7 +3,7 @@
 import dataclasses
 
 from hvdtrain import parallel
-from hvdtrain.job.mesh_shape import MeshShape
+from hvdtrain.job.world import MeshShape
 from hvdtrain.keras.variables import hook_of
 
 

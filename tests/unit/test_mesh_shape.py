@@ -3,7 +3,7 @@
 import pytest
 
 from hvdtrain.job import JobError
-from hvdtrain.job.mesh_shape import MeshShape
+from hvdtrain.job.world import MeshShape
 
 
 def test_ranks_of_a_model_group_are_adjacent():
