@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import is_elastic
-from hvdtrain.job import open_mpi
+from hvdtrain.job import launchers
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.uncaught import explain_failed_collectives
 from hvdtrain.job.world import JobError, SharedJobError, World
@@ -36,7 +36,7 @@ def init(*args, **kwargs):
     )
     explain_failed_collectives()
     _skip_destructors_in_forks()
-    open_mpi.locate()
+    launchers.locate()
     hvd.init(*args, **kwargs)
 
 

