@@ -18,7 +18,7 @@ import warnings
 
 from absl import flags
 
-from hvdtrain.job import JobError, output, signals, tracebacks
+from hvdtrain.job import JobError, output, signals
 from hvdtrain.job.files import local_path
 from hvdtrain.job.launchers import launch
 from hvdtrain.job.start import stop
@@ -149,7 +149,7 @@ def _leave_after_bug(error):
         )
     if getattr(error, "errno", None) in (errno.EPIPE, errno.ENOSPC):
         _leave(f"Cannot write the output: {error.strerror}.", code=1)
-    _leave(tracebacks.describe(error)[1], code=1)
+    _leave(output.describe(error)[1], code=1)
 
 
 def _is_collective_failure(error):

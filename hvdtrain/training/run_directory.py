@@ -10,7 +10,7 @@ import socket
 import tempfile
 import warnings
 
-from hvdtrain.job import JobError, tracebacks
+from hvdtrain.job import JobError, output
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.files import (
     atomic_write,
@@ -171,7 +171,7 @@ def _write_error(directory, world, error):
     if not directory.parent.is_dir():
         return
     directory.mkdir(exist_ok=True)
-    last_lines, whole = tracebacks.describe(error)
+    last_lines, whole = output.describe(error)
     values = {
         "rank": world.rank,
         "host": socket.gethostname(),
