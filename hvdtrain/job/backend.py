@@ -14,7 +14,7 @@ from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import launchers
 from hvdtrain.job.agreement import fail_together
-from hvdtrain.job.uncaught import explain_failed_collectives
+from hvdtrain.job.failures import explain_failed_collectives
 from hvdtrain.job.world import JobError, SharedJobError, World
 
 # Users' scripts may evaluate or save on rank 0 for long, with the other ranks blocked

@@ -6,7 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from hvdtrain.job.uncaught import explain_failed_collectives
+from hvdtrain.job.failures import explain_failed_collectives
 
 LOST = tf.errors.UnknownError(
     None, None, "Detected at node\nHorovod has been shut down"
