@@ -13,11 +13,11 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 
 from hvdtrain.collectives import graph, ops
 from hvdtrain.collectives.dtypes import as_tensorflow
-from hvdtrain.collectives.failures import is_collective_failure
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import launchers
 from hvdtrain.job.backend import init
+from hvdtrain.job.failures import is_collective_failure
 from hvdtrain.keras.learning_rates import set_learning_rate
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.variables import shared_variables, without_loss_scale
