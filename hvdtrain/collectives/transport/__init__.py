@@ -4,6 +4,7 @@ A list of tensors is partitioned once, by (sparse, dtype), into buckets, and eac
 bucket is moved as a whole. What stands above does not depend on how.
 """
 
+from hvdtrain.collectives.transport.allreduce import allreduce, combine
 from hvdtrain.collectives.transport.counting import count_bytes
 from hvdtrain.collectives.transport.joining import join
 from hvdtrain.collectives.transport.moving import (
@@ -16,7 +17,6 @@ from hvdtrain.collectives.transport.moving import (
     reducescatter,
 )
 from hvdtrain.collectives.transport.parts import gather_parts, scatter_parts
-from hvdtrain.collectives.transport.reducing import allreduce, combine
 from hvdtrain.collectives.transport.reduction import (
     Adasum,
     Average,
