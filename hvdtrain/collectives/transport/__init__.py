@@ -6,7 +6,6 @@ bucket is moved as a whole. What stands above does not depend on how.
 
 from hvdtrain.collectives.transport.allreduce import allreduce, combine
 from hvdtrain.collectives.transport.counting import count_bytes
-from hvdtrain.collectives.transport.joining import join
 from hvdtrain.collectives.transport.moving import (
     allgather,
     allgather_bytes,
@@ -14,6 +13,7 @@ from hvdtrain.collectives.transport.moving import (
     broadcast,
     broadcast_all,
     broadcast_in_place,
+    join,
     reducescatter,
 )
 from hvdtrain.collectives.transport.parts import gather_parts, scatter_parts

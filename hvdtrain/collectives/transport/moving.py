@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from concurrent import futures
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -362,3 +363,24 @@ def _reducescatter(tensors, reduction, name):
             )
             shares.append(tf.cast(share, tensor.dtype))
     return shares
+
+
+def join():
+    """Blocks until every rank has called it; returns the last rank that did."""
+    with tf.init_scope():
+        shared_memory.connect()
+    return graph.serialize(lambda: tf.py_function(_join, [], tf.int32))
+
+
+def _join():
+    # The other ranks may still reduce through Horovod and natively, in any order.
+    with futures.ThreadPoolExecutor(1) as pool:
+        last_native = pool.submit(shared_memory.join)
+        # The operation is stateless and has no inputs: TensorFlow runs it once for
+        # each graph or eager kernel, and returns that result in later calls (constant
+        # folding). Hence each call traces a graph of its own, inside a py_function,
+        # which is stateful. A concrete function is not counted as retracing.
+        last = tf.function(hvd.join, autograph=False).get_concrete_function()()
+    # A native reduction does not wait for a cycle of Horovod, which may therefore
+    # receive the calls of the ranks in another order.
+    return last if last_native.result() is None else last_native.result()
