@@ -155,7 +155,7 @@ def _leave_after_bug(error):
 def _is_collective_failure(error):
     # Not imported here, as it loads TensorFlow. A program that has not loaded it has
     # started no collective.
-    failures = sys.modules.get("hvdtrain.collectives.failures")
+    failures = sys.modules.get("hvdtrain.job.failures")
     return failures is not None and failures.is_collective_failure(error)
 
 

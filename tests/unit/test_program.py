@@ -142,7 +142,7 @@ LOSE_A_RANK = """\
 import os, signal, sys, time, types
 from hvdtrain.job import signals
 fake = types.SimpleNamespace(is_collective_failure=lambda error: bool(error))
-sys.modules["hvdtrain.collectives.failures"] = fake
+sys.modules["hvdtrain.job.failures"] = fake
 """
 # As in a training, where it is a request to stop.
 TERMINATED_BEFORE = """\
