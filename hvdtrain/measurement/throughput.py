@@ -16,7 +16,7 @@ from hvdtrain.measurement import (
     rounds,
     workloads,
 )
-from hvdtrain.measurement.summary import summarize
+from hvdtrain.measurement.figures import summarize
 
 _LINE_STEPS = 25
 _PROJECTION_SIZES = (1_000, 16_000, 256_000, 4_000_000)

@@ -24,7 +24,6 @@ from hvdtrain.measurement import (
     resources,
     rounds,
     simulated,
-    summary,
     tables,
 )
 from hvdtrain.measurement.options import Options, is_workload
@@ -111,7 +110,7 @@ class TestSummary:
         return [chief, other]
 
     def test_of_two_ranks(self, two_ranks):
-        found = summary.summarize(
+        found = figures.summarize(
             two_ranks, options(batch_size=8, steps_per_execution=10), 2
         )
         assert found["samples_per_second_by_rank"] == [8.0, 8.0]
@@ -141,14 +140,14 @@ class TestSummary:
 
     def test_of_two_devices_in_one_process(self, two_ranks):
         changes = {"strategy": "split", "batch_size": 8, "steps_per_execution": 10}
-        found = summary.summarize(two_ranks[:1], options(**changes), 2)
+        found = figures.summarize(two_ranks[:1], options(**changes), 2)
         assert found["samples_per_second_by_rank"] == [16.0]
         # The first device is busy for 0.7, the other for 0.4.
         assert found["load_balance"] == pytest.approx(1.1 / 1.4)
 
     def test_of_one_rank(self):
         ranks = [{"train": [[2.0]], "function": [[1.0]], "bare": [[1.0]]}]
-        found = summary.summarize(ranks, options(batch_size=8), 1)
+        found = figures.summarize(ranks, options(batch_size=8), 1)
         assert found["one_rank"]["speedup"] == 1.0
         assert found["one_rank"]["against_bare"] == 0.5
         assert found["load_balance"] == 1.0
@@ -468,7 +467,7 @@ def result():
         "path": "no reduction",
         "flags": dataclasses.asdict(options(rounds=1)),
         "figures": {
-            **summary.summarize(ranks, options(), 1),
+            **figures.summarize(ranks, options(), 1),
             "data": "digits",
             "warning": "",
             "reduced_bytes": 0,
