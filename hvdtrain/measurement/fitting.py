@@ -14,7 +14,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World, launchers
 from hvdtrain.measurement import resources
-from hvdtrain.measurement.rounds import Variant
+from hvdtrain.measurement.variants import Variant
 from hvdtrain.training.observers import metrics_text
 from hvdtrain.training.progress import ProgressCallback
 

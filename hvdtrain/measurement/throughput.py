@@ -13,7 +13,7 @@ from hvdtrain.measurement import (
     one_process,
     projection,
     resources,
-    rounds,
+    variants,
     workloads,
 )
 from hvdtrain.measurement.figures import summarize
@@ -39,13 +39,13 @@ def measure(options, world):
     start = fitting.StartUp()
     with fail_together(world):
         model, train, make_others = _variants(workload, options, world, names, start)
-    speeds = rounds.warm_up(world, {"train": train})
+    speeds = variants.warm_up(world, {"train": train})
     memory = gather(world, resources.memory())
     # Only now: their models are not part of the training's memory.
     with fail_together(world):
         others = make_others()
-    speeds |= rounds.warm_up(world, others)
-    measured = rounds.run_rounds(
+    speeds |= variants.warm_up(world, others)
+    measured = variants.run_rounds(
         world,
         {"train": train, **others},
         speeds,

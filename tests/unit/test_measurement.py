@@ -22,7 +22,6 @@ from hvdtrain.measurement import (
     parallelism_table,
     projection,
     resources,
-    rounds,
     simulated,
     tables,
 )
@@ -314,13 +313,13 @@ class TestRounds:
                 calls.append((name, executions))
                 return [0.5] * executions
 
-            return rounds.Variant(run=run, is_alone=name == "b")
+            return variants.Variant(run=run, is_alone=name == "b")
 
         variants = {name: variant(name) for name in "ab"}
-        speeds = rounds.warm_up(World(), variants)
+        speeds = variants.warm_up(World(), variants)
         assert speeds == {"a": 2.0, "b": 2.0}
         calls.clear()
-        found = rounds.run_rounds(World(), variants, speeds, rounds=3, seconds=4.0)
+        found = variants.run_rounds(World(), variants, speeds, rounds=3, seconds=4.0)
         assert calls == [(name, 8) for name in "abbaab"]
         assert found == {name: [[0.5] * 8] * 3 for name in "ab"}
 
