@@ -13,7 +13,7 @@ import types
 import tensorflow as tf
 
 from hvdtrain.job import JobError
-from hvdtrain.measurement import fitting
+from hvdtrain.measurement import variants
 
 
 def devices(options):
@@ -111,7 +111,7 @@ def independent(workload, names):
 
 def train(model, input_fn, options, *, callbacks=()):
     """Return the variant of `fit` with the real input."""
-    return fitting.fitted(
+    return variants.fitted(
         model, input_fn, options, callbacks=lambda steps: list(callbacks)
     )
 
@@ -123,19 +123,19 @@ def others(model, workload, options, names):
     batches = constant
     if options.strategy == "mirrored":
         batches = model.distribute_strategy.experimental_distribute_dataset(constant)
-    variants = {"function": fitting.called(model, batches, options)}
+    variants = {"function": variants.called(model, batches, options)}
     if workload.batches:
 
         def constant_input(start, end):
             return constant.take(end - start)
 
-        variants["constant"] = fitting.fitted(model, constant_input, options)
+        variants["constant"] = variants.fitted(model, constant_input, options)
     with tf.device(names[0]) if count > 1 else contextlib.nullcontext():
         plain = workload.build()
     if count > 1:
-        variants["local"] = fitting.called(
+        variants["local"] = variants.called(
             independent(workload, names), constant, options
         )
-        variants["alone"] = fitting.fitted(plain, workload.input(options), options)
-    variants["bare"] = fitting.bare(plain, workload, options)
+        variants["alone"] = variants.fitted(plain, workload.input(options), options)
+    variants["bare"] = variants.bare(plain, workload, options)
     return variants

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.measurement import fitting
 from hvdtrain.measurement.figures import median_ratio
 from hvdtrain.measurement.parallel_workloads import BATCHES, WORKLOADS
 
@@ -35,7 +34,7 @@ def measure(options, world):
             model = kind.build(options)
             batches = _batches(workload, kind, options, world)
             found[name] = _first_steps(model, batches, options) | _memory(model)
-        variants[name] = fitting.called(model, batches, options)
+        variants[name] = variants.called(model, batches, options)
     speeds = variants.warm_up(world, variants)
     measured = variants.run_rounds(
         world, variants, speeds, rounds=options.rounds, seconds=options.seconds

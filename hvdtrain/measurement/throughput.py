@@ -9,7 +9,6 @@ from hvdtrain.keras import gradients
 from hvdtrain.measurement import (
     collectives,
     consistency,
-    fitting,
     one_process,
     projection,
     resources,
@@ -36,7 +35,7 @@ def measure(options, world):
     """
     names = () if options.strategy == "horovod" else one_process.devices(options)
     workload = workloads.load(options, world)
-    start = fitting.StartUp()
+    start = variants.StartUp()
     with fail_together(world):
         model, train, make_others = _variants(workload, options, world, names, start)
     speeds = variants.warm_up(world, {"train": train})
@@ -83,7 +82,7 @@ def _variants(workload, options, world, names, start):
     if options.workload == "resnet18" and world.is_chief:
         steps = options.steps_per_execution
         callbacks.append(
-            fitting.StepLines(every_steps=_LINE_STEPS, steps_per_execution=steps)
+            variants.StepLines(every_steps=_LINE_STEPS, steps_per_execution=steps)
         )
     if names:
         model = one_process.build(options, workload, names)
@@ -96,7 +95,7 @@ def _variants(workload, options, world, names, start):
     model = workload.build(world.size)
     hvd.DistributedOptimizer(model.optimizer)
     input_fn = workload.input(options, rank=world.rank, size=world.size)
-    train = fitting.trained(
+    train = variants.trained(
         model, input_fn, workload, options, world, callbacks=callbacks
     )
     return model, train, functools.partial(_others, model, workload, options, world)
@@ -110,21 +109,21 @@ def _others(model, workload, options, world):
     """
     constant = workload.constant_batches()
     plain = workload.build()
-    variants = {"function": fitting.called(model, constant, options)}
+    variants = {"function": variants.called(model, constant, options)}
     if workload.batches:
 
         def constant_input(start, end):
             return constant.take(end - start)
 
-        variants["constant"] = fitting.trained(
+        variants["constant"] = variants.trained(
             model, constant_input, workload, options, world
         )
     if world.size > 1:
-        variants["local"] = fitting.called(plain, constant, options)
-        variants["alone"] = fitting.trained_alone(
+        variants["local"] = variants.called(plain, constant, options)
+        variants["alone"] = variants.trained_alone(
             plain, workload.input(options), options
         )
-    variants["bare"] = fitting.bare(plain, workload, options)
+    variants["bare"] = variants.bare(plain, workload, options)
     return variants
 
 

@@ -17,13 +17,13 @@ from hvdtrain.measurement import (
     comparison,
     figures,
     files,
-    fitting,
     parallelism,
     parallelism_table,
     projection,
     resources,
     simulated,
     tables,
+    variants,
 )
 from hvdtrain.measurement.options import Options, is_workload
 from hvdtrain.measurement.parallel_workloads import WORKLOADS, zipf
@@ -325,13 +325,13 @@ class TestRounds:
 
     def test_the_stopwatch_leaves_the_first_execution_out(self):
         clock = iter([5.0, 6.0, 8.0])
-        stopwatch = fitting.Stopwatch(clock=lambda: next(clock))
+        stopwatch = variants.Stopwatch(clock=lambda: next(clock))
         for batch in range(3):
             stopwatch.on_train_batch_end(batch)
         assert stopwatch.seconds == [1.0, 2.0]
 
     def test_a_line_every_so_many_steps(self, capsys):
-        lines = fitting.StepLines(every_steps=25, steps_per_execution=10)
+        lines = variants.StepLines(every_steps=25, steps_per_execution=10)
         for batch in range(6):
             lines.on_train_batch_end(batch, {"accuracy": 0.25, "loss": 0.5})
         assert capsys.readouterr().out.splitlines() == [
