@@ -11,7 +11,6 @@ from hvdtrain.measurement import (
     consistency,
     one_process,
     projection,
-    resources,
     variants,
     workloads,
 )
@@ -39,7 +38,7 @@ def measure(options, world):
     with fail_together(world):
         model, train, make_others = _variants(workload, options, world, names, start)
     speeds = variants.warm_up(world, {"train": train})
-    memory = gather(world, resources.memory())
+    memory = gather(world, variants.memory())
     # Only now: their models are not part of the training's memory.
     with fail_together(world):
         others = make_others()

@@ -20,7 +20,6 @@ from hvdtrain.measurement import (
     parallelism,
     parallelism_table,
     projection,
-    resources,
     simulated,
     tables,
     variants,
@@ -391,13 +390,13 @@ class TestStartUp:
             is_last = number == len(names) + 1
             table.append((name, 1 if is_last else number + 1, -10.0 * number))
         monkeypatch.setattr(launchers, "process", lambda pid: table[pid - 1])
-        monkeypatch.setattr(resources.os, "getpid", lambda: 1)
+        monkeypatch.setattr(variants.os, "getpid", lambda: 1)
         monkeypatch.setattr(launchers.os, "getppid", lambda: 2)
-        monkeypatch.setattr(resources.time, "clock_gettime", lambda clock: 0.0)
-        assert resources.seconds_since_command() == seconds
+        monkeypatch.setattr(variants.time, "clock_gettime", lambda clock: 0.0)
+        assert variants.seconds_since_command() == seconds
 
     def test_the_memory_of_this_process(self):
-        memory = resources.memory()
+        memory = variants.memory()
         assert memory["peak_resident"] > 100e6  # TensorFlow is loaded
         assert memory["proportional"] <= memory["peak_resident"]
 
