@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from hvdtrain.measurement import tables
-from hvdtrain.measurement.parallelism_table import largest_memory
+from hvdtrain.measurement.tables import largest_memory
 
 
 def draw(result, path):

@@ -10,14 +10,7 @@ import tensorflow as tf
 
 from hvdtrain import description
 from hvdtrain.job.agreement import check_same, fail_together
-from hvdtrain.measurement import (
-    collectives,
-    files,
-    parallelism,
-    parallelism_table,
-    tables,
-    throughput,
-)
+from hvdtrain.measurement import collectives, files, parallelism, tables, throughput
 from hvdtrain.measurement.comparison import FORMAT
 
 # Files are written by the chief; hosts may have their data in different places.
@@ -49,7 +42,7 @@ def run(options, world, *, mpi_seconds):
         return result, tables.collectives(result)
     if options.compares_parallelism:
         result["parallelism"] = parallelism.measure(options, world)
-        return result, parallelism_table.table(result)
+        return result, tables.table(result)
     result["figures"] = throughput.measure(options, world)
     return result, tables.training(result)
 

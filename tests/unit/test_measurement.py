@@ -18,7 +18,6 @@ from hvdtrain.measurement import (
     figures,
     files,
     parallelism,
-    parallelism_table,
     projection,
     simulated,
     tables,
@@ -562,7 +561,7 @@ class TestTables:
     def test_of_kinds_of_parallelism(self):
         found = {**result(), "parallelism": kinds()}
         found["flags"]["workload"] = "recommender"
-        text = " ".join(parallelism_table.table(found).split())
+        text = " ".join(tables.table(found).split())
         assert (
             "recommender; tables of 4 columns and 17, 1,000 rows; 5, 1 units; sgd"
             in text
