@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import models, optimizers
+from hvdtrain import optimizers
+from hvdtrain.classifier import models
 from hvdtrain.data import Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job import JobError

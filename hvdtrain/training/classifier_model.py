@@ -5,7 +5,8 @@ import functools
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain import models, optimizers, parallel
+from hvdtrain import optimizers, parallel
+from hvdtrain.classifier import models
 from hvdtrain.job import JobError
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain import models
+from hvdtrain.classifier import models
 from hvdtrain.job import JobError
 
 
