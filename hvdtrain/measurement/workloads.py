@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvdtrain import optimizers
 from hvdtrain.classifier import models
+from hvdtrain.classifier.models import compiled
 from hvdtrain.data import Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job import JobError
@@ -22,7 +23,6 @@ from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.measurement import simulated
 from hvdtrain.measurement.options import WORKLOADS
-from hvdtrain.training.classifier_model import compiled
 
 _SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
 _CLASSES = 10

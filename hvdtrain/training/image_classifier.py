@@ -6,17 +6,12 @@ import sys
 import keras
 
 import hvdtrain.keras as hvd
+from hvdtrain.classifier import models
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.job.world import MeshShape
-from hvdtrain.training import (
-    classifier_model,
-    exporting,
-    resuming,
-    run_directory,
-    schedules,
-)
+from hvdtrain.training import exporting, resuming, run_directory, schedules
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import fast_steps_per_execution
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
@@ -83,7 +78,7 @@ def build(options, world, commits=None, mesh=None):
             if options.model_dir:
                 run_directory.prepare(options.model_dir)
             observers = make_observers(sys.stdout, model_dir=options.model_dir)
-        model = classifier_model.build(options, dataset, batch_ranks, mesh)
+        model = models.build(options, dataset, batch_ranks, mesh)
     return Run(
         dataset=dataset,
         warning=warning,
