@@ -11,12 +11,12 @@ from absl.testing import flagsaver
 
 import hvdtrain.keras as hvd
 from hvdtrain import mnist
+from hvdtrain.classifier.options import Options
 from hvdtrain.data import Shard
 from hvdtrain.job import JobError, World
 from hvdtrain.training import Plan, train_and_evaluate
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
 from hvdtrain.training.image_classifier import build
-from hvdtrain.training.options import Options
 
 DEFAULTS = {
     flag.name: flag.default
