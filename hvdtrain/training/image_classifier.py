@@ -6,12 +6,12 @@ import sys
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain.classifier import models
+from hvdtrain.classifier import models, schedules
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.job.world import MeshShape
-from hvdtrain.training import exporting, resuming, run_directory, schedules
+from hvdtrain.training import exporting, resuming, run_directory
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import fast_steps_per_execution
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps

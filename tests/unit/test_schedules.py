@@ -5,9 +5,10 @@ import math
 import keras
 import pytest
 
+from hvdtrain.classifier import schedules
 from hvdtrain.data import Shard
 from hvdtrain.job import JobError
-from hvdtrain.training import Plan, schedules
+from hvdtrain.training import Plan
 
 
 def shard(*, size=2):
