@@ -12,11 +12,11 @@ from absl.testing import flagsaver
 import hvdtrain.keras as hvd
 from hvdtrain import mnist
 from hvdtrain.classifier.options import Options
+from hvdtrain.classifier.run import build
 from hvdtrain.data import Shard
 from hvdtrain.job import JobError, World
 from hvdtrain.training import Plan, train_and_evaluate
 from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
-from hvdtrain.training.image_classifier import build
 
 DEFAULTS = {
     flag.name: flag.default
