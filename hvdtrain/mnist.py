@@ -259,7 +259,8 @@ def main():
     world = job.start(seed=values["seed"], mesh=shape)
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
-    from hvdtrain import description, training
+    from hvdtrain import training
+from hvdtrain.classifier import description
 
     options = training.options.Options(**values)
     mesh = training.replicas.make_mesh(shape)

@@ -8,7 +8,7 @@ import platform
 
 import tensorflow as tf
 
-from hvdtrain import description
+from hvdtrain.classifier import description
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.measurement import collectives, files, parallelism, tables, throughput
 from hvdtrain.measurement.comparison import FORMAT
