@@ -5,12 +5,14 @@ mpirun -np 4 python -m hvdtrain.mnist --model=cnn --epochs=5
 python -m hvdtrain.mnist --dataset=digits --model_dir=/tmp/digits
 """
 
+import functools
 import math
 import os
 
 from absl import flags
 
 from hvdtrain import data, job, program
+from hvdtrain.classifier.options import Options
 from hvdtrain.job import launchers
 from hvdtrain.job.files import check_output
 from hvdtrain.job.world import MeshShape, SharedJobError
@@ -42,7 +44,7 @@ class _Interval(flags.ArgumentParser):
         raise ValueError(f"expected {self.syntactic_help}")
 
 
-# Each is a field of `training.options.Options`.
+# Each is a field of `classifier.options.Options`.
 flags.DEFINE_enum("dataset", "auto", data.NAMES, "auto is mnist, or else digits.")
 _path("data_dir", "Directory of an npz file or the four IDX files of the data set.")
 flags.DEFINE_enum("model", "mlp", ("mlp", "cnn"), "The network.")
@@ -259,39 +261,11 @@ def main():
     world = job.start(seed=values["seed"], mesh=shape)
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
-    from hvdtrain import training
-from hvdtrain.classifier import description
+    from hvdtrain.classifier import run
 
-    options = training.options.Options(**values)
-    mesh = training.replicas.make_mesh(shape)
-
-    def train(world, commits):
-        run = training.image_classifier.build(options, world, commits, mesh)
-        info = description.run_info(world, options, run)
-        if world.is_chief:
-            banner = description.banner(info, run.dataset, warning=run.warning)
-            print(banner, flush=True)
-        result = training.train_and_evaluate(
-            lambda: run.model,
-            run.train_spec,
-            run.eval_spec,
-            run.config,
-            world=world,
-            observers=run.observers,
-            commits=commits,
-        )
-        summary = description.summarize(result, info)
-        if world.is_chief:
-            print(description.last_line(summary), flush=True)
-        if options.model_dir:
-            training.run_directory.write(
-                world, options.model_dir, model=result.model, summary=summary
-            )
-            if world.is_chief:
-                print(f"written to {options.model_dir}", flush=True)
-
-    # In an elastic job it is called again after each change of the job.
-    training.run_elastic(train, world)
+    run.train(
+        Options(**values), world, shape, report=functools.partial(print, flush=True)
+    )
 
 
 def _record_timeline(path):

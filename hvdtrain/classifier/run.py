@@ -6,16 +6,18 @@ import sys
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain.classifier import models, schedules
+from hvdtrain.classifier import description, models, schedules
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.job.world import MeshShape
 from hvdtrain.training import exporting, resuming, run_directory
+from hvdtrain.training.elastic import run_elastic
+from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import fast_steps_per_execution
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
-from hvdtrain.training.replicas import Replicas
+from hvdtrain.training.replicas import Replicas, make_mesh
 from hvdtrain.training.specs import EvalSpec, RunConfig, TrainSpec
 
 _EVALUATION_BATCH_SIZE = 256
@@ -38,6 +40,48 @@ class Run:
     batch_ranks: int
     mesh_shape: MeshShape
     observers: list
+
+
+def train(options, world, mesh_shape, *, report):
+    """Train, evaluate, and write the model and the summary. A collective.
+
+    Args:
+        options: the `Options`; apart from paths the same on all ranks.
+        world: the `World`.
+        mesh_shape: the `MeshShape` of the job.
+        report: called on the chief with each text for the user.
+
+    Raises:
+        JobError: on all ranks, if one of them cannot train.
+    """
+    mesh = make_mesh(mesh_shape)
+
+    def train_once(world, commits):
+        run = build(options, world, commits, mesh)
+        info = description.run_info(world, options, run)
+        if world.is_chief:
+            report(description.banner(info, run.dataset, warning=run.warning))
+        result = train_and_evaluate(
+            lambda: run.model,
+            run.train_spec,
+            run.eval_spec,
+            run.config,
+            world=world,
+            observers=run.observers,
+            commits=commits,
+        )
+        summary = description.summarize(result, info)
+        if world.is_chief:
+            report(description.last_line(summary))
+        if options.model_dir:
+            run_directory.write(
+                world, options.model_dir, model=result.model, summary=summary
+            )
+            if world.is_chief:
+                report(f"written to {options.model_dir}")
+
+    # In an elastic job it is called again after each change of the job.
+    run_elastic(train_once, world)
 
 
 def build(options, world, commits=None, mesh=None):

@@ -123,19 +123,19 @@ def others(model, workload, options, names):
     batches = constant
     if options.strategy == "mirrored":
         batches = model.distribute_strategy.experimental_distribute_dataset(constant)
-    variants = {"function": variants.called(model, batches, options)}
+    measured = {"function": variants.called(model, batches, options)}
     if workload.batches:
 
         def constant_input(start, end):
             return constant.take(end - start)
 
-        variants["constant"] = variants.fitted(model, constant_input, options)
+        measured["constant"] = variants.fitted(model, constant_input, options)
     with tf.device(names[0]) if count > 1 else contextlib.nullcontext():
         plain = workload.build()
     if count > 1:
-        variants["local"] = variants.called(
+        measured["local"] = variants.called(
             independent(workload, names), constant, options
         )
-        variants["alone"] = variants.fitted(plain, workload.input(options), options)
-    variants["bare"] = variants.bare(plain, workload, options)
-    return variants
+        measured["alone"] = variants.fitted(plain, workload.input(options), options)
+    measured["bare"] = variants.bare(plain, workload, options)
+    return measured

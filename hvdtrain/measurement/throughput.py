@@ -108,22 +108,22 @@ def _others(model, workload, options, world):
     """
     constant = workload.constant_batches()
     plain = workload.build()
-    variants = {"function": variants.called(model, constant, options)}
+    measured = {"function": variants.called(model, constant, options)}
     if workload.batches:
 
         def constant_input(start, end):
             return constant.take(end - start)
 
-        variants["constant"] = variants.trained(
+        measured["constant"] = variants.trained(
             model, constant_input, workload, options, world
         )
     if world.size > 1:
-        variants["local"] = variants.called(plain, constant, options)
-        variants["alone"] = variants.trained_alone(
+        measured["local"] = variants.called(plain, constant, options)
+        measured["alone"] = variants.trained_alone(
             plain, workload.input(options), options
         )
-    variants["bare"] = variants.bare(plain, workload, options)
-    return variants
+    measured["bare"] = variants.bare(plain, workload, options)
+    return measured
 
 
 def _projection(options, world, figures, buckets):

@@ -4,7 +4,6 @@ Importing this package loads TensorFlow. Positions in a run are global steps: ba
 that each rank has taken since the start. Epochs of `fit` occur in `plan` only.
 """
 
-from hvdtrain.classifier import options, run
 from hvdtrain.training import observers, replicas, run_directory
 from hvdtrain.training.elastic import run_elastic
 from hvdtrain.training.evaluation import evaluate

@@ -13,13 +13,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Top floor first. The names are modules and packages of hvdtrain.
 FLOORS = [
     [
-        *("mnist", "benchmark", "doctor", "report", "description", "program"),
+        *("mnist", "benchmark", "doctor", "report", "program"),
         *("diagnosis", "measurement", "reporting"),
     ],
+    ["classifier"],
     ["training"],
-    ["data", "log", "models", "optimizers"],
+    ["data", "log", "optimizers"],
     ["parallel"],
     ["keras"],
+    ["sharding"],
     ["job"],
     ["collectives"],
     ["native"],

@@ -1,0 +1,1 @@
+"""The image classifier that `hvdtrain.mnist` trains: options, data, model, schedule."""
