@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import size_of
-from hvdtrain.keras.partition import (
+from hvdtrain.sharding.shards import (
     has_parts_elsewhere,
     is_divided,
     partition_of,

@@ -16,8 +16,8 @@ from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
-from hvdtrain.keras.partition import assign_part, is_divided, partition_of
 from hvdtrain.keras.variables import divide_slots, without_loss_scale
+from hvdtrain.sharding.shards import assign_part, is_divided, partition_of
 
 _DONE, _WORKING = -1, -2
 _NO_VALUE = object()

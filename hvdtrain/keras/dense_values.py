@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.keras.partition import partition_of
+from hvdtrain.sharding.shards import partition_of
 
 # MPI counts elements in 32 bits, and each message is copied a few times.
 _CHUNK_BYTES = 64 << 20

@@ -17,8 +17,8 @@ from hvdtrain.collectives.process_sets import (
     size_of,
 )
 from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
-from hvdtrain.keras.partition import check_ranks, has_summed_gradients, is_divided
 from hvdtrain.keras.variables import variable_key
+from hvdtrain.sharding.shards import check_ranks, has_summed_gradients, is_divided
 
 _ADDS_UP_ROWS = "_hvdtrain_adds_up_rows"
 

@@ -12,14 +12,14 @@ from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.gradients import add_up_rows
-from hvdtrain.keras.partition import (
-    check_elementwise,
-    has_summed_gradients,
-    is_copied,
-)
 from hvdtrain.keras.variables import (
     divide_slots,
     shared_state,
+)
+from hvdtrain.sharding.shards import (
+    check_elementwise,
+    has_summed_gradients,
+    is_copied,
 )
 
 

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.keras.partition import has_parts_elsewhere
 from hvdtrain.keras.variables import hook_of
+from hvdtrain.sharding.shards import has_parts_elsewhere
 
 _MARK = "_hvdtrain_compares_samples"
 # Integers below it are exact in float32, and their sum with zeros is.

@@ -22,18 +22,18 @@ from hvdtrain.keras.consistency import (
     DesynchronizedError,
     checksum_of,
 )
-from hvdtrain.keras.partition import (
-    NOT_ELEMENTWISE,
-    assign_part,
-    partition_of,
-    set_partition,
-)
 from hvdtrain.keras.shards import divide, gather, scatter
 from hvdtrain.keras.variables import (
     accumulated_gradients,
     copies_of_weights,
     slots_by_place,
     variable_key,
+)
+from hvdtrain.sharding.shards import (
+    NOT_ELEMENTWISE,
+    assign_part,
+    partition_of,
+    set_partition,
 )
 
 BY_VARIABLE, BY_SLICES = "variables", "slices"

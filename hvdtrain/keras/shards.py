@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.keras.partition import Partition, partition_of
+from hvdtrain.sharding.shards import Partition, partition_of
 
 # A part starts at a multiple of this within its variable. Eigen computes full vectors
 # and the rest of a tensor by different functions, whose last bits may differ (`pow`):

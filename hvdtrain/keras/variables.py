@@ -8,7 +8,7 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.keras.partition import (
+from hvdtrain.sharding.shards import (
     has_parts_elsewhere,
     is_copied,
     partition_of,

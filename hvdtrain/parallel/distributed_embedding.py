@@ -13,7 +13,6 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.gradients import update_rows_once
-from hvdtrain.keras.partition import assign_part, partition_of
 from hvdtrain.parallel.embedding import (
     DividedEmbedding,
     Embedding,
@@ -26,6 +25,7 @@ from hvdtrain.parallel.embedding import (
 from hvdtrain.parallel.exchange import look_up, look_up_for_all
 from hvdtrain.parallel.mesh import Axes, data_axis, one_rank
 from hvdtrain.parallel.placement import place
+from hvdtrain.sharding.shards import assign_part, partition_of
 
 
 class PlacedEmbedding(DividedEmbedding):

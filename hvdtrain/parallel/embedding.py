@@ -10,10 +10,10 @@ from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import update_rows_once
-from hvdtrain.keras.partition import Partition, assign_part
 from hvdtrain.parallel.exchange import look_up
 from hvdtrain.parallel.layer import DividedWeights, check_arguments
 from hvdtrain.parallel.mesh import Axes, data_axis
+from hvdtrain.sharding.shards import Partition, assign_part
 
 _COMBINERS = (None, "sum", "mean")
 

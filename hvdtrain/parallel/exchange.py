@@ -14,7 +14,7 @@ The gradient of a slice is the sum over all ranks' losses, without a reduction.
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
-from hvdtrain.keras.partition import partition_of
+from hvdtrain.sharding.shards import partition_of
 
 
 def look_up(tables, ids):

@@ -7,7 +7,7 @@ distributed-embeddings (user guide, "Mix Matching Distribution Strategies").
 import dataclasses
 import math
 
-from hvdtrain.keras.partition import even_sizes
+from hvdtrain.sharding.shards import even_sizes
 
 _STRATEGIES = ("basic", "memory_balanced", "memory_optimized")
 

@@ -8,8 +8,8 @@ import keras
 
 from hvdtrain.job.agreement import check_same, fail_together, gather
 from hvdtrain.job.world import JobError, World
-from hvdtrain.keras.partition import has_summed_gradients
 from hvdtrain.keras.variables import hook_of
+from hvdtrain.sharding.shards import has_summed_gradients
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.checkpoints import CheckpointFiles
 from hvdtrain.training.elastic import Commits

@@ -19,7 +19,6 @@ from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import JobError, World
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.partition import assign_part, has_summed_gradients
 from hvdtrain.keras.variables import (
     accumulated_gradients,
     copies_of,
@@ -27,6 +26,7 @@ from hvdtrain.keras.variables import (
     shared_variables,
     variable_key,
 )
+from hvdtrain.sharding.shards import assign_part, has_summed_gradients
 from hvdtrain.training.replicas import Replicas
 
 # In place of the digest of a value.

@@ -8,7 +8,7 @@ import oracle
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.keras.partition import partition_of
+from hvdtrain.sharding.shards import partition_of
 
 
 class Summing(keras.layers.Embedding):

@@ -7,7 +7,7 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain.keras import dense_values
 from hvdtrain.keras.dense_values import DenseValues, DenseVariable
-from hvdtrain.keras.partition import Partition, set_partition
+from hvdtrain.sharding.shards import Partition, set_partition
 
 RANK, SIZE = hvd.rank(), hvd.size()
 SHAPE = (5, 7, 3)

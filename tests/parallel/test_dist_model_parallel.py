@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.keras.partition import partition_of
 from hvdtrain.parallel import dist_model_parallel as dmp
+from hvdtrain.sharding.shards import partition_of
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras.partition import Partition
 from hvdtrain.parallel import mappings
+from hvdtrain.sharding.shards import Partition
 
 RANK, SIZE = hvd.rank(), hvd.size()
 # Along the last axis, of five elements: not divisible.

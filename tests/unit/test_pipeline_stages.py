@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.keras.partition import Partition, set_partition
 from hvdtrain.parallel.pipeline import splitting, stage
+from hvdtrain.sharding.shards import Partition, set_partition
 
 layers = keras.layers
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.keras.dense_values import DenseVariable
-from hvdtrain.keras.partition import Partition, set_partition
+from hvdtrain.sharding.shards import Partition, set_partition
 from hvdtrain.training.per_rank_state import regrouped, states_by_replica
 from hvdtrain.training.state import OtherModelError
 from hvdtrain.training.state_variables import StateVariables

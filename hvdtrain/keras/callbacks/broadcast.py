@@ -15,7 +15,6 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.keras.callbacks import start
 from hvdtrain.keras.optimizer import configure_compiled_model
-from hvdtrain.keras.partition import is_divided
 from hvdtrain.keras.variables import (
     all_ranks_of,
     copies_of,
@@ -24,6 +23,7 @@ from hvdtrain.keras.variables import (
     shared_variables,
     variable_key,
 )
+from hvdtrain.sharding.shards import is_divided
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):

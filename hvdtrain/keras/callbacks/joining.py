@@ -5,7 +5,6 @@ import keras
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Average
-from hvdtrain.keras.partition import has_parts_elsewhere
 from hvdtrain.keras.variables import (
     hook_of,
     local_keys_of,
@@ -13,6 +12,7 @@ from hvdtrain.keras.variables import (
     shared_variables,
     without_loss_scale,
 )
+from hvdtrain.sharding.shards import has_parts_elsewhere
 
 
 class JoinCallback(keras.callbacks.Callback):

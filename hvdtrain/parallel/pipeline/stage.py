@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from hvdtrain.keras import parts
 from hvdtrain.keras.dense_values import DenseVariable
-from hvdtrain.keras.partition import is_divided
 from hvdtrain.parallel.layer import InModelGroup
 from hvdtrain.parallel.pipeline import splitting
 from hvdtrain.parallel.pipeline.dense import DenseModel, in_scope, scope_of
+from hvdtrain.sharding.shards import is_divided
 
 
 def check(layer, mesh):
