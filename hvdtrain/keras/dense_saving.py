@@ -15,8 +15,8 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.variables import divide_slots, without_loss_scale
+from hvdtrain.sharding.full_values import DenseValues, DenseVariable
 from hvdtrain.sharding.shards import assign_part, is_divided, partition_of
 
 _DONE, _WORKING = -1, -2

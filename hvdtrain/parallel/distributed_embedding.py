@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.gradients import update_rows_once
 from hvdtrain.parallel.embedding import (
     DividedEmbedding,
@@ -25,6 +24,7 @@ from hvdtrain.parallel.embedding import (
 from hvdtrain.parallel.exchange import look_up, look_up_for_all
 from hvdtrain.parallel.mesh import Axes, data_axis, one_rank
 from hvdtrain.parallel.placement import place
+from hvdtrain.sharding.full_values import DenseValues, DenseVariable
 from hvdtrain.sharding.shards import assign_part, partition_of
 
 

@@ -17,9 +17,9 @@ import numpy as np
 from hvdtrain.collectives.objects import gather_object
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
-from hvdtrain.keras.dense_values import assemble
 from hvdtrain.keras.metrics import local_states
 from hvdtrain.keras.variables import hook_of
+from hvdtrain.sharding.full_values import assemble
 from hvdtrain.sharding.shards import partition_of
 from hvdtrain.training import state_variables
 from hvdtrain.training.replicas import Replicas

@@ -17,7 +17,6 @@ from keras.src.random import seed_generator
 import hvdtrain.keras as hvd
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import JobError, World
-from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.variables import (
     accumulated_gradients,
@@ -26,6 +25,7 @@ from hvdtrain.keras.variables import (
     shared_variables,
     variable_key,
 )
+from hvdtrain.sharding.full_values import DenseValues, DenseVariable
 from hvdtrain.sharding.shards import assign_part, has_summed_gradients
 from hvdtrain.training.replicas import Replicas
 

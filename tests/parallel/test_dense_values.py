@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras import dense_values
-from hvdtrain.keras.dense_values import DenseValues, DenseVariable
+from hvdtrain.sharding.full_values import DenseValues, DenseVariable
 from hvdtrain.sharding.shards import Partition, set_partition
 
 RANK, SIZE = hvd.rank(), hvd.size()

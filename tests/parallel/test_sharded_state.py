@@ -10,8 +10,8 @@ import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.collectives import transport
 from hvdtrain.job import World
-from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.variables import hook_of
+from hvdtrain.sharding.full_values import DenseValues, DenseVariable
 from hvdtrain.sharding.shards import partition_of
 from hvdtrain.training import state
 from hvdtrain.training.state_variables import StateVariables

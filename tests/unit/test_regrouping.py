@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.keras.dense_values import DenseVariable
+from hvdtrain.sharding.full_values import DenseVariable
 from hvdtrain.sharding.shards import Partition, set_partition
 from hvdtrain.training.per_rank_state import regrouped, states_by_replica
 from hvdtrain.training.state import OtherModelError

@@ -15,9 +15,9 @@ from hvdtrain.job.agreement import fail_together, on_chief
 from hvdtrain.job.backend import world
 from hvdtrain.job.world import JobError
 from hvdtrain.keras import variables
-from hvdtrain.keras.dense_values import DenseValues, DenseVariable
 from hvdtrain.keras.variables import without_loss_scale
 from hvdtrain.parallel.mesh import Axis
+from hvdtrain.sharding.full_values import DenseValues, DenseVariable
 
 _NOT_LOADED = -1
 

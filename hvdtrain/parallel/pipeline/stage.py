@@ -8,10 +8,10 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras import parts
-from hvdtrain.keras.dense_values import DenseVariable
 from hvdtrain.parallel.layer import InModelGroup
 from hvdtrain.parallel.pipeline import splitting
 from hvdtrain.parallel.pipeline.dense import DenseModel, in_scope, scope_of
+from hvdtrain.sharding.full_values import DenseVariable
 from hvdtrain.sharding.shards import is_divided
 
 
