@@ -21,8 +21,8 @@ from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport.segment import stall_limits
 from hvdtrain.keras import dense_saving, samples
-from hvdtrain.keras.parts import check_parts
 from hvdtrain.keras.variables import hook_of, optimizers_of
+from hvdtrain.sharding.layer_checks import check_parts
 from hvdtrain.sharding.shards import has_parts_elsewhere, partition_of
 
 _MARK = "_hvdtrain_collective"

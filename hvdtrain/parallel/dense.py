@@ -6,13 +6,13 @@ import types
 import keras
 from keras import ops
 
-from hvdtrain.keras.parts import NOT_ELEMENTWISE_ACTIVATIONS
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.layer import (
     DividedWeights,
     SumRegularizer,
     check_arguments,
 )
+from hvdtrain.sharding.layer_checks import NOT_ELEMENTWISE_ACTIVATIONS
 
 
 class _ParallelDense(DividedWeights, keras.layers.Dense):

@@ -9,11 +9,11 @@ from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras import samples
 from hvdtrain.keras.collective_calls import check_called_alike
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
-from hvdtrain.keras.parts import check_scores
 from hvdtrain.keras.variables import hook_of
 from hvdtrain.parallel.mesh import active_mesh
 from hvdtrain.parallel.pipeline import batches, dense, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, links
+from hvdtrain.sharding.layer_checks import check_scores
 from hvdtrain.sharding.shards import set_stages
 
 

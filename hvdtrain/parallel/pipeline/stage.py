@@ -7,10 +7,10 @@ import random
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras import parts
 from hvdtrain.parallel.layer import InModelGroup
 from hvdtrain.parallel.pipeline import splitting
 from hvdtrain.parallel.pipeline.dense import DenseModel, in_scope, scope_of
+from hvdtrain.sharding import layer_checks
 from hvdtrain.sharding.full_values import DenseVariable
 from hvdtrain.sharding.shards import is_divided
 
@@ -109,7 +109,7 @@ def build(model, stages, mesh):
     """
     index, size = mesh.pipeline.index, mesh.pipeline.size
     functional = _as_functional(model)
-    outputs_of_model = parts.outputs_of(functional)
+    outputs_of_model = layer_checks.outputs_of(functional)
     config = functional.get_config()
     outputs = [tuple(history) for history in config["output_layers"]]
     if stages is None:
