@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain import native
 from hvdtrain.data.files import DataError
-from hvdtrain.data.sharding import Shard, check_rank
+from hvdtrain.data.sampler import Shard, check_rank
 
 # Steps per call into Python, which holds the interpreter's lock. Measured: larger
 # blocks are no faster.
