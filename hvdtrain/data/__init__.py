@@ -12,5 +12,5 @@ TensorFlow and are imported by name; importing this package loads NumPy only.
 
 from hvdtrain.data.datasets import NAMES, Choice, Dataset, agree, load, prepare
 from hvdtrain.data.download import cached_mnist, default_cache_dir
-from hvdtrain.data.files import DataError
+from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Shard

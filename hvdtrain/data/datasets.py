@@ -5,9 +5,9 @@ import pathlib
 
 import numpy as np
 
-from hvdtrain.data import files
+from hvdtrain.data import formats
 from hvdtrain.data.download import cached_mnist, default_cache_dir
-from hvdtrain.data.files import DataError
+from hvdtrain.data.formats import DataError
 
 NAMES = ("auto", "mnist", "digits", "synthetic", "custom")
 _DIGITS = pathlib.Path(__file__).with_name("digits.npz")
@@ -117,10 +117,10 @@ def load(name, *, data_dir=None, cache_dir=None):
         raise DataError(f"Received {name} to load; call prepare first, it decides.")
     directory = data_dir or cache_dir or default_cache_dir()
     pattern = "mnist.npz" if name == "mnist" else "*.npz"
-    arrays = files.read_directory(directory, npz_pattern=pattern)
+    arrays = formats.read_directory(directory, npz_pattern=pattern)
     dataset = _checked(name, label=directory, **arrays)
     if name == "mnist":
-        files.check_mnist(arrays, label=directory)
+        formats.check_mnist(arrays, label=directory)
     return dataset
 
 

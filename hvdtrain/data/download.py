@@ -9,8 +9,8 @@ import urllib.request
 
 import numpy as np
 
-from hvdtrain.data import files
-from hvdtrain.data.files import DataError
+from hvdtrain.data import formats
+from hvdtrain.data.formats import DataError
 from hvdtrain.job.files import atomic_write, one_line_errors
 
 # Mirrors of MNIST: an npz file, or (with a slash at the end) a directory of the four
@@ -52,7 +52,7 @@ def cached_mnist(cache_dir=None, *, urls=None, timeout_seconds=12.0):
     """
     path = pathlib.Path(cache_dir or default_cache_dir()) / "mnist.npz"
     try:
-        return files.read_mnist(path)
+        return formats.read_mnist(path)
     except DataError:
         # A download could not replace a directory.
         if path.is_dir():
@@ -79,14 +79,14 @@ def _fetch_mnist(url, *, patience_seconds):
     """Return an npz file that holds MNIST, as bytes, and its arrays."""
     if not url.endswith("/"):
         content = _fetch(url, patience_seconds=patience_seconds)
-        arrays = files.read_npz(io.BytesIO(content), label=url)
-        files.check_mnist(arrays, label=url)
+        arrays = formats.read_npz(io.BytesIO(content), label=url)
+        formats.check_mnist(arrays, label=url)
         return content, arrays
     arrays = {}
-    for key, name in files.IDX_NAMES.items():
+    for key, name in formats.IDX_NAMES.items():
         packed = _fetch(f"{url}{name}.gz", patience_seconds=patience_seconds)
-        arrays[key] = files.read_idx(io.BytesIO(packed), label=f"{url}{name}.gz")
-    files.check_mnist(arrays, label=url)
+        arrays[key] = formats.read_idx(io.BytesIO(packed), label=f"{url}{name}.gz")
+    formats.check_mnist(arrays, label=url)
     archive = io.BytesIO()
     np.savez_compressed(archive, **arrays)
     return archive.getvalue(), arrays

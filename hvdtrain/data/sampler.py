@@ -20,7 +20,7 @@ import functools
 
 import numpy as np
 
-from hvdtrain.data.files import DataError
+from hvdtrain.data.formats import DataError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

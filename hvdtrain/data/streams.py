@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import native
-from hvdtrain.data.files import DataError
+from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Shard, check_rank
 
 # Steps per call into Python, which holds the interpreter's lock. Measured: larger

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import data
-from hvdtrain.data import files, loading
+from hvdtrain.data import loading
 from hvdtrain.job import World
 
 IDX = {
