@@ -16,7 +16,7 @@ from absl import flags
 
 from hvdtrain import data, job, optimizers, program
 from hvdtrain.job import launchers
-from hvdtrain.measurement import comparison, files, mpi
+from hvdtrain.measurement import comparison, mpi, records
 from hvdtrain.measurement.options import (
     STRATEGIES,
     WORKLOADS,
@@ -139,13 +139,13 @@ def main():
     # Before `start` imports TensorFlow, which defines flags of its own.
     values = program.flag_values()
     if paths := values.pop("compare"):
-        print(comparison.table(files.read_json(paths)), flush=True)
+        print(comparison.table(records.read_json(paths)), flush=True)
         return
     options = Options(**values).with_defaults()
     launched = launchers.launch()
     options.check(launched.size)
     if launched.rank == 0:
-        files.check(options)
+        records.check(options)
     # The other ranks are blocked in a collective while rank 0 trains alone.
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "600")
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")

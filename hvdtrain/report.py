@@ -17,7 +17,7 @@ from absl import flags
 
 from hvdtrain import program
 from hvdtrain.job.files import atomic_write, writing_output
-from hvdtrain.measurement.files import check_plot
+from hvdtrain.measurement.records import check_plot
 from hvdtrain.reporting import runs, table
 
 _OUTPUT = flags.DEFINE(

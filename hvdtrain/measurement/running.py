@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.classifier import description
 from hvdtrain.job.agreement import check_same, fail_together
-from hvdtrain.measurement import collectives, files, parallelism, tables, throughput
+from hvdtrain.measurement import collectives, parallelism, records, tables, throughput
 from hvdtrain.measurement.comparison import FORMAT
 
 # Files are written by the chief; hosts may have their data in different places.
@@ -67,9 +67,9 @@ def write(options, world, result):
     """Write the files that the options name, on the chief. A collective."""
     with fail_together(world):
         if world.is_chief and options.json:
-            files.write_json(options.json, result)
+            records.write_json(options.json, result)
         if world.is_chief and options.plot:
-            files.write_plot(options.plot, result)
+            records.write_plot(options.plot, result)
 
 
 def _environment(options, world):

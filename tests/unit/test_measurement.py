@@ -16,9 +16,9 @@ from hvdtrain.job import JobError, World, launchers
 from hvdtrain.measurement import (
     comparison,
     figures,
-    files,
     parallelism,
     projection,
+    records,
     simulated,
     tables,
     variants,
@@ -481,12 +481,12 @@ class TestFiles:
         # JSON has no tuples.
         for name in ("project", "tables", "units"):
             written["flags"][name] = list(written["flags"][name])
-        files.write_json(path, written)
-        assert files.read_json([path]) == {path: written}
+        records.write_json(path, written)
+        assert records.read_json([path]) == {path: written}
 
     def test_not_a_number_is_not_written(self, tmp_path):
         with pytest.raises(ValueError, match="Out of range"):
-            files.write_json(tmp_path / "result.json", {"seconds": math.nan})
+            records.write_json(tmp_path / "result.json", {"seconds": math.nan})
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("name", ["missing/result", ".", "file/result"])
@@ -494,12 +494,12 @@ class TestFiles:
     def test_a_path_that_cannot_be_written(self, tmp_path, name, flag):
         (tmp_path / "file").touch()
         with pytest.raises(JobError, match=f"--{flag}"):
-            files.check(options(**{flag: str(tmp_path / name)}))
+            records.check(options(**{flag: str(tmp_path / name)}))
 
     def test_matplotlib_is_missing(self, tmp_path, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(JobError, match=r"matplotlib is missing.*pip install"):
-            files.check(options(plot=str(tmp_path / "plot.png")))
+            records.check(options(plot=str(tmp_path / "plot.png")))
 
     @pytest.mark.parametrize(
         "text",
@@ -515,22 +515,22 @@ class TestFiles:
         path = tmp_path / "other.json"
         path.write_text(text)
         with pytest.raises(JobError, match=f"{path}.*expected a file that --json"):
-            comparison.table(files.read_json([str(path)]))
+            comparison.table(records.read_json([str(path)]))
 
     def test_a_pipe_is_not_compared(self, tmp_path):
         path = tmp_path / "pipe"
         os.mkfifo(path)
         with pytest.raises(JobError, match=f"{path}: Not a regular file"):
-            files.read_json([str(path)])
+            records.read_json([str(path)])
 
     def test_a_plot(self, tmp_path):
         pytest.importorskip("matplotlib")
-        files.write_plot(tmp_path / "training.png", result())
+        records.write_plot(tmp_path / "training.png", result())
         rows = [{"bytes": 1000 * n, "seconds": {"MPI": n * 1e-6}} for n in (1, 2)]
         collectives = {**result(), "size": 2, "collectives": {"rows": rows}}
-        files.write_plot(tmp_path / "collectives.png", collectives)
+        records.write_plot(tmp_path / "collectives.png", collectives)
         of_kinds = {**result(), "size": 2, "parallelism": kinds()}
-        files.write_plot(tmp_path / "parallelism.png", of_kinds)
+        records.write_plot(tmp_path / "parallelism.png", of_kinds)
         for path in tmp_path.iterdir():
             assert path.read_bytes().startswith(b"\x89PNG")
         assert len(list(tmp_path.iterdir())) == 3
