@@ -8,7 +8,7 @@ from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.keras import gradients
 from hvdtrain.measurement import (
     collectives,
-    consistency,
+    equivalence,
     one_process,
     projection,
     variants,
@@ -56,7 +56,7 @@ def measure(options, world):
     if world.size > 1 and options.project:
         figures["projection"] = _projection(options, world, figures, buckets)
     if count > 1 and options.consistency_steps and options.workload != "backward":
-        figures["consistency"] = consistency.measure(options, world, workload, names)
+        figures["consistency"] = equivalence.measure(options, world, workload, names)
     return {
         "data": workload.note,
         "warning": workload.warning,
