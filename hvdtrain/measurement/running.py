@@ -10,7 +10,13 @@ import tensorflow as tf
 
 from hvdtrain.classifier import description
 from hvdtrain.job.agreement import check_same, fail_together
-from hvdtrain.measurement import collectives, parallelism, records, tables, throughput
+from hvdtrain.measurement import (
+    allreduce_speed,
+    parallelism,
+    records,
+    tables,
+    throughput,
+)
 from hvdtrain.measurement.comparison import FORMAT
 
 # Files are written by the chief; hosts may have their data in different places.
@@ -49,16 +55,16 @@ def run(options, world, *, mpi_seconds):
 
 def _collectives(options, world, mpi_seconds):
     sizes = options.message_sizes
-    rows = collectives.measure(
+    rows = allreduce_speed.measure(
         world, sizes, rounds=options.rounds, seconds=options.seconds
     )
     if mpi_seconds:
         for row in rows:
             row["seconds"] = {"MPI": mpi_seconds[row["bytes"]], **row["seconds"]}
     lines = {
-        name: dataclasses.asdict(collectives.fit(rows, name, size=world.size))
+        name: dataclasses.asdict(allreduce_speed.fit(rows, name, size=world.size))
         for name in rows[0]["seconds"]
-        if name != collectives.COPY
+        if name != allreduce_speed.COPY
     }
     return {"rows": rows, "lines": lines}
 
@@ -80,7 +86,7 @@ def _environment(options, world):
         # Of the minute before: other processes make the figures worse.
         "load_average": os.getloadavg()[0],
         **description.describe(world),
-        "path": collectives.path_of(world, options),
+        "path": allreduce_speed.path_of(world, options),
     }
 
 

@@ -7,7 +7,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.keras import gradients
 from hvdtrain.measurement import (
-    collectives,
+    allreduce_speed,
     equivalence,
     one_process,
     projection,
@@ -135,14 +135,14 @@ def _projection(options, world, figures, buckets):
         figures: those of `summarize`.
         buckets: bytes of the groups of gradients, in the order of their reduction.
     """
-    rows = collectives.measure(
+    rows = allreduce_speed.measure(
         world,
         sorted({*_PROJECTION_SIZES, sum(buckets) // 4 * 4}),
         rounds=_PROJECTION_ROUNDS,
         seconds=_PROJECTION_SECONDS,
-        only=collectives.OURS,
+        only=allreduce_speed.OURS,
     )
-    line = collectives.fit(rows, collectives.OURS, size=world.size)
+    line = allreduce_speed.fit(rows, allreduce_speed.OURS, size=world.size)
     parts = figures["split_seconds"]
     sizes = sorted({world.size, *map(int, options.project)})
     return {
