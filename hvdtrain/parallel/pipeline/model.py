@@ -11,7 +11,7 @@ from hvdtrain.keras.collective_calls import check_called_alike
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.variables import hook_of
 from hvdtrain.parallel.mesh import active_mesh
-from hvdtrain.parallel.pipeline import batches, dense, schedules, stage
+from hvdtrain.parallel.pipeline import batches, full_model, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, links
 from hvdtrain.sharding.layer_checks import check_scores
 from hvdtrain.sharding.shards import set_stages
@@ -156,15 +156,15 @@ class PipelineModel(keras.Model):
         Args:
             variables: list of this rank's weights, or of variables of its optimizer.
         """
-        common = dense.common_state(self)
-        return dense.describe(variables, common, self._mesh.pipeline)
+        common = full_model.common_state(self)
+        return full_model.describe(variables, common, self._mesh.pipeline)
 
     def gather_dense(self):
         """Return the dense model and its optimizer's state on rank 0, None elsewhere.
 
         A collective of all ranks of the job. `save` and `save_weights` write it.
         """
-        return dense.gather(self, self._mesh.pipeline)
+        return full_model.gather(self, self._mesh.pipeline)
 
     def load_weights(self, filepath, **options):
         """As that of Keras, from a file of the dense model that rank 0 reads.
@@ -176,7 +176,7 @@ class PipelineModel(keras.Model):
         """
         if needs_communication(global_process_set):
             check_called_alike("load_weights")
-        dense.load(self, self._mesh.pipeline, filepath, options)
+        full_model.load(self, self._mesh.pipeline, filepath, options)
 
     def train_step(self, data):
         """As that of Keras, over the stages."""

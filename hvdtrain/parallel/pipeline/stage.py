@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.parallel.layer import InModelGroup
 from hvdtrain.parallel.pipeline import splitting
-from hvdtrain.parallel.pipeline.dense import DenseModel, in_scope, scope_of
+from hvdtrain.parallel.pipeline.full_model import DenseModel, in_scope, scope_of
 from hvdtrain.sharding import layer_checks
 from hvdtrain.sharding.full_values import DenseVariable
 from hvdtrain.sharding.shards import is_divided
