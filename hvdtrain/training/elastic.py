@@ -12,7 +12,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import backend
-from hvdtrain.training.checkpoints import Checkpoint
+from hvdtrain.training.checkpoint.storage import Checkpoint
 from hvdtrain.training.requests import Requests
 
 

@@ -11,7 +11,7 @@ from hvdtrain.job.world import JobError, World
 from hvdtrain.keras.variables import hook_of
 from hvdtrain.sharding.shards import has_summed_gradients
 from hvdtrain.training import exporting, run_directory
-from hvdtrain.training.checkpoints import CheckpointFiles
+from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.fitting import built
 from hvdtrain.training.inputs import first_batch, first_step, warn_if_changed

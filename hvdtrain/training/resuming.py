@@ -17,7 +17,7 @@ from hvdtrain.keras.variables import (
     without_loss_scale,
 )
 from hvdtrain.training import state
-from hvdtrain.training.checkpoints import CheckpointError
+from hvdtrain.training.checkpoint.storage import CheckpointError
 from hvdtrain.training.per_rank_state import PerRankState, regrouped
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.saving import checkpoint_files, wait_together

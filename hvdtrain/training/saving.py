@@ -6,7 +6,7 @@ import time
 
 from hvdtrain.job import agreement
 from hvdtrain.training import state
-from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
+from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
 from hvdtrain.training.observers import notify
 from hvdtrain.training.requests import STOP, StepCallback
 

@@ -10,7 +10,7 @@ import numpy as np
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
-from hvdtrain.training.checkpoints import CheckpointFiles
+from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation import (
     EndOfEvaluationsCallback,

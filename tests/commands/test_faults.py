@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from hvdtrain.training.checkpoints import CheckpointFiles
+from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 PROGRAM = [sys.executable, str(pathlib.Path(__file__).parent / "faulty_program.py")]
 FAULTS = ("raise", "kill", "stop", "hang")

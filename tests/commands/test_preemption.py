@@ -6,7 +6,7 @@ import signal
 
 import numpy as np
 
-from hvdtrain.training.checkpoints import CheckpointFiles
+from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 # Some seconds on two ranks. Windows of three steps end at few checkpoints.
 FLAGS = [

@@ -18,7 +18,7 @@ from hvdtrain.data import Shard
 from hvdtrain.job import JobError, World, agreement
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, state
-from hvdtrain.training.checkpoints import CheckpointFiles
+from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 FORMAT_2 = pathlib.Path(__file__).parent / "format_2"
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hvdtrain.training.checkpoints import (
+from hvdtrain.training.checkpoint.storage import (
     Checkpoint,
     CheckpointError,
     CheckpointFiles,

@@ -16,7 +16,7 @@ from hvdtrain.classifier.run import build
 from hvdtrain.data import Shard
 from hvdtrain.job import JobError, World
 from hvdtrain.training import Plan, train_and_evaluate
-from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
+from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
 
 DEFAULTS = {
     flag.name: flag.default

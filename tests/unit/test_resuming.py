@@ -35,7 +35,7 @@ from hvdtrain.training import (
     run_directory,
     saving,
 )
-from hvdtrain.training.checkpoints import Checkpoint, CheckpointFiles
+from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
 from hvdtrain.training.per_rank_state import PerRankState
 from hvdtrain.training.resuming import Start
 
