@@ -8,8 +8,8 @@ from typing import NoReturn
 from hvdtrain.job import World, signals
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import PreemptedError
+from hvdtrain.training.checkpoint.writing import complete_together
 from hvdtrain.training.requests import STOP, Requests, StepCallback
-from hvdtrain.training.saving import complete_together
 
 # A request may arrive twice: from a launcher, and from the sender itself where it
 # signals all processes of a group or of a job of Slurm.

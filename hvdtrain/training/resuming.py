@@ -18,9 +18,9 @@ from hvdtrain.keras.variables import (
 )
 from hvdtrain.training import state
 from hvdtrain.training.checkpoint.storage import CheckpointError
+from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_together
 from hvdtrain.training.per_rank_state import PerRankState, regrouped
 from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.saving import checkpoint_files, wait_together
 from hvdtrain.training.specs import Position
 from hvdtrain.training.state_variables import StateVariables
 

@@ -11,6 +11,11 @@ import hvdtrain.keras as hvd
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
+from hvdtrain.training.checkpoint.writing import (
+    BackgroundWriter,
+    CheckpointCallback,
+    complete_together,
+)
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation import (
     EndOfEvaluationsCallback,
@@ -39,11 +44,6 @@ from hvdtrain.training.requests import (
     Votes,
 )
 from hvdtrain.training.resuming import RestoreCallback, RestoreGeneratorsCallback, Start
-from hvdtrain.training.saving import (
-    BackgroundWriter,
-    CheckpointCallback,
-    complete_together,
-)
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Result, RunConfig
 
