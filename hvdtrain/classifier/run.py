@@ -11,7 +11,8 @@ from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.job.world import MeshShape
-from hvdtrain.training import exporting, resuming, run_directory
+from hvdtrain.training import exporting, run_directory
+from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import run_elastic
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
@@ -112,7 +113,7 @@ def build(options, world, commits=None, mesh=None):
     )
     config = _config(options, dataset)
     replicas = Replicas.of(world, mesh)
-    position = resuming.position(config, world, commits, replicas=replicas)
+    position = restoring.position(config, world, commits, replicas=replicas)
     batch_ranks = replicas.size if options.scale_batch else position.original_size
     with fail_together(world):
         train_spec = _train_spec(options, dataset, world, replicas, position)

@@ -5,11 +5,11 @@ that each rank has taken since the start. Epochs of `fit` occur in `plan` only.
 """
 
 from hvdtrain.training import observers, replicas, run_directory
+from hvdtrain.training.checkpoint.restoring import position
 from hvdtrain.training.elastic import run_elastic
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.exporting import BestExporter, FinalExporter, LatestExporter
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan
-from hvdtrain.training.resuming import position
 from hvdtrain.training.specs import EvalSpec, Position, Result, RunConfig, TrainSpec

@@ -12,6 +12,7 @@ from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.keras.variables import process_set_of
+from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.exporting import Exports
 from hvdtrain.training.observers import notify, scalars
 from hvdtrain.training.plan import Plan
@@ -25,7 +26,6 @@ from hvdtrain.training.requests import (
     StepCallback,
     agree_on_pause,
 )
-from hvdtrain.training.resuming import Start
 from hvdtrain.training.specs import EvalSpec
 
 

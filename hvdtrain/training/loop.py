@@ -11,6 +11,7 @@ from hvdtrain.job.world import JobError, World
 from hvdtrain.keras.variables import hook_of
 from hvdtrain.sharding.shards import has_summed_gradients
 from hvdtrain.training import exporting, run_directory
+from hvdtrain.training.checkpoint.restoring import Start, assign_all, restore
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_together
 from hvdtrain.training.elastic import Commits
@@ -18,7 +19,6 @@ from hvdtrain.training.fitting import built
 from hvdtrain.training.inputs import first_batch, first_step, warn_if_changed
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.resuming import Start, assign_all, restore
 from hvdtrain.training.session import Run, Session
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import RunConfig, TrainSpec

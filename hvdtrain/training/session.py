@@ -10,6 +10,11 @@ import numpy as np
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
+from hvdtrain.training.checkpoint.restoring import (
+    RestoreCallback,
+    RestoreGeneratorsCallback,
+    Start,
+)
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.checkpoint.writing import (
     BackgroundWriter,
@@ -43,7 +48,6 @@ from hvdtrain.training.requests import (
     StopAtEpochEndCallback,
     Votes,
 )
-from hvdtrain.training.resuming import RestoreCallback, RestoreGeneratorsCallback, Start
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Result, RunConfig
 
