@@ -22,10 +22,10 @@ from hvdtrain.keras.metrics import (
     results,
 )
 from hvdtrain.keras.variables import process_set_of
+from hvdtrain.training.checkpoint.state import check_finite
 from hvdtrain.training.observers import Progress, RunStart, notify, scalars
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping
-from hvdtrain.training.state import check_finite
 
 
 class Stopwatch:

@@ -17,7 +17,8 @@ from hvdtrain import training
 from hvdtrain.data import Shard
 from hvdtrain.job import JobError, World, agreement
 from hvdtrain.job.world import PreemptedError
-from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, state
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
+from hvdtrain.training.checkpoint import state
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 FORMAT_2 = pathlib.Path(__file__).parent / "format_2"

@@ -13,7 +13,7 @@ from hvdtrain.job import World
 from hvdtrain.keras.variables import hook_of
 from hvdtrain.sharding.full_values import DenseValues, DenseVariable
 from hvdtrain.sharding.shards import partition_of
-from hvdtrain.training import state
+from hvdtrain.training.checkpoint import state
 from hvdtrain.training.state_variables import StateVariables
 
 RANK, SIZE = hvd.rank(), hvd.size()

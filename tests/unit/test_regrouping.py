@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.sharding.full_values import DenseVariable
 from hvdtrain.sharding.shards import Partition, set_partition
+from hvdtrain.training.checkpoint.state import OtherModelError
 from hvdtrain.training.per_rank_state import regrouped, states_by_replica
-from hvdtrain.training.state import OtherModelError
 from hvdtrain.training.state_variables import StateVariables
 
 PARTITION = Partition(

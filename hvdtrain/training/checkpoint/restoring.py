@@ -16,7 +16,7 @@ from hvdtrain.keras.variables import (
     copies_of,
     without_loss_scale,
 )
-from hvdtrain.training import state
+from hvdtrain.training.checkpoint import state
 from hvdtrain.training.checkpoint.storage import CheckpointError
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_together
 from hvdtrain.training.per_rank_state import PerRankState, regrouped

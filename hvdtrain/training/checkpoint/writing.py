@@ -5,7 +5,7 @@ import threading
 import time
 
 from hvdtrain.job import agreement
-from hvdtrain.training import state
+from hvdtrain.training.checkpoint import state
 from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
 from hvdtrain.training.observers import notify
 from hvdtrain.training.requests import STOP, StepCallback
