@@ -8,10 +8,9 @@ from hvdtrain.job.world import World
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.variables import process_set_of
-from hvdtrain.training import state_variables
-from hvdtrain.training.checkpoint import state
+from hvdtrain.training.checkpoint import state, state_variables
+from hvdtrain.training.checkpoint.state_variables import StateVariables, assign
 from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.state_variables import StateVariables, assign
 
 
 def regrouped(arrays, variables, local_batch_sizes):

@@ -14,7 +14,7 @@ from hvdtrain.keras.variables import hook_of
 from hvdtrain.sharding.full_values import DenseValues, DenseVariable
 from hvdtrain.sharding.shards import partition_of
 from hvdtrain.training.checkpoint import state
-from hvdtrain.training.state_variables import StateVariables
+from hvdtrain.training.checkpoint.state_variables import StateVariables
 
 RANK, SIZE = hvd.rank(), hvd.size()
 optimizers = keras.optimizers

@@ -17,12 +17,12 @@ from hvdtrain.keras.variables import (
     without_loss_scale,
 )
 from hvdtrain.training.checkpoint import state
+from hvdtrain.training.checkpoint.state_variables import StateVariables
 from hvdtrain.training.checkpoint.storage import CheckpointError
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_together
 from hvdtrain.training.per_rank_state import PerRankState, regrouped
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.specs import Position
-from hvdtrain.training.state_variables import StateVariables
 
 # Learning rates are stored in float32.
 _SAME = 1e-5

@@ -21,13 +21,13 @@ from hvdtrain.keras.metrics import local_states
 from hvdtrain.keras.variables import hook_of
 from hvdtrain.sharding.full_values import assemble
 from hvdtrain.sharding.shards import partition_of
-from hvdtrain.training import state_variables
-from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.state_variables import (
+from hvdtrain.training.checkpoint import state_variables
+from hvdtrain.training.checkpoint.state_variables import (
     StateVariables,
     assign,
     shared_weights,
 )
+from hvdtrain.training.replicas import Replicas
 
 
 class OtherModelError(ValueError):
