@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from hvdtrain.sharding.full_values import DenseVariable
 from hvdtrain.sharding.shards import Partition, set_partition
+from hvdtrain.training.checkpoint.per_rank import regrouped, states_by_replica
 from hvdtrain.training.checkpoint.state import OtherModelError
 from hvdtrain.training.checkpoint.state_variables import StateVariables
-from hvdtrain.training.per_rank_state import regrouped, states_by_replica
 
 PARTITION = Partition(
     axis=0, size=4, parts=2, rank=0, process_set=None, sums_gradients=True

@@ -28,9 +28,9 @@ from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, inputs, run_directory
+from hvdtrain.training.checkpoint.per_rank import PerRankState
 from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
-from hvdtrain.training.per_rank_state import PerRankState
 
 EPOCH_STEPS = 10
 

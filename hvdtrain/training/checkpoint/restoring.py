@@ -17,10 +17,10 @@ from hvdtrain.keras.variables import (
     without_loss_scale,
 )
 from hvdtrain.training.checkpoint import state
+from hvdtrain.training.checkpoint.per_rank import PerRankState, regrouped
 from hvdtrain.training.checkpoint.state_variables import StateVariables
 from hvdtrain.training.checkpoint.storage import CheckpointError
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_together
-from hvdtrain.training.per_rank_state import PerRankState, regrouped
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.specs import Position
 
