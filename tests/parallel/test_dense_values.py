@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import hvdtrain.keras as hvd
+from hvdtrain.sharding import full_values
 from hvdtrain.sharding.full_values import DenseValues, DenseVariable
 from hvdtrain.sharding.shards import Partition, set_partition
 
@@ -50,7 +51,7 @@ PARTITIONS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_move_to_the_chief_and_back(monkeypatch, dtype):
     # Several chunks, the last of which is not full.
-    monkeypatch.setattr(dense_values, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(full_values, "_CHUNK_BYTES", 64)
     dense = DENSE.astype(dtype)
     variables, expected = [], []
     for make in PARTITIONS.values():

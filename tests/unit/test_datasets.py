@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import data
-from hvdtrain.data import loading
+from hvdtrain.data import formats, loading
 from hvdtrain.job import World
 
 IDX = {
@@ -592,13 +592,13 @@ def counts(monkeypatch):
     counts = collections.Counter()
 
     def counted(name):
-        function = getattr(files, name)
+        function = getattr(formats, name)
 
         def wrapper(*arguments, **options):
             counts[name] += 1
             return function(*arguments, **options)
 
-        monkeypatch.setattr(files, name, wrapper)
+        monkeypatch.setattr(formats, name, wrapper)
 
     counted("read_npz")
     counted("check_mnist")

@@ -28,6 +28,7 @@ from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, inputs, run_directory
+from hvdtrain.training.checkpoint import writing
 from hvdtrain.training.checkpoint.per_rank import PerRankState
 from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
@@ -369,7 +370,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path, monkeypatch):
     names = sorted((tmp_path / "checkpoints").iterdir())
     with monkeypatch.context() as patch:
         quick = functools.partial(CheckpointFiles, sleep=lambda seconds: None)
-        patch.setattr(saving, "CheckpointFiles", quick)
+        patch.setattr(writing, "CheckpointFiles", quick)
         error = mock.Mock(side_effect=OSError(5, "Input/output error"))
         patch.setattr(hashlib, "file_digest", error)
         # One line, and no step from an older checkpoint, which would replace it.

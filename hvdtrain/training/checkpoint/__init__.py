@@ -1,0 +1,1 @@
+"""Checkpoints of a training: what is in one, writing, and restoring."""
