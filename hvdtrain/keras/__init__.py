@@ -52,13 +52,9 @@ from hvdtrain.collectives.transport import Adasum, Average, Max, Min, Product, S
 from hvdtrain.job.backend import init, shutdown
 from hvdtrain.keras import callbacks, elastic
 from hvdtrain.keras.layers import SyncBatchNormalization
-from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras.partial import (
-    PartialDistributedGradientTape,
-    PartialDistributedOptimizer,
-)
+from hvdtrain.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from hvdtrain.keras.saving import load_model
-from hvdtrain.keras.tape import DistributedGradientTape
+from hvdtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape
 from hvdtrain.keras.tensorflow1 import (
     broadcast_global_variables,
     broadcast_object_fn,

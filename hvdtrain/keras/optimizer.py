@@ -17,7 +17,12 @@ from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.sharded_state import ShardedState
-from hvdtrain.keras.variables import hook_of, optimizers_of, without_loss_scale
+from hvdtrain.keras.variables import (
+    hook_of,
+    local_variables,
+    optimizers_of,
+    without_loss_scale,
+)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -254,3 +259,56 @@ def _accumulate(optimizer, passes):
             f"gradient_accumulation_steps={passes} instead."
         )
     optimizer.gradient_accumulation_steps = passes
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer,
+    name=None,
+    device_dense="",
+    device_sparse="",
+    compression=Compression.none,
+    sparse_as_dense=False,
+    gradient_predivide_factor=1.0,
+    op=Average,
+    groups=None,
+    process_set=global_process_set,
+    local_layers=None,
+    scale_local_gradients=True,
+):
+    """A `DistributedOptimizer` that leaves the gradients of some layers as they are.
+
+    Args:
+        optimizer: as in `DistributedOptimizer`, like all that is not listed here.
+        name: see there.
+        device_dense: see there.
+        device_sparse: see there.
+        compression: see there.
+        sparse_as_dense: see there.
+        gradient_predivide_factor: see there.
+        op: see there.
+        groups: see there.
+        process_set: see there.
+        local_layers: a built `keras.layers.Layer`, or a collection of them, that
+            each rank trains on its own batch alone.
+        scale_local_gradients: divide their gradients by the number of ranks, as
+            Horovod does, so that they weigh as much as averaged ones.
+
+    Raises:
+        ValueError: for a local layer that is no Keras layer or has not been built.
+    """
+    variables = local_variables(local_layers)
+    options = GradientOptions(
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    distributed = distribute(optimizer, options, name=name)
+    for variable in variables:
+        distributed.register_local_var(variable)
+    return distributed

@@ -14,6 +14,7 @@ from hvdtrain.keras.gradients import (
     add_up_rows,
     groups_argument,
 )
+from hvdtrain.keras.variables import local_variables
 
 
 @do_not_convert
@@ -167,3 +168,52 @@ class DistributedTape:
             is_local = self._reducer.is_local(source)
             (local if is_local else shared).append((source, gradient))
         return local, shared
+
+
+@do_not_convert
+def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape,
+    device_dense="",
+    device_sparse="",
+    compression=Compression.none,
+    sparse_as_dense=False,
+    op=Average,
+    gradient_predivide_factor=1.0,
+    num_groups=0,
+    groups=None,
+    process_set=global_process_set,
+    local_layers=None,
+    scale_local_gradients=True,
+):
+    """A `DistributedGradientTape` that leaves some layers' gradients as they are.
+
+    Args:
+        gradtape: as in `DistributedGradientTape`, like all that is not listed here.
+        device_dense: see there.
+        device_sparse: see there.
+        compression: see there.
+        sparse_as_dense: see there.
+        op: see there.
+        gradient_predivide_factor: see there.
+        num_groups: see there.
+        groups: see there.
+        process_set: see there.
+        local_layers: as in `PartialDistributedOptimizer`.
+        scale_local_gradients: as in `PartialDistributedOptimizer`.
+    """
+    variables = local_variables(local_layers)
+    options = GradientOptions(
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups_argument(groups, num_groups),
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    distributed = DistributedTape(gradtape, options)
+    for variable in variables:
+        distributed.register_local_source(variable)
+    return distributed

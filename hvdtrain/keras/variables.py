@@ -249,3 +249,22 @@ def hook_of(optimizer):
 def variable_key(variable):
     """Returns a hashable, equal for a Keras variable and its TensorFlow variable."""
     return as_tensorflow(variable).ref()
+
+
+def local_variables(layers):
+    if layers is None:
+        return []
+    layers = [layers] if isinstance(layers, keras.layers.Layer) else list(layers)
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(
+                "local_layers must be of type keras.layers.Layer. Received: "
+                f"{layer!r} of type {type(layer).__name__}"
+            )
+        if not layer.built:
+            raise ValueError(
+                f"The local layer {layer.name} has not been built: its variables, "
+                "which are to stay local, do not exist yet. Build the model first, "
+                "with keras.Input or model.build(input_shape)."
+            )
+    return [variable for layer in layers for variable in layer.trainable_weights]
