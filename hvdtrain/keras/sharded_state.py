@@ -22,7 +22,7 @@ from hvdtrain.keras.consistency import (
     DesynchronizedError,
     checksum_of,
 )
-from hvdtrain.keras.shards import divide, gather, scatter
+from hvdtrain.keras.sharded_updates import divide, gather, scatter
 from hvdtrain.keras.variables import (
     accumulated_gradients,
     copies_of_weights,

@@ -1,6 +1,6 @@
 """Which elements of each variable a rank updates, by hand."""
 
-from hvdtrain.keras.shards import sizes_by_slices, sizes_by_variable
+from hvdtrain.keras.sharded_updates import sizes_by_slices, sizes_by_variable
 
 
 def test_the_largest_variables_are_dealt_out_first():
