@@ -6,7 +6,7 @@ import sys
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain.classifier import description, models, schedules
+from hvdtrain.classifier import description, models, schedule
 from hvdtrain.data import Dataset, Shard, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
@@ -163,7 +163,7 @@ def _shard(options, dataset, replicas, position):
         rank=replicas.index,
         size=replicas.size,
     )
-    max_steps = schedules.steps_of_run(
+    max_steps = schedule.steps_of_run(
         shard,
         size=position.original_size,
         epochs=options.epochs,
@@ -171,7 +171,7 @@ def _shard(options, dataset, replicas, position):
         accumulation_steps=options.accumulation_steps,
     )
     epochs = options.epochs or max_steps * shard.global_batch_size / shard.num_samples
-    schedules.check_warmup(options.warmup_epochs, epochs=epochs)
+    schedule.check_warmup(options.warmup_epochs, epochs=epochs)
     if options.scale_batch:
         end = max_steps * shard.global_batch_size
         shard = dataclasses.replace(
@@ -210,7 +210,7 @@ def _train_spec(options, dataset, world, replicas, position):
 
 def _schedule(options, shard, max_steps):
     batch_ranks = shard.global_batch_size // options.batch_size
-    return schedules.Schedule(
+    return schedule.Schedule(
         learning_rate=options.local_learning_rate * batch_ranks,
         size=batch_ranks,
         max_steps=max_steps,
@@ -223,7 +223,7 @@ def _schedule(options, shard, max_steps):
 def _callbacks(options, schedule, plan, world):
     callbacks = []
     if not schedule.is_constant:
-        callbacks.append(schedules.LearningRateCallback(schedule, plan))
+        callbacks.append(schedule.LearningRateCallback(schedule, plan))
     if options.consistency_check_steps:
         every_steps = options.consistency_check_steps
         callbacks.append(hvd.callbacks.ConsistencyCheckCallback(every_steps))

@@ -5,7 +5,7 @@ import math
 import keras
 import pytest
 
-from hvdtrain.classifier import schedules
+from hvdtrain.classifier import schedule
 from hvdtrain.data import Shard
 from hvdtrain.job import JobError
 from hvdtrain.training import Plan
@@ -26,25 +26,25 @@ def shard(*, size=2):
     ],
 )
 def test_steps_of_two_ranks(options, expected):
-    assert schedules.steps_of_run(shard(), **options) == expected
+    assert schedule.steps_of_run(shard(), **options) == expected
 
 
 def test_too_few_steps_for_an_update():
     with pytest.raises(JobError, match=r"--max_steps=7 for 2 ranks .* expected 8"):
-        schedules.steps_of_run(shard(), max_steps=7, accumulation_steps=4)
+        schedule.steps_of_run(shard(), max_steps=7, accumulation_steps=4)
     with pytest.raises(JobError, match=r"--accumulation_steps=51 .* of 50 steps"):
-        schedules.steps_of_run(shard(), epochs=1, accumulation_steps=51)
+        schedule.steps_of_run(shard(), epochs=1, accumulation_steps=51)
 
 
 def test_warmup_longer_than_the_run():
-    schedules.check_warmup(1.5, epochs=1.5)
+    schedule.check_warmup(1.5, epochs=1.5)
     with pytest.raises(JobError, match=r"--warmup_epochs=1.5 for a run of 1 epochs"):
-        schedules.check_warmup(1.5, epochs=1)
+        schedule.check_warmup(1.5, epochs=1)
 
 
 def rates(*, execution=1, fit_epoch_steps=10, **options):
     """Set the learning rate through the steps of a run; return it by step."""
-    schedule = schedules.Schedule(**{"size": 4, "max_steps": 20, **options})
+    schedule = schedule.Schedule(**{"size": 4, "max_steps": 20, **options})
     plan = Plan(
         max_steps=schedule.max_steps,
         epochs=math.ceil(schedule.max_steps / fit_epoch_steps),
@@ -53,7 +53,7 @@ def rates(*, execution=1, fit_epoch_steps=10, **options):
     )
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(schedule.learning_rate / schedule.size))
-    callback = schedules.LearningRateCallback(schedule, plan)
+    callback = schedule.LearningRateCallback(schedule, plan)
     callback.set_model(model)
     found = []
     for epoch in range(plan.epochs):
@@ -117,10 +117,10 @@ def test_steps_do_not_depend_on_the_epochs_of_fit():
 
 def test_a_batch_that_changes_keeps_the_share_of_the_samples():
     # Ten steps of four ranks, of which eight are left: 32 of one rank.
-    before = schedules.Schedule(
+    before = schedule.Schedule(
         learning_rate=0.8, size=4, max_steps=10, warmup_steps=5, decay="cosine"
     )
-    alone = schedules.Schedule(
+    alone = schedule.Schedule(
         learning_rate=0.2,
         size=1,
         max_steps=34,
@@ -138,6 +138,6 @@ def test_a_batch_that_changes_keeps_the_share_of_the_samples():
 
 def test_constant_rate():
     options = {"learning_rate": 0.8, "size": 4, "max_steps": 20}
-    assert schedules.Schedule(**options).is_constant
-    assert not schedules.Schedule(**options, warmup_steps=1).is_constant
-    assert not schedules.Schedule(**options, decay="cosine").is_constant
+    assert schedule.Schedule(**options).is_constant
+    assert not schedule.Schedule(**options, warmup_steps=1).is_constant
+    assert not schedule.Schedule(**options, decay="cosine").is_constant
