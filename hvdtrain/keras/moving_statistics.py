@@ -6,7 +6,7 @@ import numpy as np
 from hvdtrain.collectives import ops, transport
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.keras.callbacks import start
+from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.layers import SyncBatchNormalization
 from hvdtrain.keras.variables import local_keys_of, process_set_of, variable_key
 
@@ -125,7 +125,7 @@ class AverageMovingStatisticsCallback(keras.callbacks.Callback):
         """Makes the statistics equal: from here on steps are counted."""
         # A model that is built on some ranks only is broadcast on the first batch.
         if ops.is_true_on_all_ranks(
-            start.is_built(self.model),
+            fit_start.is_built(self.model),
             name="MovingStatisticsBuilt",
             process_set=process_set_of(self.model.optimizer),
         ):

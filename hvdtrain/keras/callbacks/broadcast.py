@@ -13,7 +13,7 @@ from hvdtrain.collectives.process_sets import (
     global_process_set,
     needs_communication,
 )
-from hvdtrain.keras.callbacks import start
+from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.variables import (
     all_ranks_of,
@@ -101,7 +101,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Broadcasts, at the latest when the first batch builds the model."""
         self._is_first_epoch = True
-        start.check_distributed(self.model)
+        fit_start.check_distributed(self.model)
         is_built = self._agree_on_start()
         if self.broadcast_done:
             return
@@ -111,7 +111,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast_on_first_batch()
         else:
             # For example a GAN, whose train_step calls its parts.
-            unbuilt = start.unbuilt_parts(self.model) or ["those of other ranks"]
+            unbuilt = fit_start.unbuilt_parts(self.model) or ["those of other ranks"]
             raise ValueError(
                 f"{type(self.model).__name__} has no call(): before the first step it "
                 f"cannot be built. Build its parts before fit: {', '.join(unbuilt)}."
@@ -130,9 +130,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         # block while another one waits for its first batch.
         process_set = all_ranks_of(self.model.optimizer)
         if not needs_communication(process_set):
-            return start.is_built(self.model)
+            return fit_start.is_built(self.model)
         check_root(self.root_rank, process_set)
-        needs_broadcast, is_built = start.agree(
+        needs_broadcast, is_built = fit_start.agree(
             self.model,
             steps=(self.params or {}).get("steps"),
             needs_broadcast=not self.broadcast_done,
@@ -145,7 +145,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _check_first_epoch(self, epoch):
         if self._is_first_epoch:
             self._is_first_epoch = False
-            start.check_first_epoch(
+            fit_start.check_first_epoch(
                 epoch, process_set=all_ranks_of(self.model.optimizer)
             )
 
@@ -179,14 +179,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         # fit builds such a model inside its first step, which is too late: call the
         # model on the first batch, broadcast, then pass the batch to the step.
         def first_step(iterator):
-            train_function = start.restore(self.model)
+            train_function = fit_start.restore(self.model)
             batch = next(iterator)
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             self.model(inputs)
             self._broadcast()
             return train_function(itertools.chain([batch], iterator))
 
-        start.substitute(self.model, first_step)
+        fit_start.substitute(self.model, first_step)
 
 
 def _is_callable(model):

@@ -5,7 +5,7 @@ import warnings
 
 import keras
 
-from hvdtrain.keras.callbacks import start
+from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.variables import without_loss_scale
 
 
@@ -83,13 +83,13 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Passes over the batches that are done."""
         # A fit that an interrupt ended while it skipped has left its stand-in.
-        start.restore(self.model)
+        fit_start.restore(self.model)
         self._skips_next = False
         self.state.batch = self._first_batch()
         self.state.epoch_steps = self.params.get("steps")
         if self.state.batch:
             step = functools.partial(self._skip_or_train, self.model)
-            start.substitute(self.model, step)
+            fit_start.substitute(self.model, step)
 
     def on_train_batch_begin(self, batch, logs=None):
         """Trains from the first execution that holds a batch that is not done."""
@@ -102,7 +102,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Starts the next epoch at its first batch."""
-        start.restore(self.model)
+        fit_start.restore(self.model)
         self.state.batch = 0
 
     def _first_batch(self):
@@ -128,7 +128,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
             # Set anew before each batch: a later fit without this callback trains.
             self._skips_next = False
             return {}
-        return start.restore(model)(iterator)
+        return fit_start.restore(model)(iterator)
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
