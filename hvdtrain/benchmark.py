@@ -17,7 +17,7 @@ from absl import flags
 from hvdtrain import data, job, optimizers, program
 from hvdtrain.job import launchers
 from hvdtrain.measurement import comparison, mpi, records
-from hvdtrain.measurement.options import (
+from hvdtrain.measurement.benchmark_options import (
     STRATEGIES,
     WORKLOADS,
     Options,

@@ -22,7 +22,7 @@ from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.measurement import simulated
-from hvdtrain.measurement.options import WORKLOADS
+from hvdtrain.measurement.benchmark_options import WORKLOADS
 
 _SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
 _CLASSES = 10

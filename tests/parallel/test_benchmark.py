@@ -6,7 +6,7 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
 from hvdtrain.measurement import recommender, running, wide
-from hvdtrain.measurement.options import Options
+from hvdtrain.measurement.benchmark_options import Options
 from hvdtrain.measurement.parallel_workloads import BATCHES
 
 RANK, SIZE = hvd.rank(), hvd.size()

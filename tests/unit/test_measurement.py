@@ -23,7 +23,7 @@ from hvdtrain.measurement import (
     tables,
     variants,
 )
-from hvdtrain.measurement.options import Options, is_workload
+from hvdtrain.measurement.benchmark_options import Options, is_workload
 from hvdtrain.measurement.parallel_workloads import WORKLOADS, zipf
 
 ROOT = pathlib.Path(__file__).parents[2]
