@@ -20,7 +20,7 @@ from hvdtrain.collectives import threads
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport.segment import stall_limits
-from hvdtrain.keras import dense_saving, samples
+from hvdtrain.keras import full_saving, samples
 from hvdtrain.keras.variables import hook_of, optimizers_of
 from hvdtrain.sharding.layer_checks import check_parts
 from hvdtrain.sharding.shards import has_parts_elsewhere, partition_of
@@ -48,7 +48,7 @@ def install():
             method = wrap(getattr(keras.Model, name))
             setattr(method, _MARK, True)
             setattr(keras.Model, name, method)
-    dense_saving.install()
+    full_saving.install()
     # The default of keras.models.clone_model makes layers from their configs, which
     # are those of the dense twins.
     cloning._wrap_clone_function = functools.partial(
@@ -92,7 +92,7 @@ def save_by_rank_0(model, save):
         if global_process_set.rank() == 0:
             save(model)
         return
-    dense_saving.save_together(divided, lambda: save(model))
+    full_saving.save_together(divided, lambda: save(model))
 
 
 def _is_pipeline(model):
@@ -135,7 +135,7 @@ def _save(method):
     @functools.wraps(method)
     def save(self, *args, **kwargs):
         is_together = is_saved_together(self)
-        if dense_saving.is_saving() or not (
+        if full_saving.is_saving() or not (
             is_together or _is_pipeline(self) or _is_on_dividing_mesh(self)
         ):
             return method(self, *args, **kwargs)
@@ -181,7 +181,7 @@ def _export(method):
 def _saved_variables(model):
     optimizers = [each for each in optimizers_of(model) if each is not None]
     for optimizer in optimizers:
-        dense_saving.note_slots(optimizer)
+        full_saving.note_slots(optimizer)
     return [*model.variables, *(v for each in optimizers for v in each.variables)]
 
 

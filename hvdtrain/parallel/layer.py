@@ -8,7 +8,7 @@ from keras.src import api_export
 
 from hvdtrain.collectives import transport
 from hvdtrain.keras import collective_calls
-from hvdtrain.keras.dense_saving import load_slices, save_dense
+from hvdtrain.keras.full_saving import load_slices, save_dense
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.initial_values import initial_slice
 from hvdtrain.parallel.mesh import Axes, active_mesh
