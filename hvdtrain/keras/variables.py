@@ -252,6 +252,14 @@ def variable_key(variable):
 
 
 def local_variables(layers):
+    """Return the trainable weights of `layers`, whose gradients stay on their rank.
+
+    Args:
+        layers: a built Keras layer, a collection of them, or None for none.
+
+    Raises:
+        ValueError: for an element that is no Keras layer or has not been built.
+    """
     if layers is None:
         return []
     layers = [layers] if isinstance(layers, keras.layers.Layer) else list(layers)

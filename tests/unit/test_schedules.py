@@ -44,16 +44,18 @@ def test_warmup_longer_than_the_run():
 
 def rates(*, execution=1, fit_epoch_steps=10, **options):
     """Set the learning rate through the steps of a run; return it by step."""
-    schedule = schedule.Schedule(**{"size": 4, "max_steps": 20, **options})
+    rate_schedule = schedule.Schedule(**{"size": 4, "max_steps": 20, **options})
     plan = Plan(
-        max_steps=schedule.max_steps,
-        epochs=math.ceil(schedule.max_steps / fit_epoch_steps),
+        max_steps=rate_schedule.max_steps,
+        epochs=math.ceil(rate_schedule.max_steps / fit_epoch_steps),
         fit_epoch_steps=fit_epoch_steps,
         steps_per_execution=execution,
     )
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(schedule.learning_rate / schedule.size))
-    callback = schedule.LearningRateCallback(schedule, plan)
+    model.compile(
+        keras.optimizers.SGD(rate_schedule.learning_rate / rate_schedule.size)
+    )
+    callback = schedule.LearningRateCallback(rate_schedule, plan)
     callback.set_model(model)
     found = []
     for epoch in range(plan.epochs):

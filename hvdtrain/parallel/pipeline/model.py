@@ -6,7 +6,7 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.keras import samples
+from hvdtrain.keras import collective_calls
 from hvdtrain.keras.collective_calls import check_called_alike
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.variables import hook_of
@@ -237,7 +237,7 @@ class PipelineModel(keras.Model):
     def _logs(self, step, x, y, sample_weight):
         """Return the metrics, after an update on the last stage, on all stages."""
         outputs, pipeline = self._predictions(step), self._mesh.pipeline
-        numbers = samples.fingerprints((x, y), pipeline)
+        numbers = collective_calls.fingerprints((x, y), pipeline)
         if not self._is_last:
             # Variables that a metric makes in its first update exist on all ranks.
             y, sample_weight = keras.tree.map_structure(
@@ -255,7 +255,7 @@ class PipelineModel(keras.Model):
             loss, numbers, *values = transport.allreduce(
                 [loss, numbers, *values], reduction, name="Metrics"
             )
-            samples.check_equal(numbers)
+            collective_calls.check_equal(numbers)
             for state, value in zip(states, values, strict=True):
                 state.assign(value)
         self._loss_tracker.update_state(loss, sample_weight=batches.size_of(x))
