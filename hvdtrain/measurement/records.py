@@ -71,6 +71,6 @@ def write_plot(path, result):
     """Draw a result as a PNG file."""
     path = pathlib.Path(path)
     # Loads matplotlib, which is an extra.
-    plotting = importlib.import_module("hvdtrain.measurement.plotting")
+    plotting = importlib.import_module("hvdtrain.measurement.charts")
     with writing_output(path, "plot"), atomic_write(path) as temporary:
         plotting.draw(result, temporary)
