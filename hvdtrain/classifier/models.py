@@ -160,7 +160,7 @@ def build(options, dataset, batch_ranks, mesh):
     # In an elastic job it is built more than once.
     keras.utils.set_random_seed(options.seed)
     make_model = BY_NAME[options.model]
-    head = {"head": _divided_head(mesh)} if mesh and mesh.model.size > 1 else {}
+    head = {"head": _sharded_head(mesh)} if mesh and mesh.model.size > 1 else {}
     model = make_model(dataset.image_shape, num_classes=dataset.num_classes, **head)
     if mesh and mesh.pipeline.size > 1:
         model = _pipeline(options, model, mesh)
@@ -192,7 +192,7 @@ def _pipeline(options, model, mesh):
         ) from error
 
 
-def _divided_head(mesh):
+def _sharded_head(mesh):
     """Return what makes the dense layers of a model, over the ranks of a mesh."""
     return Head(
         hidden=functools.partial(

@@ -7,7 +7,7 @@ import keras
 
 import hvdtrain.keras as hvd
 from hvdtrain.classifier import description, models, schedule
-from hvdtrain.data import Dataset, Shard, streams
+from hvdtrain.data import Dataset, Sampler, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.job.world import MeshShape
@@ -154,9 +154,9 @@ def _config(options, dataset):
     )
 
 
-def _shard(options, dataset, replicas, position):
-    """Return the `Shard`, and the steps of the whole job."""
-    shard = Shard(
+def _sampler(options, dataset, replicas, position):
+    """Return the `Sampler`, and the steps of the whole job."""
+    sampler = Sampler(
         num_samples=len(dataset.x_train),
         global_batch_size=options.batch_size * position.original_size,
         seed=options.seed,
@@ -164,59 +164,61 @@ def _shard(options, dataset, replicas, position):
         size=replicas.size,
     )
     max_steps = schedule.steps_of_run(
-        shard,
+        sampler,
         size=position.original_size,
         epochs=options.epochs,
         max_steps=options.max_steps,
         accumulation_steps=options.accumulation_steps,
     )
-    epochs = options.epochs or max_steps * shard.global_batch_size / shard.num_samples
+    epochs = (
+        options.epochs or max_steps * sampler.global_batch_size / sampler.num_samples
+    )
     schedule.check_warmup(options.warmup_epochs, epochs=epochs)
     if options.scale_batch:
-        end = max_steps * shard.global_batch_size
-        shard = dataclasses.replace(
-            shard,
+        end = max_steps * sampler.global_batch_size
+        sampler = dataclasses.replace(
+            sampler,
             global_batch_size=options.batch_size * replicas.size,
             start_step=position.step,
             start_sample=position.sample,
         )
-        max_steps = shard.steps_to(end)
-    return shard, max_steps
+        max_steps = sampler.steps_to(end)
+    return sampler, max_steps
 
 
 def _train_spec(options, dataset, world, replicas, position):
-    shard, max_steps = _shard(options, dataset, replicas, position)
+    sampler, max_steps = _sampler(options, dataset, replicas, position)
     check_profile_steps(options.profile_steps, max_steps)
-    schedule = _schedule(options, shard, max_steps)
+    schedule = _schedule(options, sampler, max_steps)
     return TrainSpec(
         input_fn=lambda start_step, end_step: streams.train_batches(
             dataset.x_train,
             dataset.y_train,
-            shard=shard,
+            sampler=sampler,
             start_step=start_step,
             end_step=end_step,
         ),
         max_steps=max_steps,
-        pass_steps=shard.pass_steps,
-        local_batch_size=shard.local_batch_size,
+        pass_steps=sampler.pass_steps,
+        local_batch_size=sampler.local_batch_size,
         callbacks=lambda plan: _callbacks(options, schedule, plan, world),
         steps_per_execution=options.steps_per_execution
         or fast_steps_per_execution(
-            local_batch_size=shard.local_batch_size, max_steps=max_steps
+            local_batch_size=sampler.local_batch_size, max_steps=max_steps
         ),
         scale_from=position if options.scale_batch else None,
     )
 
 
-def _schedule(options, shard, max_steps):
-    batch_ranks = shard.global_batch_size // options.batch_size
+def _schedule(options, sampler, max_steps):
+    batch_ranks = sampler.global_batch_size // options.batch_size
     return schedule.Schedule(
         learning_rate=options.local_learning_rate * batch_ranks,
         size=batch_ranks,
         max_steps=max_steps,
-        warmup_steps=options.warmup_epochs * shard.pass_steps,
+        warmup_steps=options.warmup_epochs * sampler.pass_steps,
         decay=options.decay,
-        offset=shard.start_sample / shard.global_batch_size - shard.start_step,
+        offset=sampler.start_sample / sampler.global_batch_size - sampler.start_step,
     )
 
 

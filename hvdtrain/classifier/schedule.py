@@ -12,12 +12,12 @@ _DEFAULT_MAX_STEPS = 10_000
 
 
 def steps_of_run(
-    shard, *, size=None, epochs=None, max_steps=None, accumulation_steps=1
+    sampler, *, size=None, epochs=None, max_steps=None, accumulation_steps=1
 ):
     """Return the number of batches that each rank takes: whole accumulation windows.
 
     Args:
-        shard: a `Shard`.
+        sampler: a `Sampler`.
         size: number of ranks that share `max_steps`; by default those of the shard.
         epochs: passes over the data, or None.
         max_steps: without `epochs`, the batches of all ranks together.
@@ -26,9 +26,9 @@ def steps_of_run(
     Raises:
         JobError: the run is too short for one update.
     """
-    window, size = accumulation_steps, size or shard.size
+    window, size = accumulation_steps, size or sampler.size
     if epochs:
-        steps = shard.steps(epochs)
+        steps = sampler.steps(epochs)
         if window > steps:
             raise JobError(
                 f"Received --accumulation_steps={window} for a run of {steps} steps; "

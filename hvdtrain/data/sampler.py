@@ -24,7 +24,7 @@ from hvdtrain.data.formats import DataError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard:
+class Sampler:
     """The training samples that one rank sees, step by step.
 
     Attributes:

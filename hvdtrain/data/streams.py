@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain import native
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sampler import Shard, check_rank
+from hvdtrain.data.sampler import Sampler, check_rank
 
 # Steps per call into Python, which holds the interpreter's lock. Measured: larger
 # blocks are no faster.
@@ -31,13 +31,13 @@ def input_wait_seconds():
     return 1e-6 * functions.hvdtrain_input_wait_microseconds()
 
 
-def train_batches(x, y, *, shard, start_step, end_step):
+def train_batches(x, y, *, sampler, start_step, end_step):
     """Return the batches of one rank for the steps from `start_step` to `end_step`.
 
     Args:
         x: uint8 images (n, height, width, channels); referred to, not copied.
         y: integer labels (n,).
-        shard: the `Shard` of this rank.
+        sampler: the `Sampler` of this rank.
         start_step: first step, 0 for a new run.
         end_step: the step after the last.
 
@@ -46,25 +46,25 @@ def train_batches(x, y, *, shard, start_step, end_step):
         [0, 1], (local batch, height, width, channels), and labels, int32
         (local batch,). The order never depends on timing.
     """
-    _check_lengths(x, y, num_samples=shard.num_samples)
-    if not shard.start_step <= start_step <= end_step:
+    _check_lengths(x, y, num_samples=sampler.num_samples)
+    if not sampler.start_step <= start_step <= end_step:
         raise DataError(
             f"Received steps {start_step} to {end_step}; expected "
-            f"{shard.start_step} <= start <= end."
+            f"{sampler.start_step} <= start <= end."
         )
-    step_bytes = shard.local_batch_size * x[0].size
+    step_bytes = sampler.local_batch_size * x[0].size
     block_steps = min(_MAX_BLOCK_STEPS, max(1, _MAX_BLOCK_BYTES // step_bytes))
 
     def read_block(first):
-        steps = shard.indices(first, min(first + block_steps, end_step))
+        steps = sampler.indices(first, min(first + block_steps, end_step))
         return x[steps], y[steps].astype(np.int32, copy=False)
 
     batches = _split(
         _loaded(
             range(start_step, end_step, block_steps),
             read_block,
-            images=(None, shard.local_batch_size, *x.shape[1:]),
-            labels=(None, shard.local_batch_size),
+            images=(None, sampler.local_batch_size, *x.shape[1:]),
+            labels=(None, sampler.local_batch_size),
         )
     )
     if _has_spare_thread():
@@ -74,7 +74,11 @@ def train_batches(x, y, *, shard, start_step, end_step):
 
 
 def read_batches(
-    shard: Shard, read: Callable[[np.ndarray], Any], *, start_step: int, end_step: int
+    sampler: Sampler,
+    read: Callable[[np.ndarray], Any],
+    *,
+    start_step: int,
+    end_step: int,
 ) -> tf.data.Dataset:
     """Return the batches of one rank for the steps from `start_step` to `end_step`.
 
@@ -82,7 +86,7 @@ def read_batches(
     and the sample indices are computed step by step.
 
     Args:
-        shard: the `Shard` of this rank.
+        sampler: the `Sampler` of this rank.
         read: `read(indices)` returns the samples at these indices, an int64 array: a
             nest of arrays, such as `(x[indices], y[indices])` of arrays or of memory
             maps. It is called in a thread of tf.data.
@@ -91,7 +95,7 @@ def read_batches(
     """
 
     def read_step(step):
-        return read(shard.indices(int(step), int(step) + 1)[0])
+        return read(sampler.indices(int(step), int(step) + 1)[0])
 
     example = tf.nest.map_structure(np.asarray, read_step(start_step))
     arrays = tf.nest.flatten(example)

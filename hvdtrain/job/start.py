@@ -59,7 +59,7 @@ def start(*, seed=0, mesh=None):
                 f"Cannot load TensorFlow and Horovod: {reason[0]}. "
                 "python -m hvdtrain.doctor says what is wrong."
             ) from error
-    complete = mesh.of(launched.size) if mesh and mesh.divides_model else None
+    complete = mesh.of(launched.size) if mesh and mesh.splits_model else None
     world = backend.init_world(is_alone=is_alone, mesh=complete)
     launchers.check_one_job(launched, size=world.size)
     threads = cores.usable(world.local_size)

@@ -76,7 +76,7 @@ class MeshShape:
                 )
 
     @property
-    def divides_model(self):
+    def splits_model(self):
         """Whether a rank has only a part of the model."""
         return self.model * self.pipeline > 1
 

@@ -10,10 +10,10 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import size_of
 from hvdtrain.sharding.shards import (
-    has_parts_elsewhere,
-    is_divided,
-    partition_of,
-    stages_of,
+    get_sharding,
+    get_stages,
+    is_sharded,
+    is_split_over_ranks,
 )
 
 
@@ -24,15 +24,15 @@ class Clipping:
         optimizer: a Keras optimizer, not a `LossScaleOptimizer`.
         reducer: the `GradientReducer` that has reduced the gradients.
         mesh: the `parallel.Mesh` over which the model is divided, or None.
-        sharding: the `ShardedState` of the optimizer, or None.
+        sharded_state: the `ShardedState` of the optimizer, or None.
     """
 
-    def __init__(self, optimizer, reducer, *, mesh=None, sharding=None):
+    def __init__(self, optimizer, reducer, *, mesh=None, sharded_state=None):
         self._optimizer = optimizer
         self._reducer = reducer
         # Variables are divided over other ranks than those of the reduction.
-        self._divides_model = bool(mesh and mesh.shape.divides_model)
-        self._sharding = sharding
+        self._divides_model = bool(mesh and mesh.shape.splits_model)
+        self._sharded_state = sharded_state
         self._clip_whole = optimizer._clip_gradients
 
     def check(self):
@@ -55,7 +55,7 @@ class Clipping:
         if self._optimizer.global_clipnorm:
             return self._clip_by_global_norm(grads, variables)
         limit = self._optimizer.clipnorm
-        if not limit or not (self._is_scattered or is_divided(variables)):
+        if not limit or not (self._is_scattered or is_sharded(variables)):
             return self._clip_whole(grads)
         return [
             tf.convert_to_tensor(gradient) * limit / tf.maximum(tf.sqrt(square), limit)
@@ -66,7 +66,7 @@ class Clipping:
 
     def _clip_by_global_norm(self, grads, variables):
         if self._is_scattered or (
-            self._divides_model and has_parts_elsewhere(variables)
+            self._divides_model and is_split_over_ranks(variables)
         ):
             squares = self._squares(grads, variables)
             norm = tf.sqrt(_over_stages(_sum(squares), variables))
@@ -84,12 +84,12 @@ class Clipping:
     def _squares(self, grads, variables):
         squares = [tf.reduce_sum(tf.square(tf.convert_to_tensor(g))) for g in grads]
         if self._is_scattered:
-            squares = self._sharding.sum_squares(squares, variables)
+            squares = self._sharded_state.sum_squares(squares, variables)
         return _dense_squares(squares, variables)
 
     @property
     def _is_scattered(self):
-        return self._sharding is not None and self._sharding.is_scattered
+        return self._sharded_state is not None and self._sharded_state.is_scattered
 
 
 def _dense_squares(squares, variables):
@@ -97,8 +97,8 @@ def _dense_squares(squares, variables):
     squares = list(squares)
     by_ranks = {}
     for i, variable in enumerate(variables):
-        if partition := partition_of(variable):
-            over = partition.process_set
+        if sharding := get_sharding(variable):
+            over = sharding.process_set
             by_ranks.setdefault(tuple(over.ranks), (over, []))[1].append(i)
     for over, places in by_ranks.values():
         total = transport.combine(
@@ -110,7 +110,7 @@ def _dense_squares(squares, variables):
 
 
 def _over_stages(square, variables):
-    stages = stages_of(variables)
+    stages = get_stages(variables)
     if stages is None:
         return square
     return transport.combine(square, stages, name="StagesNorm")

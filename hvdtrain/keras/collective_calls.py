@@ -21,9 +21,9 @@ from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport.segment import stall_limits
 from hvdtrain.keras import full_saving
-from hvdtrain.keras.variables import hook_of, optimizers_of
-from hvdtrain.sharding.layer_checks import check_parts
-from hvdtrain.sharding.shards import has_parts_elsewhere, partition_of
+from hvdtrain.keras.variables import find_optimizers, get_hook
+from hvdtrain.sharding.layer_checks import check_shards
+from hvdtrain.sharding.shards import get_sharding, is_split_over_ranks
 
 _MARK = "_hvdtrain_collective"
 _RUNS = ("fit", "evaluate", "predict")
@@ -61,10 +61,10 @@ def _wrap_clone_function(wrap, clone_function=None, **options):
 
 
 def _clone_layer(layer):
-    if hasattr(layer, "clone_divided"):
-        return layer.clone_divided()
+    if hasattr(layer, "clone_sharded"):
+        return layer.clone_sharded()
     # An operation such as x + y has none.
-    if has_parts_elsewhere(getattr(layer, "variables", ())):
+    if is_split_over_ranks(getattr(layer, "variables", ())):
         raise ValueError(
             f"keras.models.clone_model makes {layer.name!r}, a {type(layer).__name__} "
             "that contains divided layers, from its config, which is dense. Build the "
@@ -75,7 +75,7 @@ def _clone_layer(layer):
 
 def is_saved_together(model: keras.Model) -> bool:
     """Whether all ranks take part when `model` is saved; rank 0 writes the file."""
-    is_shared = has_parts_elsewhere(_saved_variables(model)) or _is_pipeline(model)
+    is_shared = is_split_over_ranks(_saved_variables(model)) or _is_pipeline(model)
     return is_shared and needs_communication(global_process_set)
 
 
@@ -85,9 +85,9 @@ def save_by_rank_0(model, save):
     Where the model is divided over ranks, the others take part. Of a pipeline, `save`
     is called with the dense model.
     """
-    divided = [v for v in _saved_variables(model) if partition_of(v)]
+    divided = [v for v in _saved_variables(model) if get_sharding(v)]
     if _is_pipeline(model):
-        model, divided = model.gather_dense(), []
+        model, divided = model.gather_full(), []
     elif not divided:
         if global_process_set.rank() == 0:
             save(model)
@@ -96,21 +96,21 @@ def save_by_rank_0(model, save):
 
 
 def _is_pipeline(model):
-    return hasattr(model, "gather_dense")
+    return hasattr(model, "gather_full")
 
 
-def _is_on_dividing_mesh(model: keras.Model) -> bool:
-    hooks = [hook_of(optimizer) for optimizer in optimizers_of(model)]
+def _is_on_splitting_mesh(model: keras.Model) -> bool:
+    hooks = [get_hook(optimizer) for optimizer in find_optimizers(model)]
     meshes = [hook.mesh for hook in hooks if hook and hook.mesh]
-    return any(mesh.shape.divides_model for mesh in meshes)
+    return any(mesh.shape.splits_model for mesh in meshes)
 
 
 def _run(method):
     @functools.wraps(method)
     def run(self, *args, **kwargs):
-        hook = hook_of(getattr(self, "optimizer", None))
+        hook = get_hook(getattr(self, "optimizer", None))
         callbacks = _list_of(kwargs.get("callbacks"))
-        if hook and hook.sharding:
+        if hook and hook.sharded_state:
             _check_none_swaps_averages(callbacks)
         if hook and hook.mesh and hook.mesh.model.size > 1:
             compare_along_model(self)
@@ -122,7 +122,7 @@ def _run(method):
                     "hvd.DistributedOptimizer(optimizer), with the mesh of its layers, "
                     "to compile."
                 )
-            check_parts(self)
+            check_shards(self)
             _check_none_restores(callbacks)
             saving = _names(callbacks, keras.callbacks.ModelCheckpoint)
             check_called_alike(method.__name__, saving)
@@ -136,7 +136,7 @@ def _save(method):
     def save(self, *args, **kwargs):
         is_together = is_saved_together(self)
         if full_saving.is_saving() or not (
-            is_together or _is_pipeline(self) or _is_on_dividing_mesh(self)
+            is_together or _is_pipeline(self) or _is_on_splitting_mesh(self)
         ):
             return method(self, *args, **kwargs)
         if is_together:
@@ -179,14 +179,14 @@ def _export(method):
 
 
 def _saved_variables(model):
-    optimizers = [each for each in optimizers_of(model) if each is not None]
+    optimizers = [each for each in find_optimizers(model) if each is not None]
     for optimizer in optimizers:
         full_saving.note_slots(optimizer)
     return [*model.variables, *(v for each in optimizers for v in each.variables)]
 
 
 def _needs_all_ranks(variables):
-    return has_parts_elsewhere(variables) and needs_communication(global_process_set)
+    return is_split_over_ranks(variables) and needs_communication(global_process_set)
 
 
 def _list_of(callbacks):
@@ -304,14 +304,14 @@ def compare_along_model(model: keras.Model) -> None:
 
 def _compare_and_test(model, step, data):
     # One rank alone may evaluate a model of which nothing is divided.
-    if not has_parts_elsewhere(model.variables):
+    if not is_split_over_ranks(model.variables):
         return step(data)
     return _compare_and_step(model, step, data)
 
 
 def _compare_and_step(model, step, data):
     # The optimizer of now: a model may be compiled again.
-    hook = hook_of(getattr(model, "optimizer", None))
+    hook = get_hook(getattr(model, "optimizer", None))
     axis = hook.mesh.model if hook and hook.mesh else None
     if axis and needs_communication(axis.process_set):
         numbers = fingerprints(data, axis)

@@ -158,7 +158,7 @@ class _TwoSteps:
             )
 
 
-def checksum_of(variables: list) -> int:
+def compute_checksum(variables: list) -> int:
     """Returns a checksum of the values of variables, on this rank."""
     checksums = [_checksum(variable) for variable in variables]
     return zlib.crc32(np.array(checksums, "uint32").tobytes())

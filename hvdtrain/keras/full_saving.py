@@ -15,9 +15,9 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.keras.variables import divide_slots, without_loss_scale
-from hvdtrain.sharding.full_values import DenseValues, DenseVariable
-from hvdtrain.sharding.shards import assign_part, is_divided, partition_of
+from hvdtrain.keras.variables import shard_slots, without_loss_scale
+from hvdtrain.sharding.full_values import FullValues, FullVariable
+from hvdtrain.sharding.shards import assign_shard, get_sharding, is_sharded
 
 _DONE, _WORKING = -1, -2
 _NO_VALUE = object()
@@ -27,13 +27,13 @@ _POLL_SECONDS = 5.0
 _active = []
 
 
-def dense_value(variable):
+def full_value(variable):
     """Returns the dense value of a Keras variable that is being saved.
 
     Raises:
         RuntimeError: it is divided, and the other ranks do not take part.
     """
-    if partition_of(variable) is None:
+    if get_sharding(variable) is None:
         return variable.numpy()
     if not _active:
         raise RuntimeError(
@@ -54,16 +54,16 @@ def install():
 
     @functools.wraps(save_whole)
     def save(self, store):
-        if _has_divided_slots(self):
-            save_dense(self.variables, store)
+        if _has_sharded_slots(self):
+            save_full(self.variables, store)
         else:
             save_whole(self, store)
 
     @functools.wraps(load_whole)
     def load(self, store):
         # Of another length, Keras loads nothing, and prints a warning.
-        if _has_divided_slots(self) and len(store.keys()) == len(self.variables):
-            load_slices(self.variables, store)
+        if _has_sharded_slots(self) and len(store.keys()) == len(self.variables):
+            load_shards(self.variables, store)
         else:
             load_whole(self, store)
 
@@ -74,18 +74,18 @@ def note_slots(optimizer):
     """Notes which slots are parts; those of a plain optimizer are not noted before."""
     base = without_loss_scale(optimizer)
     if base.built:
-        divide_slots(base, base._trainable_variables)
+        shard_slots(base, base._trainable_variables)
 
 
-def _has_divided_slots(optimizer):
+def _has_sharded_slots(optimizer):
     note_slots(optimizer)
-    return is_divided(optimizer.variables)
+    return is_sharded(optimizer.variables)
 
 
-def load_slices(variables, store):
+def load_shards(variables, store):
     """Assigns this rank's slices of dense values, which are stored by number."""
     for i, variable in enumerate(variables):
-        assign_part(variable, store[str(i)])
+        assign_shard(variable, store[str(i)])
 
 
 def is_saving():
@@ -93,14 +93,14 @@ def is_saving():
     return bool(_active)
 
 
-def save_dense(variables, store):
+def save_full(variables, store):
     """Stores the dense values of variables by their number, as Keras does."""
     for i, variable in enumerate(variables):
-        store[str(i)] = dense_value(variable)
+        store[str(i)] = full_value(variable)
 
 
 def save_together(variables, save):
-    """Calls `save()` on rank 0, where `dense_value` then works. A collective.
+    """Calls `save()` on rank 0, where `full_value` then works. A collective.
 
     Args:
         variables: list of all divided variables, the same on all ranks.
@@ -109,7 +109,7 @@ def save_together(variables, save):
     Raises:
         RuntimeError: on the other ranks, if `save()` raises an exception on rank 0.
     """
-    values = DenseValues(map(DenseVariable.of, variables))
+    values = FullValues(map(FullVariable.of, variables))
     saving = None
     if global_process_set.rank() == 0:
         saving = _Saving(variables, save)

@@ -18,7 +18,7 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Adasum, Average, Sum, op_name
 from hvdtrain.keras.variables import variable_key
-from hvdtrain.sharding.shards import check_ranks, has_summed_gradients, is_divided
+from hvdtrain.sharding.shards import check_ranks, has_summed_gradients, is_sharded
 
 _ADDS_UP_ROWS = "_hvdtrain_adds_up_rows"
 
@@ -83,7 +83,7 @@ class GradientReducer:
     hold a copy of its variable. By default these are the ranks of
     `options.process_set`; a local variable has none but this rank, and so has a slice
     of a table that is divided over these ranks. The gradient of such a slice is the sum
-    over them already (`Partition.sums_gradients`): its exchange computes it. The
+    over them already (`Sharding.sums_gradients`): its exchange computes it. The
     gradients of a process set are divided into groups, each reduced in one
     communication while the backward pass computes the gradients of the next.
 
@@ -127,7 +127,7 @@ class GradientReducer:
         All ranks get the same answer, also those whose own `variables` are shared: it
         is a collective, once. In an elastic job it is this rank's own answer.
         """
-        if is_divided(variables):
+        if is_sharded(variables):
             return True
         if self._all_are_shared is None and not is_elastic():
             with tf.init_scope():
@@ -148,7 +148,7 @@ class GradientReducer:
 
         Args:
             variables: list of variables or tensors.
-            axes: process sets of a mesh; see `partition.check_ranks`.
+            axes: process sets of a mesh; see `sharding.check_ranks`.
         """
         shared = [v for v in variables if variable_key(v) not in self._process_sets]
         check_ranks(shared, self.process_set, axes)

@@ -13,13 +13,13 @@ from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.gradients import add_up_rows
 from hvdtrain.keras.variables import (
-    divide_slots,
+    shard_slots,
     shared_state,
 )
 from hvdtrain.sharding.shards import (
     check_elementwise,
     has_summed_gradients,
-    is_copied,
+    is_replicated,
 )
 
 
@@ -153,15 +153,17 @@ class ReductionHook:
         reducer: a `GradientReducer`.
         window_factor: number by which the mean over a window is multiplied.
         mesh: the `parallel.Mesh` over which the model is divided, or None.
-        sharding: the `ShardedState` of the optimizer, or None.
+        sharded_state: the `ShardedState` of the optimizer, or None.
     """
 
-    def __init__(self, optimizer, reducer, *, window_factor, mesh=None, sharding=None):
+    def __init__(
+        self, optimizer, reducer, *, window_factor, mesh=None, sharded_state=None
+    ):
         self._optimizer = optimizer
         self.reducer = reducer
         self._window_factor = window_factor
         self.mesh = mesh
-        self.sharding = sharding
+        self.sharded_state = sharded_state
         self._weight = 1.0
         self._variables, self._places = [], []
         self._has_reduced = False
@@ -170,11 +172,13 @@ class ReductionHook:
         self._skipping = None
         self.is_configured = False
         self._apply = optimizer.apply
-        self._clip = Clipping(optimizer, reducer, mesh=mesh, sharding=sharding)
+        self._clip = Clipping(
+            optimizer, reducer, mesh=mesh, sharded_state=sharded_state
+        )
         self._build = optimizer.build
         optimizer.build = self.build
         if optimizer.built:
-            divide_slots(optimizer, optimizer._trainable_variables)
+            shard_slots(optimizer, optimizer._trainable_variables)
         optimizer.apply = self.apply
         optimizer._clip_gradients = self.clip_gradients
         optimizer.reduction_hook = self
@@ -218,7 +222,7 @@ class ReductionHook:
     def build(self, variables):
         """As `keras.optimizers.Optimizer.build`."""
         self._build(variables)
-        divide_slots(self._optimizer, variables)
+        shard_slots(self._optimizer, variables)
 
     def apply(self, grads, trainable_variables=None):
         """As `keras.optimizers.Optimizer.apply`."""
@@ -271,7 +275,7 @@ class ReductionHook:
         gradients = [None] * len(self._variables)
         for place, gradient in zip(self._places, grads, strict=True):
             gradients[place] = gradient
-        reduce = self.sharding.reduce if self.sharding else self.reducer
+        reduce = self.sharded_state.reduce if self.sharded_state else self.reducer
         reduced = add_up_rows(reduce(gradients, self._variables), self._variables)
         reduced = [reduced[place] for place in self._places]
         variables = [self._variables[place] for place in self._places]
@@ -285,7 +289,7 @@ class ReductionHook:
         finite = all_finite(gradients)
         # Reduced gradients are equal on all ranks, unless they are parts, or those of
         # local variables.
-        is_scattered = self.sharding and self.sharding.is_scattered
+        is_scattered = self.sharded_state and self.sharded_state.is_scattered
         if self.mesh or is_scattered or self.reducer.some_are_unshared(self._variables):
             # The ranks that have the other parts skip a step together with this one.
             finite = is_true_on_all(self.all_ranks, finite, "FiniteGradients")
@@ -313,12 +317,12 @@ class ReductionHook:
             copies = [
                 variable
                 for variable in weights + state
-                if is_copied(variable, process_set)
+                if is_replicated(variable, process_set)
             ]
             check_first_step(copies, process_set=process_set)
-        if self.sharding:
+        if self.sharded_state:
             with tf.init_scope():
-                self.sharding.check_start(self.all_ranks)
+                self.sharded_state.check_start(self.all_ranks)
         self._is_first_step = False
 
     @do_not_convert

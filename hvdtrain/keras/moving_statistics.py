@@ -8,7 +8,7 @@ from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.layers import SyncBatchNormalization
-from hvdtrain.keras.variables import local_keys_of, process_set_of, variable_key
+from hvdtrain.keras.variables import get_local_keys, get_process_set, variable_key
 
 
 def average_moving_statistics(model, *, steps=None):
@@ -45,8 +45,8 @@ def average_moving_statistics(model, *, steps=None):
             that is not known. Ranks may differ: their mean counts.
     """
     optimizer = getattr(model, "optimizer", None)
-    process_set = process_set_of(optimizer)
-    layers = _rank_dependent_layers(model, process_set, local_keys_of(optimizer))
+    process_set = get_process_set(optimizer)
+    layers = _rank_dependent_layers(model, process_set, get_local_keys(optimizer))
     if not layers or not needs_communication(process_set):
         return
     totals = transport.allreduce(
@@ -127,7 +127,7 @@ class AverageMovingStatisticsCallback(keras.callbacks.Callback):
         if ops.is_true_on_all_ranks(
             fit_start.is_built(self.model),
             name="MovingStatisticsBuilt",
-            process_set=process_set_of(self.model.optimizer),
+            process_set=get_process_set(self.model.optimizer),
         ):
             average_moving_statistics(self.model)
 

@@ -18,9 +18,9 @@ from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_ar
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.variables import (
-    hook_of,
+    find_optimizers,
+    get_hook,
     local_variables,
-    optimizers_of,
     without_loss_scale,
 )
 
@@ -138,9 +138,9 @@ def distribute(
     reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)
     _accumulate(base, backward_passes_per_step)
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
-    sharding = None
+    sharded_state = None
     if shard_state:
-        sharding = ShardedState(base, reducer, shard_state)
+        sharded_state = ShardedState(base, reducer, shard_state)
     if shard_state or mesh:
         collective_calls.install()
     hook = ReductionHook(
@@ -148,10 +148,10 @@ def distribute(
         reducer,
         window_factor=backward_passes_per_step if sums_window else 1,
         mesh=mesh,
-        sharding=sharding,
+        sharded_state=sharded_state,
     )
-    if sharding and base.built:
-        sharding.rebuild()
+    if sharded_state and base.built:
+        sharded_state.rebuild()
     optimizer.register_local_var = reducer.register_local
     if base is not optimizer:
         hook.share_finite_check(optimizer)
@@ -160,7 +160,7 @@ def distribute(
 
 def is_distributed(optimizer):
     """Whether `optimizer` went through `DistributedOptimizer`."""
-    return hook_of(optimizer) is not None
+    return get_hook(optimizer) is not None
 
 
 def configure_compiled_model(model):
@@ -181,11 +181,11 @@ def configure_compiled_model(model):
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
     """
     _check_not_horovods(getattr(model, "optimizer", None))
-    distributed = list(filter(is_distributed, optimizers_of(model)))
+    distributed = list(filter(is_distributed, find_optimizers(model)))
     if not distributed:
         return
     for optimizer in distributed:
-        hook = hook_of(optimizer)
+        hook = get_hook(optimizer)
         if not hook.is_configured:
             hook.is_configured = True
             model.train_function = None

@@ -20,20 +20,20 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.keras.consistency import (
     BROADCAST_FIRST,
     DesynchronizedError,
-    checksum_of,
+    compute_checksum,
 )
 from hvdtrain.keras.sharded_updates import divide, gather, scatter
 from hvdtrain.keras.variables import (
     accumulated_gradients,
-    copies_of_weights,
-    slots_by_place,
+    slots_by_index,
     variable_key,
+    weight_copies,
 )
 from hvdtrain.sharding.shards import (
     NOT_ELEMENTWISE,
-    assign_part,
-    partition_of,
-    set_partition,
+    assign_shard,
+    get_sharding,
+    set_sharding,
 )
 
 BY_VARIABLE, BY_SLICES = "variables", "slices"
@@ -139,7 +139,7 @@ class ShardedState:
         with keras.name_scope(optimizer.name):
             optimizer.build(weights)
         for variable, value in zip(optimizer.variables, values, strict=True):
-            assign_part(variable, value)
+            assign_shard(variable, value)
 
     def agree_on_start(self, root: int, all_ranks: ProcessSet) -> bool:
         """Returns whether `copy_weights` is due after the broadcast. A collective.
@@ -169,9 +169,9 @@ class ShardedState:
 
     def copy_weights(self) -> None:
         """Assigns the weights to the slots that start as copies of them."""
-        slots = copies_of_weights(self._optimizer)
+        slots = weight_copies(self._optimizer)
         for slot, shard in zip(slots, self._shards.values(), strict=True):
-            if shard.partition and shard.size:
+            if shard.sharding and shard.size:
                 slot.assign(shard.current())
         self._origin = self._checksum()
 
@@ -205,8 +205,8 @@ class ShardedState:
         return allgather_object(start, name="ShardedStart", process_set=all_ranks)
 
     def _checksum(self):
-        weights = [shard.weight for shard in self._shards.values() if shard.partition]
-        return checksum_of(weights)
+        weights = [shard.weight for shard in self._shards.values() if shard.sharding]
+        return compute_checksum(weights)
 
     def reduce(self, gradients, weights):
         """Returns the combined gradients, of which this rank may have only its parts.
@@ -230,7 +230,7 @@ class ShardedState:
         divided = [
             i
             for i, shard in enumerate(shards)
-            if gradients[i] is not None and shard.partition
+            if gradients[i] is not None and shard.sharding
         ]
         # Gradients of the last layers are computed first.
         for group in reversed(self._reducer.split(divided, weights)):
@@ -251,8 +251,8 @@ class ShardedState:
         of divided ones, whose squares are added up with those of their other slices.
         """
         is_added = [
-            bool(shard.partition)
-            or bool(self._optimizer.global_clipnorm and not partition_of(shard.weight))
+            bool(shard.sharding)
+            or bool(self._optimizer.global_clipnorm and not get_sharding(shard.weight))
             for shard in self._shards_of(weights)
         ]
         sums = transport.combine(
@@ -298,8 +298,8 @@ class ShardedState:
         for i, weight in enumerate(weights):
             optimizer._trainable_variables_indices[optimizer._var_key(weight)] = i
         self._use_decay_of_weights(shards)
-        self._set_partitions(shards)
-        if copies_of_weights(optimizer):
+        self._set_shardings(shards)
+        if weight_copies(optimizer):
             with tf.init_scope():
                 self._origin = self._checksum()
 
@@ -319,13 +319,13 @@ class ShardedState:
             key = optimizer._var_key(shard.variable)
             optimizer._exclude_from_weight_decay_cache[key] = answer
 
-    def _set_partitions(self, shards):
+    def _set_shardings(self, shards):
         optimizer = self._optimizer
         whole = {id(each) for each in accumulated_gradients(optimizer)}
         own = {id(variable) for variable in optimizer.variables} - whole
-        for name, slot, shard in slots_by_place(optimizer, shards):
-            if id(slot) in own and shard.partition is not None:
-                _set_partition(slot, shard, name)
+        for name, slot, shard in slots_by_index(optimizer, shards):
+            if id(slot) in own and shard.sharding is not None:
+                _set_sharding(slot, shard, name)
 
     def _apply_weight_decay(self, weights):
         # Keras calls it before each update, also without weight decay.
@@ -385,13 +385,13 @@ def _have_different_copies(starts: list[_Start]) -> bool:
     )
 
 
-def _set_partition(slot, shard, kind):
-    shape = shard.partition.shape
+def _set_sharding(slot, shard, kind):
+    shape = shard.sharding.shape
     if kind in _FACTORS:
         if len(shape) > 1:
-            set_partition(slot, shard.partition_of_factor(_FACTORS[kind](shape)))
+            set_sharding(slot, shard.factor_sharding(_FACTORS[kind](shape)))
     elif slot.shape == shard.variable.shape:
-        set_partition(slot, shard.partition)
+        set_sharding(slot, shard.sharding)
     elif len(slot.shape):
         raise ValueError(
             f"shard_state cannot divide {slot.path}: a slot has the shape of its "

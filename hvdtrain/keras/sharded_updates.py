@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.sharding.shards import Partition, partition_of
+from hvdtrain.sharding.shards import Sharding, get_sharding
 
 # A part starts at a multiple of this within its variable. Eigen computes full vectors
 # and the rest of a tensor by different functions, whose last bits may differ (`pow`):
@@ -35,7 +35,7 @@ def sizes_by_variable(counts, ranks):
     return sizes
 
 
-def sizes_by_slices(counts, ranks):
+def sizes_by_shards(counts, ranks):
     """Returns the same for equal slices of the concatenation of all variables."""
     total, sizes = sum(counts), []
     starts = itertools.accumulate(counts, initial=0)
@@ -49,7 +49,7 @@ def _cut(place, count):
     return count if place >= count else max(0, place) // _ALIGNMENT * _ALIGNMENT
 
 
-class Shard:
+class WeightShard:
     """This rank's part of one weight: flattened elements, all of them, or none.
 
     Args:
@@ -60,49 +60,49 @@ class Shard:
 
     Attributes:
         weight: see above.
-        partition: the `Partition` of its slots; None with `sizes=None`.
+        sharding: the `Sharding` of its slots; None with `sizes=None`.
         variable: what Keras updates: the weight itself or a one-dimensional variable.
     """
 
     def __init__(self, weight, sizes, process_set):
         self.weight = weight
-        self.partition = None
+        self.sharding = None
         if sizes is not None:
-            self.partition = Partition(
+            self.sharding = Sharding(
                 axis=0,
                 size=sum(sizes),
-                parts=len(sizes),
+                num_shards=len(sizes),
                 rank=process_set.rank(),
                 process_set=process_set,
                 uneven=sizes,
                 shape=tuple(weight.shape),
-                within=partition_of(weight),
+                within=get_sharding(weight),
             )
-        is_whole = sizes is None or max(sizes) == sum(sizes) == self.size
-        self.variable = weight if is_whole else self._make_variable()
+        is_full = sizes is None or max(sizes) == sum(sizes) == self.size
+        self.variable = weight if is_full else self._make_variable()
 
     @property
     def size(self):
         """Elements of the weight that this rank updates."""
-        if self.partition is None:
+        if self.sharding is None:
             return math.prod(self.weight.shape)
-        return self.partition.sizes[self.partition.rank]
+        return self.sharding.sizes[self.sharding.rank]
 
     @property
-    def is_whole(self):
+    def is_full(self):
         """Whether this rank updates all of the weight, in place."""
         return self.variable is self.weight
 
-    def partition_of_factor(self, shape):
-        """Returns the `Partition` of a slot that has another shape than the weight."""
-        sizes = [bool(size) * math.prod(shape) for size in self.partition.sizes]
+    def factor_sharding(self, shape):
+        """Returns the `Sharding` of a slot that has another shape than the weight."""
+        sizes = [bool(size) * math.prod(shape) for size in self.sharding.sizes]
         return dataclasses.replace(
-            self.partition, size=math.prod(shape), uneven=tuple(sizes), shape=shape
+            self.sharding, size=math.prod(shape), uneven=tuple(sizes), shape=shape
         )
 
     def of(self, dense):
         """Returns this rank's part of a dense tensor, such as the weight's gradient."""
-        if self.is_whole:
+        if self.is_full:
             return dense
         return self._part(dense)
 
@@ -112,13 +112,13 @@ class Shard:
 
     def refresh(self):
         """Takes over the weight's values, which a broadcast may have changed."""
-        if not self.is_whole and self.size:
+        if not self.is_full and self.size:
             self.variable.assign(self._part(self.weight))
 
     def _part(self, dense):
         # Sparse gradients become dense ones.
         flat = tf.reshape(tf.convert_to_tensor(dense), [-1])
-        return flat[self.partition.slice]
+        return flat[self.sharding.local_slice]
 
     def _make_variable(self):
         # Also in a function that is being traced. A variable of no elements has as many
@@ -137,7 +137,7 @@ class Shard:
 
 
 def divide(weights, reducer, *, is_by_variable):
-    """Returns the `Shard`s of weights, which are the same on all ranks.
+    """Returns the `WeightShard`s of weights, which are the same on all ranks.
 
     Args:
         weights: list of Keras variables.
@@ -146,50 +146,50 @@ def divide(weights, reducer, *, is_by_variable):
     """
     process_set = reducer.process_set
     if not needs_communication(process_set):
-        return [Shard(weight, None, process_set) for weight in weights]
+        return [WeightShard(weight, None, process_set) for weight in weights]
     counts = [math.prod(weight.shape) for weight in weights]
     shared = [i for i, weight in enumerate(weights) if not reducer.is_local(weight)]
     # Slices of a divided layer differ in size along the axis model. The division of
     # other weights, of which these ranks have copies, must not depend on them.
     kinds = [
-        [i for i in shared if bool(partition_of(weights[i])) == is_divided]
-        for is_divided in (False, True)
+        [i for i in shared if bool(get_sharding(weights[i])) == is_sharded]
+        for is_sharded in (False, True)
     ]
     # By slices, each rank has a part of each group: they are reduced one by one.
     groups = kinds
     if not is_by_variable:
         groups = [group for kind in kinds for group in reducer.split(kind, weights)]
-    sizes_of = sizes_by_variable if is_by_variable else sizes_by_slices
+    sizes_of = sizes_by_variable if is_by_variable else sizes_by_shards
     sizes = [None] * len(weights)
     for group in groups:
         found = sizes_of([counts[i] for i in group], process_set.size())
         for i, each in zip(group, found, strict=True):
             sizes[i] = each
     pairs = zip(weights, sizes, strict=True)
-    return [Shard(weight, each, process_set) for weight, each in pairs]
+    return [WeightShard(weight, each, process_set) for weight, each in pairs]
 
 
 def gather(shards, values, targets):
     """Assigns variables from all ranks' parts of them. A collective.
 
     Args:
-        shards: list of `Shard`, of the same weights on all ranks.
+        shards: list of `WeightShard`, of the same weights on all ranks.
         values: list of this rank's part of each, a variable or tensor.
         targets: list of variables. One that is its own value is up to date.
     """
     triples = list(zip(shards, values, targets, strict=True))
     for shard, value, target in triples:
-        if shard.partition is None and target is not value:
+        if shard.sharding is None and target is not value:
             target.assign(value)
-    divided = [each for each in triples if each[0].partition]
+    divided = [each for each in triples if each[0].sharding]
     if not divided:
         return
     dense = transport.gather_parts(
         [value for _, value, _ in divided],
-        [shard.partition.sizes for shard, _, _ in divided],
+        [shard.sharding.sizes for shard, _, _ in divided],
         [None if target is value else target.shape for _, value, target in divided],
         name="ShardGather",
-        process_set=divided[0][0].partition.process_set,
+        process_set=divided[0][0].sharding.process_set,
     )
     for value, (_, _, target) in zip(dense, divided, strict=True):
         if value is not None:
@@ -200,7 +200,7 @@ def scatter(shards, gradients, reduction, *, name):
     """Reduces gradients over the ranks to this rank's part of each. A collective.
 
     Args:
-        shards: list of `Shard` with a partition.
+        shards: list of `WeightShard` with a sharding.
         gradients: list of gradients.
         reduction: the `Reduction`.
         name: of the operation.
@@ -208,7 +208,7 @@ def scatter(shards, gradients, reduction, *, name):
     parts = transport.scatter_parts(
         # Sparse gradients become dense ones.
         list(map(tf.convert_to_tensor, gradients)),
-        [shard.partition.sizes for shard in shards],
+        [shard.sharding.sizes for shard in shards],
         reduction,
         name=name,
     )

@@ -9,16 +9,16 @@ from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.sharding.shards import (
-    has_parts_elsewhere,
-    is_copied,
-    partition_of,
-    set_partition,
+    get_sharding,
+    get_stages,
+    is_replicated,
+    is_split_over_ranks,
+    set_sharding,
     set_stages,
-    stages_of,
 )
 
 
-def optimizers_of(model):
+def find_optimizers(model):
     """The compiled optimizer, and distributed ones that are attributes of `model`."""
     compiled = getattr(model, "optimizer", None)
     beside = [
@@ -26,33 +26,33 @@ def optimizers_of(model):
         for value in vars(model).values()
         if isinstance(value, keras.optimizers.Optimizer)
         and value is not compiled
-        and hook_of(value) is not None
+        and get_hook(value) is not None
     ]
     return [compiled, *beside] if compiled is not None else beside
 
 
-def process_set_of(optimizer):
+def get_process_set(optimizer):
     """The ranks over which gradients are reduced; by default all.
 
     Of a `parallel.Mesh`, those along its axis data.
     """
-    hook = hook_of(optimizer)
+    hook = get_hook(optimizer)
     return hook.reducer.process_set if hook else global_process_set
 
 
-def all_ranks_of(optimizer):
-    """The ranks that train with `optimizer`: all of a mesh, else `process_set_of`."""
-    hook = hook_of(optimizer)
+def get_training_ranks(optimizer):
+    """The ranks that train with `optimizer`: all of a mesh, else `get_process_set`."""
+    hook = get_hook(optimizer)
     return hook.all_ranks if hook else global_process_set
 
 
-def local_keys_of(optimizer):
+def get_local_keys(optimizer):
     """The `variable_key`s of the variables that were registered as local."""
-    hook = hook_of(optimizer)
+    hook = get_hook(optimizer)
     return hook.reducer.local_keys if hook else frozenset()
 
 
-def copies_of(optimizer, variables, root_rank=None):
+def replicated_by_process_set(optimizer, variables, root_rank=None):
     """Yields process sets, and which of some variables are equal over their ranks.
 
     Of a mesh, the ranks along each axis: after a broadcast over all of them, all
@@ -67,9 +67,9 @@ def copies_of(optimizer, variables, root_rank=None):
     Yields:
         Process set, root rank in it, list of variables.
     """
-    hook = hook_of(optimizer)
+    hook = get_hook(optimizer)
     for process_set, root in hook.axes(root_rank) if hook else ():
-        copies = [v for v in variables if is_copied(v, process_set)]
+        copies = [v for v in variables if is_replicated(v, process_set)]
         yield process_set, root, copies
     if not hook:
         yield global_process_set, root_rank or 0, list(variables)
@@ -80,7 +80,7 @@ def shared_variables(model, *, optimizer=None, local_keys=frozenset()):
 
     Without local weights and their slots in the optimizer, and without accumulated
     gradients. Slices of divided weights and their slots are among them, although ranks
-    have different ones: `partition.is_copied` leaves them out, by process set.
+    have different ones: `sharding.is_replicated` leaves them out, by process set.
 
     Args:
         model: a model that is built, compiled or not.
@@ -90,7 +90,7 @@ def shared_variables(model, *, optimizer=None, local_keys=frozenset()):
     """
     # A model that was never compiled has no such attribute.
     optimizer = optimizer or getattr(model, "optimizer", None)
-    local_keys = local_keys | local_keys_of(optimizer)
+    local_keys = local_keys | get_local_keys(optimizer)
     weights = [w for w in model.weights if variable_key(w) not in local_keys]
     if optimizer is None:
         return weights
@@ -111,7 +111,7 @@ def broadcast_variables(
         process_set: the ranks that take part.
         inplace: write into the variables' memory without a temporary copy.
     """
-    copied = [v for v in variables if is_copied(v, process_set)]
+    copied = [v for v in variables if is_replicated(v, process_set)]
     ops.broadcast_variables(copied, root_rank, process_set, inplace)
 
 
@@ -124,7 +124,7 @@ def shared_state(optimizer, trainable, local_keys=frozenset()):
 
     Without the slots of local weights. Accumulated gradients are left out as well:
     until their window is complete, each rank has its own. Slots of divided weights are
-    among them, although ranks have different slices: see `partition.is_copied`.
+    among them, although ranks have different slices: see `sharding.is_replicated`.
 
     Args:
         optimizer: a Keras optimizer, built or not.
@@ -151,21 +151,21 @@ def accumulated_gradients(optimizer):
     return list(getattr(without_loss_scale(optimizer), "_accumulated_gradients", ()))
 
 
-def divide_slots(optimizer, trainable):
-    """Gives the slots of divided variables the partitions of these, and the stages.
+def shard_slots(optimizer, trainable):
+    """Gives the slots of divided variables the shardings of these, and the stages.
 
     Args:
         optimizer: a Keras optimizer that is built.
         trainable: list of the variables that it trains.
     """
-    if not has_parts_elsewhere(trainable):
+    if not is_split_over_ranks(trainable):
         return
     for slot, variable in owned_slots(optimizer, trainable):
-        if (stages := stages_of([variable])) is not None:
+        if (stages := get_stages([variable])) is not None:
             set_stages(slot, stages)
-        is_whole = slot.shape == variable.shape and not partition_of(slot)
-        if is_whole and partition_of(variable):
-            set_partition(slot, partition_of(variable))
+        is_full = slot.shape == variable.shape and not get_sharding(slot)
+        if is_full and get_sharding(variable):
+            set_sharding(slot, get_sharding(variable))
 
 
 def _slots(optimizer, trainable, local_keys):
@@ -201,11 +201,11 @@ def _owners_by_place(optimizer: keras.optimizers.Optimizer) -> dict:
     The factors of Adafactor have no names by which their weights could be found.
     """
     base = without_loss_scale(optimizer)
-    placed = slots_by_place(base, base._trainable_variables)
+    placed = slots_by_index(base, base._trainable_variables)
     return {id(slot): weight for _, slot, weight in placed}
 
 
-def slots_by_place(
+def slots_by_index(
     optimizer: keras.optimizers.Optimizer, owners: list
 ) -> Iterator[tuple]:
     """Yields the name of each list of slots, and each slot of it with its owner.
@@ -222,7 +222,7 @@ def slots_by_place(
             yield from zip([name] * len(slots), slots, owners, strict=True)
 
 
-def copies_of_weights(optimizer: keras.optimizers.Optimizer) -> list:
+def weight_copies(optimizer: keras.optimizers.Optimizer) -> list:
     """Returns the slots that start as copies of the weights, in the weights' order.
 
     Args:
@@ -241,7 +241,7 @@ def without_loss_scale(optimizer):
     return optimizer
 
 
-def hook_of(optimizer):
+def get_hook(optimizer):
     """Returns the `ReductionHook` of `optimizer`, or None."""
     return getattr(without_loss_scale(optimizer), "reduction_hook", None)
 

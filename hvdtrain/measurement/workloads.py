@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain import optimizers
 from hvdtrain.classifier import models
 from hvdtrain.classifier.models import compiled
-from hvdtrain.data import Shard, streams
+from hvdtrain.data import Sampler, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
@@ -35,7 +35,7 @@ class Workload:
     Attributes:
         build: `build(learning_rate_factor)` returns a new compiled Keras model whose
             optimizer is not distributed.
-        batches: `batches(shard, steps)` returns the `tf.data.Dataset` of a `Shard`
+        batches: `batches(sampler, steps)` returns the `tf.data.Dataset` of a `Sampler`
             for so many steps; None for synthetic inputs.
         num_samples: of the data set.
         batch: one batch of one rank: inputs and targets, as NumPy arrays.
@@ -67,14 +67,14 @@ class Workload:
         if not self.batches:
             constant = self.constant_batches(devices)
             return lambda start, end: constant.take(end - start)
-        shard = Shard(
+        sampler = Sampler(
             num_samples=self.num_samples,
             global_batch_size=options.batch_size * size * devices,
             seed=options.seed,
             rank=rank,
             size=size,
         )
-        return lambda start, end: self.batches(shard, start, end)
+        return lambda start, end: self.batches(sampler, start, end)
 
 
 def load(options, world):
@@ -114,11 +114,11 @@ def _mnist(options, world):
         rate = optimizers.LEARNING_RATES["sgd"] * factor
         return compiled(model, optimizers.make("sgd", learning_rate=rate))
 
-    def batches(shard, start, end):
+    def batches(sampler, start, end):
         return streams.train_batches(
             dataset.x_train,
             dataset.y_train,
-            shard=shard,
+            sampler=sampler,
             start_step=start,
             end_step=end,
         )

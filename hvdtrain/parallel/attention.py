@@ -21,14 +21,14 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.dropout import dropout
 from hvdtrain.parallel.layer import (
-    DividedWeights,
     InModelGroup,
+    ShardedWeights,
     SumRegularizer,
     check_arguments,
 )
 
 
-class DividedHeads(InModelGroup):
+class ShardedHeads(InModelGroup):
     """Mixin of an attention layer of Keras; it makes the sublayers of `build`.
 
     Subclasses set `_all_heads`, the number of query heads of the dense twin, and
@@ -49,9 +49,9 @@ class DividedHeads(InModelGroup):
 
     def _to_heads(self, shape, heads, width, name, use_bias, activation=None):
         options = self._get_common_kwargs_for_sublayer()
-        partition = self.partition(len(shape) - 1, heads)
+        sharding = self.make_sharding(len(shape) - 1, heads)
         if regularizer := options["activity_regularizer"]:
-            options["activity_regularizer"] = SumRegularizer(regularizer, partition)
+            options["activity_regularizer"] = SumRegularizer(regularizer, sharding)
         projection = _ToHeads(
             "...d,dnh->...nh",
             output_shape=(heads, width),
@@ -87,7 +87,7 @@ class DividedHeads(InModelGroup):
 
     def _heads_of_scores(self, rank):
         # Scores are (..., heads, query positions, key positions).
-        return self.partition(rank - 2 * self._attention_rank - 1, self._all_heads)
+        return self.make_sharding(rank - 2 * self._attention_rank - 1, self._all_heads)
 
     def call(
         self,
@@ -144,15 +144,15 @@ class DividedHeads(InModelGroup):
                 f"attention_mask is for another number of heads. Received: {size}, in "
                 f"the shape {tuple(mask.shape)}; expected {heads.size} or 1."
             )
-        return mask if size == 1 else heads.of(mask)
+        return mask if size == 1 else heads.shard(mask)
 
     def _copy(self, x):
-        copied = mappings.copy(x, self.partition(-1, self._all_heads))
+        copied = mappings.copy(x, self.make_sharding(-1, self._all_heads))
         set_keras_mask(copied, get_keras_mask(x))
         return copied
 
 
-class _Projection(DividedWeights, keras.layers.EinsumDense):
+class _Projection(ShardedWeights, keras.layers.EinsumDense):
     def __init__(self, *args, model_axis, **kwargs):
         super().__init__(*args, **kwargs)
         self._model_axis = model_axis
@@ -161,17 +161,17 @@ class _Projection(DividedWeights, keras.layers.EinsumDense):
 class _ToHeads(_Projection):
     """Outputs of this rank's heads from the copy of a replicated tensor."""
 
-    divided_axes = types.MappingProxyType({"kernel": 1, "bias": 0})
+    sharded_axes = types.MappingProxyType({"kernel": 1, "bias": 0})
 
 
 class _FromHeads(_Projection):
     """Outputs on all ranks from those of their heads."""
 
-    divided_axes = types.MappingProxyType({"kernel": 0})
+    sharded_axes = types.MappingProxyType({"kernel": 0})
 
     def call(self, inputs, training=None):
         x = ops.einsum(self.equation, inputs, self.kernel)
-        x = mappings.reduce(x, self.partition(0, inputs.shape[-2]))
+        x = mappings.reduce(x, self.make_sharding(0, inputs.shape[-2]))
         return x if self.bias is None else ops.add(x, self.bias)
 
 
@@ -188,7 +188,7 @@ class _DropoutOfHeads(keras.layers.Dropout):
         return dropout(self, inputs, self._heads)
 
 
-class ParallelMultiHeadAttention(DividedHeads, keras.layers.MultiHeadAttention):
+class ParallelMultiHeadAttention(ShardedHeads, keras.layers.MultiHeadAttention):
     """`keras.layers.MultiHeadAttention` of which each rank computes some heads.
 
     The first ranks have one head more where the number of heads is not divisible.
@@ -256,7 +256,7 @@ class ParallelMultiHeadAttention(DividedHeads, keras.layers.MultiHeadAttention):
         self._dropout_layer = self._dropout_of_scores(rate, rank_of_scores)
 
 
-class ParallelGroupQueryAttention(DividedHeads, keras.layers.GroupQueryAttention):
+class ParallelGroupQueryAttention(ShardedHeads, keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` of which each rank computes some groups.
 
     Args:

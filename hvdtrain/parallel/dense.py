@@ -8,14 +8,14 @@ from keras import ops
 
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.layer import (
-    DividedWeights,
+    ShardedWeights,
     SumRegularizer,
     check_arguments,
 )
 from hvdtrain.sharding.layer_checks import NOT_ELEMENTWISE_ACTIVATIONS
 
 
-class _ParallelDense(DividedWeights, keras.layers.Dense):
+class _ParallelDense(ShardedWeights, keras.layers.Dense):
     """What both have in common: arguments that a slice of a weight does not allow."""
 
     def __init__(self, *args, mesh=None, **kwargs):
@@ -54,11 +54,11 @@ class ColumnParallelDense(_ParallelDense):
         **kwargs: as for `keras.layers.Dense`.
     """
 
-    divided_axes = types.MappingProxyType({"kernel": 1, "bias": 0})
+    sharded_axes = types.MappingProxyType({"kernel": 1, "bias": 0})
     own_arguments = ("gather_output",)
 
     @property
-    def gives_parts(self):
+    def gives_shards(self):
         """Whether the output is this rank's part."""
         return not self.gather_output
 
@@ -73,7 +73,7 @@ class ColumnParallelDense(_ParallelDense):
         if not gather_output and (regularizer := self.activity_regularizer):
             name = "activity_regularizer"
             check_arguments(self, refused={}, additive={name: regularizer})
-            outputs = self.partition(-1, units)
+            outputs = self.make_sharding(-1, units)
             self.activity_regularizer = SumRegularizer(regularizer, outputs)
 
     def build(self, input_shape):
@@ -83,13 +83,13 @@ class ColumnParallelDense(_ParallelDense):
 
     def compute_output_shape(self, input_shape):
         """Return the shape of the outputs, or of this rank's part."""
-        partition = self.partition(-1, self.units)
-        size = self.units if self.gather_output else partition.sizes[partition.rank]
+        sharding = self.make_sharding(-1, self.units)
+        size = self.units if self.gather_output else sharding.sizes[sharding.rank]
         return (*input_shape[:-1], size)
 
     def call(self, inputs, training=None):
         """Return the outputs, or this rank's part of them."""
-        outputs = self.partition(-1 % len(inputs.shape), self.units)
+        outputs = self.make_sharding(-1 % len(inputs.shape), self.units)
         x = ops.matmul(mappings.copy(inputs, outputs), self.kernel)
         if self.bias is not None:
             x = ops.add(x, self.bias)
@@ -116,11 +116,11 @@ class RowParallelDense(_ParallelDense):
         **kwargs: as for `keras.layers.Dense`.
     """
 
-    divided_axes = types.MappingProxyType({"kernel": 0})
+    sharded_axes = types.MappingProxyType({"kernel": 0})
     own_arguments = ("input_is_parallel",)
 
     @property
-    def takes_parts(self):
+    def takes_shards(self):
         """Whether the input is this rank's part."""
         return self.input_is_parallel
 
@@ -134,7 +134,7 @@ class RowParallelDense(_ParallelDense):
         if self.input_is_parallel:
             width = self.sum_over_ranks(width)
         self.check_one_for_each_rank(width, "inputs")
-        self._inputs = self.partition(0, width)
+        self._inputs = self.make_sharding(0, width)
         super().build((*input_shape[:-1], width))
         # Keras checks the width of the dense twin's input otherwise.
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})

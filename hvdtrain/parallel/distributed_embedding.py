@@ -13,22 +13,22 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.gradients import update_rows_once
 from hvdtrain.parallel.embedding import (
-    DividedEmbedding,
     Embedding,
+    ShardedTable,
+    as_ragged,
     combine,
     combiner_of,
     ids_of,
     output_shape,
-    without_gaps,
 )
 from hvdtrain.parallel.exchange import look_up, look_up_for_all
 from hvdtrain.parallel.mesh import Axes, data_axis, one_rank
 from hvdtrain.parallel.placement import place
-from hvdtrain.sharding.full_values import DenseValues, DenseVariable
-from hvdtrain.sharding.shards import assign_part, partition_of
+from hvdtrain.sharding.full_values import FullValues, FullVariable
+from hvdtrain.sharding.shards import assign_shard, get_sharding
 
 
-class PlacedEmbedding(DividedEmbedding):
+class PlacedTable(ShardedTable):
     """The part of a table that this rank holds.
 
     Args:
@@ -73,7 +73,7 @@ def rows_of_inputs(tables, input_table_map, ids):
         table: tf.concat([tf.reshape(ids[i], [-1]) for i in numbers], axis=0)
         for table, numbers in inputs.items()
     }
-    divided = [table for table in flat if partition_of(tables[table].embeddings)]
+    divided = [table for table in flat if get_sharding(tables[table].embeddings)]
     # Of Keras' own class: a combiner needs the inputs' structure.
     found = {
         table: keras.layers.Embedding.call(tables[table], flat[table])
@@ -105,8 +105,8 @@ def dense_weights(tables, all_ranks):
         tables: list of layers that are built.
         all_ranks: whether all ranks return them, or rank 0, and the others none.
     """
-    described = [DenseVariable.of(table.embeddings) for table in tables]
-    values = DenseValues(described)
+    described = [FullVariable.of(table.embeddings) for table in tables]
+    values = FullValues(described)
     weights = [values.gather(number) for number in range(len(described))]
     if all_ranks:
         weights = [
@@ -135,7 +135,7 @@ def assign_dense_weights(tables, weights):
                 f"Expected weights of the shape {shape} for {table.name}. Received: "
                 f"{tuple(dense.shape)}"
             )
-        assign_part(table.embeddings, dense)
+        assign_shard(table.embeddings, dense)
 
 
 def check_tables(embeddings, input_table_map):
@@ -249,9 +249,7 @@ class DistributedEmbedding(keras.layers.Layer):
                 data_parallel_threshold=data_parallel_threshold if dp_input else None,
             )
         self.tables = [
-            each
-            if placement is None
-            else PlacedEmbedding(each, placement, self.data_axis)
+            each if placement is None else PlacedTable(each, placement, self.data_axis)
             for each, placement in zip(embeddings, self.placements, strict=True)
         ]
         self.supports_masking = dp_input and any(e.mask_zero for e in embeddings)
@@ -286,7 +284,7 @@ class DistributedEmbedding(keras.layers.Layer):
         """
         if not self.dp_input and any(self.placements):
             return self._call_for_all(inputs)
-        inputs = [without_gaps(each) for each in inputs]
+        inputs = [as_ragged(each) for each in inputs]
         rows = rows_of_inputs(
             self.tables, self.input_table_map, [ids_of(each) for each in inputs]
         )
@@ -360,7 +358,7 @@ class DistributedEmbedding(keras.layers.Layer):
         embeddings = [Embedding.from_config(each) for each in config["embeddings"]]
         return cls(**{"mesh": one_rank(), **config, "embeddings": embeddings})
 
-    def clone_divided(self) -> keras.layers.Layer:
+    def clone_sharded(self) -> keras.layers.Layer:
         """Return a new layer whose tables are placed alike, with new weights."""
         axes = Axes(data=self.data_axis)
         return type(self).from_config({**self.get_config(), "mesh": axes})

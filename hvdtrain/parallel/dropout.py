@@ -27,7 +27,7 @@ class ParallelDropout(InModelGroup, keras.layers.Dropout):
         **kwargs: as for `keras.layers.Dropout`.
     """
 
-    takes_parts = gives_parts = True
+    takes_shards = gives_shards = True
 
     def __init__(self, rate, noise_shape=None, seed=None, *, mesh=None, **kwargs):
         super().__init__(rate, noise_shape, seed, **kwargs)
@@ -37,21 +37,21 @@ class ParallelDropout(InModelGroup, keras.layers.Dropout):
         """Return the inputs, in training with some of them set to 0."""
         if not training or not 0 < self.rate < 1:
             return super().call(inputs, training=training)
-        return dropout(self, inputs, self.partition_of_part(inputs))
+        return dropout(self, inputs, self.sharding_of_input(inputs))
 
 
-def dropout(layer, part, partition):
+def dropout(layer, part, sharding):
     """Return this rank's part of what a `keras.layers.Dropout` makes of a dense tensor.
 
     Args:
         layer: the layer, whose `seed_generator` is advanced.
         part: this rank's part of the dense tensor.
-        partition: its `Partition`.
+        sharding: its `Sharding`.
     """
     shape = list(ops.shape(part))
-    shape[partition.axis] = partition.size
+    shape[sharding.axis] = sharding.size
     # 0, or what the inputs that are kept are multiplied with.
-    factors = partition.of(
+    factors = sharding.shard(
         keras.random.dropout(
             ops.ones(shape, part.dtype),
             layer.rate,

@@ -11,9 +11,9 @@ from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import update_rows_once
 from hvdtrain.parallel.exchange import look_up
-from hvdtrain.parallel.layer import DividedWeights, check_arguments
+from hvdtrain.parallel.layer import ShardedWeights, check_arguments
 from hvdtrain.parallel.mesh import Axes, data_axis
-from hvdtrain.sharding.shards import Partition, assign_part
+from hvdtrain.sharding.shards import Sharding, assign_shard
 
 _COMBINERS = (None, "sum", "mean")
 
@@ -48,7 +48,7 @@ class Embedding(keras.layers.Embedding):
             inputs: ids, of the shape (..., ids of a sample); a `tf.RaggedTensor` or
                 `tf.SparseTensor` of the shape (samples, None).
         """
-        inputs = without_gaps(inputs)
+        inputs = as_ragged(inputs)
         return combine(inputs, super().call(ids_of(inputs)), self.combiner)
 
     def compute_output_shape(self, input_shape):
@@ -75,7 +75,7 @@ def output_shape(embedding, input_shape):
     return (*leading, embedding.output_dim)
 
 
-def without_gaps(inputs):
+def as_ragged(inputs):
     """Return a `tf.SparseTensor` as a `tf.RaggedTensor`, and others as they are."""
     is_sparse = isinstance(inputs, tf.SparseTensor)
     return tf.RaggedTensor.from_sparse(inputs) if is_sparse else inputs
@@ -120,7 +120,7 @@ def combine(inputs, rows, combiner):
 _AXES = {"row": 0, "column": 1}
 
 
-class DividedEmbedding(DividedWeights, keras.layers.Embedding):
+class ShardedTable(ShardedWeights, keras.layers.Embedding):
     """`keras.layers.Embedding` whose table is divided among data ranks.
 
     Subclasses call `_divide` before the table is made.
@@ -146,18 +146,18 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
         _check_constraint(self, axis)
         self.axis, self.data_axis, self.uneven = axis, data, uneven
 
-    def clone_divided(self) -> keras.layers.Layer:
+    def clone_sharded(self) -> keras.layers.Layer:
         """Return a new layer that is divided alike, with new weights."""
-        return self.remade(Axes(data=self.data_axis))
+        return self.clone_for_mesh(Axes(data=self.data_axis))
 
     @property
-    def divided_axes(self):
+    def sharded_axes(self):
         """The divided axis of the table."""
         return {"embeddings": self.axis}
 
-    def partition(self, axis, size):
-        """Return the `Partition` of an axis of `size` elements over the data ranks."""
-        return Partition(
+    def make_sharding(self, axis, size):
+        """Return the `Sharding` of an axis of `size` elements over the data ranks."""
+        return Sharding(
             axis=axis,
             size=size,
             parts=self.data_axis.size,
@@ -173,15 +173,15 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
         update_rows_once(self.embeddings)
 
     @staticmethod
-    def sum_of_penalties(penalty, partition):
+    def sum_of_penalties(penalty, sharding):
         """Return the penalty of the dense table.
 
         Its gradient is that of the sum of all ranks' losses, as for the rows.
         """
-        if not needs_communication(partition.process_set):
+        if not needs_communication(sharding.process_set):
             return penalty
         return collectives.allreduce(
-            penalty, "Penalty", op=Sum, process_set=partition.process_set
+            penalty, "Penalty", op=Sum, process_set=sharding.process_set
         )
 
     def call(self, inputs):
@@ -192,7 +192,7 @@ class DividedEmbedding(DividedWeights, keras.layers.Embedding):
         return ops.cast(rows, self.compute_dtype)
 
 
-class ShardedEmbedding(DividedEmbedding):
+class ShardedEmbedding(ShardedTable):
     """`keras.layers.Embedding` whose table is divided among the data ranks.
 
     Each rank has some rows of the table, or some columns of all rows, with their slots
@@ -248,7 +248,7 @@ class ShardedEmbedding(DividedEmbedding):
         if weights is not None:
             self.build()
             (dense,) = weights if isinstance(weights, list) else [weights]
-            assign_part(self.embeddings, np.asarray(dense))
+            assign_shard(self.embeddings, np.asarray(dense))
 
 
 def _check_constraint(layer, axis):

@@ -14,7 +14,7 @@ The gradient of a slice is the sum over all ranks' losses, without a reduction.
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
-from hvdtrain.sharding.shards import partition_of
+from hvdtrain.sharding.shards import get_sharding
 
 
 def look_up(tables, ids):
@@ -24,7 +24,7 @@ def look_up(tables, ids):
 
     Args:
         tables: list of Keras variables of shape (rows, columns) and one dtype, each a
-            slice with a `Partition` along axis 0 or 1 over the same process set.
+            slice with a `Sharding` along axis 0 or 1 over the same process set.
         ids: list of tensors of integers, of any shape; as in `keras.ops.take`,
             negative ones count from the last row.
 
@@ -37,7 +37,7 @@ def look_up(tables, ids):
             one of them.
     """
     requests = [_Request(*each) for each in zip(tables, ids, strict=True)]
-    process_set = partition_of(tables[0]).process_set
+    process_set = get_sharding(tables[0]).process_set
     asked, counts = _send_ids(requests, process_set)
     numbers = [request.counts for request in requests]
     rows = send_rows(tables, asked, counts, numbers)
@@ -61,7 +61,7 @@ def send_rows(tables, asked, counts, numbers):
             counts * [int(table.shape[1]) for table in tables], axis=1
         ),
         name="EmbeddingRows",
-        process_set=partition_of(tables[0]).process_set,
+        process_set=get_sharding(tables[0]).process_set,
     )
     widths = [_widths(table) for table in tables]
     elements = [n * width for n, width in zip(numbers, widths, strict=True)]
@@ -77,18 +77,18 @@ def from_first_row(ids, rows):
 
 def _widths(table):
     """Return how many columns of a row each rank returns."""
-    partition = partition_of(table)
-    if partition.axis == 1:
-        return partition.sizes
-    return [int(table.shape[1])] * partition.parts
+    sharding = get_sharding(table)
+    if sharding.axis == 1:
+        return sharding.sizes
+    return [int(table.shape[1])] * sharding.num_shards
 
 
 def _rows_of(table, ids):
     """Return rows of this rank's slice."""
-    partition = partition_of(table)
-    numbers = ids - (partition.slice.start if partition.axis == 0 else 0)
+    sharding = get_sharding(table)
+    numbers = ids - (sharding.local_slice.start if sharding.axis == 0 else 0)
     wrong = (numbers < 0) | (numbers >= table.shape[0])
-    rows, _ = partition.dense_shape(table.shape)
+    rows, _ = sharding.full_shape(table.shape)
     message = f"An id is out of range for an embedding of {rows} rows. Received:"
     check = tf.debugging.Assert(
         tf.logical_not(tf.reduce_any(wrong)), [message, tf.boolean_mask(ids, wrong)[:1]]
@@ -101,7 +101,7 @@ def _rows_of(table, ids):
 
 def _join(table, pieces):
     """Return whole rows of the pieces that the ranks have returned."""
-    axis = partition_of(table).axis
+    axis = get_sharding(table).axis
     parts = [
         tf.reshape(piece, [-1 if axis == 0 else tf.size(piece) // width, width])
         for piece, width in zip(pieces, _widths(table), strict=True)
@@ -165,18 +165,18 @@ class _Request:
     """
 
     def __init__(self, table, ids):
-        self._partition = partition_of(table)
-        rows, self._columns = self._partition.dense_shape(table.shape)
+        self._sharding = get_sharding(table)
+        rows, self._columns = self._sharding.full_shape(table.shape)
         self._shape = ids.shape, tf.shape(ids)
         distinct, self._places = tf.unique(from_first_row(ids, rows))
-        by_owner = self._by_row if self._partition.axis == 0 else self._by_column
+        by_owner = self._by_row if self._sharding.axis == 0 else self._by_column
         sent, counts = by_owner(distinct)
         self.sent, self.counts = self._or_out_of_range(sent, counts, distinct, rows)
 
     def _by_row(self, ids):
-        ends = tf.cumsum(tf.constant(self._partition.sizes, tf.int64))
+        ends = tf.cumsum(tf.constant(self._sharding.sizes, tf.int64))
         owners = tf.searchsorted(ends, ids, side="right")
-        ranks = self._partition.parts
+        ranks = self._sharding.num_shards
         # An id out of range has no owner; it is sent in another way.
         owners = tf.clip_by_value(owners, 0, ranks - 1)
         parts = tf.dynamic_partition(tf.range(tf.size(ids)), owners, ranks)
@@ -185,7 +185,7 @@ class _Request:
         return tf.gather(ids, order), tf.stack([tf.size(part) for part in parts])
 
     def _by_column(self, ids):
-        holders = [int(size > 0) for size in self._partition.sizes]
+        holders = [int(size > 0) for size in self._sharding.sizes]
         return tf.tile(ids, [sum(holders)]), tf.size(ids) * tf.constant(holders)
 
     def _or_out_of_range(self, sent, counts, ids, rows):
@@ -194,7 +194,7 @@ class _Request:
         wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= rows))[:1]
         return tf.cond(
             tf.size(wrong) > 0,
-            lambda: (tf.repeat(wrong, self._partition.parts), tf.ones_like(counts)),
+            lambda: (tf.repeat(wrong, self._sharding.num_shards), tf.ones_like(counts)),
             lambda: (sent, counts),
         )
 
@@ -237,13 +237,13 @@ def look_up_for_all(tables: list, ids: list, samples: tf.Tensor) -> list[tf.Tens
         tensorflow.errors.InvalidArgumentError: on all ranks, for an id out of range, or
             samples that are no multiple of the ranks, on one of them.
     """
-    partitions = [partition_of(table) for table in tables]
-    rows = [p.dense_shape(t.shape)[0] for p, t in zip(partitions, tables, strict=True)]
+    shardings = [get_sharding(table) for table in tables]
+    rows = [p.full_shape(t.shape)[0] for p, t in zip(shardings, tables, strict=True)]
     asked = [
         tf.zeros([0], tf.int64) if each is None else from_first_row(each, size)
         for each, size in zip(ids, rows, strict=True)
     ]
-    ranks, process_set = partitions[0].parts, partitions[0].process_set
+    ranks, process_set = shardings[0].num_shards, shardings[0].process_set
     counts = tf.stack([[tf.size(each) // ranks] * ranks for each in asked], axis=1)
     wrong = _out_of_range(asked, rows) - _FAR
     # Pieces of equal length would begin within a sample.

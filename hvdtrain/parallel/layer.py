@@ -11,20 +11,20 @@ from keras.src.random import seed_generator
 
 from hvdtrain.collectives import transport
 from hvdtrain.keras import collective_calls
-from hvdtrain.keras.full_saving import load_slices, save_dense
+from hvdtrain.keras.full_saving import load_shards, save_full
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.mesh import Axes, active_mesh
-from hvdtrain.sharding.shards import Partition, set_partition
+from hvdtrain.sharding.shards import Sharding, set_sharding
 
 
 class InModelGroup:
     """Mixin of a Keras object that computes with parts of tensors."""
 
     # Whether inputs, and outputs, are this rank's parts; see `keras.parts`.
-    takes_parts = gives_parts = False
+    takes_shards = gives_shards = False
     # Arguments that the dense twin, and so the config, does not have.
     own_arguments = ()
-    _divided_size = None
+    _full_size = None
 
     @property
     def __class__(self):
@@ -35,14 +35,14 @@ class InModelGroup:
         collective_calls.install()
         self._model_axis = (mesh or active_mesh()).model
 
-    def is_of(self, mesh):
+    def is_on_mesh(self, mesh):
         """Return whether it is divided over the axis model of this `Mesh`."""
         axis = getattr(self, "_model_axis", None)
         return axis is not None and [*axis.process_set.ranks] == [
             *mesh.model.process_set.ranks
         ]
 
-    def remade(self, mesh):
+    def clone_for_mesh(self, mesh):
         """Return a layer of the same class with the same arguments, for a `Mesh`.
 
         The config alone is that of the dense twin.
@@ -50,17 +50,17 @@ class InModelGroup:
         own = {name: getattr(self, name) for name in self.own_arguments}
         return type(self).from_config({**self.get_config(), **own, "mesh": mesh})
 
-    def clone_divided(self) -> keras.layers.Layer:
+    def clone_sharded(self) -> keras.layers.Layer:
         """Return a new layer that is divided alike, with new weights."""
-        return self.remade(Axes(model=self._model_axis))
+        return self.clone_for_mesh(Axes(model=self._model_axis))
 
-    def partition(self, axis, size):
-        """Return the `Partition` of an axis of `size` elements over the model group."""
+    def make_sharding(self, axis, size):
+        """Return the `Sharding` of an axis of `size` elements over the model group."""
         model = self._model_axis
-        return Partition(
+        return Sharding(
             axis=axis,
             size=size,
-            parts=model.size,
+            num_shards=model.size,
             rank=model.index,
             process_set=model.process_set,
         )
@@ -84,28 +84,28 @@ class InModelGroup:
             # AutoGraph turns int() of a tensor into another tensor.
             return total.numpy().item()
 
-    def partition_of_part(self, part):
-        """Return the `Partition` whose part on this rank is the last axis of a tensor.
+    def sharding_of_input(self, part):
+        """Return the `Sharding` whose part on this rank is the last axis of a tensor.
 
-        At the first call, the ranks add up their sizes. It stays the partition of this
+        At the first call, the ranks add up their sizes. It stays the sharding of this
         object: a later exchange on some of the ranks only would be a deadlock.
 
         Raises:
             ValueError: the axis has another size than `ColumnParallelDense` leaves.
         """
         size = part.shape[-1]
-        if self._divided_size is None:
-            self._divided_size = self.sum_over_ranks(size)
-        partition = self.partition(len(part.shape) - 1, self._divided_size)
-        expected = partition.sizes[partition.rank]
+        if self._full_size is None:
+            self._full_size = self.sum_over_ranks(size)
+        sharding = self.make_sharding(len(part.shape) - 1, self._full_size)
+        expected = sharding.sizes[sharding.rank]
         if size != expected:
             raise ValueError(
                 f"{type(self).__name__} takes the output of a ColumnParallelDense with "
-                f"gather_output=False. Expected: {expected} of {partition.size} on "
-                f"rank {partition.rank} of the model group. Received a tensor of shape "
+                f"gather_output=False. Expected: {expected} of {sharding.size} on "
+                f"rank {sharding.rank} of the model group. Received a tensor of shape "
                 f"{tuple(part.shape)}."
             )
-        return partition
+        return sharding
 
 
 def _is_public(cls):
@@ -116,49 +116,49 @@ def _is_public(cls):
 _ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
-class DividedWeights(InModelGroup):
+class ShardedWeights(InModelGroup):
     """Mixin of a Keras layer whose weights are slices of those of its dense twin.
 
     The dense layer's own `build` makes them. The initial values are those of the dense
-    twin: see `initial_slice`.
+    twin: see `initial_shard`.
 
-    Subclasses set `divided_axes`, the divided axis of each weight by its name.
+    Subclasses set `sharded_axes`, the divided axis of each weight by its name.
     """
 
-    divided_axes = types.MappingProxyType({})
+    sharded_axes = types.MappingProxyType({})
 
     # Each rank of a model group computes the same loss: see `mappings`.
     sum_of_penalties = staticmethod(mappings.reduce)
 
     def add_weight(self, shape=None, initializer=None, *, name=None, **kwargs):
         """As that of Keras, but the weight is this rank's slice."""
-        axis = self.divided_axes.get(name)
+        axis = self.sharded_axes.get(name)
         if axis is None:
             return super().add_weight(
                 shape=shape, initializer=initializer, name=name, **kwargs
             )
-        partition = self.partition(axis, shape[axis])
+        sharding = self.make_sharding(axis, shape[axis])
         if regularizer := kwargs.pop("regularizer", None):
             kwargs["regularizer"] = SumRegularizer(
-                regularizer, partition, self.sum_of_penalties
+                regularizer, sharding, self.sum_of_penalties
             )
         weight = super().add_weight(
-            shape=partition.local_shape(shape),
-            initializer=_SliceInitializer(initializer, shape, partition),
+            shape=sharding.shard_shape(shape),
+            initializer=_ShardInitializer(initializer, shape, sharding),
             name=name,
             **kwargs,
         )
-        set_partition(weight, partition)
+        set_sharding(weight, sharding)
         return weight
 
     def save_own_variables(self, store):
         """As that of Keras, but of the dense weights. A collective of all ranks."""
-        save_dense(self._own_variables(), store)
+        save_full(self._own_variables(), store)
 
     def load_own_variables(self, store):
         """As that of Keras, but takes this rank's slices."""
         self._check_load_own_variables(store)
-        load_slices(self._own_variables(), store)
+        load_shards(self._own_variables(), store)
 
     def enable_lora(self, *args: object, **kwargs: object) -> None:
         """Raise a ValueError: the factors would have to be divided as the weight is."""
@@ -180,14 +180,14 @@ class DividedWeights(InModelGroup):
         return self._trainable_variables + self._non_trainable_variables
 
 
-class _SliceInitializer:
-    def __init__(self, initializer, shape, partition):
+class _ShardInitializer:
+    def __init__(self, initializer, shape, sharding):
         self._initializer = keras.initializers.get(initializer)
         self._shape = tuple(shape)
-        self._partition = partition
+        self._sharding = sharding
 
     def __call__(self, shape, dtype=None):
-        return initial_slice(self._initializer, self._shape, self._partition, dtype)
+        return initial_shard(self._initializer, self._shape, self._sharding, dtype)
 
 
 class SumRegularizer(keras.regularizers.Regularizer):
@@ -196,9 +196,9 @@ class SumRegularizer(keras.regularizers.Regularizer):
     Keras saves it as the regularizer of the dense twin, whose class and config it has.
     """
 
-    def __init__(self, regularizer, partition, total=mappings.reduce):
+    def __init__(self, regularizer, sharding, total=mappings.reduce):
         self._regularizer = regularizer
-        self._partition = partition
+        self._sharding = sharding
         self._total = total
 
     @property
@@ -212,7 +212,7 @@ class SumRegularizer(keras.regularizers.Regularizer):
 
     def __call__(self, x):
         """Return the penalty, the same on all ranks."""
-        return self._total(self._regularizer(x), self._partition)
+        return self._total(self._regularizer(x), self._sharding)
 
 
 def check_arguments(layer, *, refused, additive):
@@ -249,7 +249,7 @@ _PHILOX = 1
 _CHUNK = 1 << 20
 
 
-def initial_slice(initializer, shape, partition, dtype):
+def initial_shard(initializer, shape, sharding, dtype):
     """Return this rank's part of the initial value of a dense variable.
 
     Constants are made in the shape of the slice. Keras' `RandomUniform` and
@@ -261,15 +261,15 @@ def initial_slice(initializer, shape, partition, dtype):
     Args:
         initializer: a Keras initializer, or a function of shape and dtype.
         shape: of the dense variable.
-        partition: its `Partition`.
+        sharding: its `Sharding`.
         dtype: of the variable; by default Keras' floatx.
     """
     if _fills(initializer):
-        return initializer(partition.local_shape(shape), dtype=dtype)
-    is_plain = partition.shape is None and partition.within is None
+        return initializer(sharding.shard_shape(shape), dtype=dtype)
+    is_plain = sharding.shape is None and sharding.within is None
     if type(initializer) in _DRAWS and is_plain:
-        return _in_chunks(_Draw(initializer, dtype), shape, partition)
-    return partition.of(initializer(shape, dtype=dtype))
+        return _in_chunks(_Draw(initializer, dtype), shape, sharding)
+    return sharding.shard(initializer(shape, dtype=dtype))
 
 
 def _fills(initializer):
@@ -279,19 +279,19 @@ def _fills(initializer):
     return kind in (keras.initializers.Zeros, keras.initializers.Ones)
 
 
-def _in_chunks(draw, shape, partition):
+def _in_chunks(draw, shape, sharding):
     row_size = math.prod(shape[1:])
-    rows = partition.slice if partition.axis == 0 else slice(0, shape[0])
+    rows = sharding.local_slice if sharding.axis == 0 else slice(0, shape[0])
     other = [slice(None)] * len(shape)
-    if partition.axis:
-        other[partition.axis] = partition.slice
+    if sharding.axis:
+        other[sharding.axis] = sharding.local_slice
     step = max(1, _CHUNK // max(1, row_size))
     chunks = []
     for first in range(rows.start, rows.stop, step):
         last = min(first + step, rows.stop)
         values = draw(first * row_size, last * row_size)
         chunks.append(tf.reshape(values, [last - first, *shape[1:]])[tuple(other)])
-    empty = tf.zeros([0, *partition.local_shape(shape)[1:]], draw.dtype)
+    empty = tf.zeros([0, *sharding.shard_shape(shape)[1:]], draw.dtype)
     return tf.concat([empty, *chunks], axis=0)
 
 

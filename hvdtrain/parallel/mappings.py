@@ -13,7 +13,7 @@ those of Shoeybi et al. (2019, arXiv:1909.08053):
     gather_for_divided    allgather       reducescatter
     reducescatter         reducescatter   allgather
 
-All take a tensor and a `Partition`, which says along which axis the tensor is divided
+All take a tensor and a `Sharding`, which says along which axis the tensor is divided
 and among which ranks.
 """
 
@@ -24,86 +24,84 @@ from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
 
 
-def copy(x, partition):
+def copy(x, sharding):
     """Give a replicated tensor to operations that are divided."""
-    return _mapped(x, partition, _identity, _allreduce)
+    return _mapped(x, sharding, _identity, _allreduce)
 
 
-def reduce(x, partition):
+def reduce(x, sharding):
     """Add up the ranks' parts of a sum, for a replicated consumer."""
-    return _mapped(x, partition, _allreduce, _identity)
+    return _mapped(x, sharding, _allreduce, _identity)
 
 
-def scatter(x, partition):
+def scatter(x, sharding):
     """Take this rank's slice of a replicated tensor."""
-    return _mapped(x, partition, _slice, _allgather)
+    return _mapped(x, sharding, _slice, _allgather)
 
 
-def gather(x, partition):
+def gather(x, sharding):
     """Put the slices together for a replicated consumer."""
-    return _mapped(x, partition, _allgather, _slice)
+    return _mapped(x, sharding, _allgather, _slice)
 
 
-def gather_for_divided(x, partition):
+def gather_for_divided(x, sharding):
     """Put the slices together for a consumer that is divided among the same ranks."""
-    return _mapped(x, partition, _allgather, _reducescatter)
+    return _mapped(x, sharding, _allgather, _reducescatter)
 
 
-def reducescatter(x, partition):
+def reducescatter(x, sharding):
     """Add up the ranks' parts of a sum, and take this rank's slice of it."""
-    return _mapped(x, partition, _reducescatter, _allgather)
+    return _mapped(x, sharding, _reducescatter, _allgather)
 
 
-def _mapped(x, partition, forward, backward):
-    if not needs_communication(partition.process_set):
+def _mapped(x, sharding, forward, backward):
+    if not needs_communication(sharding.process_set):
         return x
 
     @tf.custom_gradient
     def mapping(tensor):
-        return forward(tensor, partition), lambda upstream: backward(
-            upstream, partition
-        )
+        return forward(tensor, sharding), lambda upstream: backward(upstream, sharding)
 
     return mapping(tf.convert_to_tensor(x))
 
 
-def _identity(x, partition):
+def _identity(x, sharding):
     return tf.identity(x)
 
 
-def _allreduce(x, partition):
-    return transport.combine(x, partition.process_set, name="Mapping")
+def _allreduce(x, sharding):
+    return transport.combine(x, sharding.process_set, name="Mapping")
 
 
-def _slice(x, partition):
+def _slice(x, sharding):
     starts, sizes = [0] * x.shape.rank, [-1] * x.shape.rank
-    starts[partition.axis] = partition.slice.start
-    sizes[partition.axis] = partition.sizes[partition.rank]
+    starts[sharding.axis] = sharding.local_slice.start
+    sizes[sharding.axis] = sharding.sizes[sharding.rank]
     return tf.slice(x, starts, sizes)
 
 
-def _allgather(x, partition):
-    rows = _axis_first(x, partition)
+def _allgather(x, sharding):
+    rows = _axis_first(x, sharding)
     (gathered,) = transport.allgather(
-        [rows], name="MappingGather", process_set=partition.process_set
+        [rows], name="MappingGather", process_set=sharding.process_set
     )
-    return _axis_back(gathered, partition, partition.size)
+    return _axis_back(gathered, sharding, sharding.size)
 
 
-def _reducescatter(x, partition):
-    reduction = Reduction(op=Sum, process_set=partition.process_set)
+def _reducescatter(x, sharding):
+    reduction = Reduction(op=Sum, process_set=sharding.process_set)
     (rows,) = transport.reducescatter(
-        [_axis_first(x, partition)], reduction, name="MappingScatter"
+        [_axis_first(x, sharding)], reduction, name="MappingScatter"
     )
-    return _axis_back(rows, partition, partition.sizes[partition.rank])
+    return _axis_back(rows, sharding, sharding.sizes[sharding.rank])
 
 
-def _axis_first(x, partition):
+def _axis_first(x, sharding):
     # Horovod gathers and scatters along the first axis.
-    return tf.experimental.numpy.moveaxis(x, partition.axis, 0)
+    return tf.experimental.numpy.moveaxis(x, sharding.axis, 0)
 
 
-def _axis_back(x, partition, size):
+def _axis_back(x, sharding, size):
     # Horovod's operations have no static shape on that axis; layers need it.
     x.set_shape([size, *x.shape[1:]])
-    return tf.experimental.numpy.moveaxis(x, 0, partition.axis)
+    return tf.experimental.numpy.moveaxis(x, 0, sharding.axis)

@@ -74,13 +74,13 @@ class ParallelSparseCategoricalCrossentropy(
     def call(self, y_true, y_pred):
         """Return the loss of each label."""
         labels = _labels_of(y_true, y_pred)
-        partition = self.partition_of_part(y_pred)
+        sharding = self.sharding_of_input(y_pred)
         if self.ignore_class is None:
-            return _crossentropy(y_pred, labels, partition)
+            return _crossentropy(y_pred, labels, sharding)
         # As in Keras: the logits of an ignored label may be anything, NaN too.
         is_counted = labels != self.ignore_class
         logits = tf.where(is_counted[..., None], y_pred, tf.zeros_like(y_pred))
-        losses = _crossentropy(logits, tf.where(is_counted, labels, 0), partition)
+        losses = _crossentropy(logits, tf.where(is_counted, labels, 0), sharding)
         losses = tf.where(is_counted, losses, tf.zeros_like(losses))
         set_keras_mask(losses, is_counted)
         return losses
@@ -108,14 +108,14 @@ class ParallelSparseCategoricalAccuracy(
     def _matches(self, y_true, y_pred):
         y_pred = tf.convert_to_tensor(y_pred)
         labels = _labels_of(tf.convert_to_tensor(y_true), y_pred)
-        partition = self.partition_of_part(y_pred)
+        sharding = self.sharding_of_input(y_pred)
         logits = _at_least_float32(y_pred)
         mine = tf.reduce_max(logits, -1)
-        highest = _over_ranks(mine, Max, partition)
-        classes = tf.argmax(logits, -1) + partition.slice.start
-        classes = tf.where(mine == highest, classes, partition.size)
+        highest = _over_ranks(mine, Max, sharding)
+        classes = tf.argmax(logits, -1) + sharding.local_slice.start
+        classes = tf.where(mine == highest, classes, sharding.size)
         # Not ==, which loses the static shape where one of them is not known.
-        matches = tf.equal(labels, _over_ranks(classes, Min, partition))
+        matches = tf.equal(labels, _over_ranks(classes, Min, sharding))
         return tf.cast(matches, self.dtype)
 
 
@@ -129,20 +129,22 @@ def _at_least_float32(logits):
     return logits if logits.dtype == tf.float64 else tf.cast(logits, tf.float32)
 
 
-def _crossentropy(logits, labels, partition):
-    classes = tf.range(partition.slice.start, partition.slice.stop, dtype=tf.int64)
+def _crossentropy(logits, labels, sharding):
+    classes = tf.range(
+        sharding.local_slice.start, sharding.local_slice.stop, dtype=tf.int64
+    )
     is_label = classes == labels[..., None]
-    is_class = (labels >= 0) & (labels < partition.size)
+    is_class = (labels >= 0) & (labels < sharding.size)
 
     @tf.custom_gradient
     def crossentropy(logits):
-        highest = _over_ranks(tf.reduce_max(logits, -1), Max, partition)
+        highest = _over_ranks(tf.reduce_max(logits, -1), Max, sharding)
         shifted = logits - highest[..., None]
         exponentials = tf.exp(shifted)
         # No product: that of 0 with a logit of minus infinity is NaN.
         own = tf.reduce_sum(tf.where(is_label, shifted, tf.zeros_like(shifted)), -1)
         sums = tf.stack([tf.reduce_sum(exponentials, -1), own])
-        total, label = tf.unstack(_over_ranks(sums, Sum, partition))
+        total, label = tf.unstack(_over_ranks(sums, Sum, sharding))
 
         def gradient(upstream):
             by_logits = exponentials / total[..., None] - tf.cast(is_label, total.dtype)
@@ -157,5 +159,5 @@ def _or_nan(values, is_valid):
     return tf.where(is_valid, values, tf.constant(float("nan"), values.dtype))
 
 
-def _over_ranks(x, op, partition):
-    return transport.combine(x, partition.process_set, name="Vocabulary", op=op)
+def _over_ranks(x, op, sharding):
+    return transport.combine(x, sharding.process_set, name="Vocabulary", op=op)

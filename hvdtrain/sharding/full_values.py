@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.sharding.shards import partition_of
+from hvdtrain.sharding.shards import get_sharding
 
 # MPI counts elements in 32 bits, and each message is copied a few times.
 _CHUNK_BYTES = 64 << 20
@@ -31,12 +31,12 @@ class Block:
     stop: int
 
     @classmethod
-    def of(cls, shape, partition):
-        """Returns that of a dense shape and a `Partition`, None for all of it."""
+    def of(cls, shape, sharding):
+        """Returns that of a dense shape and a `Sharding`, None for all of it."""
         chain = []
-        while partition:
-            chain.insert(0, partition)
-            partition = partition.within
+        while sharding:
+            chain.insert(0, sharding)
+            sharding = sharding.within
         bounds = [(0, size) for size in shape]
         flat = None
         for each in chain:
@@ -73,7 +73,7 @@ def assemble(described, parts):
     """Returns the dense value of a variable.
 
     Args:
-        described: the `DenseVariable`.
+        described: the `FullVariable`.
         parts: list of `Block` and array, each the part of a rank; None for a rank
             without one.
     """
@@ -88,7 +88,7 @@ def assemble(described, parts):
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseVariable:
+class FullVariable:
     """A variable of the dense model.
 
     Attributes:
@@ -106,20 +106,20 @@ class DenseVariable:
     @classmethod
     def of(cls, variable):
         """Returns that of a Keras variable, which may be a part of it."""
-        partition, shape = partition_of(variable), tuple(variable.shape)
+        sharding, shape = get_sharding(variable), tuple(variable.shape)
         return cls(
             path=getattr(variable, "path", variable.name),
-            shape=partition.dense_shape(shape) if partition else shape,
+            shape=sharding.full_shape(shape) if sharding else shape,
             dtype=keras.backend.standardize_dtype(variable.dtype),
             variable=variable,
         )
 
     @property
-    def is_whole(self):
+    def is_full(self):
         """Whether every rank that has it holds all of it."""
         # A rank may hold all of an optimizer's slot, and others nothing of it.
-        is_divided = self.variable is not None and partition_of(self.variable)
-        return not is_divided and self.block == Block.of(self.shape, None)
+        is_sharded = self.variable is not None and get_sharding(self.variable)
+        return not is_sharded and self.block == Block.of(self.shape, None)
 
     def local_value(self):
         """Returns a copy of this rank's part as an array; None without one."""
@@ -131,16 +131,16 @@ class DenseVariable:
         """The `Block` that this rank holds; None without a variable."""
         if self.variable is None:
             return None
-        return Block.of(self.shape, partition_of(self.variable))
+        return Block.of(self.shape, get_sharding(self.variable))
 
 
-class DenseValues:
+class FullValues:
     """Moves the values of dense variables to the chief and back. All ranks make it.
 
     Each moves in chunks, from and to the ranks that hold its parts.
 
     Args:
-        variables: list of `DenseVariable`, the same ones in the same order on all
+        variables: list of `FullVariable`, the same ones in the same order on all
             ranks of the job.
     """
 
@@ -213,7 +213,7 @@ def _exchange(parts, splits):
     """Returns what each rank has sent to this one, as arrays."""
     sent = np.concatenate(parts)
     received, counts = transport.alltoall(
-        tf.constant(sent), tf.constant(splits, tf.int32), name="DenseValues"
+        tf.constant(sent), tf.constant(splits, tf.int32), name="FullValues"
     )
     ends = np.cumsum(counts.numpy())
     return np.split(received.numpy(), ends[:-1])

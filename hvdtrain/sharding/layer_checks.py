@@ -1,6 +1,6 @@
 """Tensors inside of a model of which each rank has a part.
 
-A divided layer has the attributes `takes_parts` and `gives_parts`: whether its inputs
+A divided layer has the attributes `takes_shards` and `gives_shards`: whether its inputs
 and its outputs are such parts. Between two of them may stand what computes each element
 by itself.
 """
@@ -58,16 +58,16 @@ class _Tensor(NamedTuple):
     """What is known of a tensor; None in its place where nothing is.
 
     Attributes:
-        is_part: whether each rank has a part, or all have the whole.
+        is_shard: whether each rank has a part, or all have the whole.
         giver: name of the layer that has made it so. No reference to the layer: a
             stage of a pipeline keeps what is known of the outputs.
     """
 
-    is_part: bool
+    is_shard: bool
     giver: str
 
 
-def check_parts(model):
+def check_shards(model):
     """Raises a ValueError if a part of a tensor is taken for the whole, or conversely.
 
     It follows the tensors of functional and sequential models. What a subclassed model
@@ -120,25 +120,25 @@ def _outputs_of(operation, given, count):
 
 
 def _output_of(layer, given):
-    parts = [tensor for tensor in given if tensor and tensor.is_part]
-    wholes = [tensor for tensor in given if tensor and not tensor.is_part]
-    is_divided = hasattr(layer, "takes_parts")
+    parts = [tensor for tensor in given if tensor and tensor.is_shard]
+    wholes = [tensor for tensor in given if tensor and not tensor.is_shard]
+    is_sharded = hasattr(layer, "takes_shards")
     if parts:
         _check_takes_part(layer, parts[0].giver)
-        if wholes and _passes_parts(layer):
+        if wholes and _passes_shards(layer):
             _raise_takes_both(layer, parts[0].giver, wholes[0].giver)
-    elif is_divided and layer.takes_parts and all(given):
+    elif is_sharded and layer.takes_shards and all(given):
         _raise_takes_whole(layer, wholes[0].giver)
-    if is_divided:
-        return _Tensor(layer.gives_parts, _text(layer))
+    if is_sharded:
+        return _Tensor(layer.gives_shards, _text(layer))
     if parts:
-        return parts[0] if _passes_parts(layer) else None
+        return parts[0] if _passes_shards(layer) else None
     if not _is_keras_own(layer) or not all(given):
         return None
     return _Tensor(False, _text(layer))
 
 
-def _passes_parts(layer):
+def _passes_shards(layer):
     """Whether the output for a part is that part of the output for the whole."""
     if isinstance(layer, _ALONG_OTHER_AXES):
         return getattr(layer, "data_format", "channels_last") == "channels_last"
@@ -157,10 +157,10 @@ def _is_keras_own(value):
 
 
 def _check_takes_part(layer, giver):
-    is_divided = hasattr(layer, "takes_parts")
-    if layer.takes_parts if is_divided else _passes_parts(layer):
+    is_sharded = hasattr(layer, "takes_shards")
+    if layer.takes_shards if is_sharded else _passes_shards(layer):
         return
-    if not is_divided and not _is_keras_own(layer):
+    if not is_sharded and not _is_keras_own(layer):
         return
     raise ValueError(
         f"The {_text(layer)} takes a whole tensor, and each rank has a part of its "
@@ -197,7 +197,7 @@ def check_scores(model, outputs):
         model: a `keras.Model`, compiled or not.
         outputs: what `outputs_of` returns of it, or of the model whose outputs it has.
     """
-    givers = [output.giver for output in outputs if output and output.is_part]
+    givers = [output.giver for output in outputs if output and output.is_shard]
     losses = keras.tree.flatten(getattr(model, "loss", None))
     scores = losses
     if len(outputs) == 1:
@@ -205,7 +205,7 @@ def check_scores(model, outputs):
         scores = losses + keras.tree.flatten(getattr(metrics, "_user_metrics", None))
     elif len(losses) == len(outputs):
         pairs = zip(losses, outputs, strict=True)
-        scores = [loss for loss, output in pairs if output and output.is_part]
+        scores = [loss for loss, output in pairs if output and output.is_shard]
     for each in scores if givers else ():
         if isinstance(each, str) or _is_keras_own(each):
             raise ValueError(

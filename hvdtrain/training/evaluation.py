@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
-from hvdtrain.keras.variables import process_set_of
+from hvdtrain.keras.variables import get_process_set
 from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.exporting import Exports
 from hvdtrain.training.observers import notify, scalars
@@ -63,7 +63,7 @@ def evaluate(
         raise SharedJobError(
             "Received no sample to evaluate on any rank; expected a test set."
         )
-    process_set = process_set_of(model.optimizer)
+    process_set = get_process_set(model.optimizer)
     return metrics.reduce_metrics(model.metrics, process_set=process_set)
 
 

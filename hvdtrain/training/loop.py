@@ -8,7 +8,7 @@ import keras
 
 from hvdtrain.job.agreement import check_same, fail_together, gather
 from hvdtrain.job.world import JobError, World
-from hvdtrain.keras.variables import hook_of
+from hvdtrain.keras.variables import get_hook
 from hvdtrain.sharding.shards import has_summed_gradients
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.checkpoint.restoring import Start, assign_all, restore
@@ -207,7 +207,7 @@ def _agree_on_batches(
     with fail_together(world):
         _check_batch_sizes(model, local_batch_sizes)
     weight = train_spec.local_batch_size * replicas.size / sum(local_batch_sizes)
-    hook_of(model.optimizer).weigh_gradients(weight)
+    get_hook(model.optimizer).weigh_gradients(weight)
     first = {"step": first_step(train_spec), "digests": list(digests)}
     return local_batch_sizes, plans[0], first if digest else None
 

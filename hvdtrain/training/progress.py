@@ -21,7 +21,7 @@ from hvdtrain.keras.metrics import (
     metric_variables,
     results,
 )
-from hvdtrain.keras.variables import process_set_of
+from hvdtrain.keras.variables import get_process_set
 from hvdtrain.training.checkpoint.state import check_finite
 from hvdtrain.training.observers import Progress, RunStart, notify, scalars
 from hvdtrain.training.requests import REPORT, Requests, Votes
@@ -88,7 +88,7 @@ class RecentMetrics:
 
     def __init__(self, model: keras.Model, world: World) -> None:
         self._model = model
-        self._process_set = process_set_of(model.optimizer) if world.size > 1 else None
+        self._process_set = get_process_set(model.optimizer) if world.size > 1 else None
         self._before = None
 
     def sent(self, logs: Mapping[str, float]) -> dict[tuple, np.ndarray]:

@@ -4,12 +4,12 @@ import dataclasses
 
 from hvdtrain import parallel
 from hvdtrain.job.world import MeshShape
-from hvdtrain.keras.variables import hook_of
+from hvdtrain.keras.variables import get_hook
 
 
 def make_mesh(shape):
     """Return the `parallel.Mesh` of a `MeshShape`; None where only data is divided."""
-    if not shape.divides_model:
+    if not shape.splits_model:
         return None
     return parallel.Mesh(model=shape.model, pipeline=shape.pipeline, data=shape.data)
 
@@ -36,7 +36,7 @@ class Replicas:
     @classmethod
     def of_model(cls, world, model):
         """Return those of a model that is compiled with a distributed optimizer."""
-        return cls.of(world, hook_of(model.optimizer).mesh)
+        return cls.of(world, get_hook(model.optimizer).mesh)
 
     @property
     def size(self):

@@ -158,8 +158,8 @@ class Votes:
         end = self._plan.execution(step)[1]
         next_step = step + max(pause, min(call, end - step))
         # A vote within an execution cuts it in two: only where its steps are slow.
-        is_whole = end <= next_step < self._plan.max_steps
-        return self._plan.execution(next_step)[0] if is_whole else next_step
+        is_full = end <= next_step < self._plan.max_steps
+        return self._plan.execution(next_step)[0] if is_full else next_step
 
 
 class Every:

@@ -5,7 +5,7 @@ import math
 
 import keras
 
-from hvdtrain.keras.variables import hook_of
+from hvdtrain.keras.variables import get_hook
 
 
 class Skipping:
@@ -24,7 +24,7 @@ class Skipping:
         self._means = []
         self.is_on = model is not None
         if self.is_on:
-            self._count = hook_of(model.optimizer).skip_nonfinite()
+            self._count = get_hook(model.optimizer).skip_nonfinite()
             self._count.assign(count)
             self._skip_losses(model)
 

@@ -130,7 +130,7 @@ class TrainSpec:
         if self.repeat and self.scale_from:
             raise JobError(
                 "Received repeat and scale_from; expected one of them: an input that "
-                "repeats has no positions of samples. Use hvdtrain.data.Shard."
+                "repeats has no positions of samples. Use hvdtrain.data.Sampler."
             )
 
     def batches(self, start_step, end_step):

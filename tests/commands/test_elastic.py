@@ -235,7 +235,7 @@ JOB = """
 
 
     def train(world, commits):
-        shard = data.Shard(
+        sampler = data.Sampler(
             num_samples=50,
             global_batch_size=7,
             seed=0,
@@ -247,7 +247,7 @@ JOB = """
             def on_train_batch_end(self, batch, logs=None):
                 step = int(self.model.optimizer.iterations)
                 with (folder / f"steps.{worker}").open("a") as file:
-                    samples = shard.indices(step - 1, step).ravel().tolist()
+                    samples = sampler.indices(step - 1, step).ravel().tolist()
                     file.write(json.dumps([world.size, step, samples]) + "\\n")
                 if step == 13 and worker == "127.0.0.1-0":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -258,7 +258,7 @@ JOB = """
                         time.sleep(0.1)
 
         def batches(start, end):
-            places = tf.data.Dataset.from_tensor_slices(shard.indices(start, end))
+            places = tf.data.Dataset.from_tensor_slices(sampler.indices(start, end))
             return places.map(lambda batch: (tf.gather(x, batch), tf.gather(y, batch)))
 
         return training.train_and_evaluate(
@@ -267,7 +267,7 @@ JOB = """
                 input_fn=batches,
                 max_steps=STEPS,
                 pass_steps=8,
-                local_batch_size=shard.local_batch_size,
+                local_batch_size=sampler.local_batch_size,
                 steps_per_execution=1,
                 callbacks=lambda plan: [Events()],
             ),
@@ -311,12 +311,12 @@ def test_a_job_that_loses_and_gains_a_worker_computes_what_one_process_does(
 
 def check_samples(chief, joined):
     """The steps that count have each sample of their global batch once."""
-    shard = data.Shard(num_samples=50, global_batch_size=7, seed=0)
+    sampler = data.Sampler(num_samples=50, global_batch_size=7, seed=0)
     last = {step: samples for _, step, samples in chief}
     for _, step, samples in joined:
         last[step] = last[step] + samples
     for step in range(11, 31):
-        assert sorted(last[step]) == sorted(shard.indices(step - 1, step).ravel())
+        assert sorted(last[step]) == sorted(sampler.indices(step - 1, step).ravel())
 
 
 def one_process_of_the_job():
@@ -325,9 +325,9 @@ def one_process_of_the_job():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
     x = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
-    shard = data.Shard(num_samples=50, global_batch_size=7, seed=0)
+    sampler = data.Sampler(num_samples=50, global_batch_size=7, seed=0)
     losses = []
-    for places in shard.indices(0, 30):
+    for places in sampler.indices(0, 30):
         batch = x[places]
         losses.append(model.train_on_batch(batch, batch.sum(1, keepdims=True)))
         model.reset_metrics()

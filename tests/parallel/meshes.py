@@ -8,7 +8,7 @@ import oracle
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.sharding.shards import partition_of
+from hvdtrain.sharding.shards import get_sharding
 
 
 class Summing(keras.layers.Embedding):
@@ -36,8 +36,8 @@ def all_meshes():
 
 def slice_of(variable, dense):
     """This rank's part of the value of a variable of the dense twin."""
-    partition = partition_of(variable)
-    return partition.of(dense) if partition else dense
+    sharding = get_sharding(variable)
+    return sharding.shard(dense) if sharding else dense
 
 
 def fit_replicas(mesh, model, inputs, labels, batch_size, callbacks=()):
@@ -53,5 +53,5 @@ def assert_slices_of(model, dense_weights, atol=2e-6):
     """A model has slices of dense weights, and copies that are equal bit for bit."""
     for variable, wanted in zip(model.weights, dense_weights, strict=True):
         np.testing.assert_allclose(variable, slice_of(variable, wanted), atol=atol)
-    replicated = [w.numpy() for w in model.weights if not partition_of(w)]
+    replicated = [w.numpy() for w in model.weights if not get_sharding(w)]
     oracle.assert_bitwise_equal_over_ranks(replicated)

@@ -42,18 +42,18 @@ class DictMetric(keras.metrics.Metric):
 
     def __init__(self):
         super().__init__(name="dict_metric")
-        self.parts = [keras.metrics.Mean(name=name) for name in ("low", "high")]
+        self.num_shards = [keras.metrics.Mean(name=name) for name in ("low", "high")]
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.parts[0].update_state(y_pred[:, 0])
-        self.parts[1].update_state(y_pred[:, 1])
+        self.num_shards[0].update_state(y_pred[:, 0])
+        self.num_shards[1].update_state(y_pred[:, 1])
 
     def reset_state(self):
-        for part in self.parts:
+        for part in self.num_shards:
             part.reset_state()
 
     def result(self):
-        return {part.name: part.result() for part in self.parts}
+        return {part.name: part.result() for part in self.num_shards}
 
 
 def one_hot_samples(steps, seed):

@@ -6,37 +6,37 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain.sharding import full_values
-from hvdtrain.sharding.full_values import DenseValues, DenseVariable
-from hvdtrain.sharding.shards import Partition, set_partition
+from hvdtrain.sharding.full_values import FullValues, FullVariable
+from hvdtrain.sharding.shards import Sharding, set_sharding
 
 RANK, SIZE = hvd.rank(), hvd.size()
 SHAPE = (5, 7, 3)
 DENSE = np.arange(105, dtype="float32").reshape(SHAPE)
 
 
-def partition(**options):
-    return Partition(
-        parts=SIZE, rank=RANK, process_set=hvd.global_process_set, **options
+def make_sharding(**options):
+    return Sharding(
+        num_shards=SIZE, rank=RANK, process_set=hvd.global_process_set, **options
     )
 
 
 def flat(shape, **options):
-    return partition(axis=0, size=int(np.prod(shape)), shape=shape, **options)
+    return make_sharding(axis=0, size=int(np.prod(shape)), shape=shape, **options)
 
 
 def one_owner(size):
-    return partition(axis=0, size=5, uneven=(0,) * (SIZE - 1) + (size,))
+    return make_sharding(axis=0, size=5, uneven=(0,) * (SIZE - 1) + (size,))
 
 
 PARTITIONS = {
     "whole": lambda: None,
-    "rows": lambda: partition(axis=0, size=5),
-    "columns": lambda: partition(axis=1, size=7),
+    "rows": lambda: make_sharding(axis=0, size=5),
+    "columns": lambda: make_sharding(axis=1, size=7),
     "one owner": lambda: one_owner(5),
     "flat": lambda: flat(SHAPE),
     "flat, of a column": lambda: flat(
         (5, 1, 3),
-        within=Partition(
+        within=Sharding(
             axis=1,
             size=7,
             parts=7,
@@ -56,13 +56,13 @@ def test_values_move_to_the_chief_and_back(monkeypatch, dtype):
     variables, expected = [], []
     for make in PARTITIONS.values():
         mine = make()
-        expected.append(np.asarray(mine.of(dense) if mine else dense))
+        expected.append(np.asarray(mine.shard(dense) if mine else dense))
         variable = keras.Variable(expected[-1], dtype=dtype)
         if mine:
-            set_partition(variable, mine)
-            assert mine.local_shape(SHAPE) == variable.shape
+            set_sharding(variable, mine)
+            assert mine.shard_shape(SHAPE) == variable.shape
         variables.append(variable)
-    values = DenseValues(map(DenseVariable.of, variables))
+    values = FullValues(map(FullVariable.of, variables))
     for number, name in enumerate(PARTITIONS):
         found = values.gather(number)
         assert (found is None) == (RANK > 0)
@@ -77,7 +77,7 @@ def test_values_move_to_the_chief_and_back(monkeypatch, dtype):
 
 def test_a_variable_that_only_another_rank_has():
     scalar = keras.Variable(3.0) if RANK == SIZE - 1 else None
-    values = DenseValues([DenseVariable("step", (), "float32", scalar)])
+    values = FullValues([FullVariable("step", (), "float32", scalar)])
     found = values.gather(0)
     assert found is None or found == 3
     values.scatter(0, np.float32(5))

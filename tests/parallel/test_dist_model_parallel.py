@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.parallel import dist_model_parallel as dmp
-from hvdtrain.sharding.shards import partition_of
+from hvdtrain.sharding.shards import get_sharding
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -83,15 +83,15 @@ def test_outputs_and_gradients_are_those_of_the_dense_tables(combiner):
             table.embeddings, slice_of(table.embeddings, dense[i].embeddings.numpy())
         )
         assert isinstance(gradient, tf.IndexedSlices)
-        if partition_of(table.embeddings):
+        if get_sharding(table.embeddings):
             each = [tf.convert_to_tensor(of_rank[i]) for _, of_rank in expected]
             total = slice_of(table.embeddings, sum(each))
             np.testing.assert_allclose(tf.convert_to_tensor(gradient), total, atol=1e-5)
 
 
 def slice_of(variable, dense):
-    partition = partition_of(variable)
-    return partition.of(dense) if partition else dense
+    sharding = get_sharding(variable)
+    return sharding.shard(dense) if sharding else dense
 
 
 def test_one_step_after_set_weights_is_that_of_the_dense_tables(tmp_path):

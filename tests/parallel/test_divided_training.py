@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel, training
-from hvdtrain.data import Shard
+from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 from hvdtrain.training.replicas import Replicas
@@ -62,7 +62,7 @@ def model(mesh, rate):
 
 def train(mesh, *, rate=0.0, directory=None, callbacks=(), network=None, inputs=X):
     replicas = Replicas.of(WORLD, mesh)
-    shard = Shard(
+    sampler = Sampler(
         num_samples=len(X),
         global_batch_size=GLOBAL_BATCH_SIZE,
         seed=0,
@@ -71,7 +71,7 @@ def train(mesh, *, rate=0.0, directory=None, callbacks=(), network=None, inputs=
     )
 
     def batches(start_step, end_step):
-        places = shard.indices(start_step, end_step)
+        places = sampler.indices(start_step, end_step)
         options = tf.data.Options()
         options.autotune.enabled = False
         pairs = tf.data.Dataset.from_tensor_slices((inputs[places], Y[places]))
@@ -83,7 +83,7 @@ def train(mesh, *, rate=0.0, directory=None, callbacks=(), network=None, inputs=
             input_fn=batches,
             max_steps=STEPS,
             pass_steps=EPOCH_STEPS,
-            local_batch_size=shard.local_batch_size,
+            local_batch_size=sampler.local_batch_size,
             steps_per_execution=1,
             callbacks=lambda plan: [
                 *callbacks,

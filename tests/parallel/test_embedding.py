@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.sharding.shards import partition_of
+from hvdtrain.sharding.shards import get_sharding
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -61,9 +61,9 @@ def test_weights_are_those_of_the_dense_table():
     dense = np.arange(ROWS * COLUMNS, dtype="float32").reshape(ROWS, COLUMNS)
     for slicing in SLICINGS:
         layer = parallel.ShardedEmbedding(ROWS, COLUMNS, weights=dense, slicing=slicing)
-        partition = partition_of(layer.embeddings)
-        assert sum(partition.sizes) == dense.shape[partition.axis]
-        np.testing.assert_array_equal(layer.embeddings, partition.of(dense))
+        sharding = get_sharding(layer.embeddings)
+        assert sum(sharding.sizes) == dense.shape[sharding.axis]
+        np.testing.assert_array_equal(layer.embeddings, sharding.shard(dense))
 
 
 def ids_of(rank):

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.parallel import mappings
-from hvdtrain.sharding.shards import Partition
+from hvdtrain.sharding.shards import Sharding
 
 RANK, SIZE = hvd.rank(), hvd.size()
 # Along the last axis, of five elements: not divisible.
@@ -17,30 +17,30 @@ TOTAL = SIZE * (SIZE + 1) // 2
 
 
 @pytest.fixture(scope="module")
-def partition():
-    return Partition(
-        axis=1, size=5, parts=SIZE, rank=RANK, process_set=hvd.global_process_set
+def sharding():
+    return Sharding(
+        axis=1, size=5, num_shards=SIZE, rank=RANK, process_set=hvd.global_process_set
     )
 
 
 @pytest.mark.ranks
-def test_gather_for_divided_adds_up_the_gradients_of_the_ranks(partition):
-    part = tf.constant(partition.of(WHOLE))
+def test_gather_for_divided_adds_up_the_gradients_of_the_ranks(sharding):
+    part = tf.constant(sharding.shard(WHOLE))
     with tf.GradientTape() as tape:
         tape.watch(part)
-        gathered = mappings.gather_for_divided(part, partition)
+        gathered = mappings.gather_for_divided(part, sharding)
         loss = tf.reduce_sum(gathered * FACTORS[RANK])
     np.testing.assert_array_equal(gathered, WHOLE)
-    expected = partition.of(TOTAL * (WHOLE + 1))
+    expected = sharding.shard(TOTAL * (WHOLE + 1))
     np.testing.assert_array_equal(tape.gradient(loss, part), expected)
 
 
 @pytest.mark.ranks
-def test_reducescatter_gathers_the_gradients_of_the_slices(partition):
+def test_reducescatter_gathers_the_gradients_of_the_slices(sharding):
     addend = tf.constant((RANK + 1) * WHOLE)
     with tf.GradientTape() as tape:
         tape.watch(addend)
-        part = mappings.reducescatter(addend, partition)
-        loss = tf.reduce_sum(part * partition.of(WHOLE + 1))
-    np.testing.assert_array_equal(part, partition.of(TOTAL * WHOLE))
+        part = mappings.reducescatter(addend, sharding)
+        loss = tf.reduce_sum(part * sharding.shard(WHOLE + 1))
+    np.testing.assert_array_equal(part, sharding.shard(TOTAL * WHOLE))
     np.testing.assert_array_equal(tape.gradient(loss, addend), WHOLE + 1)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.sharding.shards import partition_of
+from hvdtrain.sharding.shards import get_sharding
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -103,7 +103,7 @@ def check(layer, found, twin, expected):
         wanted = shared.slice_of(variable, wanted)
         np.testing.assert_allclose(mine, wanted, atol=2e-6)
     assert layer.get_config() == twin.get_config() | {"name": layer.name}
-    whole = {v.path.split("/", 1)[1] for v in layer.weights if not partition_of(v)}
+    whole = {v.path.split("/", 1)[1] for v in layer.weights if not get_sharding(v)}
     assert whole <= {"attention_output/bias"}
 
 
@@ -295,9 +295,9 @@ def test_masks_are_equal_in_a_model_group_and_different_in_replicas(meshes):
     twin.seed_generator.state.assign(seed)
     x = np.random.default_rng(1).normal(size=(6, 2, 31)).astype("float32")
     expected = twin(x, training=True).numpy()
-    part = dataclasses.replace(partition_of(column.bias), axis=2)
-    found = divided(part.of(x), training=True).numpy()
-    assert found.tobytes() == part.of(expected).tobytes()
+    part = dataclasses.replace(get_sharding(column.bias), axis=2)
+    found = divided(part.shard(x), training=True).numpy()
+    assert found.tobytes() == part.shard(expected).tobytes()
     masks = [expected.tobytes(), whole(x, training=True).numpy().tobytes()]
     everyone = hvd.allgather_object((mesh.data.index, masks), name="masks")
     for replica, theirs in everyone:

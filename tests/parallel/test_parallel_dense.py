@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.sharding.shards import partition_of
+from hvdtrain.sharding.shards import get_sharding
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -76,7 +76,7 @@ def test_a_layer_computes_what_its_dense_twin_does(meshes, name):
             np.testing.assert_allclose(
                 found, shared.slice_of(variable, wanted), atol=1e-6
             )
-        assert any(map(partition_of, layer.trainable_variables))
+        assert any(map(get_sharding, layer.trainable_variables))
 
 
 def run(layer):
@@ -219,7 +219,7 @@ def test_all_copies_are_those_of_the_root(meshes):
     of_slices = before[root - 1 + mesh.model.index]
     weights = zip(divided.weights, before[root], of_slices, strict=True)
     for variable, of_root, of_slice in weights:
-        expected = of_slice if partition_of(variable) else of_root
+        expected = of_slice if get_sharding(variable) else of_root
         np.testing.assert_array_equal(variable, expected)
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.keras.variables import hook_of
+from hvdtrain.keras.variables import get_hook
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -153,8 +153,8 @@ def test_stages_of_divided_layers_equal_the_dense_model():
     for key, values in history.items():
         np.testing.assert_allclose(found.history[key], values, rtol=1e-5, err_msg=key)
     # Keras empties the config of a functional model that it makes.
-    model.gather_dense()
-    saved = model.gather_dense()
+    model.gather_full()
+    saved = model.gather_full()
     if RANK == 0:
         oracle.assert_same_state(saved, dense, atol=2e-6)
     mesh.remove()
@@ -193,7 +193,7 @@ def test_a_last_stage_of_divided_logits():
 
 
 def assert_stage_of(model, dense):
-    described = model.dense_variables(model.weights)
+    described = model.full_variables(model.weights)
     for weight, wanted in zip(described, dense.weights, strict=True):
         assert (weight.path, weight.shape) == (wanted.path, wanted.shape)
         if weight.variable is not None:
@@ -212,7 +212,7 @@ def test_a_step_is_bitwise_that_over_the_same_microbatches(mesh, schedule):
     # Not in a graph, in which TensorFlow would change the order of sums.
     model.compile(keras.optimizers.SGD(1.0), oracle.LOSS, run_eagerly=True)
     model.train_on_batch(x, y)
-    described = model.dense_variables(model.weights)
+    described = model.full_variables(model.weights)
     for weight, value in zip(described, wanted, strict=True):
         if weight.variable is not None:
             np.testing.assert_array_equal(weight.variable, value)
@@ -262,7 +262,7 @@ def test_mixed_precision_skips_a_step_on_all_stages(mesh):
 def test_an_update_that_is_not_finite_is_left_out_on_all_stages(mesh):
     model = pipeline(mesh)
     model.compile(keras.optimizers.SGD(1.0), oracle.LOSS)
-    count = hook_of(model.optimizer).skip_nonfinite()
+    count = get_hook(model.optimizer).skip_nonfinite()
     before = [weight.numpy() for weight in model.weights]
     value = np.inf if RANK == SIZE - 1 else 1.0
     gradients = [tf.fill(w.shape, value) for w in model.trainable_weights]
@@ -382,7 +382,7 @@ def test_factored_slots_belong_to_their_stage(mesh):
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     check = hvd.callbacks.ConsistencyCheckCallback(1)
     oracle.fit(model, x, y, BATCH, callbacks=[broadcast, check])
-    saved = model.gather_dense()
+    saved = model.gather_full()
     if RANK == 0:
         oracle.assert_same_state(saved, dense, atol=2e-6)
 
@@ -424,7 +424,7 @@ def test_a_file_does_not_depend_on_names_of_layers(mesh, tmp_path, block):
     models[0].save(path)
     models[1].optimizer.build(models[1].trainable_variables)
     models[1].load_weights(path)
-    saved = models[1].gather_dense()
+    saved = models[1].gather_full()
     if RANK == 0:
         oracle.assert_same_state(saved, dense, atol=2e-6)
         oracle.assert_same_state(keras.models.load_model(path), dense, atol=2e-6)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import training
-from hvdtrain.data import Shard
+from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World, agreement
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
@@ -37,8 +37,8 @@ def model(*layers, optimizer):
     return network
 
 
-def shard(world):
-    return Shard(
+def sampler(world):
+    return Sampler(
         num_samples=SAMPLES,
         global_batch_size=GLOBAL_BATCH_SIZE,
         seed=0,
@@ -48,7 +48,7 @@ def shard(world):
 
 
 def batches(start_step, end_step, world=WORLD):
-    places = shard(world).indices(start_step, end_step)
+    places = sampler(world).indices(start_step, end_step)
     options = tf.data.Options()
     # The end of an iterator waits for the end of a period of it, up to 10 s.
     options.autotune.enabled = False
@@ -71,7 +71,7 @@ def train(
             input_fn=input_fn,
             max_steps=STEPS,
             pass_steps=EPOCH_STEPS,
-            local_batch_size=shard(WORLD).local_batch_size,
+            local_batch_size=sampler(WORLD).local_batch_size,
             steps_per_execution=1,
             callbacks=lambda plan: callbacks,
         ),
@@ -256,7 +256,7 @@ def test_an_input_may_be_what_rank_0_has_found(directory, monkeypatch):
     def input_fn(start_step, end_step):
         order = np.random.RandomState(1).permutation(SAMPLES) if RANK == 0 else None
         order = hvd.broadcast_object(order, name="order")
-        places = order[shard(WORLD).indices(start_step, end_step)]
+        places = order[sampler(WORLD).indices(start_step, end_step)]
         return tf.data.Dataset.from_tensor_slices((X[places], Y[places]))
 
     def model_fn():
@@ -271,7 +271,7 @@ def train_scaled(world, directory, **config):
     """Train with four samples a rank, until the limits in `config`."""
     config = RunConfig(model_dir=directory, seed=1, **config)
     here = training.position(config, world)
-    part = Shard(
+    part = Sampler(
         num_samples=SAMPLES,
         global_batch_size=4 * world.size,
         seed=0,
@@ -340,7 +340,7 @@ def scaled_on_one_process(first_step, second_step):
     keras.utils.set_random_seed(1)
     optimizer = keras.optimizers.SGD(0.02 * SIZE, momentum=0.9)
     network = model(optimizer=optimizer)
-    order = Shard(num_samples=SAMPLES, global_batch_size=1, seed=0)
+    order = Sampler(num_samples=SAMPLES, global_batch_size=1, seed=0)
     order = order.indices(0, 3 * SAMPLES).ravel()
     sizes, losses, place = [], [], 0
     while place < 2 * SAMPLES:

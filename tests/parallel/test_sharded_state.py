@@ -10,9 +10,9 @@ import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.collectives import transport
 from hvdtrain.job import World
-from hvdtrain.keras.variables import hook_of
-from hvdtrain.sharding.full_values import DenseValues, DenseVariable
-from hvdtrain.sharding.shards import partition_of
+from hvdtrain.keras.variables import get_hook
+from hvdtrain.sharding.full_values import FullValues, FullVariable
+from hvdtrain.sharding.shards import get_sharding
 from hvdtrain.training.checkpoint import state
 from hvdtrain.training.checkpoint.state_variables import StateVariables
 
@@ -92,7 +92,7 @@ def train(make, *, spoil=None, **options):
     """
     variables = new_variables()
     optimizer = hvd.DistributedOptimizer(make(), **options)
-    count = hook_of(optimizer).skip_nonfinite() if spoil else None
+    count = get_hook(optimizer).skip_nonfinite() if spoil else None
     for step in range(STEPS):
         gradients = draw(SHAPES.values(), step, RANK, scale=0.1)
         if spoil:
@@ -116,7 +116,7 @@ def assert_equal(arrays, others, what, **tolerance):
 def slots_of(optimizer):
     """Variables of an optimizer, without accumulated gradients, whole on rank 0."""
     held = slots_held(optimizer)
-    values = DenseValues(map(DenseVariable.of, held))
+    values = FullValues(map(FullVariable.of, held))
     return [values.gather(number) for number in range(len(held))]
 
 
@@ -203,13 +203,13 @@ def test_fit_saves_the_whole_state(tmp_path):
     expected = [v.numpy() for v in slots_held(expected.optimizer)]
     found = [v.numpy() for v in slots_held(plain.optimizer)]
     assert_equal(found, expected, "plain", **tolerance)
-    assert partition_of(loaded.optimizer.variables[-1])
+    assert get_sharding(loaded.optimizer.variables[-1])
     slots = slots_of(loaded.optimizer)
     if RANK == 0:
         assert_equal(slots, found, "loaded")
     # The same by a checkpoint of hvdtrain.training.
     arrays = state.capture(model, World(rank=RANK, size=SIZE), everywhere=False)
-    for slot in filter(partition_of, loaded.optimizer.variables):
+    for slot in filter(get_sharding, loaded.optimizer.variables):
         slot.assign(keras.ops.zeros_like(slot))
     dense = arrays and state.ordered_once(arrays)
     StateVariables.of(loaded).scatter(dense)
@@ -315,7 +315,7 @@ def test_the_state_of_a_model_that_is_divided():
         return [w.numpy() for w in weights], optimizer
 
     def place(weight):
-        return [mesh.model.index] if partition_of(weight) else []
+        return [mesh.model.index] if get_sharding(weight) else []
 
     expected, whole = run()
     for shard_state in (True, "slices", "slices_reducescatter"):

@@ -9,7 +9,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
-from hvdtrain.keras.variables import hook_of
+from hvdtrain.keras.variables import get_hook
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -109,7 +109,7 @@ def test_a_local_gradient_of_one_rank():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     optimizer.register_local_var(local)
     optimizer.build([shared, local])
-    count = hook_of(optimizer).skip_nonfinite()
+    count = get_hook(optimizer).skip_nonfinite()
     for value in (np.inf if RANK == LAST else 1.0, 1.0):
         optimizer.apply([tf.ones(1), tf.constant([value])], [shared, local])
     # A local gradient is divided by the number of ranks.

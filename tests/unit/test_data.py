@@ -24,8 +24,8 @@ CASES = [
 SIZES = (1, 2, 3, 4)
 
 
-def shard(num_samples, global_batch_size, seed=0, rank=0, size=1):
-    return data.Shard(
+def sampler(num_samples, global_batch_size, seed=0, rank=0, size=1):
+    return data.Sampler(
         num_samples=num_samples,
         global_batch_size=global_batch_size,
         seed=seed,
@@ -37,7 +37,7 @@ def shard(num_samples, global_batch_size, seed=0, rank=0, size=1):
 def job(num_samples, global_batch_size, *, seed, size, steps):
     """Return the sample numbers of all ranks, (steps, size, local batch)."""
     ranks = [
-        shard(num_samples, global_batch_size, seed, rank, size).indices(0, steps)
+        sampler(num_samples, global_batch_size, seed, rank, size).indices(0, steps)
         for rank in range(size)
     ]
     return np.stack(ranks, axis=1)
@@ -57,25 +57,25 @@ def test_by_hand():
     a, b, c, d, e = first
     f, g, h = second[:3]
     # Two ranks share batches of four: the second batch runs over into epoch 1.
-    assert shard(5, 4, 7, rank=0, size=2).indices(0, 2).tolist() == [[a, c], [e, g]]
-    assert shard(5, 4, 7, rank=1, size=2).indices(0, 2).tolist() == [[b, d], [f, h]]
+    assert sampler(5, 4, 7, rank=0, size=2).indices(0, 2).tolist() == [[a, c], [e, g]]
+    assert sampler(5, 4, 7, rank=1, size=2).indices(0, 2).tolist() == [[b, d], [f, h]]
 
 
 def test_order_never_changes():
     # A run of an older version must resume with the next sample of its order.
-    assert shard(5, 5, 7).indices(0, 1).tolist() == [[4, 1, 2, 3, 0]]
+    assert sampler(5, 5, 7).indices(0, 1).tolist() == [[4, 1, 2, 3, 0]]
 
 
 def test_every_epoch_is_the_whole_set_without_overlap():
     wrong = []
     for (n, batch, seed), size in itertools.product(CASES, SIZES):
-        steps = shard(n, batch, seed).steps(3)
+        steps = sampler(n, batch, seed).steps(3)
         dealt = job(n, batch, seed=seed, size=size, steps=steps)
         # Back from (rank, position on the rank) to the position in the job.
         sequence = dealt.transpose(0, 2, 1).ravel()
         epochs = sequence[: 3 * n].reshape(3, n)
-        is_whole = np.array_equal(np.sort(epochs, axis=1), [np.arange(n)] * 3)
-        if not (is_whole and 3 * n <= len(sequence) < 3 * n + batch):
+        is_full = np.array_equal(np.sort(epochs, axis=1), [np.arange(n)] * 3)
+        if not (is_full and 3 * n <= len(sequence) < 3 * n + batch):
             wrong.append((n, batch, seed, size))
     assert wrong == []
 
@@ -95,7 +95,7 @@ def test_global_batch_does_not_depend_on_the_number_of_ranks():
 def test_indices_of_a_part_are_that_part_of_the_whole():
     wrong = []
     for n, batch, seed in CASES:
-        mine = shard(n, batch, seed, rank=1, size=2)
+        mine = sampler(n, batch, seed, rank=1, size=2)
         whole = mine.indices(0, 12)
         for start, end in itertools.combinations((0, 1, 5, 11, 12), 2):
             if not np.array_equal(mine.indices(start, end), whole[start:end]):
@@ -111,7 +111,7 @@ def test_a_global_batch_that_changes_leaves_out_and_repeats_nothing():
         step = position = 0
         for size in sizes:
             parts = [
-                data.Shard(
+                data.Sampler(
                     num_samples=n,
                     global_batch_size=local_batch * size,
                     seed=1,
@@ -125,7 +125,7 @@ def test_a_global_batch_that_changes_leaves_out_and_repeats_nothing():
             end = step + 5 if size != sizes[-1] else parts[0].steps(4)
             dealt = np.stack([part.indices(step, end) for part in parts], axis=1)
             found = dealt.transpose(0, 2, 1).ravel()
-            whole = shard(n, 1, 1).indices(position, position + len(found))
+            whole = sampler(n, 1, 1).indices(position, position + len(found))
             if not np.array_equal(found, whole.ravel()):
                 wrong.append((n, local_batch, sizes, step))
             position, step = position + len(found), max(step, end)
@@ -137,7 +137,7 @@ def test_a_global_batch_that_changes_leaves_out_and_repeats_nothing():
 
 def test_steps_and_positions_after_a_change_by_hand():
     # 7 steps of 4 samples; 22 of 50 are left then, in batches of 8.
-    changed = dataclasses.replace(shard(10, 8), start_step=7, start_sample=28)
+    changed = dataclasses.replace(sampler(10, 8), start_step=7, start_sample=28)
     assert (changed.pass_steps, changed.steps(5), changed.steps_to(29)) == (2, 10, 8)
     assert changed.steps(1) == 7  # it was over before
     with pytest.raises(data.DataError, match="the step 6; expected 7 or more"):
@@ -145,20 +145,21 @@ def test_steps_and_positions_after_a_change_by_hand():
 
 
 def test_epochs_and_seeds_differ():
-    orders = [shard(50, 50, seed).indices(0, 2) for seed in (0, 1)]
+    orders = [sampler(50, 50, seed).indices(0, 2) for seed in (0, 1)]
     distinct = {tuple(order) for order in np.concatenate(orders)}
     assert len(distinct) == 4
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (1, 3), (2, 5), (3, 8), (4, 10)])
 def test_steps_cover_the_epochs(epochs, steps):
-    assert shard(10, 4).steps(epochs) == steps
+    assert sampler(10, 4).steps(epochs) == steps
 
 
 def test_another_process_deals_the_same():
     program = (
         "import sys; from hvdtrain import data; "
-        "s = data.Shard(num_samples=100, global_batch_size=9, seed=5, rank=2, size=3); "
+        "s = data.Sampler(num_samples=100, global_batch_size=9, seed=5, "
+        "rank=2, size=3); "
         "print(s.indices(30, 40).tolist()); assert 'tensorflow' not in sys.modules"
     )
     there = subprocess.run(
@@ -168,7 +169,7 @@ def test_another_process_deals_the_same():
         timeout=60,
         check=True,
     )
-    here = shard(100, 9, 5, rank=2, size=3).indices(30, 40).tolist()
+    here = sampler(100, 9, 5, rank=2, size=3).indices(30, 40).tolist()
     assert there.stdout.strip() == str(here)
 
 
@@ -190,7 +191,7 @@ def test_another_process_deals_the_same():
 def test_bad_numbers_are_one_clear_line(arguments, reason):
     good = {"num_samples": 10, "global_batch_size": 4, "seed": 0}
     with pytest.raises(data.DataError, match=reason) as caught:
-        data.Shard(**{**good, **arguments})
+        data.Sampler(**{**good, **arguments})
     assert "\n" not in str(caught.value)
 
 
@@ -209,8 +210,10 @@ def _splitting(request, monkeypatch):
 @pytest.mark.usefixtures("_splitting")
 def test_stream_is_the_indexed_images_scaled():
     x, y = pictures(40)
-    mine = shard(40, 12, seed=3, rank=1, size=2)
-    got = batches_of(streams.train_batches(x, y, shard=mine, start_step=0, end_step=11))
+    mine = sampler(40, 12, seed=3, rank=1, size=2)
+    got = batches_of(
+        streams.train_batches(x, y, sampler=mine, start_step=0, end_step=11)
+    )
     assert len(got) == 11
     for (images, labels), chosen in zip(got, mine.indices(0, 11), strict=True):
         assert images.dtype == np.float32
@@ -223,7 +226,7 @@ def test_stream_is_the_indexed_images_scaled():
 def test_stream_has_fixed_shapes_and_a_known_length():
     x, y = pictures(40)
     batches = streams.train_batches(
-        x, y, shard=shard(40, 8), start_step=3, end_step=200
+        x, y, sampler=sampler(40, 8), start_step=3, end_step=200
     )
     images, labels = batches.element_spec
     assert images.shape == (8, 2, 3, 1)
@@ -235,12 +238,12 @@ def test_stream_has_fixed_shapes_and_a_known_length():
 @pytest.mark.parametrize("start", [1, 63, 64, 65, 130])
 def test_resumed_stream_is_the_rest_of_the_uninterrupted_one(start):
     x, y = pictures(50)
-    mine = shard(50, 8, seed=1, rank=0, size=2)
+    mine = sampler(50, 8, seed=1, rank=0, size=2)
     whole = batches_of(
-        streams.train_batches(x, y, shard=mine, start_step=0, end_step=140)
+        streams.train_batches(x, y, sampler=mine, start_step=0, end_step=140)
     )
     rest = batches_of(
-        streams.train_batches(x, y, shard=mine, start_step=start, end_step=140)
+        streams.train_batches(x, y, sampler=mine, start_step=start, end_step=140)
     )
     assert len(rest) == 140 - start
     for (images, labels), (same_images, same_labels) in zip(
@@ -253,8 +256,10 @@ def test_resumed_stream_is_the_rest_of_the_uninterrupted_one(start):
 @pytest.mark.usefixtures("_splitting")
 def test_stream_of_images_larger_than_a_block():
     x, y = pictures(6, shape=(700, 500, 3))
-    mine = shard(6, 2, seed=2)
-    got = batches_of(streams.train_batches(x, y, shard=mine, start_step=0, end_step=4))
+    mine = sampler(6, 2, seed=2)
+    got = batches_of(
+        streams.train_batches(x, y, sampler=mine, start_step=0, end_step=4)
+    )
     assert [labels.tolist() for _, labels in got] == mine.indices(0, 4).tolist()
     assert all(images.shape == (2, 700, 500, 3) for images, _ in got)
 
@@ -265,7 +270,7 @@ def test_batches_of_a_reader_are_those_of_the_indices(tmp_path, start):
     path = tmp_path / "x.npy"
     np.save(path, np.arange(20, dtype="float32").reshape(10, 2))
     x = np.load(path, mmap_mode="r")
-    mine = shard(10, 4, seed=1, rank=1, size=2)
+    mine = sampler(10, 4, seed=1, rank=1, size=2)
     found = streams.read_batches(
         mine,
         lambda indices: {"x": x[indices], "index": indices},
@@ -283,18 +288,18 @@ def test_batches_of_a_reader_are_those_of_the_indices(tmp_path, start):
 def test_empty_stream():
     x, y = pictures(6)
     assert not batches_of(
-        streams.train_batches(x, y, shard=shard(6, 2), start_step=4, end_step=4)
+        streams.train_batches(x, y, sampler=sampler(6, 2), start_step=4, end_step=4)
     )
 
 
 def test_stream_refuses_what_does_not_fit():
     x, y = pictures(6)
     with pytest.raises(data.DataError, match="6 images and 5 labels"):
-        streams.train_batches(x, y[:5], shard=shard(6, 2), start_step=0, end_step=1)
+        streams.train_batches(x, y[:5], sampler=sampler(6, 2), start_step=0, end_step=1)
     with pytest.raises(data.DataError, match="expected 7"):
-        streams.train_batches(x, y, shard=shard(7, 7), start_step=0, end_step=1)
+        streams.train_batches(x, y, sampler=sampler(7, 7), start_step=0, end_step=1)
     with pytest.raises(data.DataError, match="steps 3 to 2"):
-        streams.train_batches(x, y, shard=shard(6, 2), start_step=3, end_step=2)
+        streams.train_batches(x, y, sampler=sampler(6, 2), start_step=3, end_step=2)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -346,7 +351,9 @@ def test_keras_takes_every_sample_of_the_streams():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # 10 steps and 7 batches: neither is a multiple of the steps per execution.
     model.compile("sgd", loss, metrics=[accuracy], steps_per_execution=4)
-    batches = streams.train_batches(x, y, shard=shard(50, 6), start_step=0, end_step=10)
+    batches = streams.train_batches(
+        x, y, sampler=sampler(50, 6), start_step=0, end_step=10
+    )
     model.fit(batches, shuffle=False, verbose=0)
     assert int(accuracy.count) == 60
     assert int(model.optimizer.iterations) == 10
@@ -356,8 +363,8 @@ def test_keras_takes_every_sample_of_the_streams():
 
 
 def test_ranks_divide_a_batch_that_is_no_multiple_of_their_number():
-    whole = shard(50, 7, 0).indices(3, 9)
-    parts = [shard(50, 7, 0, rank=rank, size=3).indices(3, 9) for rank in range(3)]
+    whole = sampler(50, 7, 0).indices(3, 9)
+    parts = [sampler(50, 7, 0, rank=rank, size=3).indices(3, 9) for rank in range(3)]
     assert [part.shape for part in parts] == [(6, 3), (6, 2), (6, 2)]
     for rank, part in enumerate(parts):
         np.testing.assert_array_equal(part, whole[:, rank::3])

@@ -13,7 +13,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import mnist
 from hvdtrain.classifier.options import Options
 from hvdtrain.classifier.run import build
-from hvdtrain.data import Shard
+from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World
 from hvdtrain.training import Plan, train_and_evaluate
 from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
@@ -85,7 +85,7 @@ def test_a_scaled_run_goes_on_from_the_samples_of_its_checkpoint(tmp_path):
     assert spec.max_steps == 150 + 400
     assert spec.pass_steps == 128
     images = next(iter(spec.input_fn(150, 151)))[0].numpy()
-    order = Shard(num_samples=8192, global_batch_size=1, seed=0)
+    order = Sampler(num_samples=8192, global_batch_size=1, seed=0)
     expected = run.dataset.x_train[order.indices(150 * 256, 150 * 256 + 64).ravel()]
     np.testing.assert_array_equal(np.rint(images * 255), expected)
     (rates,) = spec.callbacks(Plan.of(spec))

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.parallel.pipeline import splitting, stage
-from hvdtrain.sharding.shards import Partition, set_partition
+from hvdtrain.sharding.shards import Sharding, set_sharding
 
 layers = keras.layers
 
@@ -89,8 +89,8 @@ def own_function(x):
 def divided():
     model = chain()
     # Of a mesh of one rank, in place of one with model=2.
-    halves = Partition(axis=0, size=4, parts=2, rank=0, process_set=None)
-    set_partition(model.get_layer("a").kernel, halves)
+    halves = Sharding(axis=0, size=4, num_shards=2, rank=0, process_set=None)
+    set_sharding(model.get_layer("a").kernel, halves)
     return model
 
 

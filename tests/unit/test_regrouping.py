@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.sharding.full_values import DenseVariable
-from hvdtrain.sharding.shards import Partition, set_partition
+from hvdtrain.sharding.full_values import FullVariable
+from hvdtrain.sharding.shards import Sharding, set_sharding
 from hvdtrain.training.checkpoint.per_rank import regrouped, states_by_replica
 from hvdtrain.training.checkpoint.state import OtherModelError
 from hvdtrain.training.checkpoint.state_variables import StateVariables
 
-PARTITION = Partition(
+PARTITION = Sharding(
     axis=0, size=4, parts=2, rank=0, process_set=None, sums_gradients=True
 )
 
 
-def variables(partition, *, is_accumulated):
-    variable = keras.Variable(np.zeros([2 if partition else 4], "float32"))
-    if partition:
-        set_partition(variable, partition)
-    own = [DenseVariable.of(variable)]
+def variables(sharding, *, is_accumulated):
+    variable = keras.Variable(np.zeros([2 if sharding else 4], "float32"))
+    if sharding:
+        set_sharding(variable, sharding)
+    own = [FullVariable.of(variable)]
     accumulated = range(is_accumulated)
     return StateVariables(shared=[], own=own, accumulated=accumulated, metrics=[])
 

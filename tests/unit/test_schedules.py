@@ -6,13 +6,13 @@ import keras
 import pytest
 
 from hvdtrain.classifier import schedule
-from hvdtrain.data import Shard
+from hvdtrain.data import Sampler
 from hvdtrain.job import JobError
 from hvdtrain.training import Plan
 
 
-def shard(*, size=2):
-    return Shard(num_samples=1000, global_batch_size=10 * size, seed=0, size=size)
+def sampler(*, size=2):
+    return Sampler(num_samples=1000, global_batch_size=10 * size, seed=0, size=size)
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ def shard(*, size=2):
     ],
 )
 def test_steps_of_two_ranks(options, expected):
-    assert schedule.steps_of_run(shard(), **options) == expected
+    assert schedule.steps_of_run(sampler(), **options) == expected
 
 
 def test_too_few_steps_for_an_update():
     with pytest.raises(JobError, match=r"--max_steps=7 for 2 ranks .* expected 8"):
-        schedule.steps_of_run(shard(), max_steps=7, accumulation_steps=4)
+        schedule.steps_of_run(sampler(), max_steps=7, accumulation_steps=4)
     with pytest.raises(JobError, match=r"--accumulation_steps=51 .* of 50 steps"):
-        schedule.steps_of_run(shard(), epochs=1, accumulation_steps=51)
+        schedule.steps_of_run(sampler(), epochs=1, accumulation_steps=51)
 
 
 def test_warmup_longer_than_the_run():

@@ -1,6 +1,6 @@
 """Which elements of each variable a rank updates, by hand."""
 
-from hvdtrain.keras.sharded_updates import sizes_by_slices, sizes_by_variable
+from hvdtrain.keras.sharded_updates import sizes_by_shards, sizes_by_variable
 
 
 def test_the_largest_variables_are_dealt_out_first():
@@ -12,6 +12,6 @@ def test_the_largest_variables_are_dealt_out_first():
 
 def test_slices_are_cut_at_multiples_of_16_within_a_variable():
     # Cuts at 100 and 200 of 300: after the first, and at 100 of the second, so at 96.
-    assert sizes_by_slices([100, 200], ranks=3) == [(100, 0, 0), (0, 96, 104)]
-    assert sizes_by_slices([5, 1, 10], ranks=2) == [(5, 0), (1, 0), (0, 10)]
-    assert sizes_by_slices([64], ranks=2) == [(32, 32)]
+    assert sizes_by_shards([100, 200], ranks=3) == [(100, 0, 0), (0, 96, 104)]
+    assert sizes_by_shards([5, 1, 10], ranks=2) == [(5, 0), (1, 0), (0, 10)]
+    assert sizes_by_shards([64], ranks=2) == [(32, 32)]

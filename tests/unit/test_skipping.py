@@ -9,7 +9,7 @@ from toy import BATCH, batches
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
-from hvdtrain.keras.variables import hook_of
+from hvdtrain.keras.variables import get_hook
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 
 STEPS, POISONED = 12, 5
@@ -130,7 +130,7 @@ def test_moving_averages_and_clipping(options, gradient, is_sparse):
     variable = keras.Variable([[1.0]])
     optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5, **options)
     hvd.DistributedOptimizer(optimizer).build([variable])
-    count = hook_of(optimizer).skip_nonfinite()
+    count = get_hook(optimizer).skip_nonfinite()
     (average,) = optimizer._model_variables_moving_average
 
     @tf.function

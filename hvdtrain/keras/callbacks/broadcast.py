@@ -16,14 +16,14 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.variables import (
-    all_ranks_of,
-    copies_of,
-    hook_of,
-    process_set_of,
+    get_hook,
+    get_process_set,
+    get_training_ranks,
+    replicated_by_process_set,
     shared_variables,
     variable_key,
 )
-from hvdtrain.sharding.shards import is_divided
+from hvdtrain.sharding.shards import is_sharded
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -128,7 +128,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _agree_on_start(self):
         # Whether the model is built is a local fact: a rank that broadcasts now would
         # block while another one waits for its first batch.
-        process_set = all_ranks_of(self.model.optimizer)
+        process_set = get_training_ranks(self.model.optimizer)
         if not needs_communication(process_set):
             return fit_start.is_built(self.model)
         check_root(self.root_rank, process_set)
@@ -146,33 +146,33 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self._is_first_epoch:
             self._is_first_epoch = False
             fit_start.check_first_epoch(
-                epoch, process_set=all_ranks_of(self.model.optimizer)
+                epoch, process_set=get_training_ranks(self.model.optimizer)
             )
 
     def _broadcast(self):
         model, optimizer = self.model, self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        hook = hook_of(optimizer)
-        sharding = hook and hook.sharding
-        if sharding:
+        hook = get_hook(optimizer)
+        sharded_state = hook and hook.sharded_state
+        if sharded_state:
             # The last axis is that of the replicas.
             _, root = hook.axes(self.root_rank)[-1]
-            copies_weights = sharding.agree_on_start(root, hook.all_ranks)
+            copies_weights = sharded_state.agree_on_start(root, hook.all_ranks)
         variables = shared_variables(model, local_keys=self._local_keys)
-        if is_divided(model.variables):
+        if is_sharded(model.variables):
             # The seeds of a replica are those of its first rank.
             variables += seed_states(model)
-        for process_set, root, copies in copies_of(
+        for process_set, root, copies in replicated_by_process_set(
             optimizer, variables, self.root_rank
         ):
             if needs_communication(process_set):
                 _check_same_structure(copies, process_set)
                 with tf.device(self.device):
                     ops.broadcast_variables(copies, root, process_set)
-        if sharding and copies_weights:
-            sharding.copy_weights()
-        separate_seeds(model, process_set_of(optimizer))
+        if sharded_state and copies_weights:
+            sharded_state.copy_weights()
+        separate_seeds(model, get_process_set(optimizer))
         self.broadcast_done = True
 
     def _broadcast_on_first_batch(self):

@@ -6,9 +6,9 @@ from hvdtrain.collectives import ops
 from hvdtrain.keras.callbacks.stopping import EverySteps
 from hvdtrain.keras.consistency import check_consistency
 from hvdtrain.keras.variables import (
-    all_ranks_of,
-    copies_of,
-    optimizers_of,
+    find_optimizers,
+    get_training_ranks,
+    replicated_by_process_set,
     shared_variables,
     variable_key,
     without_loss_scale,
@@ -73,12 +73,12 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         self._check_trained()
 
     def _is_true_on_all_ranks(self, flag, name):
-        process_set = all_ranks_of(self.model.optimizer)
+        process_set = get_training_ranks(self.model.optimizer)
         return ops.is_true_on_all_ranks(flag, name=name, process_set=process_set)
 
     def _check_first(self):
         # After an earlier fit the moving averages differ, as in _check_trained.
-        optimizers = map(without_loss_scale, optimizers_of(self.model))
+        optimizers = map(without_loss_scale, find_optimizers(self.model))
         is_new = all(int(optimizer._iterations) == 0 for optimizer in optimizers)
         if self._is_true_on_all_ranks(is_new, "ConsistencyIsNew"):
             self._check(shared_variables(self.model, local_keys=self._local_keys))
@@ -92,5 +92,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         )
 
     def _check(self, variables):
-        for process_set, _, copies in copies_of(self.model.optimizer, variables):
+        for process_set, _, copies in replicated_by_process_set(
+            self.model.optimizer, variables
+        ):
             check_consistency(copies, process_set=process_set)

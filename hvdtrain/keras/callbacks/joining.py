@@ -6,13 +6,13 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.variables import (
-    hook_of,
-    local_keys_of,
-    optimizers_of,
+    find_optimizers,
+    get_hook,
+    get_local_keys,
     shared_variables,
     without_loss_scale,
 )
-from hvdtrain.sharding.shards import has_parts_elsewhere
+from hvdtrain.sharding.shards import is_split_over_ranks
 
 
 class JoinCallback(keras.callbacks.Callback):
@@ -46,14 +46,14 @@ class JoinCallback(keras.callbacks.Callback):
     def set_model(self, model):
         """Takes the model; marks it as one whose ranks may take unequal steps."""
         super().set_model(model)
-        if has_parts_elsewhere(model.variables):
+        if is_split_over_ranks(model.variables):
             raise ValueError(
                 "JoinCallback cannot be used with a model that is divided over ranks: "
                 "the forward pass of the others needs the rank that waits. Deal "
                 "equally many batches to every rank instead."
             )
-        hooks = map(hook_of, optimizers_of(model))
-        if any(hook and hook.sharding for hook in hooks):
+        hooks = map(get_hook, find_optimizers(model))
+        if any(hook and hook.sharded_state for hook in hooks):
             raise ValueError(
                 "JoinCallback cannot be used with shard_state: a rank that waits does "
                 "not update its part of the weights. Deal equally many batches to "
@@ -84,7 +84,7 @@ class JoinCallback(keras.callbacks.Callback):
         if not needs_communication(global_process_set):
             return
         last_rank = int(ops.join())
-        optimizers = optimizers_of(self.model)
+        optimizers = find_optimizers(self.model)
         if not optimizers:
             ops.broadcast_variables(shared_variables(self.model), last_rank)
             return
@@ -104,7 +104,7 @@ def _steps_of(optimizers):
 
 def _shared_variables(model, optimizers):
     # A variable that is local to one optimizer is unknown to the others.
-    local_keys = frozenset().union(*map(local_keys_of, optimizers))
+    local_keys = frozenset().union(*map(get_local_keys, optimizers))
     variables = {
         id(variable): variable
         for optimizer in optimizers
@@ -129,7 +129,7 @@ def _align_window(optimizer, steps, root):
         steps: the steps that each rank has taken.
         root: the rank whose steps all ranks take over.
     """
-    hook, base = hook_of(optimizer), without_loss_scale(optimizer)
+    hook, base = get_hook(optimizer), without_loss_scale(optimizer)
     window = base.gradient_accumulation_steps
     if hook is None or not window or not base.built:
         return

@@ -11,7 +11,7 @@ import keras
 from keras.src.utils import io_utils
 
 from hvdtrain.keras.learning_rates import set_learning_rate
-from hvdtrain.keras.variables import hook_of
+from hvdtrain.keras.variables import get_hook
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -175,7 +175,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps = steps or getattr(self.model, "steps_per_execution", 1) or 1
         end = min(epoch + steps / self.steps_per_epoch, math.floor(epoch) + 1)
         progress = min(1.0, end / self.end_epoch)
-        hook = hook_of(self.model.optimizer)
+        hook = get_hook(self.model.optimizer)
         # On a mesh, learning rates are scaled to the replicas.
         size = hook.mesh.data.size if hook and hook.mesh else hvd.size()
         return (1 + (size - 1) * progress) / size

@@ -15,7 +15,7 @@ from hvdtrain.keras.metrics import (
     reduce_states,
     results,
 )
-from hvdtrain.keras.variables import process_set_of
+from hvdtrain.keras.variables import get_process_set
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -59,7 +59,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Replaces the values in `logs` by those of the whole job."""
-        if not needs_communication(process_set_of(self.model.optimizer)):
+        if not needs_communication(get_process_set(self.model.optimizer)):
             return
         logs = {} if logs is None else logs
         current = local_states(metric_variables(self.model.metrics))
@@ -82,7 +82,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         }
         # Ranks may have different keys, and a collective for a key that only some of
         # them have would block: so the keys are gathered first.
-        process_set = process_set_of(self.model.optimizer)
+        process_set = get_process_set(self.model.optimizer)
         everyone = allgather_object(
             (list(states), report), name="MetricLogs", process_set=process_set
         )

@@ -6,7 +6,7 @@ import numpy as np
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Max
-from hvdtrain.keras.variables import all_ranks_of
+from hvdtrain.keras.variables import get_training_ranks
 
 
 class EverySteps:
@@ -81,7 +81,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self.model.stop_training = self._agree()
 
     def _agree(self):
-        process_set = all_ranks_of(self.model.optimizer)
+        process_set = get_training_ranks(self.model.optimizer)
         if not needs_communication(process_set):
             return self._is_requested
         requests = ops.allreduce(

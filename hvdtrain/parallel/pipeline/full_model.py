@@ -17,13 +17,13 @@ from hvdtrain.job.world import JobError
 from hvdtrain.keras import variables
 from hvdtrain.keras.variables import without_loss_scale
 from hvdtrain.parallel.mesh import Axis
-from hvdtrain.sharding.full_values import DenseValues, DenseVariable
+from hvdtrain.sharding.full_values import FullValues, FullVariable
 
 _NOT_LOADED = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseModel:
+class FullModel:
     """The dense model without its values.
 
     Attributes:
@@ -94,7 +94,7 @@ def in_scope(scope):
 
 
 def describe(variables, common, pipeline):
-    """Return the variables of all stages as `DenseVariable`s. A collective.
+    """Return the variables of all stages as `FullVariable`s. A collective.
 
     Args:
         variables: list of this rank's variables.
@@ -103,7 +103,7 @@ def describe(variables, common, pipeline):
         pipeline: the axis of the mesh.
     """
     number_of = {id(variable): number for number, variable in enumerate(common)}
-    mine = [(DenseVariable.of(v), number_of.get(id(v))) for v in variables]
+    mine = [(FullVariable.of(v), number_of.get(id(v))) for v in variables]
     sent = [
         (dataclasses.replace(described, variable=None), number)
         for described, number in mine
@@ -148,7 +148,7 @@ def gather(pipeline, axis: Axis):
         if global_process_set.rank() == 0:
             model = pipeline.dense.build(pipeline)
             targets = _ordered(model, keys, pipeline.dense.layers)
-    values = DenseValues(described)
+    values = FullValues(described)
     for number in range(len(described)):
         value = values.gather(number)
         if targets:
@@ -190,16 +190,16 @@ def load(pipeline, axis: Axis, filepath, options):
 
     sources = on_chief(world(), read)
     count = broadcast_object(sources and len(sources), name="LoadedVariables")
-    values = DenseValues(described)
+    values = FullValues(described)
     for number in range(count):
         values.scatter(number, sources and sources[number].numpy())
 
 
 def _described(pipeline, axis):
-    """Return the `DenseVariable`s of the model and its optimizer, and their keys."""
+    """Return the `FullVariable`s of the model and its optimizer, and their keys."""
     described = [
-        *pipeline.dense_variables(pipeline.weights),
-        *pipeline.dense_variables(_state(pipeline)),
+        *pipeline.full_variables(pipeline.weights),
+        *pipeline.full_variables(_state(pipeline)),
     ]
     ranks = axis.process_set
     mine = _keys(pipeline, pipeline.network.layers, pipeline.dense.layers)

@@ -9,7 +9,7 @@ from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.collective_calls import check_called_alike
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
-from hvdtrain.keras.variables import hook_of
+from hvdtrain.keras.variables import get_hook
 from hvdtrain.parallel.mesh import active_mesh
 from hvdtrain.parallel.pipeline import batches, full_model, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, links
@@ -58,7 +58,7 @@ class PipelineModel(keras.Model):
         name: name of this model.
 
     Attributes:
-        dense: the `DenseModel`: what `model` is built from, without values.
+        dense: the `FullModel`: what `model` is built from, without values.
 
     Raises:
         ValueError: the model cannot be split, for the reason given.
@@ -118,7 +118,7 @@ class PipelineModel(keras.Model):
         configure_compiled_model(self)
 
     def _distributed(self, optimizer):
-        hook = hook_of(optimizer)
+        hook = get_hook(optimizer)
         if hook is None:
             return DistributedOptimizer(optimizer, mesh=self._mesh)
         if hook.mesh is None or hook.mesh.shape != self._mesh.shape:
@@ -148,8 +148,8 @@ class PipelineModel(keras.Model):
         outputs.set_shape(self._last_cut.shape)
         return outputs
 
-    def dense_variables(self, variables):
-        """Return variables of all stages as `DenseVariable`s, in one list.
+    def full_variables(self, variables):
+        """Return variables of all stages as `FullVariable`s, in one list.
 
         A collective of the ranks of the pipeline.
 
@@ -159,7 +159,7 @@ class PipelineModel(keras.Model):
         common = full_model.common_state(self)
         return full_model.describe(variables, common, self._mesh.pipeline)
 
-    def gather_dense(self):
+    def gather_full(self):
         """Return the dense model and its optimizer's state on rank 0, None elsewhere.
 
         A collective of all ranks of the job. `save` and `save_weights` write it.

@@ -9,15 +9,15 @@ import tensorflow as tf
 
 from hvdtrain.parallel.layer import InModelGroup
 from hvdtrain.parallel.pipeline import splitting
-from hvdtrain.parallel.pipeline.full_model import DenseModel, in_scope, scope_of
+from hvdtrain.parallel.pipeline.full_model import FullModel, in_scope, scope_of
 from hvdtrain.sharding import layer_checks
-from hvdtrain.sharding.full_values import DenseVariable
-from hvdtrain.sharding.shards import is_divided
+from hvdtrain.sharding.full_values import FullVariable
+from hvdtrain.sharding.shards import is_sharded
 
 
 def check(layer, mesh):
     """Raise a ValueError for a layer that is divided, and that no stage can make."""
-    if _is_made(layer, mesh) or not is_divided(layer.variables):
+    if _is_made(layer, mesh) or not is_sharded(layer.variables):
         return
     raise ValueError(
         f"The {type(layer).__name__} {layer.name!r} cannot be part of a pipeline, "
@@ -26,13 +26,13 @@ def check(layer, mesh):
     )
 
 
-def dense_size(operation):
+def full_size(operation):
     """Return the number of parameters of a layer's dense twin: equal on all ranks.
 
     It is 0 for an operation of Keras, such as an addition, which is no layer.
     """
     variables = getattr(operation, "variables", [])
-    return sum(math.prod(DenseVariable.of(variable).shape) for variable in variables)
+    return sum(math.prod(FullVariable.of(variable).shape) for variable in variables)
 
 
 def makers(functional, mesh):
@@ -57,7 +57,7 @@ def with_maker(entry, makers):
 
 
 def _is_made(layer, mesh):
-    return isinstance(layer, InModelGroup) and layer.is_of(mesh)
+    return isinstance(layer, InModelGroup) and layer.is_on_mesh(mesh)
 
 
 class _Maker:
@@ -66,7 +66,7 @@ class _Maker:
         self._mesh = mesh
 
     def from_config(self, _):
-        return self._layer.remade(self._mesh)
+        return self._layer.clone_for_mesh(self._mesh)
 
 
 def _name(layer_name):
@@ -84,13 +84,13 @@ class Stage:
     Attributes:
         network: functional model of its layers, with the dense model's values.
         cuts: the `Cut` after each stage; the last one is the model's output.
-        dense: the `DenseModel`.
+        dense: the `FullModel`.
         outputs: what `parts.outputs_of` returns of the dense model.
     """
 
     network: keras.Model
     cuts: tuple
-    dense: DenseModel
+    dense: FullModel
     outputs: list
 
 
@@ -113,7 +113,7 @@ def build(model, stages, mesh):
     config = functional.get_config()
     outputs = [tuple(history) for history in config["output_layers"]]
     if stages is None:
-        sizes = list(map(dense_size, functional.operations[1:]))
+        sizes = list(map(full_size, functional.operations[1:]))
         stages = splitting.balanced(sizes, size)
     entries = splitting.split(config["layers"], stages)
     if len(entries) != size:
@@ -143,7 +143,7 @@ def build(model, stages, mesh):
         layer_makers,
     )
     _copy_values(network, functional)
-    dense = DenseModel(
+    dense = FullModel(
         model_class=type(model),
         config=model.get_config(),
         custom_objects=_classes(model),

@@ -7,7 +7,7 @@ from hvdtrain.job.agreement import on_chief
 from hvdtrain.job.world import World
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.variables import process_set_of
+from hvdtrain.keras.variables import get_process_set
 from hvdtrain.training.checkpoint import state, state_variables
 from hvdtrain.training.checkpoint.state_variables import StateVariables, assign
 from hvdtrain.training.replicas import Replicas
@@ -116,7 +116,7 @@ class PerRankState:
         found = self._state["rank"]
         assign([self._variables[number] for number in found], found.values())
         if not self._is_same_size:
-            separate_seeds(model, process_set_of(model.optimizer))
+            separate_seeds(model, get_process_set(model.optimizer))
 
     def restore_generators(self):
         """Restore the global random generators of this rank."""

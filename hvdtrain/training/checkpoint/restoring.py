@@ -13,7 +13,7 @@ from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.keras.learning_rates import set_learning_rate
 from hvdtrain.keras.variables import (
     accumulated_gradients,
-    copies_of,
+    replicated_by_process_set,
     without_loss_scale,
 )
 from hvdtrain.training.checkpoint import state
@@ -268,7 +268,9 @@ def restore(
 def assign_all(model, start):
     """Give all ranks the whole state of a finished job. A collective."""
     variables = [*model.variables, *model.optimizer.variables]
-    for process_set, root, copies in copies_of(model.optimizer, variables):
+    for process_set, root, copies in replicated_by_process_set(
+        model.optimizer, variables
+    ):
         hvd.broadcast_variables(copies, root, process_set)
     start.per_rank_state.assign(model)
     # As Keras' fit does at its end: moving averages of the weights, with use_ema.

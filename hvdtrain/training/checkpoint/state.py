@@ -18,9 +18,9 @@ from hvdtrain.collectives.objects import gather_object
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.metrics import local_states
-from hvdtrain.keras.variables import hook_of
+from hvdtrain.keras.variables import get_hook
 from hvdtrain.sharding.full_values import assemble
-from hvdtrain.sharding.shards import partition_of
+from hvdtrain.sharding.shards import get_sharding
 from hvdtrain.training.checkpoint import state_variables
 from hvdtrain.training.checkpoint.state_variables import (
     StateVariables,
@@ -85,8 +85,8 @@ def check_finite(model, world, step):
     raises the error. Of a divided model, this is a collective.
     """
     weights = shared_weights(model)
-    is_divided = any(map(partition_of, weights)) or hook_of(model.optimizer).mesh
-    with fail_together(world) if is_divided else nullcontext():
+    is_sharded = any(map(get_sharding, weights)) or get_hook(model.optimizer).mesh
+    with fail_together(world) if is_sharded else nullcontext():
         for variable in weights:
             if not np.isfinite(variable.numpy().astype("float32", copy=False)).all():
                 raise SharedJobError(

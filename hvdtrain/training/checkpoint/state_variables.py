@@ -20,13 +20,13 @@ from hvdtrain.job.world import JobError, World
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.variables import (
     accumulated_gradients,
-    copies_of,
-    hook_of,
+    get_hook,
+    replicated_by_process_set,
     shared_variables,
     variable_key,
 )
-from hvdtrain.sharding.full_values import DenseValues, DenseVariable
-from hvdtrain.sharding.shards import assign_part, has_summed_gradients
+from hvdtrain.sharding.full_values import FullValues, FullVariable
+from hvdtrain.sharding.shards import assign_shard, has_summed_gradients
 from hvdtrain.training.replicas import Replicas
 
 # In place of the digest of a value.
@@ -38,7 +38,7 @@ class StateVariables:
     """The variables of a model and its optimizer, as those of the dense model.
 
     Attributes:
-        shared: list of `DenseVariable` that are equal on all ranks, or divided.
+        shared: list of `FullVariable` that are equal on all ranks, or divided.
         own: list of those of which each replica of the dense model has its own. It is
             the same list whether a table is divided, and on any number of ranks.
         accumulated: numbers in `own` of the accumulated gradients.
@@ -60,7 +60,7 @@ class StateVariables:
         Args:
             model: a built and compiled model whose optimizer is built.
         """
-        describe = getattr(model, "dense_variables", _dense_variables)
+        describe = getattr(model, "full_variables", _full_variables)
         shared, trainable = _shared(model), _trainable(model)
         weights = [v for v in shared if id(v) in trainable]
         optimizer_variables = [v for v in shared if id(v) not in trainable]
@@ -72,7 +72,7 @@ class StateVariables:
             for variables in (model.variables, model.optimizer.variables)
             for each in describe([v for v in variables if id(v) not in taken])
         ]
-        own += _dense_variables(untracked(model))
+        own += _full_variables(untracked(model))
         # Also those of other stages of a pipeline.
         accumulated = describe(accumulated)
         return cls(
@@ -131,7 +131,7 @@ class StateVariables:
     def _digests_by_replica(self, model, world):
         """Return digests of `own` by replica, rank in it, and variable."""
         size = Replicas.of_model(world, model).size
-        comparable = _ids(_broadcast_weights(model) + _untracked_and_undivided(model))
+        comparable = _ids(_broadcast_weights(model) + _untracked_and_replicated(model))
         comparable -= _ids(each.variable for each in self.tables.values())
         digest = functools.partial(_digest, comparable, needs_value=size > 1)
         digests = np.array(list(map(digest, self.own)), "int64")
@@ -143,10 +143,12 @@ class StateVariables:
 
         The broadcast callback misses them.
         """
-        untracked = _ids(_untracked_and_undivided(model))
+        untracked = _ids(_untracked_and_replicated(model))
         variables = [self.own[number].variable for number in sorted(self.replicated)]
         variables = [each for each in variables if id(each) in untracked]
-        for process_set, root_rank, copies in copies_of(model.optimizer, variables):
+        for process_set, root_rank, copies in replicated_by_process_set(
+            model.optimizer, variables
+        ):
             hvd.broadcast_variables(copies, root_rank, process_set)
 
     def scale_accumulated(self, factor):
@@ -168,7 +170,7 @@ class StateVariables:
         """
         if self._are_whole():
             return [each.local_value() for each in self.stored_once if is_kept]
-        values = DenseValues(self.stored_once)
+        values = FullValues(self.stored_once)
         return [values.gather(number) for number in range(len(values.variables))]
 
     def scatter(self, dense):
@@ -180,16 +182,16 @@ class StateVariables:
         """
         if self._are_whole():
             return
-        values = DenseValues(self.stored_once)
+        values = FullValues(self.stored_once)
         for number in range(len(values.variables)):
             values.scatter(number, dense and dense[number])
 
     def _are_whole(self):
-        return all(each.is_whole for each in self.stored_once)
+        return all(each.is_full for each in self.stored_once)
 
 
-def _dense_variables(variables):
-    return list(map(DenseVariable.of, variables))
+def _full_variables(variables):
+    return list(map(FullVariable.of, variables))
 
 
 def shared_weights(model):
@@ -217,9 +219,9 @@ def _broadcast_weights(model):
     return [v for v in shared_variables(model) if id(v) in weights]
 
 
-def _untracked_and_undivided(model):
+def _untracked_and_replicated(model):
     # The stages of a pipeline have different ones.
-    return [] if hook_of(model.optimizer).mesh else untracked(model)
+    return [] if get_hook(model.optimizer).mesh else untracked(model)
 
 
 def _warn_of_frozen(model, differing):
@@ -278,12 +280,12 @@ def assign(variables, values):
     """Assign dense values, or this rank's parts of them, to variables in order.
 
     Args:
-        variables: list of `DenseVariable`.
+        variables: list of `FullVariable`.
         values: list of arrays.
     """
     for described, value in zip(variables, values, strict=True):
         if described.variable is not None:
-            assign_part(described.variable, value)
+            assign_shard(described.variable, value)
 
 
 _MERSENNE_TWISTER = "MT19937"
