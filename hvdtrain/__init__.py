@@ -4,4 +4,8 @@
 itself loads no TensorFlow.
 """
 
+from hvdtrain import renamed
+
 __version__ = "0.1.0"
+
+renamed.install()

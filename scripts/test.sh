@@ -57,6 +57,7 @@ run() {
 lint() {
   run "ruff check" 60 ruff check .
   run "ruff format" 60 ruff format --check .
+  run mypy 120 mypy
 }
 
 # unit [FILES]; in two processes, one for each of two cores.

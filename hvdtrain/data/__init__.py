@@ -11,7 +11,10 @@ Rank and size are arguments. `streams` (tf.data) and `loading` (collectives) loa
 TensorFlow and are imported by name; importing this package loads NumPy only.
 """
 
+from hvdtrain import renamed
 from hvdtrain.data.datasets import NAMES, Choice, Dataset, agree, load, prepare
 from hvdtrain.data.download import cached_mnist, default_cache_dir
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Sampler
+
+__getattr__ = renamed.getattr_of(__name__, {"Shard": "Sampler"})

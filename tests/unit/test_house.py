@@ -25,6 +25,7 @@ FLOORS = [
     ["job"],
     ["collectives"],
     ["native"],
+    ["renamed"],
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 MAX_LOCAL_IMPORTS = 5
