@@ -6,7 +6,13 @@ import sys
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain.classifier import description, models, schedule
+from hvdtrain.classifier import description, models
+from hvdtrain.classifier.schedule import (
+    LearningRateCallback,
+    Schedule,
+    check_warmup,
+    steps_of_run,
+)
 from hvdtrain.data import Dataset, Sampler, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
@@ -163,7 +169,7 @@ def _sampler(options, dataset, replicas, position):
         rank=replicas.index,
         size=replicas.size,
     )
-    max_steps = schedule.steps_of_run(
+    max_steps = steps_of_run(
         sampler,
         size=position.original_size,
         epochs=options.epochs,
@@ -173,7 +179,7 @@ def _sampler(options, dataset, replicas, position):
     epochs = (
         options.epochs or max_steps * sampler.global_batch_size / sampler.num_samples
     )
-    schedule.check_warmup(options.warmup_epochs, epochs=epochs)
+    check_warmup(options.warmup_epochs, epochs=epochs)
     if options.scale_batch:
         end = max_steps * sampler.global_batch_size
         sampler = dataclasses.replace(
@@ -212,7 +218,7 @@ def _train_spec(options, dataset, world, replicas, position):
 
 def _schedule(options, sampler, max_steps):
     batch_ranks = sampler.global_batch_size // options.batch_size
-    return schedule.Schedule(
+    return Schedule(
         learning_rate=options.local_learning_rate * batch_ranks,
         size=batch_ranks,
         max_steps=max_steps,
@@ -225,7 +231,7 @@ def _schedule(options, sampler, max_steps):
 def _callbacks(options, schedule, plan, world):
     callbacks = []
     if not schedule.is_constant:
-        callbacks.append(schedule.LearningRateCallback(schedule, plan))
+        callbacks.append(LearningRateCallback(schedule, plan))
     if options.consistency_check_steps:
         every_steps = options.consistency_check_steps
         callbacks.append(hvd.callbacks.ConsistencyCheckCallback(every_steps))

@@ -160,7 +160,7 @@ class ShardedTable(ShardedWeights, keras.layers.Embedding):
         return Sharding(
             axis=axis,
             size=size,
-            parts=self.data_axis.size,
+            num_shards=self.data_axis.size,
             rank=self.data_axis.index,
             process_set=self.data_axis.process_set,
             uneven=self.uneven,

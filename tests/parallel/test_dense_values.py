@@ -39,7 +39,7 @@ PARTITIONS = {
         within=Sharding(
             axis=1,
             size=7,
-            parts=7,
+            num_shards=7,
             rank=6,
             process_set=None,
         ),

@@ -313,11 +313,11 @@ class TestRounds:
 
             return variants.Variant(run=run, is_alone=name == "b")
 
-        variants = {name: variant(name) for name in "ab"}
-        speeds = variants.warm_up(World(), variants)
+        by_name = {name: variant(name) for name in "ab"}
+        speeds = variants.warm_up(World(), by_name)
         assert speeds == {"a": 2.0, "b": 2.0}
         calls.clear()
-        found = variants.run_rounds(World(), variants, speeds, rounds=3, seconds=4.0)
+        found = variants.run_rounds(World(), by_name, speeds, rounds=3, seconds=4.0)
         assert calls == [(name, 8) for name in "abbaab"]
         assert found == {name: [[0.5] * 8] * 3 for name in "ab"}
 

@@ -14,7 +14,7 @@ from hvdtrain.training.checkpoint.state import OtherModelError
 from hvdtrain.training.checkpoint.state_variables import StateVariables
 
 PARTITION = Sharding(
-    axis=0, size=4, parts=2, rank=0, process_set=None, sums_gradients=True
+    axis=0, size=4, num_shards=2, rank=0, process_set=None, sums_gradients=True
 )
 
 
