@@ -5,9 +5,9 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
-from hvdtrain.measurement import recommender, running, wide
+from hvdtrain.measurement import running
 from hvdtrain.measurement.benchmark_options import Options
-from hvdtrain.measurement.parallel_workloads import BATCHES
+from hvdtrain.measurement.parallel_workloads import BATCHES, WORKLOADS
 
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, BATCH = (300, 17), 4, 32
@@ -102,7 +102,9 @@ def test_recommender(world):
     kinds = run(world, given)
     assert list(kinds) == ["replicated", "row", "column", "tables"]
     dense = 2 * (SIZE - 1) * 4 * DENSE // SIZE
-    ids = np.stack([recommender.samples(given, rank)[0] for rank in range(SIZE)])
+    ids = np.stack(
+        [WORKLOADS["recommender"].samples(given, rank)[0] for rank in range(SIZE)]
+    )
     assert ids.shape == (SIZE, BATCHES, BATCH, len(ROWS))
     sent = {name: kinds[name]["sent_bytes_by_rank"][RANK] - dense for name in kinds}
     # Of int32 ids and float32 rows, repeated ones too.
