@@ -134,8 +134,8 @@ def test_recommender(world):
 
 
 def test_wide(world, monkeypatch):
-    monkeypatch.setattr(wide, "UNITS", 12)
-    monkeypatch.setattr(wide, "WIDE_UNITS", 18)
+    monkeypatch.setattr(parallel_workloads, "UNITS", 12)
+    monkeypatch.setattr(parallel_workloads, "WIDE_UNITS", 18)
     kinds = run(world, options("wide"))
     assert list(kinds) == ["replicated", "state", "model", "pipeline"]
     widening, narrowing, last = 13 * 18, 19 * 12, 13 * 10
