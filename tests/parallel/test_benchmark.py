@@ -5,7 +5,7 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
-from hvdtrain.measurement import running
+from hvdtrain.measurement import parallel_workloads, running
 from hvdtrain.measurement.benchmark_options import Options
 from hvdtrain.measurement.parallel_workloads import BATCHES, WORKLOADS
 
