@@ -10,7 +10,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT.joinpath("README.md").read_text()
-PROGRAMS = re.findall(r"```bash\n(.*hvdtrain\.mnist.*)\n```", README)
+(WAYS,) = re.findall(r"```bash\n(horovodrun .*?)\n```", README, re.S)
+PROGRAMS = WAYS.splitlines()
 
 
 @pytest.fixture
