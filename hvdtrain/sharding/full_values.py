@@ -40,7 +40,7 @@ class Block:
         bounds = [(0, size) for size in shape]
         flat = None
         for each in chain:
-            part = each.slice
+            part = each.local_slice
             if each.shape is not None:
                 flat = part
             else:
