@@ -26,7 +26,7 @@ def measure(options, world):
         docs/benchmark.md describes it.
     """
     workload = WORKLOADS[options.workload]
-    found, variants = {}, {}
+    found, runs = {}, {}
     for name, kind in workload.kinds.items():
         if world.size > kind.most_ranks:
             continue
@@ -34,10 +34,10 @@ def measure(options, world):
             model = kind.build(options)
             batches = _batches(workload, kind, options, world)
             found[name] = _first_steps(model, batches, options) | _memory(model)
-        variants[name] = variants.called(model, batches, options)
-    speeds = variants.warm_up(world, variants)
+        runs[name] = variants.called(model, batches, options)
+    speeds = variants.warm_up(world, runs)
     measured = variants.run_rounds(
-        world, variants, speeds, rounds=options.rounds, seconds=options.seconds
+        world, runs, speeds, rounds=options.rounds, seconds=options.seconds
     )
     for name, executions in measured.items():
         found[name]["step_seconds"] = [
