@@ -10,7 +10,6 @@ are too small by the number of ranks, and that of reducescatter is too large.
 import functools
 
 import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
@@ -22,7 +21,7 @@ from hvdtrain.collectives.process_sets import (
     rank_in,
     size_of,
 )
-from hvdtrain.collectives.transport import Average, Min, Reduction, Sum, op_name
+from hvdtrain.collectives.transport import Average, Reduction, Sum, op_name
 
 
 @do_not_convert
@@ -396,12 +395,20 @@ def join():
     return transport.join()
 
 
+@do_not_convert
 def is_true_on_all_ranks(flag, *, name, process_set=global_process_set):
-    """Whether `flag` is true on every rank of `process_set`; a collective."""
+    """Return whether `flag` is true on every rank, as a scalar boolean tensor.
+
+    A collective over `process_set`, in a graph or executed eagerly.
+    """
+    flag = tf.convert_to_tensor(flag)
     if not needs_communication(process_set):
-        return bool(flag)
-    flags = allreduce(np.int32(bool(flag)), name=name, op=Min, process_set=process_set)
-    return bool(flags.numpy())
+        return flag
+    # Count the ranks where it is false: a rank that has joined contributes a zero,
+    # which the minimum of the flags would take for false.
+    is_false = tf.cast(tf.logical_not(flag), tf.int32)
+    count = allreduce(is_false, name=name, op=Sum, process_set=process_set)
+    return tf.equal(count, 0)
 
 
 def _check_splits(splits):

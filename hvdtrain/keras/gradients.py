@@ -131,10 +131,12 @@ class GradientReducer:
             return True
         if self._all_are_shared is None and not is_elastic():
             with tf.init_scope():
-                self._all_are_shared = ops.is_true_on_all_ranks(
-                    not self.has_unshared_variables,
-                    name="SharedVariables",
-                    process_set=self.process_set,
+                self._all_are_shared = bool(
+                    ops.is_true_on_all_ranks(
+                        not self.has_unshared_variables,
+                        name="SharedVariables",
+                        process_set=self.process_set,
+                    )
                 )
         return self.has_unshared_variables or self._all_are_shared is False
 

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.collectives.process_sets import global_process_set, needs_communication
-from hvdtrain.collectives.transport import Sum
+from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.gradients import add_up_rows
@@ -47,7 +46,9 @@ def share_overflow(loss_scale_optimizer, ranks):
     check_locally = loss_scale_optimizer.check_finite
 
     def check_finite(grads):
-        return is_true_on_all(ranks, check_locally(grads), "LossScaleOverflow")
+        return ops.is_true_on_all_ranks(
+            check_locally(grads), name="LossScaleOverflow", process_set=ranks
+        )
 
     loss_scale_optimizer.check_finite = check_finite
 
@@ -121,24 +122,6 @@ def all_finite(gradients):
     """Returns whether all values of a list of dense or sparse gradients are finite."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
-
-
-def is_true_on_all(ranks, value, name):
-    """Returns a boolean tensor: whether `value`, one too, is true on all ranks.
-
-    Args:
-        ranks: a process set.
-        value: a scalar boolean tensor.
-        name: of the collective.
-    """
-    if not needs_communication(ranks):
-        return value
-    # Values that are false are counted, not the others: a rank that has joined
-    # contributes zeros.
-    count = ops.allreduce(
-        tf.cast(tf.logical_not(value), tf.int32), name=name, op=Sum, process_set=ranks
-    )
-    return tf.equal(count, 0)
 
 
 class ReductionHook:
@@ -292,7 +275,9 @@ class ReductionHook:
         is_scattered = self.sharded_state and self.sharded_state.is_scattered
         if self.mesh or is_scattered or self.reducer.some_are_unshared(self._variables):
             # The ranks that have the other parts skip a step together with this one.
-            finite = is_true_on_all(self.all_ranks, finite, "FiniteGradients")
+            finite = ops.is_true_on_all_ranks(
+                finite, name="FiniteGradients", process_set=self.all_ranks
+            )
         return finite
 
     def share_finite_check(self, loss_scale_optimizer):

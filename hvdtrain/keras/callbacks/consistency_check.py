@@ -74,7 +74,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
 
     def _is_true_on_all_ranks(self, flag, name):
         process_set = get_training_ranks(self.model.optimizer)
-        return ops.is_true_on_all_ranks(flag, name=name, process_set=process_set)
+        return bool(ops.is_true_on_all_ranks(flag, name=name, process_set=process_set))
 
     def _check_first(self):
         # After an earlier fit the moving averages differ, as in _check_trained.
