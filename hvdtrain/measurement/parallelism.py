@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.measurement import variants
 from hvdtrain.measurement.figures import median_ratio
 from hvdtrain.measurement.parallel_workloads import BATCHES, WORKLOADS
 
