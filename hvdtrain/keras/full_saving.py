@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.keras.variables import shard_slots, without_loss_scale
+from hvdtrain.keras.variables import get_inner_optimizer, shard_slots
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import assign_shard, get_sharding, is_sharded
 
@@ -72,7 +72,7 @@ def install():
 
 def note_slots(optimizer):
     """Notes which slots are parts; those of a plain optimizer are not noted before."""
-    base = without_loss_scale(optimizer)
+    base = get_inner_optimizer(optimizer)
     if base.built:
         shard_slots(base, base._trainable_variables)
 

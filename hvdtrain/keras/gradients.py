@@ -394,7 +394,7 @@ def _split_by_bytes(places, variables):
     return list(groups.values())
 
 
-def bytes_of_groups(variables):
+def group_bytes(variables):
     """Returns the bytes of each group of gradients, in the order of their reduction."""
     by_place = _split_by_bytes(range(len(variables)), variables)
     return [

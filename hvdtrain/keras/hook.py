@@ -12,8 +12,8 @@ from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.gradients import add_up_rows
 from hvdtrain.keras.variables import (
+    non_local_state,
     shard_slots,
-    shared_state,
 )
 from hvdtrain.sharding.shards import (
     check_elementwise,
@@ -297,7 +297,7 @@ class ReductionHook:
             with keras.name_scope(self._optimizer.name, caller=self._optimizer):
                 self._optimizer.build(variables)
         weights = [v for v in variables if not self.reducer.is_local(v)]
-        state = shared_state(self._optimizer, variables, self.reducer.local_keys)
+        state = non_local_state(self._optimizer, variables, self.reducer.local_keys)
         for process_set, _ in self.axes():
             copies = [
                 variable

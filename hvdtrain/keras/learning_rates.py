@@ -5,7 +5,7 @@ import weakref
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.variables import without_loss_scale
+from hvdtrain.keras.variables import get_inner_optimizer
 
 # By optimizer. A function keeps the optimizer's variables alive, not the optimizer.
 _changes = weakref.WeakKeyDictionary()
@@ -58,7 +58,7 @@ def _compile(rate, velocities):
 
 
 def _velocities(optimizer):
-    optimizer = without_loss_scale(optimizer)
+    optimizer = get_inner_optimizer(optimizer)
     if not optimizer.built:
         return []
     if isinstance(optimizer, keras.optimizers.SGD):

@@ -20,8 +20,8 @@ from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.variables import (
     find_optimizers,
     get_hook,
+    get_inner_optimizer,
     local_variables,
-    without_loss_scale,
 )
 
 
@@ -134,7 +134,7 @@ def distribute(
             f"op=hvd.{op_name(options.op)}. For hvd.Adasum, use "
             "hvd.DistributedGradientTape with the plain optimizer."
         )
-    base = without_loss_scale(optimizer)
+    base = get_inner_optimizer(optimizer)
     reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)
     _accumulate(base, backward_passes_per_step)
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
@@ -203,7 +203,7 @@ def _check_optimizer(optimizer):
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
     _check_not_horovods(optimizer)
-    base = without_loss_scale(optimizer)
+    base = get_inner_optimizer(optimizer)
     if isinstance(base, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise TypeError(
             "DistributedOptimizer cannot reduce the gradients of a MultiOptimizer: its "
@@ -219,7 +219,7 @@ def _check_optimizer(optimizer):
 
 def _check_not_horovods(optimizer):
     # Horovod creates a class at run time, with the name of the optimizer's own.
-    cls = type(without_loss_scale(optimizer))
+    cls = type(get_inner_optimizer(optimizer))
     if cls.__module__.startswith("horovod."):
         raise TypeError(
             "horovod.tensorflow.keras.DistributedOptimizer reduces no gradients on "

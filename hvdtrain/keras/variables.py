@@ -75,7 +75,7 @@ def replicated_by_process_set(optimizer, variables, root_rank=None):
         yield global_process_set, root_rank or 0, list(variables)
 
 
-def shared_variables(model, *, optimizer=None, local_keys=frozenset()):
+def non_local_variables(model, *, optimizer=None, local_keys=frozenset()):
     """Returns the weights and the optimizer's variables that are equal on all ranks.
 
     Without local weights and their slots in the optimizer, and without accumulated
@@ -94,7 +94,7 @@ def shared_variables(model, *, optimizer=None, local_keys=frozenset()):
     weights = [w for w in model.weights if variable_key(w) not in local_keys]
     if optimizer is None:
         return weights
-    return weights + shared_state(optimizer, model.trainable_variables, local_keys)
+    return weights + non_local_state(optimizer, model.trainable_variables, local_keys)
 
 
 @do_not_convert
@@ -119,7 +119,7 @@ def broadcast_variables(
 _COPIES = {"ScheduleFreeAdamW": "_momentums"}
 
 
-def shared_state(optimizer, trainable, local_keys=frozenset()):
+def non_local_state(optimizer, trainable, local_keys=frozenset()):
     """Returns the variables of `optimizer` that are equal on all ranks.
 
     Without the slots of local weights. Accumulated gradients are left out as well:
@@ -148,7 +148,7 @@ def common_state(optimizer, trained):
 
 def accumulated_gradients(optimizer):
     """Returns the variables with the sums of an accumulation window; may be none."""
-    return list(getattr(without_loss_scale(optimizer), "_accumulated_gradients", ()))
+    return list(getattr(get_inner_optimizer(optimizer), "_accumulated_gradients", ()))
 
 
 def shard_slots(optimizer, trainable):
@@ -200,7 +200,7 @@ def _owners_by_place(optimizer: keras.optimizers.Optimizer) -> dict:
 
     The factors of Adafactor have no names by which their weights could be found.
     """
-    base = without_loss_scale(optimizer)
+    base = get_inner_optimizer(optimizer)
     placed = slots_by_index(base, base._trainable_variables)
     return {id(slot): weight for _, slot, weight in placed}
 
@@ -234,7 +234,7 @@ def weight_copies(optimizer: keras.optimizers.Optimizer) -> list:
     return []
 
 
-def without_loss_scale(optimizer):
+def get_inner_optimizer(optimizer):
     """The optimizer inside a `LossScaleOptimizer`, or `optimizer` itself."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.inner_optimizer
@@ -243,7 +243,7 @@ def without_loss_scale(optimizer):
 
 def get_hook(optimizer):
     """Returns the `ReductionHook` of `optimizer`, or None."""
-    return getattr(without_loss_scale(optimizer), "reduction_hook", None)
+    return getattr(get_inner_optimizer(optimizer), "reduction_hook", None)
 
 
 def variable_key(variable):

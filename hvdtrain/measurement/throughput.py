@@ -52,7 +52,7 @@ def measure(options, world):
     )
     count = max(world.size, len(names))
     figures = summarize(gather(world, measured), options, count)
-    buckets = gradients.bytes_of_groups(model.trainable_variables) if count > 1 else []
+    buckets = gradients.group_bytes(model.trainable_variables) if count > 1 else []
     if world.size > 1 and options.project:
         figures["projection"] = _projection(options, world, figures, buckets)
     if count > 1 and options.consistency_steps and options.workload != "backward":

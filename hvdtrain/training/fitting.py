@@ -15,7 +15,7 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import on_all
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.optimizer import is_distributed
-from hvdtrain.keras.variables import without_loss_scale
+from hvdtrain.keras.variables import get_inner_optimizer
 from hvdtrain.training.plan import Plan
 
 # The error of `assert_cardinality`.
@@ -311,7 +311,7 @@ class _Training(keras.callbacks.CallbackList):
         self._epoch_end = self._plan.step(epoch + 1)
         # A callback that changes the learning rate there, `LearningRateScheduler` for
         # example, would do so twice.
-        rate = without_loss_scale(self.model.optimizer).learning_rate
+        rate = get_inner_optimizer(self.model.optimizer).learning_rate
         is_kept = self._is_continued and isinstance(rate, keras.Variable)
         self._is_continued = False
         before = rate.numpy() if is_kept else None

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.keras.callbacks import broadcast
-from hvdtrain.keras.variables import shared_variables, variable_key
+from hvdtrain.keras.variables import non_local_variables, variable_key
 
 
 def randomize(model):
@@ -249,7 +249,7 @@ def test_slots_go_to_the_longest_name_that_fits():
     model.compile(keras.optimizers.Adam(), "mse")
     model.optimizer.build(model.trainable_variables)
     first, _ = model.trainable_variables
-    shared = shared_variables(model, local_keys={variable_key(first)})
+    shared = non_local_variables(model, local_keys={variable_key(first)})
     names = [variable.name for variable in shared]
     # iteration, learning rate; the second weight and its two moments.
     assert len(names) == 2 + 3

@@ -19,8 +19,8 @@ from hvdtrain.keras.variables import (
     get_hook,
     get_process_set,
     get_training_ranks,
+    non_local_variables,
     replicated_by_process_set,
-    shared_variables,
     variable_key,
 )
 from hvdtrain.sharding.shards import is_sharded
@@ -159,7 +159,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             # The last axis is that of the replicas.
             _, root = hook.axes(self.root_rank)[-1]
             copies_weights = sharded_state.agree_on_start(root, hook.all_ranks)
-        variables = shared_variables(model, local_keys=self._local_keys)
+        variables = non_local_variables(model, local_keys=self._local_keys)
         if is_sharded(model.variables):
             # The seeds of a replica are those of its first rank.
             variables += seed_states(model)

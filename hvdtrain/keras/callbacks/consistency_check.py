@@ -7,11 +7,11 @@ from hvdtrain.keras.callbacks.stopping import EverySteps
 from hvdtrain.keras.consistency import check_consistency
 from hvdtrain.keras.variables import (
     find_optimizers,
+    get_inner_optimizer,
     get_training_ranks,
+    non_local_variables,
     replicated_by_process_set,
-    shared_variables,
     variable_key,
-    without_loss_scale,
 )
 
 
@@ -78,17 +78,17 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
 
     def _check_first(self):
         # After an earlier fit the moving averages differ, as in _check_trained.
-        optimizers = map(without_loss_scale, find_optimizers(self.model))
+        optimizers = map(get_inner_optimizer, find_optimizers(self.model))
         is_new = all(int(optimizer._iterations) == 0 for optimizer in optimizers)
         if self._is_true_on_all_ranks(is_new, "ConsistencyIsNew"):
-            self._check(shared_variables(self.model, local_keys=self._local_keys))
+            self._check(non_local_variables(self.model, local_keys=self._local_keys))
         else:
             self._check_trained()
 
     def _check_trained(self):
         untrained = {variable_key(v) for v in self.model.non_trainable_weights}
         self._check(
-            shared_variables(self.model, local_keys=self._local_keys | untrained)
+            non_local_variables(self.model, local_keys=self._local_keys | untrained)
         )
 
     def _check(self, variables):

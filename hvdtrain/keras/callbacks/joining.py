@@ -8,9 +8,9 @@ from hvdtrain.collectives.transport import Average
 from hvdtrain.keras.variables import (
     find_optimizers,
     get_hook,
+    get_inner_optimizer,
     get_local_keys,
-    shared_variables,
-    without_loss_scale,
+    non_local_variables,
 )
 from hvdtrain.sharding.shards import is_split_over_ranks
 
@@ -86,7 +86,7 @@ class JoinCallback(keras.callbacks.Callback):
         last_rank = int(ops.join())
         optimizers = find_optimizers(self.model)
         if not optimizers:
-            ops.broadcast_variables(shared_variables(self.model), last_rank)
+            ops.broadcast_variables(non_local_variables(self.model), last_rank)
             return
         # Between two updates of an accumulating optimizer no rank blocks, so the last
         # one to join need not be the one with the most batches.
@@ -99,7 +99,7 @@ class JoinCallback(keras.callbacks.Callback):
 
 def _steps_of(optimizers):
     # The property `iterations` is the number of updates, not of batches.
-    return [int(without_loss_scale(o)._iterations) for o in optimizers]
+    return [int(get_inner_optimizer(o)._iterations) for o in optimizers]
 
 
 def _shared_variables(model, optimizers):
@@ -108,7 +108,7 @@ def _shared_variables(model, optimizers):
     variables = {
         id(variable): variable
         for optimizer in optimizers
-        for variable in shared_variables(
+        for variable in non_local_variables(
             model, optimizer=optimizer, local_keys=local_keys
         )
     }
@@ -129,7 +129,7 @@ def _align_window(optimizer, steps, root):
         steps: the steps that each rank has taken.
         root: the rank whose steps all ranks take over.
     """
-    hook, base = get_hook(optimizer), without_loss_scale(optimizer)
+    hook, base = get_hook(optimizer), get_inner_optimizer(optimizer)
     window = base.gradient_accumulation_steps
     if hook is None or not window or not base.built:
         return

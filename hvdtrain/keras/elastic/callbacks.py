@@ -6,7 +6,7 @@ import warnings
 import keras
 
 from hvdtrain.keras.callbacks import fit_start
-from hvdtrain.keras.variables import without_loss_scale
+from hvdtrain.keras.variables import get_inner_optimizer
 
 
 class CommitStateCallback(keras.callbacks.Callback):
@@ -108,7 +108,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def _first_batch(self):
         state, steps = self.state, self.params.get("steps")
         batch = state.batch
-        if batch and not int(without_loss_scale(state.optimizer)._iterations):
+        if batch and not int(get_inner_optimizer(state.optimizer)._iterations):
             warnings.warn(
                 f"state.batch counts the batches that are done. Received: {batch}, "
                 "with an optimizer that has taken no step; expected 0. Training starts "

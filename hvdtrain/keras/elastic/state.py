@@ -20,7 +20,7 @@ from hvdtrain.job.backend import init
 from hvdtrain.job.failures import is_collective_failure
 from hvdtrain.keras.learning_rates import set_learning_rate
 from hvdtrain.keras.optimizer import configure_compiled_model
-from hvdtrain.keras.variables import shared_variables, without_loss_scale
+from hvdtrain.keras.variables import get_inner_optimizer, non_local_variables
 
 
 class KerasState(ObjectState):
@@ -57,7 +57,7 @@ class KerasState(ObjectState):
             )
         compiled = getattr(model, "optimizer", None)
         # Under mixed_float16, compile() wraps the optimizer. The scale is state, too.
-        if optimizer is None or optimizer is without_loss_scale(compiled):
+        if optimizer is None or optimizer is get_inner_optimizer(compiled):
             optimizer = compiled
         if optimizer is None:
             raise ValueError(
@@ -94,7 +94,7 @@ class KerasState(ObjectState):
         States of random layers are not broadcast: all ranks would drop the same units.
         Local variables and accumulated gradients belong to their rank.
         """
-        shared = shared_variables(self.model, optimizer=self.optimizer)
+        shared = non_local_variables(self.model, optimizer=self.optimizer)
         ops.broadcast_variables(shared, root_rank=0)
         self._save_variables()
         super().sync()
@@ -138,7 +138,7 @@ def _rate_variable(optimizer):
 
 def _offer_lr(optimizer):
     rate = _rate_variable(optimizer)
-    for owner in (optimizer, without_loss_scale(optimizer)):
+    for owner in (optimizer, get_inner_optimizer(optimizer)):
         if rate is not None and not hasattr(owner, "lr"):
             # tf.keras.backend.set_value takes no Keras variable.
             owner.lr = as_tensorflow(rate)

@@ -15,7 +15,7 @@ from hvdtrain.job.agreement import fail_together, on_chief
 from hvdtrain.job.backend import world
 from hvdtrain.job.world import JobError
 from hvdtrain.keras import variables
-from hvdtrain.keras.variables import without_loss_scale
+from hvdtrain.keras.variables import get_inner_optimizer
 from hvdtrain.parallel.mesh import Axis
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 
@@ -68,7 +68,7 @@ class FullModel:
 
 def _new(optimizer):
     """Return an optimizer of the same class and config, without state."""
-    inner = without_loss_scale(optimizer)
+    inner = get_inner_optimizer(optimizer)
     classes = {type(inner), type(inner._learning_rate)}
     with keras.saving.custom_object_scope({each.__name__: each for each in classes}):
         return type(optimizer).from_config(optimizer.get_config())
@@ -175,7 +175,7 @@ def load(pipeline, axis: Axis, filepath, options):
 
     def read():
         model = pipeline.dense.build(pipeline)
-        optimizer = without_loss_scale(getattr(model, "optimizer", None))
+        optimizer = get_inner_optimizer(getattr(model, "optimizer", None))
         if optimizer:
             optimizer._iterations.assign(_NOT_LOADED)
         try:

@@ -13,8 +13,8 @@ from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.keras.learning_rates import set_learning_rate
 from hvdtrain.keras.variables import (
     accumulated_gradients,
+    get_inner_optimizer,
     replicated_by_process_set,
-    without_loss_scale,
 )
 from hvdtrain.training.checkpoint import state
 from hvdtrain.training.checkpoint.per_rank import PerRankState, regrouped
@@ -85,7 +85,7 @@ def learning_rate(optimizer):
 
     A schedule of Keras computes it from the step, and is not in a checkpoint.
     """
-    rate = without_loss_scale(optimizer).learning_rate
+    rate = get_inner_optimizer(optimizer).learning_rate
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 
 

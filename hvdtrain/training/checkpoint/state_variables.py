@@ -21,8 +21,8 @@ from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.variables import (
     accumulated_gradients,
     get_hook,
+    non_local_variables,
     replicated_by_process_set,
-    shared_variables,
     variable_key,
 )
 from hvdtrain.sharding.full_values import FullValues, FullVariable
@@ -206,7 +206,7 @@ def _trainable(model):
 
 def _shared(model):
     fixed = {variable_key(weight) for weight in model.non_trainable_weights}
-    return [v for v in shared_variables(model) if variable_key(v) not in fixed]
+    return [v for v in non_local_variables(model) if variable_key(v) not in fixed]
 
 
 def _ids(variables):
@@ -216,7 +216,7 @@ def _ids(variables):
 def _broadcast_weights(model):
     """The weights that the broadcast before the first step makes equal."""
     weights = _ids(model.weights)
-    return [v for v in shared_variables(model) if id(v) in weights]
+    return [v for v in non_local_variables(model) if id(v) in weights]
 
 
 def _untracked_and_replicated(model):
