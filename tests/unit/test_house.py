@@ -48,8 +48,8 @@ TREES = {
 
 
 def imported_modules(tree):
-    """Yield the names of all modules that are imported anywhere in a module."""
-    for node in ast.walk(tree):
+    """Yield the names of all modules that a module imports, in functions as well."""
+    for node in nodes_at_run_time(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -57,6 +57,15 @@ def imported_modules(tree):
                 # `from hvdtrain import data` imports a module, `from x import f` not.
                 name = f"{node.module}.{alias.name}"
                 yield name if name in TREES else node.module
+
+
+def nodes_at_run_time(tree):
+    """Yield all nodes but imports for type checkers, which may name a higher floor."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from nodes_at_run_time(node)
 
 
 def our_imports(tree):
