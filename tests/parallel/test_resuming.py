@@ -21,7 +21,7 @@ from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 from hvdtrain.training.checkpoint import state
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
-FORMAT_2 = pathlib.Path(__file__).parent / "format_2"
+HERE = pathlib.Path(__file__).parent
 RANK, SIZE = hvd.rank(), hvd.size()
 WORLD = World(rank=RANK, size=SIZE)
 STEPS, EPOCH_STEPS, SAMPLES = 16, 6, 50
@@ -161,12 +161,13 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
         assert [kinds.count(f"rank{rank}") for rank in range(SIZE)] == [7] * SIZE
 
 
-def test_a_checkpoint_of_format_2_continues(directory):
-    """An earlier version has written it, with frozen weights for each rank."""
+@pytest.mark.parametrize("version", ["format_2", "format_3"])
+def test_a_checkpoint_of_an_earlier_version_continues(directory, version):
+    """In format 2, frozen weights are stored once for each rank."""
     copied = f"{directory}-copied"
     if RANK == 0:
         for each in (directory, copied):
-            shutil.copytree(FORMAT_2, f"{each}/checkpoints")
+            shutil.copytree(HERE / version, f"{each}/checkpoints")
     hvd.allreduce(0, name="copied")
     result = train(frozen_and_random, directory=directory)
     assert result.start_step == 7
