@@ -32,8 +32,8 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
 
 oracles=(
   tests/parallel/test_{optimizer,mixed_precision,callbacks_broadcast}.py
-  tests/parallel/test_{parallel_dense,parallel_attention,embedding,pipeline,parts}.py
-  tests/parallel/test_dense_saving.py
+  tests/parallel/test_{parallel_dense,parallel_attention,embedding,pipeline,layer_checks}.py
+  tests/parallel/test_full_saving.py
 )
 summary=()
 failed=0

@@ -1,7 +1,19 @@
-"""Values of dense variables, of which each rank holds a part, on the chief and back."""
+"""Gather full values of sharded variables on the chief, and scatter them back.
+
+Files of models and checkpoints hold full values; rank 0, the chief, reads and writes
+them. `FullVariable` describes a variable of the full model and has this rank's shard.
+`Block` says which elements of the full array a shard has. `FullValues` moves values,
+in chunks, so that messages stay small however large a variable is:
+
+    values = FullValues(map(FullVariable.of, variables))    # on all ranks
+    full = values.gather(0)       # an array on the chief, None on other ranks
+    values.scatter(0, full)       # assigns its shard on each rank
+"""
 
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,7 +22,7 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.sharding.shards import get_sharding
+from hvdtrain.sharding.shards import Shape, Sharding, get_sharding
 
 # MPI counts elements in 32 bits, and each message is copied a few times.
 _CHUNK_BYTES = 64 << 20
@@ -18,94 +30,78 @@ _CHUNK_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Which elements of a dense variable a rank holds.
+    """The elements of a full array that a rank holds.
 
     Attributes:
         bounds: (start, stop) on each axis.
-        start: the first element that it holds of this block, flattened.
+        start: first element of the rank, in the flattened array of these bounds.
         stop: the element after the last one.
     """
 
-    bounds: tuple
+    bounds: tuple[tuple[int, int], ...]
     start: int
     stop: int
 
     @classmethod
-    def of(cls, shape, sharding):
-        """Returns that of a dense shape and a `Sharding`, None for all of it."""
-        chain = []
+    def of(cls, shape: Shape, sharding: Sharding | None) -> "Block":
+        """Return the block of a shard; without a sharding, all of the full shape."""
+        shardings: list[Sharding] = []
         while sharding:
-            chain.insert(0, sharding)
+            shardings.insert(0, sharding)
             sharding = sharding.within
         bounds = [(0, size) for size in shape]
         flat = None
-        for each in chain:
-            part = each.local_slice
-            if each.shape is not None:
-                flat = part
+        for outer_first in shardings:
+            local = outer_first.local_slice
+            if outer_first.shape is not None:
+                flat = local
             else:
-                start = bounds[each.axis][0]
-                bounds[each.axis] = (start + part.start, start + part.stop)
+                start = bounds[outer_first.axis][0]
+                bounds[outer_first.axis] = (start + local.start, start + local.stop)
         count = math.prod(stop - start for start, stop in bounds)
         flat = flat or slice(0, count)
         return cls(tuple(bounds), flat.start, flat.stop)
 
     @property
-    def size(self):
+    def size(self) -> int:
         """Number of elements."""
         return self.stop - self.start
 
-    def read(self, dense, start, stop):
-        """Returns the elements [start, stop) of this block of a dense array."""
-        return self._view(dense).flat[self.start + start : self.start + stop]
+    def read(self, full: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Return elements `start` to `stop` of this block of a full array."""
+        return self._view(full).flat[self.start + start : self.start + stop]
 
-    def write(self, dense, start, values):
-        """Writes elements of this block, from `start` on, into a dense array."""
+    def write(self, full: np.ndarray, start: int, values: np.ndarray) -> None:
+        """Write elements of this block, from `start` on, into a full array."""
         first = self.start + start
-        self._view(dense).flat[first : first + len(values)] = values
+        self._view(full).flat[first : first + len(values)] = values
 
-    def _view(self, dense):
-        # With the ellipsis also of a scalar a view.
-        return dense[(*(slice(*bounds) for bounds in self.bounds), ...)]
-
-
-def assemble(described, parts):
-    """Returns the dense value of a variable.
-
-    Args:
-        described: the `FullVariable`.
-        parts: list of `Block` and array, each the part of a rank; None for a rank
-            without one.
-    """
-    parts = [(block, value) for block, value in parts if block is not None]
-    block, value = parts[0]
-    if block == Block.of(described.shape, None):
-        return value
-    dense = np.empty(described.shape, described.dtype)
-    for block, value in parts:
-        block.write(dense, 0, value.reshape(-1))
-    return dense
+    def _view(self, full: np.ndarray) -> np.ndarray:
+        # Without the ellipsis, the index of a scalar would return a copy.
+        index: tuple[Any, ...] = (*(slice(*bounds) for bounds in self.bounds), ...)
+        return full[index]
 
 
 @dataclasses.dataclass(frozen=True)
 class FullVariable:
-    """A variable of the dense model.
+    """A variable of the full model.
 
     Attributes:
         path: its path.
-        shape: its shape.
+        shape: its full shape.
         dtype: its dtype, as a string.
-        variable: this rank's part of it, a Keras variable; None without one.
+        variable: the Keras variable that holds this rank's shard of it; None on a rank
+            without a shard.
     """
 
     path: str
-    shape: tuple
+    shape: Shape
     dtype: str
-    variable: object
+    variable: keras.Variable | None
 
     @classmethod
-    def of(cls, variable):
-        """Returns that of a Keras variable, which may be a part of it."""
+    def of(cls, variable: keras.Variable) -> "FullVariable":
+        """Describe the full variable of which a Keras variable is a shard, or all."""
         sharding, shape = get_sharding(variable), tuple(variable.shape)
         return cls(
             path=getattr(variable, "path", variable.name),
@@ -115,105 +111,130 @@ class FullVariable:
         )
 
     @property
-    def is_full(self):
-        """Whether every rank that has it holds all of it."""
-        # A rank may hold all of an optimizer's slot, and others nothing of it.
+    def is_full(self) -> bool:
+        """Whether every rank that holds elements of it holds all of them."""
+        # One rank may hold all of a slot while the others hold nothing of it: then the
+        # variable has a sharding, and its block is full.
         is_sharded = self.variable is not None and get_sharding(self.variable)
         return not is_sharded and self.block == Block.of(self.shape, None)
 
-    def local_value(self):
-        """Returns a copy of this rank's part as an array; None without one."""
+    def local_value(self) -> np.ndarray | None:
+        """Return a copy of this rank's shard; None without one."""
         # On the CPU, numpy() of a variable may share its memory.
         return None if self.variable is None else np.array(self.variable.numpy())
 
     @property
-    def block(self):
+    def block(self) -> Block | None:
         """The `Block` that this rank holds; None without a variable."""
         if self.variable is None:
             return None
         return Block.of(self.shape, get_sharding(self.variable))
 
 
-class FullValues:
-    """Moves the values of dense variables to the chief and back. All ranks make it.
+def assemble(
+    described: FullVariable,
+    shards_by_rank: Iterable[tuple[Block | None, np.ndarray | None]],
+) -> np.ndarray:
+    """Return the full value of a variable, of the blocks and shards of all ranks."""
+    shards = [
+        (block, value)
+        for block, value in shards_by_rank
+        if block is not None and value is not None
+    ]
+    block, value = shards[0]
+    if block == Block.of(described.shape, None):
+        return value
+    full = np.empty(described.shape, described.dtype)
+    for block, value in shards:
+        block.write(full, 0, value.reshape(-1))
+    return full
 
-    Each moves in chunks, from and to the ranks that hold its parts.
+
+class FullValues:
+    """Moves full values of variables to the chief and back.
+
+    All ranks construct it together, and call its methods together.
 
     Args:
-        variables: list of `FullVariable`, the same ones in the same order on all
-            ranks of the job.
+        variables: `FullVariable`s, the same ones in the same order on all ranks.
     """
 
-    def __init__(self, variables):
+    def __init__(self, variables: Iterable[FullVariable]) -> None:
         self.variables = list(variables)
         self._rank = global_process_set.rank()
-        mine = [each.block for each in self.variables]
-        self._blocks = allgather_object(mine, name="DenseBlocks")
+        local_blocks = [variable.block for variable in self.variables]
+        self._blocks_by_rank: list[list[Block | None]] = allgather_object(
+            local_blocks, name="DenseBlocks"
+        )
 
-    def gather(self, number):
-        """Returns a copy of the value on the chief, None on others. A collective.
+    def gather(self, number: int) -> np.ndarray | None:
+        """Return a copy of the full value on the chief, None on others. A collective.
 
         Args:
-            number: of the variable in the list.
+            number: position of the variable in the list.
         """
         described = self.variables[number]
-        blocks = [each[number] for each in self._blocks]
+        blocks = [blocks[number] for blocks in self._blocks_by_rank]
         if blocks[0] == Block.of(described.shape, None):
             return described.local_value() if self._rank == 0 else None
-        # Of the ranks that hold the same part, the first sends it.
+        # Of the ranks that hold the same block, only the first sends it.
         senders = {block: r for r, block in reversed(list(enumerate(blocks))) if block}
         sizes = [b.size if b and senders[b] == r else 0 for r, b in enumerate(blocks)]
-        dense, local = None, np.zeros([0], described.dtype)
+        full, local = None, np.zeros([0], described.dtype)
         if self._rank == 0:
-            dense = np.empty(described.shape, described.dtype)
-        if sizes[self._rank]:
+            full = np.empty(described.shape, described.dtype)
+        if described.variable is not None and sizes[self._rank]:
             local = described.variable.numpy().reshape(-1)
         for start, stop in self._chunks(described, sizes):
             splits = [0] * len(blocks)
             splits[0] = len(local[start:stop])
             for rank, values in enumerate(_exchange([local[start:stop]], splits)):
-                if len(values):
-                    blocks[rank].write(dense, start, values)
-        return dense
+                block = blocks[rank]
+                if len(values) and block is not None and full is not None:
+                    block.write(full, start, values)
+        return full
 
-    def scatter(self, number, dense):
-        """Assigns to each rank its part of a value of the chief. A collective.
+    def scatter(self, number: int, full: np.ndarray | None) -> None:
+        """Assign to each rank its shard of a value of the chief. A collective.
 
         Args:
-            number: of the variable in the list.
-            dense: a NumPy array on the chief; not used elsewhere.
+            number: position of the variable in the list.
+            full: the full value on the chief; not used on other ranks.
         """
         described = self.variables[number]
-        blocks = [each[number] for each in self._blocks]
+        blocks = [blocks[number] for blocks in self._blocks_by_rank]
         sizes = [block.size if block else 0 for block in blocks]
         local = np.empty([sizes[self._rank]], described.dtype)
         for start, stop in self._chunks(described, sizes):
-            parts = []
-            if self._rank == 0:
+            sent: list[np.ndarray] = []
+            if self._rank == 0 and full is not None:
                 ends = [min(stop, size) for size in sizes]
-                parts = [
-                    block.read(dense, start, max(start, end)) if block else local[:0]
+                sent = [
+                    block.read(full, start, max(start, end)) if block else local[:0]
                     for block, end in zip(blocks, ends, strict=True)
                 ]
-            splits = [len(part) for part in parts] or [0] * len(blocks)
-            values, *_ = _exchange(parts or [local[:0]], splits)
-            local[start : start + len(values)] = values
+            splits = [len(values) for values in sent] or [0] * len(blocks)
+            received, *_ = _exchange(sent or [local[:0]], splits)
+            local[start : start + len(received)] = received
         if described.variable is not None:
             described.variable.assign(local.reshape(described.variable.shape))
 
-    def _chunks(self, described, sizes):
-        """Yields (start, stop) of the elements of each rank that move together."""
-        bytes_each = np.dtype(described.dtype).itemsize
-        step = max(1, _CHUNK_BYTES // bytes_each // len(sizes))
+    def _chunks(
+        self, described: FullVariable, sizes: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of the elements that each rank moves in one message."""
+        element_bytes = np.dtype(described.dtype).itemsize
+        step = max(1, _CHUNK_BYTES // element_bytes // len(sizes))
         for start in range(0, max(sizes), step):
             yield start, start + step
 
 
-def _exchange(parts, splits):
-    """Returns what each rank has sent to this one, as arrays."""
-    sent = np.concatenate(parts)
+def _exchange(arrays: Sequence[np.ndarray], splits: Sequence[int]) -> list[np.ndarray]:
+    """Return the elements that each rank has sent to this one."""
     received, counts = transport.alltoall(
-        tf.constant(sent), tf.constant(splits, tf.int32), name="FullValues"
+        tf.constant(np.concatenate(arrays)),
+        tf.constant(splits, tf.int32),
+        name="FullValues",
     )
     ends = np.cumsum(counts.numpy())
     return np.split(received.numpy(), ends[:-1])

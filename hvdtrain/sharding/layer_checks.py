@@ -1,11 +1,21 @@
-"""Tensors inside of a model of which each rank has a part.
+"""Check that no layer takes the shard of a tensor for the full tensor, or conversely.
 
-A divided layer has the attributes `takes_shards` and `gives_shards`: whether its inputs
-and its outputs are such parts. Between two of them may stand what computes each element
-by itself.
+Inside of a model group, an output with `gather_output=False` is a shard: each rank has
+some features. A layer that normalizes, mixes or drops features needs the full tensor,
+and would compute wrong numbers from a shard without an error. Sharded layers have the
+attributes `takes_shards` and `gives_shards`, which say whether their inputs and outputs
+are shards. Between two of them, elementwise layers and operations are allowed:
+
+    ColumnParallelDense(gather_output=False)        gives shards
+    Activation("relu")                              elementwise
+    RowParallelDense(input_is_parallel=True)        takes shards
+
+The checks follow the tensors of functional and sequential models. They cannot see what
+a subclassed model or a user's own layer does with a shard, and allow it.
 """
 
 import inspect
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -24,7 +34,7 @@ _ELEMENTWISE_LAYERS = (
     keras.layers.Rescaling,
     keras.layers.Subtract,
 )
-# Classes of the functions of keras.ops, which are not public.
+# Names of the classes behind keras.ops; the classes are not public.
 _ELEMENTWISE_OPERATIONS = {
     *("Abs", "Absolute", "Add", "Cast", "Ceil", "Celu", "Clip", "Copy", "Cos", "Cosh"),
     *("Divide", "DivideNoNan", "Elu", "Equal", "Erf", "Erfc", "Exp", "Exp2", "Expm1"),
@@ -38,7 +48,7 @@ _ELEMENTWISE_OPERATIONS = {
     *("Sqrt", "Square", "Squareplus", "StopGradient", "Subtract", "Tan", "Tanh"),
     *("TanhShrink", "Threshold", "TrueDivide", "Where", "ZerosLike"),
 }
-# They act along other axes than the last, which is divided.
+# Layers that act along other axes than the last one, which is sharded.
 _ALONG_OTHER_AXES = (
     keras.layers.GlobalAveragePooling1D,
     keras.layers.GlobalAveragePooling2D,
@@ -54,92 +64,94 @@ NOT_ELEMENTWISE_ACTIVATIONS = (
 )
 
 
-class _Tensor(NamedTuple):
-    """What is known of a tensor; None in its place where nothing is.
+class _Output(NamedTuple):
+    """What is known of the output of a layer; None in its place if nothing is known.
 
     Attributes:
-        is_shard: whether each rank has a part, or all have the whole.
-        giver: name of the layer that has made it so. No reference to the layer: a
-            stage of a pipeline keeps what is known of the outputs.
+        is_shard: whether each rank has a shard of the tensor; otherwise all have it in
+            full.
+        source: name of the layer or input that computes it. Not the layer itself: a
+            stage of a pipeline keeps these objects, and would keep all layers alive.
     """
 
     is_shard: bool
-    giver: str
+    source: str
 
 
-def check_shards(model):
-    """Raises a ValueError if a part of a tensor is taken for the whole, or conversely.
+def check_shards(model: keras.Model) -> None:
+    """Raise a ValueError if a shard is taken for a full tensor, or conversely.
 
-    It follows the tensors of functional and sequential models. What a subclassed model
-    or layer makes of a part is not known.
-
-    Args:
-        model: a `keras.Model`.
+    Losses and metrics of the model are checked as well.
     """
-    check_scores(model, outputs_of(model))
+    check_scores(model, trace_outputs(model))
 
 
-def outputs_of(model):
-    """Returns what is known of each output of a model: parts, or the whole.
+def trace_outputs(model: keras.Model) -> list[_Output | None]:
+    """Return what is known of each output of a model.
 
     Raises:
-        ValueError: a part inside of it is taken for the whole, or conversely.
+        ValueError: a layer of the model takes a shard for a full tensor, or conversely.
     """
-    graph = _graph_of(model)
+    graph = _as_graph(model)
     if graph is None:
         return []
-    givers = [_text(tensor._keras_history.operation) for tensor in graph.inputs]
-    return _follow(graph, [_Tensor(False, giver) for giver in givers])
+    sources = [_describe(tensor._keras_history.operation) for tensor in graph.inputs]
+    return _trace(graph, [_Output(False, source) for source in sources])
 
 
-def _graph_of(model):
-    """Returns a functional model; None for what is neither that nor sequential."""
+def _as_graph(model: keras.Model | keras.Operation) -> keras.Model | None:
+    """Return a functional model; None for an operation without a graph of layers."""
     graph = getattr(model, "_functional", model)
     is_graph = isinstance(graph, keras.Model) and hasattr(graph, "_nodes_by_depth")
     return graph if is_graph else None
 
 
-def _follow(graph, inputs):
-    """Returns the `_Tensor` of each output of a functional model."""
+def _trace(
+    graph: keras.Model, inputs: Sequence[_Output | None]
+) -> list[_Output | None]:
     known = dict(zip(map(id, graph.inputs), inputs, strict=False))
     for depth in sorted(graph._nodes_by_depth, reverse=True):
         for node in graph._nodes_by_depth[depth]:
             if node.input_tensors:
-                given = [known.get(id(tensor)) for tensor in node.input_tensors]
-                made = _outputs_of(node.operation, given, len(node.output_tensors))
-                known.update(zip(map(id, node.output_tensors), made, strict=False))
+                taken = [known.get(id(tensor)) for tensor in node.input_tensors]
+                given = _trace_node(node.operation, taken, len(node.output_tensors))
+                known.update(zip(map(id, node.output_tensors), given, strict=False))
     return [known.get(id(tensor)) for tensor in graph.outputs]
 
 
-def _outputs_of(operation, given, count):
-    inner = _graph_of(operation)
-    if inner is not None:
-        return _follow(inner, given)
+def _trace_node(
+    operation: keras.Operation, inputs: Sequence[_Output | None], count: int
+) -> list[_Output | None]:
+    graph = _as_graph(operation)
+    if graph is not None:
+        return _trace(graph, inputs)
     is_wrapper = isinstance(operation, keras.layers.Wrapper)
-    return [_output_of(operation.layer if is_wrapper else operation, given)] * count
+    return [_trace_layer(operation.layer if is_wrapper else operation, inputs)] * count
 
 
-def _output_of(layer, given):
-    parts = [tensor for tensor in given if tensor and tensor.is_shard]
-    wholes = [tensor for tensor in given if tensor and not tensor.is_shard]
-    is_sharded = hasattr(layer, "takes_shards")
-    if parts:
-        _check_takes_part(layer, parts[0].giver)
-        if wholes and _passes_shards(layer):
-            _raise_takes_both(layer, parts[0].giver, wholes[0].giver)
-    elif is_sharded and layer.takes_shards and all(given):
-        _raise_takes_whole(layer, wholes[0].giver)
-    if is_sharded:
-        return _Tensor(layer.gives_shards, _text(layer))
-    if parts:
-        return parts[0] if _passes_shards(layer) else None
-    if not _is_keras_own(layer) or not all(given):
+def _trace_layer(
+    layer: keras.Operation, inputs: Sequence[_Output | None]
+) -> _Output | None:
+    shards = [tensor for tensor in inputs if tensor and tensor.is_shard]
+    full = [tensor for tensor in inputs if tensor and not tensor.is_shard]
+    is_parallel = hasattr(layer, "takes_shards")
+    if shards:
+        _check_takes_shard(layer, shards[0].source)
+        if full and _keeps_shards(layer):
+            _raise_takes_both(layer, shards[0].source, full[0].source)
+    elif is_parallel and layer.takes_shards and all(inputs):
+        _raise_takes_full(layer, full[0].source)
+    if is_parallel:
+        return _Output(layer.gives_shards, _describe(layer))
+    if shards:
+        return shards[0] if _keeps_shards(layer) else None
+    if not _is_from_keras(layer) or not all(inputs):
         return None
-    return _Tensor(False, _text(layer))
+    return _Output(False, _describe(layer))
 
 
-def _passes_shards(layer):
-    """Whether the output for a part is that part of the output for the whole."""
+def _keeps_shards(layer: keras.Operation) -> bool:
+    """Return whether the output for a shard is the shard of the full output."""
     if isinstance(layer, _ALONG_OTHER_AXES):
         return getattr(layer, "data_format", "channels_last") == "channels_last"
     if isinstance(layer, _ELEMENTWISE_LAYERS):
@@ -149,55 +161,59 @@ def _passes_shards(layer):
     return not is_layer and type(layer).__name__ in _ELEMENTWISE_OPERATIONS
 
 
-def _is_keras_own(value):
-    # Not by __class__: a divided layer has that of its dense twin.
-    kind = value if inspect.isfunction(value) else type(value)
-    is_own = kind.__module__.startswith("keras.")
-    return is_own and not isinstance(value, keras.layers.Lambda)
+def _is_from_keras(value: keras.Operation | Callable) -> bool:
+    # type() and not __class__, which for a sharded layer is the Keras layer.
+    cls = value if inspect.isfunction(value) else type(value)
+    return cls.__module__.startswith("keras.") and not isinstance(
+        value, keras.layers.Lambda
+    )
 
 
-def _check_takes_part(layer, giver):
-    is_sharded = hasattr(layer, "takes_shards")
-    if layer.takes_shards if is_sharded else _passes_shards(layer):
+def _check_takes_shard(layer: keras.Operation, source: str) -> None:
+    is_parallel = hasattr(layer, "takes_shards")
+    if layer.takes_shards if is_parallel else _keeps_shards(layer):
         return
-    if not is_sharded and not _is_keras_own(layer):
+    if not is_parallel and not _is_from_keras(layer):
         return
     raise ValueError(
-        f"The {_text(layer)} takes a whole tensor, and each rank has a part of its "
-        f"input: the {giver} has gather_output=False. Expected between that and "
+        f"The {_describe(layer)} takes a full tensor, and each rank has a shard of its "
+        f"input: the {source} has gather_output=False. Allowed between this layer and "
         "a RowParallelDense with input_is_parallel=True: elementwise layers, "
-        "ParallelDropout, or layers of your own. Pass gather_output=True, or move the "
-        "layer."
+        "ParallelDropout, and layers of your own. Pass gather_output=True, or move "
+        f"the {type(layer).__name__}."
     )
 
 
-def _raise_takes_whole(layer, giver):
+def _raise_takes_full(layer: keras.Operation, source: str) -> None:
     raise ValueError(
-        f"The {_text(layer)} takes this rank's part of a tensor, and its input is the "
-        f"whole output of the {giver}. Give that gather_output=False, if it is "
-        "a ColumnParallelDense, or use the layer for whole inputs: "
-        "input_is_parallel=False, or Dropout for ParallelDropout."
+        f"The {_describe(layer)} takes this rank's shard of a tensor, and its input is "
+        f"the full output of the {source}. Pass gather_output=False to that layer, if "
+        "it is a ColumnParallelDense. Otherwise pass input_is_parallel=False, or use "
+        "Dropout for ParallelDropout."
     )
 
 
-def _raise_takes_both(layer, part_giver, whole_giver):
+def _raise_takes_both(
+    layer: keras.Operation, shard_source: str, full_source: str
+) -> None:
     raise ValueError(
-        f"The {_text(layer)} combines this rank's part of the output of the "
-        f"{part_giver} with the whole output of the {whole_giver}, whose "
-        "gradient would lack the shares of the other ranks. Combine them after the "
-        "RowParallelDense, or in a layer of your own that passes the whole tensor "
+        f"The {_describe(layer)} combines this rank's shard of the output of the "
+        f"{shard_source} with the full output of the {full_source}, whose gradient "
+        "would lack the terms of the other ranks. Combine them after the "
+        "RowParallelDense, or in a layer of your own that passes the full tensor "
         "through parallel.mappings.copy."
     )
 
 
-def check_scores(model, outputs):
-    """Raises a ValueError if a loss or metric of Keras would be that of a part.
+def check_scores(model: keras.Model, outputs: Sequence[_Output | None]) -> None:
+    """Raise a ValueError if a loss or metric of Keras would be computed from a shard.
 
     Args:
-        model: a `keras.Model`, compiled or not.
-        outputs: what `outputs_of` returns of it, or of the model whose outputs it has.
+        model: a model, compiled or not.
+        outputs: what `trace_outputs` returns for it. A pipeline passes the outputs of
+            the full model, which its stages together compute.
     """
-    givers = [output.giver for output in outputs if output and output.is_shard]
+    sources = [output.source for output in outputs if output and output.is_shard]
     losses = keras.tree.flatten(getattr(model, "loss", None))
     scores = losses
     if len(outputs) == 1:
@@ -206,16 +222,16 @@ def check_scores(model, outputs):
     elif len(losses) == len(outputs):
         pairs = zip(losses, outputs, strict=True)
         scores = [loss for loss, output in pairs if output and output.is_shard]
-    for each in scores if givers else ():
-        if isinstance(each, str) or _is_keras_own(each):
+    for score in scores if sources else ():
+        if isinstance(score, str) or _is_from_keras(score):
             raise ValueError(
-                f"The model returns this rank's part of the output of the "
-                f"{givers[0]}, and a loss or metric of Keras takes the whole. "
-                f"Received: {each!r}. Pass gather_output=True, or "
+                f"The model returns this rank's shard of the output of the "
+                f"{sources[0]}, and a loss or metric of Keras takes the full output. "
+                f"Received: {score!r}. Pass gather_output=True, or "
                 "parallel.ParallelSparseCategoricalCrossentropy(from_logits=True) and "
                 "ParallelSparseCategoricalAccuracy."
             )
 
 
-def _text(layer):
+def _describe(layer: keras.Operation) -> str:
     return f"{type(layer).__name__} {layer.name!r}"

@@ -1,211 +1,251 @@
-"""Variables that are divided over the ranks of a process set."""
+"""Shards: the elements of a variable that each rank of a process set holds.
+
+A `Sharding` cuts one axis of a full variable into one shard for each rank. For a full
+shape of (6, 4) on two ranks, where a digit is the rank that holds an element:
+
+    axis=0        axis=1
+    0 0 0 0       0 0 1 1      rows = Sharding(axis=0, size=6, num_shards=2, rank=1,
+    0 0 0 0       0 0 1 1                      process_set=ranks)
+    0 0 0 0       0 0 1 1      rows.sizes                  # [3, 3]
+    1 1 1 1       0 0 1 1      rows.local_slice            # slice(3, 6)
+    1 1 1 1       0 0 1 1      rows.shard_shape((6, 4))    # (3, 4)
+    1 1 1 1       0 0 1 1      rows.shard(full)            # full[3:6]
+
+A shard can be sharded again. `within` is the outer sharding: with `shard_state`, data
+replicas shard the optimizer slot of the (6, 2) columns above by its 12 elements, as
+`Sharding(axis=0, size=12, shape=(6, 2), within=columns, ...)`.
+
+A new layer creates a weight of the shape `sharding.shard_shape(full_shape)` and calls
+`set_sharding(weight, sharding)`; `parallel.layer.ShardedWeights` does both. Optimizers,
+clipping, saving and checkpoints then call `get_sharding`, which returns None for a
+variable that is not sharded, and `assign_shard` to assign from a full value.
+"""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import keras
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import ProcessSet
 
 from hvdtrain.collectives.dtypes import as_tensorflow
 
 _ATTRIBUTE = "_hvdtrain_partition"
 _STAGES = "_hvdtrain_stages"
-# Optimizers whose update of an element depends on its whole variable.
+# The update of an element depends on other elements of its variable: on a shard, these
+# optimizers would compute other updates than on the full variable.
 NOT_ELEMENTWISE = (
     keras.optimizers.Adafactor,
     keras.optimizers.Lamb,
     keras.optimizers.Muon,
 )
 
+Shape = tuple[int, ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a dense variable is divided: each rank of a process set has a slice of it.
+    """How a full variable is sharded, and which of the shards this rank holds.
 
-    The first ranks have one element more where the size is not divisible, as in
+    Where the size is not divisible, the first ranks hold one element more, as in
     `numpy.array_split` and in Horovod's reducescatter.
 
     Attributes:
-        axis: the axis of the dense variable that is divided.
-        size: elements of the dense variable on this axis.
-        num_shards: number of shards: one for each rank of the process set.
-        rank: number of the part that this rank has.
-        process_set: the ranks.
-        uneven: elements of each rank on this axis, where they are not about equal;
-            0 for a rank that has none of the variable.
-        shape: of the dense variable, where its flattened elements are divided: with
-            the axis 0, and their number as size.
-        within: the `Sharding` of the dense variable, where that is itself a slice of
-            another one.
-        sums_gradients: whether the gradient of a slice is the sum over these ranks'
-            losses already, as that of a table which all of them look up in.
+        axis: the axis that is sharded.
+        size: elements of the full variable on this axis.
+        num_shards: number of ranks in the process set.
+        rank: this rank's position in the process set.
+        process_set: the ranks that hold the shards.
+        uneven: elements on this axis by rank, where they are not about equal; 0 for a
+            rank without a shard.
+        shape: full shape of a variable that is flattened before it is sharded; `axis`
+            is then 0, and `size` the number of elements.
+        within: the outer `Sharding`, if the variable that is sharded here is a shard.
+        sums_gradients: whether the gradient of a shard already is the sum over the
+            losses of these ranks: all of them look up rows in the shard.
     """
 
     axis: int
     size: int
     num_shards: int
     rank: int
-    process_set: object
-    uneven: tuple | None = None
-    shape: tuple | None = None
+    process_set: ProcessSet
+    uneven: Shape | None = None
+    shape: Shape | None = None
     within: "Sharding | None" = None
     sums_gradients: bool = False
 
     @property
-    def sizes(self):
-        """Elements of each rank on this axis."""
+    def sizes(self) -> list[int]:
+        """Elements on the axis, by rank."""
         if self.uneven is not None:
             return list(self.uneven)
         return even_sizes(self.size, self.num_shards)
 
     @property
-    def local_slice(self):
-        """This rank's part of the axis."""
+    def local_slice(self) -> slice:
+        """This rank's elements on the axis."""
         start = sum(self.sizes[: self.rank])
         return slice(start, start + self.sizes[self.rank])
 
-    def shard(self, array):
-        """Returns this rank's part of a dense array or tensor."""
+    def shard(self, full: np.ndarray | tf.Tensor) -> np.ndarray | tf.Tensor:
+        """Return this rank's shard of a full array or tensor."""
         if self.within:
-            array = self.within.shard(array)
+            full = self.within.shard(full)
         if self.shape is not None:
-            return keras.ops.reshape(array, [-1])[self.local_slice]
-        index = [slice(None)] * len(array.shape)
+            return keras.ops.reshape(full, [-1])[self.local_slice]
+        index = [slice(None)] * len(full.shape)
         index[self.axis] = self.local_slice
-        return array[tuple(index)]
+        return full[tuple(index)]
 
-    def shard_shape(self, shape):
-        """Returns the shape of this rank's part of a dense variable."""
+    def shard_shape(self, full_shape: Sequence[int]) -> Shape:
+        """Return the shape of this rank's shard."""
         if self.within:
-            shape = self.within.shard_shape(shape)
+            full_shape = self.within.shard_shape(full_shape)
         if self.shape is not None:
             return (self.sizes[self.rank],)
-        shape = list(shape)
+        shape = list(full_shape)
         shape[self.axis] = self.sizes[self.rank]
         return tuple(shape)
 
-    def full_shape(self, local_shape):
-        """Returns the shape of the dense variable of which a part has this shape."""
-        shape = self.shape
+    def full_shape(self, shard_shape: Sequence[int]) -> Shape:
+        """Return the shape of the full variable, from the shape of a shard."""
+        shape: Sequence[int] | None = self.shape
         if shape is None:
-            shape = list(local_shape)
+            shape = [*shard_shape]
             shape[self.axis] = self.size
         return self.within.full_shape(shape) if self.within else tuple(shape)
 
 
-def even_sizes(size, count):
-    """Returns the sizes of `count` parts; the first ones may be larger by 1."""
+def even_sizes(size: int, count: int) -> list[int]:
+    """Return the sizes of `count` shards; the first ones may be larger by 1."""
     least, more = divmod(size, count)
     return [least + (number < more) for number in range(count)]
 
 
-def set_sharding(variable: object, sharding: Sharding) -> None:
-    """Notes that a variable is this rank's part of a dense one, unless it is all."""
+def set_sharding(variable: keras.Variable, sharding: Sharding) -> None:
+    """Record that a variable is this rank's shard; nothing for a single shard."""
     if sharding.num_shards == 1:
         return
-    # Also on the TensorFlow variable of one of Keras: users pass either.
-    for each in (variable, as_tensorflow(variable)):
-        setattr(each, _ATTRIBUTE, sharding)
+    # On the TensorFlow variable as well: users pass either of them.
+    for owner in (variable, as_tensorflow(variable)):
+        setattr(owner, _ATTRIBUTE, sharding)
 
 
-def get_sharding(variable):
-    """Returns the `Sharding` of a Keras variable, None for one that is whole."""
+def get_sharding(variable: keras.Variable | tf.Variable) -> Sharding | None:
+    """Return the `Sharding` of a variable; None if it is not sharded."""
     return getattr(variable, _ATTRIBUTE, None)
 
 
-def set_stages(variable, process_set):
-    """Notes that ranks of `process_set` train the other stages of a model."""
+def set_stages(variable: keras.Variable, process_set: ProcessSet) -> None:
+    """Record that `process_set` trains the stages of the model of a variable."""
     setattr(variable, _STAGES, process_set)
 
 
-def get_stages(variables):
-    """Returns the ranks that train the stages of a model; None for one stage."""
+def get_stages(variables: Iterable[keras.Variable]) -> ProcessSet | None:
+    """Return the ranks that train the stages of a model; None without stages."""
     return next(
         (getattr(v, _STAGES) for v in variables if hasattr(v, _STAGES)),
         None,
     )
 
 
-def assign_shard(variable, dense):
-    """Assigns to a Keras variable its part of a dense value."""
+def assign_shard(variable: keras.Variable, full: np.ndarray | tf.Tensor) -> None:
+    """Assign to a variable its shard of a full value, or all of it if not sharded.
+
+    Raises:
+        ValueError: the full variable has another shape.
+    """
     if sharding := get_sharding(variable):
         expected = sharding.full_shape(variable.shape)
-        if tuple(dense.shape) != tuple(expected):
+        if tuple(full.shape) != expected:
             raise ValueError(
-                f"{variable.path} is a part of a variable of the shape "
-                f"{tuple(expected)}. Received: values of the shape {tuple(dense.shape)}"
+                f"{variable.path} is a shard of a variable of the shape {expected}. "
+                f"Received: values of the shape {tuple(full.shape)}"
             )
-        # An optimizer's slot may be all of a flattened variable.
-        dense = keras.ops.reshape(sharding.shard(dense), variable.shape)
-    variable.assign(dense)
+        # A slot has the shape of its variable where one rank holds all of a flattened
+        # variable; the shard has one axis.
+        full = keras.ops.reshape(sharding.shard(full), variable.shape)
+    variable.assign(full)
 
 
-def is_sharded(variables):
-    """Returns whether this rank has only a slice of one of these variables."""
+def is_sharded(variables: Iterable[keras.Variable]) -> bool:
+    """Return whether one of the variables is sharded."""
     return any(map(get_sharding, variables))
 
 
-def has_summed_gradients(variables):
-    """Returns whether the gradient of one of these is a sum over ranks already."""
+def has_summed_gradients(variables: Iterable[keras.Variable]) -> bool:
+    """Return whether the gradient of one of the variables is a sum over ranks."""
     shardings = filter(None, map(get_sharding, variables))
-    return any(each.sums_gradients for each in shardings)
+    return any(sharding.sums_gradients for sharding in shardings)
 
 
-def is_replicated(variable, process_set):
-    """Returns whether no two ranks of a process set have different parts of it.
+def is_replicated(variable: keras.Variable, process_set: ProcessSet) -> bool:
+    """Return whether all ranks of a process set hold the same shard of a variable.
 
-    Nor different variables in its place, those of the stages of a model.
+    False also if some of them train other stages of the model: they hold other
+    variables.
     """
     stages, sharding = get_stages([variable]), get_sharding(variable)
-    divided_over = [stages] if stages else []
+    process_sets = [stages] if stages else []
     while sharding:
-        divided_over.append(sharding.process_set)
+        process_sets.append(sharding.process_set)
         sharding = sharding.within
     ranks = {*process_set.ranks}
-    return all(len(ranks & {*each.ranks}) <= 1 for each in divided_over)
+    # Two ranks of one of these process sets hold different shards.
+    return all(len(ranks & {*split.ranks}) <= 1 for split in process_sets)
 
 
-def is_split_over_ranks(variables):
-    """Returns whether other ranks train other parts of the same model."""
+def is_split_over_ranks(variables: Sequence[keras.Variable]) -> bool:
+    """Return whether other ranks train other shards or stages of the same model."""
     return is_sharded(variables) or get_stages(variables) is not None
 
 
-def check_elementwise(optimizer, variables):
-    """Raises a ValueError if an update needs the whole of a divided variable."""
+def check_elementwise(
+    optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]
+) -> None:
+    """Raise a ValueError for a sharded variable with an optimizer not elementwise."""
     if is_sharded(variables) and isinstance(optimizer, NOT_ELEMENTWISE):
         raise ValueError(
-            f"{type(optimizer).__name__} computes the update of an element from its "
-            "whole variable, of which each rank has a slice. Use an elementwise "
-            "optimizer: SGD, Adam, AdamW, Nadam, RMSprop, Adagrad or Lion."
+            f"{type(optimizer).__name__} computes the update of an element from all "
+            "elements of its variable, of which each rank has a shard. Use an "
+            "elementwise optimizer: SGD, Adam, AdamW, Nadam, RMSprop, Adagrad or Lion."
         )
 
 
-def check_ranks(variables, reduced_over, axes=None):
-    """Raises a ValueError if gradients of slices would be reduced as those of copies.
+def check_ranks(
+    variables: Iterable[keras.Variable],
+    reduced_over: ProcessSet,
+    axes: Sequence[ProcessSet] | None = None,
+) -> None:
+    """Raise a ValueError if gradients of different shards would be reduced together.
 
-    A slice whose gradient is a sum over ranks is reduced over these; the ranks of a
-    reduction have the same slice of any other variable.
+    A shard whose gradient already is a sum over ranks must be reduced over exactly
+    these ranks. All ranks of the reduction must hold the same shard of any other
+    variable.
 
     Args:
-        variables: list of variables or tensors.
+        variables: variables or tensors.
         reduced_over: the process set that gradients are reduced over.
-        axes: list of the process sets along which variables may be divided; by default
-            any.
+        axes: the process sets along which variables may be sharded; by default any.
     """
-    data = list(reduced_over.ranks)
-    along = None if axes is None else [list(axis.ranks) for axis in axes]
+    reducing_ranks = list(reduced_over.ranks)
+    allowed = None if axes is None else [list(axis.ranks) for axis in axes]
     for variable in variables:
         sharding = get_sharding(variable)
         if not sharding:
             continue
         ranks = list(sharding.process_set.ranks)
         if sharding.sums_gradients:
-            is_right = ranks == data
+            is_right = ranks == reducing_ranks
         else:
             is_right = is_replicated(variable, reduced_over)
-            is_right = is_right and (along is None or ranks in along)
+            is_right = is_right and (allowed is None or ranks in allowed)
         if not is_right:
             raise ValueError(
-                f"{getattr(variable, 'path', variable.name)} is divided over the ranks "
-                f"{ranks}; gradients are reduced over the ranks {data}. Pass the mesh "
-                "of the layers: hvd.DistributedOptimizer(optimizer, mesh=mesh), or "
-                "process_set=mesh.data.process_set to the tape."
+                f"{getattr(variable, 'path', variable.name)} is sharded over the ranks "
+                f"{ranks}; gradients are reduced over the ranks {reducing_ranks}. Pass "
+                "the mesh of the layers: hvd.DistributedOptimizer(optimizer, "
+                "mesh=mesh), or process_set=mesh.data.process_set to the tape."
             )

@@ -178,7 +178,7 @@ def test_a_last_stage_of_divided_logits():
     with mesh:
         divided = classifier(parallel.ColumnParallelDense, gather_output=False)
         model = parallel.PipelineModel(divided, microbatches=2)
-        with pytest.raises(ValueError, match="model returns this rank's part"):
+        with pytest.raises(ValueError, match="model returns this rank's shard"):
             model.compile(keras.optimizers.SGD(0.1), loss)
         model.compile(
             keras.optimizers.SGD(0.1),

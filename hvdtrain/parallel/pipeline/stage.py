@@ -85,7 +85,7 @@ class Stage:
         network: functional model of its layers, with the dense model's values.
         cuts: the `Cut` after each stage; the last one is the model's output.
         dense: the `FullModel`.
-        outputs: what `parts.outputs_of` returns of the dense model.
+        outputs: what `layer_checks.trace_outputs` returns of the full model.
     """
 
     network: keras.Model
@@ -109,7 +109,7 @@ def build(model, stages, mesh):
     """
     index, size = mesh.pipeline.index, mesh.pipeline.size
     functional = _as_functional(model)
-    outputs_of_model = layer_checks.outputs_of(functional)
+    outputs_of_model = layer_checks.trace_outputs(functional)
     config = functional.get_config()
     outputs = [tuple(history) for history in config["output_layers"]]
     if stages is None:

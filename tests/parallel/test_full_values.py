@@ -1,4 +1,4 @@
-"""Parts of dense variables on the chief and back, against the dense array."""
+"""Shards gathered on the chief and scattered back, against the full array."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ from hvdtrain.sharding.shards import Sharding, set_sharding
 
 RANK, SIZE = hvd.rank(), hvd.size()
 SHAPE = (5, 7, 3)
-DENSE = np.arange(105, dtype="float32").reshape(SHAPE)
+FULL = np.arange(105, dtype="float32").reshape(SHAPE)
 
 
 def make_sharding(**options):
@@ -28,8 +28,8 @@ def one_owner(size):
     return make_sharding(axis=0, size=5, uneven=(0,) * (SIZE - 1) + (size,))
 
 
-PARTITIONS = {
-    "whole": lambda: None,
+SHARDINGS = {
+    "replicated": lambda: None,
     "rows": lambda: make_sharding(axis=0, size=5),
     "columns": lambda: make_sharding(axis=1, size=7),
     "one owner": lambda: one_owner(5),
@@ -52,33 +52,33 @@ PARTITIONS = {
 def test_values_move_to_the_chief_and_back(monkeypatch, dtype):
     # Several chunks, the last of which is not full.
     monkeypatch.setattr(full_values, "_CHUNK_BYTES", 64)
-    dense = DENSE.astype(dtype)
+    full = FULL.astype(dtype)
     variables, expected = [], []
-    for make in PARTITIONS.values():
-        mine = make()
-        expected.append(np.asarray(mine.shard(dense) if mine else dense))
+    for make in SHARDINGS.values():
+        sharding = make()
+        expected.append(np.asarray(sharding.shard(full) if sharding else full))
         variable = keras.Variable(expected[-1], dtype=dtype)
-        if mine:
-            set_sharding(variable, mine)
-            assert mine.shard_shape(SHAPE) == variable.shape
+        if sharding:
+            set_sharding(variable, sharding)
+            assert sharding.shard_shape(SHAPE) == variable.shape
         variables.append(variable)
     values = FullValues(map(FullVariable.of, variables))
-    for number, name in enumerate(PARTITIONS):
-        found = values.gather(number)
-        assert (found is None) == (RANK > 0)
+    for number, name in enumerate(SHARDINGS):
+        gathered = values.gather(number)
+        assert (gathered is None) == (RANK > 0)
         if RANK == 0 and name == "flat, of a column":
-            np.testing.assert_array_equal(found[:, 6:], dense[:, 6:])
+            np.testing.assert_array_equal(gathered[:, 6:], full[:, 6:])
         elif RANK == 0:
-            np.testing.assert_array_equal(found, dense)
+            np.testing.assert_array_equal(gathered, full)
         variables[number].assign(keras.ops.zeros_like(variables[number]))
-        values.scatter(number, dense)
+        values.scatter(number, full)
         np.testing.assert_array_equal(variables[number], expected[number])
 
 
 def test_a_variable_that_only_another_rank_has():
     scalar = keras.Variable(3.0) if RANK == SIZE - 1 else None
     values = FullValues([FullVariable("step", (), "float32", scalar)])
-    found = values.gather(0)
-    assert found is None or found == 3
+    gathered = values.gather(0)
+    assert gathered is None or gathered == 3
     values.scatter(0, np.float32(5))
     assert scalar is None or float(scalar) == 5

@@ -1,4 +1,4 @@
-"""Parts of tensors between divided layers: what takes them, and what is refused."""
+"""Shards of tensors between sharded layers: which layers take them, and which not."""
 
 import keras
 import meshes as shared
@@ -26,51 +26,51 @@ def row():
 
 
 class Own(keras.layers.Layer):
-    """What it makes of a part is not known."""
+    """A layer whose treatment of a shard is not known."""
 
     def call(self, x):
         return keras.ops.softmax(x)
 
 
 L = keras.layers
-WHOLE = "takes a whole tensor, and each rank has a part .*ColumnParallelDense"
+FULL = "takes a full tensor, and each rank has a shard .*ColumnParallelDense"
 # What follows the inputs, the loss and metrics, and what the error says.
 MISPLACED = {
-    "normalization": (lambda x: row()(L.LayerNormalization()(column()(x))), WHOLE),
-    "dropout": (lambda x: row()(L.Dropout(0.5)(L.ReLU()(column()(x)))), WHOLE),
-    "softmax": (lambda x: row()(L.Activation("softmax")(column()(x))), WHOLE),
-    "an operation": (lambda x: row()(keras.ops.softmax(column()(x))), WHOLE),
-    "after an operation": (lambda x: L.Dense(1)(keras.ops.gelu(column()(x))), WHOLE),
+    "normalization": (lambda x: row()(L.LayerNormalization()(column()(x))), FULL),
+    "dropout": (lambda x: row()(L.Dropout(0.5)(L.ReLU()(column()(x)))), FULL),
+    "softmax": (lambda x: row()(L.Activation("softmax")(column()(x))), FULL),
+    "an operation": (lambda x: row()(keras.ops.softmax(column()(x))), FULL),
+    "after an operation": (lambda x: L.Dense(1)(keras.ops.gelu(column()(x))), FULL),
     "nested": (
         lambda x: L.Dense(1)(keras.Sequential([keras.Input((INPUTS,)), column()])(x)),
-        WHOLE,
+        FULL,
     ),
     "wrapped": (
         lambda x: L.TimeDistributed(L.Dense(1))(column()(L.RepeatVector(2)(x))),
-        WHOLE,
+        FULL,
     ),
-    "a second column": (lambda x: row()(column()(column()(x))), WHOLE),
-    "a whole input": (
+    "a second column": (lambda x: row()(column()(column()(x))), FULL),
+    "a full input": (
         lambda x: row()(L.ReLU()(column(gather_output=True)(x))),
-        "RowParallelDense .* takes this rank's part.*ColumnParallelDense",
+        "RowParallelDense .* takes this rank's shard.*ColumnParallelDense",
     ),
-    "a part and a whole": (
+    "a shard and a full tensor": (
         lambda x: row()(column()(x) * L.Dense(1, "sigmoid")(x)),
-        "Multiply .* combines this rank's part .*mappings.copy",
+        "Multiply .* combines this rank's shard .*mappings.copy",
     ),
     "an input": (
         lambda x: row()(x),
-        "RowParallelDense .* takes this rank's part .*InputLayer",
+        "RowParallelDense .* takes this rank's shard .*InputLayer",
     ),
-    "scores of a part": (
+    "scores of a shard": (
         lambda x: parallel.ParallelDropout(0.5)(column()(x)),
-        "model returns this rank's part.*Received: 'mse'",
+        "model returns this rank's shard.*Received: 'mse'",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISPLACED)
-def test_a_part_taken_for_the_whole_is_an_error(meshes, name):
+def test_a_shard_taken_for_the_full_tensor_is_an_error(meshes, name):
     make, message = MISPLACED[name]
     inputs = keras.Input((INPUTS,))
     with meshes[-1]:
@@ -82,7 +82,7 @@ def test_a_part_taken_for_the_whole_is_an_error(meshes, name):
         model.fit(x, x, verbose=0)
 
 
-def test_elementwise_operations_and_own_layers_take_parts(meshes):
+def test_elementwise_operations_and_own_layers_take_shards(meshes):
     inputs = keras.Input((INPUTS,))
     with meshes[-1]:
         x = L.GlobalMaxPooling1D()(L.RepeatVector(2)(column()(inputs)))
