@@ -1,11 +1,27 @@
-"""Python objects across ranks."""
+"""Python objects across ranks, and which ranks hold equal ones."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import check_root, global_process_set
+from hvdtrain.collectives.process_sets import (
+    ProcessSet,
+    check_root,
+    global_process_set,
+)
+
+T = TypeVar("T")
+
+
+class RanksOfValue(NamedTuple, Generic[T]):
+    """A value, and the ranks that hold one equal to it, in ascending order."""
+
+    value: T
+    ranks: list[int]
 
 
 def broadcast_object(
@@ -75,6 +91,56 @@ def scatter_object(objs, *, name):
     size, rank = global_process_set.size(), global_process_set.rank()
     sent = map(cloudpickle.dumps, objs) if rank == 0 else [b""] * size
     return cloudpickle.loads(_alltoall(list(sent), name=name)[0])
+
+
+def gather_by_value(
+    value: T, *, name: str, process_set: ProcessSet = global_process_set
+) -> list[RanksOfValue[T]]:
+    """Return the distinct values among all ranks; see `group_by_value`.
+
+    A collective. The ranks agree if the list has one item.
+    """
+    values_by_rank = allgather_object(value, name=name, process_set=process_set)
+    return group_by_value(values_by_rank, process_set.ranks)
+
+
+def group_by_value(
+    values_by_rank: Sequence[T],
+    ranks: Iterable[int] | None = None,
+    *,
+    key: Callable[[T], object] = lambda value: value,
+) -> list[RanksOfValue[T]]:
+    """Return the distinct values, in the order of the lowest rank that holds each.
+
+    Args:
+        values_by_rank: values that can be compared; they need not be hashable.
+        ranks: the rank of each value; by default 0, 1, and so on.
+        key: returns what is compared of a value.
+    """
+    groups: list[RanksOfValue[T]] = []
+    ranks = range(len(values_by_rank)) if ranks is None else ranks
+    for rank, value in zip(ranks, values_by_rank, strict=True):
+        for group in groups:
+            if key(group.value) == key(value):
+                group.ranks.append(rank)
+                break
+        else:
+            groups.append(RanksOfValue(value, [rank]))
+    return groups
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 0" or "ranks 0, 1"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def name_values(
+    groups: Iterable[RanksOfValue[T]], show: Callable[[T], object] = str
+) -> str:
+    """Return which ranks hold which value, as in "3 on rank 0 and 4 on rank 1"."""
+    return " and ".join(
+        f"{show(group.value)} on {name_ranks(group.ranks)}" for group in groups
+    )
 
 
 def _alltoall(sent, *, name):

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.objects import allgather_object, group_by_value, name_values
 from hvdtrain.job.world import JobError, SharedJobError, World
 
 _POLL_SECONDS = 5.0
@@ -156,12 +156,11 @@ def check_same(world, values, *, but=(), prefix=""):
         but: names of options that may differ.
         prefix: of the names in the message, "--" for flags.
     """
-    everyone = gather(world, values)
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            before = everyone[0][name]
-            if name not in but and value != before:
-                raise SharedJobError(
-                    f"Received {prefix}{name}={before} on rank 0 and {prefix}{name}="
-                    f"{value} on rank {rank}; expected the same on all ranks."
-                )
+    values_by_rank = gather(world, values)
+    for name in values:
+        groups = group_by_value([values[name] for values in values_by_rank])
+        if name not in but and len(groups) > 1:
+            received = name_values(groups, f"{prefix}{name}={{}}".format)
+            raise SharedJobError(
+                f"Received {received}; expected the same on all ranks."
+            )

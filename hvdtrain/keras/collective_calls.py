@@ -17,7 +17,11 @@ import tensorflow as tf
 from keras.src.models import cloning
 
 from hvdtrain.collectives import threads, transport
-from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.objects import (
+    allgather_object,
+    group_by_value,
+    name_values,
+)
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport.segment import stall_limits
 from hvdtrain.keras import full_saving
@@ -229,12 +233,12 @@ def check_called_alike(method, saving=()):
         RuntimeError: also if the other ranks call none within the time after which
             Horovod ends a stalled job.
     """
-    everyone = _gather_calls(_Call(method, tuple(saving)))
-    if len(set(everyone)) > 1:
-        calls = "; ".join(f"rank {r}: {_text(call)}" for r, call in enumerate(everyone))
+    groups = group_by_value(_gather_calls(_Call(method, tuple(saving))))
+    if len(groups) > 1:
         raise RuntimeError(
             "The model is divided over ranks, which call its methods together, with "
-            f"the same callbacks that save it. Received: {calls}."
+            "the same callbacks that save it. Received: "
+            f"{name_values(groups, _text)}."
         )
 
 

@@ -7,7 +7,12 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.dtypes import as_tensorflow
-from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.objects import (
+    allgather_object,
+    group_by_value,
+    name_ranks,
+    name_values,
+)
 from hvdtrain.collectives.process_sets import (
     global_process_set,
     is_elastic,
@@ -186,40 +191,29 @@ def _is_equal_on_all_ranks(checksums, process_set):
     return count * high_squares == high**2 and count * low_squares == low**2
 
 
-def _explain(everyone, ranks):
-    counts = [len(variables) for variables in everyone]
-    if len(set(counts)) > 1:
+def _explain(described_by_rank, ranks):
+    counts = group_by_value(list(map(len, described_by_rank)), ranks)
+    if len(counts) > 1:
         return (
             "The ranks train different models: number of variables is "
-            f"{_name_values(counts, ranks)}. "
-            "Build and compile the same model on every rank."
+            f"{name_values(counts)}. Build and compile the same model on every rank."
         )
     differing = []
-    for entries in zip(*everyone, strict=True):
-        shapes = [shape for _, shape, _ in entries]
-        if len(set(shapes)) > 1:
+    for by_rank in zip(*described_by_rank, strict=True):
+        paths, shapes, checksums = zip(*by_rank, strict=True)
+        groups = group_by_value(shapes, ranks)
+        if len(groups) > 1:
             return (
-                f"The ranks train different models: the shape of {entries[0][0]} is "
-                f"{_name_values(shapes, ranks)}. Build the same model on every rank."
+                f"The ranks train different models: the shape of {paths[0]} is "
+                f"{name_values(groups)}. Build the same model on every rank."
             )
-        ranks_by_checksum = {}
-        for rank, (_, _, checksum) in zip(ranks, entries, strict=True):
-            ranks_by_checksum.setdefault(checksum, []).append(str(rank))
-        if len(ranks_by_checksum) > 1:
-            differing.append((entries[0][0], ranks_by_checksum.values()))
+        groups = group_by_value(checksums, ranks)
+        if len(groups) > 1:
+            differing.append((paths[0], groups))
     path, groups = differing[0]
     return (
-        f"The ranks hold different models: {len(differing)} of {len(everyone[0])} "
-        f"variables differ. First: {path}, where "
-        + " and ".join(_name_group(ranks) for ranks in groups)
+        f"The ranks hold different models: {len(differing)} of "
+        f"{len(described_by_rank[0])} variables differ. First: {path}, where "
+        + " and ".join(name_ranks(group.ranks) for group in groups)
         + " hold different values."
     )
-
-
-def _name_values(values, ranks):
-    pairs = zip(values, ranks, strict=True)
-    return ", ".join(f"{value} on rank {rank}" for value, rank in pairs)
-
-
-def _name_group(ranks):
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"

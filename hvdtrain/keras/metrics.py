@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.dtypes import as_tensorflow
+from hvdtrain.collectives.objects import group_by_value, name_values
 from hvdtrain.collectives.process_sets import (
     ProcessSet,
     global_process_set,
@@ -224,12 +225,12 @@ def _is_built(metric):
 def _check_same_number(variables, process_set):
     # Different numbers of tensors would be refused without naming the metrics.
     counts = ops.allgather([len(variables)], "MetricCounts", process_set=process_set)
-    counts = counts.numpy().tolist()
-    if len(set(counts)) > 1:
+    groups = group_by_value(counts.numpy().tolist(), process_set.ranks)
+    if len(groups) > 1:
         raise ValueError(
-            "The ranks' metrics differ. Numbers of state variables, by rank: "
-            f"{counts}. Metrics get their variables with their first batch: compile "
-            "the same metrics and give at least one batch to every rank."
+            "The ranks' metrics differ. The number of state variables is "
+            f"{name_values(groups)}. Metrics get their variables with their first "
+            "batch: compile the same metrics and give at least one batch to every rank."
         )
 
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvdtrain import optimizers
 from hvdtrain.classifier import models
 from hvdtrain.classifier.models import compiled
+from hvdtrain.collectives.objects import group_by_value, name_values
 from hvdtrain.data import Sampler, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job import JobError
@@ -228,13 +229,12 @@ def _failures_of_user_code(name):
 
 
 def _check_same_weights(name, shapes):
-    for rank, theirs in enumerate(shapes):
-        if theirs != shapes[0]:
-            raise SharedJobError(
-                f"Received a model with weights of the shapes {shapes[0]} on rank 0 "
-                f"and {theirs} on rank {rank} from --workload={name}; expected the "
-                "same model on all ranks."
-            )
+    groups = group_by_value(shapes)
+    if len(groups) > 1:
+        raise SharedJobError(
+            f"Received a model with weights of the shapes {name_values(groups)} from "
+            f"--workload={name}; expected the same model on all ranks."
+        )
 
 
 def _synthetic_batch(model, batch_size, name):

@@ -175,13 +175,13 @@ def test_moving_averages_that_differ_before_the_first_step():
 @pytest.mark.ranks
 def test_different_numbers_of_variables():
     variables = [keras.Variable([1.0, 2.0]) for _ in range(2 + (hvd.rank() == 1))]
-    with pytest.raises(DriftedApart, match="2 on rank 0, 3 on rank 1"):
+    with pytest.raises(DriftedApart, match=r"2 on ranks? 0.* and 3 on rank 1"):
         check_consistency(variables)
 
 
 def test_shapes_that_differ_are_named():
     variable = keras.Variable(np.zeros((2, 4 if hvd.rank() == 1 else 3)), name="kernel")
-    reason = r"shape of kernel is \(2, 3\) on rank 0, \(2, 4\) on rank 1"
+    reason = r"shape of kernel is \(2, 3\) on ranks? 0.* and \(2, 4\) on rank 1"
     with pytest.raises(DriftedApart, match=reason):
         check_consistency([keras.Variable(1.0), variable])
 

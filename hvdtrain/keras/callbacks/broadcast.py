@@ -7,7 +7,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
-from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.objects import (
+    allgather_object,
+    group_by_value,
+    name_values,
+)
 from hvdtrain.collectives.process_sets import (
     check_root,
     global_process_set,
@@ -228,24 +232,27 @@ def seed_states(model):
 
 def _check_same_structure(variables, process_set):
     # Otherwise a rank blocks in the broadcast of a tensor that another does not have.
-    mine = [(v.path, tuple(v.shape), v.dtype) for v in variables]
-    everyone = allgather_object(
-        mine, name="BroadcastStructure", process_set=process_set
+    described = [(v.path, tuple(v.shape), v.dtype) for v in variables]
+    described_by_rank = allgather_object(
+        described, name="BroadcastStructure", process_set=process_set
     )
-    first = [described[1:] for described in everyone[0]]
-    lowest = process_set.ranks[0]
-    for rank, theirs in zip(process_set.ranks, everyone, strict=True):
-        if len(theirs) != len(first):
+    counts = group_by_value(list(map(len, described_by_rank)), process_set.ranks)
+    if len(counts) > 1:
+        raise ValueError(
+            "The ranks' models differ: the number of variables to broadcast is "
+            f"{name_values(counts)}. Build and compile the same model on every rank."
+        )
+    for by_rank in zip(*described_by_rank, strict=True):
+        groups = group_by_value(
+            by_rank, process_set.ranks, key=lambda variable: variable[1:]
+        )
+        if len(groups) > 1:
             raise ValueError(
-                f"The ranks' models differ: rank {lowest} has {len(first)} variables "
-                f"to broadcast, rank {rank} has {len(theirs)}. Build and compile the "
-                "same model on every rank."
+                f"The ranks' models differ: {name_values(groups, _describe)}. Build "
+                "and compile the same model on every rank."
             )
-        for number, (path, shape, dtype) in enumerate(theirs):
-            if (shape, dtype) != first[number]:
-                raise ValueError(
-                    f"The ranks' models differ: {everyone[0][number][0]} is "
-                    f"{first[number][1]}{list(first[number][0])} on rank {lowest}, "
-                    f"and {path} is {dtype}{list(shape)} on rank {rank}. Build and "
-                    "compile the same model on every rank."
-                )
+
+
+def _describe(variable):
+    path, shape, dtype = variable
+    return f"{path} is {dtype}{list(shape)}"

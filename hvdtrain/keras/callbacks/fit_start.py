@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from hvdtrain.collectives import ops
+from hvdtrain.collectives.objects import group_by_value, name_values
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.keras.optimizer import is_distributed
 
@@ -147,12 +148,9 @@ def check_first_epoch(epoch, *, process_set):
         return
     mine = [NONE if epoch is None else epoch]
     epochs = ops.allgather(mine, "FirstEpoch", process_set=process_set)
-    first_ranks = _first_ranks(epochs.numpy().tolist(), process_set.ranks)
-    if len(first_ranks) > 1:
-        found = ", ".join(
-            f"{'none' if epoch == NONE else epoch} on rank {rank}"
-            for epoch, rank in first_ranks.items()
-        )
+    groups = group_by_value(epochs.numpy().tolist(), process_set.ranks)
+    if len(groups) > 1:
+        found = name_values(groups, lambda epoch: "none" if epoch == NONE else epoch)
         raise ValueError(
             f"The ranks start in different epochs. Received: {found}. Pass the same "
             "initial_epoch and epochs to fit on every rank, and put "
@@ -176,21 +174,13 @@ def _check_joins(starts, ranks):
 def _check_steps(starts, ranks):
     if any(start.joins for start in starts):
         return
-    first_ranks = _first_ranks([start.steps for start in starts], ranks)
-    first_ranks.pop(NONE, None)
-    if len(first_ranks) > 1:
-        found = ", ".join(f"{steps} on rank {r}" for steps, r in first_ranks.items())
+    groups = group_by_value([start.steps for start in starts], ranks)
+    groups = [group for group in groups if group.value != NONE]
+    if len(groups) > 1:
         raise ValueError(
             "The ranks have different numbers of steps in an epoch: those with more "
-            f"would block in a collective. Received: {found}. Pass "
-            f"steps_per_epoch={min(first_ranks)} to fit, deal equally many batches to "
-            "every rank (drop_remainder=True), or add hvd.callbacks.JoinCallback()."
+            f"would block in a collective. Received: {name_values(groups)}. Pass "
+            f"steps_per_epoch={min(group.value for group in groups)} to fit, deal "
+            "equally many batches to every rank (drop_remainder=True), or add "
+            "hvd.callbacks.JoinCallback()."
         )
-
-
-def _first_ranks(values, ranks):
-    # From each value to the first of the ranks that has it.
-    first_ranks = {}
-    for rank, value in zip(ranks, values, strict=True):
-        first_ranks.setdefault(value, rank)
-    return first_ranks
