@@ -10,11 +10,11 @@ The default takes about a minute. docs/benchmark.md describes the figures.
 """
 
 import math
-import os
 
 from absl import flags
 
 from hvdtrain import data, job, optimizers, program
+from hvdtrain.collectives import environment
 from hvdtrain.job import launchers
 from hvdtrain.measurement import comparison, mpi, records
 from hvdtrain.measurement.benchmark_options import (
@@ -146,9 +146,7 @@ def main():
     options.check(launched.size)
     if launched.rank == 0:
         records.check(options)
-    # The other ranks are blocked in a collective while rank 0 trains alone.
-    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "600")
-    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1800")
+    environment.set_default_stall_limits(environment.BENCHMARK_LIMITS)
     mpi_seconds = {}
     if options.collectives:
         mpi_seconds = mpi.measure(

@@ -1,17 +1,12 @@
 """Which ranks take part in a collective: membership, size and rank."""
 
-import os
-
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdtrain.collectives.environment import is_elastic
+
 ProcessSet = hvd.ProcessSet
 global_process_set = hvd.global_process_set
-
-
-def is_elastic():
-    """Whether the job may lose and gain ranks while it runs."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def needs_communication(process_set):

@@ -10,16 +10,12 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import is_elastic
+from hvdtrain.collectives import environment, transport
+from hvdtrain.collectives.environment import is_elastic
 from hvdtrain.job import launchers
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
 from hvdtrain.job.world import JobError, SharedJobError, World
-
-# Users' scripts may evaluate or save on rank 0 for long, with the other ranks blocked
-# in a collective. hvdtrain's programs have a shorter limit: job/start.py.
-_STALL_SHUTDOWN_SECONDS = 1800
 
 
 def init(*args, **kwargs):
@@ -31,9 +27,7 @@ def init(*args, **kwargs):
     default they block for ever. If a script does not catch the error, its cause is
     printed in place of the traceback.
     """
-    os.environ.setdefault(
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(_STALL_SHUTDOWN_SECONDS)
-    )
+    environment.set_default_stall_limits(environment.SCRIPT_LIMITS)
     explain_failed_collectives()
     _skip_destructors_in_forks()
     launchers.locate()

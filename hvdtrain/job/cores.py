@@ -4,7 +4,7 @@ import contextlib
 import os
 import pathlib
 
-from hvdtrain.collectives.quotas import quotas
+from hvdtrain.collectives.environment import quotas
 from hvdtrain.job import launchers
 
 

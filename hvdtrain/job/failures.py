@@ -12,6 +12,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 import hvdtrain
+from hvdtrain.collectives.environment import STALL_SHUTDOWN
 from hvdtrain.job.launchers import launch
 
 # How the native library begins the reason: kernel.cc.
@@ -95,7 +96,7 @@ def _report(error, trace):
     cause = _CAUSE.format(
         rank=launch().rank,
         host=socket.gethostname(),
-        limit=os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"],
+        limit=os.environ[STALL_SHUTDOWN],
     )
     frames = [
         frame

@@ -6,6 +6,7 @@ import pathlib
 import sys
 from importlib import metadata
 
+from hvdtrain.collectives.environment import is_elastic
 from hvdtrain.job.world import SharedJobError
 
 # Launcher, variable of the number of ranks, variable of the rank. The inner launcher
@@ -100,7 +101,7 @@ def without_launch(environ):
 
 def check_one_job(launched, *, size):
     """Raise `SharedJobError` unless Horovod's `size` is the launcher's."""
-    if launched.size == size or os.environ.get("HOROVOD_ELASTIC") == "1":
+    if launched.size == size or is_elastic():
         return
     raise SharedJobError(
         f"Received {launched.size} processes from {launched.launcher}, but Horovod "

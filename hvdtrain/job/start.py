@@ -6,16 +6,13 @@ import os
 import sys
 import threading
 
+from hvdtrain.collectives import environment
 from hvdtrain.job import cores, guard, launchers, output
 from hvdtrain.job.world import JobError
 
-# Where MPI threads spin while they wait, TensorFlow's threads lack their cores; and
-# a rank that waits for a lost one would wait for ever. The programs evaluate on all
-# ranks, so that 60 s are enough; job/backend.py gives users' scripts 1800 s.
 _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+    # Where MPI threads spin while they wait, TensorFlow's threads lack their cores.
     "OMPI_MCA_mpi_yield_when_idle": "1",
     # Milliseconds, while a tensor is negotiated. Horovod's default of 1 is long
     # compared to a small model's step.
@@ -88,17 +85,18 @@ def _excluded_from_garbage_collection():
 
 
 def _stall_seconds():
-    text = os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
+    text = os.environ[environment.STALL_SHUTDOWN]
     try:
         return float(text)
     except ValueError:
         raise JobError(
-            f"Received HOROVOD_STALL_SHUTDOWN_TIME_SECONDS={text}; expected seconds."
+            f"Received {environment.STALL_SHUTDOWN}={text}; expected seconds."
         ) from None
 
 
 def _set_environment(launched):
     """Set the variables that the user has not set."""
+    environment.set_default_stall_limits(environment.PROGRAM_LIMITS)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # When a rank is lost, every other rank would log its broken connection.

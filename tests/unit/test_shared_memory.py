@@ -11,6 +11,7 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain import native
+from hvdtrain.collectives import environment
 from hvdtrain.collectives.transport import segment, shared_memory
 
 
@@ -254,4 +255,4 @@ def test_stall_limits_are_horovods(monkeypatch, environ, limits):
         monkeypatch.delenv(f"HOROVOD_STALL_{name}", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert segment.stall_limits() == limits
+    assert environment.stall_limits() == limits

@@ -5,6 +5,8 @@ import ctypes
 import os
 import tempfile
 
+from hvdtrain.collectives.environment import stall_limits
+
 # A chunk of each rank: larger ones leave the second-level cache, smaller ones need more
 # barriers. All slots together stay below the 64 MB of /dev/shm in a container.
 _MAX_SLOT_BYTES = 1 << 20
@@ -61,16 +63,6 @@ def slot_bytes(size):
     """Returns the bytes of the slot of each of `size` ranks."""
     share = _MAX_SEGMENT_BYTES // (size + 1) // _LINE_BYTES * _LINE_BYTES
     return min(_MAX_SLOT_BYTES, share)
-
-
-def stall_limits():
-    """Returns Horovod's seconds until a warning and until a failure; 0 for never."""
-    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
-        return 0.0, 0.0
-    return (
-        float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60),
-        float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0),
-    )
 
 
 def _directories():

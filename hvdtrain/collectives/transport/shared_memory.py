@@ -27,8 +27,7 @@ import tensorflow as tf
 
 from hvdtrain import native
 from hvdtrain.collectives import dtypes, graph, threads
-from hvdtrain.collectives.process_sets import is_elastic
-from hvdtrain.collectives.quotas import quotas
+from hvdtrain.collectives.environment import is_elastic, quotas
 from hvdtrain.collectives.transport import segment
 from hvdtrain.collectives.transport.reduction import Average, Sum
 

@@ -1,0 +1,90 @@
+"""What surrounds this process: variables of Horovod, CPU quotas of control groups.
+
+Importing this module loads no TensorFlow.
+"""
+
+import contextlib
+import os
+import pathlib
+from typing import NamedTuple
+
+STALL_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+
+
+class StallLimits(NamedTuple):
+    """How long a rank waits in a collective that another rank does not call.
+
+    Attributes:
+        check_seconds: until a warning; 0 for none.
+        shutdown_seconds: until the collective fails; 0 for never.
+    """
+
+    check_seconds: float
+    shutdown_seconds: float
+
+
+# Horovod's defaults: a rank that waits for a lost one blocks for ever.
+HOROVOD_LIMITS = StallLimits(60, 0)
+# Users' scripts may evaluate or save on rank 0 for long, with the other ranks blocked
+# in a collective.
+SCRIPT_LIMITS = StallLimits(60, 1800)
+# hvdtrain's programs evaluate on all ranks.
+PROGRAM_LIMITS = StallLimits(30, 60)
+# The other ranks are blocked in a collective while rank 0 trains alone.
+BENCHMARK_LIMITS = StallLimits(600, 1800)
+
+
+def set_default_stall_limits(limits: StallLimits) -> None:
+    """Set the limits that the user has not set, before Horovod starts."""
+    os.environ.setdefault(STALL_CHECK, str(limits.check_seconds))
+    os.environ.setdefault(STALL_SHUTDOWN, str(limits.shutdown_seconds))
+
+
+def stall_limits() -> StallLimits:
+    """Return the limits that Horovod reads."""
+    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        return StallLimits(0.0, 0.0)
+    return StallLimits(
+        float(os.environ.get(STALL_CHECK) or HOROVOD_LIMITS.check_seconds),
+        float(os.environ.get(STALL_SHUTDOWN) or HOROVOD_LIMITS.shutdown_seconds),
+    )
+
+
+def is_elastic() -> bool:
+    """Return whether the job may lose and gain ranks while it runs."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def quotas(
+    root: str | os.PathLike = "/sys/fs/cgroup",
+    membership: str | os.PathLike = "/proc/self/cgroup",
+) -> list[float]:
+    """Return the CPU quotas, in cores, of this process' control groups, v1 or v2."""
+    try:
+        lines = pathlib.Path(membership).read_text().splitlines()
+    except OSError:
+        return []
+    found: list[float] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = pathlib.Path(root) / ("cpu" if controllers else "")
+        inside = pathlib.PurePath(path.lstrip("/"))
+        # In a container the path may be the host's, which does not exist here. The
+        # group of the container is then mounted at the root.
+        for directory in (inside, *inside.parents):
+            found += _quota(base / directory)
+    return found
+
+
+def _quota(directory: pathlib.Path) -> list[float]:
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (directory / "cpu.max").read_text().split()
+        return [] if quota == "max" else [int(quota) / int(period)]
+    with contextlib.suppress(OSError, ValueError):
+        microseconds = int((directory / "cpu.cfs_quota_us").read_text())
+        period_us = int((directory / "cpu.cfs_period_us").read_text())
+        return [microseconds / period_us] if microseconds > 0 else []
+    return []
