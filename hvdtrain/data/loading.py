@@ -2,15 +2,25 @@
 
 import contextlib
 import dataclasses
-import os
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from hvdtrain.data import datasets, node_memory
 from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.job.world import World
 
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 
 
-def load_everywhere(world, name, *, data_dir=None):
+class _Shared(NamedTuple):
+    name: str
+    num_classes: int
+    handles: dict[str, node_memory.Handle]
+
+
+def load_everywhere(
+    world: World, name: str, *, data_dir: str | None = None
+) -> tuple[datasets.Dataset, str]:
     """Return the same `Dataset` on every rank, and a warning. A collective.
 
     Local rank 0 of each node downloads it if needed, and the nodes agree on one data
@@ -30,54 +40,52 @@ def load_everywhere(world, name, *, data_dir=None):
     Raises:
         JobError: on all ranks, as soon as one of them cannot load the data.
     """
-    mine = dataset = None
+    prepared = dataset = None
     with fail_together(world):
         if world.local_rank == 0:
-            mine = datasets.prepare(name, data_dir=data_dir)
-    # Without the arrays: they stay on the node.
-    sent = mine and dataclasses.replace(mine, dataset=None)
+            prepared = datasets.prepare(name, data_dir=data_dir)
+    # Without the arrays: `gather` would send 55 MB to every rank.
+    sent = prepared and dataclasses.replace(prepared, dataset=None)
     choice = datasets.agree(each for each in gather(world, sent) if each)
     with fail_together(world):
-        if mine and mine.dataset and mine.name == choice.name:
-            dataset = mine.dataset
-        elif mine:
+        if prepared and prepared.name == choice.name:
+            dataset = prepared.dataset
+        if prepared and not dataset:
             dataset = datasets.load(choice.name, data_dir=data_dir)
-    with _shared(world, dataset) as shared, fail_together(world):
-        dataset = _mapped(shared) or dataset
+    with _sharing(world, dataset) as shared_by_rank, fail_together(world):
+        dataset = _map_first(shared_by_rank) or dataset
         if not dataset:
             dataset = datasets.load(choice.name, data_dir=data_dir)
     return dataset, choice.warning
 
 
 @contextlib.contextmanager
-def _shared(world, dataset):
-    """Yield what each rank shares with those of its node, by rank. A collective.
+def _sharing(
+    world: World, dataset: datasets.Dataset | None
+) -> Iterator[list[_Shared | None]]:
+    """Yield what each rank shares with the ranks of its node. A collective.
 
     Args:
         world: the `World`.
         dataset: the `Dataset` of local rank 0, None on other ranks.
     """
-    descriptor = mine = None
-    if dataset and world.local_size > 1:
-        arrays = {key: getattr(dataset, key) for key in _ARRAYS}
-        with contextlib.suppress(OSError):
-            descriptor, handle = node_memory.share(arrays)
-            mine = dataset.name, dataset.num_classes, handle
-    try:
-        yield gather(world, mine)
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+    shared = None
+    with contextlib.ExitStack() as files:
+        if dataset and world.local_size > 1:
+            arrays = {key: getattr(dataset, key) for key in _ARRAYS}
+            with contextlib.suppress(OSError):
+                handles = node_memory.share(arrays, files)
+                shared = _Shared(dataset.name, dataset.num_classes, handles)
+        yield gather(world, shared)
 
 
-def _mapped(shared):
+def _map_first(shared_by_rank: list[_Shared | None]) -> datasets.Dataset | None:
     """Return the `Dataset` that a rank of this node shares, or None."""
-    shared = [each for each in shared if each]
-    if not shared:
-        return None
-    name, num_classes, _ = shared[0]
-    try:
-        arrays = node_memory.attach([handle for _, _, handle in shared])
-    except OSError:
-        return None
-    return datasets.Dataset(name=name, num_classes=num_classes, **arrays)
+    for shared in filter(None, shared_by_rank):
+        with contextlib.suppress(OSError):
+            return datasets.Dataset(
+                name=shared.name,
+                num_classes=shared.num_classes,
+                **node_memory.attach(shared.handles),
+            )
+    return None

@@ -1,119 +1,97 @@
 """Arrays that are in memory once per node, mapped by the ranks of the node.
 
-One rank copies arrays into an anonymous file of the kernel (`memfd_create`). It has no
-name in any directory: it is freed with the last process that maps it, however that
-ends, and it needs neither a writable file system nor space in /dev/shm. The other ranks
-open it as /proc/<pid>/fd/<number> of that rank, while that keeps it open.
+One rank writes each array in the format of `.npy` to an anonymous file of the kernel
+(`memfd_create`). Such a file has no name in any directory: it is freed with the last
+process that maps it, however that process ends. The other ranks map it by the path
+/proc/<pid>/fd/<number>, while the first rank keeps it open.
+
+Files in the cache directory would share their pages as well. MNIST (55 MB), measured on
+2 and 4 processes: both ways have a PSS of 99 and 143 MB over all processes, against 161
+and 316 MB where each process reads the data. But a file in the cache
+
+- is not shared where the cache is read-only or full, or where a node has none;
+- ends the job by SIGBUS if it is truncated while the job runs;
+- takes 0.17 s to write, against 0.03 s, and stays there, for each set of custom data;
+- has to be trusted, if another user wrote it, or hashed at each start (0.05 to 0.2 s).
 """
 
-import dataclasses
-import fcntl
-import math
+import contextlib
 import mmap
 import os
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-_ALIGNMENT = 64
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
-@dataclasses.dataclass(frozen=True)
-class Handle:
-    """What another process of the node needs to map the arrays.
+class Identity(NamedTuple):
+    """Identifies an open file among the files of all nodes and containers."""
+
+    boot_id: str
+    device: int
+    inode: int
+
+
+class Handle(NamedTuple):
+    """An array that another process of the node can map.
 
     Attributes:
-        path: name of the open file, in the PID namespace of the rank that shares it.
-        identity: boot of the kernel, device and inode.
-        layout: key, dtype, shape and offset in bytes of each array.
-        size: bytes of the file.
+        path: the open file, in the PID namespace of the process that shares it.
+        identity: of the same file.
     """
 
     path: str
-    identity: tuple
-    layout: tuple
-    size: int
+    identity: Identity
 
 
-def share(arrays):
-    """Copy arrays into a file that the processes of this node can map.
+def share(
+    arrays: Mapping[str, np.ndarray], files: contextlib.ExitStack
+) -> dict[str, Handle]:
+    """Copy arrays into files that the processes of this node can map.
 
-    Args:
-        arrays: dict of NumPy arrays.
-
-    Returns:
-        The file descriptor, to be closed when the other processes have called `attach`,
-        and the `Handle` for them.
+    The handles are valid until `files` is closed.
 
     Raises:
-        OSError: this system has no such files, or not enough memory.
+        OSError: this system has no anonymous files, or not enough memory.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no anonymous files")
-    layout, size = [], 0
+    handles = {}
     for key, array in arrays.items():
-        layout.append((key, array.dtype.str, array.shape, size))
-        size += math.ceil(array.nbytes / _ALIGNMENT) * _ALIGNMENT
-    descriptor = os.memfd_create("hvdtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        # Reserved now: a lack of memory would be a SIGBUS at the first access.
-        os.posix_fallocate(descriptor, 0, max(size, 1))
-        with open(descriptor, "wb", closefd=False) as file:
-            for (_, _, _, offset), array in zip(layout, arrays.values(), strict=True):
-                file.seek(offset)
-                file.write(np.ascontiguousarray(array).data)
-        # Nobody can change or truncate it from here on, by the descriptor or a path.
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        identity = _identity(os.fstat(descriptor))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return descriptor, Handle(path, identity, tuple(layout), max(size, 1))
+        descriptor = os.memfd_create("hvdtrain", os.MFD_CLOEXEC)
+        # Written, not mapped: a lack of memory is an error of `write` here, and would
+        # be a SIGBUS in a mapping.
+        file = files.enter_context(os.fdopen(descriptor, "wb"))
+        np.save(file, array, allow_pickle=False)
+        file.flush()
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        handles[key] = Handle(path, _identify(path))
+    return handles
 
 
-def attach(handles):
-    """Map the arrays that a process of this node shares.
-
-    Args:
-        handles: the `Handle`s of all nodes; those of other nodes are ignored.
-
-    Returns:
-        A dict of read-only NumPy arrays.
+def attach(handles: Mapping[str, Handle]) -> dict[str, np.ndarray]:
+    """Return the arrays that a process shares, as read-only mappings.
 
     Raises:
-        OSError: no handle is of this node, or the system denies access to the file.
+        OSError: the process is not on this node, or the system denies access.
     """
-    for handle in handles:
-        # Before it is opened: in another container or host the path may be any file of
-        # another process.
-        if _is_here(handle):
-            descriptor = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return _map(descriptor, handle)
-            finally:
-                os.close(descriptor)
-    raise OSError("no process of this node shares these arrays")
+    arrays = {}
+    for key, handle in handles.items():
+        # Checked before the file is opened: on another host, or in another container,
+        # the same path may be a pipe or a device of an unrelated process.
+        if _identify(handle.path) != handle.identity:
+            raise OSError("no process of this node shares these arrays")
+        array = np.asarray(np.load(handle.path, mmap_mode="r"))
+        # Access each page: the page faults (9 ms for MNIST) would otherwise slow down
+        # the steps of the first epoch.
+        array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE].max(initial=0)
+        arrays[key] = array
+    return arrays
 
 
-def _is_here(handle):
-    try:
-        return _identity(os.stat(handle.path)) == handle.identity
-    except OSError:
-        return False
-
-
-def _identity(stat):
+def _identify(path: str) -> Identity:
+    stat = os.stat(path)
     with open(_BOOT_ID) as file:
-        return file.read().strip(), stat.st_dev, stat.st_ino
-
-
-def _map(descriptor, handle):
-    # Populated now: a page fault for every 64 kB would be part of the first epoch.
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    memory = mmap.mmap(descriptor, handle.size, flags=flags, prot=mmap.PROT_READ)
-    return {
-        key: np.ndarray(shape, dtype, memory, offset)
-        for key, dtype, shape, offset in handle.layout
-    }
+        return Identity(file.read().strip(), stat.st_dev, stat.st_ino)

@@ -49,7 +49,7 @@ def test_one_rank_of_a_node_reads(reads):
 
 @pytest.mark.parametrize("name", ["share", "attach"])
 def test_a_rank_that_cannot_map_reads(reads, monkeypatch, name):
-    def fail(_):
+    def fail(*_):
         raise OSError("not here")
 
     # On the last rank alone: the others map what local rank 0 shares, if they can.

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import data
-from hvdtrain.data import formats, loading
+from hvdtrain.data import formats, loading, node_memory
 from hvdtrain.job import World
 
 IDX = {
@@ -695,6 +695,24 @@ def test_a_node_with_mnist_loads_what_the_nodes_agreed_on(
     # The arrays stay on the node.
     assert sent == [data.Choice("mnist"), None]
     assert sent[0].dataset is None
+
+
+def test_a_rank_maps_the_arrays_of_its_own_node():
+    dataset = data.load("digits")
+    arrays = {
+        key: getattr(dataset, key) for key in ("x_train", "y_train", "x_test", "y_test")
+    }
+    with contextlib.ExitStack() as files:
+        handles = node_memory.share(arrays, files)
+        other_node = {
+            key: handle._replace(identity=handle.identity._replace(boot_id="other"))
+            for key, handle in handles.items()
+        }
+        own, other = (
+            loading._Shared("digits", 10, each) for each in (handles, other_node)
+        )
+        assert same(loading._map_first([None, other, own]), arrays)
+        assert loading._map_first([None, other]) is None
 
 
 def test_nodes_agree_on_what_all_of_them_have():
