@@ -1,0 +1,369 @@
+"""What the package uses and replaces in Keras beyond the public interface.
+
+An upgrade of Keras starts here: tests/unit/test_seams.py checks each row on the Keras
+that is installed, and that no module uses a private name without a row. Names of the
+classes behind `keras.ops`, which are private too, stand in `OPERATION_CLASSES`.
+"""
+
+import pkgutil
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+OPERATION_CLASSES = "hvdtrain.sharding.layer_checks._ELEMENTWISE_OPERATIONS"
+
+
+class Seam(NamedTuple):
+    """A private name of Keras, or a name whose value the package replaces.
+
+    Attributes:
+        signature: the attribute; of a function with the names of its parameters but
+            `self`, where "..." stands for any others, which are passed through.
+        why: what it is needed for.
+        used_by: modules of hvdtrain that use Keras' own value.
+        replaced_by: functions and classes of hvdtrain that replace it, on an instance,
+            a class or a module. The outermost is the last.
+        is_ordered: whether they must replace it in this order.
+        is_optional: whether instances, or versions of Keras, may lack it.
+    """
+
+    signature: str
+    why: str
+    used_by: tuple[str, ...] = ()
+    replaced_by: tuple[str, ...] = ()
+    is_ordered: bool = False
+    is_optional: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.signature.partition("(")[0]
+
+
+_SHARDED_STATE = "keras.sharded_state.ShardedState"
+_HOOK = "keras.hook.ReductionHook"
+_SKIPPING = "keras.hook.UpdateSkipping"
+
+# `build` of the attention layers is overridden, and Keras' `call` reads what it makes.
+_ATTENTION = (
+    Seam(
+        "_get_common_kwargs_for_sublayer()",
+        "Arguments of the projections.",
+        ("parallel.attention",),
+    ),
+    *(
+        Seam(
+            name,
+            "A sublayer that `build` makes, and `call` reads.",
+            ("parallel.attention",),
+            is_optional=name == "_gate_dense",
+        )
+        for name in (
+            *("_query_dense", "_key_dense", "_value_dense", "_gate_dense"),
+            *("_output_dense", "_dropout_layer"),
+        )
+    ),
+)
+
+# fmt: off
+# By the class or module of Keras that has the name.
+SEAMS: Mapping[str, tuple[Seam, ...]] = {
+    "keras.optimizers.Optimizer": (
+        # A step: Keras' `apply` builds the optimizer and accumulates, then calls
+        # _clip_gradients, _apply_weight_decay, _backend_update_step and
+        # _update_model_variables_moving_average, once for each complete window.
+        Seam("apply(grads, trainable_variables)",
+             "Checks before a step, and that the step has reduced its gradients.",
+             replaced_by=(_HOOK,)),
+        Seam("build(variables)",
+             "ShardedState builds slots for shards of the weights; the hook then sets "
+             "the shardings of the slots of sharded layers.",
+             replaced_by=(_SHARDED_STATE, _HOOK), is_ordered=True),
+        Seam("_clip_gradients(grads)",
+             "Runs between accumulation and clipping, also where nothing is clipped: "
+             "gradients are reduced here.",
+             used_by=("keras.clipping",), replaced_by=(_HOOK,)),
+        Seam("add_variable_from_reference(reference_variable, name, initializer)",
+             "Accumulated gradients have the full shape, other slots the shard's.",
+             replaced_by=(_SHARDED_STATE,)),
+        # ShardedState updates shards, then gathers the weights. UpdateSkipping is
+        # outside of it: a skipped update skips this exchange, too.
+        Seam("_apply_weight_decay(variables)",
+             "Decays this rank's shards; not in an update that is skipped.",
+             replaced_by=(_SHARDED_STATE, _SKIPPING), is_ordered=True),
+        Seam("_backend_update_step(grads, trainable_variables, learning_rate)",
+             "Updates this rank's shards; nothing in an update that is skipped.",
+             replaced_by=(_SHARDED_STATE, _SKIPPING), is_ordered=True),
+        Seam("_update_model_variables_moving_average(trainable_variables)",
+             "Averages this rank's shards; not after an update that is skipped.",
+             replaced_by=(_SHARDED_STATE, _SKIPPING), is_ordered=True),
+        Seam("_overwrite_model_variables_with_average_value(trainable_variables)",
+             "Gathers the averages, of which each rank has its shards.",
+             replaced_by=(_SHARDED_STATE,)),
+        Seam("save_own_variables(store)", "Files hold full slots.",
+             replaced_by=("keras.full_saving.install",)),
+        Seam("load_own_variables(store)",
+             "Takes this rank's shards of the full slots in a file.",
+             replaced_by=("keras.full_saving.install",)),
+        Seam("_trainable_variables",
+             "The weights, which Keras' `apply` compares with its argument.",
+             used_by=("keras.full_saving", "keras.hook", "keras.sharded_state",
+                      "keras.variables")),
+        Seam("_trainable_variables_indices",
+             "The place of a weight, by which Keras finds the slots of its shard.",
+             used_by=("keras.sharded_state",)),
+        Seam("_var_key(variable)",
+             "Key of _trainable_variables_indices and of the cache of weight decay.",
+             used_by=("keras.sharded_state",)),
+        Seam("_untrack_variable(variable)",
+             "Removes full slots before the optimizer is built again with shards.",
+             used_by=("keras.sharded_state",)),
+        Seam("_use_weight_decay(variable)",
+             "Whether a weight decays, and so its shard.",
+             used_by=("keras.sharded_state",)),
+        Seam("_exclude_from_weight_decay_cache",
+             "Answers of _use_weight_decay, which are copied from weight to shard.",
+             used_by=("keras.sharded_state",)),
+        Seam("_iterations",
+             "Counts micro-steps; the public `iterations` counts windows.",
+             used_by=("keras.callbacks.consistency_check", "keras.callbacks.joining",
+                      "keras.elastic.callbacks", "keras.sharded_state",
+                      "parallel.pipeline.full_model")),
+        Seam("_learning_rate",
+             "The variable or schedule; the public `learning_rate` calls a schedule.",
+             used_by=("keras.callbacks.learning_rate", "keras.sharded_state",
+                      "parallel.pipeline.full_model")),
+        Seam("_accumulated_gradients",
+             "Sums of an incomplete window, which differ by rank.",
+             used_by=("keras.callbacks.joining", "keras.variables")),
+        Seam("_model_variables_moving_average",
+             "The shards of the averages of the weights (`use_ema`).",
+             used_by=("keras.sharded_state",)),
+        Seam("_variables",
+             "The list of all variables, which is not a list of slots of one kind.",
+             used_by=("keras.variables",)),
+    ),
+    "keras.optimizers.RMSprop": (
+        Seam("_momentums",
+             "Velocities that contain the learning rate, and are scaled with it.",
+             used_by=("keras.learning_rates",)),
+    ),
+    "keras.optimizers.ScheduleFreeAdamW": (
+        Seam("_momentums",
+             "Slots that start as copies of the weights, which must be equal before.",
+             used_by=("keras.variables",), is_optional=True),
+    ),
+    "keras.optimizers.LossScaleOptimizer": (
+        Seam("check_finite(grads)",
+             "All ranks skip a step that overflows on one: else the others block.",
+             replaced_by=("keras.hook.share_overflow",)),
+    ),
+    "keras.Model": (
+        *(Seam(f"{name}(callbacks, ...)",
+               "Contains collectives where the model is sharded: all ranks call it.",
+               replaced_by=("keras.collective_calls.install",))
+          for name in ("fit", "evaluate", "predict")),
+        *(Seam(f"{name}(filepath, ...)",
+               "Rank 0 writes the full weights, which all ranks gather.",
+               replaced_by=("keras.collective_calls.install",))
+          for name in ("save", "save_weights")),
+        Seam("export(filepath, ...)",
+             "Raises an error: a graph with collectives runs in no other process.",
+             replaced_by=("keras.collective_calls.install",)),
+        # Skipping and the comparison of samples may be in either order.
+        Seam("train_step(data)",
+             "Leaves out losses that are not finite; compares samples along the axis "
+             "`model`; runs on several devices in the benchmark.",
+             replaced_by=("training.skipping.Skipping",
+                          "keras.collective_calls.compare_along_model",
+                          "measurement.one_process.build",
+                          "measurement.one_process.independent")),
+        Seam("test_step(data)", "Compares samples along the axis `model`.",
+             replaced_by=("keras.collective_calls.compare_along_model",)),
+        # `substitute` puts a function in place of the present one, and takes it out
+        # before its first call; Keras makes another one where it is None.
+        Seam("train_function",
+             "Called by `fit` for each execution. It takes the steps of training/; it "
+             "builds the model or passes over batches before the first step.",
+             used_by=("keras.optimizer",),
+             replaced_by=("training.fitting.fit",
+                          "keras.callbacks.fit_start.substitute")),
+        *(Seam(name, "Keras makes it again where it is None.",
+               used_by=("training.fitting",))
+          for name in ("test_function", "predict_function")),
+        Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks.",
+             used_by=("training.evaluation",)),
+        Seam("_initial_epoch",
+             "The epoch in which BackupAndRestore, on rank 0 alone, makes `fit` start.",
+             used_by=("keras.callbacks.fit_start",)),
+        Seam("_compile_config",
+             "The arguments of `compile`, with functions as objects.",
+             used_by=("parallel.pipeline.full_model",)),
+        Seam("_compile_metrics", "The container of the metrics of `compile`.",
+             used_by=("sharding.layer_checks",)),
+        Seam("_loss_tracker",
+             "The mean of the losses, which a train_step of the package updates.",
+             used_by=("measurement.one_process", "parallel.pipeline.model")),
+    ),
+    "keras.src.trainers.compile_utils.CompileMetrics": (
+        Seam("_user_metrics", "The metrics of `compile`, before they are built.",
+             used_by=("sharding.layer_checks",)),
+    ),
+    "keras.Sequential": (
+        Seam("_functional", "The graph of a sequential model.",
+             used_by=("sharding.layer_checks",)),
+    ),
+    "keras.src.models.functional.Functional": (
+        Seam("_nodes_by_depth", "The calls of layers in the order of computation.",
+             used_by=("sharding.layer_checks",)),
+    ),
+    "keras.src.models.cloning": (
+        Seam("_wrap_clone_function(clone_function, call_function, recursive, cache)",
+             "A sharded layer has the config of the full layer.",
+             replaced_by=("keras.collective_calls.install",)),
+    ),
+    "keras.layers.Layer": (
+        Seam("_flatten_layers(include_self, recursive)",
+             "All layers inside of a layer; the public `layers` has one level.",
+             used_by=("keras.callbacks.fit_start", "keras.moving_statistics",
+                      "parallel.pipeline.stage",
+                      "training.checkpoint.state_variables")),
+        Seam("_trainable_variables",
+             "A layer's own weights, frozen or not, without those of sublayers.",
+             used_by=("parallel.layer", "training.checkpoint.state_variables")),
+        Seam("_non_trainable_variables", "As _trainable_variables.",
+             used_by=("parallel.layer", "parallel.pipeline.stage")),
+        Seam("_check_load_own_variables(store)",
+             "Keras' error for a file with another number of weights.",
+             used_by=("parallel.layer",)),
+        Seam("_inbound_nodes", "The outputs of a layer in a model, with their masks.",
+             used_by=("parallel.pipeline.stage",)),
+    ),
+    "keras.Variable": (
+        Seam("_path", "Slots are named after it: a shard has the path of its weight.",
+             used_by=("keras.sharded_updates",)),
+    ),
+    "keras.KerasTensor": (
+        Seam("_keras_history", "The layer that an input of a graph comes from.",
+             used_by=("sharding.layer_checks",)),
+        Seam("_keras_mask", "The mask of an output; absent without one.",
+             used_by=("parallel.pipeline.stage",), is_optional=True),
+    ),
+    "keras.layers.BatchNormalization": (
+        Seam("_moments(inputs, mask)", "Overridden: moments over all ranks.",
+             used_by=("keras.layers",)),
+        Seam("_reduction_axes", "The axes of _moments.", used_by=("keras.layers",)),
+    ),
+    "keras.layers.MultiHeadAttention": (
+        Seam("_build_attention(rank)",
+             "Overridden: the layer of dropout draws for all heads.",
+             used_by=("parallel.attention",)),
+        *_ATTENTION,
+        *(Seam(name, "An argument of the layer.", used_by=("parallel.attention",))
+          for name in ("_num_heads", "_key_dim", "_value_dim", "_use_bias",
+                       "_attention_axes", "_output_shape", "_dropout")),
+        Seam("_use_gate", "An argument of the layer.",
+             used_by=("parallel.attention",), is_optional=True),
+    ),
+    "keras.layers.GroupQueryAttention": (
+        *_ATTENTION,
+        *(Seam(name, "Is made by `build`, which is overridden, and read by `call`.",
+               used_by=("parallel.attention",))
+          for name in ("_softmax", "_dot_product_equation", "_combine_equation")),
+    ),
+    "keras.metrics.Metric": (
+        Seam("_metrics", "The metrics inside of a metric.",
+             used_by=("keras.metrics",)),
+        Seam("_variables",
+             "A metric's own states; the public `variables` has those inside, too.",
+             used_by=("keras.metrics",)),
+    ),
+    "keras.metrics.Mean": (
+        Seam("update_state(values, sample_weight)",
+             "Leaves out a loss that is not finite.",
+             replaced_by=("training.skipping.Skipping",)),
+        Seam("result()",
+             "The mean of no losses is NaN; Keras has 0, the best loss of all.",
+             replaced_by=("training.skipping.Skipping",)),
+    ),
+    "keras.src.backend": (
+        Seam("get_keras_mask(x)", "Masks of the arguments of an attention layer.",
+             used_by=("parallel.attention",)),
+        Seam("set_keras_mask(x, mask)", "Masks of tensors that the package computes.",
+             used_by=("parallel.attention", "parallel.vocabulary")),
+    ),
+    "keras.src.backend.common.global_state": (
+        Seam("get_global_attribute(name, default, set_to_default)",
+             "Keras' seed generator, if it exists: checkpoints hold its state.",
+             used_by=("training.checkpoint.state_variables",)),
+    ),
+    "keras.src.random.seed_generator": (
+        Seam("global_seed_generator()", "Makes this generator, to restore its state.",
+             used_by=("training.checkpoint.state_variables",)),
+        Seam("draw_seed(seed)",
+             "The seed of Keras' random functions: a shard continues the full draw.",
+             used_by=("parallel.layer",)),
+    ),
+    "keras.src.api_export": (
+        Seam("get_name_from_symbol(symbol)",
+             "Whether a base class is public: an object is saved as one of it.",
+             used_by=("parallel.layer",)),
+    ),
+    "keras.src.utils.io_utils": (
+        Seam("print_msg(message, line_break)",
+             "Prints as Keras' own callbacks do: through absl, if print is disabled.",
+             used_by=("keras.callbacks.learning_rate",)),
+    ),
+}
+# fmt: on
+
+# The place of the last replacement in `replaced_by`, by target and name.
+_places: weakref.WeakKeyDictionary[object, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def replace(
+    target: object,
+    name: str,
+    function: Callable[..., Any],
+    *,
+    by: type | Callable[..., Any],
+) -> Any:
+    """Replace an attribute of an object, class or module of Keras; return the original.
+
+    Args:
+        target: what has the attribute.
+        name: the attribute.
+        function: the new value.
+        by: our class or function that replaces it, as the table has it.
+
+    Raises:
+        ValueError: the table has no such replacement, or has another order.
+    """
+    replacer = f"{by.__module__}.{by.__qualname__}".removeprefix("hvdtrain.")
+    seam = _find(target, name, replacer)
+    place = seam.replaced_by.index(replacer)
+    if seam.is_ordered:
+        last = _places.setdefault(target, {}).get(name, -1)
+        if place <= last:
+            raise ValueError(
+                f"{name} of {target!r} was replaced by {seam.replaced_by[last]}, and "
+                f"then by {replacer}. Expected, the outermost last: "
+                f"{', '.join(seam.replaced_by)}."
+            )
+        _places[target][name] = place
+    original = getattr(target, name)
+    setattr(target, name, function)
+    return original
+
+
+def _find(target: object, name: str, replacer: str) -> Seam:
+    for owner_name, seams in SEAMS.items():
+        for seam in seams:
+            if seam.name == name and replacer in seam.replaced_by:
+                owner = pkgutil.resolve_name(owner_name)
+                is_class = isinstance(owner, type)
+                if target is owner or (is_class and isinstance(target, owner)):
+                    return seam
+    raise ValueError(
+        f"hvdtrain.keras.seams has no row by which {replacer} replaces {name} of "
+        f"{target!r}. Add one: it is where an upgrade of Keras looks."
+    )
