@@ -25,6 +25,7 @@ from hvdtrain.collectives.objects import (
 )
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.keras import full_saving
+from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import find_optimizers, get_hook
 from hvdtrain.sharding.layer_checks import check_shards
 from hvdtrain.sharding.shards import get_sharding, is_split_over_ranks
@@ -51,13 +52,12 @@ def install():
         for name in names:
             method = wrap(getattr(keras.Model, name))
             setattr(method, _MARK, True)
-            setattr(keras.Model, name, method)
+            replace(keras.Model, name, method, by=install)
     full_saving.install()
     # The default of keras.models.clone_model makes layers from their configs, which
     # are those of the dense twins.
-    cloning._wrap_clone_function = functools.partial(
-        _wrap_clone_function, cloning._wrap_clone_function
-    )
+    wrap_layers = functools.partial(_wrap_clone_function, cloning._wrap_clone_function)
+    replace(cloning, "_wrap_clone_function", wrap_layers, by=install)
 
 
 def _wrap_clone_function(wrap, clone_function=None, **options):
@@ -303,7 +303,8 @@ def compare_along_model(model: keras.Model) -> None:
         ("train_step", _compare_and_step),
         ("test_step", _compare_and_test),
     ):
-        setattr(model, name, functools.partial(compare, model, getattr(model, name)))
+        step = functools.partial(compare, model, getattr(model, name))
+        replace(model, name, step, by=compare_along_model)
 
 
 def _compare_and_test(model, step, data):

@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import get_inner_optimizer, shard_slots
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import assign_shard, get_sharding, is_sharded
@@ -50,16 +51,15 @@ def install():
     reads its state.
     """
     cls = keras.optimizers.Optimizer
-    save_whole, load_whole = cls.save_own_variables, cls.load_own_variables
 
-    @functools.wraps(save_whole)
+    @functools.wraps(cls.save_own_variables)
     def save(self, store):
         if _has_sharded_slots(self):
             save_full(self.variables, store)
         else:
             save_whole(self, store)
 
-    @functools.wraps(load_whole)
+    @functools.wraps(cls.load_own_variables)
     def load(self, store):
         # Of another length, Keras loads nothing, and prints a warning.
         if _has_sharded_slots(self) and len(store.keys()) == len(self.variables):
@@ -67,7 +67,8 @@ def install():
         else:
             load_whole(self, store)
 
-    cls.save_own_variables, cls.load_own_variables = save, load
+    save_whole = replace(cls, "save_own_variables", save, by=install)
+    load_whole = replace(cls, "load_own_variables", load, by=install)
 
 
 def note_slots(optimizer):

@@ -1,5 +1,6 @@
 """The hook by which an optimizer's gradients are reduced inside Keras' own step."""
 
+import functools
 import inspect
 
 import keras
@@ -11,6 +12,7 @@ from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
 from hvdtrain.keras.gradients import add_up_rows
+from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import (
     non_local_state,
     shard_slots,
@@ -43,14 +45,15 @@ def check_loss_scale(shared):
 
 def share_overflow(loss_scale_optimizer, ranks):
     """Makes all `ranks` skip a step when one of them overflows."""
-    check_locally = loss_scale_optimizer.check_finite
 
     def check_finite(grads):
         return ops.is_true_on_all_ranks(
             check_locally(grads), name="LossScaleOverflow", process_set=ranks
         )
 
-    loss_scale_optimizer.check_finite = check_finite
+    check_locally = replace(
+        loss_scale_optimizer, "check_finite", check_finite, by=share_overflow
+    )
 
 
 def _calling_optimizer():
@@ -99,13 +102,11 @@ class UpdateSkipping:
         self.count.assign_add(tf.cast(tf.logical_not(is_finite), tf.int64))
 
     def _replace(self, name, is_due):
-        method = getattr(self._optimizer, name)
-
         def method_if_due(*args):
             # No collective is in it: whether it is due is equal on all ranks anyway.
             tf.cond(is_due(), lambda: method(*args), lambda: None)
 
-        setattr(self._optimizer, name, method_if_due)
+        method = replace(self._optimizer, name, method_if_due, by=UpdateSkipping)
 
     def _is_kept(self):
         # From the variable, since Keras completes a window in a branch, whose tensors
@@ -154,16 +155,16 @@ class ReductionHook:
         self._is_first_step = True
         self._skipping = None
         self.is_configured = False
-        self._apply = optimizer.apply
+        # Before `_clip_gradients` is replaced, whose original it calls.
         self._clip = Clipping(
             optimizer, reducer, mesh=mesh, sharded_state=sharded_state
         )
-        self._build = optimizer.build
-        optimizer.build = self.build
+        replace_method = functools.partial(replace, optimizer, by=ReductionHook)
+        self._build = replace_method("build", self.build)
         if optimizer.built:
             shard_slots(optimizer, optimizer._trainable_variables)
-        optimizer.apply = self.apply
-        optimizer._clip_gradients = self.clip_gradients
+        self._apply = replace_method("apply", self.apply)
+        replace_method("_clip_gradients", self.clip_gradients)
         optimizer.reduction_hook = self
 
     @property

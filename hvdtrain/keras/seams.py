@@ -138,6 +138,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_model_variables_moving_average",
              "The shards of the averages of the weights (`use_ema`).",
              used_by=("keras.sharded_state",)),
+        Seam("_get_variable_index(variable)",
+             "The place of a weight, in an optimizer of the benchmark.",
+             used_by=("measurement.simulated",)),
         Seam("_variables",
              "The list of all variables, which is not a list of slots of one kind.",
              used_by=("keras.variables",)),
@@ -181,15 +184,15 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=("keras.collective_calls.compare_along_model",)),
         # `substitute` puts a function in place of the present one, and takes it out
         # before its first call; Keras makes another one where it is None.
-        Seam("train_function",
+        Seam("train_function(iterator)",
              "Called by `fit` for each execution. It takes the steps of training/; it "
              "builds the model or passes over batches before the first step.",
              used_by=("keras.optimizer",),
              replaced_by=("training.fitting.fit",
                           "keras.callbacks.fit_start.substitute")),
-        *(Seam(name, "Keras makes it again where it is None.",
+        *(Seam(signature, "Keras makes it again where it is None.",
                used_by=("training.fitting",))
-          for name in ("test_function", "predict_function")),
+          for signature in ("test_function(iterator)", "predict_function(data)")),
         Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks.",
              used_by=("training.evaluation",)),
         Seam("_initial_epoch",
@@ -226,7 +229,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "All layers inside of a layer; the public `layers` has one level.",
              used_by=("keras.callbacks.fit_start", "keras.moving_statistics",
                       "parallel.pipeline.stage",
-                      "training.checkpoint.state_variables")),
+                      "training.checkpoint.state_variables",
+                      "measurement.equivalence")),
         Seam("_trainable_variables",
              "A layer's own weights, frozen or not, without those of sublayers.",
              used_by=("parallel.layer", "training.checkpoint.state_variables")),

@@ -22,6 +22,7 @@ from hvdtrain.keras.consistency import (
     DesynchronizedError,
     compute_checksum,
 )
+from hvdtrain.keras.seams import replace
 from hvdtrain.keras.sharded_updates import divide, gather, scatter
 from hvdtrain.keras.variables import (
     accumulated_gradients,
@@ -113,8 +114,7 @@ class ShardedState:
             "_update_model_variables_moving_average": self._average,
             "_overwrite_model_variables_with_average_value": self._overwrite,
         }.items():
-            self._originals[name] = getattr(optimizer, name)
-            setattr(optimizer, name, method)
+            self._originals[name] = replace(optimizer, name, method, by=ShardedState)
 
     @property
     def is_scattered(self):

@@ -13,6 +13,7 @@ import types
 import tensorflow as tf
 
 from hvdtrain.job import JobError
+from hvdtrain.keras.seams import replace
 from hvdtrain.measurement import variants
 
 
@@ -51,7 +52,8 @@ def build(options, workload, names):
         model = workload.build(len(names))
     if options.strategy == "split":
         # An attribute of the instance: a subclass could not be of any Keras model.
-        model.train_step = types.MethodType(_split_step(names), model)
+        step = types.MethodType(_split_step(names), model)
+        replace(model, "train_step", step, by=build)
     return model
 
 
@@ -104,7 +106,8 @@ def independent(workload, names):
                 logs.append(step(part))
         return logs[0]
 
-    copies[0].train_step = types.MethodType(train_step, copies[0])
+    step = types.MethodType(train_step, copies[0])
+    replace(copies[0], "train_step", step, by=independent)
     # They are referred to by the step of the first.
     return copies[0]
 

@@ -15,6 +15,7 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import on_all
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import get_inner_optimizer
 from hvdtrain.training.plan import Plan
 
@@ -112,7 +113,7 @@ def fit(
             stops=stops,
             batches=_Batches(iterator, world),
         )
-        model.train_function = training.train_function
+        replace(model, "train_function", training.train_function, by=fit)
         with warnings.catch_warnings():
             # A StopIteration ends an epoch.
             warnings.filterwarnings("ignore", message="Your input ran out of data")

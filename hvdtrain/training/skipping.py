@@ -5,6 +5,7 @@ import math
 
 import keras
 
+from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import get_hook
 
 
@@ -45,10 +46,12 @@ class Skipping:
         # Those of the whole model and of its outputs. Metrics of `compile` are in
         # another one that contains them.
         for mean in [m for m in model.metrics if type(m) is keras.metrics.Mean]:
-            mean.update_state = functools.partial(self._update, mean, mean.update_state)
+            update = functools.partial(self._update, mean, mean.update_state)
+            replace(mean, "update_state", update, by=Skipping)
             # Keras' mean of nothing is 0, the best loss of all.
-            mean.result = functools.partial(_result, mean)
-        model.train_step = functools.partial(self._train_step, model.train_step)
+            replace(mean, "result", functools.partial(_result, mean), by=Skipping)
+        step = functools.partial(self._train_step, model.train_step)
+        replace(model, "train_step", step, by=Skipping)
 
     def _train_step(self, train_step, data):
         # The metrics are those of evaluations, too, which a NaN has to end.

@@ -9,6 +9,7 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.objects import group_by_value, name_values
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.seams import replace
 
 
 def substitute(model, step):
@@ -23,8 +24,7 @@ def substitute(model, step):
     def stand_in(iterator):
         return step(iterator)
 
-    stand_in.stands_for = model.train_function
-    model.train_function = stand_in
+    stand_in.stands_for = replace(model, "train_function", stand_in, by=substitute)
 
 
 def restore(model):
