@@ -92,9 +92,6 @@ flags.DEFINE_integer(
     1000,
 )
 flags.DEFINE_list(
-    "project", ["4", "8", "16", "32", "64"], "Numbers of ranks to project to."
-)
-flags.DEFINE_list(
     "compare", None, "Print a table of these files of --json, and measure nothing."
 )
 flags.DEFINE(program.Path(), "json", None, "File to write the figures to.")
@@ -127,11 +124,6 @@ def _check_units(sizes):
 @flags.validator("tables", "expected numbers of rows, such as 1000,1000000")
 def _check_tables(sizes):
     return bool(sizes) and all(size.isdigit() and int(size) for size in sizes)
-
-
-@flags.validator("project", "expected numbers of ranks, 2 or more, such as 4,8,16")
-def _check_project(sizes):
-    return all(size.isdigit() and int(size) > 1 for size in sizes)
 
 
 def main():

@@ -16,10 +16,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain.collectives import transport
 from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.measurement.projection import Line
 
-COPY = "copy"
-OURS = "hvdtrain"
 # Of a path, a size and a round.
 _MAX_REPEATS = 2000
 
@@ -33,7 +30,7 @@ def path_of(world, options):
     return transport.reduction_path()
 
 
-def measure(world, sizes, *, rounds, seconds, only=None):
+def measure(world, sizes, *, rounds, seconds):
     """Measure allreduces of float32. A collective.
 
     Args:
@@ -41,14 +38,13 @@ def measure(world, sizes, *, rounds, seconds, only=None):
         sizes: bytes of each message.
         rounds: rounds of all paths for each size.
         seconds: of each path in a round, at most about.
-        only: name of a path; by default all that this job has.
 
     Returns:
         For each size a dict of its `bytes` and the median `seconds` by path:
         "Horovod", "hvdtrain", and "copy": each rank copies a buffer of this size in
         memory, all at the same time.
     """
-    makers = {name: make for name, make in _makers().items() if only in (None, name)}
+    makers = _makers()
     rows = []
     for count in sizes:
         with fail_together(world):
@@ -57,18 +53,6 @@ def measure(world, sizes, *, rounds, seconds, only=None):
         medians = {name: statistics.median(found) for name, found in times.items()}
         rows.append({"bytes": count, "seconds": medians})
     return gather(world, rows)[0]
-
-
-def fit(rows, name, *, size):
-    """Return the `Line` of a path through rows of `measure`.
-
-    Args:
-        rows: the rows.
-        name: the path.
-        size: number of ranks.
-    """
-    counts = [row["bytes"] for row in rows]
-    return Line.fit(counts, [row["seconds"][name] for row in rows], size=size)
 
 
 def _measure_size(world, paths, *, rounds, seconds):
@@ -100,10 +84,10 @@ def _makers():
         "Horovod": functools.partial(
             _in_graph, lambda x: horovod.allreduce(x, op=horovod.Sum, name="raw")
         ),
-        OURS: functools.partial(
+        "hvdtrain": functools.partial(
             _in_graph, lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, name="ours")[0]
         ),
-        COPY: _copy,
+        "copy": _copy,
     }
 
 

@@ -68,7 +68,6 @@ class Options:
     optimizer: str
     seed: int
     consistency_steps: int
-    project: tuple
     json: str | None
     plot: str | None
 

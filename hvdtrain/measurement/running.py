@@ -61,12 +61,7 @@ def _collectives(options, world, mpi_seconds):
     if mpi_seconds:
         for row in rows:
             row["seconds"] = {"MPI": mpi_seconds[row["bytes"]], **row["seconds"]}
-    lines = {
-        name: dataclasses.asdict(allreduce_speed.fit(rows, name, size=world.size))
-        for name in rows[0]["seconds"]
-        if name != allreduce_speed.COPY
-    }
-    return {"rows": rows, "lines": lines}
+    return {"rows": rows}
 
 
 def write(options, world, result):

@@ -1,7 +1,5 @@
 """The figures as text."""
 
-from hvdtrain.measurement.projection import ALGORITHMS
-
 NOT_MEASURED = "-"
 # Fewer, and a median is no protection against one slow round.
 _MIN_ROUNDS = 3
@@ -26,11 +24,7 @@ def training(result):
         *_comparison(figures, result),
         *_resources(figures),
     ]
-    lines = labelled(rows)
-    if "projection" in figures:
-        step = figures["split_seconds"]["step"]
-        lines += ["", *_projection(figures["projection"], size, step)]
-    return "\n".join(lines)
+    return "\n".join(labelled(rows))
 
 
 def collectives(result):
@@ -56,11 +50,6 @@ def collectives(result):
             for seconds in row["seconds"].values()
         ]
         lines.append(f"{row['bytes']:>12,}" + "".join(f"{cell:>24}" for cell in cells))
-    lines.append("least squares of relative errors: latency, and bytes per second")
-    for name, line in measured["lines"].items():
-        slope = line["seconds_per_byte"]
-        speed = f"{1 / slope / 1e9:.2f} GB/s" if slope else "not visible in these sizes"
-        lines.append(f"{name:>12}  {_time(line['latency'])}, {speed}")
     return "\n".join(lines)
 
 
@@ -214,40 +203,6 @@ def _resources(figures):
         "start-up",
         f"{start['seconds']:.1f} s from {start['command']} to the first step",
     )
-
-
-def _projection(projected, size, measured):
-    """Yield the lines of the projection.
-
-    Args:
-        projected: the dict of `throughput.measure`.
-        size: number of ranks that there are.
-        measured: their seconds of a step.
-    """
-    latency, slope = projected["latency"], projected["seconds_per_byte"]
-    yield (
-        f"PROJECTION, not measured. An allreduce of n bytes over {size} ranks takes "
-        f"{_time(latency).strip()} + n x {1e9 * slope:.3f} ns."
-    )
-    yield (
-        "If every link is as fast as those of these ranks, and buckets of "
-        f"{size_text(max(projected['buckets']))} or less are"
-    )
-    yield (
-        "reduced during the backward pass, the times of a step are those below. Beside "
-        "them: a step"
-    )
-    yield ("without communication, divided by it.")
-    yield f"{'ranks':>8}" + "".join(f"{name:>24}" for name in ALGORITHMS)
-    for ranks, by_algorithm in projected["by_ranks"].items():
-        cells = [
-            f"{milliseconds(by_algorithm[name]['overlapped_step'])}, "
-            f"{by_algorithm[name]['without_communication']:.2f}"
-            for name in ALGORITHMS
-        ]
-        line = f"{ranks:>8}" + "".join(f"{cell:>24}" for cell in cells)
-        is_here = int(ranks) == size
-        yield line + (f"  measured: {milliseconds(measured)}" if is_here else "")
 
 
 def _time(seconds):

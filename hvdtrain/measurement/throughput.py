@@ -1,25 +1,19 @@
 """Speed, step time and its parts, memory and start-up of a workload."""
 
-import dataclasses
 import functools
 
 import hvdtrain.keras as hvd
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.keras import gradients
 from hvdtrain.measurement import (
-    allreduce_speed,
     equivalence,
     one_process,
-    projection,
     variants,
     workloads,
 )
 from hvdtrain.measurement.figures import summarize
 
 _LINE_STEPS = 25
-_PROJECTION_SIZES = (1_000, 16_000, 256_000, 4_000_000)
-_PROJECTION_ROUNDS = 5
-_PROJECTION_SECONDS = 0.1
 
 
 def measure(options, world):
@@ -53,8 +47,6 @@ def measure(options, world):
     count = max(world.size, len(names))
     figures = summarize(gather(world, measured), options, count)
     buckets = gradients.group_bytes(model.trainable_variables) if count > 1 else []
-    if world.size > 1 and options.project:
-        figures["projection"] = _projection(options, world, figures, buckets)
     if count > 1 and options.consistency_steps and options.workload != "backward":
         figures["consistency"] = equivalence.measure(options, world, workload, names)
     return {
@@ -124,38 +116,3 @@ def _others(model, workload, options, world):
         )
     measured["bare"] = variants.bare(plain, workload, options)
     return measured
-
-
-def _projection(options, world, figures, buckets):
-    """Measure the allreduce, and project to more ranks. A collective.
-
-    Args:
-        options: the `Options`.
-        world: the `World`.
-        figures: those of `summarize`.
-        buckets: bytes of the groups of gradients, in the order of their reduction.
-    """
-    rows = allreduce_speed.measure(
-        world,
-        sorted({*_PROJECTION_SIZES, sum(buckets) // 4 * 4}),
-        rounds=_PROJECTION_ROUNDS,
-        seconds=_PROJECTION_SECONDS,
-        only=allreduce_speed.OURS,
-    )
-    line = allreduce_speed.fit(rows, allreduce_speed.OURS, size=world.size)
-    parts = figures["split_seconds"]
-    sizes = sorted({world.size, *map(int, options.project)})
-    return {
-        **dataclasses.asdict(line),
-        "buckets": buckets,
-        "by_ranks": {
-            str(size): projection.project(
-                line,
-                size=size,
-                buckets=buckets,
-                step_seconds=parts["step"] - parts["communication"],
-                compute_seconds=parts["compute"],
-            )
-            for size in sizes
-        },
-    }

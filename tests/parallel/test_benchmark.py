@@ -45,7 +45,6 @@ def options(workload, **changes):
         "optimizer": "momentum",
         "seed": 0,
         "consistency_steps": 0,
-        "project": (),
         "json": None,
         "plot": None,
     }

@@ -17,7 +17,6 @@ from hvdtrain.measurement import (
     comparison,
     figures,
     parallelism,
-    projection,
     records,
     simulated,
     tables,
@@ -46,7 +45,6 @@ OPTIONS = Options(
     optimizer="sgd",
     seed=0,
     consistency_steps=5,
-    project=("4",),
     json=None,
     plot=None,
 )
@@ -148,89 +146,6 @@ class TestSummary:
         assert found["one_rank"]["speedup"] == 1.0
         assert found["one_rank"]["against_bare"] == 0.5
         assert found["load_balance"] == 1.0
-
-
-class TestProjection:
-    LINE = projection.Line(latency=8e-6, seconds_per_byte=1e-9, size=2)
-
-    def test_a_line_is_found(self):
-        counts = [1_000, 50_000, 2_000_000]
-        seconds = [8e-6 + 1e-9 * count for count in counts]
-        line = projection.Line.fit(counts, seconds, size=2)
-        assert line.latency == pytest.approx(8e-6)
-        assert line.seconds_per_byte == pytest.approx(1e-9)
-
-    def test_errors_are_relative(self):
-        # An error of 10 % of the largest message is 200 times the latency.
-        counts = [1_000, 2_000, 2_000_000]
-        seconds = [9e-6, 10e-6, 1.1 * (8e-6 + 2e-3)]
-        line = projection.Line.fit(counts, seconds, size=2)
-        assert line.latency == pytest.approx(8e-6, rel=0.1)
-
-    @pytest.mark.parametrize("seconds", [[3e-6, 2e-6], [3e-6, 3e-6]])
-    def test_times_that_do_not_grow_have_no_slope(self, seconds):
-        line = projection.Line.fit([1_000, 2_000], seconds, size=2)
-        assert line.seconds_per_byte == 0.0
-        assert line.latency > 0
-
-    # The factors of alpha and beta for 2 ranks are 2 and 1, of the tree 2 and 2.
-    @pytest.mark.parametrize(
-        ("algorithm", "size", "seconds"),
-        [
-            ("ring", 2, 8e-6 + 1e-3),
-            ("tree", 2, 8e-6 + 1e-3),
-            ("halving and doubling", 2, 8e-6 + 1e-3),
-            # 14 and 1.75; 6 and 6; 6 and 1.75.
-            ("ring", 8, 7 * 8e-6 + 1.75e-3),
-            ("tree", 8, 3 * 8e-6 + 3e-3),
-            ("halving and doubling", 8, 3 * 8e-6 + 1.75e-3),
-            # ceil(log2 5) is 3.
-            ("ring", 5, 4 * 8e-6 + 1.6e-3),
-            ("tree", 5, 3 * 8e-6 + 3e-3),
-        ],
-    )
-    def test_an_allreduce_of_a_megabyte(self, algorithm, size, seconds):
-        found = self.LINE.seconds(1_000_000, size=size, algorithm=algorithm)
-        assert found == pytest.approx(seconds)
-
-    @pytest.mark.parametrize(
-        ("buckets", "backward_seconds", "exposed"),
-        [
-            # One bucket can start at the end only.
-            ([10], 5.0, 10.0),
-            # Ready at 10, done at 12; ready at 20, done at 22.
-            ([2, 2], 20.0, 2.0),
-            # The second waits for the first: 1 + 2, 3 + 2, 5 + 2 after 3.
-            ([2, 2, 2], 3.0, 4.0),
-            # A short last bucket: ready at 9, done at 18; ready at 10, done at 19.
-            ([9, 1], 10.0, 9.0),
-            ([1, 1], 0.0, 2.0),
-        ],
-    )
-    def test_exposed_communication(self, buckets, backward_seconds, exposed):
-        found = projection.exposed_seconds(
-            buckets, backward_seconds=backward_seconds, seconds_of=float
-        )
-        assert found == pytest.approx(exposed)
-
-    def test_a_step(self):
-        found = projection.project(
-            self.LINE,
-            size=2,
-            buckets=[1_000_000, 1_000_000],
-            step_seconds=0.1,
-            compute_seconds=0.09,
-        )
-        # 2 MB in one bucket: 8 us + 2 ms. In two, the first of which is hidden: 8 us
-        # + 1 ms.
-        assert found["ring"] == pytest.approx(
-            {
-                "communication": 2.008e-3,
-                "step": 0.102008,
-                "overlapped_step": 0.101008,
-                "without_communication": 0.1 / 0.101008,
-            }
-        )
 
 
 def kinds():
@@ -430,7 +345,6 @@ class TestOptions:
         [
             ("--workload=vgg", ["--workload=vgg", "resnet18", "module:function"]),
             ("--strategy=pipeline", ["--strategy=pipeline", "mirrored"]),
-            ("--project=4,many", ["--project", "numbers of ranks"]),
             ("--tables=17,many", ["--tables", "numbers of rows"]),
             ("--seconds=-1", ["--seconds=-1", "[0, 120]"]),
             ("--seconds=nan", ["expected numbers", "--seconds"]),
@@ -479,7 +393,7 @@ class TestFiles:
         path = str(tmp_path / "result.json")
         written = result()
         # JSON has no tuples.
-        for name in ("project", "tables", "units"):
+        for name in ("tables", "units"):
             written["flags"][name] = list(written["flags"][name])
         records.write_json(path, written)
         assert records.read_json([path]) == {path: written}
