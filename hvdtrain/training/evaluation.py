@@ -21,10 +21,11 @@ from hvdtrain.training.requests import (
     MAX_GROWTH,
     NAMES,
     STOP,
-    Every,
+    Interval,
     Requests,
     StepCallback,
     agree_on_pause,
+    raise_preempted,
 )
 from hvdtrain.training.specs import EvalSpec
 
@@ -136,6 +137,33 @@ class Rounds(keras.callbacks.Callback):
         return max(1, min(int(batches / seconds), MAX_GROWTH * self._pause))
 
 
+def evaluate_finished(
+    model: keras.Model,
+    spec: EvalSpec,
+    requests: Requests,
+    world: World,
+    *,
+    step: int,
+    max_steps: int,
+) -> dict:
+    """Return the metrics of a finished job that lacks its last evaluation.
+
+    Raises:
+        PreemptedError: on all ranks, if one of them has asked for a stop. The
+            evaluation stays due, as the run before has left it.
+        SharedJobError: on all ranks, if the loss is not finite.
+    """
+    rounds = Rounds(requests, world)
+    try:
+        with evaluated_weights(model, steps=None):
+            found = evaluate(model, spec.batches(), steps=spec.steps, rounds=rounds)
+    except InterruptedEvaluationError:
+        raise_preempted(requests, world, step=step, max_steps=max_steps)
+    if "loss" in found:
+        check_loss(found["loss"], step)
+    return found
+
+
 @contextlib.contextmanager
 def evaluated_weights(model, *, steps):
     """Give the model the weights that are evaluated and exported. A collective.
@@ -170,7 +198,7 @@ class EvaluationCallback(StepCallback):
     Args:
         spec: the `EvalSpec`.
         plan: the `Plan` of the training.
-        is_due: an `Every`.
+        is_due: an `Interval`.
         observers: see `train_and_evaluate`.
         results: the list of the job's evaluations, to which each is appended.
         exports: the `Exports` on the chief; None elsewhere, and without exporters.
@@ -186,7 +214,7 @@ class EvaluationCallback(StepCallback):
         self,
         spec: EvalSpec,
         plan: Plan,
-        is_due: Every,
+        is_due: Interval,
         observers: Sequence,
         *,
         results: list,

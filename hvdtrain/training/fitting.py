@@ -4,7 +4,6 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -14,60 +13,12 @@ import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import on_all
 from hvdtrain.job.world import SharedJobError
-from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import get_inner_optimizer
 from hvdtrain.training.plan import Plan
 
 # The error of `assert_cardinality`.
 _EARLY_END = re.compile(r"expected to contain \d+ elements? but contained only (\d+)")
-
-
-def built(model: keras.Model, batch: Any, *, local_batch_size: int) -> keras.Model:
-    """Return a model that has all variables, with a distributed optimizer.
-
-    Args:
-        model: a compiled model.
-        batch: the first one.
-        local_batch_size: the samples that it is expected to have.
-
-    Raises:
-        JobError: it is not compiled, or the first batch has another size.
-    """
-    if not getattr(model, "compiled", False):
-        raise JobError(
-            f"Received {type(model).__name__} from model_fn; expected a compiled Keras "
-            "model: call its compile()."
-        )
-    if not is_distributed(model.optimizer):
-        hvd.DistributedOptimizer(model.optimizer)
-    # Keras builds the metrics of `compile` with the first batch: a checkpoint that was
-    # written within an epoch has states for them.
-    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-    size = keras.tree.flatten(x)[0].shape[0]
-    if size != local_batch_size:
-        raise JobError(
-            f"Received a batch of {size} samples from input_fn; expected "
-            f"local_batch_size={local_batch_size}, by which the ranks are "
-            "weighted."
-        )
-    # A `train_step` of the user's own may use neither, as in a variational autoencoder.
-    has_call = type(model).call is not keras.Model.call
-    has_step = type(model).train_step is not keras.Model.train_step
-    if has_call or not has_step:
-        predictions = model(x)
-        # With several losses, Keras builds a metric for each here.
-        if model.loss is not None or not has_step:
-            model.compute_loss(x, y, predictions, weights)
-        model.compute_metrics(x, y, predictions, weights)
-    model.reset_metrics()
-    # `fit` below takes the steps of an execution itself. Evaluations are batch by
-    # batch, so that ranks can vote between two of them.
-    model.steps_per_execution = 1
-    model.test_function = model.predict_function = None
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    return model
 
 
 def fit(

@@ -82,7 +82,7 @@ def warn_if_changed(
             f"The batch of step {first['step']} differs from that of the run which "
             "wrote the checkpoint: the data or their order have changed, and the job "
             "does not compute what an uninterrupted one computes.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -50,7 +50,7 @@ class Plan:
             steps_per_execution=execution,
         )
 
-    def as_before(self, metadata):
+    def with_epochs_of(self, metadata):
         """Return the plan with the epochs of the run that wrote a checkpoint.
 
         Another number of ranks, or of steps, would give epochs of another length.

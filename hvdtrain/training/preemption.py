@@ -5,11 +5,9 @@ import signal
 import time
 from typing import NoReturn
 
-from hvdtrain.job import World, signals
-from hvdtrain.job.agreement import gather
-from hvdtrain.job.world import PreemptedError
+from hvdtrain.job import signals
 from hvdtrain.training.checkpoint.writing import complete_together
-from hvdtrain.training.requests import STOP, Requests, StepCallback
+from hvdtrain.training.requests import STOP, StepCallback, raise_preempted
 
 # A request may arrive twice: from a launcher, and from the sender itself where it
 # signals all processes of a group or of a job of Slurm.
@@ -41,17 +39,6 @@ def stopping_on(numbers, requests, *, rank, clock=time.monotonic):
         yield
     finally:
         signals.unsubscribe(postpone)
-
-
-def raise_preempted(
-    requests: Requests, world: World, *, step: int, max_steps: int
-) -> NoReturn:
-    """Raise `PreemptedError` on all ranks, with the first reason. A collective."""
-    reason = next(filter(None, gather(world, requests.stop_reason)))
-    raise PreemptedError(
-        f"Stopped at step {step} of {max_steps} by {reason}; start the job again to "
-        "continue."
-    )
 
 
 class PreemptionCallback(StepCallback):

@@ -3,12 +3,14 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import keras
 import numpy as np
 
 from hvdtrain.job import World
 from hvdtrain.job.agreement import gather
+from hvdtrain.job.world import PreemptedError
 from hvdtrain.keras import Sum, allreduce
 from hvdtrain.training.plan import Plan
 
@@ -71,6 +73,17 @@ class Requests:
         )
         # If the job changes before it has stopped, it is to stop afterwards.
         self._asked -= self.agreed - {STOP}
+
+
+def raise_preempted(
+    requests: Requests, world: World, *, step: int, max_steps: int
+) -> NoReturn:
+    """Raise `PreemptedError` on all ranks, with the first reason. A collective."""
+    reason = next(filter(None, gather(world, requests.stop_reason)))
+    raise PreemptedError(
+        f"Stopped at step {step} of {max_steps} by {reason}; start the job again to "
+        "continue."
+    )
 
 
 def agree_on_pause(
@@ -162,7 +175,7 @@ class Votes:
         return self._plan.execution(next_step)[0] if is_full else next_step
 
 
-class Every:
+class Interval:
     """Whether something that is done periodically is due, equally on all ranks.
 
     Args:
@@ -262,22 +275,3 @@ class StepCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Acts."""
         self.act(is_epoch_end=True)
-
-
-class StopAtEpochEndCallback(keras.callbacks.Callback):
-    """Ends `fit` on all ranks if one has set `stop_training` by the end of an epoch.
-
-    The others would wait for it in the next collective.
-
-    Args:
-        world: the `World`.
-    """
-
-    def __init__(self, world):
-        super().__init__()
-        self._world = world
-
-    def on_epoch_end(self, epoch, logs=None):
-        """Gathers `stop_training`."""
-        stops = gather(self._world, bool(self.model.stop_training))
-        self.model.stop_training = any(stops)

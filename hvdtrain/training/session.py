@@ -1,99 +1,71 @@
-"""One run of a job: from its start, which may be a checkpoint, to its end or a stop."""
+"""One run of a job: from its start, which may be a checkpoint, to its end or a stop.
+
+What happens at the end of a step, in the order of `Session._callbacks`:
+
+1.  Broadcast, moving statistics, `RestoreCallback`: before the first step, the weights
+    become equal on all ranks, then each rank restores what differs by rank. At the end
+    of an epoch the moving statistics are averaged, so that evaluation and checkpoint
+    see the same on all ranks.
+2.  `MetricAverageCallback`: at the end of an epoch, the logs become equal on all ranks.
+3.  `ProgressCallback`: reads the clocks, before any other callback takes time. The
+    ranks vote (`requests.Votes`): for the rest of this step they agree on what is due
+    and on a stop. Then the metrics are reported and the loss is checked, before a
+    checkpoint of diverged weights could replace a good one.
+4.  `StopTogetherCallback`: at the end of an epoch, the ranks agree whether it is the
+    last one. The last evaluation contains collectives, which all ranks must enter.
+5.  `EvaluationCallback`: evaluates and exports if it is due. User callbacks that follow
+    find `val_` metrics in the logs of an epoch.
+6.  The user's callbacks. One of them may set `stop_training`, on some ranks only.
+7.  `StopTogetherCallback` again, and `EndOfEvaluationsCallback`, which evaluates if the
+    training ends here and step 5 did not know.
+8.  The history, then the checkpoint and the commit (`CheckpointCallback`), which
+    contain all of the above. The file comes first: a commit leaves the training if
+    hosts have changed.
+9.  `PreemptionCallback`: ends the run if a stop is agreed on, once the checkpoint of
+    this step is written.
+10. `RestoreGeneratorsCallback`: before the first step, after all callbacks that may
+    draw random numbers in `on_train_begin`.
+
+Whether a checkpoint, a commit or an evaluation is due is decided by a
+`requests.Interval`, for which `Session._interval` has the steps and seconds.
+"""
 
 import contextlib
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import keras
-import numpy as np
 
 import hvdtrain.keras as hvd
-from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.training.checkpoint.restoring import (
     RestoreCallback,
     RestoreGeneratorsCallback,
-    Start,
 )
-from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.checkpoint.writing import (
     BackgroundWriter,
     CheckpointCallback,
     complete_together,
 )
-from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation import (
     EndOfEvaluationsCallback,
     EvaluationCallback,
-    InterruptedEvaluationError,
-    Rounds,
-    evaluate,
-    evaluated_weights,
+    evaluate_finished,
 )
-from hvdtrain.training.exporting import Exports
 from hvdtrain.training.fitting import fit
-from hvdtrain.training.plan import Plan
-from hvdtrain.training.preemption import (
-    PreemptionCallback,
-    raise_preempted,
-    stopping_on,
-)
-from hvdtrain.training.progress import ProgressCallback, check_loss
-from hvdtrain.training.requests import (
-    COMMIT,
-    EVALUATE,
-    SAVE,
-    Every,
-    Requests,
-    StopAtEpochEndCallback,
-    Votes,
-)
-from hvdtrain.training.skipping import Skipping
-from hvdtrain.training.specs import EvalSpec, Result, RunConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """What the parts of one run of a job have in common.
-
-    Attributes:
-        world: the `World`.
-        config: the `RunConfig`.
-        plan: the `Plan`.
-        start: the `Start`.
-        local_batch_sizes: samples in a batch of each rank.
-        files: the `CheckpointFiles`; None without checkpoints.
-        commits: the `Commits` of an elastic job, or None.
-        exports: the `Exports` on the chief; None elsewhere, and without exporters.
-        skipping: the `Skipping`.
-        observers: see `train_and_evaluate`.
-        first_batch: `step` and `digests`, by replica; None if it is not checked.
-    """
-
-    world: World
-    config: RunConfig
-    plan: Plan
-    start: Start
-    local_batch_sizes: tuple
-    files: CheckpointFiles | None
-    commits: Commits | None
-    exports: Exports | None
-    skipping: Skipping
-    observers: Sequence
-    first_batch: dict | None
-
-    @property
-    def global_batch_size(self):
-        """Samples of a step of the whole job."""
-        return sum(self.local_batch_sizes)
+from hvdtrain.training.preemption import PreemptionCallback, stopping_on
+from hvdtrain.training.progress import ProgressCallback
+from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Interval, Requests, Votes
+from hvdtrain.training.run_state import RunState
+from hvdtrain.training.specs import EvalSpec, Result, TrainSpec
 
 
 class Session:
-    """The callbacks of a `Run`, and what they have found."""
+    """Runs the training, or what a finished job lacks, and returns the `Result`."""
 
-    def __init__(self, run):
+    def __init__(self, run: RunState) -> None:
         self._run = run
-        world, plan, commits = run.world, run.plan, run.commits
+        world, plan, start, commits = run.world, run.plan, run.start, run.commits
+        # An elastic job keeps its requests when it changes: no request to stop is lost.
         self._requests = commits.requests if commits else Requests()
         self._requests.max_minutes = run.config.max_minutes
         self._writer = None
@@ -103,7 +75,7 @@ class Session:
             )
         if commits:
             commits.writer = self._writer
-        self._votes = Votes(self._requests, plan, world, start_step=run.start.step)
+        self._votes = Votes(self._requests, plan, world, start_step=start.step)
         self._progress = ProgressCallback(
             plan,
             run.global_batch_size,
@@ -112,72 +84,59 @@ class Session:
             requests=self._requests,
             votes=self._votes,
             skipping=run.skipping,
-            start_step=run.start.step,
-            batch_before=run.start.metadata.get("global_batch_size"),
+            start_step=start.step,
+            batch_before=start.metadata.get("global_batch_size"),
         )
         self._history = keras.callbacks.History()
-        self._history.history = dict(run.start.metadata.get("history", {}))
-        self._evaluations = list(run.start.metadata.get("evaluations", ()))
-        self._periods = []
+        self._history.history = dict(start.metadata.get("history", {}))
+        self._evaluations: list[dict] = list(start.metadata.get("evaluations", ()))
+        self._intervals: list[Interval] = []
 
-    def run(self, model, train_spec, eval_spec):
-        """Train to the end, or until the job is asked to stop."""
-        # The last epoch of a shorter job is completed, and reported again.
-        epochs = self._run.start.step // self._run.plan.fit_epoch_steps
-        history = self._history.history
-        self._history.history = {name: each[:epochs] for name, each in history.items()}
-        writing = self._writer or contextlib.nullcontext()
-        with self._stopping_on_signals(), writing:
-            plan, start_step = self._run.plan, self._run.start.step
+    def run(
+        self, model: keras.Model, train_spec: TrainSpec, eval_spec: EvalSpec
+    ) -> None:
+        """Train to the end, or until the job is asked to stop. A collective."""
+        run, start_step = self._run, self._run.start.step
+        # Drop the partial last epoch from the history: it is recomputed.
+        epochs = start_step // run.plan.fit_epoch_steps
+        history = self._history.history.items()
+        self._history.history = {name: values[:epochs] for name, values in history}
+        with self._stopping_on_signals(), self._writer or contextlib.nullcontext():
             fit(
                 model,
-                train_spec.batches(start_step, plan.max_steps),
-                plan,
-                world=self._run.world,
+                train_spec.batches(start_step, run.plan.max_steps),
+                run.plan,
+                world=run.world,
                 start_step=start_step,
                 stops=self._next_stop,
                 callbacks=self._callbacks(train_spec, eval_spec),
             )
-            complete_together(self._run.world, self._writer)
-            with fail_together(self._run.world):
-                if self._run.exports:
-                    self._run.exports.check()
+            complete_together(run.world, self._writer)
+            with fail_together(run.world):
+                if run.exports:
+                    run.exports.check()
 
-    def complete(self, model, eval_spec):
-        """Evaluate and export a finished job, as far as that is missing."""
-        step = self._run.start.step
-        # There is none where max_steps was lowered below an earlier checkpoint.
+    def complete(self, model: keras.Model, eval_spec: EvalSpec) -> None:
+        """Evaluate and export a finished job, as far as missing. A collective."""
+        run, step = self._run, self._run.start.step
+        # There is no evaluation where max_steps was lowered below an old checkpoint.
         if not self._evaluations or self._evaluations[-1]["step"] != step:
             with self._stopping_on_signals():
-                found = self._evaluated(model, eval_spec)
-            if "loss" in found:
-                check_loss(found["loss"], step)
-            self._evaluations.append({"step": step, "metrics": found})
-        with fail_together(self._run.world):
-            if self._run.exports and step <= self._run.plan.max_steps:
-                self._run.exports.write_missing(model, self._evaluations)
-                self._run.exports.check()
-
-    def _stopping_on_signals(self) -> contextlib.AbstractContextManager:
-        # Without checkpoints there is nothing to continue from.
-        numbers = self._run.config.stop_signals if self._run.config.model_dir else ()
-        return stopping_on(numbers, self._requests, rank=self._run.world.rank)
-
-    def _evaluated(self, model: keras.Model, eval_spec: EvalSpec) -> dict:
-        """Return the metrics of a finished job, or end it where it is asked to stop."""
-        world, step = self._run.world, self._run.start.step
-        rounds = Rounds(self._requests, world)
-        try:
-            with evaluated_weights(model, steps=None):
-                return evaluate(
-                    model, eval_spec.batches(), steps=eval_spec.steps, rounds=rounds
+                metrics = evaluate_finished(
+                    model,
+                    eval_spec,
+                    self._requests,
+                    run.world,
+                    step=step,
+                    max_steps=run.plan.max_steps,
                 )
-        except InterruptedEvaluationError:
-            # As in the run before, which has left this evaluation due.
-            max_steps = self._run.plan.max_steps
-            raise_preempted(self._requests, world, step=step, max_steps=max_steps)
+            self._evaluations.append({"step": step, "metrics": metrics})
+        with fail_together(run.world):
+            if run.exports and step <= run.plan.max_steps:
+                run.exports.write_missing(model, self._evaluations)
+                run.exports.check()
 
-    def result(self, model):
+    def result(self, model: keras.Model) -> Result:
         """Return the `Result`."""
         return Result(
             model=model,
@@ -190,87 +149,67 @@ class Session:
             skipped_updates=self._run.skipping.count,
         )
 
-    def _next_stop(self, step: int) -> int:
-        """Return the next step that is due for a vote, or by its number."""
-        due = [every.next_step(step) for every in self._periods]
-        return min(self._votes.next_step, *due)
-
-    def _callbacks(self, train_spec, eval_spec):
-        """Return all callbacks, in their order."""
-        config, plan = self._run.config, self._run.plan
-        savings = list(self._savings())
-        evaluation = EvaluationCallback(
+    def _callbacks(
+        self, train_spec: TrainSpec, eval_spec: EvalSpec
+    ) -> list[keras.callbacks.Callback]:
+        """Return all callbacks. The docstring of the module explains their order."""
+        run = self._run
+        checkpoints = list(self._checkpoint_callbacks())
+        self._evaluation = EvaluationCallback(
             eval_spec,
-            plan,
-            self._every(EVALUATE, eval_spec.throttle_steps, eval_spec.throttle_seconds),
-            self._run.observers,
+            run.plan,
+            self._interval(
+                EVALUATE, eval_spec.throttle_steps, eval_spec.throttle_seconds
+            ),
+            run.observers,
             results=self._evaluations,
-            exports=self._run.exports,
+            exports=run.exports,
             left_out=self._progress.left_out,
             requests=self._requests,
-            world=self._run.world,
-            start=self._run.start,
-            save=savings[0].save_before_evaluation if config.model_dir else None,
-        )
-        self._evaluation = evaluation
-        preemption = PreemptionCallback(
-            plan,
-            self._requests,
-            self._run.world,
-            self._writer,
-            evaluation=evaluation,
+            world=run.world,
+            start=run.start,
+            save=checkpoints[0].save_before_evaluation if run.files else None,
         )
         return [
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
             hvd.callbacks.AverageMovingStatisticsCallback(),
-            # After these two, which make the ranks equal.
-            RestoreCallback(self._run.start, plan),
+            RestoreCallback(run.start, run.plan),
             hvd.callbacks.MetricAverageCallback(),
-            # Before callbacks of users, whose logs may differ by rank.
             self._progress,
-            # The last evaluation is a collective: ranks agree whether it is here.
-            StopAtEpochEndCallback(self._run.world),
-            evaluation,
-            *(train_spec.callbacks(plan) if train_spec.callbacks else ()),
-            StopAtEpochEndCallback(self._run.world),
-            EndOfEvaluationsCallback(evaluation),
-            # Before the checkpoint, which contains it.
+            hvd.callbacks.StopTogetherCallback(every_steps=None),
+            self._evaluation,
+            *(train_spec.callbacks(run.plan) if train_spec.callbacks else ()),
+            hvd.callbacks.StopTogetherCallback(every_steps=None),
+            EndOfEvaluationsCallback(self._evaluation),
             self._history,
-            *savings,
-            preemption,
-            RestoreGeneratorsCallback(self._run.start, plan),
+            *checkpoints,
+            PreemptionCallback(
+                run.plan,
+                self._requests,
+                run.world,
+                self._writer,
+                evaluation=self._evaluation,
+            ),
+            RestoreGeneratorsCallback(run.start, run.plan),
         ]
 
-    def _on_failed_save(self):
-        if self._run.config.stop_on_failed_save:
-            self._requests.stop("a checkpoint that could not be written")
-
-    def _savings(self):
-        config = self._run.config
-        # A commit leaves the training where hosts have changed: the file comes first.
-        if config.model_dir:
-            every = self._every(
-                SAVE, config.save_every_steps, config.save_every_seconds
-            )
-            yield self._saving(self._writer, every)
-        if self._run.commits:
+    def _checkpoint_callbacks(self) -> Iterator[CheckpointCallback]:
+        run, config = self._run, self._run.config
+        common = {"requests": self._requests, "world": run.world}
+        common["describe"] = self._describe
+        if run.files:
+            steps, seconds = config.save_every_steps, config.save_every_seconds
+            is_due = self._interval(SAVE, steps, seconds)
+            yield CheckpointCallback(self._writer, run.plan, is_due, **common)
+        if run.commits:
             steps, seconds = config.commit_every_steps, config.commit_every_seconds
-            every = self._every(COMMIT, steps, seconds)
-            yield self._saving(self._run.commits, every, is_commit=True)
+            is_due = self._interval(COMMIT, steps, seconds)
+            yield CheckpointCallback(
+                run.commits, run.plan, is_due, is_commit=True, **common
+            )
 
-    def _saving(self, writer, every, **options):
-        return CheckpointCallback(
-            writer,
-            self._run.plan,
-            every,
-            self._requests,
-            self._run.world,
-            describe=self._describe,
-            **options,
-        )
-
-    def _every(self, name, steps, seconds):
-        every = Every(
+    def _interval(self, name: str, steps: int, seconds: float) -> Interval:
+        interval = Interval(
             name,
             self._requests,
             steps=steps,
@@ -278,44 +217,36 @@ class Session:
             world=self._run.world,
             start_step=self._run.start.step,
         )
-        self._periods.append(every)
-        return every
+        self._intervals.append(interval)
+        return interval
+
+    def _next_stop(self, step: int) -> int:
+        """Return the next step at which ranks vote, or something is due by steps."""
+        due = [interval.next_step(step) for interval in self._intervals]
+        return min(self._votes.next_step, *due)
+
+    def _stopping_on_signals(self) -> contextlib.AbstractContextManager:
+        # Without checkpoints there is nothing to continue from.
+        numbers = self._run.config.stop_signals if self._run.files else ()
+        return stopping_on(numbers, self._requests, rank=self._run.world.rank)
+
+    def _on_failed_save(self) -> None:
+        if self._run.config.stop_on_failed_save:
+            self._requests.stop("a checkpoint that could not be written")
 
     def _describe(self, step: int, is_finished: bool, logs: dict) -> dict:
-        """Return the metadata of a checkpoint."""
-        run, start = self._run, self._run.start
-        new_samples = (step - start.step) * run.global_batch_size
+        """Return the metadata of a checkpoint; see `CheckpointCallback`."""
         history = self._history.history
-        history = history | {
-            name: [*history.get(name, ()), v] for name, v in logs.items()
-        }
-        first_size = len(run.local_batch_sizes)
-        if run.commits:
-            first_size = run.commits.original_size
-        return {
-            "local_batch_sizes": run.local_batch_sizes,
-            "global_batch_size": run.global_batch_size,
-            "learning_rate": start.learning_rate,
-            # Of all runs: one that leaves a key out does not change its value.
-            "unchanged": start.metadata.get("unchanged", {}) | run.config.unchanged,
-            "first_batch": run.first_batch,
-            "sample": start.metadata.get("sample", 0) + new_samples,
-            "original_size": start.metadata.get("original_size", first_size),
-            "fit_epoch_steps": self._run.plan.fit_epoch_steps,
-            "steps_per_execution": self._run.plan.steps_per_execution,
-            "finished": self._run.plan.max_steps if is_finished else None,
-            "train_seconds": self._train_seconds(),
-            "skipped_updates": self._run.skipping.count,
-            "history": _for_json(history),
-            "evaluations": _for_json(self._evaluations),
-            "evaluation_is_due": self._evaluation.was_interrupted,
-        }
+        added = {name: [*history.get(name, ()), v] for name, v in logs.items()}
+        return self._run.metadata(
+            step,
+            is_finished=is_finished,
+            history=history | added,
+            evaluations=self._evaluations,
+            train_seconds=self._train_seconds(),
+            evaluation_is_due=self._evaluation.was_interrupted,
+        )
 
-    def _train_seconds(self):
+    def _train_seconds(self) -> float:
         before = self._run.start.metadata.get("train_seconds", 0.0)
         return before + self._progress.seconds
-
-
-def _for_json(values):
-    """Return lists and dicts of numbers and arrays, without arrays."""
-    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)

@@ -12,7 +12,7 @@ from hvdtrain import training
 from hvdtrain.job import JobError, World, signals
 from hvdtrain.training import Plan, RunConfig
 from hvdtrain.training.preemption import stopping_on
-from hvdtrain.training.requests import SAVE, STOP, Every, Requests, Votes
+from hvdtrain.training.requests import SAVE, STOP, Interval, Requests, Votes
 
 TIMEOUT_SECONDS = 60
 
@@ -60,7 +60,7 @@ def asked(requests):
 
 def test_what_is_due_after_some_seconds_is_done_once():
     requests, seconds = Requests(), 0.0
-    is_due = Every(
+    is_due = Interval(
         SAVE,
         requests,
         steps=0,

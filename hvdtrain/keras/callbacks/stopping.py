@@ -57,21 +57,25 @@ class StopTogetherCallback(keras.callbacks.Callback):
 
     Args:
         every_steps: training steps from one reduction to the next; there is another
-            one at the end of every epoch.
+            one at the end of every epoch. None for that one only: a request within an
+            epoch is not delayed, and must come from all ranks.
     """
 
     def __init__(self, every_steps=100):
         super().__init__()
-        self._is_due = EverySteps(every_steps)
+        self._is_due = EverySteps(every_steps) if every_steps is not None else None
         self._is_requested = False
 
     def on_train_begin(self, logs=None):
         """Discards the state of a previous `fit`."""
-        self._is_due.reset()
+        if self._is_due:
+            self._is_due.reset()
         self._is_requested = False
 
     def on_train_batch_end(self, batch, logs=None):
         """Keeps a request to stop until the next reduction."""
+        if self._is_due is None:
+            return
         self._is_requested |= bool(self.model.stop_training)
         self.model.stop_training = self._is_due(batch) and self._agree()
 

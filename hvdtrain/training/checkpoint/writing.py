@@ -148,7 +148,7 @@ class CheckpointCallback(StepCallback):
         writer: the `BackgroundWriter` on the chief and None elsewhere, or the
             `Commits` of each rank.
         plan: the `Plan`.
-        is_due: an `Every`.
+        is_due: an `Interval`.
         requests: the `Requests`.
         world: the `World`.
         describe: `describe(step, is_finished, logs)` returns the metadata at this

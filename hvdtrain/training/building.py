@@ -1,0 +1,130 @@
+"""The model before its first step, and the batch sizes on which the ranks agree."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain.job import JobError, World
+from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.variables import get_hook
+from hvdtrain.sharding.shards import has_summed_gradients
+from hvdtrain.training.inputs import first_batch, first_step
+from hvdtrain.training.plan import Plan
+from hvdtrain.training.replicas import Replicas
+from hvdtrain.training.specs import TrainSpec
+
+# A batch as `tf.data` yields it: `(x, y, sample_weight)`, where the last two may be
+# missing, each a tensor or a structure of tensors.
+Batch = tf.Tensor | tuple | dict
+
+
+class Batches(NamedTuple):
+    """What the replicas agree on before the first step.
+
+    Attributes:
+        local_sizes: samples in a batch of each replica.
+        plan: the `Plan`.
+        first: `step` and `digests` (by replica) of the first batches, to be kept in
+            checkpoints; None if the input is not checked.
+    """
+
+    local_sizes: tuple[int, ...]
+    plan: Plan
+    first: dict | None
+
+
+def build(
+    model_fn: Callable[[], keras.Model],
+    train_spec: TrainSpec,
+    world: World,
+    *,
+    is_checked: bool,
+) -> tuple[keras.Model, str | None]:
+    """Return the built model, and the digest of its first batch. A collective.
+
+    The batch itself is not returned: it would stay in memory.
+    """
+    model = model_fn()
+    batch, digest = first_batch(train_spec, world, is_checked=is_checked)
+    return _build_with(model, batch, train_spec.local_batch_size), digest
+
+
+def agree_on_batches(
+    model: keras.Model, train_spec: TrainSpec, world: World, digest: str | None
+) -> Batches:
+    """Agree on batch sizes, and weight the gradients by them. A collective.
+
+    Raises:
+        JobError: on all ranks, if the batch sizes differ and the model has embedding
+            tables that are sharded over the data ranks.
+    """
+    # Ranks may have batches of different sizes, and so different plans.
+    own = train_spec.local_batch_size, Plan.of(train_spec), digest
+    replicas = Replicas.of_model(world, model)
+    values_by_replica = replicas.of_each(gather(world, own))
+    local_sizes, plans, digests = zip(*values_by_replica, strict=True)
+    with fail_together(world):
+        _check_batch_sizes(model, local_sizes)
+    weight = train_spec.local_batch_size * replicas.size / sum(local_sizes)
+    get_hook(model.optimizer).weigh_gradients(weight)
+    first = {"step": first_step(train_spec), "digests": list(digests)}
+    return Batches(local_sizes, plans[0], first if digest else None)
+
+
+def _build_with(model: keras.Model, batch: Batch, local_batch_size: int) -> keras.Model:
+    """Give a compiled model a distributed optimizer and all variables.
+
+    Raises:
+        JobError: it is not compiled, or the first batch has another size.
+    """
+    if not getattr(model, "compiled", False):
+        raise JobError(
+            f"Received {type(model).__name__} from model_fn; expected a compiled Keras "
+            "model: call its compile()."
+        )
+    if not is_distributed(model.optimizer):
+        hvd.DistributedOptimizer(model.optimizer)
+    # Keras builds the metrics of `compile` with the first batch. A checkpoint that was
+    # written within an epoch has states for them, so they must exist before `restore`.
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    size = keras.tree.flatten(x)[0].shape[0]
+    if size != local_batch_size:
+        raise JobError(
+            f"Received a batch of {size} samples from input_fn; expected "
+            f"local_batch_size={local_batch_size}, by which the ranks are "
+            "weighted."
+        )
+    # A user's `train_step`, of a variational autoencoder for example, may use neither
+    # `call` nor `compute_loss`.
+    has_call = type(model).call is not keras.Model.call
+    has_step = type(model).train_step is not keras.Model.train_step
+    if has_call or not has_step:
+        predictions = model(x)
+        # With several losses, Keras builds a metric for each here.
+        if model.loss is not None or not has_step:
+            model.compute_loss(x, y, predictions, weights)
+        model.compute_metrics(x, y, predictions, weights)
+    model.reset_metrics()
+    # `fitting.fit` loops over the steps of an execution itself. Evaluations run batch
+    # by batch, so that the ranks can vote on a stop between two batches.
+    model.steps_per_execution = 1
+    model.test_function = model.predict_function = None
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _check_batch_sizes(model: keras.Model, local_sizes: tuple[int, ...]) -> None:
+    if len(set(local_sizes)) == 1:
+        return
+    if has_summed_gradients(model.trainable_variables):
+        raise JobError(
+            "The model has embedding tables that are sharded over the data ranks, "
+            "whose gradients cannot be weighted by rank. Expected: equal local batch "
+            f"sizes. Received: {', '.join(map(str, local_sizes))}. Choose a "
+            f"global batch size that is divisible by {len(local_sizes)}."
+        )
