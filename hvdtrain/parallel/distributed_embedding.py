@@ -22,7 +22,7 @@ from hvdtrain.parallel.embedding import (
     output_shape,
 )
 from hvdtrain.parallel.exchange import look_up, look_up_for_all
-from hvdtrain.parallel.mesh import Axes, data_axis, one_rank
+from hvdtrain.parallel.mesh import Axes, data_axis
 from hvdtrain.parallel.placement import place
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import assign_shard, get_sharding
@@ -356,7 +356,7 @@ class DistributedEmbedding(keras.layers.Layer):
         tables are placed over its data ranks.
         """
         embeddings = [Embedding.from_config(each) for each in config["embeddings"]]
-        return cls(**{"mesh": one_rank(), **config, "embeddings": embeddings})
+        return cls(**{"mesh": Axes(), **config, "embeddings": embeddings})
 
     def clone_sharded(self) -> keras.layers.Layer:
         """Return a new layer whose tables are placed alike, with new weights."""

@@ -173,7 +173,7 @@ class ShardedTable(ShardedWeights, keras.layers.Embedding):
         update_rows_once(self.embeddings)
 
     @staticmethod
-    def sum_of_penalties(penalty, sharding):
+    def sum_penalties(penalty, sharding):
         """Return the penalty of the dense table.
 
         Its gradient is that of the sum of all ranks' losses, as for the rows.

@@ -1,7 +1,38 @@
-"""What layers, losses and metrics of a divided model need of their model group."""
+"""What sharded layers, losses and metrics have in common.
+
+A new sharded layer derives from the Keras layer whose outputs it computes:
+
+    class ColumnParallelDense(ShardedWeights, keras.layers.Dense):
+        sharded_axes = {"kernel": 1, "bias": 0}
+        own_arguments = ("gather_output",)
+
+        def __init__(self, units, *args, gather_output=True, mesh=None, **kwargs):
+            super().__init__(units, *args, **kwargs)
+            self._set_mesh(mesh)
+            check_arguments(self, refused={...}, additive={...})
+
+        def call(self, inputs):
+            outputs = self.make_sharding(len(inputs.shape) - 1, self.units)
+            x = ops.matmul(mappings.copy(inputs, outputs), self.kernel)
+            return mappings.gather(x + self.bias, outputs)
+
+1. `sharded_axes` names the axis along which each weight is sharded. `build` of the
+   Keras layer then creates this rank's shards, with the initial values that the shards
+   of the full weights would have.
+2. `_set_mesh` stores the model group, the ranks that hold the shards.
+3. `check_arguments` refuses arguments that would compute other results from shards.
+4. `call` passes tensors between replicated and sharded regions through `mappings`.
+5. `takes_shards` and `gives_shards` say whether inputs and outputs are shards, for the
+   checks of `sharding.layer_checks`.
+
+Keras saves the layer as the Keras layer, with full weights: a saved model loads without
+hvdtrain. A loss, metric or layer without weights derives from `InModelGroup` instead.
+"""
 
 import math
 import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,48 +44,53 @@ from hvdtrain.collectives import transport
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.full_saving import load_shards, save_full
 from hvdtrain.parallel import mappings
-from hvdtrain.parallel.mesh import Axes, active_mesh
+from hvdtrain.parallel.mesh import Axes, Axis, Mesh, active_mesh
 from hvdtrain.sharding.shards import Sharding, set_sharding
 
+# The class of Keras that follows a mixin in the order of method resolution; super()
+# calls its methods.
+_KerasObject: Any = object
 
-class InModelGroup:
-    """Mixin of a Keras object that computes with parts of tensors."""
 
-    # Whether inputs, and outputs, are this rank's parts; see `keras.parts`.
+class InModelGroup(_KerasObject):
+    """Mixin of a Keras layer, loss or metric that computes with shards of tensors."""
+
+    # Whether the inputs, and the outputs, are this rank's shards.
     takes_shards = gives_shards = False
-    # Arguments that the dense twin, and so the config, does not have.
-    own_arguments = ()
-    _full_size = None
+    # Arguments that the Keras layer, and so the config, does not have.
+    own_arguments: Sequence[str] = ()
+    _model_axis: Axis
+    _full_size: int | None = None
 
-    @property
-    def __class__(self):
-        """The class of the dense twin: that of which Keras saves the object."""
+    @property  # type: ignore[misc]  # mypy expects a setter, as object has.
+    def __class__(self) -> type:
+        """The class of Keras below it, of which Keras saves the object."""
         return next(cls for cls in type(self).__mro__ if _is_public(cls))
 
-    def _set_mesh(self, mesh):
+    def _set_mesh(self, mesh: Mesh | Axes | None) -> None:
         collective_calls.install()
         self._model_axis = (mesh or active_mesh()).model
 
-    def is_on_mesh(self, mesh):
-        """Return whether it is divided over the axis model of this `Mesh`."""
+    def is_on_mesh(self, mesh: Mesh) -> bool:
+        """Return whether it is sharded along the axis model of this `Mesh`."""
         axis = getattr(self, "_model_axis", None)
         return axis is not None and [*axis.process_set.ranks] == [
             *mesh.model.process_set.ranks
         ]
 
-    def clone_for_mesh(self, mesh):
-        """Return a layer of the same class with the same arguments, for a `Mesh`.
+    def clone_for_mesh(self, mesh: Mesh | Axes) -> "InModelGroup":
+        """Return a new layer of this class with the same arguments, for a mesh.
 
-        The config alone is that of the dense twin.
+        The config alone would make the Keras layer.
         """
         own = {name: getattr(self, name) for name in self.own_arguments}
         return type(self).from_config({**self.get_config(), **own, "mesh": mesh})
 
-    def clone_sharded(self) -> keras.layers.Layer:
-        """Return a new layer that is divided alike, with new weights."""
+    def clone_sharded(self) -> "InModelGroup":
+        """Return a new layer that is sharded alike, with new weights."""
         return self.clone_for_mesh(Axes(model=self._model_axis))
 
-    def make_sharding(self, axis, size):
+    def make_sharding(self, axis: int, size: int) -> Sharding:
         """Return the `Sharding` of an axis of `size` elements over the model group."""
         model = self._model_axis
         return Sharding(
@@ -65,82 +101,88 @@ class InModelGroup:
             process_set=model.process_set,
         )
 
-    def check_one_for_each_rank(self, size, name):
-        """Raise a ValueError unless each rank gets one of so many units or inputs."""
+    def check_one_for_each_rank(self, size: int, name: str) -> None:
+        """Raise a ValueError unless each rank gets one of `size` units or inputs."""
         ranks = self._model_axis.size
         if size < ranks:
             raise ValueError(
                 f"{type(self).__name__} needs one of its {name} on each of the {ranks} "
-                f"ranks of the model group. Received: {size}. Use the dense layer here."
+                f"ranks of the model group. Received: {size}. Use the Keras layer here."
             )
 
-    def sum_over_ranks(self, number):
-        """Return the sum of a number of each rank of the model group."""
-        # Also where the model is built while its first step is traced.
+    def sum_over_ranks(self, number: int) -> int:
+        """Return the sum of a number of each rank. A collective of the model group."""
+        # A model may be built while its first step is traced; the sum is needed now.
         with tf.init_scope():
             total = transport.combine(
                 tf.constant(number), self._model_axis.process_set, name="DividedSize"
             )
-            # AutoGraph turns int() of a tensor into another tensor.
+            # Not int(): AutoGraph replaces it, and the result would be a tensor.
             return total.numpy().item()
 
-    def sharding_of_input(self, part):
-        """Return the `Sharding` whose part on this rank is the last axis of a tensor.
+    def get_input_sharding(self, shard: tf.Tensor) -> Sharding:
+        """Return the `Sharding` of a tensor whose last axis is sharded.
 
-        At the first call, the ranks add up their sizes. It stays the sharding of this
-        object: a later exchange on some of the ranks only would be a deadlock.
+        A collective of the model group at the first call, when the ranks add up their
+        sizes. The full size then stays the same for this object: a later collective
+        that only some of the ranks trace again would deadlock.
 
         Raises:
-            ValueError: the axis has another size than `ColumnParallelDense` leaves.
+            ValueError: the axis has another size than `ColumnParallelDense` gives it.
         """
-        size = part.shape[-1]
+        size = shard.shape[-1]
         if self._full_size is None:
             self._full_size = self.sum_over_ranks(size)
-        sharding = self.make_sharding(len(part.shape) - 1, self._full_size)
+        sharding = self.make_sharding(len(shard.shape) - 1, self._full_size)
         expected = sharding.sizes[sharding.rank]
         if size != expected:
             raise ValueError(
                 f"{type(self).__name__} takes the output of a ColumnParallelDense with "
                 f"gather_output=False. Expected: {expected} of {sharding.size} on "
                 f"rank {sharding.rank} of the model group. Received a tensor of shape "
-                f"{tuple(part.shape)}."
+                f"{tuple(shard.shape)}."
             )
         return sharding
 
 
-def _is_public(cls):
+def _is_public(cls: type) -> bool:
     return api_export.get_name_from_symbol(cls) is not None
 
 
-# Their sum over the slices is that of the dense weight.
+# The penalty of a full weight is the sum of the penalties of its shards.
 _ADDITIVE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
 class ShardedWeights(InModelGroup):
-    """Mixin of a Keras layer whose weights are slices of those of its dense twin.
+    """Mixin of a Keras layer of whose weights this rank creates shards.
 
-    The dense layer's own `build` makes them. The initial values are those of the dense
-    twin: see `initial_shard`.
-
-    Subclasses set `sharded_axes`, the divided axis of each weight by its name.
+    Subclasses set `sharded_axes`: the sharded axis of a weight, by the weight's name.
+    Other weights are replicated.
     """
 
-    sharded_axes = types.MappingProxyType({})
+    sharded_axes: Mapping[str, int] = types.MappingProxyType({})
 
     # Each rank of a model group computes the same loss: see `mappings`.
-    sum_of_penalties = staticmethod(mappings.reduce)
+    sum_penalties = staticmethod(mappings.reduce)
 
-    def add_weight(self, shape=None, initializer=None, *, name=None, **kwargs):
-        """As that of Keras, but the weight is this rank's slice."""
-        axis = self.sharded_axes.get(name)
-        if axis is None:
+    def add_weight(
+        self,
+        shape: Sequence[int] | None = None,
+        initializer: object = None,
+        *,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> keras.Variable:
+        """Create this rank's shard of a weight of the full `shape`."""
+        axis = None if name is None else self.sharded_axes.get(name)
+        if axis is None or shape is None:
             return super().add_weight(
                 shape=shape, initializer=initializer, name=name, **kwargs
             )
         sharding = self.make_sharding(axis, shape[axis])
         if regularizer := kwargs.pop("regularizer", None):
             kwargs["regularizer"] = SumRegularizer(
-                regularizer, sharding, self.sum_of_penalties
+                regularizer, sharding, self.sum_penalties
             )
         weight = super().add_weight(
             shape=sharding.shard_shape(shape),
@@ -151,79 +193,90 @@ class ShardedWeights(InModelGroup):
         set_sharding(weight, sharding)
         return weight
 
-    def save_own_variables(self, store):
-        """As that of Keras, but of the dense weights. A collective of all ranks."""
+    def save_own_variables(self, store: Any) -> None:
+        """Save the full weights. A collective of all ranks; rank 0 has the file."""
         save_full(self._own_variables(), store)
 
-    def load_own_variables(self, store):
-        """As that of Keras, but takes this rank's slices."""
+    def load_own_variables(self, store: Any) -> None:
+        """Load this rank's shards from full weights."""
         self._check_load_own_variables(store)
         load_shards(self._own_variables(), store)
 
     def enable_lora(self, *args: object, **kwargs: object) -> None:
-        """Raise a ValueError: the factors would have to be divided as the weight is."""
+        """Raise a ValueError: the factors would have to be sharded as the weight is."""
         self._refuse("LoRA")
 
     def quantize(self, *args: object, **kwargs: object) -> None:
-        """Raise a ValueError: scales are those of the columns of the dense weight."""
+        """Raise a ValueError: a scale is computed from a column of the full weight."""
         self._refuse("quantization")
 
-    def _refuse(self, name):
+    def _refuse(self, name: str) -> None:
         # Not a NotImplementedError, for which keras.Model.quantize skips the layer.
         raise ValueError(
             f"The {type(self).__name__} {self.name!r} does not support {name}: each "
-            "rank has a slice of its weights. Use the dense layer here, or apply "
-            f"{name} to the saved dense model in one process."
+            "rank has a shard of its weights. Use the Keras layer here, or apply "
+            f"{name} to the saved full model in one process."
         )
 
-    def _own_variables(self):
+    def _own_variables(self) -> list[keras.Variable]:
         return self._trainable_variables + self._non_trainable_variables
 
 
 class _ShardInitializer:
-    def __init__(self, initializer, shape, sharding):
+    def __init__(
+        self, initializer: object, shape: Sequence[int], sharding: Sharding
+    ) -> None:
         self._initializer = keras.initializers.get(initializer)
         self._shape = tuple(shape)
         self._sharding = sharding
 
-    def __call__(self, shape, dtype=None):
+    def __call__(self, shape: Sequence[int], dtype: str | None = None) -> tf.Tensor:
         return initial_shard(self._initializer, self._shape, self._sharding, dtype)
 
 
 class SumRegularizer(keras.regularizers.Regularizer):
-    """The penalty of a dense weight or tensor: the sum of those of its slices.
+    """The penalty of a full weight or tensor, from the penalties of its shards.
 
-    Keras saves it as the regularizer of the dense twin, whose class and config it has.
+    Keras saves it with the class and the config of the regularizer of the Keras layer.
+
+    `total` adds up a penalty over the ranks of the sharding.
     """
 
-    def __init__(self, regularizer, sharding, total=mappings.reduce):
+    def __init__(
+        self,
+        regularizer: keras.regularizers.Regularizer,
+        sharding: Sharding,
+        total: Callable[[tf.Tensor, Sharding], tf.Tensor] = mappings.reduce,
+    ) -> None:
         self._regularizer = regularizer
         self._sharding = sharding
         self._total = total
 
-    @property
-    def __class__(self):
-        """The class of the dense twin's regularizer."""
+    @property  # type: ignore[misc]  # mypy expects a setter, as object has.
+    def __class__(self) -> type:
         return type(self._regularizer)
 
-    def get_config(self):
-        """Return that of the dense twin's regularizer."""
+    def get_config(self) -> dict[str, Any]:
         return self._regularizer.get_config()
 
-    def __call__(self, x):
-        """Return the penalty, the same on all ranks."""
+    def __call__(self, x: tf.Tensor) -> tf.Tensor:
         return self._total(self._regularizer(x), self._sharding)
 
 
-def check_arguments(layer, *, refused, additive):
-    """Raise a ValueError for arguments of a layer that slices do not allow.
+def check_arguments(
+    layer: keras.layers.Layer,
+    *,
+    refused: Mapping[str, object],
+    additive: Mapping[str, object],
+) -> None:
+    """Raise a ValueError for arguments whose result differs on shards.
 
-    Quantization, by its dtype policy, is one of them.
+    A dtype policy with quantization is refused as well.
 
     Args:
-        layer: the layer, for its name.
+        layer: the layer, whose name the message has.
         refused: arguments by name, which must be None.
-        additive: regularizers by name, which must be sums over elements.
+        additive: regularizers by name, whose penalties must be sums over elements.
     """
     if mode := getattr(layer, "quantization_mode", None):
         raise ValueError(
@@ -247,39 +300,50 @@ def check_arguments(layer, *, refused, additive):
 _PHILOX = 1
 # Elements that are drawn at once.
 _CHUNK = 1 << 20
+_DRAWS = {
+    keras.initializers.RandomUniform: tf.raw_ops.StatelessRandomUniformV2,
+    keras.initializers.RandomNormal: tf.raw_ops.StatelessRandomNormalV2,
+}
 
 
-def initial_shard(initializer, shape, sharding, dtype):
-    """Return this rank's part of the initial value of a dense variable.
+def initial_shard(
+    initializer: keras.initializers.Initializer | Callable[..., tf.Tensor],
+    shape: Sequence[int],
+    sharding: Sharding,
+    dtype: str | None,
+) -> tf.Tensor:
+    """Return this rank's shard of the initial value of a full variable.
 
-    Constants are made in the shape of the slice. Keras' `RandomUniform` and
-    `RandomNormal` use a generator by counter (Philox; Salmon et al. 2011): their draw
-    is continued at the first element of each chunk of rows, so that the dense value is
-    never whole on a rank. Other initializers draw all of it, then the slice is taken:
-    those that reject draws, and a user's own.
+    Constants are made in the shape of the shard. Keras' `RandomUniform` and
+    `RandomNormal` use a counter-based generator (Philox; Salmon et al. 2011): the draw
+    of each chunk of rows starts at the counter of its first element, so that no rank
+    ever holds the full value. Other initializers draw the full value, which is then
+    sharded: initializers that reject draws, and functions of users.
 
     Args:
         initializer: a Keras initializer, or a function of shape and dtype.
-        shape: of the dense variable.
+        shape: shape of the full variable.
         sharding: its `Sharding`.
-        dtype: of the variable; by default Keras' floatx.
+        dtype: dtype of the variable; by default Keras' floatx.
     """
     if _fills(initializer):
         return initializer(sharding.shard_shape(shape), dtype=dtype)
     is_plain = sharding.shape is None and sharding.within is None
     if type(initializer) in _DRAWS and is_plain:
-        return _in_chunks(_Draw(initializer, dtype), shape, sharding)
+        return _draw_in_chunks(_Draw(initializer, dtype), shape, sharding)
     return sharding.shard(initializer(shape, dtype=dtype))
 
 
-def _fills(initializer):
-    kind = type(initializer)
-    if kind is keras.initializers.Constant:
+def _fills(initializer: keras.initializers.Initializer) -> bool:
+    cls = type(initializer)
+    if cls is keras.initializers.Constant:
         return np.ndim(initializer.value) == 0
-    return kind in (keras.initializers.Zeros, keras.initializers.Ones)
+    return cls in (keras.initializers.Zeros, keras.initializers.Ones)
 
 
-def _in_chunks(draw, shape, sharding):
+def _draw_in_chunks(
+    draw: "_Draw", shape: Sequence[int], sharding: Sharding
+) -> tf.Tensor:
     row_size = math.prod(shape[1:])
     rows = sharding.local_slice if sharding.axis == 0 else slice(0, shape[0])
     other = [slice(None)] * len(shape)
@@ -291,29 +355,27 @@ def _in_chunks(draw, shape, sharding):
         last = min(first + step, rows.stop)
         values = draw(first * row_size, last * row_size)
         chunks.append(tf.reshape(values, [last - first, *shape[1:]])[tuple(other)])
+    # A rank may have no rows.
     empty = tf.zeros([0, *sharding.shard_shape(shape)[1:]], draw.dtype)
     return tf.concat([empty, *chunks], axis=0)
 
 
 class _Draw:
-    """The elements of one draw of an initializer, from any one to any other.
+    """A draw of a `RandomUniform` or `RandomNormal`, to compute any elements of it."""
 
-    Args:
-        initializer: a `RandomUniform` or `RandomNormal`.
-        dtype: of the elements.
-    """
-
-    def __init__(self, initializer, dtype):
+    def __init__(
+        self, initializer: keras.initializers.Initializer, dtype: str | None
+    ) -> None:
         self.dtype = tf.as_dtype(dtype or keras.config.floatx())
-        self._operation, scale_of = _DRAWS[type(initializer)]
-        self._factor, self._summand = scale_of(initializer, self.dtype)
-        # As Keras' own random functions for TensorFlow, and TensorFlow's.
+        self._operation = _DRAWS[type(initializer)]
+        self._factor, self._summand = _get_scale(initializer, self.dtype)
+        # The seed and the key, as computed by Keras' random functions and TensorFlow's.
         seed = seed_generator.draw_seed(initializer.seed)
         seed = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
         state = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
         self._key, self._counter = state.key, state.counter
 
-    def __call__(self, first, last):
+    def __call__(self, first: int, last: int) -> tf.Tensor:
         """Return the elements from number `first` to before number `last`."""
         # Each value of the counter gives 128 random bits: two float64, or four others.
         per_count = 2 if self.dtype == tf.float64 else 4
@@ -328,22 +390,11 @@ class _Draw:
         return drawn[unused:] * self._factor + self._summand
 
 
-def _uniform_scale(initializer, dtype):
-    least = tf.cast(initializer.minval, dtype)
-    return tf.cast(initializer.maxval, dtype) - least, least
-
-
-def _normal_scale(initializer, dtype):
+def _get_scale(
+    initializer: keras.initializers.Initializer, dtype: tf.DType
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the factor and the summand of the numbers that TensorFlow draws."""
+    if isinstance(initializer, keras.initializers.RandomUniform):
+        least = tf.cast(initializer.minval, dtype)
+        return tf.cast(initializer.maxval, dtype) - least, least
     return tf.constant(initializer.stddev, dtype), tf.constant(initializer.mean, dtype)
-
-
-_DRAWS = {
-    keras.initializers.RandomUniform: (
-        tf.raw_ops.StatelessRandomUniformV2,
-        _uniform_scale,
-    ),
-    keras.initializers.RandomNormal: (
-        tf.raw_ops.StatelessRandomNormalV2,
-        _normal_scale,
-    ),
-}

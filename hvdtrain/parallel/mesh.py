@@ -2,66 +2,73 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.common import process_sets
+from horovod.tensorflow import ProcessSet
 
 from hvdtrain.collectives.process_sets import global_process_set, is_elastic
 from hvdtrain.job.world import AXES, MeshShape, SharedJobError
 
-_active = []
+_active: list["Mesh"] = []
 
 
 class OneRank:
-    """A process set of this rank alone, for which Horovod needs none."""
+    """A process set of this rank alone. Horovod registers none: it never communicates.
+
+    It has the methods of `ProcessSet` that are called on process sets of a mesh.
+    """
 
     process_set_id = None
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.ranks = [horovod.rank()]
 
-    def included(self):
-        """Return True."""
+    def included(self) -> bool:
         return True
 
-    def size(self):
-        """Return 1."""
+    def size(self) -> int:
         return 1
 
-    def rank(self):
-        """Return 0."""
+    def rank(self) -> int:
         return 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """The ranks that differ from this one on one axis of the mesh only.
+    """The group of this rank along one axis of a mesh.
+
+    The ranks of the group differ in this coordinate only.
 
     Attributes:
         name: data, pipeline or model.
-        size: number of these ranks.
-        index: position of this rank on the axis.
-        process_set: these ranks.
+        size: number of ranks in the group.
+        index: this rank's position in the group.
+        process_set: the ranks of the group.
     """
 
     name: str
     size: int
     index: int
-    process_set: object
+    process_set: ProcessSet | OneRank
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """What a layer takes of a `Mesh`: the axes that it is divided along.
+    """The axes of a `Mesh` that layers are sharded along; by default this rank alone.
 
-    Attributes:
-        data: an `Axis`, or None.
-        model: an `Axis`, or None.
+    A layer takes it in place of a mesh: to shard a clone as the original is, or to load
+    a saved layer with its full weights on one rank.
     """
 
-    data: Axis | None = None
-    model: Axis | None = None
+    data: Axis = dataclasses.field(
+        default_factory=lambda: Axis("data", 1, 0, OneRank())
+    )
+    model: Axis = dataclasses.field(
+        default_factory=lambda: Axis("model", 1, 0, OneRank())
+    )
 
 
 class Mesh:
@@ -73,22 +80,23 @@ class Mesh:
         with parallel.Mesh(model=2) as mesh:
             model = build()
 
-    Its process sets are those of `job.start(mesh=MeshShape(model=2))`. Without it, all
-    ranks make the mesh at the same time, with HOROVOD_DYNAMIC_PROCESS_SETS=1.
+    `job.start(mesh=MeshShape(model=2))` registers the process sets that the mesh needs.
+    Otherwise the mesh adds them to Horovod: all ranks then construct it at the same
+    time, with HOROVOD_DYNAMIC_PROCESS_SETS=1.
 
-    With `model` above 1, it turns off the remapper of TensorFlow's graph optimizer
+    With `model` above 1, the remapper of TensorFlow's graph optimizer is turned off
     (`tf.config.optimizer`), for functions that are traced afterwards.
 
     Args:
-        model: ranks among which layers are divided.
+        model: ranks among which layers are sharded.
         pipeline: ranks that hold successive stages of a model.
         data: replicas of the model; by default all ranks that are left.
 
     Attributes:
         shape: the `MeshShape`.
-        data: an `Axis`.
-        pipeline: an `Axis`.
-        model: an `Axis`.
+        data: the `Axis` data of this rank.
+        pipeline: the `Axis` pipeline.
+        model: the `Axis` model.
         previous: process set of this rank and the one with the stage before; None in
             the first stage.
         next: process set of this rank and the one with the stage after; None in the
@@ -99,55 +107,65 @@ class Mesh:
         RuntimeError: without the process sets.
     """
 
-    def __init__(self, model=1, pipeline=1, data=None):
+    data: Axis
+    pipeline: Axis
+    model: Axis
+    previous: ProcessSet | None = None
+    next: ProcessSet | None = None
+
+    def __init__(
+        self, model: int = 1, pipeline: int = 1, data: int | None = None
+    ) -> None:
         if is_elastic():
             raise SharedJobError(
                 "A mesh needs a fixed number of ranks. Received: an elastic job."
             )
         shape = MeshShape(model=model, pipeline=pipeline, data=data)
         self.shape = shape.of(horovod.size())
-        place = self.shape.coordinates(horovod.rank())
-        known = _registered()
-        sets = {ranks: _process_set(ranks, known) for ranks in self._ranks()}
-        self._made = [each for ranks, each in sets.items() if ranks not in known]
-        for name in AXES:
-            (mine,) = [g for g in self.shape.groups(name) if horovod.rank() in g]
-            axis = Axis(
-                name, len(mine), place[name], sets.get(tuple(mine)) or _of(mine)
-            )
-            setattr(self, name, axis)
-        self.previous = self.next = None
-        for pair in self.shape.neighbours():
-            if horovod.rank() in pair:
-                end = "next" if horovod.rank() == pair[0] else "previous"
-                setattr(self, end, sets.get(tuple(pair)) or _of(pair))
-
+        registered = _registered_process_sets()
+        # To add a process set is a collective of all ranks. A dict keeps the order,
+        # which must be equal on all of them.
+        groups = dict.fromkeys(map(tuple, self.shape.process_sets()))
+        sets = {ranks: _get_process_set(ranks, registered) for ranks in groups}
+        self._added = [sets[ranks] for ranks in sets if ranks not in registered]
+        self._set_axes(sets)
+        self._set_neighbours(sets)
         if self.model.size > 1:
-            # It fuses operations by shapes, which differ by rank where a size is not
-            # divisible: copies of weights would differ in their last bit.
+            # The remapper fuses operations depending on their shapes, which differ by
+            # rank where a size is not divisible: replicated weights would differ in
+            # their last bit.
             tf.config.optimizer.set_experimental_options({"remapping": False})
 
-    def _ranks(self):
-        # Of one order on all ranks: to add a process set is a collective of all.
-        return dict.fromkeys(map(tuple, self.shape.process_sets()))
+    def _set_axes(self, sets: Mapping[tuple[int, ...], ProcessSet]) -> None:
+        rank = horovod.rank()
+        coordinates = self.shape.coordinates(rank)
+        for name in AXES:
+            (group,) = [ranks for ranks in self.shape.groups(name) if rank in ranks]
+            process_set = sets.get(tuple(group)) or _predefined_process_set(group)
+            setattr(self, name, Axis(name, len(group), coordinates[name], process_set))
 
-    def remove(self):
-        """Remove the process sets that this mesh has made. All ranks call it."""
-        for process_set in self._made:
+    def _set_neighbours(self, sets: Mapping[tuple[int, ...], ProcessSet]) -> None:
+        for pair in self.shape.neighbours():
+            if horovod.rank() in pair:
+                side = "next" if horovod.rank() == pair[0] else "previous"
+                process_set = sets.get(tuple(pair)) or _predefined_process_set(pair)
+                setattr(self, side, process_set)
+
+    def remove(self) -> None:
+        """Remove the process sets that this mesh has added. All ranks call it."""
+        for process_set in self._added:
             horovod.remove_process_set(process_set)
-        self._made = []
+        self._added = []
 
-    def __enter__(self):
-        """Make it the mesh of the layers that are made in the block."""
+    def __enter__(self) -> "Mesh":
         _active.append(self)
         return self
 
-    def __exit__(self, *_):
-        """End the block."""
+    def __exit__(self, *_: object) -> None:
         _active.pop()
 
 
-def active_mesh():
+def active_mesh() -> Mesh:
     """Return the `Mesh` of the innermost `with` block.
 
     Raises:
@@ -155,45 +173,43 @@ def active_mesh():
     """
     if not _active:
         raise RuntimeError(
-            "A divided layer or a pipeline was made outside of a mesh. Make it in a "
+            "A sharded layer or a pipeline was made outside of a mesh. Make it in a "
             "block `with parallel.Mesh(model=2):`, or pass mesh=."
         )
     return _active[-1]
 
 
-def data_axis(mesh=None):
-    """Return the axis data of a mesh, by default the active one.
+def data_axis(mesh: Mesh | Axes | None = None) -> Axis:
+    """Return the axis data of a mesh, by default of the active one.
 
-    Without either, all ranks of the job are on it.
+    Without any mesh, all ranks of the job are on this axis.
 
     Raises:
-        RuntimeError: without either, in an elastic job.
+        RuntimeError: without any mesh, in an elastic job.
     """
     if mesh or _active:
         return (mesh or active_mesh()).data
     if is_elastic():
         raise RuntimeError(
-            "A divided embedding needs a fixed number of ranks. Received: an elastic "
+            "A sharded embedding needs a fixed number of ranks. Received: an elastic "
             "job."
         )
     return Axis("data", horovod.size(), horovod.rank(), global_process_set)
 
 
-def one_rank() -> Axes:
-    """Return the axis data of this rank alone, for a layer that is not divided."""
-    return Axes(data=Axis("data", 1, 0, OneRank()))
-
-
-def _registered():
+def _registered_process_sets() -> dict[tuple[int, ...], int]:
+    """Return the ids of Horovod's process sets, by their ranks."""
     # Horovod has no public function for it.
     ids = process_sets._basics._get_process_set_ids_and_ranks()
     return {tuple(ranks): number for number, ranks in ids.items()}
 
 
-def _process_set(ranks, known):
-    if ranks in known:
+def _get_process_set(
+    ranks: tuple[int, ...], registered: Mapping[tuple[int, ...], int]
+) -> ProcessSet:
+    if ranks in registered:
         process_set = horovod.ProcessSet(list(ranks))
-        process_set.process_set_id = known[ranks]
+        process_set.process_set_id = registered[ranks]
         return process_set
     with contextlib.suppress(ValueError, RuntimeError):
         return horovod.add_process_set(list(ranks))
@@ -203,5 +219,6 @@ def _process_set(ranks, known):
     )
 
 
-def _of(ranks):
+def _predefined_process_set(ranks: Sequence[int]) -> ProcessSet | OneRank:
+    """Return the process set of a group that none is registered for: one or all."""
     return OneRank() if len(ranks) == 1 else global_process_set

@@ -74,7 +74,7 @@ class ParallelSparseCategoricalCrossentropy(
     def call(self, y_true, y_pred):
         """Return the loss of each label."""
         labels = _labels_of(y_true, y_pred)
-        sharding = self.sharding_of_input(y_pred)
+        sharding = self.get_input_sharding(y_pred)
         if self.ignore_class is None:
             return _crossentropy(y_pred, labels, sharding)
         # As in Keras: the logits of an ignored label may be anything, NaN too.
@@ -108,7 +108,7 @@ class ParallelSparseCategoricalAccuracy(
     def _matches(self, y_true, y_pred):
         y_pred = tf.convert_to_tensor(y_pred)
         labels = _labels_of(tf.convert_to_tensor(y_true), y_pred)
-        sharding = self.sharding_of_input(y_pred)
+        sharding = self.get_input_sharding(y_pred)
         logits = _at_least_float32(y_pred)
         mine = tf.reduce_max(logits, -1)
         highest = _over_ranks(mine, Max, sharding)

@@ -1,4 +1,4 @@
-"""Mappings between divided regions, against numbers that are computed by hand."""
+"""Mappings between replicated and sharded regions, against hand-computed numbers."""
 
 import numpy as np
 import pytest
@@ -9,38 +9,30 @@ from hvdtrain.parallel import mappings
 from hvdtrain.sharding.shards import Sharding
 
 RANK, SIZE = hvd.rank(), hvd.size()
-# Along the last axis, of five elements: not divisible.
-WHOLE = np.arange(10.0).reshape(2, 5)
-# All ranks' factors of the sum that is differentiated, and of the addends.
-FACTORS = [(rank + 1) * (WHOLE + 1) for rank in range(SIZE)]
-TOTAL = SIZE * (SIZE + 1) // 2
-
-
-@pytest.fixture(scope="module")
-def sharding():
-    return Sharding(
-        axis=1, size=5, num_shards=SIZE, rank=RANK, process_set=hvd.global_process_set
-    )
-
-
-@pytest.mark.ranks
-def test_gather_for_divided_adds_up_the_gradients_of_the_ranks(sharding):
-    part = tf.constant(sharding.shard(WHOLE))
-    with tf.GradientTape() as tape:
-        tape.watch(part)
-        gathered = mappings.gather_for_divided(part, sharding)
-        loss = tf.reduce_sum(gathered * FACTORS[RANK])
-    np.testing.assert_array_equal(gathered, WHOLE)
-    expected = sharding.shard(TOTAL * (WHOLE + 1))
-    np.testing.assert_array_equal(tape.gradient(loss, part), expected)
+FULL = np.arange(10.0).reshape(2, 5)
+# The last axis, of five elements, is not divisible.
+SHARDING = Sharding(
+    axis=1, size=5, num_shards=SIZE, rank=RANK, process_set=hvd.global_process_set
+)
+SHARD = SHARDING.shard(FULL)
+TERM, TOTAL = (RANK + 1) * FULL, SIZE * (SIZE + 1) // 2 * FULL
+# By mapping: input, output, gradient of the output, gradient of the input.
+CASES = {
+    mappings.copy: (FULL, FULL, TERM, TOTAL),
+    mappings.reduce: (TERM, TOTAL, FULL, FULL),
+    mappings.scatter: (FULL, SHARD, SHARD, FULL),
+    mappings.gather: (SHARD, FULL, FULL, SHARD),
+}
 
 
 @pytest.mark.ranks
-def test_reducescatter_gathers_the_gradients_of_the_slices(sharding):
-    addend = tf.constant((RANK + 1) * WHOLE)
+@pytest.mark.parametrize("mapping", CASES, ids=lambda mapping: mapping.__name__)
+def test_forward_and_backward(mapping):
+    x, expected, upstream, gradient = CASES[mapping]
+    x = tf.constant(x)
     with tf.GradientTape() as tape:
-        tape.watch(addend)
-        part = mappings.reducescatter(addend, sharding)
-        loss = tf.reduce_sum(part * sharding.shard(WHOLE + 1))
-    np.testing.assert_array_equal(part, sharding.shard(TOTAL * WHOLE))
-    np.testing.assert_array_equal(tape.gradient(loss, addend), WHOLE + 1)
+        tape.watch(x)
+        y = mapping(x, SHARDING)
+    np.testing.assert_array_equal(y, expected)
+    found = tape.gradient(y, x, output_gradients=tf.constant(upstream))
+    np.testing.assert_array_equal(found, gradient)
