@@ -184,7 +184,7 @@ def gather(shards, values, targets):
     divided = [each for each in triples if each[0].sharding]
     if not divided:
         return
-    dense = transport.gather_parts(
+    dense = transport.gather_shards(
         [value for _, value, _ in divided],
         [shard.sharding.sizes for shard, _, _ in divided],
         [None if target is value else target.shape for _, value, target in divided],
@@ -205,7 +205,7 @@ def scatter(shards, gradients, reduction, *, name):
         reduction: the `Reduction`.
         name: of the operation.
     """
-    parts = transport.scatter_parts(
+    parts = transport.reduce_to_shards(
         # Sparse gradients become dense ones.
         list(map(tf.convert_to_tensor, gradients)),
         [shard.sharding.sizes for shard in shards],

@@ -6,11 +6,11 @@ import statistics
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives import transport
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.measurement import variants
 from hvdtrain.measurement.figures import median_ratio
 from hvdtrain.measurement.parallel_workloads import BATCHES, WORKLOADS
+from hvdtrain.measurement.sent_bytes import count_bytes
 
 DENSE = "replicated"
 
@@ -104,7 +104,7 @@ def _first_steps(model, batches, options):
     model.steps_per_execution = options.steps_per_execution
     # A function that makes variables is traced twice.
     model.optimizer.build(model.trainable_variables)
-    with transport.count_bytes() as counter:
+    with count_bytes() as counter:
         model.make_train_function()
         iterator = iter(batches)
         model.train_function(iterator)

@@ -280,10 +280,10 @@ def test_parts_are_scattered_and_gathered():
     def exchange(rank):
         reduction = transport.Reduction(op=hvd.Sum)
         sent = [tensor + rank for tensor in tensors]
-        parts = transport.scatter_parts(sent, sizes, reduction, name="scatter")
+        parts = transport.reduce_to_shards(sent, sizes, reduction, name="scatter")
         # Rank 0 does not need the first.
         needed = [None if RANK == 0 else shapes[0], shapes[1]]
-        return transport.gather_parts(parts, sizes, needed, name="gather")
+        return transport.gather_shards(parts, sizes, needed, name="gather")
 
     first, second = exchange(tf.constant(RANK, tf.float32))
     assert (first is None) == (RANK == 0)

@@ -5,7 +5,10 @@ bucket is moved as a whole. What stands above does not depend on how.
 """
 
 from hvdtrain.collectives.transport.allreduce import allreduce, combine
-from hvdtrain.collectives.transport.counting import count_bytes
+from hvdtrain.collectives.transport.flat_shards import (
+    gather_shards,
+    reduce_to_shards,
+)
 from hvdtrain.collectives.transport.moving import (
     allgather,
     allgather_bytes,
@@ -16,7 +19,6 @@ from hvdtrain.collectives.transport.moving import (
     join,
     reducescatter,
 )
-from hvdtrain.collectives.transport.parts import gather_parts, scatter_parts
 from hvdtrain.collectives.transport.reduction import (
     Adasum,
     Average,

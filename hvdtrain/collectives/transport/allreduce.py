@@ -7,7 +7,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import is_elastic, needs_communication, size_of
-from hvdtrain.collectives.transport import counting, moving, shared_memory
+from hvdtrain.collectives.transport import moving, shared_memory
 from hvdtrain.collectives.transport.moving import exchange_guard
 from hvdtrain.collectives.transport.reduction import (
     Adasum,
@@ -236,7 +236,6 @@ def allreduce(values, reduction, *, name=None):
     reduced = moving.run(
         functools.partial(_reduce_buckets, sent, buckets, reduction, name, signature),
         signature,
-        functools.partial(counting.of_allreduce, sent, reduction.process_set),
         name=name,
         process_set=reduction.process_set,
         is_compared=is_compared,

@@ -16,7 +16,7 @@ from hvdtrain.collectives.process_sets import (
     rank_in,
     size_of,
 )
-from hvdtrain.collectives.transport import counting, shared_memory
+from hvdtrain.collectives.transport import shared_memory
 from hvdtrain.collectives.transport.reduction import Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
 
@@ -40,7 +40,6 @@ def allgather(values, *, name=None, process_set=global_process_set):
     return run(
         exchange,
         signature,
-        functools.partial(counting.of_allgather, tensors, process_set),
         name=name,
         process_set=process_set,
         is_compared=_compares_itself(process_set),
@@ -58,7 +57,6 @@ def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
     return run(
         exchange,
         signature,
-        functools.partial(counting.of_broadcast, [tensor], root_rank, process_set),
         name=name,
         process_set=process_set,
         is_compared=_compares_itself(process_set),
@@ -78,8 +76,7 @@ def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
     # Run one by one, each operation would wait for a negotiation of its own.
     if tf.executing_eagerly():
         exchange = tf.function(exchange, autograph=False)
-    sent = functools.partial(counting.of_broadcast, tensors, root_rank, process_set)
-    return run(exchange, signature, sent, name=name, process_set=process_set)
+    return run(exchange, signature, name=name, process_set=process_set)
 
 
 def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
@@ -89,8 +86,7 @@ def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
     name = graph.operation_name("BroadcastVariables", process_set)
     signature = Signature(f"broadcast from rank {root_rank}", variables)
     exchange = functools.partial(_broadcast_in_place, variables, root_rank, process_set)
-    sent = functools.partial(counting.of_broadcast, variables, root_rank, process_set)
-    run(exchange, signature, sent, name=name, process_set=process_set)
+    run(exchange, signature, name=name, process_set=process_set)
 
 
 def alltoall(tensor, splits, *, name, process_set=global_process_set):
@@ -114,7 +110,6 @@ def alltoall(tensor, splits, *, name, process_set=global_process_set):
     return run(
         exchange,
         signature,
-        functools.partial(counting.of_alltoall, tensor, splits, process_set),
         name=name,
         process_set=process_set,
         is_compared=_compares_itself(process_set),
@@ -128,8 +123,7 @@ def reducescatter(tensors, reduction, *, name):
     name = graph.operation_name(name, process_set)
     signature = Signature(f"reducescatter, {reduction.describe()}", tensors)
     exchange = functools.partial(_reducescatter, tensors, reduction, name)
-    sent = functools.partial(counting.of_reducescatter, tensors, process_set)
-    return run(exchange, signature, sent, name=name, process_set=process_set)
+    return run(exchange, signature, name=name, process_set=process_set)
 
 
 def allgather_bytes(data, *, name, process_set=global_process_set):
@@ -144,7 +138,6 @@ def allgather_bytes(data, *, name, process_set=global_process_set):
 def run(
     exchange,
     signature,
-    sent,
     *,
     name,
     process_set,
@@ -158,7 +151,6 @@ def run(
     Args:
         exchange: creates the operations; returns a nest of tensors.
         signature: its `Signature`.
-        sent: returns the bytes that this rank sends: see `counting`.
         name: its name, the same on all ranks.
         process_set: the ranks that take part.
         is_compared: the first of its own operations compares the ranks.
@@ -170,7 +162,6 @@ def run(
         guard = functools.partial(exchange_guard, signature, f"{name}_0", process_set)
     if is_compared:
         guard = None
-    exchange = counting.counted(exchange, sent)
     with _mismatch_of_ranks(signature, process_set):
         return graph.serialize(exchange, guard=guard)
 

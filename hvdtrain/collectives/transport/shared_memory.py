@@ -205,7 +205,7 @@ def gathers(dtype, process_set):
 
 
 def allgather(parts, *, sizes, shapes, name):
-    """Gathers parts of one dtype, which `gathers` has accepted; see `gather_parts`."""
+    """Gathers parts of one dtype, which `gathers` has accepted; see `gather_shards`."""
     return connect().operations.hvdtrain_allgather(
         parts=parts,
         token=graph.order_token().handle,

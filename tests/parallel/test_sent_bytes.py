@@ -5,6 +5,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives import transport
+from hvdtrain.measurement.sent_bytes import count_bytes
 
 pytestmark = pytest.mark.ranks
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -62,7 +63,7 @@ COLLECTIVES = {
 
 def test_each_collective():
     for name, (call, sent) in COLLECTIVES.items():
-        with transport.count_bytes() as counter:
+        with count_bytes() as counter:
             call(RANK + 2)
         assert counter.bytes == sent, name
 
@@ -74,7 +75,7 @@ def test_a_function_counts_in_each_call_if_it_was_traced_in_the_block():
 
     counting, other = (tf.function(step, autograph=False) for _ in range(2))
     rows = tf.constant(RANK + 2)
-    with transport.count_bytes() as counter:
+    with count_bytes() as counter:
         counting(rows)
     once = sum(sent for _, sent in COLLECTIVES.values())
     assert counter.bytes == once

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import global_process_set
-from hvdtrain.collectives.transport import counting, moving, shared_memory
+from hvdtrain.collectives.transport import moving, shared_memory
 from hvdtrain.collectives.transport.signature import Signature
 
 
-def gather_parts(parts, sizes, shapes, *, name, process_set=global_process_set):
+def gather_shards(parts, sizes, shapes, *, name, process_set=global_process_set):
     """Returns whole tensors from all ranks' parts of them.
 
     Args:
@@ -40,7 +40,7 @@ def gather_parts(parts, sizes, shapes, *, name, process_set=global_process_set):
     return results
 
 
-def scatter_parts(tensors, sizes, reduction, *, name):
+def reduce_to_shards(tensors, sizes, reduction, *, name):
     """Reduces tensors over the ranks, and returns this rank's flat part of each.
 
     Args:
@@ -67,8 +67,7 @@ def _scatter_natively(tensors, sizes, reduction, *, name):
     exchange = functools.partial(
         shared_memory.reducescatter, scaled, sizes, reduction=reduction
     )
-    sent = counting.of_reducescatter
-    parts = _run_natively(exchange, tensors, sent, name, reduction.process_set)
+    parts = _run_natively(exchange, tensors, name, reduction.process_set)
     return [dtypes.scaled(part, reduction.postscale_factor) for part in parts]
 
 
@@ -76,16 +75,15 @@ def _gather_natively(parts, sizes, shapes, *, name, process_set):
     exchange = functools.partial(
         shared_memory.allgather, parts, sizes=sizes, shapes=shapes
     )
-    return _run_natively(exchange, parts, counting.of_allgather, name, process_set)
+    return _run_natively(exchange, parts, name, process_set)
 
 
-def _run_natively(exchange, tensors, sent, name, process_set):
+def _run_natively(exchange, tensors, name, process_set):
     graph.check_not_compiled_by_xla()
     name = graph.operation_name(name, process_set)
     return moving.run(
         functools.partial(exchange, name=name),
         Signature("exchange of parts", tensors),
-        functools.partial(sent, tensors, process_set),
         name=name,
         process_set=process_set,
         is_compared=True,
