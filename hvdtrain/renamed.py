@@ -1,8 +1,9 @@
-"""Old names of public modules and of their contents, which work for one more version.
+"""Old names of modules, of their contents and of keywords: they work for one version.
 
 Each use of an old name issues a `DeprecationWarning` that has the new name.
 """
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -10,7 +11,10 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 
 # The contents of some of these modules were divided; the old name has all of them.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -39,6 +43,26 @@ def getattr_of(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(sys.modules[module], names[name])
 
     return __getattr__
+
+
+def keyword(
+    old: str, new: str
+) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
+    """Return a decorator for a function, one keyword of which was renamed."""
+
+    def decorate(
+        function: Callable[Parameters, Returned],
+    ) -> Callable[Parameters, Returned]:
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+            if old in kwargs:
+                _warn(f"{function.__name__}({old}=)", f"{new}=")
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def install() -> None:

@@ -1,13 +1,17 @@
 """Data sets by name: prepared once per node, then loaded on every rank."""
 
 import dataclasses
+import os
 import pathlib
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from hvdtrain.data import formats
 from hvdtrain.data.download import cached_mnist, default_cache_dir
 from hvdtrain.data.formats import DataError
+
+Directory = str | os.PathLike[str]
 
 NAMES = ("auto", "mnist", "digits", "synthetic", "custom")
 _DIGITS = pathlib.Path(__file__).with_name("digits.npz")
@@ -34,7 +38,7 @@ class Dataset:
     num_classes: int
 
     @property
-    def image_shape(self):
+    def image_shape(self) -> tuple[int, ...]:
         """(height, width, channels)."""
         return self.x_train.shape[1:]
 
@@ -46,7 +50,7 @@ class Choice:
     Attributes:
         name: mnist, digits, synthetic or custom.
         warning: for the user, if this is a fallback.
-        dataset: the `Dataset` where `prepare` has read it: not to be read again.
+        dataset: the `Dataset`, if `prepare` has read it to check it.
     """
 
     name: str
@@ -54,10 +58,17 @@ class Choice:
     dataset: Dataset | None = dataclasses.field(default=None, compare=False)
 
 
-def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=12.0):
-    """Make a data set available on this node, and choose which one it is.
+def prepare(
+    name: str,
+    *,
+    data_dir: Directory | None = None,
+    cache_dir: Directory | None = None,
+    urls: Sequence[str] | None = None,
+    timeout_seconds: float = 12.0,
+) -> Choice:
+    """Make a data set available on this node, and return which one it is.
 
-    Called on one rank of each node. It may download; `load` never does.
+    Call it on one rank of each node. It may download; `load` never does.
 
     Args:
         name: one of `NAMES`. `auto` is mnist if it is available, else digits.
@@ -66,9 +77,6 @@ def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=1
         cache_dir: the directory of downloads, see `cached_mnist`.
         urls: mirrors, see `cached_mnist`.
         timeout_seconds: limit for a silent network, see `cached_mnist`.
-
-    Returns:
-        A `Choice`, whose name is never `auto`.
 
     Raises:
         DataError: an unknown name, one that contradicts `data_dir`, or `mnist` where
@@ -85,25 +93,27 @@ def prepare(name, *, data_dir=None, cache_dir=None, urls=None, timeout_seconds=1
         if name == "mnist":
             raise
         return Choice("digits", f"Training on digits, NOT on MNIST. {error}")
-    return Choice("mnist", dataset=_checked("mnist", label="the cache", **arrays))
+    return Choice("mnist", dataset=_make_dataset("mnist", label="the cache", **arrays))
 
 
-def agree(choices):
-    """Return the one choice for all nodes: digits as soon as one node has no MNIST."""
+def agree(choices: Iterable[Choice]) -> Choice:
+    """Return the one choice for all nodes: digits if one node has no MNIST."""
     choices = list(choices)
     return next((choice for choice in choices if choice.warning), choices[0])
 
 
-def load(name, *, data_dir=None, cache_dir=None):
-    """Load a data set that `prepare` made available on this node.
+def load(
+    name: str,
+    *,
+    data_dir: Directory | None = None,
+    cache_dir: Directory | None = None,
+) -> Dataset:
+    """Load and check a data set that `prepare` made available on this node.
 
     Args:
         name: the name in a `Choice`: mnist, digits, synthetic or custom.
-        data_dir: as given to `prepare`.
-        cache_dir: as given to `prepare`.
-
-    Returns:
-        A `Dataset`, checked.
+        data_dir: the directory that `prepare` received.
+        cache_dir: the directory that `prepare` received.
 
     Raises:
         DataError: the data are missing, unreadable or invalid.
@@ -118,13 +128,13 @@ def load(name, *, data_dir=None, cache_dir=None):
     directory = data_dir or cache_dir or default_cache_dir()
     pattern = "mnist.npz" if name == "mnist" else "*.npz"
     arrays = formats.read_directory(directory, npz_pattern=pattern)
-    dataset = _checked(name, label=directory, **arrays)
+    dataset = _make_dataset(name, label=directory, **arrays)
     if name == "mnist":
         formats.check_mnist(arrays, label=directory)
     return dataset
 
 
-def _check_name(name, *, data_dir):
+def _check_name(name: str, *, data_dir: Directory | None) -> None:
     if name not in NAMES:
         raise DataError(f"Received the data set {name}; expected {', '.join(NAMES)}.")
     if name == "custom" and not data_dir:
@@ -136,14 +146,14 @@ def _check_name(name, *, data_dir):
         )
 
 
-def _checked(name, *, label, **arrays):
+def _make_dataset(name: str, *, label: Directory, **arrays: np.ndarray) -> Dataset:
     """Return a `Dataset` of four arrays, after all checks."""
     images = {}
-    for part in ("train", "test"):
-        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
-        _check_images(x, label=f"x_{part} in {label}")
-        _check_labels(y, count=len(x), label=f"y_{part} in {label}")
-        images[part] = np.ascontiguousarray(x if x.ndim == 4 else x[..., None])
+    for split in ("train", "test"):
+        x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
+        _check_images(x, label=f"x_{split} in {label}")
+        _check_labels(y, count=len(x), label=f"y_{split} in {label}")
+        images[split] = np.ascontiguousarray(x if x.ndim == 4 else x[..., None])
     if images["train"].shape[1:] != images["test"].shape[1:]:
         raise DataError(
             f"Received images of shape {images['train'].shape[1:]} to train and "
@@ -160,7 +170,7 @@ def _checked(name, *, label, **arrays):
     )
 
 
-def _check_images(x, *, label):
+def _check_images(x: np.ndarray, *, label: str) -> None:
     if x.dtype != np.uint8:
         raise DataError(f"Received {label} as {x.dtype}; expected uint8, 0 to 255.")
     if x.ndim not in (3, 4):
@@ -172,7 +182,7 @@ def _check_images(x, *, label):
         raise DataError(f"Received {label} of shape {x.shape}; expected some images.")
 
 
-def _check_labels(y, *, count, label):
+def _check_labels(y: np.ndarray, *, count: int, label: str) -> None:
     if not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"Received {label} as {y.dtype}; expected integers, 0 and up.")
     if y.ndim != 1:
@@ -184,8 +194,8 @@ def _check_labels(y, *, count, label):
         )
 
 
-def _count_classes(train, test, *, label):
-    """Return K when the training labels are 0 to K - 1, each one in use."""
+def _count_classes(train: np.ndarray, test: np.ndarray, *, label: Directory) -> int:
+    """Return K if the training labels are 0 to K - 1, each one in use."""
     classes = np.unique(train)
     if not np.array_equal(classes, np.arange(len(classes))):
         raise DataError(
@@ -201,10 +211,10 @@ def _count_classes(train, test, *, label):
     return len(classes)
 
 
-def _digits():
+def _digits() -> Dataset:
     """Return 1,797 handwritten digits, scaled from 8x8 to 28x28.
 
-    They are the test part of UCI's "Optical Recognition of Handwritten Digits"
+    They are the test set of UCI's "Optical Recognition of Handwritten Digits"
     (E. Alpaydin, C. Kaynak 1998; CC BY 4.0; doi:10.24432/C50P49), stored here as uint8
     arrays. Linear interpolation; pixels 0 to 16 become 0 to 255. Every sixth image of
     each class is for testing: 1,497 to train, 300 to test.
@@ -216,7 +226,7 @@ def _digits():
     x = np.rint(weights @ small @ weights.T * (255 / 16)).astype(np.uint8)
     test = np.zeros(len(y), bool)
     test[np.argsort(y, kind="stable")[::6]] = True
-    return _checked(
+    return _make_dataset(
         "digits",
         label=str(_DIGITS),
         x_train=x[~test],
@@ -226,17 +236,17 @@ def _digits():
     )
 
 
-def _synthetic():
+def _synthetic() -> Dataset:
     """Return noisy 28x28 images around one random pattern per class: learnable."""
     random = np.random.RandomState(0)
     patterns = random.randint(0, 128, (10, 28, 28))
 
-    def draw(count):
+    def draw(count: int) -> tuple[np.ndarray, np.ndarray]:
         y = np.arange(count) % 10
         return (patterns[y] + random.randint(0, 128, (count, 28, 28))).astype("u1"), y
 
     (x_train, y_train), (x_test, y_test) = draw(8192), draw(1024)
-    return _checked(
+    return _make_dataset(
         "synthetic",
         label="the generator",
         x_train=x_train,

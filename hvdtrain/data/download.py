@@ -6,6 +6,7 @@ import os
 import pathlib
 import threading
 import urllib.request
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,7 +26,7 @@ _MAX_BYTES = 64 << 20
 _MIN_PROGRESS_BYTES = 1 << 18
 
 
-def default_cache_dir():
+def default_cache_dir() -> pathlib.Path:
     """Return `$HVDTRAIN_CACHE_DIR`, or else `$XDG_CACHE_HOME/hvdtrain`.
 
     XDG_CACHE_HOME is `~/.cache` if not set.
@@ -36,16 +37,21 @@ def default_cache_dir():
     return pathlib.Path(base) / "hvdtrain"
 
 
-def cached_mnist(cache_dir=None, *, urls=None, timeout_seconds=12.0):
+def cached_mnist(
+    cache_dir: str | os.PathLike[str] | None = None,
+    *,
+    urls: Sequence[str] | None = None,
+    timeout_seconds: float = 12.0,
+) -> dict[str, np.ndarray]:
     """Return the four arrays of MNIST from the cache; download them if needed.
 
     Args:
         cache_dir: directory of `mnist.npz`; `default_cache_dir()` if None.
         urls: mirrors, tried in this order: npz files, or directories (a slash at the
-            end) of the four gzipped IDX files. If None, those in the environment
+            end) of the four gzipped IDX files. If None, the mirrors in the environment
             variable HVDTRAIN_MNIST_URLS (separated by spaces), else `MIRRORS`.
-        timeout_seconds: silence, refusal or trickling of all mirrors together is
-            noticed within this time. A slow mirror with progress may take longer.
+        timeout_seconds: limit for all mirrors together, if they refuse connections or
+            send next to nothing. A slow mirror with progress may take longer.
 
     Raises:
         DataError: no mirror served MNIST, or the cache cannot be written.
@@ -75,7 +81,9 @@ def cached_mnist(cache_dir=None, *, urls=None, timeout_seconds=12.0):
     )
 
 
-def _fetch_mnist(url, *, patience_seconds):
+def _fetch_mnist(
+    url: str, *, patience_seconds: float
+) -> tuple[bytes, dict[str, np.ndarray]]:
     """Return an npz file that holds MNIST, as bytes, and its arrays."""
     if not url.endswith("/"):
         content = _fetch(url, patience_seconds=patience_seconds)
@@ -88,15 +96,17 @@ def _fetch_mnist(url, *, patience_seconds):
         arrays[key] = formats.read_idx(io.BytesIO(packed), label=f"{url}{name}.gz")
     formats.check_mnist(arrays, label=url)
     archive = io.BytesIO()
-    np.savez_compressed(archive, **arrays)
+    # mypy takes the arrays for `allow_pickle`.
+    np.savez_compressed(archive, **arrays)  # type: ignore[arg-type]
     return archive.getvalue(), arrays
 
 
-def _fetch(url, *, patience_seconds):
+def _fetch(url: str, *, patience_seconds: float) -> bytes:
     """Return the content at `url`; abandon a server without progress."""
     # A thread, because no timeout of a socket covers a name look-up that hangs, nor a
     # server that sends a byte now and then.
-    content, errors = bytearray(), []
+    content = bytearray()
+    errors: list[Exception] = []
     reader = threading.Thread(
         target=_read_into, args=(content, errors, url, patience_seconds), daemon=True
     )
@@ -111,29 +121,30 @@ def _fetch(url, *, patience_seconds):
             )
         before = len(content)
         reader.join(patience_seconds)
-    try:
-        for error in errors:
+    for error in errors:
+        if not isinstance(error, OSError | ValueError | http.client.HTTPException):
             raise error
-    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-        raise DataError(f"{url}: {reason}") from None
+        raise DataError(f"{url}: {reason}")
     return bytes(content)
 
 
-def _read_into(content, errors, url, patience_seconds):
+def _read_into(
+    content: bytearray, errors: list[Exception], url: str, patience_seconds: float
+) -> None:
     try:
-        # The longer timeout of the socket only ends this thread when it is abandoned.
+        # Longer than `_fetch` waits: it ends this thread after `_fetch` has returned.
         timeout_seconds = 2 * patience_seconds
         with urllib.request.urlopen(url, timeout=timeout_seconds) as response:
             while chunk := response.read1(_CHUNK_BYTES):
                 content += chunk
                 if len(content) > _MAX_BYTES:
                     raise ValueError(f"more than {_MAX_BYTES} bytes, this is not MNIST")
-    except Exception as error:  # raised again by the thread that waits
+    except Exception as error:  # raised again by `_fetch`, in the main thread
         errors.append(error)
 
 
-def _write(path, content):
+def _write(path: pathlib.Path, content: bytes) -> None:
     with one_line_errors(
         f"write {path}",
         remedy="free some space, or set HVDTRAIN_CACHE_DIR to a directory that can be "

@@ -8,10 +8,14 @@ a type (8: unsigned byte), the number of dimensions, each dimension as a big-end
 import gzip
 import hashlib
 import math
+import os
 import pathlib
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import IO, TypeVar
 
 import numpy as np
 
@@ -22,6 +26,9 @@ from hvdtrain.job.world import JobError
 class DataError(JobError, ValueError):
     """Bad or missing data. The message is one line: the reason and the remedy."""
 
+
+Path = str | os.PathLike[str]
+Contents = TypeVar("Contents")
 
 IDX_NAMES = {
     "x_train": "train-images-idx3-ubyte",
@@ -47,14 +54,13 @@ _UNREADABLE = (
 )
 
 
-def read_directory(directory, *, npz_pattern="*.npz"):
-    """Return the four arrays of a data set from a directory, as they are stored.
+def read_directory(
+    directory: Path, *, npz_pattern: str = "*.npz"
+) -> dict[str, np.ndarray]:
+    """Return x_train, y_train, x_test and y_test from a directory, as they are stored.
 
-    Takes the npz file if there is one, else the four IDX files, plain or `.gz`, named
+    Read the npz file if there is one, else the four IDX files, plain or `.gz`, named
     as the originals (`train-images-idx3-ubyte`) or with a dot before `idx`.
-
-    Returns:
-        A dict with the keys x_train, y_train, x_test and y_test.
 
     Raises:
         DataError: nothing usable is there, or a file cannot be read.
@@ -76,13 +82,13 @@ def read_directory(directory, *, npz_pattern="*.npz"):
     return {key: _read(path, read_idx) for key, path in paths.items()}
 
 
-def _list_names(directory):
+def _list_names(directory: pathlib.Path) -> list[str]:
     with one_line_errors(
         f"use {directory} as data directory",
         remedy="expected a readable directory that holds the data set",
         raises=DataError,
     ):
-        # Hidden files are those of file managers. To open a pipe would block.
+        # File managers write hidden files. To open a pipe would block.
         return sorted(
             entry.name
             for entry in directory.iterdir()
@@ -90,8 +96,9 @@ def _list_names(directory):
         )
 
 
-def _find_idx(directory, names, *, key, npz):
-    # Images with channels have four dimensions, and some copies a dot for the dash.
+def _find_idx(directory: pathlib.Path, names: list[str], *, key: str, npz: str) -> str:
+    # Images with channels have four dimensions; some copies of MNIST are named with a
+    # dot instead of the dash.
     original = IDX_NAMES[key]
     for name in (original, original.replace("idx3", "idx4")):
         for variant in (name, name.replace("-idx", ".idx")):
@@ -104,7 +111,7 @@ def _find_idx(directory, names, *, key, npz):
     )
 
 
-def _read(path, reader):
+def _read(path: pathlib.Path, reader: Callable[..., Contents]) -> Contents:
     with _reading(path):
         if path.is_dir():
             raise DataError(
@@ -115,14 +122,14 @@ def _read(path, reader):
             return reader(file, label=path)
 
 
-def read_mnist(path):
+def read_mnist(path: Path) -> dict[str, np.ndarray]:
     """Return the four arrays of an npz file that holds exactly MNIST."""
     arrays = _read(pathlib.Path(path), read_npz)
     check_mnist(arrays, label=path)
     return arrays
 
 
-def _reading(label):
+def _reading(label: Path) -> AbstractContextManager[None]:
     return one_line_errors(
         f"read {label}",
         errors=_UNREADABLE,
@@ -132,7 +139,7 @@ def _reading(label):
     )
 
 
-def read_npz(file, *, label):
+def read_npz(file: IO[bytes], *, label: Path) -> dict[str, np.ndarray]:
     """Return the four arrays in an open npz file; `label` names it in errors."""
     with _reading(label):
         if file.read(2) != b"PK" or not zipfile.is_zipfile(file):
@@ -151,7 +158,7 @@ def read_npz(file, *, label):
             }
 
 
-def _member(archive, key, *, label):
+def _member(archive: np.lib.npyio.NpzFile, key: str, *, label: Path) -> np.ndarray:
     try:
         return archive[key]
     except ValueError as error:
@@ -165,7 +172,7 @@ def _member(archive, key, *, label):
         ) from None
 
 
-def read_idx(file, *, label):
+def read_idx(file: IO[bytes], *, label: Path) -> np.ndarray:
     """Return the array in an open IDX file, unpacked if `label` ends in `.gz`."""
     with _reading(label):
         content = file.read()
@@ -188,22 +195,24 @@ def read_idx(file, *, label):
         return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def check_mnist(arrays, *, label):
+def check_mnist(arrays: Mapping[str, np.ndarray], *, label: Path) -> None:
     """Raise `DataError` unless the arrays hold exactly MNIST, by the MD5 of each."""
     for key, expected in _MNIST_MD5.items():
         digest = _idx_md5(arrays[key])
         if digest != expected:
             raise DataError(
                 f"Received {key} in {label} with MD5 {digest}; expected {expected}, "
-                "that of MNIST: fetch it again, or use the data set custom."
+                "the MD5 of MNIST: fetch it again, or use the data set custom."
             )
 
 
-def _idx_md5(array):
+def _idx_md5(array: np.ndarray) -> str:
     """Return the MD5 of an array of small integers in IDX form."""
     if array.dtype.kind not in "iu":
         return f"of no IDX file ({array.dtype})"
     header = struct.pack(f">I{array.ndim}I", 0x0800 + array.ndim, *array.shape)
     digest = hashlib.md5(header, usedforsecurity=False)
-    digest.update(np.ascontiguousarray(array, dtype=np.uint8))
+    content = np.ascontiguousarray(array, dtype=np.uint8)
+    # NumPy declares the buffer protocol from Python 3.12 on.
+    digest.update(content)  # type: ignore[arg-type]
     return digest.hexdigest()

@@ -3,7 +3,7 @@
 The training samples of a job are one endless sequence: the permutation of epoch 0,
 then that of epoch 1, and so on, each drawn from (seed, epoch). Global batch `s` is
 positions `s * G` to `(s + 1) * G` of it; rank `r` of `size` takes every `size`-th of
-these, from the `r`-th on. Hence:
+these positions, from the `r`-th on. Hence:
 
 - every global batch is full; where its size is a multiple of the number of ranks, the
   mean over ranks is the mean over the batch;
@@ -28,10 +28,10 @@ class Sampler:
     """The training samples that one rank sees, step by step.
 
     Attributes:
-        num_samples: samples of the whole training set.
-        global_batch_size: samples per step of the whole job, `size` or more.
+        num_samples: samples of the training set.
+        global_batch_size: samples per step of the job, `size` or more.
         seed: 0 to 2**32 - 1; the same on all ranks.
-        rank: this rank, 0 to `size - 1`.
+        rank: 0 to `size - 1`.
         size: number of ranks.
         start_step: the step from which the global batch has this size.
         start_sample: position in the sequence of samples at that step.
@@ -48,8 +48,7 @@ class Sampler:
     start_step: int = 0
     start_sample: int = 0
 
-    def __post_init__(self):
-        """Check the numbers."""
+    def __post_init__(self) -> None:
         check_rank(self.rank, size=self.size, num_samples=self.num_samples)
         if self.global_batch_size < self.size:
             raise DataError(
@@ -67,26 +66,30 @@ class Sampler:
             )
 
     @property
-    def local_batch_size(self):
-        """Samples per step of this rank; ranks may differ by one."""
+    def local_batch_size(self) -> int:
+        """Samples per step of this rank; the numbers of two ranks may differ by one."""
         return -(-(self.global_batch_size - self.rank) // self.size)
 
     @property
-    def pass_steps(self):
+    def pass_steps(self) -> int:
         """Steps of a pass over the data."""
         return -(-self.num_samples // self.global_batch_size)
 
-    def steps(self, epochs):
-        """Steps of the job after which every sample was seen `epochs` times or more."""
+    def steps(self, epochs: int) -> int:
+        """Return the step after which every sample was seen `epochs` times or more."""
         return self.steps_to(epochs * self.num_samples)
 
-    def steps_to(self, position):
-        """Steps of the job after which it has reached a position in the sequence."""
+    def steps_to(self, position: int) -> int:
+        """Return the step after which the job has reached a position of its samples."""
         left = max(0, position - self.start_sample)
         return self.start_step + -(-left // self.global_batch_size)
 
-    def indices(self, start_step, end_step):
-        """Sample numbers of this rank, int64 (end_step - start_step, local batch)."""
+    def indices(self, start_step: int, end_step: int) -> np.ndarray:
+        """Return sample numbers, int64 of shape (end_step - start_step, local batch).
+
+        Only permutations of the epochs that these steps touch are computed: a resumed
+        run does not replay the steps before.
+        """
         if start_step < self.start_step:
             raise DataError(
                 f"Received the step {start_step}; expected {self.start_step} or more, "
@@ -98,16 +101,17 @@ class Sampler:
             self.rank, self.global_batch_size, self.size
         )
         epochs, offsets = np.divmod(positions, self.num_samples)
-        chosen = np.empty_like(positions)
+        samples = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
+            in_epoch = epochs == epoch
             order = _permutation(self.num_samples, seed=self.seed, epoch=int(epoch))
-            chosen[here] = order[offsets[here]]
-        return chosen
+            samples[in_epoch] = order[offsets[in_epoch]]
+        return samples
 
 
+# Two: a global batch may contain the end of one epoch and the start of the next.
 @functools.lru_cache(maxsize=2)
-def _permutation(num_samples, *, seed, epoch):
+def _permutation(num_samples: int, *, seed: int, epoch: int) -> np.ndarray:
     # RandomState, because its stream is frozen (NEP 19): a run that is resumed under
     # another version of NumPy sees the same samples.
     order = np.random.RandomState([seed, epoch]).permutation(num_samples)
@@ -115,7 +119,7 @@ def _permutation(num_samples, *, seed, epoch):
     return order
 
 
-def check_rank(rank, *, size, num_samples):
+def check_rank(rank: int, *, size: int, num_samples: int) -> None:
     """Raise `DataError` unless each of `size` ranks gets a sample."""
     if not 0 <= rank < size:
         raise DataError(f"Received rank {rank} of {size}; expected 0 to size - 1.")

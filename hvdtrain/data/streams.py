@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import native
+from hvdtrain import native, renamed
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Sampler, check_rank
 
@@ -17,9 +17,12 @@ from hvdtrain.data.sampler import Sampler, check_rank
 _MAX_BLOCK_STEPS = 64
 _MAX_BLOCK_BYTES = 1 << 20
 
+# Images and labels, of a block of steps or of one batch.
+Pair = tuple[np.ndarray, np.ndarray]
 
-def input_wait_seconds():
-    """Seconds in which this process has waited for a batch of any dataset.
+
+def input_wait_seconds() -> float:
+    """Return for how long this process has waited for batches of any dataset.
 
     NaN where the native library is not installed.
     """
@@ -31,20 +34,28 @@ def input_wait_seconds():
     return 1e-6 * functions.hvdtrain_input_wait_microseconds()
 
 
-def train_batches(x, y, *, sampler, start_step, end_step):
+@renamed.keyword("shard", "sampler")
+def train_batches(
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    sampler: Sampler,
+    start_step: int,
+    end_step: int,
+) -> tf.data.Dataset:
     """Return the batches of one rank for the steps from `start_step` to `end_step`.
 
     Args:
         x: uint8 images (n, height, width, channels); referred to, not copied.
         y: integer labels (n,).
         sampler: the `Sampler` of this rank.
-        start_step: first step, 0 for a new run.
+        start_step: 0 for a new run.
         end_step: the step after the last.
 
     Returns:
-        A `tf.data.Dataset` of `end_step - start_step` pairs: images, float32 in
-        [0, 1], (local batch, height, width, channels), and labels, int32
-        (local batch,). The order never depends on timing.
+        `end_step - start_step` pairs: images, float32 in [0, 1], (local batch, height,
+        width, channels), and labels, int32 (local batch,). The order never depends on
+        timing.
     """
     _check_lengths(x, y, num_samples=sampler.num_samples)
     if not sampler.start_step <= start_step <= end_step:
@@ -55,12 +66,12 @@ def train_batches(x, y, *, sampler, start_step, end_step):
     step_bytes = sampler.local_batch_size * x[0].size
     block_steps = min(_MAX_BLOCK_STEPS, max(1, _MAX_BLOCK_BYTES // step_bytes))
 
-    def read_block(first):
+    def read_block(first: int) -> Pair:
         steps = sampler.indices(first, min(first + block_steps, end_step))
         return x[steps], y[steps].astype(np.int32, copy=False)
 
     batches = _split(
-        _loaded(
+        _load(
             range(start_step, end_step, block_steps),
             read_block,
             images=(None, sampler.local_batch_size, *x.shape[1:]),
@@ -90,34 +101,37 @@ def read_batches(
         read: `read(indices)` returns the samples at these indices, an int64 array: a
             nest of arrays, such as `(x[indices], y[indices])` of arrays or of memory
             maps. It is called in a thread of tf.data.
-        start_step: first step, 0 for a new run.
+        start_step: 0 for a new run.
         end_step: the step after the last.
     """
 
-    def read_step(step):
+    def read_step(step: int) -> Any:
         return read(sampler.indices(int(step), int(step) + 1)[0])
 
     example = tf.nest.map_structure(np.asarray, read_step(start_step))
     arrays = tf.nest.flatten(example)
 
-    def load(step):
-        found = tf.numpy_function(
+    def load(step: tf.Tensor) -> Any:
+        tensors = tf.numpy_function(
             lambda step: tf.nest.flatten(read_step(step)),
             [step],
             [tf.as_dtype(array.dtype) for array in arrays],
         )
-        found = [
-            tf.ensure_shape(each, array.shape)
-            for each, array in zip(found, arrays, strict=True)
+        # numpy_function loses the shapes, from which Keras builds layers.
+        tensors = [
+            tf.ensure_shape(tensor, array.shape)
+            for tensor, array in zip(tensors, arrays, strict=True)
         ]
-        return tf.nest.pack_sequence_as(example, found)
+        return tf.nest.pack_sequence_as(example, tensors)
 
     batches = _untuned(tf.data.Dataset.range(start_step, end_step).map(load))
     return batches.prefetch(2)
 
 
-def evaluation_batches(x, y, *, rank, size, local_batch_size):
-    """Return this rank's part of a test set: every `size`-th image from `rank` on.
+def evaluation_batches(
+    x: np.ndarray, y: np.ndarray, *, rank: int, size: int, local_batch_size: int
+) -> tf.data.Dataset:
+    """Return this rank's share of a test set: every `size`-th image from `rank` on.
 
     Over all ranks each image occurs exactly once. The last batch may be smaller, and
     a rank may have one batch less than another: sum the states of metrics over the
@@ -126,12 +140,12 @@ def evaluation_batches(x, y, *, rank, size, local_batch_size):
     Args:
         x: uint8 images (n, height, width, channels); referred to, not copied.
         y: integer labels (n,).
-        rank: this rank, 0 to `size - 1`.
+        rank: 0 to `size - 1`.
         size: number of ranks.
         local_batch_size: images per batch of this rank.
 
     Returns:
-        A `tf.data.Dataset` of pairs as those of `train_batches`.
+        Pairs of images and labels with the dtypes and the scale of `train_batches`.
 
     Raises:
         DataError: there are more ranks than images, or a number is out of range.
@@ -140,14 +154,14 @@ def evaluation_batches(x, y, *, rank, size, local_batch_size):
     check_rank(rank, size=size, num_samples=len(x))
     if local_batch_size < 1:
         raise DataError(f"Received a batch of {local_batch_size}; expected 1 or more.")
-    my_x, my_y = x[rank::size], y[rank::size]
+    local_x, local_y = x[rank::size], y[rank::size]
 
-    def read_batch(first):
-        part = slice(first, first + local_batch_size)
-        return my_x[part].copy(), my_y[part].astype(np.int32)
+    def read_batch(first: int) -> Pair:
+        batch = slice(first, first + local_batch_size)
+        return local_x[batch].copy(), local_y[batch].astype(np.int32)
 
-    batches = _loaded(
-        range(0, len(my_x), local_batch_size),
+    batches = _load(
+        range(0, len(local_x), local_batch_size),
         read_batch,
         images=(None, *x.shape[1:]),
         labels=(None,),
@@ -155,8 +169,8 @@ def evaluation_batches(x, y, *, rank, size, local_batch_size):
     return batches.map(_scale).prefetch(2)
 
 
-def _split(blocks):
-    """Return the batches of a dataset of blocks, images in [0, 1]."""
+def _split(blocks: tf.data.Dataset) -> tf.data.Dataset:
+    """Return the batches of a dataset of blocks, with images in [0, 1]."""
     try:
         operations = native.load().operations
     except OSError:
@@ -176,24 +190,37 @@ def _split(blocks):
     )
 
 
-def _scale(x, y):
+def _scale(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.cast(x, tf.float32) / 255.0, y
 
 
-def _has_spare_thread():
-    """Whether batches can be made while a step is computed.
+def _has_spare_thread() -> bool:
+    """Return whether batches can be made while a step is computed.
 
-    Where a rank has one thread, another one only takes turns with it, and the batches
-    that are ahead leave its cache: a tenth of the time of a small model's step.
+    On a rank with one thread, a prefetching thread competes with it for the core and
+    evicts its cache: this costs a tenth of the time of a small model's step.
     """
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     return threads != 1 or bool(tf.config.list_physical_devices("GPU"))
 
 
-def _loaded(firsts, read, *, images, labels):
-    """Return a dataset of `read(first)` for each of `firsts`, images uint8."""
+def _load(
+    firsts: range,
+    read: Callable[[int], Pair],
+    *,
+    images: tuple[int | None, ...],
+    labels: tuple[int | None, ...],
+) -> tf.data.Dataset:
+    """Return a dataset of `read(first)` for each of `firsts`.
 
-    def load(first):
+    Args:
+        firsts: step or image numbers.
+        read: returns uint8 images and int32 labels.
+        images: shape of the images.
+        labels: shape of the labels.
+    """
+
+    def load(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # Not tf.gather on a constant, which would hold a second copy of all images.
         x, y = tf.numpy_function(
             lambda first: read(int(first)), (first,), (tf.uint8, tf.int32)
@@ -212,7 +239,7 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def _check_lengths(x, y, *, num_samples):
+def _check_lengths(x: np.ndarray, y: np.ndarray, *, num_samples: int) -> None:
     if not len(x) == len(y) == num_samples:
         raise DataError(
             f"Received {len(x)} images and {len(y)} labels; expected {num_samples} "

@@ -1,10 +1,12 @@
-"""Old names of public modules and their contents work, and warn."""
+"""Old names of modules, their contents and keywords work, and warn."""
 
 import importlib
 
+import numpy as np
 import pytest
 
 from hvdtrain import data, renamed
+from hvdtrain.data import streams
 from hvdtrain.job.world import MeshShape
 
 
@@ -21,6 +23,14 @@ def test_an_old_module_has_the_same_class():
     with pytest.warns(DeprecationWarning, match="Use hvdtrain.job.world"):
         module = importlib.reload(importlib.import_module("hvdtrain.job.mesh_shape"))
     assert module.MeshShape is MeshShape
+
+
+def test_an_old_keyword_is_the_new_one():
+    x, y = np.zeros((4, 2, 2, 1), np.uint8), np.zeros(4, np.int32)
+    sampler = data.Sampler(num_samples=4, global_batch_size=2, seed=0)
+    with pytest.warns(DeprecationWarning, match=r"train_batches\(shard=\).*sampler="):
+        batches = streams.train_batches(x, y, shard=sampler, start_step=0, end_step=2)
+    assert len(batches) == 2
 
 
 def test_an_old_name_is_the_new_one():
