@@ -1,8 +1,10 @@
-"""Cross-entropy and accuracy of logits that are divided by classes.
+"""Cross-entropy and accuracy of logits whose classes are sharded over a model group.
 
 Megatron's cross-entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3) for any
 number of classes: the logits are never gathered.
 """
+
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -11,35 +13,38 @@ from keras.src.backend import set_keras_mask
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.transport import Max, Min, Sum
 from hvdtrain.parallel.layer import InModelGroup
+from hvdtrain.parallel.mesh import Axes, Mesh
+from hvdtrain.sharding.shards import Sharding
 
 
 class ParallelSparseCategoricalCrossentropy(
     InModelGroup, keras.losses.SparseCategoricalCrossentropy
 ):
-    """`keras.losses.SparseCategoricalCrossentropy` of logits that are divided.
+    """`keras.losses.SparseCategoricalCrossentropy` of logits that are sharded.
 
     The logits are the outputs of a `ColumnParallelDense` with `gather_output=False`:
-    each rank has those of some classes. The loss, and its gradient by these logits, are
-    those of the dense twin.
+    each rank has the logits of some classes. The loss is the loss of the full logits;
+    its gradient is this rank's shard of the full gradient.
 
     The ranks exchange three float32 numbers for each label, however many classes there
     are: the maximum, the sum of the exponentials, and the logit of the label's class.
 
         bytes reduced by each rank = 3 * 4 * labels
 
-    An object is for one number of classes, on which the ranks agree at its first call.
+    The ranks agree on the number of classes at the first call of an object: use another
+    object for another number of classes.
 
-    Logits are computed with in float32 at least. The loss, and the gradients, of a
-    label that is no class are NaN, as on GPUs in TensorFlow, on all ranks of the model
-    group; on CPUs TensorFlow raises an error.
+    The computation is in float32 at least. For a label that is no class, the loss and
+    the gradients are NaN on all ranks of the model group, as in TensorFlow on GPUs; on
+    CPUs TensorFlow raises an error.
 
     Args:
         from_logits: must be True.
-        ignore_class: as for the dense twin.
-        reduction: as for the dense twin.
+        ignore_class: as for `keras.losses.SparseCategoricalCrossentropy`.
+        reduction: as for `keras.losses.SparseCategoricalCrossentropy`.
         axis: must be -1.
-        name: as for the dense twin.
-        dtype: as for the dense twin.
+        name: name of the loss.
+        dtype: as for `keras.losses.SparseCategoricalCrossentropy`.
         mesh: the `Mesh`; by default the active one.
 
     Raises:
@@ -48,15 +53,15 @@ class ParallelSparseCategoricalCrossentropy(
 
     def __init__(
         self,
-        from_logits=False,
-        ignore_class=None,
-        reduction="sum_over_batch_size",
-        axis=-1,
-        name="sparse_categorical_crossentropy",
-        dtype=None,
+        from_logits: bool = False,
+        ignore_class: int | None = None,
+        reduction: str | None = "sum_over_batch_size",
+        axis: int = -1,
+        name: str = "sparse_categorical_crossentropy",
+        dtype: str | keras.DTypePolicy | None = None,
         *,
-        mesh=None,
-    ):
+        mesh: Mesh | Axes | None = None,
+    ) -> None:
         if not from_logits:
             raise ValueError(
                 "ParallelSparseCategoricalCrossentropy takes logits: a softmax needs "
@@ -66,18 +71,19 @@ class ParallelSparseCategoricalCrossentropy(
         if axis != -1:
             raise ValueError(
                 "ParallelSparseCategoricalCrossentropy takes logits whose last axis is "
-                f"divided. Received: axis={axis!r}; expected -1."
+                f"sharded. Received: axis={axis!r}; expected -1."
             )
         super().__init__(from_logits, ignore_class, reduction, axis, name, dtype)
         self._set_mesh(mesh)
 
-    def call(self, y_true, y_pred):
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Return the loss of each label."""
-        labels = _labels_of(y_true, y_pred)
+        labels = _as_labels(y_true, y_pred)
         sharding = self.get_input_sharding(y_pred)
         if self.ignore_class is None:
             return _crossentropy(y_pred, labels, sharding)
-        # As in Keras: the logits of an ignored label may be anything, NaN too.
+        # The logits of an ignored label may be NaN: replace them before the loss is
+        # computed, as Keras does.
         is_counted = labels != self.ignore_class
         logits = tf.where(is_counted[..., None], y_pred, tf.zeros_like(y_pred))
         losses = _crossentropy(logits, tf.where(is_counted, labels, 0), sharding)
@@ -89,47 +95,56 @@ class ParallelSparseCategoricalCrossentropy(
 class ParallelSparseCategoricalAccuracy(
     InModelGroup, keras.metrics.SparseCategoricalAccuracy
 ):
-    """`keras.metrics.SparseCategoricalAccuracy` of logits that are divided.
+    """`keras.metrics.SparseCategoricalAccuracy` of logits that are sharded.
 
-    Of equal logits the lowest class is the prediction, as in `argmax`. The ranks
-    exchange two numbers for each label.
+    Of classes with equal logits, the lowest is the prediction, as in `argmax`. The
+    ranks exchange two numbers for each label.
 
     Args:
-        name: as for the dense twin.
-        dtype: as for the dense twin.
+        name: name of the metric.
+        dtype: as for `keras.metrics.SparseCategoricalAccuracy`.
         mesh: the `Mesh`; by default the active one.
     """
 
-    def __init__(self, name="sparse_categorical_accuracy", dtype=None, *, mesh=None):
+    def __init__(
+        self,
+        name: str = "sparse_categorical_accuracy",
+        dtype: str | keras.DTypePolicy | None = None,
+        *,
+        mesh: Mesh | Axes | None = None,
+    ) -> None:
         super().__init__(name=name, dtype=dtype)
         self._fn = self._matches
         self._set_mesh(mesh)
 
-    def _matches(self, y_true, y_pred):
+    def _matches(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         y_pred = tf.convert_to_tensor(y_pred)
-        labels = _labels_of(tf.convert_to_tensor(y_true), y_pred)
+        labels = _as_labels(tf.convert_to_tensor(y_true), y_pred)
         sharding = self.get_input_sharding(y_pred)
         logits = _at_least_float32(y_pred)
-        mine = tf.reduce_max(logits, -1)
-        highest = _over_ranks(mine, Max, sharding)
+        local_highest = tf.reduce_max(logits, -1)
+        highest = _over_ranks(local_highest, Max, sharding)
         classes = tf.argmax(logits, -1) + sharding.local_slice.start
-        classes = tf.where(mine == highest, classes, sharding.size)
-        # Not ==, which loses the static shape where one of them is not known.
+        # A rank without the highest logit gives a number above all classes.
+        classes = tf.where(local_highest == highest, classes, sharding.size)
+        # Not ==, which loses the static shape if one of the shapes is not known.
         matches = tf.equal(labels, _over_ranks(classes, Min, sharding))
         return tf.cast(matches, self.dtype)
 
 
-def _labels_of(y_true, logits):
+def _as_labels(y_true: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     if len(y_true.shape) == len(logits.shape) and y_true.shape[-1] == 1:
         y_true = tf.squeeze(y_true, -1)
     return tf.cast(y_true, tf.int64)
 
 
-def _at_least_float32(logits):
+def _at_least_float32(logits: tf.Tensor) -> tf.Tensor:
     return logits if logits.dtype == tf.float64 else tf.cast(logits, tf.float32)
 
 
-def _crossentropy(logits, labels, sharding):
+def _crossentropy(
+    logits: tf.Tensor, labels: tf.Tensor, sharding: Sharding
+) -> tf.Tensor:
     classes = tf.range(
         sharding.local_slice.start, sharding.local_slice.stop, dtype=tf.int64
     )
@@ -137,16 +152,16 @@ def _crossentropy(logits, labels, sharding):
     is_class = (labels >= 0) & (labels < sharding.size)
 
     @tf.custom_gradient
-    def crossentropy(logits):
+    def crossentropy(logits: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         highest = _over_ranks(tf.reduce_max(logits, -1), Max, sharding)
         shifted = logits - highest[..., None]
         exponentials = tf.exp(shifted)
-        # No product: that of 0 with a logit of minus infinity is NaN.
+        # Not a product with is_label: 0 times a logit of minus infinity is NaN.
         own = tf.reduce_sum(tf.where(is_label, shifted, tf.zeros_like(shifted)), -1)
         sums = tf.stack([tf.reduce_sum(exponentials, -1), own])
         total, label = tf.unstack(_over_ranks(sums, Sum, sharding))
 
-        def gradient(upstream):
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             by_logits = exponentials / total[..., None] - tf.cast(is_label, total.dtype)
             return by_logits * _or_nan(upstream, is_class)[..., None]
 
@@ -155,9 +170,9 @@ def _crossentropy(logits, labels, sharding):
     return tf.cast(crossentropy(_at_least_float32(logits)), logits.dtype)
 
 
-def _or_nan(values, is_valid):
+def _or_nan(values: tf.Tensor, is_valid: tf.Tensor) -> tf.Tensor:
     return tf.where(is_valid, values, tf.constant(float("nan"), values.dtype))
 
 
-def _over_ranks(x, op, sharding):
+def _over_ranks(x: tf.Tensor, op: object, sharding: Sharding) -> tf.Tensor:
     return transport.combine(x, sharding.process_set, name="Vocabulary", op=op)
