@@ -67,15 +67,8 @@ def allreduce(
         tensorflow.errors.FailedPreconditionError: on every rank, if shapes, dtypes,
             kinds (dense or sparse) or `op` differ between ranks.
     """
-    reduction = Reduction(
-        op=hvd.handle_average_backwards_compatibility(op, average),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        process_set=process_set,
-    )
+    op = hvd.handle_average_backwards_compatibility(op, average)
+    reduction = Reduction.from_arguments(locals())
     return _reducing([value], reduction, name)()[0]
 
 
@@ -94,15 +87,8 @@ def grouped_allreduce(
     name=None,
 ):
     """Reduces a list of tensors in one communication per dtype; see `allreduce`."""
-    reduction = Reduction(
-        op=hvd.handle_average_backwards_compatibility(op, average),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        process_set=process_set,
-    )
+    op = hvd.handle_average_backwards_compatibility(op, average)
+    reduction = Reduction.from_arguments(locals())
     return _reducing(tensors, reduction, name)()
 
 

@@ -1,14 +1,20 @@
-"""Clipping by norms of a dense model whose variables are not copies on all ranks.
+"""Clipping by norms of the full model, whose variables are not replicas on all ranks.
 
-A norm counts each element of the dense model once: the squares of the slices are added
-up over their ranks, and those of a global norm over the stages of a pipeline, and over
-the ranks that hold local variables. The formulas are those of Keras.
+A norm counts each element of the full model once: the squares of shards are added up
+over the ranks that hold them. A global norm also adds up the squares of the stages of a
+pipeline, and of the local variables of all ranks. Gradients are scaled by the formulas
+of Keras.
 """
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import size_of
+from hvdtrain.collectives.process_sets import ProcessSet
+from hvdtrain.keras.gradients import Gradient, GradientReducer
+from hvdtrain.keras.variables import Optimizer, Variable
 from hvdtrain.sharding.shards import (
     get_sharding,
     get_stages,
@@ -16,47 +22,61 @@ from hvdtrain.sharding.shards import (
     is_split_over_ranks,
 )
 
+if TYPE_CHECKING:
+    # Modules that import this one.
+    from hvdtrain.keras.sharded_state import ShardedState
+    from hvdtrain.parallel.mesh import Mesh
+
 
 class Clipping:
-    """Clips gradients as a Keras optimizer does, by the norms of the dense model.
+    """Clips gradients as a Keras optimizer does, by the norms of the full model.
 
     Args:
-        optimizer: a Keras optimizer, not a `LossScaleOptimizer`.
-        reducer: the `GradientReducer` that has reduced the gradients.
-        mesh: the `parallel.Mesh` over which the model is divided, or None.
-        sharded_state: the `ShardedState` of the optimizer, or None.
+        optimizer: not a `LossScaleOptimizer`.
+        reducer: has reduced the gradients.
+        mesh: the ranks over which the model is sharded.
+        sharded_state: of the optimizer.
     """
 
-    def __init__(self, optimizer, reducer, *, mesh=None, sharded_state=None):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        reducer: GradientReducer,
+        *,
+        mesh: "Mesh | None" = None,
+        sharded_state: "ShardedState | None" = None,
+    ) -> None:
         self._optimizer = optimizer
         self._reducer = reducer
-        # Variables are divided over other ranks than those of the reduction.
-        self._divides_model = bool(mesh and mesh.shape.splits_model)
+        # Variables are sharded over other ranks than gradients are reduced over.
+        self._splits_model = bool(mesh and mesh.shape.splits_model)
         self._sharded_state = sharded_state
-        self._clip_whole = optimizer._clip_gradients
+        self._clip_locally = optimizer._clip_gradients
 
-    def check(self):
-        """Raises a ValueError for norms of variables whose ranks are not known."""
-        is_global = self._optimizer.global_clipnorm and self._divides_model
-        if is_global and self._reducer.has_unshared_variables:
+    def check(self) -> None:
+        """Raise a ValueError for norms of variables whose ranks are not known."""
+        is_global = self._optimizer.global_clipnorm and self._splits_model
+        if is_global and self._reducer.local_keys:
             raise ValueError(
                 "global_clipnorm does not support register_local_var where a mesh "
-                "divides the model: which ranks have copies of a local variable is not "
-                "given. Use clipnorm or clipvalue."
+                "shards the model: which ranks have replicas of a local variable is "
+                "not given. Use clipnorm or clipvalue."
             )
 
-    def __call__(self, grads, variables):
-        """Returns clipped gradients.
+    def __call__(
+        self, grads: list[Gradient], variables: list[Variable]
+    ) -> list[Gradient]:
+        """Return clipped gradients. A collective where a norm spans several ranks.
 
         Args:
-            grads: list of reduced gradients, without None.
-            variables: list of the variables that they belong to.
+            grads: reduced gradients, without None.
+            variables: those that the gradients belong to.
         """
         if self._optimizer.global_clipnorm:
             return self._clip_by_global_norm(grads, variables)
         limit = self._optimizer.clipnorm
         if not limit or not (self._is_scattered or is_sharded(variables)):
-            return self._clip_whole(grads)
+            return self._clip_locally(grads)
         return [
             tf.convert_to_tensor(gradient) * limit / tf.maximum(tf.sqrt(square), limit)
             for gradient, square in zip(
@@ -64,85 +84,86 @@ class Clipping:
             )
         ]
 
-    def _clip_by_global_norm(self, grads, variables):
+    def _clip_by_global_norm(
+        self, grads: list[Gradient], variables: list[Variable]
+    ) -> list[Gradient]:
         if self._is_scattered or (
-            self._divides_model and is_split_over_ranks(variables)
+            self._splits_model and is_split_over_ranks(variables)
         ):
             squares = self._squares(grads, variables)
             norm = tf.sqrt(_over_stages(_sum(squares), variables))
-        elif not self._divides_model and self._reducer.some_are_unshared(variables):
-            # Each rank's own norm would scale the shared gradients by another factor
-            # on each rank.
-            norm = _norm_over_copies(self._reducer, grads, variables)
+        elif not self._splits_model and self._reducer.differ_by_rank(variables):
+            # Each rank's own norm would scale the replicated gradients by another
+            # factor on each rank.
+            norm = _norm_of_all_ranks(self._reducer, grads, variables)
         else:
-            return self._clip_whole(grads)
+            return self._clip_locally(grads)
         limit = self._optimizer.global_clipnorm
         # The last term turns the scale into NaN where the norm is not finite.
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         return [tf.convert_to_tensor(gradient) * scale for gradient in grads]
 
-    def _squares(self, grads, variables):
+    def _squares(
+        self, grads: list[Gradient], variables: list[Variable]
+    ) -> list[tf.Tensor]:
         squares = [tf.reduce_sum(tf.square(tf.convert_to_tensor(g))) for g in grads]
-        if self._is_scattered:
+        if self._sharded_state and self._is_scattered:
             squares = self._sharded_state.sum_squares(squares, variables)
-        return _dense_squares(squares, variables)
+        return _sum_over_shards(squares, variables)
 
     @property
-    def _is_scattered(self):
+    def _is_scattered(self) -> bool:
         return self._sharded_state is not None and self._sharded_state.is_scattered
 
 
-def _dense_squares(squares, variables):
-    """Returns the squared norm of each dense variable from those of its slices."""
+def _sum_over_shards(
+    squares: list[tf.Tensor], variables: list[Variable]
+) -> list[tf.Tensor]:
+    """Return the squared norms of full variables from the norms of their shards."""
     squares = list(squares)
-    by_ranks = {}
+    by_ranks: dict[tuple[int, ...], tuple[ProcessSet, list[int]]] = {}
     for i, variable in enumerate(variables):
         if sharding := get_sharding(variable):
-            over = sharding.process_set
-            by_ranks.setdefault(tuple(over.ranks), (over, []))[1].append(i)
-    for over, places in by_ranks.values():
+            process_set = sharding.process_set
+            ranks = tuple(process_set.ranks)
+            by_ranks.setdefault(ranks, (process_set, []))[1].append(i)
+    # One reduction for each process set, not for each variable.
+    for process_set, indices in by_ranks.values():
         total = transport.combine(
-            tf.stack([squares[i] for i in places]), over, name="DividedNorms"
+            tf.stack([squares[i] for i in indices]), process_set, name="DividedNorms"
         )
-        for i, square in zip(places, tf.unstack(total), strict=True):
+        for i, square in zip(indices, tf.unstack(total), strict=True):
             squares[i] = square
     return squares
 
 
-def _over_stages(square, variables):
+def _over_stages(square: tf.Tensor, variables: list[Variable]) -> tf.Tensor:
     stages = get_stages(variables)
     if stages is None:
         return square
     return transport.combine(square, stages, name="StagesNorm")
 
 
-def _norm_over_copies(reducer, gradients, variables):
-    """Returns the norm of the gradients of all variables of all ranks.
-
-    Every copy of a variable is counted in proportion to the number of its copies, so
-    that a variable counts once, and each rank's local variables count as well.
-    """
-    by_copies = {}
+def _norm_of_all_ranks(
+    reducer: GradientReducer,
+    gradients: list[Gradient],
+    variables: list[Variable],
+) -> tf.Tensor:
+    """Return the norm of the gradients of all ranks; a replicated one counts once."""
+    local: list[tf.Tensor] = []
+    replicated: list[tf.Tensor] = []
     for gradient, variable in zip(gradients, variables, strict=True):
         square = tf.reduce_sum(tf.square(tf.convert_to_tensor(gradient)))
-        ranks = reducer.process_set_of(variable)
-        key = None if ranks is None else ranks.process_set_id
-        by_copies.setdefault(key, (ranks, []))[1].append(square)
-    # Equal on all ranks already: not to be rounded again by a reduction.
-    _, shared = by_copies.pop(reducer.process_set.process_set_id, (None, []))
-    own = [
-        _sum(held) / (1 if ranks is None else size_of(ranks, held[0].dtype))
-        for ranks, held in by_copies.values()
-    ]
-    zero = tf.zeros([], gradients[0].dtype)
-    # Also with no gradients of its own: the other ranks have some.
-    total = transport.combine(
-        _sum([zero, *own]), reducer.process_set, name=f"{reducer.name}_norm"
-    )
-    return tf.sqrt(_sum([total, *shared]))
+        (local if reducer.is_local(variable) else replicated).append(square)
+    # A rank without local variables reduces a zero, or the other ranks would block.
+    own = _sum([tf.zeros([], gradients[0].dtype), *([_sum(local)] if local else [])])
+    total = transport.combine(own, reducer.process_set, name=f"{reducer.name}_norm")
+    # The squares of replicated gradients are equal on all ranks: a reduction would
+    # only round them again.
+    return tf.sqrt(_sum([total, *replicated]))
 
 
-def _sum(scalars):
+def _sum(scalars: Iterable[tf.Tensor]) -> tf.Tensor:
     # Not add_n: TensorFlow's graph optimizer chooses its order, which may differ by
-    # rank, and with it the last bit of the replicated weights.
+    # rank, and then the replicated weights differ in their last bit.
     return tf.reduce_sum(tf.stack(scalars))

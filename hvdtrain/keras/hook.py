@@ -11,7 +11,7 @@ from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
-from hvdtrain.keras.gradients import add_up_rows
+from hvdtrain.keras.gradients import map_values, sum_duplicate_rows
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import (
     non_local_state,
@@ -255,13 +255,13 @@ class ReductionHook:
         self._has_reduced = True
         factor = self._window_factor * self._weight
         if factor != 1:
-            grads = [_scaled(gradient, factor) for gradient in grads]
+            grads = [map_values(lambda v: v * factor, gradient) for gradient in grads]
         gradients = [None] * len(self._variables)
         for place, gradient in zip(self._places, grads, strict=True):
             gradients[place] = gradient
         reduce = self.sharded_state.reduce if self.sharded_state else self.reducer
-        reduced = add_up_rows(reduce(gradients, self._variables), self._variables)
-        reduced = [reduced[place] for place in self._places]
+        summed = sum_duplicate_rows(reduce(gradients, self._variables), self._variables)
+        reduced = [summed[place] for place in self._places]
         variables = [self._variables[place] for place in self._places]
         clipped = self._clip(reduced, variables)
         if self._skipping:
@@ -274,7 +274,7 @@ class ReductionHook:
         # Reduced gradients are equal on all ranks, unless they are parts, or those of
         # local variables.
         is_scattered = self.sharded_state and self.sharded_state.is_scattered
-        if self.mesh or is_scattered or self.reducer.some_are_unshared(self._variables):
+        if self.mesh or is_scattered or self.reducer.differ_by_rank(self._variables):
             # The ranks that have the other parts skip a step together with this one.
             finite = ops.is_true_on_all_ranks(
                 finite, name="FiniteGradients", process_set=self.all_ranks
@@ -325,14 +325,6 @@ class ReductionHook:
                 f"_clip_gradients. Keras version: {keras.__version__}. Use "
                 "hvd.DistributedGradientTape with the plain optimizer instead."
             )
-
-
-def _scaled(gradient, factor):
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            gradient.values * factor, gradient.indices, gradient.dense_shape
-        )
-    return gradient * factor
 
 
 def _check_not_overwritten(grads, variables):

@@ -1,49 +1,57 @@
 """A Keras optimizer whose gradients are combined over all ranks.
 
-Why the optimizer stays what it was, and is not wrapped in a class of ours: Keras
-writes the class of a compiled optimizer into `.keras` files, so a model trained with
-a wrapper could not be loaded without this package. And Keras accumulates gradients
-and then clips them inside one method: no wrapper around the optimizer can reach the
-point between. So a hook is composed into the optimizer, at that point.
+Why the optimizer keeps its class, and is not wrapped in a class of ours: Keras writes
+the class of a compiled optimizer into `.keras` files, so a model trained with a wrapper
+could not be loaded without this package. And Keras accumulates gradients and then clips
+them inside one method: no wrapper around the optimizer can reach the point between. So
+a hook is composed into the optimizer, at that point.
 """
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.dtypes import Compression
-from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
 from hvdtrain.collectives.transport import Average, Sum, op_name
 from hvdtrain.keras import collective_calls
-from hvdtrain.keras.gradients import GradientOptions, GradientReducer, groups_argument
+from hvdtrain.keras.gradients import GradientOptions, GradientReducer, Groups
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.variables import (
+    Optimizer,
     find_optimizers,
     get_hook,
     get_inner_optimizer,
     local_variables,
 )
 
+if TYPE_CHECKING:
+    # The floor above.
+    from hvdtrain.parallel.mesh import Mesh
+
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer,
-    name=None,
-    device_dense="",
-    device_sparse="",
-    compression=Compression.none,
-    sparse_as_dense=False,
-    gradient_predivide_factor=1.0,
-    op=Average,
-    backward_passes_per_step=1,
-    average_aggregated_gradients=False,
-    num_groups=0,
-    groups=None,
-    process_set=global_process_set,
-    scale_local_gradients=True,
-    mesh=None,
-    shard_state=False,
-):
-    """Makes a Keras optimizer combine its gradients over all ranks.
+    optimizer: Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    mesh: "Mesh | None" = None,
+    shard_state: bool | str = False,
+) -> Optimizer:
+    """Make a Keras optimizer combine its gradients over all ranks.
 
     Gradients are reduced after Keras has accumulated them and before it clips
     them, so N ranks take the step that one process takes on the N-times batch. The
@@ -55,12 +63,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     its name and its state, and a model saved with it loads without this package.
 
     Args:
-        optimizer: a `keras.optimizers.Optimizer`, built or not. Under mixed
-            precision: the plain optimizer or a `LossScaleOptimizer` around it.
+        optimizer: built or not. Under mixed precision: the plain optimizer or a
+            `LossScaleOptimizer` around it.
         name: prefix of the operations' names, as Horovod's timeline and messages
             show them. By default Distributed and the optimizer's class.
         device_dense: device of the reduction of dense gradients.
-        device_sparse: the same for `tf.IndexedSlices`.
+        device_sparse: device of the reduction of `tf.IndexedSlices`.
         compression: dtype on the wire: `Compression.none`, `fp16` or `bf16`.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense tensors.
         gradient_predivide_factor: with Average, divide by it before the sum and
@@ -76,9 +84,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: the ranks that take part.
         scale_local_gradients: divide gradients of local variables by the number
             of ranks.
-        mesh: a `parallel.Mesh`, instead of `process_set`: for models that are divided
-            over ranks. Gradients are reduced along its axis data.
-        shard_state: divide the optimizer's state over the ranks that reduce gradients
+        mesh: instead of `process_set`, for models that are sharded. Gradients are
+            reduced along its axis data.
+        shard_state: shard the optimizer's state over the ranks that reduce gradients
             together: False, True, or how (see `ShardedState`): "variables" (True),
             exact for every optimizer; "slices" and "slices_reducescatter" for
             elementwise optimizers, the latter with less communication and sums in
@@ -94,20 +102,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if mesh is not None:
         process_set = _data_ranks(mesh, process_set)
-    options = GradientOptions(
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups_argument(groups, num_groups),
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
     return distribute(
         optimizer,
-        options,
+        GradientOptions.from_arguments(locals()),
         name=name,
         backward_passes_per_step=backward_passes_per_step,
         average_aggregated_gradients=average_aggregated_gradients,
@@ -117,21 +114,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def distribute(
-    optimizer,
-    options,
+    optimizer: Optimizer,
+    options: GradientOptions,
     *,
-    name=None,
-    backward_passes_per_step=1,
-    average_aggregated_gradients=False,
-    mesh=None,
-    shard_state=False,
-):
-    """Hooks a reduction with these `GradientOptions` into `optimizer`; returns it."""
+    name: str | None = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    mesh: "Mesh | None" = None,
+    shard_state: bool | str = False,
+) -> Optimizer:
+    """Hook a reduction with these options into `optimizer`, and return it."""
     _check_optimizer(optimizer)
-    if options.op not in (Average, Sum):
+    if options.reduction.op not in (Average, Sum):
         raise ValueError(
             "op must be hvd.Average or hvd.Sum. Received: "
-            f"op=hvd.{op_name(options.op)}. For hvd.Adasum, use "
+            f"op=hvd.{op_name(options.reduction.op)}. For hvd.Adasum, use "
             "hvd.DistributedGradientTape with the plain optimizer."
         )
     base = get_inner_optimizer(optimizer)
@@ -158,13 +155,13 @@ def distribute(
     return optimizer
 
 
-def is_distributed(optimizer):
-    """Whether `optimizer` went through `DistributedOptimizer`."""
+def is_distributed(optimizer: Optimizer | None) -> bool:
+    """Return whether `optimizer` went through `DistributedOptimizer`."""
     return get_hook(optimizer) is not None
 
 
-def configure_compiled_model(model):
-    """Adapts what `model.compile` decided for one process.
+def configure_compiled_model(model: keras.Model) -> None:
+    """Change what `model.compile` decided for one process.
 
     Under the policy `mixed_float16`, `compile` puts a `LossScaleOptimizer` around
     the optimizer. Its check for overflow is local: the other ranks would block in the
@@ -181,11 +178,10 @@ def configure_compiled_model(model):
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
     """
     _check_not_horovods(getattr(model, "optimizer", None))
-    distributed = list(filter(is_distributed, find_optimizers(model)))
-    if not distributed:
+    hooks = [(o, hook) for o in find_optimizers(model) if (hook := get_hook(o))]
+    if not hooks:
         return
-    for optimizer in distributed:
-        hook = get_hook(optimizer)
+    for optimizer, hook in hooks:
         if not hook.is_configured:
             hook.is_configured = True
             model.train_function = None
@@ -196,7 +192,7 @@ def configure_compiled_model(model):
         model.train_function = None
 
 
-def _check_optimizer(optimizer):
+def _check_optimizer(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             "DistributedOptimizer takes an instance of keras.optimizers.Optimizer. "
@@ -204,7 +200,8 @@ def _check_optimizer(optimizer):
         )
     _check_not_horovods(optimizer)
     base = get_inner_optimizer(optimizer)
-    if isinstance(base, getattr(keras.optimizers, "MultiOptimizer", ())):
+    multi_optimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+    if isinstance(base, multi_optimizer):
         raise TypeError(
             "DistributedOptimizer cannot reduce the gradients of a MultiOptimizer: its "
             f"optimizers clip and apply them. Received: {base.name!r}. Use "
@@ -217,8 +214,8 @@ def _check_optimizer(optimizer):
         )
 
 
-def _check_not_horovods(optimizer):
-    # Horovod creates a class at run time, with the name of the optimizer's own.
+def _check_not_horovods(optimizer: Optimizer | None) -> None:
+    # Horovod creates a class at run time, which has the name of the optimizer's.
     cls = type(get_inner_optimizer(optimizer))
     if cls.__module__.startswith("horovod."):
         raise TypeError(
@@ -229,7 +226,7 @@ def _check_not_horovods(optimizer):
         )
 
 
-def _data_ranks(mesh, process_set):
+def _data_ranks(mesh: "Mesh", process_set: ProcessSet) -> ProcessSet:
     if process_set is not global_process_set:
         raise ValueError(
             "A mesh has the process set of the optimizer. Received: mesh and "
@@ -238,12 +235,13 @@ def _data_ranks(mesh, process_set):
     return mesh.data.process_set
 
 
-def _accumulate(optimizer, passes):
+def _accumulate(optimizer: Optimizer, passes: int) -> None:
     if not isinstance(passes, int) or passes < 1:
         raise ValueError(
             f"backward_passes_per_step must be a positive integer. Received: {passes}"
         )
-    # Equal numbers: an optimizer that was saved with backward_passes_per_step.
+    # The numbers are equal in an optimizer that was saved with
+    # backward_passes_per_step.
     if passes in (1, optimizer.gradient_accumulation_steps):
         return
     if optimizer.gradient_accumulation_steps:
@@ -262,34 +260,25 @@ def _accumulate(optimizer, passes):
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer,
-    name=None,
-    device_dense="",
-    device_sparse="",
-    compression=Compression.none,
-    sparse_as_dense=False,
-    gradient_predivide_factor=1.0,
-    op=Average,
-    groups=None,
-    process_set=global_process_set,
-    local_layers=None,
-    scale_local_gradients=True,
-):
-    """A `DistributedOptimizer` that leaves the gradients of some layers as they are.
+    optimizer: Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    scale_local_gradients: bool = True,
+) -> Optimizer:
+    """Make an optimizer combine the gradients of all but some layers.
+
+    Other arguments are as in `DistributedOptimizer`.
 
     Args:
-        optimizer: as in `DistributedOptimizer`, like all that is not listed here.
-        name: see there.
-        device_dense: see there.
-        device_sparse: see there.
-        compression: see there.
-        sparse_as_dense: see there.
-        gradient_predivide_factor: see there.
-        op: see there.
-        groups: see there.
-        process_set: see there.
-        local_layers: a built `keras.layers.Layer`, or a collection of them, that
-            each rank trains on its own batch alone.
+        local_layers: built layers that each rank trains on its own batch alone.
         scale_local_gradients: divide their gradients by the number of ranks, as
             Horovod does, so that they weigh as much as averaged ones.
 
@@ -297,17 +286,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
         ValueError: for a local layer that is no Keras layer or has not been built.
     """
     variables = local_variables(local_layers)
-    options = GradientOptions(
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    options = GradientOptions.from_arguments(locals())
     distributed = distribute(optimizer, options, name=name)
     for variable in variables:
         distributed.register_local_var(variable)

@@ -22,6 +22,7 @@ from hvdtrain.keras.consistency import (
     DesynchronizedError,
     compute_checksum,
 )
+from hvdtrain.keras.gradients import split_into_groups
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.sharded_updates import divide, gather, scatter
 from hvdtrain.keras.variables import (
@@ -233,11 +234,13 @@ class ShardedState:
             if gradients[i] is not None and shard.sharding
         ]
         # Gradients of the last layers are computed first.
-        for group in reversed(self._reducer.split(divided, weights)):
+        for group in reversed(
+            split_into_groups(divided, weights, self._reducer.options.groups)
+        ):
             parts = scatter(
                 [shards[i] for i in group],
                 [gradients[i] for i in group],
-                self._reducer.options.reduction(self._reducer.process_set),
+                self._reducer.options.reduction,
                 name=f"{self._reducer.name}_shards",
             )
             for i, part in zip(group, parts, strict=True):

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.keras.gradients import split_into_groups
 from hvdtrain.sharding.shards import Sharding, get_sharding
 
 # A part starts at a multiple of this within its variable. Eigen computes full vectors
@@ -158,7 +159,11 @@ def divide(weights, reducer, *, is_by_variable):
     # By slices, each rank has a part of each group: they are reduced one by one.
     groups = kinds
     if not is_by_variable:
-        groups = [group for kind in kinds for group in reducer.split(kind, weights)]
+        groups = [
+            group
+            for kind in kinds
+            for group in split_into_groups(kind, weights, reducer.options.groups)
+        ]
     sizes_of = sizes_by_variable if is_by_variable else sizes_by_shards
     sizes = [None] * len(weights)
     for group in groups:

@@ -1,13 +1,15 @@
 """Which variables of a model and its optimizer are equal on all ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
 from hvdtrain.sharding.shards import (
     get_sharding,
     get_stages,
@@ -17,76 +19,91 @@ from hvdtrain.sharding.shards import (
     set_stages,
 )
 
+if TYPE_CHECKING:
+    # hook.py imports this module.
+    from hvdtrain.keras.hook import ReductionHook
 
-def find_optimizers(model):
-    """The compiled optimizer, and distributed ones that are attributes of `model`."""
+Variable: TypeAlias = keras.Variable | tf.Variable
+Optimizer: TypeAlias = keras.optimizers.Optimizer
+
+
+def find_optimizers(model: keras.Model) -> list[Optimizer]:
+    """Return the compiled optimizer, and distributed ones in attributes of `model`."""
     compiled = getattr(model, "optimizer", None)
-    beside = [
+    attributes = [
         value
         for value in vars(model).values()
         if isinstance(value, keras.optimizers.Optimizer)
         and value is not compiled
         and get_hook(value) is not None
     ]
-    return [compiled, *beside] if compiled is not None else beside
+    return [compiled, *attributes] if compiled is not None else attributes
 
 
-def get_process_set(optimizer):
-    """The ranks over which gradients are reduced; by default all.
+def get_process_set(optimizer: Optimizer | None) -> ProcessSet:
+    """Return the ranks over which gradients are reduced; by default all.
 
-    Of a `parallel.Mesh`, those along its axis data.
+    With a `parallel.Mesh` these are the ranks along its axis data.
     """
     hook = get_hook(optimizer)
     return hook.reducer.process_set if hook else global_process_set
 
 
-def get_training_ranks(optimizer):
-    """The ranks that train with `optimizer`: all of a mesh, else `get_process_set`."""
+def get_training_ranks(optimizer: Optimizer | None) -> ProcessSet:
+    """Return all ranks of the optimizer's mesh, without one `get_process_set`."""
     hook = get_hook(optimizer)
     return hook.all_ranks if hook else global_process_set
 
 
-def get_local_keys(optimizer):
-    """The `variable_key`s of the variables that were registered as local."""
+def get_local_keys(optimizer: Optimizer | None) -> Set[object]:
+    """Return the `variable_key`s of variables that were registered as local."""
     hook = get_hook(optimizer)
     return hook.reducer.local_keys if hook else frozenset()
 
 
-def replicated_by_process_set(optimizer, variables, root_rank=None):
-    """Yields process sets, and which of some variables are equal over their ranks.
+def replicated_by_process_set(
+    optimizer: Optimizer | None,
+    variables: Iterable[Variable],
+    root_rank: int | None = None,
+) -> Iterator[tuple[ProcessSet, int, list[Variable]]]:
+    """Yield process sets, the root rank in each, and the variables it replicates.
 
-    Of a mesh, the ranks along each axis: after a broadcast over all of them, all
-    copies of a variable are those of the root. The stages of a pipeline have copies of
-    the optimizer's variables that belong to no weight, such as the learning rate.
+    With a mesh, the process sets are the ranks along each axis: broadcasts over all of
+    them, in this order, give all replicas of a variable the value of `root_rank`. The
+    stages of a pipeline replicate the optimizer's variables that belong to no weight,
+    such as the learning rate.
 
     Args:
-        optimizer: an optimizer, distributed or not.
-        variables: list of variables of this rank.
+        optimizer: distributed or not.
+        variables: of this rank.
         root_rank: the rank whose values are meant; by default the first.
-
-    Yields:
-        Process set, root rank in it, list of variables.
     """
     hook = get_hook(optimizer)
-    for process_set, root in hook.axes(root_rank) if hook else ():
-        copies = [v for v in variables if is_replicated(v, process_set)]
-        yield process_set, root, copies
     if not hook:
         yield global_process_set, root_rank or 0, list(variables)
+        return
+    for process_set, root in hook.axes(root_rank):
+        replicated = [v for v in variables if is_replicated(v, process_set)]
+        yield process_set, root, replicated
 
 
-def non_local_variables(model, *, optimizer=None, local_keys=frozenset()):
-    """Returns the weights and the optimizer's variables that are equal on all ranks.
+def non_local_variables(
+    model: keras.Model,
+    *,
+    optimizer: Optimizer | None = None,
+    local_keys: Set[object] = frozenset(),
+) -> list[Variable]:
+    """Return the weights and the optimizer's variables that are not local to a rank.
 
-    Without local weights and their slots in the optimizer, and without accumulated
-    gradients. Slices of divided weights and their slots are among them, although ranks
-    have different ones: `sharding.is_replicated` leaves them out, by process set.
+    Local weights are left out with their slots, and so are accumulated gradients.
+    Sharded weights and their slots are included although they differ by rank: filter
+    with `sharding.is_replicated`, for each process set.
 
     Args:
         model: a model that is built, compiled or not.
         optimizer: by default the one that the model was compiled with.
-        local_keys: set of `variable_key(variable)` of local variables,
-            in addition to those registered with the optimizer.
+        local_keys: `variable_key`s of local variables, in addition to those
+            registered with the optimizer.
     """
     # A model that was never compiled has no such attribute.
     optimizer = optimizer or getattr(model, "optimizer", None)
@@ -99,76 +116,81 @@ def non_local_variables(model, *, optimizer=None, local_keys=frozenset()):
 
 @do_not_convert
 def broadcast_variables(
-    variables, root_rank, process_set=global_process_set, inplace=False
-):
-    """Assigns `root_rank`'s values to the `variables` of every rank.
+    variables: Iterable[Variable],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Assign `root_rank`'s values to the `variables` of every rank.
 
-    Variables of which these ranks hold different slices keep them.
+    A collective. Variables that are sharded over these ranks keep their values.
 
     Args:
-        variables: Keras or TensorFlow variables, the same list on every rank.
+        variables: the same list on every rank.
         root_rank: the rank whose values are taken.
         process_set: the ranks that take part.
         inplace: write into the variables' memory without a temporary copy.
     """
-    copied = [v for v in variables if is_replicated(v, process_set)]
-    ops.broadcast_variables(copied, root_rank, process_set, inplace)
+    replicated = [v for v in variables if is_replicated(v, process_set)]
+    ops.broadcast_variables(replicated, root_rank, process_set, inplace)
 
 
-# By the names of optimizers, which older versions of Keras lack.
-_COPIES = {"ScheduleFreeAdamW": "_momentums"}
+# By names of optimizers, some of which older versions of Keras lack.
+_WEIGHT_COPIES = {"ScheduleFreeAdamW": "_momentums"}
 
 
-def non_local_state(optimizer, trainable, local_keys=frozenset()):
-    """Returns the variables of `optimizer` that are equal on all ranks.
+def non_local_state(
+    optimizer: Optimizer,
+    trainable: Iterable[Variable],
+    local_keys: Set[object] = frozenset(),
+) -> list[Variable]:
+    """Return the variables of `optimizer` that are not local to a rank.
 
-    Without the slots of local weights. Accumulated gradients are left out as well:
-    until their window is complete, each rank has its own. Slots of divided weights are
-    among them, although ranks have different slices: see `sharding.is_replicated`.
+    Slots of local weights are left out, and so are accumulated gradients: until their
+    window is complete, each rank has its own. Slots of sharded weights are included:
+    see `non_local_variables`.
 
     Args:
-        optimizer: a Keras optimizer, built or not.
-        trainable: list of the variables that it trains.
-        local_keys: set of `variable_key(variable)` of local variables.
+        optimizer: built or not.
+        trainable: the variables that it trains.
+        local_keys: `variable_key`s of local variables.
     """
-    own = _slots(optimizer, trainable, local_keys)
-    own |= {id(accumulator) for accumulator in accumulated_gradients(optimizer)}
-    return [v for v in optimizer.variables if id(v) not in own]
+    local = _local_slots(optimizer, trainable, local_keys)
+    local |= {id(accumulator) for accumulator in accumulated_gradients(optimizer)}
+    return [v for v in optimizer.variables if id(v) not in local]
 
 
-def common_state(optimizer, trained):
-    """Returns the variables of `optimizer` that belong to none of some variables.
+def common_state(optimizer: Optimizer, trained: Iterable[Variable]) -> list[Variable]:
+    """Return the variables of `optimizer` that belong to none of some variables.
 
-    Such as the number of iterations. Their order is that of all models, in which
-    their names may differ: Keras numbers the product of Nadam as any variable.
+    The number of iterations is one. Match them between models by their order, which is
+    always the same: Keras numbers some of their names, such as the product of Nadam.
     """
     slots = {id(slot) for slot, _ in owned_slots(optimizer, trained)}
     return [variable for variable in optimizer.variables if id(variable) not in slots]
 
 
-def accumulated_gradients(optimizer):
-    """Returns the variables with the sums of an accumulation window; may be none."""
+def accumulated_gradients(optimizer: Optimizer) -> list[Variable]:
+    """Return the variables with the sums of an accumulation window; may be none."""
     return list(getattr(get_inner_optimizer(optimizer), "_accumulated_gradients", ()))
 
 
-def shard_slots(optimizer, trainable):
-    """Gives the slots of divided variables the shardings of these, and the stages.
-
-    Args:
-        optimizer: a Keras optimizer that is built.
-        trainable: list of the variables that it trains.
-    """
+def shard_slots(optimizer: Optimizer, trainable: Sequence[Variable]) -> None:
+    """Give the slots of a built optimizer the shardings and stages of their weights."""
     if not is_split_over_ranks(trainable):
         return
     for slot, variable in owned_slots(optimizer, trainable):
         if (stages := get_stages([variable])) is not None:
             set_stages(slot, stages)
-        is_full = slot.shape == variable.shape and not get_sharding(slot)
-        if is_full and get_sharding(variable):
+        is_unmarked = slot.shape == variable.shape and not get_sharding(slot)
+        if is_unmarked and get_sharding(variable):
             set_sharding(slot, get_sharding(variable))
 
 
-def _slots(optimizer, trainable, local_keys):
+def _local_slots(
+    optimizer: Optimizer, trainable: Iterable[Variable], local_keys: Set[object]
+) -> set[int]:
+    """Return the `id`s of the slots of local variables."""
     if not any(variable_key(v) in local_keys for v in trainable):
         return set()
     return {
@@ -178,16 +200,18 @@ def _slots(optimizer, trainable, local_keys):
     }
 
 
-def owned_slots(optimizer, trainable):
-    """Yields each slot, and the variable that it belongs to."""
+def owned_slots(
+    optimizer: Optimizer, trainable: Iterable[Variable]
+) -> Iterator[tuple[Variable, Variable]]:
+    """Yield each slot, and the variable that it belongs to."""
     # Keras names a slot after its variable's path, which may be another variable's too.
-    by_place = _owners_by_place(optimizer)
+    owner_by_id = _owners_by_index(optimizer)
     is_trained = {id(variable) for variable in trainable}
     # Of several paths that fit, the longest is the variable's own: "a/kernel_2" has
     # "a_kernel_2_momentum".
     prefixes = {v.path.replace("/", "_") + "_": v for v in trainable}
     for slot in optimizer.variables:
-        owner = by_place.get(id(slot))
+        owner = owner_by_id.get(id(slot))
         if owner is None:
             fitting = [prefix for prefix in prefixes if slot.name.startswith(prefix)]
             owner = prefixes[max(fitting, key=len)] if fitting else None
@@ -195,24 +219,27 @@ def owned_slots(optimizer, trainable):
             yield slot, owner
 
 
-def _owners_by_place(optimizer: keras.optimizers.Optimizer) -> dict:
-    """Returns the weight of each slot that is in a list of slots, by its identity.
+def _owners_by_index(optimizer: Optimizer) -> dict[int, Variable]:
+    """Return, by the `id` of each slot that is in a list of slots, its weight.
 
     The factors of Adafactor have no names by which their weights could be found.
     """
     base = get_inner_optimizer(optimizer)
-    placed = slots_by_index(base, base._trainable_variables)
-    return {id(slot): weight for _, slot, weight in placed}
+    slots = slots_by_index(base, base._trainable_variables)
+    return {id(slot): weight for _, slot, weight in slots}
+
+
+_Owner = TypeVar("_Owner")
 
 
 def slots_by_index(
-    optimizer: keras.optimizers.Optimizer, owners: list
-) -> Iterator[tuple]:
-    """Yields the name of each list of slots, and each slot of it with its owner.
+    optimizer: Optimizer, owners: Sequence[_Owner]
+) -> Iterator[tuple[str, Variable, _Owner]]:
+    """Yield the name of each list of slots, and each slot of it with its owner.
 
     Args:
         optimizer: one that is built, not a `LossScaleOptimizer`.
-        owners: list of one object for each weight.
+        owners: one object for each weight.
     """
     # Keras keeps the slots of one kind in a list, in the order of the weights.
     for name, slots in vars(optimizer).items():
@@ -222,40 +249,42 @@ def slots_by_index(
             yield from zip([name] * len(slots), slots, owners, strict=True)
 
 
-def weight_copies(optimizer: keras.optimizers.Optimizer) -> list:
-    """Returns the slots that start as copies of the weights, in the weights' order.
+def weight_copies(optimizer: Optimizer) -> list[Variable]:
+    """Return the slots that start as copies of the weights, in the weights' order.
 
     Args:
         optimizer: one that is built, not a `LossScaleOptimizer`.
     """
-    for name, attribute in _COPIES.items():
+    for name, attribute in _WEIGHT_COPIES.items():
         if isinstance(optimizer, getattr(keras.optimizers, name, ())):
             return getattr(optimizer, attribute)
     return []
 
 
-def get_inner_optimizer(optimizer):
-    """The optimizer inside a `LossScaleOptimizer`, or `optimizer` itself."""
+def get_inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside a `LossScaleOptimizer`, or `optimizer` itself."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.inner_optimizer
     return optimizer
 
 
-def get_hook(optimizer):
-    """Returns the `ReductionHook` of `optimizer`, or None."""
+def get_hook(optimizer: Optimizer | None) -> "ReductionHook | None":
+    """Return the hook of a distributed optimizer, or None."""
     return getattr(get_inner_optimizer(optimizer), "reduction_hook", None)
 
 
-def variable_key(variable):
-    """Returns a hashable, equal for a Keras variable and its TensorFlow variable."""
+def variable_key(variable: Variable | tf.Tensor) -> object:
+    """Return a hashable, equal for a Keras variable and its TensorFlow variable."""
     return as_tensorflow(variable).ref()
 
 
-def local_variables(layers):
+def local_variables(
+    layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None,
+) -> list[keras.Variable]:
     """Return the trainable weights of `layers`, whose gradients stay on their rank.
 
     Args:
-        layers: a built Keras layer, a collection of them, or None for none.
+        layers: built layers, or None for none.
 
     Raises:
         ValueError: for an element that is no Keras layer or has not been built.

@@ -35,14 +35,17 @@ def variables_of(*megabytes, dtype="float32"):
 )
 def test_groups_go_by_bytes(megabytes, expected):
     variables = variables_of(*megabytes)
-    assert gradients.split(list(range(len(variables))), variables, None) == expected
+    assert (
+        gradients.split_into_groups(list(range(len(variables))), variables, None)
+        == expected
+    )
 
 
 def test_bytes_are_those_of_the_dtype():
     variables = variables_of(8, 8, 8, dtype="float16")
-    assert gradients.split([0, 1, 2], variables, None) == [[0], [1, 2]]
+    assert gradients.split_into_groups([0, 1, 2], variables, None) == [[0], [1, 2]]
 
 
 def test_places_that_are_left_out_are_in_no_group():
     variables = variables_of(3, 100, 3, 14)
-    assert gradients.split([0, 2, 3], variables, None) == [[0, 2], [3]]
+    assert gradients.split_into_groups([0, 2, 3], variables, None) == [[0, 2], [3]]

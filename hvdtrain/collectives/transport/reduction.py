@@ -1,6 +1,8 @@
 """The options of a reduction as one value."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import horovod.tensorflow as hvd
 
@@ -58,6 +60,19 @@ class Reduction:
     def __post_init__(self):
         """Checks the compression."""
         check_compression(self.compression)
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any], **fields: Any) -> "Reduction":
+        """Make a reduction of the arguments of a function with Horovod's signature.
+
+        Args:
+            arguments: by name: `locals()` at the start of the function. Names that are
+                not fields are ignored.
+            fields: take precedence over `arguments`.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        same = {name: arguments[name] for name in names & arguments.keys()}
+        return cls(**{**same, **fields})
 
     @property
     def factor(self):
