@@ -137,7 +137,7 @@ class GradientReducer:
     def check(
         self,
         variables: Iterable[Variable | tf.Tensor],
-        axes: Iterable[ProcessSet] | None = None,
+        axes: Sequence[ProcessSet] | None = None,
     ) -> None:
         """Raise a ValueError if variables are sharded over other ranks than reduced.
 

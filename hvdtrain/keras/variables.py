@@ -183,8 +183,8 @@ def shard_slots(optimizer: Optimizer, trainable: Sequence[Variable]) -> None:
         if (stages := get_stages([variable])) is not None:
             set_stages(slot, stages)
         is_unmarked = slot.shape == variable.shape and not get_sharding(slot)
-        if is_unmarked and get_sharding(variable):
-            set_sharding(slot, get_sharding(variable))
+        if is_unmarked and (sharding := get_sharding(variable)):
+            set_sharding(slot, sharding)
 
 
 def _local_slots(
