@@ -1,7 +1,7 @@
 """Training of a Keras model on all ranks, with exact numbers of steps.
 
 Importing this package loads TensorFlow. Positions in a run are global steps: batches
-that each rank has taken since the start. Epochs of `fit` occur in `plan` only.
+that each rank has taken since the start. Only `plan` converts them to epochs of `fit`.
 """
 
 from hvdtrain.training import observers, replicas, run_directory

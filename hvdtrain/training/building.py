@@ -17,10 +17,6 @@ from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.specs import TrainSpec
 
-# A batch as `tf.data` yields it: `(x, y, sample_weight)`, where the last two may be
-# missing, each a tensor or a structure of tensors.
-Batch = tf.Tensor | tuple | dict
-
 
 class Batches(NamedTuple):
     """What the replicas agree on before the first step.
@@ -75,7 +71,9 @@ def agree_on_batches(
     return Batches(local_sizes, plans[0], first if digest else None)
 
 
-def _build_with(model: keras.Model, batch: Batch, local_batch_size: int) -> keras.Model:
+def _build_with(
+    model: keras.Model, batch: tf.Tensor | tuple | dict, local_batch_size: int
+) -> keras.Model:
     """Give a compiled model a distributed optimizer and all variables.
 
     Raises:

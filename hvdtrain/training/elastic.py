@@ -1,9 +1,12 @@
-"""Training that goes on when workers are lost, and takes up new ones.
+"""Training that goes on when workers are lost, and when new workers arrive.
 
-The launcher, `horovodrun --min-np ... --host-discovery-script ...`, starts and places
-workers. The state of the job is copied into the memory of every rank; when a worker is
-lost, the others form a new job, and continue from the newest copy.
+The launcher, `horovodrun --min-np ... --host-discovery-script ...`, starts the workers.
+The state of the job is copied into the memory of every rank. When a worker is lost, the
+others form a new job, and continue from the newest copy.
 """
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import horovod.tensorflow as horovod
 from horovod.common.elastic import State
@@ -11,110 +14,103 @@ from horovod.common.elastic import State
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import is_elastic
-from hvdtrain.job import backend
+from hvdtrain.job import World, backend
 from hvdtrain.training.checkpoint.storage import Checkpoint
+from hvdtrain.training.checkpoint.writing import BackgroundWriter
 from hvdtrain.training.requests import Requests
+
+Returned = TypeVar("Returned")
 
 
 class Commits:
     """The newest state of the job, in the memory of this rank.
 
-    It has the methods of `CheckpointFiles` that reading takes, and `submit` of the
-    writer.
+    It has the reading methods of `CheckpointFiles`, and `submit` of the writer.
 
     Args:
         size: number of ranks at the start.
 
     Attributes:
         original_size: number of ranks at the start.
-        requests: the `Requests` of this rank, which outlive a change of the job.
-        writer: the `BackgroundWriter` of the last run on this rank; None elsewhere.
+        requests: the requests of this rank, which outlive a change of the job.
+        writer: of the last run on the chief; None on other ranks.
     """
 
-    def __init__(self, size):
+    def __init__(self, size: int) -> None:
         self.original_size = size
         self.requests = Requests()
-        self.writer = None
-        self._newest = None
+        self.writer: BackgroundWriter | None = None
+        self._newest: list[Checkpoint] = []
         self._state = _HostUpdates()
 
-    def steps(self):
-        """Return the step of the newest commit, as a list."""
-        return [] if self._newest is None else [self._newest.step]
+    def steps(self) -> list[int]:
+        """Return a list of the step of the newest commit; empty without one."""
+        return [checkpoint.step for checkpoint in self._newest]
 
-    def read(self, step):
-        """Return the newest commit, a `Checkpoint`."""
-        return self._newest
+    def read(self, step: int) -> Checkpoint:
+        """Return the newest commit."""
+        return self._newest[0]
 
     def verify(self, step: int) -> dict:
-        """Return its metadata."""
-        return self._newest.metadata
+        """Return the metadata of the newest commit."""
+        return self._newest[0].metadata
 
-    def path(self, step):
-        """Return what an error calls it."""
+    def path(self, step: int) -> str:
+        """Return the name of a commit for an error message."""
         return f"the commit of step {step}"
 
-    def delete_leftovers(self):
-        """Do nothing: no process leaves any."""
+    def delete_leftovers(self) -> None:
+        """Do nothing: commits end with their process."""
 
-    def supersede_after(self, step):
+    def supersede_after(self, step: int) -> None:
         """Do nothing: the next commit replaces this one."""
 
     def submit(
         self, checkpoint: Checkpoint, *, copy_seconds: float, is_reported: bool = True
     ) -> None:
-        """Keep a `Checkpoint`, then leave the training if hosts have come or gone.
+        """Keep a checkpoint, then leave the training if hosts have come or gone.
 
-        A collective: all ranks leave it at the same step. Nothing is reported.
+        A collective: all ranks leave the training at the same step.
         """
-        self._newest = checkpoint
+        self._newest = [checkpoint]
         self._state.check_host_updates()
-
-    @property
-    def has_host_updates(self):
-        """Whether the launcher has announced hosts since the last commit."""
-        return not self._state._host_messages.empty()
 
 
 class _HostUpdates(State):
-    """Receives the launcher's messages; what it would save is in `Commits`."""
+    """Receives the launcher's messages. What it would save is in `Commits`."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(
             bcast_object=lambda values: broadcast_object(values, name="HostUpdates"),
             get_rank=horovod.rank,
         )
 
-    def save(self):
-        """Do nothing."""
+    def save(self) -> None: ...
 
-    def restore(self):
-        """Do nothing."""
+    def restore(self) -> None: ...
 
-    def sync(self):
-        """Do nothing."""
+    def sync(self) -> None: ...
 
 
-def run_elastic(train, world):
+def run_elastic(
+    train: Callable[[World, Commits | None], Returned], world: World
+) -> Returned:
     """Call `train(world, commits)`; in an elastic job again after each change of it.
 
     In other jobs it is called once, with None as `commits`.
 
     Args:
-        train: a function that loads the data, builds the model and calls
-            `train_and_evaluate(..., commits=commits)`. Nothing before it may call a
-            collective: a worker that joins later begins with `train`.
+        train: loads the data, builds the model, calls `train_and_evaluate(...,
+            commits=commits)`, and returns what `run_elastic` is to return. Nothing
+            before it may call a collective: a worker that joins later begins here.
         world: the `World` at the start.
-
-    Returns:
-        What `train` returns.
     """
     if not is_elastic():
         return train(world, None)
     commits = Commits(world.size)
 
     @hvd.elastic.run
-    def run(state):
+    def run(state: State) -> Returned:
         return train(backend.world(), commits)
 
     return run(commits._state)

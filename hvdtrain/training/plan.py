@@ -2,6 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.training.specs import TrainSpec
 
 # An execution is the work between two calls of callbacks. Python's part of it costs
 # about as much as a step of a small model.
@@ -15,10 +19,10 @@ _MIN_EXECUTIONS = 5
 class Plan:
     """How `fit` goes through the steps of a `TrainSpec`.
 
-    An epoch of `fit` is a pass over the data. It is divided into executions, of which
-    the last may have fewer steps than the others. They depend on the `TrainSpec` only:
-    whatever is a function of an execution, such as a learning rate, does not depend on
-    the speed of the machine or on the step at which a job continues.
+    An epoch of `fit` is a pass over the data. It consists of executions, of which the
+    last may have fewer steps than the others. They depend on the `TrainSpec` only: what
+    is a function of an execution, such as a learning rate, depends neither on the speed
+    of the machine nor on the step at which a job continues.
 
     Attributes:
         max_steps: steps in all.
@@ -33,7 +37,7 @@ class Plan:
     steps_per_execution: int
 
     @classmethod
-    def of(cls, spec):
+    def of(cls, spec: TrainSpec) -> "Plan":
         """Return the plan for a `TrainSpec`."""
         execution = spec.steps_per_execution or (
             # Callbacks may count batches.
@@ -50,13 +54,11 @@ class Plan:
             steps_per_execution=execution,
         )
 
-    def with_epochs_of(self, metadata):
+    def with_epochs_of(self, metadata: Mapping[str, Any]) -> "Plan":
         """Return the plan with the epochs of the run that wrote a checkpoint.
 
         Another number of ranks, or of steps, would give epochs of another length.
-
-        Args:
-            metadata: of the checkpoint; empty for a new job.
+        Without metadata, of a new job, return this plan.
         """
         if not metadata:
             return self
@@ -74,16 +76,16 @@ class Plan:
         first = step - offset % self.steps_per_execution
         return first, min(first + self.steps_per_execution, self.step(epoch + 1))
 
-    def is_epoch_end(self, step):
-        """Whether an epoch of `fit` ends after `step` steps."""
+    def is_epoch_end(self, step: int) -> bool:
+        """Return whether an epoch of `fit` ends after `step` steps."""
         return step == self.max_steps or step % self.fit_epoch_steps == 0
 
-    def step(self, epoch, batch=0):
+    def step(self, epoch: int, batch: int = 0) -> int:
         """Return the number of steps before `batch` of this epoch of `fit`."""
         return min(epoch * self.fit_epoch_steps + batch, self.max_steps)
 
 
-def fast_steps_per_execution(*, local_batch_size, max_steps):
+def fast_steps_per_execution(*, local_batch_size: int, max_steps: int) -> int:
     """Return the steps of an execution that make short steps fast."""
     steps = min(
         _MAX_STEPS_PER_EXECUTION,

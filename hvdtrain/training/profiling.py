@@ -1,15 +1,18 @@
 """TensorFlow's profiler for some steps of a training."""
 
+import os
 import warnings
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.job import JobError
+from hvdtrain.training.plan import Plan
 
 
-def check_profile_steps(steps, max_steps):
-    """Raise `JobError` unless `steps`, a pair or None, are within the run."""
+def check_profile_steps(steps: tuple[int, int] | None, max_steps: int) -> None:
+    """Raise `JobError` unless the steps are within the run."""
     if steps and steps[1] > max_steps:
         raise JobError(
             f"Received --profile_steps={steps[0]},{steps[1]} for a run of {max_steps} "
@@ -26,23 +29,23 @@ class ProfileCallback(keras.callbacks.Callback):
     Args:
         directory: the parent of `plugins/profile`.
         plan: the `Plan` of the training.
-        steps: the global steps before the first and after the last profiled one; the
-            executions that contain them are profiled whole.
+        steps: global steps taken before the first and after the last profiled step.
+            The executions that contain them are profiled to their ends.
     """
 
-    def __init__(self, directory, plan, *, steps):
+    def __init__(
+        self, directory: str | os.PathLike[str], plan: Plan, *, steps: tuple[int, int]
+    ) -> None:
         super().__init__()
         self._directory = str(directory)
         self._plan = plan
         self._first, self._last = steps
         self._is_running = False
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Starts the profiler before the execution that contains the first step."""
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         step = self._plan.step(self._epoch, batch)
         end = step + self._plan.steps_per_execution
         if end > self._first and step < self._last and not self._is_running:
@@ -50,25 +53,24 @@ class ProfileCallback(keras.callbacks.Callback):
                 tf.profiler.experimental.start, self._directory
             )
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Stops it after the execution that contains the last step."""
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         if self._plan.step(self._epoch, batch + 1) >= self._last:
             self._stop()
 
-    def on_train_end(self, logs=None):
-        """Stops it if the training ends before."""
+    def on_train_end(self, logs: dict | None = None) -> None:
+        # The training may end before the last step to profile.
         self._stop()
 
-    def _stop(self):
+    def _stop(self) -> None:
         if self._is_running:
             self._is_running = False
             self._try(tf.profiler.experimental.stop)
 
-    def _try(self, function, *arguments):
+    def _try(self, function: Callable[..., None], *arguments: str) -> bool:
         try:
             function(*arguments)
         except tf.errors.OpError as error:
-            # As with the logs: the training is worth more than its profile.
+            # Only warn, as for the logs: the training is worth more than its profile.
             reason = error.message.splitlines()[0]
             warnings.warn(f"No profile in {self._directory}: {reason}", stacklevel=2)
             return False

@@ -1,4 +1,13 @@
-"""What ranks ask of the whole job, and the step at which all ranks do it."""
+"""When something is due, and how all ranks agree on it at the same step.
+
+    Interval        decides on each rank whether a checkpoint, say, is due, and asks
+    Requests        for it: what this rank asks for, and what all ranks agreed on
+    Votes           adds up the requests of all ranks, at steps that are equal on all
+    StepCallback    acts on what was agreed on, between two steps
+
+A clock or a signal of one rank must never decide alone: the other ranks would block
+in the collectives of a checkpoint or an evaluation that one rank enters.
+"""
 
 import math
 import time
@@ -26,7 +35,7 @@ MAX_GROWTH = 4
 
 
 class Requests:
-    """Requests of this rank, and those that all ranks have agreed on.
+    """Requests of this rank, and the requests that all ranks have agreed on.
 
     `Votes` add up the requests of all ranks, several times a second. What one rank has
     asked for is then agreed on by all of them, at the same step.
@@ -46,44 +55,196 @@ class Requests:
         self._clock = clock
         self._start_seconds = clock()
         self.max_minutes = 0.0
-        self._asked = set()
-        self.agreed = frozenset()
+        self._asked: set[str] = set()
+        self.agreed: frozenset[str] = frozenset()
         self.stop_reason = ""
 
-    def ask(self, name):
+    def ask(self, name: str) -> None:
         """Ask for one of `NAMES`; from any thread."""
         self._asked.add(name)
 
-    def stop(self, reason):
+    def stop(self, reason: str) -> None:
         """Ask for the end of this run; from any thread. The first reason counts."""
         self.stop_reason = self.stop_reason or reason
         self.ask(STOP)
 
-    def votes(self):
-        """Return one number for each of `NAMES`: whether this rank asks for it."""
+    def votes(self) -> list[int]:
+        """Return 0 or 1 for each of `NAMES`: whether this rank asks for it."""
         minutes = (self._clock() - self._start_seconds) / 60
         if self.max_minutes and minutes > self.max_minutes:
             self.stop(f"max_minutes={self.max_minutes:g}")
         return [int(name in self._asked) for name in NAMES]
 
-    def agree(self, counts):
+    def agree(self, counts: Sequence[int]) -> None:
         """Take the sums of all ranks' votes; requests end, apart from one to stop."""
         self.agreed = frozenset(
             name for name, count in zip(NAMES, counts, strict=True) if count
         )
-        # If the job changes before it has stopped, it is to stop afterwards.
+        # A job that changes before it has stopped has to stop after the change.
         self._asked -= self.agreed - {STOP}
 
 
-def raise_preempted(
-    requests: Requests, world: World, *, step: int, max_steps: int
-) -> NoReturn:
-    """Raise `PreemptedError` on all ranks, with the first reason. A collective."""
-    reason = next(filter(None, gather(world, requests.stop_reason)))
-    raise PreemptedError(
-        f"Stopped at step {step} of {max_steps} by {reason}; start the job again to "
-        "continue."
-    )
+class Interval:
+    """Whether a periodic action is due, equally on all ranks.
+
+    Args:
+        name: one of `NAMES`.
+        steps: number of steps between, 0 for none. All ranks count the same steps, so
+            these need no vote.
+        seconds: seconds between, 0 for none. The chief's clock decides, and asks for
+            the action in the next vote.
+        start_step: the first step of this run.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        requests: Requests,
+        *,
+        steps: int,
+        seconds: float,
+        world: World,
+        start_step: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._requests = requests
+        self._steps = steps
+        self._seconds = seconds if world.is_chief else 0
+        self._clock = clock
+        self._last_step = start_step
+        self._last_seconds = clock()
+
+    def next_step(self, step: int) -> float:
+        """Return the next step after `step` that is due by its number, or infinity."""
+        return (step // self._steps + 1) * self._steps if self._steps else math.inf
+
+    def __call__(self, step: int) -> bool:
+        """Return whether the action is due after `step` steps."""
+        now = self._clock()
+        is_due = self._name in self._requests.agreed or step >= self.next_step(
+            self._last_step
+        )
+        self._last_step = step
+        if is_due:
+            self._last_seconds = now
+        elif self._seconds and now - self._last_seconds >= self._seconds:
+            self._requests.ask(self._name)
+        return is_due
+
+
+class Votes:
+    """The steps at which all ranks exchange their requests.
+
+    An exchange is a collective, so all ranks vote after the same steps. Clocks of
+    ranks differ, and the chief's decides: each vote has the number of steps until the
+    next one. The ranks vote after the first step, which contains the tracing, and after
+    the second, which gives the speed. The first vote after steps slow down comes late,
+    since its pause was computed from the old speed.
+
+    Args:
+        start_step: the first step of this run.
+        clock: returns seconds.
+
+    Attributes:
+        next_step: the step after which the ranks vote next.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        plan: Plan,
+        world: World,
+        *,
+        start_step: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._requests = requests
+        self._plan = plan
+        self._world = world
+        self._clock = clock
+        self._cost_seconds = math.inf if world.size > 1 else 0.0
+        self._last: tuple[int, float] | None = None
+        self.next_step = start_step + 1
+
+    def __call__(self, step: int) -> None:
+        """Agree on requests, if a vote is due after `step` steps."""
+        self._requests.agreed = frozenset()
+        if step >= min(self.next_step, self._plan.max_steps):
+            pause = self._next_step(step) - step
+            before, votes = self._clock(), self._requests.votes()
+            pause, counts = agree_on_pause(self._world, pause, votes, name="Votes")
+            # The minimum is the cost of the exchange: other votes contain the time in
+            # which this rank waited for a slower one.
+            self._cost_seconds = min(self._cost_seconds, self._clock() - before)
+            self._requests.agree(counts)
+            self.next_step = step + pause
+
+    def _next_step(self, step: int) -> int:
+        """Return the next step to vote at, by the speed since the last vote."""
+        now, last = self._clock(), self._last
+        self._last = (step, now)
+        if last is None or step == last[0]:
+            return step + 1
+        # Over all the time, with evaluations and checkpoints.
+        speed = (step - last[0]) / max(now - last[1], 1e-9)
+        # The first steps may be faster than the input, which was read ahead.
+        limit = MAX_GROWTH * (step - last[0])
+        pause_seconds = min(self._cost_seconds / _MAX_VOTE_SHARE, _MAX_PAUSE_SECONDS)
+        pause = min(int(speed * pause_seconds), limit)
+        call = max(1, min(int(speed * _CALL_SECONDS), limit))
+        end = self._plan.execution(step)[1]
+        next_step = step + max(pause, min(call, end - step))
+        # A vote within an execution cuts it in two: only where its steps are slow.
+        is_full = end <= next_step < self._plan.max_steps
+        return self._plan.execution(next_step)[0] if is_full else next_step
+
+
+class StepCallback(keras.callbacks.Callback):
+    """Calls `act` between two steps, or at the end of the epoch if that follows.
+
+    At the end of an epoch, all callbacks before this one have done their part: moving
+    statistics are averaged, and the learning rate of the next epoch is set.
+
+    Attributes:
+        plan: the `Plan`.
+        step: global steps taken.
+        epoch_steps: steps of the current epoch taken.
+        acts_within_executions: see `fitting.fit`.
+    """
+
+    acts_within_executions = True
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.step = self.epoch_steps = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the training ends here; a callback may have set `stop_training`."""
+        return self.step == self.plan.max_steps or self.model.stop_training
+
+    def note_step(self) -> None:
+        """Note that steps were taken; called before `act`."""
+
+    def act(self, *, is_epoch_end: bool) -> None:
+        """Act between two steps, on all ranks."""
+        raise NotImplementedError
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        self.epoch_steps = batch + 1
+        self.step = self.plan.step(self._epoch, batch + 1)
+        self.note_step()
+        if not (self.plan.is_epoch_end(self.step) or self.model.stop_training):
+            self.act(is_epoch_end=False)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        self.act(is_epoch_end=True)
 
 
 def agree_on_pause(
@@ -102,176 +263,16 @@ def agree_on_pause(
     # A sum in which only the chief's pause is not zero broadcasts it.
     sent = [pause if world.is_chief else 0, *counts]
     sums = allreduce(np.array(sent, "float64"), name=name, op=Sum).numpy()
-    pause, *sums = sums.astype(int).tolist()
-    return pause, sums
+    pause, *totals = sums.astype(int).tolist()
+    return pause, totals
 
 
-class Votes:
-    """The steps at which all ranks exchange their requests.
-
-    An exchange is a collective, so all ranks vote after the same steps. Clocks of
-    ranks differ, and the chief's decides: each vote has the number of steps until the
-    next one. The ranks vote after the first step, which contains the tracing, and after
-    the second, which gives the speed. The first vote after steps slow down comes late,
-    since its pause was computed from the old speed.
-
-    Args:
-        requests: the `Requests`.
-        plan: the `Plan`.
-        world: the `World`.
-        start_step: the first step of this run.
-        clock: returns seconds.
-
-    Attributes:
-        next_step: the step after which the ranks vote next.
-    """
-
-    def __init__(
-        self,
-        requests: Requests,
-        plan: Plan,
-        world: World,
-        *,
-        start_step: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self._requests = requests
-        self._plan = plan
-        self._world = world
-        self._clock = clock
-        self._cost_seconds = math.inf if world.size > 1 else 0.0
-        self._last = None
-        self.next_step = start_step + 1
-
-    def __call__(self, step: int) -> None:
-        """Agree on requests, if a vote is due after `step` steps."""
-        self._requests.agreed = frozenset()
-        if step >= min(self.next_step, self._plan.max_steps):
-            pause = self._next_step(step) - step
-            before, votes = self._clock(), self._requests.votes()
-            pause, counts = agree_on_pause(self._world, pause, votes, name="Votes")
-            # The shortest one did not wait for a slower rank.
-            self._cost_seconds = min(self._cost_seconds, self._clock() - before)
-            self._requests.agree(counts)
-            self.next_step = step + pause
-
-    def _next_step(self, step: int) -> int:
-        """Return the next step to vote at, from the time of those since the last."""
-        now, last = self._clock(), self._last
-        self._last = (step, now)
-        if last is None or step == last[0]:
-            return step + 1
-        # Of all the time, with evaluations and checkpoints.
-        speed = (step - last[0]) / max(now - last[1], 1e-9)
-        # The first steps may be faster than the input, which was read ahead.
-        limit = MAX_GROWTH * (step - last[0])
-        pause_seconds = min(self._cost_seconds / _MAX_VOTE_SHARE, _MAX_PAUSE_SECONDS)
-        pause = min(int(speed * pause_seconds), limit)
-        call = max(1, min(int(speed * _CALL_SECONDS), limit))
-        end = self._plan.execution(step)[1]
-        next_step = step + max(pause, min(call, end - step))
-        # A vote within an execution cuts it in two: only where its steps are slow.
-        is_full = end <= next_step < self._plan.max_steps
-        return self._plan.execution(next_step)[0] if is_full else next_step
-
-
-class Interval:
-    """Whether something that is done periodically is due, equally on all ranks.
-
-    Args:
-        name: one of `NAMES`.
-        requests: the `Requests`.
-        steps: number of steps between, 0 for none.
-        seconds: seconds between, 0 for none; the chief's clock decides.
-        world: the `World`.
-        start_step: the first step of this run.
-        clock: returns seconds.
-    """
-
-    def __init__(
-        self,
-        name,
-        requests,
-        *,
-        steps,
-        seconds,
-        world,
-        start_step,
-        clock=time.monotonic,
-    ):
-        self._name = name
-        self._requests = requests
-        self._steps = steps
-        self._seconds = seconds if world.is_chief else 0
-        self._clock = clock
-        self._last_step = start_step
-        self._last_seconds = clock()
-
-    def next_step(self, step: int) -> float:
-        """Return the next step after `step` that is due by its number, or infinity."""
-        return (step // self._steps + 1) * self._steps if self._steps else math.inf
-
-    def __call__(self, step):
-        """Return whether it is due after `step` steps."""
-        now = self._clock()
-        is_due = self._name in self._requests.agreed or step >= self.next_step(
-            self._last_step
-        )
-        self._last_step = step
-        if is_due:
-            self._last_seconds = now
-        elif self._seconds and now - self._last_seconds >= self._seconds:
-            self._requests.ask(self._name)
-        return is_due
-
-
-class StepCallback(keras.callbacks.Callback):
-    """Calls `act` between two steps, or at the end of the epoch if that follows.
-
-    At the end of an epoch all callbacks before this one have done what they do there:
-    moving statistics are averaged, and the learning rate of the next epoch is set.
-
-    Args:
-        plan: the `Plan`.
-
-    Attributes:
-        plan: the `Plan`.
-        step: global steps taken.
-        epoch_steps: those of the current epoch.
-        acts_within_executions: see `fitting.fit`.
-    """
-
-    acts_within_executions = True
-
-    def __init__(self, plan):
-        super().__init__()
-        self.plan = plan
-        self.step = self.epoch_steps = 0
-
-    @property
-    def is_last(self):
-        """Whether the training ends here; a callback may have set `stop_training`."""
-        return self.step == self.plan.max_steps or self.model.stop_training
-
-    def note_step(self):
-        """Is called before `act`."""
-
-    def act(self, *, is_epoch_end):
-        """Is called between two steps, on all ranks."""
-        raise NotImplementedError
-
-    def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
-        self._epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Acts, unless the epoch ends here."""
-        self.epoch_steps = batch + 1
-        self.step = self.plan.step(self._epoch, batch + 1)
-        self.note_step()
-        if not (self.plan.is_epoch_end(self.step) or self.model.stop_training):
-            self.act(is_epoch_end=False)
-
-    def on_epoch_end(self, epoch, logs=None):
-        """Acts."""
-        self.act(is_epoch_end=True)
+def raise_preempted(
+    requests: Requests, world: World, *, step: int, max_steps: int
+) -> NoReturn:
+    """Raise `PreemptedError` on all ranks, with the first reason. A collective."""
+    reason = next(filter(None, gather(world, requests.stop_reason)))
+    raise PreemptedError(
+        f"Stopped at step {step} of {max_steps} by {reason}; start the job again to "
+        "continue."
+    )

@@ -223,7 +223,7 @@ class Session:
     def _next_stop(self, step: int) -> int:
         """Return the next step at which ranks vote, or something is due by steps."""
         due = [interval.next_step(step) for interval in self._intervals]
-        return min(self._votes.next_step, *due)
+        return int(min(self._votes.next_step, *due))
 
     def _stopping_on_signals(self) -> contextlib.AbstractContextManager:
         # Without checkpoints there is nothing to continue from.

@@ -254,7 +254,7 @@ JOB = """
                 if step == 20 and world.size == 1:
                     (folder / "new_hosts").write_text("localhost:2")
                     (folder / "new_hosts").replace(folder / "hosts")
-                    while not commits.has_host_updates:
+                    while commits._state._host_messages.empty():
                         time.sleep(0.1)
 
         def batches(start, end):
