@@ -66,7 +66,9 @@ def agree_on_batches(
     with fail_together(world):
         _check_batch_sizes(model, local_sizes)
     weight = train_spec.local_batch_size * replicas.size / sum(local_sizes)
-    get_hook(model.optimizer).weigh_gradients(weight)
+    hook = get_hook(model.optimizer)
+    assert hook
+    hook.weigh_gradients(weight)
     first = {"step": first_step(train_spec), "digests": list(digests)}
     return Batches(local_sizes, plans[0], first if digest else None)
 

@@ -27,7 +27,9 @@ class Skipping:
         self._means: list[keras.metrics.Mean] = []
         self.is_on = model is not None
         if model is not None:
-            self._count = get_hook(model.optimizer).skip_nonfinite()
+            hook = get_hook(model.optimizer)
+            assert hook
+            self._count = hook.skip_nonfinite()
             self._count.assign(count)
             self._skip_losses(model)
 

@@ -261,5 +261,5 @@ def test_a_model_without_call_whose_layers_are_not_built():
     pair.compile()
     inputs, labels = oracle.samples(steps=1)
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    with pytest.raises(ValueError, match="Build its parts before fit: late"):
+    with pytest.raises(ValueError, match="Build its layers before fit: late"):
         pair.fit(inputs, labels, verbose=0, callbacks=[broadcast])

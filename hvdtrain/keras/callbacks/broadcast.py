@@ -1,6 +1,8 @@
 """Broadcast of weights and optimizer state before the first training step."""
 
 import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -13,6 +15,7 @@ from hvdtrain.collectives.objects import (
     name_values,
 )
 from hvdtrain.collectives.process_sets import (
+    ProcessSet,
     check_root,
     global_process_set,
     needs_communication,
@@ -20,6 +23,7 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.variables import (
+    Variable,
     get_hook,
     get_process_set,
     get_training_ranks,
@@ -61,33 +65,38 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Args:
         root_rank: the rank whose values are taken; one of the process set.
         device: where the broadcast runs; "" is the default device.
-        local_variables: a variable, or a list of variables, that may differ by rank.
-            Their slots in the optimizer (momentum, say) stay as well.
+        local_variables: variables that may differ by rank. Their slots in the
+            optimizer (momentum, say) stay as well.
 
     Raises:
         ValueError: in `fit`, on every rank, if the ranks' models or optimizers have
             different variables, if they would take different numbers of steps without
             `JoinCallback` or start in different epochs; if `root_rank` does not train
             with them, if the optimizer of Keras' own `train_step` is not distributed,
-            if rank 0 alone has loaded a state that is divided (`shard_state`), or for a
+            if rank 0 alone has loaded a state that is sharded (`shard_state`), or for a
             model without `call` that has not been built.
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
     """
 
-    def __init__(self, root_rank, device="", local_variables=None):
+    def __init__(
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Variable | Iterable[Variable] | None = None,
+    ) -> None:
         super().__init__()
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
         self._is_first_epoch = False
-        self._local_keys = set()
+        self._local_keys: set[object] = set()
         if isinstance(local_variables, keras.Variable | tf.Variable):
             local_variables = [local_variables]
         for variable in local_variables or []:
             self.register_local_var(variable)
 
-    def register_local_var(self, var):
-        """Excludes `var`, a Keras or TensorFlow variable, from the broadcast."""
+    def register_local_var(self, var: Variable) -> None:
+        """Exclude `var` from the broadcast."""
         if not isinstance(var, keras.Variable | tf.Variable):
             raise ValueError(
                 "Local variables must be Keras or TensorFlow variables. Received: "
@@ -95,15 +104,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             )
         self._local_keys.add(variable_key(var))
 
-    def set_model(self, model):
-        """Takes the model, and adapts what `compile` decided for one process."""
+    def set_model(self, model: keras.Model) -> None:
         if model is not self.model:
             self.broadcast_done = False
         super().set_model(model)
         configure_compiled_model(model)
 
-    def on_train_begin(self, logs=None):
-        """Broadcasts, at the latest when the first batch builds the model."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
         self._is_first_epoch = True
         fit_start.check_distributed(self.model)
         is_built = self._agree_on_start()
@@ -114,58 +121,57 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         elif _is_callable(self.model):
             self._broadcast_on_first_batch()
         else:
-            # For example a GAN, whose train_step calls its parts.
-            unbuilt = fit_start.unbuilt_parts(self.model) or ["those of other ranks"]
+            # For example a GAN, whose train_step calls its two models.
+            unbuilt = fit_start.unbuilt_layers(self.model) or ["layers of other ranks"]
             raise ValueError(
                 f"{type(self.model).__name__} has no call(): before the first step it "
-                f"cannot be built. Build its parts before fit: {', '.join(unbuilt)}."
+                f"cannot be built. Build its layers before fit: {', '.join(unbuilt)}."
             )
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Checks that all ranks start in the same epoch."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._check_first_epoch(epoch)
 
-    def on_train_end(self, logs=None):
-        """Checks it also on a rank that has no epoch left."""
+    def on_train_end(self, logs: dict | None = None) -> None:
+        # A rank that has no epoch left takes part in the check of the others.
         self._check_first_epoch(None)
 
-    def _agree_on_start(self):
-        # Whether the model is built is a local fact: a rank that broadcasts now would
-        # block while another one waits for its first batch.
+    def _agree_on_start(self) -> bool:
+        # Returns whether the model is built on all ranks: a rank that broadcasts now
+        # would block while another one waits for its first batch.
         process_set = get_training_ranks(self.model.optimizer)
         if not needs_communication(process_set):
             return fit_start.is_built(self.model)
         check_root(self.root_rank, process_set)
-        needs_broadcast, is_built = fit_start.agree(
+        agreement = fit_start.agree(
             self.model,
             steps=(self.params or {}).get("steps"),
             needs_broadcast=not self.broadcast_done,
             root_rank=self.root_rank,
             process_set=process_set,
         )
-        self.broadcast_done = not needs_broadcast
-        return is_built
+        self.broadcast_done = not agreement.needs_broadcast
+        return agreement.is_built
 
-    def _check_first_epoch(self, epoch):
+    def _check_first_epoch(self, epoch: int | None) -> None:
         if self._is_first_epoch:
             self._is_first_epoch = False
             fit_start.check_first_epoch(
                 epoch, process_set=get_training_ranks(self.model.optimizer)
             )
 
-    def _broadcast(self):
+    def _broadcast(self) -> None:
         model, optimizer = self.model, self.model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
         hook = get_hook(optimizer)
-        sharded_state = hook and hook.sharded_state
-        if sharded_state:
-            # The last axis is that of the replicas.
+        sharded_state = hook.sharded_state if hook else None
+        if hook and sharded_state:
+            # The last axis is `data`, along which the replicas differ in their root.
             _, root = hook.axes(self.root_rank)[-1]
             copies_weights = sharded_state.agree_on_start(root, hook.all_ranks)
         variables = non_local_variables(model, local_keys=self._local_keys)
         if is_sharded(model.variables):
-            # The seeds of a replica are those of its first rank.
+            # The ranks of a replica need equal seeds: its first rank's.
             variables += seed_states(model)
         for process_set, root, copies in replicated_by_process_set(
             optimizer, variables, self.root_rank
@@ -179,11 +185,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         separate_seeds(model, get_process_set(optimizer))
         self.broadcast_done = True
 
-    def _broadcast_on_first_batch(self):
+    def _broadcast_on_first_batch(self) -> None:
         # fit builds such a model inside its first step, which is too late: call the
         # model on the first batch, broadcast, then pass the batch to the step.
-        def first_step(iterator):
+        def first_step(iterator: Iterator) -> dict:
             train_function = fit_start.restore(self.model)
+            assert train_function  # `fit` has made it.
             batch = next(iterator)
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             self.model(inputs)
@@ -193,12 +200,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         fit_start.substitute(self.model, first_step)
 
 
-def _is_callable(model):
+def _is_callable(model: keras.Model) -> bool:
     return type(model).call is not keras.Model.call
 
 
-def separate_seeds(model, process_set=global_process_set):
-    """Makes the seeds of random layers different on ranks that have equal ones.
+def separate_seeds(
+    model: keras.Model, process_set: ProcessSet = global_process_set
+) -> None:
+    """Make the seeds of random layers different on ranks that have equal ones.
 
     Ranks that are seeded alike (`keras.utils.set_random_seed(1)` everywhere) would
     drop the same units for all of the global batch. All ranks' seeds are gathered; a
@@ -212,27 +221,38 @@ def separate_seeds(model, process_set=global_process_set):
     states = seed_states(model)
     if not states or not needs_communication(process_set):
         return
-    mine = np.array([[int(state.numpy()[0]) for state in states]], "int64")
-    everyone = ops.allgather(mine, "SeedStates", process_set=process_set).numpy()
+    seeds = np.array([[int(state.numpy()[0]) for state in states]], "int64")
+    seeds_by_rank = ops.allgather(seeds, "SeedStates", process_set=process_set).numpy()
     rank = process_set.rank()
     for i, state in enumerate(states):
-        seed = everyone[rank, i]
-        if seed in everyone[:rank, i]:
+        seed = seeds_by_rank[rank, i]
+        if seed in seeds_by_rank[:rank, i]:
             entropy = np.random.SeedSequence([abs(int(seed)), rank])
             # 31 bits: the state is a signed integer on some devices.
             new_seed = int(entropy.generate_state(1)[0] >> 1)
             state.assign([new_seed, int(state.numpy()[1])])
 
 
-def seed_states(model):
-    """The state variables of the `SeedGenerator`s in `model`'s layers."""
+def seed_states(model: keras.Model) -> list[keras.Variable]:
+    """Return the state variables of the `SeedGenerator`s in `model`'s layers."""
     weights = {id(weight) for weight in model.weights}
     return [v for v in model.variables if id(v) not in weights]
 
 
-def _check_same_structure(variables, process_set):
+class _Described(NamedTuple):
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is {self.dtype}{list(self.shape)}"
+
+
+def _check_same_structure(
+    variables: Sequence[keras.Variable], process_set: ProcessSet
+) -> None:
     # Otherwise a rank blocks in the broadcast of a tensor that another does not have.
-    described = [(v.path, tuple(v.shape), v.dtype) for v in variables]
+    described = [_Described(v.path, tuple(v.shape), v.dtype) for v in variables]
     described_by_rank = allgather_object(
         described, name="BroadcastStructure", process_set=process_set
     )
@@ -248,11 +268,6 @@ def _check_same_structure(variables, process_set):
         )
         if len(groups) > 1:
             raise ValueError(
-                f"The ranks' models differ: {name_values(groups, _describe)}. Build "
+                f"The ranks' models differ: {name_values(groups)}. Build "
                 "and compile the same model on every rank."
             )
-
-
-def _describe(variable):
-    path, shape, dtype = variable
-    return f"{path} is {dtype}{list(shape)}"

@@ -1,5 +1,9 @@
 """The best model so far, written by rank 0."""
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import horovod.tensorflow as hvd
 import keras
 
@@ -13,9 +17,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     A `keras.callbacks.ModelCheckpoint(save_best_only=True)` for all ranks. Put it
     after `MetricAverageCallback`: "best" is then measured on the samples of all ranks.
     Files are replaced by an atomic rename, so a job that is killed leaves a complete
-    one. A model that is divided over ranks is saved by all of them together: put
-    `MetricAverageCallback` before, which they need to decide alike. As in Horovod,
-    `filepath` may be set as an attribute before `fit`.
+    one. A model that is sharded over ranks is saved by all of them together: put
+    `MetricAverageCallback` before, without which they would not decide alike. As in
+    Horovod, `filepath` may be set as an attribute before `fit`.
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as in
@@ -29,13 +33,13 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     def __init__(
         self,
-        monitor="val_loss",
-        verbose=0,
-        save_weights_only=False,
-        mode="auto",
-        save_freq="epoch",
-        filepath=None,
-    ):
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: int | str = "epoch",
+        filepath: str | os.PathLike | None = None,
+    ) -> None:
         super().__init__(
             # Keras requires a name here; on_train_begin checks that one was given.
             filepath or (".weights.h5" if save_weights_only else ".keras"),
@@ -49,12 +53,10 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         if filepath is None:
             self.filepath = None
 
-    def set_model(self, model):
-        """Takes the model, to be written by an atomic rename."""
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(_AtomicallySaved(model))
 
-    def on_train_begin(self, logs=None):
-        """Checks that there is a file to write."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
         super().on_train_begin(logs)
         if self.filepath is None:
             raise ValueError(
@@ -62,41 +64,45 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
                 "its attribute filepath before fit."
             )
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Saves after so many batches, if `save_freq` is a number."""
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         if self._takes_part():
             super().on_train_batch_end(batch, logs)
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Saves after an epoch, if `save_freq` is "epoch"."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if self._takes_part():
             super().on_epoch_end(epoch, logs)
 
-    def _takes_part(self):
-        # The decision of all ranks: it needs metrics that are equal on them.
+    def _takes_part(self) -> bool:
+        # A sharded model is saved by a collective: all ranks must decide alike, and do
+        # so where their metrics are equal.
         return hvd.rank() == 0 or is_saved_together(self.model)
 
 
 class _AtomicallySaved:
     """A model whose `save` methods write by an atomic rename."""
 
-    def __init__(self, model):
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         # copy and pickle look up special methods before __init__ has set the model.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._model, name)
 
-    def save(self, path, **options):
+    def save(self, path: str | os.PathLike, **options: Any) -> None:
         self._write(self._model.save, path, options)
 
-    def save_weights(self, path, **options):
+    def save_weights(self, path: str | os.PathLike, **options: Any) -> None:
         self._write(self._model.save_weights, path, options)
 
-    def _write(self, save, path, options):
-        # Keras writes a local file and uploads it; a rank but 0 writes none.
+    def _write(
+        self,
+        save: Callable[..., None],
+        path: str | os.PathLike,
+        options: dict[str, Any],
+    ) -> None:
+        # Keras writes a local file and uploads it; ranks other than 0 write none.
         if "://" in str(path) or hvd.rank() > 0:
             save(path, **options)
             return

@@ -1,6 +1,9 @@
 """Stops a job whose ranks no longer hold the same model."""
 
+from collections.abc import Iterable
+
 import keras
+import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.keras.callbacks.stopping import EverySteps
@@ -34,26 +37,31 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
 
     Args:
         every_steps: training steps from one check to the next.
-        local_variables: list of further variables that may differ by rank.
+        local_variables: further variables that may differ by rank.
     """
 
-    def __init__(self, every_steps=1000, *, local_variables=()):
+    def __init__(
+        self,
+        every_steps: int = 1000,
+        *,
+        local_variables: Iterable[keras.Variable | tf.Variable] = (),
+    ) -> None:
         super().__init__()
         self._interval = EverySteps(every_steps)
         self._is_due = False
         self._local_keys = {variable_key(variable) for variable in local_variables}
         self._has_started = False
 
-    def on_train_begin(self, logs=None):
-        """Resets the counter; a first check happens on all ranks or on none."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
         self._interval.reset()
         self._is_due = False
+        # A first check happens on all ranks or on none: it is a collective.
         self._has_started = self._is_true_on_all_ranks(
             self._has_started, "ConsistencyHasStarted"
         )
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Checks the state after the previous steps."""
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        # The check is here, when all callbacks have handled the previous batch.
         if self._has_started:
             if self._is_due:
                 self._check_trained()
@@ -64,19 +72,17 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         self._has_started = True
         self._is_due = False
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Counts; the check follows when all callbacks have handled the batch."""
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         self._is_due |= self._interval(batch)
 
-    def on_train_end(self, logs=None):
-        """Checks the final state."""
+    def on_train_end(self, logs: dict | None = None) -> None:
         self._check_trained()
 
-    def _is_true_on_all_ranks(self, flag, name):
+    def _is_true_on_all_ranks(self, flag: bool, name: str) -> bool:
         process_set = get_training_ranks(self.model.optimizer)
         return bool(ops.is_true_on_all_ranks(flag, name=name, process_set=process_set))
 
-    def _check_first(self):
+    def _check_first(self) -> None:
         # After an earlier fit the moving averages differ, as in _check_trained.
         optimizers = map(get_inner_optimizer, find_optimizers(self.model))
         is_new = all(int(optimizer._iterations) == 0 for optimizer in optimizers)
@@ -85,13 +91,13 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         else:
             self._check_trained()
 
-    def _check_trained(self):
+    def _check_trained(self) -> None:
         untrained = {variable_key(v) for v in self.model.non_trainable_weights}
         self._check(
             non_local_variables(self.model, local_keys=self._local_keys | untrained)
         )
 
-    def _check(self, variables):
+    def _check(self, variables: list[keras.Variable]) -> None:
         for process_set, _, copies in replicated_by_process_set(
             self.model.optimizer, variables
         ):

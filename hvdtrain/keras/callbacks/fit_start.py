@@ -1,5 +1,6 @@
 """What all ranks agree on when `fit` starts, and the errors if they cannot."""
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import keras
@@ -7,40 +8,59 @@ import numpy as np
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.objects import group_by_value, name_values
-from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.collectives.process_sets import (
+    ProcessSet,
+    global_process_set,
+    needs_communication,
+)
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.keras.seams import replace
 
+# Function of the iterator over batches; returns logs.
+TrainFunction = Callable[[Iterator], dict]
 
-def substitute(model, step):
-    """Makes `fit` call `step(iterator)` in place of the train function of `model`.
 
-    The stand-in has one attribute, `stands_for`: the train function that it replaces.
+class _StandIn:
+    def __init__(self, step: TrainFunction, stands_for: TrainFunction | None) -> None:
+        self.step, self.stands_for = step, stands_for
+
+    def __call__(self, iterator: Iterator) -> dict:
+        return self.step(iterator)
+
+
+def substitute(model: keras.Model, step: TrainFunction) -> None:
+    """Make `fit` call `step` in place of the train function of `model`.
+
     A `fit` that fails leaves its stand-in in the model. It is removed first: stand-ins
     are never nested.
     """
-    restore(model)
-
-    def stand_in(iterator):
-        return step(iterator)
-
-    stand_in.stands_for = replace(model, "train_function", stand_in, by=substitute)
+    stand_in = _StandIn(step, stands_for=restore(model))
+    replace(model, "train_function", stand_in, by=substitute)
 
 
-def restore(model):
-    """Removes the stand-in, if there is one, and returns the train function."""
-    function = model.train_function
-    model.train_function = getattr(function, "stands_for", function)
+def restore(model: keras.Model) -> TrainFunction | None:
+    """Remove the stand-in, if there is one, and return the train function."""
+    if isinstance(model.train_function, _StandIn):
+        model.train_function = model.train_function.stands_for
     return model.train_function
 
 
-# Stands for None among integers.
+# Encodes None among integers.
 NONE = -1
 
 
 class _Start(NamedTuple):
-    # What a rank contributes. The first epoch is that of Keras' BackupAndRestore,
-    # and not fit's argument initial_epoch.
+    """What a rank knows when its `fit` starts.
+
+    Attributes:
+        needs_broadcast: whether it needs the weights of the root.
+        is_built: whether its model has all weights.
+        joins: whether its callbacks contain `JoinCallback`.
+        steps: steps of an epoch, or NONE.
+        first_epoch: the epoch that Keras' BackupAndRestore has restored, or NONE. The
+            argument `initial_epoch` of `fit` is not known here.
+    """
+
     needs_broadcast: bool
     is_built: bool
     joins: bool
@@ -52,8 +72,8 @@ class _AgreedEpoch(int):
     """A first epoch that all ranks have agreed on; a restored one is an int."""
 
 
-def check_distributed(model):
-    """Raises an error if the ranks would train different models in silence.
+def check_distributed(model: keras.Model) -> None:
+    """Raise an error if the ranks would train different models in silence.
 
     A `train_step` of the user is not checked: it may reduce gradients with a
     `DistributedGradientTape`.
@@ -73,13 +93,13 @@ def check_distributed(model):
         )
 
 
-def is_built(model):
-    """Whether `model` has all its weights on this rank."""
-    return not unbuilt_parts(model) and bool(model.weights)
+def is_built(model: keras.Model) -> bool:
+    """Return whether `model` has all its weights on this rank."""
+    return not unbuilt_layers(model) and bool(model.weights)
 
 
-def unbuilt_parts(model):
-    """Names of the layers of `model`, and of itself, without weights so far."""
+def unbuilt_layers(model: keras.Model) -> list[str]:
+    """Return the names of `model` and its layers where weights are missing."""
     layers = [] if model.built else [model, *model._flatten_layers(include_self=False)]
     return [
         layer.name
@@ -89,8 +109,28 @@ def unbuilt_parts(model):
     ]
 
 
-def agree(model, *, steps, needs_broadcast, root_rank, process_set):
-    """Makes all ranks start `fit` in the epoch of `root_rank`; a collective.
+class Agreement(NamedTuple):
+    """What all ranks know about each other before the first step.
+
+    Attributes:
+        needs_broadcast: whether one of them needs the weights of the root, or a
+            callback before has restored its model.
+        is_built: whether the model is built on all of them.
+    """
+
+    needs_broadcast: bool
+    is_built: bool
+
+
+def agree(
+    model: keras.Model,
+    *,
+    steps: int | None,
+    needs_broadcast: bool,
+    root_rank: int,
+    process_set: ProcessSet,
+) -> Agreement:
+    """Make all ranks start `fit` in the epoch of `root_rank`. A collective.
 
     Args:
         model: the model that `fit` is about to train.
@@ -99,18 +139,13 @@ def agree(model, *, steps, needs_broadcast, root_rank, process_set):
         root_rank: a rank of `process_set`.
         process_set: the ranks that train.
 
-    Returns:
-        Two bools, the same on every rank. Whether all ranks have to take part in a
-        broadcast: one of them needs it, or a callback before has restored its model.
-        And whether the model is built on all of them.
-
     Raises:
         ValueError: on every rank, if their numbers of steps differ, or if only some
             of them have a `JoinCallback`.
     """
     epoch = model._initial_epoch
     is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
-    mine = _Start(
+    start = _Start(
         needs_broadcast=needs_broadcast or is_restored,
         is_built=is_built(model),
         joins=getattr(model, "_hvdtrain_joins", False),
@@ -118,7 +153,7 @@ def agree(model, *, steps, needs_broadcast, root_rank, process_set):
         first_epoch=NONE if epoch is None else epoch,
     )
     rows = ops.allgather(
-        np.array([mine], "int64"), "TrainingStart", process_set=process_set
+        np.array([start], "int64"), "TrainingStart", process_set=process_set
     )
     starts = [_Start(*row) for row in rows.numpy().tolist()]
     # A fit that fails skips on_train_end. JoinCallback sets the mark in each fit.
@@ -128,14 +163,14 @@ def agree(model, *, steps, needs_broadcast, root_rank, process_set):
     first_epoch = starts[list(process_set.ranks).index(root_rank)].first_epoch
     # Keras' fit reads it after on_train_begin.
     model._initial_epoch = None if first_epoch == NONE else _AgreedEpoch(first_epoch)
-    return (
-        any(start.needs_broadcast for start in starts),
-        all(start.is_built for start in starts),
+    return Agreement(
+        needs_broadcast=any(start.needs_broadcast for start in starts),
+        is_built=all(start.is_built for start in starts),
     )
 
 
-def check_first_epoch(epoch, *, process_set):
-    """Raises an error unless all ranks start in the same epoch; a collective.
+def check_first_epoch(epoch: int | None, *, process_set: ProcessSet) -> None:
+    """Raise an error unless all ranks start in the same epoch. A collective.
 
     Args:
         epoch: the first epoch of this rank; None if there is no epoch left.
@@ -146,20 +181,21 @@ def check_first_epoch(epoch, *, process_set):
     """
     if not needs_communication(process_set):
         return
-    mine = [NONE if epoch is None else epoch]
-    epochs = ops.allgather(mine, "FirstEpoch", process_set=process_set)
-    groups = group_by_value(epochs.numpy().tolist(), process_set.ranks)
+    epochs_by_rank = ops.allgather(
+        [NONE if epoch is None else epoch], "FirstEpoch", process_set=process_set
+    )
+    groups = group_by_value(epochs_by_rank.numpy().tolist(), process_set.ranks)
     if len(groups) > 1:
-        found = name_values(groups, lambda epoch: "none" if epoch == NONE else epoch)
+        epochs = name_values(groups, lambda epoch: "none" if epoch == NONE else epoch)
         raise ValueError(
-            f"The ranks start in different epochs. Received: {found}. Pass the same "
+            f"The ranks start in different epochs. Received: {epochs}. Pass the same "
             "initial_epoch and epochs to fit on every rank, and put "
             "keras.callbacks.BackupAndRestore before "
             "hvd.callbacks.BroadcastGlobalVariablesCallback in the list."
         )
 
 
-def _check_joins(starts, ranks):
+def _check_joins(starts: Sequence[_Start], ranks: Sequence[int]) -> None:
     # A rank that joins blocks until all ranks have joined.
     joining = [rank for rank, start in zip(ranks, starts, strict=True) if start.joins]
     others = [rank for rank in ranks if rank not in joining]
@@ -171,7 +207,7 @@ def _check_joins(starts, ranks):
         )
 
 
-def _check_steps(starts, ranks):
+def _check_steps(starts: Sequence[_Start], ranks: Sequence[int]) -> None:
     if any(start.joins for start in starts):
         return
     groups = group_by_value([start.steps for start in starts], ranks)

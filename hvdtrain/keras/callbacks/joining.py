@@ -1,6 +1,9 @@
 """Ranks with unequal numbers of batches."""
 
+from collections.abc import Sequence
+
 import keras
+import numpy as np
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
@@ -39,16 +42,15 @@ class JoinCallback(keras.callbacks.Callback):
     Source: `join` and its cost are Horovod's; see `horovod.tensorflow.join`.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._is_training = False
 
-    def set_model(self, model):
-        """Takes the model; marks it as one whose ranks may take unequal steps."""
+    def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if is_split_over_ranks(model.variables):
             raise ValueError(
-                "JoinCallback cannot be used with a model that is divided over ranks: "
+                "JoinCallback cannot be used with a model that is sharded over ranks: "
                 "the forward pass of the others needs the rank that waits. Deal "
                 "equally many batches to every rank instead."
             )
@@ -56,28 +58,28 @@ class JoinCallback(keras.callbacks.Callback):
         if any(hook and hook.sharded_state for hook in hooks):
             raise ValueError(
                 "JoinCallback cannot be used with shard_state: a rank that waits does "
-                "not update its part of the weights. Deal equally many batches to "
+                "not update its shards of the weights. Deal equally many batches to "
                 "every rank instead."
             )
+        # `fit_start.agree` accepts unequal numbers of steps then.
         model._hvdtrain_joins = True
 
-    def on_train_end(self, logs=None):
-        """Removes the mark: the next `fit` may be without this callback."""
+    def on_train_end(self, logs: dict | None = None) -> None:
+        # The next `fit` may be without this callback.
         self.model._hvdtrain_joins = False
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Requests a join at the end of the epoch."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._is_training = True
 
-    def on_test_begin(self, logs=None):
-        """Joins before `fit` validates."""
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        # Before `fit` validates: validation needs equal weights on all ranks.
         self._join()
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Joins, unless validation came before."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._join()
 
-    def _join(self):
+    def _join(self) -> None:
+        # Once in an epoch: other ranks may validate, or not.
         if not self._is_training:
             return
         self._is_training = False
@@ -90,19 +92,21 @@ class JoinCallback(keras.callbacks.Callback):
             return
         # Between two updates of an accumulating optimizer no rank blocks, so the last
         # one to join need not be the one with the most batches.
-        steps = ops.allgather([_steps_of(optimizers)], name="JoinSteps").numpy()
+        steps = ops.allgather([_count_steps(optimizers)], name="JoinSteps").numpy()
         root = int(steps.sum(axis=1).argmax())
         for column, optimizer in zip(steps.T, optimizers, strict=True):
             _align_window(optimizer, column, root)
-        ops.broadcast_variables(_shared_variables(self.model, optimizers), root)
+        ops.broadcast_variables(_non_local_variables(self.model, optimizers), root)
 
 
-def _steps_of(optimizers):
+def _count_steps(optimizers: Sequence[keras.optimizers.Optimizer]) -> list[int]:
     # The property `iterations` is the number of updates, not of batches.
     return [int(get_inner_optimizer(o)._iterations) for o in optimizers]
 
 
-def _shared_variables(model, optimizers):
+def _non_local_variables(
+    model: keras.Model, optimizers: Sequence[keras.optimizers.Optimizer]
+) -> list[keras.Variable]:
     # A variable that is local to one optimizer is unknown to the others.
     local_keys = frozenset().union(*map(get_local_keys, optimizers))
     variables = {
@@ -115,17 +119,19 @@ def _shared_variables(model, optimizers):
     return list(variables.values())
 
 
-def _align_window(optimizer, steps, root):
-    """Scales accumulated gradients to the number of steps that all ranks take over.
+def _align_window(
+    optimizer: keras.optimizers.Optimizer, steps: np.ndarray, root: int
+) -> None:
+    """Scale accumulated gradients to the number of steps that all ranks take over.
 
     Keras divides the accumulated gradients of each rank by the length of the window,
     and the ranks' results are averaged. A rank that has accumulated fewer batches would
-    count as much as the others, and one that kept those of an older window would count
-    more. Hence every rank's sum is multiplied by (open steps x ranks / batches of all
-    ranks in the open window).
+    count as much as the others, and one that kept gradients of an older window would
+    count more. Hence every rank's sum is multiplied by (open steps x ranks / batches of
+    all ranks in the open window).
 
     Args:
-        optimizer: a Keras optimizer.
+        optimizer: its window.
         steps: the steps that each rank has taken.
         root: the rank whose steps all ranks take over.
     """
@@ -138,7 +144,7 @@ def _align_window(optimizer, steps, root):
     factor = 0.0
     if batches[hook.reducer.process_set.rank()] > 0:
         factor = 1.0
-        # A sum has no divisor: it is that of the batches that there are.
+        # A sum has no divisor: batches that are missing add nothing.
         if hook.reducer.options.op == Average:
             factor = float(open_steps * len(steps) / batches.sum())
     for accumulated in base._accumulated_gradients:

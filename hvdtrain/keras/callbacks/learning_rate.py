@@ -5,6 +5,7 @@ Hour" (arXiv:1706.02677), sections 2.2 and 3, and Horovod's callbacks.
 """
 
 import math
+from collections.abc import Callable
 
 import horovod.tensorflow as hvd
 import keras
@@ -22,19 +23,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     `start_epoch <= epoch < end_epoch` the callback does nothing.
 
     Args:
-        initial_lr: learning rate that is multiplied.
         multiplier: a function of the epoch, or a number m for the exponential
             decay `m ** (epoch - start_epoch)`.
-        start_epoch: first epoch of the schedule.
         end_epoch: the epoch after its last; None for no end.
         staircase: True calls `multiplier` once an epoch, with an integer. False
             calls it for every batch, with `epoch + batch / steps_per_epoch`. With
-            `steps_per_execution=k` it is called once in k steps, and the rate is that
-            of the first of them.
+            `steps_per_execution=k` it is called once in k steps, and the rate belongs
+            to the first of them.
         momentum_correction: keep the momentum of SGD and RMSprop in proportion to
             the learning rate: see `learning_rates.set_learning_rate`.
-        steps_per_epoch: by default that of `fit`. Needed for a data set of unknown
-            length when `staircase` is False.
+        steps_per_epoch: by default the number in `fit`. Needed for a data set of
+            unknown length when `staircase` is False.
 
     Raises:
         ValueError: if `initial_lr` is missing; in `fit`, if the number of steps is
@@ -43,14 +42,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def __init__(
         self,
-        initial_lr,
-        multiplier,
-        start_epoch=0,
-        end_epoch=None,
-        staircase=True,
-        momentum_correction=True,
-        steps_per_epoch=None,
-    ):
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: float = 0,
+        end_epoch: float | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
         super().__init__()
         if initial_lr is None:
             raise ValueError("initial_lr must be a learning rate. Received: None")
@@ -65,23 +64,21 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self._takes_steps_of_fit = not staircase and not steps_per_epoch
-        self._epoch = None
+        self._epoch = 0
 
-    def on_train_begin(self, logs=None):
-        """Checks the optimizer, and takes the steps of an epoch from `fit`."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
         _check_adjustable(self.model.optimizer)
         # In every fit: the next one may have other data.
         if self._takes_steps_of_fit:
             self.steps_per_epoch = self._steps_of_fit()
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Keeps the number of the epoch."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Sets the learning rate for the steps from `batch` on."""
-        epoch = self._epoch
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        epoch: float = self._epoch
         if not self.staircase:
+            assert self.steps_per_epoch  # Known since on_train_begin.
             epoch += batch / self.steps_per_epoch
         if epoch < self.start_epoch:
             return
@@ -95,12 +92,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             momentum_correction=self.momentum_correction,
         )
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Logs the learning rate as `lr`."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate.numpy())
 
-    def _steps_of_fit(self):
+    def _steps_of_fit(self) -> int:
         steps = self.params.get("steps")
         if not steps:
             raise ValueError(
@@ -126,19 +122,18 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             training may resume in the middle of the warm-up.
         warmup_epochs: length of the warm-up; may be a fraction, such as
             `warmup_steps / steps_per_epoch`.
-        momentum_correction: as in `LearningRateScheduleCallback`.
-        steps_per_epoch: as in `LearningRateScheduleCallback`.
+        momentum_correction, steps_per_epoch: as in `LearningRateScheduleCallback`.
         verbose: 1 makes rank 0 print a line at the end of the warm-up.
     """
 
     def __init__(
         self,
-        initial_lr=None,
-        warmup_epochs=5,
-        momentum_correction=True,
-        steps_per_epoch=None,
-        verbose=0,
-    ):
+        initial_lr: float | None = None,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
         super().__init__(
             # Replaced in on_train_begin if it is missing.
             math.nan if initial_lr is None else initial_lr,
@@ -150,15 +145,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         )
         self.verbose = verbose
 
-    def on_train_begin(self, logs=None):
-        """Also takes the optimizer's learning rate if none was given."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
         super().on_train_begin(logs)
         if math.isnan(self.initial_lr):
             self.initial_lr = float(self.model.optimizer.learning_rate.numpy())
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Logs the learning rate; prints a line at the end of the warm-up."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         super().on_epoch_end(epoch, logs)
+        assert self.end_epoch is not None
         is_last = epoch == math.ceil(self.end_epoch) - 1
         if is_last and self.verbose > 0 and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate.numpy())
@@ -168,11 +162,13 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
                 f"{rate:g}."
             )
 
-    def _warmup(self, epoch):
-        # The value at the end of the execution: the last one reaches 1 for any
-        # number of steps per execution. An execution ends with its epoch.
+    def _warmup(self, epoch: float) -> float:
+        # At the end of the execution: so the last execution reaches 1 for any number
+        # of steps per execution. An execution ends with its epoch.
         steps = self.params.get("steps_per_execution")  # In `train_and_evaluate`.
         steps = steps or getattr(self.model, "steps_per_execution", 1) or 1
+        assert self.steps_per_epoch
+        assert self.end_epoch
         end = min(epoch + steps / self.steps_per_epoch, math.floor(epoch) + 1)
         progress = min(1.0, end / self.end_epoch)
         hook = get_hook(self.model.optimizer)
@@ -181,7 +177,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         return (1 + (size - 1) * progress) / size
 
 
-def _check_adjustable(optimizer):
+def _check_adjustable(optimizer: keras.optimizers.Optimizer) -> None:
     if not isinstance(optimizer.learning_rate, keras.Variable):
         raise ValueError(
             "No callback can change a learning rate that is a function or a "

@@ -2,12 +2,14 @@
 
 import numbers
 import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from hvdtrain.collectives.objects import allgather_object
-from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.keras.metrics import (
     is_result,
     local_states,
@@ -17,15 +19,30 @@ from hvdtrain.keras.metrics import (
 )
 from hvdtrain.keras.variables import get_process_set
 
+# The value that a rank has logged, and whether it is the result of a metric.
+Entry = tuple[Any, bool]
+
+
+class _Report(NamedTuple):
+    """What a rank has at the end of an epoch.
+
+    Attributes:
+        prefixes: "" for states of the training metrics, "val_" for validation.
+        entries: by name in the logs.
+    """
+
+    prefixes: list[str]
+    entries: dict[str, Entry]
+
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Makes the logs of each epoch those of one process with all ranks' samples.
+    """Logs for each epoch what one process with all ranks' samples would log.
 
     Horovod's callback averages the ranks' results. This one combines the metrics'
     states, so that AUC, precision, F1 or IoU are right too, and ranks may have seen
-    different numbers of samples. That holds for the training metrics and for those
-    of `validation_data`, with their prefix `val_`; a rank without validation data
-    gets the others' results. The ranks are those of the optimizer's `process_set`.
+    different numbers of samples. Metrics of `validation_data`, with their prefix
+    `val_`, are combined as well; a rank without validation data gets the others'
+    results. The ranks are those of the optimizer's `process_set`.
 
     Put it before the callbacks that read logs (`ReduceLROnPlateau`,
     `EarlyStopping`, `ModelCheckpoint`, `TensorBoard`, ...): they then read the same
@@ -43,22 +60,20 @@ class MetricAverageCallback(keras.callbacks.Callback):
             batch, so that their metrics have not been built.
     """
 
-    def __init__(self, device=""):
+    def __init__(self, device: str = "") -> None:
         super().__init__()
         self._device = device
-        self._training_states = None
-        self._epoch_logs = {}
+        self._training_states: list[np.ndarray] | None = None
+        self._epoch_logs: dict[str, Any] = {}
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Discards the states of the previous epoch."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._training_states = None
 
-    def on_test_begin(self, logs=None):
-        """Copies the training metrics, which validation resets."""
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        # Validation resets the metrics.
         self._training_states = local_states(metric_variables(self.model.metrics))
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Replaces the values in `logs` by those of the whole job."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if not needs_communication(get_process_set(self.model.optimizer)):
             return
         logs = {} if logs is None else logs
@@ -67,31 +82,37 @@ class MetricAverageCallback(keras.callbacks.Callback):
             states = {"": current}
         else:
             states = {"": self._training_states, "val_": current}
-        self._epoch_logs = self._of_all_ranks(logs, states)
+        self._epoch_logs = self._combine(logs, states)
         logs.update(self._epoch_logs)
 
-    def on_train_end(self, logs=None):
-        """Repeats the last epoch's values: `fit` passes the local ones again."""
+    def on_train_end(self, logs: dict | None = None) -> None:
+        # `fit` passes the last epoch's logs of this rank again.
         if logs is not None:
             logs.update(self._epoch_logs)
 
-    def _of_all_ranks(self, logs, states):
-        tracked = self._results(states)
-        report = {
-            key: (value, is_result(value, key, tracked)) for key, value in logs.items()
+    def _combine(
+        self, logs: dict, states: dict[str, list[np.ndarray]]
+    ) -> dict[str, Any]:
+        local_results = self._results(states)
+        entries = {
+            key: (value, is_result(value, key, local_results))
+            for key, value in logs.items()
         }
         # Ranks may have different keys, and a collective for a key that only some of
         # them have would block: so the keys are gathered first.
         process_set = get_process_set(self.model.optimizer)
-        everyone = allgather_object(
-            (list(states), report), name="MetricLogs", process_set=process_set
+        reports = allgather_object(
+            _Report(list(states), entries), name="MetricLogs", process_set=process_set
         )
-        if any("val_" in prefixes for prefixes, _ in everyone):
+        if any("val_" in report.prefixes for report in reports):
+            # Zeros add nothing to the states of ranks that have validated.
             states.setdefault("val_", [np.zeros_like(s) for s in states[""]])
         exact = self._results(self._reduce(states, process_set))
-        return _merge([report for _, report in everyone], exact)
+        return _merge([report.entries for report in reports], exact)
 
-    def _reduce(self, states, process_set):
+    def _reduce(
+        self, states: dict[str, list[np.ndarray]], process_set: ProcessSet
+    ) -> dict[str, list[np.ndarray]]:
         snapshots = reduce_states(
             self.model.metrics,
             list(states.values()),
@@ -100,7 +121,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         )
         return dict(zip(states, snapshots, strict=True))
 
-    def _results(self, states):
+    def _results(self, states: Mapping[str, list[np.ndarray]]) -> dict[str, Any]:
         return {
             prefix + name: value
             for prefix, snapshot in states.items()
@@ -108,10 +129,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
         }
 
 
-def _merge(reports, exact):
-    merged = {}
-    for key in sorted(set().union(*reports)):
-        entries = [report[key] for report in reports if key in report]
+def _merge(
+    entries_by_rank: Sequence[dict[str, Entry]], exact: Mapping[str, Any]
+) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for key in sorted(set().union(*entries_by_rank)):
+        entries = [by_key[key] for by_key in entries_by_rank if key in by_key]
         values = [value for value, _ in entries]
         if all(is_tracked for _, is_tracked in entries):
             merged[key] = exact[key]
@@ -120,7 +143,7 @@ def _merge(reports, exact):
     return merged
 
 
-def _is_number(value):
-    # Of Python or NumPy, and arrays and tensors without axes; no bool, no str.
+def _is_number(value: object) -> bool:
+    # Numbers of Python or NumPy, and arrays and tensors without axes; no bool or str.
     is_scalar = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
     return is_scalar and np.asarray(value).dtype.kind in "iuf"

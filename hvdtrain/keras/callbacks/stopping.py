@@ -12,11 +12,11 @@ from hvdtrain.keras.variables import get_training_ranks
 class EverySteps:
     """Returns True once in `every_steps` training steps.
 
-    Counts across epochs, and several steps per call with `steps_per_execution`. Equal
-    calls have equal results on every rank, so that collectives may depend on them.
+    It counts across epochs, and several steps per call with `steps_per_execution`.
+    Equal calls return equal results on every rank: collectives may depend on them.
     """
 
-    def __init__(self, every_steps):
+    def __init__(self, every_steps: int) -> None:
         if not isinstance(every_steps, int) or every_steps < 1:
             raise ValueError(
                 f"every_steps must be a positive integer. Received: {every_steps!r}"
@@ -24,16 +24,16 @@ class EverySteps:
         self._every_steps = every_steps
         self.reset()
 
-    def reset(self):
-        """Sets the count to zero, when training begins.
+    def reset(self) -> None:
+        """Set the count to zero, when training begins.
 
         Otherwise ranks that joined an elastic job later would have another count.
         """
         self._last_batch = -1
         self._steps = 0
 
-    def __call__(self, batch):
-        """Counts the steps up to `batch`: the last one done, from 0 in each epoch."""
+    def __call__(self, batch: int) -> bool:
+        """Count the steps up to `batch`: the last one done, from 0 in each epoch."""
         is_new_epoch = batch <= self._last_batch
         self._steps += batch + 1 if is_new_epoch else batch - self._last_batch
         self._last_batch = batch
@@ -61,30 +61,28 @@ class StopTogetherCallback(keras.callbacks.Callback):
             epoch is not delayed, and must come from all ranks.
     """
 
-    def __init__(self, every_steps=100):
+    def __init__(self, every_steps: int | None = 100) -> None:
         super().__init__()
         self._is_due = EverySteps(every_steps) if every_steps is not None else None
         self._is_requested = False
 
-    def on_train_begin(self, logs=None):
-        """Discards the state of a previous `fit`."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
         if self._is_due:
             self._is_due.reset()
         self._is_requested = False
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Keeps a request to stop until the next reduction."""
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         if self._is_due is None:
             return
+        # A request is kept until the next reduction: `fit` stops on no rank before.
         self._is_requested |= bool(self.model.stop_training)
         self.model.stop_training = self._is_due(batch) and self._agree()
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Stops all ranks if one of them requests it."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._is_requested |= bool(self.model.stop_training)
         self.model.stop_training = self._agree()
 
-    def _agree(self):
+    def _agree(self) -> bool:
         process_set = get_training_ranks(self.model.optimizer)
         if not needs_communication(process_set):
             return self._is_requested
