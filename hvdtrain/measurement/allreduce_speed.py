@@ -1,13 +1,15 @@
 """The time of an allreduce by its size, on each path that this job has.
 
-Measured in a loop inside of one `tf.function`, as in a training with several steps per
+Measured in a loop inside one `tf.function`, as in a training with several steps per
 execution: a call of such a function takes longer than a small reduction. Each reduction
-starts after the one before it has ended.
+starts after the previous one has ended.
 """
 
 import functools
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -15,13 +17,17 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives import transport
+from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.measurement.benchmark_options import Options
 
-# Of a path, a size and a round.
 _MAX_REPEATS = 2000
 
+# Reduces, or copies, so many times.
+Run = Callable[[int], Any]
 
-def path_of(world, options):
+
+def name_path(world: World, options: Options) -> str:
     """Return how this job reduces: a word or two, such as shared memory."""
     if options.strategy in ("mirrored", "split"):
         return "in one process"
@@ -30,7 +36,9 @@ def path_of(world, options):
     return transport.reduction_path()
 
 
-def measure(world, sizes, *, rounds, seconds):
+def measure(
+    world: World, sizes: Sequence[int], *, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
     """Measure allreduces of float32. A collective.
 
     Args:
@@ -44,63 +52,69 @@ def measure(world, sizes, *, rounds, seconds):
         "Horovod", "hvdtrain", and "copy": each rank copies a buffer of this size in
         memory, all at the same time.
     """
-    makers = _makers()
     rows = []
     for count in sizes:
         with fail_together(world):
-            paths = {name: make(count) for name, make in makers.items()}
+            paths = {name: make(count) for name, make in _makers().items()}
         times = _measure_size(world, paths, rounds=rounds, seconds=seconds)
-        medians = {name: statistics.median(found) for name, found in times.items()}
+        medians = {name: statistics.median(each) for name, each in times.items()}
         rows.append({"bytes": count, "seconds": medians})
+    # All ranks report the times of rank 0.
     return gather(world, rows)[0]
 
 
-def _measure_size(world, paths, *, rounds, seconds):
+def _measure_size(
+    world: World, paths: Mapping[str, Run], *, rounds: int, seconds: float
+) -> dict[str, list[float]]:
     """Return the seconds of one reduction in each round, by path."""
     repeats = {}
     for name, run in paths.items():
         # The first call traces and negotiates.
-        _timed(world, run, 1)
-        mine = _timed(world, run, 2)
-        (slowest, *_) = sorted(gather(world, mine), reverse=True)
+        _time(world, run, 1)
+        # The same number on all ranks: a rank with more repeats would wait for ever.
+        slowest = max(gather(world, _time(world, run, 2)))
         repeats[name] = max(1, min(_MAX_REPEATS, int(seconds / slowest)))
-    times = {name: [] for name in paths}
+    times: dict[str, list[float]] = {name: [] for name in paths}
     for _ in range(rounds):
         for name, run in paths.items():
-            times[name].append(_timed(world, run, repeats[name]))
+            times[name].append(_time(world, run, repeats[name]))
     return times
 
 
-def _timed(world, run, repeats):
+def _time(world: World, run: Run, repeats: int) -> float:
+    # A barrier: the wait for a late rank is not part of the reduction.
     gather(world, None)
     start = time.perf_counter()
     run(repeats)
     return (time.perf_counter() - start) / repeats
 
 
-def _makers():
-    """Return functions by path; each takes a size and returns `run(repeats)`."""
+def _makers() -> dict[str, Callable[[int], Run]]:
+    """Return functions by path; each takes a size in bytes."""
     return {
         "Horovod": functools.partial(
-            _in_graph, lambda x: horovod.allreduce(x, op=horovod.Sum, name="raw")
+            _make_loop, lambda x: horovod.allreduce(x, op=horovod.Sum, name="raw")
         ),
         "hvdtrain": functools.partial(
-            _in_graph, lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, name="ours")[0]
+            _make_loop,
+            lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, name="ours")[0],
         ),
-        "copy": _copy,
+        "copy": _make_copy,
     }
 
 
-def _in_graph(reduce, count):
+def _make_loop(reduce: Callable[[tf.Tensor], tf.Tensor], count: int) -> Run:
+    # A variable: a reduction of constants would be folded, that is, run once.
     numbers = tf.Variable(tf.zeros(count // 4))
 
-    def body(i, last):
+    def body(i: tf.Tensor, last: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         with tf.control_dependencies([last]):
             reduced = reduce(numbers.read_value())
+        # An element of the result is used: an unused reduction would be pruned.
         return i + 1, reduced[0]
 
     @tf.function(autograph=False)
-    def loop(repeats):
+    def loop(repeats: tf.Tensor) -> tf.Tensor:
         return tf.while_loop(
             lambda i, last: i < repeats,
             body,
@@ -111,12 +125,12 @@ def _in_graph(reduce, count):
     return lambda repeats: loop(tf.constant(repeats))
 
 
-def _copy(count):
+def _make_copy(count: int) -> Run:
     source, target = np.zeros(count, "uint8"), np.empty(count, "uint8")
     # np.zeros maps one page of zeros many times.
     source[:] = 1
 
-    def run(repeats):
+    def run(repeats: int) -> None:
         for _ in range(repeats):
             np.copyto(target, source)
 

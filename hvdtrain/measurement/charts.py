@@ -1,18 +1,17 @@
 """A PNG file of the figures. Importing this module loads matplotlib, an extra."""
 
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
 from matplotlib.figure import Figure
 
 from hvdtrain.measurement import tables
 from hvdtrain.measurement.tables import largest_memory
 
 
-def draw(result, path):
-    """Draw a result to a PNG file.
-
-    Args:
-        result: a dict of `running.run`.
-        path: the file.
-    """
+def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Draw a result of `running.run` as a PNG file."""
     # Without pyplot, which needs a display or the choice of a backend.
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     if "collectives" in result:
@@ -24,7 +23,7 @@ def draw(result, path):
     figure.savefig(path, format="png", dpi=120)
 
 
-def _draw_collectives(figure, result):
+def _draw_collectives(figure: Figure, result: Mapping[str, Any]) -> None:
     size = result["size"]
     rows = result["collectives"]["rows"]
     counts = [row["bytes"] for row in rows]
@@ -33,7 +32,7 @@ def _draw_collectives(figure, result):
         seconds = [row["seconds"][name] for row in rows]
         latency.loglog(counts, [1e6 * each for each in seconds], "o-", label=name)
         speeds = [
-            2 * (size - 1) / size * count / each / 1e9
+            tables.sent_bytes(count, size) / each / 1e9
             for count, each in zip(counts, seconds, strict=True)
         ]
         bandwidth.loglog(counts, speeds, "o-", label=name)
@@ -43,7 +42,7 @@ def _draw_collectives(figure, result):
     latency.legend()
 
 
-def _draw_parallelism(figure, result):
+def _draw_parallelism(figure: Figure, result: Mapping[str, Any]) -> None:
     kinds = result["parallelism"]
     panels = {
         "MB of weights and slots": [
@@ -52,7 +51,9 @@ def _draw_parallelism(figure, result):
         "MB sent in a step": [
             max(each["sent_bytes_by_rank"]) / 1e6 for each in kinds.values()
         ],
-        "milliseconds per step": [1000 * e["step_seconds"] for e in kinds.values()],
+        "milliseconds per step": [
+            1000 * each["step_seconds"] for each in kinds.values()
+        ],
     }
     figure.suptitle(
         f"{result['flags']['workload']}, ranks: {result['size']}; the most of a rank "
@@ -67,10 +68,10 @@ def _draw_parallelism(figure, result):
         axes.set(xlabel=label)
 
 
-def _draw_training(figure, result):
+def _draw_training(figure: Figure, result: Mapping[str, Any]) -> None:
     figures, flags = result["figures"], result["flags"]
     split, times = figure.subplots(1, 2, width_ratios=(2, 3))
-    # Side by side: differences of noisy times may be negative.
+    # Bars side by side, not stacked: differences of noisy times may be negative.
     measured = tables.measured_parts(figures)
     parts = {name: 1000 * each for name, each in measured.items() if each is not None}
     bars = split.barh([name.replace("_", " ") for name in parts], parts.values())

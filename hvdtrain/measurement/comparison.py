@@ -1,5 +1,8 @@
 """A table of several results, each from the JSON file of a benchmark."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from hvdtrain.job import JobError
 from hvdtrain.measurement.tables import (
     NOT_MEASURED,
@@ -9,21 +12,21 @@ from hvdtrain.measurement.tables import (
     size_text,
 )
 
-# Of the JSON files: to be increased when a figure changes its name or its meaning.
+# Version of the JSON files: increase it when a figure changes its name or its meaning.
 FORMAT = 2
 _WIDTH = 22
 
 
-def table(results):
+def table(results: Mapping[str, Any]) -> str:
     """Return the table, one column for each result.
 
     Args:
-        results: dicts of `running.run`, by the path of their file.
+        results: contents of JSON files, by path.
 
     Raises:
-        JobError: a file has other contents.
+        JobError: a file was not written by `--json` of this version for a training.
     """
-    columns = [_column_of_file(*item) for item in results.items()]
+    columns = [_read_column(path, result) for path, result in results.items()]
     return "\n".join(
         f"{label:<{_WIDTH}}"
         + "".join(f"{column[label]:>{_WIDTH}}" for column in columns)
@@ -31,11 +34,11 @@ def table(results):
     )
 
 
-def _column_of_file(path, result):
+def _read_column(path: str, result: Any) -> dict[str, str]:
     try:
         if result["format"] == FORMAT:
             return _column(result)
-    # Of other contents: the table is their only schema.
+    # The keys that `_column` reads are the only schema of these files.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         pass
     raise JobError(
@@ -44,7 +47,7 @@ def _column_of_file(path, result):
     )
 
 
-def _column(result):
+def _column(result: Mapping[str, Any]) -> dict[str, str]:
     flags, figures = result["flags"], result["figures"]
     parts, one = measured_parts(figures), figures["one_rank"]
     has_several = figures["devices"] > 1
@@ -73,7 +76,7 @@ def _column(result):
     }
 
 
-def _difference(figures):
+def _difference(figures: Mapping[str, Any]) -> str:
     if "consistency" not in figures:
         return NOT_MEASURED
     return f"{figures['consistency']['largest_difference']:.1e}"

@@ -3,11 +3,23 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.measurement.benchmark_options import Options
 
 PERCENTILES = (50, 90, 99)
 
+# The seconds of each execution on one rank, by variant and then by round.
+Executions = dict[str, list[list[float]]]
+# The mean seconds of a step, by variant and then by round: a float, or None where the
+# rank had no execution.
+StepSeconds = dict[str, list[Any]]
+# Figures as they stand in the JSON file.
+Figures = dict[str, Any]
 
-def percentile(values, percent):
+
+def percentile(values: Sequence[float], percent: float) -> float:
     """Return the smallest value that `percent` % of `values` do not exceed.
 
     The nearest rank: always one of the measured values, no interpolation.
@@ -21,13 +33,10 @@ class StepTimes:
     """The distribution of the time of a step, in seconds.
 
     Executions are timed, not steps: each value is the time of an execution divided by
-    its steps, so that an outlier of one step is spread over those of its execution.
+    its steps, which spreads the outlier of one step over all steps of its execution.
 
     Attributes:
-        mean: of all executions.
-        p50: median.
         p90: 90 % of the executions take no longer per step.
-        p99: 99 % of them.
         executions: number of executions.
     """
 
@@ -38,8 +47,9 @@ class StepTimes:
     executions: int
 
     @classmethod
-    def of(cls, executions, *, steps_per_execution):
-        """Return the distribution for a list of seconds of executions."""
+    def from_executions(
+        cls, executions: Sequence[float], *, steps_per_execution: int
+    ) -> "StepTimes":
         steps = [seconds / steps_per_execution for seconds in executions]
         p50, p90, p99 = (percentile(steps, percent) for percent in PERCENTILES)
         mean = statistics.fmean(steps)
@@ -52,10 +62,10 @@ class Split:
 
     Attributes:
         compute: forward and backward pass, update, metrics.
-        communication: what the reduction adds, waiting for the slowest rank included;
-            what the backward pass hides is not in it.
-        overhead: of `fit`, its callbacks and the loop in Python.
-        input_wait: what the input pipeline adds over one batch in memory.
+        communication: time that the reduction adds, including the wait for the slowest
+            rank, but not the time that the backward pass hides.
+        overhead: time of `fit`, its callbacks and the loop in Python.
+        input_wait: time that the input pipeline adds over one batch in memory.
         step: all of it.
     """
 
@@ -66,14 +76,16 @@ class Split:
     step: float
 
 
-def split(*, train, constant, function, local):
+def split(
+    *, train: float, constant: float | None, function: float, local: float | None
+) -> Split:
     """Return the `Split` of one round from the step times of its variants.
 
     Args:
         train: `fit` with the real input.
         constant: `fit` with one batch in memory; None if that is the real input.
         function: the compiled train function called in a loop, with that batch.
-        local: the same of the model without reduction; None with one rank.
+        local: the same loop, of the model without reduction; None with one rank.
     """
     constant = train if constant is None else constant
     local = function if local is None else local
@@ -86,7 +98,7 @@ def split(*, train, constant, function, local):
     )
 
 
-def median_split(rounds):
+def median_split(rounds: Sequence[Split]) -> Split:
     """Return the `Split` of the medians of each part over rounds.
 
     A difference is formed in each round, between neighbours in time, and then the
@@ -96,76 +108,79 @@ def median_split(rounds):
     names = [field.name for field in dataclasses.fields(Split)]
     return Split(
         **{
-            name: statistics.median(getattr(each, name) for each in rounds)
+            name: statistics.median(getattr(parts, name) for parts in rounds)
             for name in names
         }
     )
 
 
-def median_ratio(numerators, denominators):
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """Return the median of the ratios of paired rounds."""
     pairs = zip(numerators, denominators, strict=True)
     return statistics.median(a / b for a, b in pairs)
 
 
-def summarize(by_rank, options, count):
+def summarize(
+    executions_by_rank: Sequence[Executions], options: Options, count: int
+) -> Figures:
     """Return the figures of a training from the times of its executions.
 
     Args:
-        by_rank: the results of `run_rounds` of each rank.
+        executions_by_rank: the results of `run_rounds` of each rank.
         options: the `Options`.
         count: number of ranks, or of devices in one process.
     """
     steps = options.steps_per_execution
-    # Of each rank, by variant and then by round.
-    means = [
-        {name: [_mean(each, steps) for each in found] for name, found in ranks.items()}
-        for ranks in by_rank
+    means_by_rank = [
+        {
+            name: [_mean(each_round, steps) for each_round in rounds]
+            for name, rounds in executions.items()
+        }
+        for executions in executions_by_rank
     ]
-    splits = [_splits(ranks) for ranks in means]
-    parts = median_split([each for ranks in splits for each in ranks])
-    samples = options.batch_size * count / len(by_rank)
-    speeds = [samples / statistics.median(ranks["train"]) for ranks in means]
-    pooled = [seconds for found in by_rank[0]["train"] for seconds in found]
+    splits_by_rank = [_split_rounds(means) for means in means_by_rank]
+    parts = median_split([each for splits in splits_by_rank for each in splits])
+    samples = options.batch_size * count / len(executions_by_rank)
+    speeds = [samples / statistics.median(means["train"]) for means in means_by_rank]
+    train = [seconds for each in executions_by_rank[0]["train"] for seconds in each]
+    times = StepTimes.from_executions(train, steps_per_execution=steps)
     return {
         "devices": count,
         "samples_per_second": sum(speeds),
         "samples_per_second_by_rank": speeds,
-        "step_seconds": dataclasses.asdict(
-            StepTimes.of(pooled, steps_per_execution=steps)
-        ),
+        "step_seconds": dataclasses.asdict(times),
         "split_seconds": dataclasses.asdict(parts),
-        "one_rank": _one_rank(means[0], count, options),
-        "load_balance": _load_balance(means, parts, options),
+        "one_rank": _compare_one_rank(means_by_rank[0], count, options),
+        "load_balance": _load_balance(means_by_rank, parts, options),
         "rounds": {
-            "step_seconds_by_rank": means,
-            "split_seconds": [dataclasses.asdict(each) for each in splits[0]],
+            "step_seconds_by_rank": means_by_rank,
+            "split_seconds": [dataclasses.asdict(each) for each in splits_by_rank[0]],
         },
     }
 
 
-def _mean(executions, steps):
+def _mean(executions: Sequence[float], steps: int) -> Any:
     return statistics.fmean(executions) / steps if executions else None
 
 
-def _splits(means):
+def _split_rounds(means: StepSeconds) -> list[Split]:
     """Return the `Split` of each round on one rank."""
-    count = len(means["train"])
+    missing = [None] * len(means["train"])
     columns = {
-        name: means.get(name, [None] * count)
+        name: means.get(name, missing)
         for name in ("train", "constant", "function", "local")
     }
     return [
         split(**{name: column[i] for name, column in columns.items()})
-        for i in range(count)
+        for i in range(len(missing))
     ]
 
 
-def _one_rank(means, size, options):
+def _compare_one_rank(means: StepSeconds, size: int, options: Options) -> Figures:
     """Return the comparison with one rank alone and with bare Keras.
 
     Args:
-        means: rank 0's seconds of a step, by variant and round.
+        means: of rank 0, which runs these variants.
         size: number of ranks.
         options: the `Options`.
     """
@@ -183,23 +198,21 @@ def _one_rank(means, size, options):
     }
 
 
-def _load_balance(means, parts, options):
+def _load_balance(
+    means_by_rank: Sequence[StepSeconds], parts: Split, options: Options
+) -> float:
     """Return the mean time that a rank or device computes, divided by the largest.
 
-    Ranks: the steps without reduction. In one process the devices share their threads
-    and cannot be timed one by one. With `split`, what a step takes longer than that of
-    independent devices is work of the first one; with `mirrored` all do the same.
-
-    Args:
-        means: seconds of a step by rank, variant and round.
-        parts: the median `Split`.
-        options: the `Options`.
+    The time of a rank is its step without reduction. The devices of one process share
+    their threads and cannot be timed one by one: with `split`, the time that a step
+    takes longer than a step of independent devices is work of the first device; with
+    `mirrored`, all devices do the same work.
     """
     if options.strategy == "split":
         first = parts.compute + max(0.0, parts.communication)
         others = (options.devices - 1) * parts.compute
         return (first + others) / (options.devices * first)
-    if len(means) == 1:
+    if len(means_by_rank) == 1:
         return 1.0
-    busy = [statistics.median(ranks["local"]) for ranks in means]
+    busy = [statistics.median(means["local"]) for means in means_by_rank]
     return statistics.fmean(busy) / max(busy)

@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
 import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hvdtrain.job import JobError
 from hvdtrain.job.files import (
@@ -11,14 +14,15 @@ from hvdtrain.job.files import (
     one_line_errors,
     writing_output,
 )
+from hvdtrain.measurement.benchmark_options import Options
 
 
-def check(options):
+def check(options: Options) -> None:
     """Check, before a benchmark, that its files can be written after it.
 
     Raises:
-        JobError: a directory is missing or cannot be written, the path is that of a
-            directory, or matplotlib is missing.
+        JobError: a directory is missing or cannot be written, a path is a directory, or
+            matplotlib is missing.
     """
     if options.json:
         check_output(options.json, "json")
@@ -26,11 +30,11 @@ def check(options):
         check_plot(options.plot, "plot")
 
 
-def check_plot(path, flag):
+def check_plot(path: str | os.PathLike[str], flag: str) -> None:
     """Check that a PNG file can be drawn, and written for a flag.
 
     Raises:
-        JobError: as `check_output`; or matplotlib is missing.
+        JobError: for the reasons of `check_output`, or matplotlib is missing.
     """
     check_output(path, flag)
     if not importlib.util.find_spec("matplotlib"):
@@ -39,11 +43,11 @@ def check_plot(path, flag):
         )
 
 
-def read_json(paths):
+def read_json(paths: Sequence[str]) -> dict[str, Any]:
     """Return the contents of JSON files, by path.
 
     Raises:
-        JobError: a path is not that of a file, or a file cannot be read or is not JSON.
+        JobError: a path is not a regular file, cannot be read, or is not JSON.
     """
     results = {}
     for path in paths:
@@ -52,25 +56,25 @@ def read_json(paths):
             errors=(OSError, ValueError),
             remedy="expected a file that --json wrote",
         ):
-            # A pipe or a device would be read without end.
+            # Reading a pipe or a device may never end.
             if pathlib.Path(path).exists() and not pathlib.Path(path).is_file():
                 raise ValueError("Not a regular file")
             results[path] = json.loads(pathlib.Path(path).read_text())
     return results
 
 
-def write_json(path, result):
-    """Write a dict as JSON."""
+def write_json(path: str | os.PathLike[str], result: Mapping[str, Any]) -> None:
+    """Write the file of `--json`."""
     path = pathlib.Path(path)
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     with writing_output(path, "json"), atomic_write(path) as temporary:
         temporary.write_text(text)
 
 
-def write_plot(path, result):
-    """Draw a result as a PNG file."""
+def write_plot(path: str | os.PathLike[str], result: Mapping[str, Any]) -> None:
+    """Draw the file of `--plot`."""
     path = pathlib.Path(path)
-    # Loads matplotlib, which is an extra.
+    # Imported here: it loads matplotlib, which is an extra.
     plotting = importlib.import_module("hvdtrain.measurement.charts")
     with writing_output(path, "plot"), atomic_write(path) as temporary:
         plotting.draw(result, temporary)

@@ -1,14 +1,17 @@
-"""A whole benchmark: checks, measurement, table and files."""
+"""A benchmark from its options to its files: checks, measurement, table."""
 
 import dataclasses
 import datetime
 import logging
 import os
 import platform
+from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.classifier import description
+from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.measurement import (
     allreduce_speed,
@@ -17,17 +20,20 @@ from hvdtrain.measurement import (
     tables,
     throughput,
 )
+from hvdtrain.measurement.benchmark_options import Options
 from hvdtrain.measurement.comparison import FORMAT
 
 # Files are written by the chief; hosts may have their data in different places.
 _OWN_FLAGS = ("data_dir", "json", "plot")
 
 
-def run(options, world, *, mpi_seconds):
+def run(
+    options: Options, world: World, *, mpi_seconds: Mapping[int, float]
+) -> tuple[dict[str, Any], str]:
     """Measure what the options say. A collective.
 
     Args:
-        options: the `Options`, with defaults.
+        options: with defaults.
         world: the `World`.
         mpi_seconds: the result of `mpi.measure`.
 
@@ -37,8 +43,8 @@ def run(options, world, *, mpi_seconds):
     Raises:
         JobError: on all ranks, for options that cannot be measured here.
     """
-    # Each `fit` broadcasts the weights by a function of its own: TensorFlow warns of
-    # repeated tracing.
+    # Each `fit` traces a function of its own to broadcast the weights; TensorFlow logs
+    # a warning of repeated tracing.
     tf.get_logger().setLevel(logging.ERROR)
     values = dataclasses.asdict(options)
     check_same(world, values, but=_OWN_FLAGS, prefix="--")
@@ -48,15 +54,16 @@ def run(options, world, *, mpi_seconds):
         return result, tables.collectives(result)
     if options.compares_parallelism:
         result["parallelism"] = parallelism.measure(options, world)
-        return result, tables.table(result)
+        return result, tables.parallelism(result)
     result["figures"] = throughput.measure(options, world)
     return result, tables.training(result)
 
 
-def _collectives(options, world, mpi_seconds):
-    sizes = options.message_sizes
+def _collectives(
+    options: Options, world: World, mpi_seconds: Mapping[int, float]
+) -> dict[str, Any]:
     rows = allreduce_speed.measure(
-        world, sizes, rounds=options.rounds, seconds=options.seconds
+        world, options.message_sizes, rounds=options.rounds, seconds=options.seconds
     )
     if mpi_seconds:
         for row in rows:
@@ -64,7 +71,7 @@ def _collectives(options, world, mpi_seconds):
     return {"rows": rows}
 
 
-def write(options, world, result):
+def write(options: Options, world: World, result: Mapping[str, Any]) -> None:
     """Write the files that the options name, on the chief. A collective."""
     with fail_together(world):
         if world.is_chief and options.json:
@@ -73,19 +80,19 @@ def write(options, world, result):
             records.write_plot(options.plot, result)
 
 
-def _environment(options, world):
+def _environment(options: Options, world: World) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _processor(),
-        # Of the minute before: other processes make the figures worse.
+        # Of the last minute: a high one shows that other processes disturb the figures.
         "load_average": os.getloadavg()[0],
         **description.describe(world),
-        "path": allreduce_speed.path_of(world, options),
+        "path": allreduce_speed.name_path(world, options),
     }
 
 
-def _processor():
+def _processor() -> str:
     with open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith("model name"):

@@ -1,65 +1,96 @@
-"""The figures as text."""
+"""The figures as text: a table for each kind of result."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 NOT_MEASURED = "-"
-# Fewer, and a median is no protection against one slow round.
+# With fewer rounds, a median is no protection against one slow round.
 _MIN_ROUNDS = 3
-_LABEL = 15
+_LABEL_WIDTH = 15
+_CELL_WIDTH = 24
+
+# The dict of `running.run`, and the figures in it: docs/benchmark.md has their keys.
+Result = Mapping[str, Any]
+Figures = Mapping[str, Any]
+# Label and text.
+Row = tuple[str, str]
 
 
-def training(result):
-    """Return the table of a result of `throughput.measure`.
-
-    Args:
-        result: its dict, with that of `hvdtrain.description.describe` and the flags.
-    """
+def training(result: Result) -> str:
+    """Return the table of a result with `figures`."""
     size, figures = result["size"], result["figures"]
     rows = [
-        *head(result),
+        *_environment(result),
         *_workload(result["flags"], figures),
         *_speed(figures),
         *_split(figures),
-        *doubts(result),
-        *_doubts_of_parts(figures),
+        *_doubts(result),
+        *_doubts_of_split(figures),
         *_one_rank(figures["one_rank"], figures["devices"], size),
-        *_comparison(figures, result),
+        *_comparison(figures, size),
         *_resources(figures),
     ]
-    return "\n".join(labelled(rows))
+    return "\n".join(_label(rows))
 
 
-def collectives(result):
-    """Return the table of a result with collectives.
-
-    Args:
-        result: a dict with that of `hvdtrain.description.describe` and the measured
-            rows.
-    """
-    size, measured = result["size"], result["collectives"]
-    names = list(measured["rows"][0]["seconds"])
-    lines = labelled(head(result))
-    lines += [
+def collectives(result: Result) -> str:
+    """Return the table of a result with `collectives`."""
+    size, rows = result["size"], result["collectives"]["rows"]
+    lines = [
+        *_label(_environment(result)),
         "",
         f"allreduce of float32 over {size} ranks: time, and bytes x 2 (N-1)/N",
+        "copy: each rank copies as many bytes in memory, all at once",
+        _line(f"{'bytes':>12}", rows[0]["seconds"]),
     ]
-    lines.append("copy: each rank copies as many bytes in memory, all at once")
-    lines.append(f"{'bytes':>12}" + "".join(f"{name:>24}" for name in names))
-    for row in measured["rows"]:
-        moved = 2 * (size - 1) / size * row["bytes"]
+    for row in rows:
+        sent = sent_bytes(row["bytes"], size)
         cells = [
-            f"{_time(seconds)}{moved / seconds / 1e9:7.2f} GB/s"
+            f"{_time(seconds)}{sent / seconds / 1e9:7.2f} GB/s"
             for seconds in row["seconds"].values()
         ]
-        lines.append(f"{row['bytes']:>12,}" + "".join(f"{cell:>24}" for cell in cells))
+        lines.append(_line(f"{row['bytes']:>12,}", cells))
     return "\n".join(lines)
 
 
-def labelled(rows):
-    """Return lines of pairs of a label and a text."""
-    return [f"{label:<{_LABEL}}{text}" for label, text in rows]
+def parallelism(result: Result) -> str:
+    """Return the table of a result with `parallelism`."""
+    flags = result["flags"]
+    workload = flags["workload"]
+    if workload == "recommender":
+        tables = ", ".join(f"{int(rows):,}" for rows in flags["tables"])
+        workload += f"; tables of {flags['columns']} columns and {tables} rows"
+        workload += f"; {', '.join([*flags['units'], '1'])} units"
+    rows = [
+        *_environment(result),
+        ("workload", f"{workload}; {flags['optimizer']}"),
+        ("batch", f"{_batch(flags)} per kind"),
+        *_doubts(result),
+    ]
+    heads = ("weights and slots", "sent in a step", "step", "loss")
+    lines = [
+        *_label(rows),
+        "",
+        "the most of a rank, and how many times replicated",
+        _line(f"{'':<12}", heads),
+    ]
+    for name, figures in result["parallelism"].items():
+        lines.append(_line(f"{name:<12}", _parallelism_cells(figures)))
+    return "\n".join(lines)
 
 
-def head(result):
-    """Yield the rows that all tables begin with."""
+def _parallelism_cells(figures: Figures) -> list[str]:
+    ratios = figures["against_replicated"]
+    texts = {
+        "memory": size_text(largest_memory(figures)),
+        "sent_bytes": size_text(max(figures["sent_bytes_by_rank"])),
+        "step_seconds": milliseconds(figures["step_seconds"]),
+    }
+    cells = [f"{text} {ratios[name]:7.3f}" for name, text in texts.items()]
+    return [*cells, f"{figures['loss']:.6f}"]
+
+
+def _environment(result: Result) -> Iterator[Row]:
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     hosts = ", ".join(f"{count} on {host}" for host, count in result["hosts"].items())
     threads = " or ".join(str(n) for n in sorted(set(result["threads"])))
@@ -71,48 +102,22 @@ def head(result):
     yield "machine", f"{result['machine']}; load average {result['load_average']:.1f}"
 
 
-def _workload(flags, figures):
-    yield (
-        "workload",
-        f"{flags['workload']}, {flags['strategy']}; data: {figures['data']}",
-    )
-    yield (
-        "batch",
-        f"{flags['batch_size']} per rank; {flags['steps_per_execution']} steps per "
-        f"execution; {flags['rounds']} rounds of {flags['seconds']:g} s per variant",
-    )
+def _workload(flags: Mapping[str, Any], figures: Figures) -> Iterator[Row]:
+    text = f"{flags['workload']}, {flags['strategy']}; data: {figures['data']}"
+    yield "workload", text
+    yield "batch", f"{_batch(flags)} per variant"
     if figures["warning"]:
         yield "WARNING", figures["warning"]
 
 
-def doubts(result):
-    """Yield rows of what makes the figures of all tables less than certain."""
-    flags = result["flags"]
-    threads, load = sum(result["threads"]), result["load_average"]
-    if load > threads:
-        yield (
-            "WARNING",
-            f"the load average before was {load:.1f}, and the ranks have {threads} "
-            "threads: other programs disturb the figures",
-        )
-    if flags["rounds"] < _MIN_ROUNDS:
-        yield (
-            "WARNING",
-            f"fewer than {_MIN_ROUNDS} rounds: medians do not exclude a slow one; use "
-            "more --rounds",
-        )
+def _batch(flags: Mapping[str, Any]) -> str:
+    return (
+        f"{flags['batch_size']} per rank; {flags['steps_per_execution']} steps per "
+        f"execution; {flags['rounds']} rounds of {flags['seconds']:g} s"
+    )
 
 
-def _doubts_of_parts(figures):
-    if min(figures["split_seconds"].values()) < 0:
-        yield (
-            "WARNING",
-            "a part of the step is negative: it is smaller than the noise of this "
-            "machine; use more --rounds",
-        )
-
-
-def _speed(figures):
+def _speed(figures: Figures) -> Iterator[Row]:
     by_rank = figures["samples_per_second_by_rank"]
     per_rank = ", ".join(number(speed) for speed in by_rank[:8])
     more = ", ..." if len(by_rank) > 8 else ""
@@ -121,27 +126,11 @@ def _speed(figures):
         f"{number(figures['samples_per_second'])} samples/s; by rank {per_rank}{more}",
     )
     times = figures["step_seconds"]
-    yield (
-        "step",
-        f"mean {milliseconds(times['mean'])}, p50 {milliseconds(times['p50'])}, "
-        f"p90 {milliseconds(times['p90'])}, p99 {milliseconds(times['p99'])}",
-    )
+    names = ("mean", "p50", "p90", "p99")
+    yield "step", ", ".join(f"{name} {milliseconds(times[name])}" for name in names)
 
 
-def measured_parts(figures):
-    """Return the seconds of a step and its parts, None for those not measured.
-
-    Without a variant of its own, a part is zero by construction.
-    """
-    variants = figures["rounds"]["step_seconds_by_rank"][0]
-    needed = {"communication": "local", "input_wait": "constant"}
-    return {
-        name: seconds if needed.get(name, name) in {name, *variants} else None
-        for name, seconds in figures["split_seconds"].items()
-    }
-
-
-def _split(figures):
+def _split(figures: Figures) -> Iterator[Row]:
     parts = measured_parts(figures)
     notes = {
         "compute": "forward and backward pass, update",
@@ -159,8 +148,39 @@ def _split(figures):
         )
 
 
-def _one_rank(figures, count, size):
+def _doubts(result: Result) -> Iterator[Row]:
+    """Yield the reasons to doubt any figure of this run."""
+    flags = result["flags"]
+    threads, load = sum(result["threads"]), result["load_average"]
+    if load > threads:
+        yield (
+            "WARNING",
+            f"the load average before was {load:.1f}, and the ranks have {threads} "
+            "threads: other programs disturb the figures",
+        )
+    if flags["rounds"] < _MIN_ROUNDS:
+        yield (
+            "WARNING",
+            f"fewer than {_MIN_ROUNDS} rounds: medians do not exclude a slow one; use "
+            "more --rounds",
+        )
+
+
+def _doubts_of_split(figures: Figures) -> Iterator[Row]:
+    if min(figures["split_seconds"].values()) < 0:
+        yield (
+            "WARNING",
+            "a part of the step is negative: it is smaller than the noise of this "
+            "machine; use more --rounds",
+        )
+
+
+def _one_rank(figures: Figures, count: int, size: int) -> Iterator[Row]:
     unit = "rank" if size == count else "device"
+    bare = (
+        f"{number(figures['bare_samples_per_second'])} samples/s; one {unit} has "
+        f"{figures['against_bare']:.2f} of it"
+    )
     if count > 1:
         yield (
             f"one {unit}",
@@ -168,30 +188,24 @@ def _one_rank(figures, count, size):
             f"{figures['speedup']:.2f} times as fast, efficiency "
             f"{figures['efficiency']:.2f}",
         )
-    text = (
-        f"{number(figures['bare_samples_per_second'])} samples/s; one {unit} has "
-        f"{figures['against_bare']:.2f} of it"
-    )
-    if count > 1:
-        text += f", {count} {unit}s {figures['all_ranks_against_bare']:.2f}"
-    yield "bare Keras", text
+        bare += f", {count} {unit}s {figures['all_ranks_against_bare']:.2f}"
+    yield "bare Keras", bare
 
 
-def _comparison(figures, result):
-    if "consistency" in figures:
-        found = figures["consistency"]
-        equal = "equal to the bit" if found["ranks_are_equal"] else "DIFFERENT"
-        ranks = f"; ranks are {equal}" if result["size"] > 1 else ""
+def _comparison(figures: Figures, size: int) -> Iterator[Row]:
+    if consistency := figures.get("consistency"):
+        equal = "equal to the bit" if consistency["ranks_are_equal"] else "DIFFERENT"
+        ranks = f"; ranks are {equal}" if size > 1 else ""
         yield (
             "consistency",
-            f"weights after {found['steps']} steps differ by "
-            f"{found['largest_difference']:.1e} from one process{ranks}",
+            f"weights after {consistency['steps']} steps differ by "
+            f"{consistency['largest_difference']:.1e} from one process{ranks}",
         )
     if figures["reduced_bytes"]:
         yield "load balance", f"mean over maximum {figures['load_balance']:.2f}"
 
 
-def _resources(figures):
+def _resources(figures: Figures) -> Iterator[Row]:
     peak = max(each["peak_resident"] for each in figures["memory"])
     text = f"peak of a rank {size_text(peak)}"
     shares = [each.get("proportional") for each in figures["memory"]]
@@ -205,17 +219,40 @@ def _resources(figures):
     )
 
 
-def _time(seconds):
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:7.1f} us"
-    return f"{1e3 * seconds:7.1f} ms"
+def _label(rows: Iterable[Row]) -> list[str]:
+    return [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in rows]
 
 
-def milliseconds(seconds):
-    """Return seconds as text in milliseconds, three decimals below 10 and else one.
+def _line(label: str, cells: Iterable[str]) -> str:
+    return label + "".join(f"{cell:>{_CELL_WIDTH}}" for cell in cells)
 
-    None is `NOT_MEASURED`.
+
+def measured_parts(figures: Figures) -> dict[str, Any]:
+    """Return the seconds of a step and its parts, None if not measured.
+
+    Without the variant that it is computed from, a part is zero by construction.
     """
+    variants = figures["rounds"]["step_seconds_by_rank"][0]
+    needed = {"communication": "local", "input_wait": "constant"}
+    return {
+        name: seconds if needed.get(name, name) in {name, *variants} else None
+        for name, seconds in figures["split_seconds"].items()
+    }
+
+
+def largest_memory(figures: Figures) -> int:
+    """Return the bytes of weights and slots of the rank with most of them."""
+    weights, slots = figures["weight_bytes_by_rank"], figures["slot_bytes_by_rank"]
+    return max(map(sum, zip(weights, slots, strict=True)))
+
+
+def sent_bytes(count: int, size: int) -> float:
+    """Return what each rank sends at least in an allreduce of `count` bytes."""
+    return 2 * (size - 1) / size * count
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return seconds as text in milliseconds, three decimals below 10 and else one."""
     if seconds is None:
         return NOT_MEASURED
     value = 1000 * seconds
@@ -223,72 +260,21 @@ def milliseconds(seconds):
     return f"{value:,.{digits}f} ms"
 
 
-def number(value):
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:7.1f} us"
+    return f"{1e3 * seconds:7.1f} ms"
+
+
+def number(value: float) -> str:
     """Return a number as text, with three significant digits or more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def size_text(count):
+def size_text(count: float) -> str:
     """Return a number of bytes as text, in decimal units."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
-
-
-_WIDTH = 22
-
-
-def table(result):
-    """Return the table of a result of `parallelism.measure`.
-
-    Args:
-        result: a dict of it, with that of `hvdtrain.description.describe` and the
-            flags.
-    """
-    flags = result["flags"]
-    workload = flags["workload"]
-    if workload == "recommender":
-        tables = ", ".join(f"{int(rows):,}" for rows in flags["tables"])
-        workload += f"; tables of {flags['columns']} columns and {tables} rows"
-        workload += f"; {', '.join([*flags['units'], '1'])} units"
-    rows = [
-        *head(result),
-        ("workload", f"{workload}; {flags['optimizer']}"),
-        (
-            "batch",
-            f"{flags['batch_size']} per rank; {flags['steps_per_execution']} steps per "
-            f"execution; {flags['rounds']} rounds of {flags['seconds']:g} s per kind",
-        ),
-        *doubts(result),
-    ]
-    lines = [*labelled(rows), "", "the most of a rank, and how many times replicated"]
-    lines.append(_line("", ("weights and slots", "sent in a step", "step", "loss")))
-    lines += [_line(name, _cells(each)) for name, each in result["parallelism"].items()]
-    return "\n".join(lines)
-
-
-def _cells(figures):
-    ratios = figures["against_replicated"]
-    texts = {
-        "memory": size_text(largest_memory(figures)),
-        "sent_bytes": size_text(max(figures["sent_bytes_by_rank"])),
-        "step_seconds": milliseconds(figures["step_seconds"]),
-    }
-    cells = [f"{text} {ratios[name]:7.3f}" for name, text in texts.items()]
-    return [*cells, f"{figures['loss']:.6f}"]
-
-
-def largest_memory(figures):
-    """Return the bytes of weights and slots of the rank with most of them.
-
-    Args:
-        figures: those of a kind, of `parallelism.measure`.
-    """
-    weights, slots = figures["weight_bytes_by_rank"], figures["slot_bytes_by_rank"]
-    return max(map(sum, zip(weights, slots, strict=True)))
-
-
-def _line(name, cells):
-    return f"{name:<12}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells)

@@ -62,7 +62,9 @@ class TestFigures:
         assert figures.percentile([50, 10, 40, 20, 30], percent) == value
 
     def test_step_times_are_those_of_executions_divided_by_their_steps(self):
-        times = figures.StepTimes.of([1.0, 2.0, 6.0], steps_per_execution=2)
+        times = figures.StepTimes.from_executions(
+            [1.0, 2.0, 6.0], steps_per_execution=2
+        )
         assert times == figures.StepTimes(
             mean=1.5, p50=1.0, p90=3.0, p99=3.0, executions=3
         )
@@ -475,7 +477,7 @@ class TestTables:
     def test_of_kinds_of_parallelism(self):
         found = {**result(), "parallelism": kinds()}
         found["flags"]["workload"] = "recommender"
-        text = " ".join(tables.table(found).split())
+        text = " ".join(tables.parallelism(found).split())
         assert (
             "recommender; tables of 4 columns and 17, 1,000 rows; 5, 1 units; sgd"
             in text
