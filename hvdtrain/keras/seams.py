@@ -191,7 +191,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=("training.fitting.fit",
                           "keras.callbacks.fit_start.substitute")),
         *(Seam(signature, "Keras makes it again where it is None.",
-               used_by=("training.fitting",))
+               used_by=("training.building",))
           for signature in ("test_function(iterator)", "predict_function(data)")),
         Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks.",
              used_by=("training.evaluation",)),
