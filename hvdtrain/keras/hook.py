@@ -2,18 +2,27 @@
 
 import functools
 import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import check_first_step
-from hvdtrain.keras.gradients import map_values, sum_duplicate_rows
+from hvdtrain.keras.gradients import (
+    Gradient,
+    GradientReducer,
+    map_values,
+    sum_duplicate_rows,
+)
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import (
+    Optimizer,
+    Variable,
     non_local_state,
     shard_slots,
 )
@@ -23,12 +32,17 @@ from hvdtrain.sharding.shards import (
     is_replicated,
 )
 
+if TYPE_CHECKING:
+    # sharded_state.py would close a circle; parallel is the floor above.
+    from hvdtrain.keras.sharded_state import ShardedState
+    from hvdtrain.parallel.mesh import Mesh
 
-def check_loss_scale(shared):
-    """Raises a ValueError unless the `LossScaleOptimizer` that calls is `shared`.
+
+def check_loss_scale(shared: Optimizer | None) -> None:
+    """Raise a ValueError unless the `LossScaleOptimizer` that calls is `shared`.
 
     Args:
-        shared: the one whose check for overflow is one of all ranks; may be None.
+        shared: the one whose check for overflow spans all ranks.
     """
     caller = _calling_optimizer()
     if caller is None or caller is shared:
@@ -43,10 +57,10 @@ def check_loss_scale(shared):
     )
 
 
-def share_overflow(loss_scale_optimizer, ranks):
-    """Makes all `ranks` skip a step when one of them overflows."""
+def share_overflow(loss_scale_optimizer: Optimizer, ranks: ProcessSet) -> None:
+    """Make all `ranks` skip a step when one of them overflows."""
 
-    def check_finite(grads):
+    def check_finite(grads: Sequence[Gradient | None]) -> tf.Tensor:
         return ops.is_true_on_all_ranks(
             check_locally(grads), name="LossScaleOverflow", process_set=ranks
         )
@@ -56,71 +70,73 @@ def share_overflow(loss_scale_optimizer, ranks):
     )
 
 
-def _calling_optimizer():
-    """Returns the `LossScaleOptimizer` whose `apply` is on the stack, or None.
+def _calling_optimizer() -> Optimizer | None:
+    """Return the `LossScaleOptimizer` whose `apply` is on the stack, or None.
 
-    The inner optimizer has no reference to it. In a graph it calls the inner `apply`
-    in a branch for steps without overflow, as a user's own `tf.cond` may do rightly.
+    The inner optimizer has no reference to it. Nor does the graph tell: there it calls
+    the inner `apply` in a branch for steps without overflow, and the `tf.cond` of a
+    user, whose predicate is equal on all ranks, is a branch as well.
     """
     source = inspect.getsourcefile(keras.optimizers.LossScaleOptimizer)
     frame = inspect.currentframe()
-    while frame := frame.f_back:
+    while frame and (frame := frame.f_back):
         if frame.f_code.co_filename == source and "self" in frame.f_locals:
             return frame.f_locals["self"]
     return None
 
 
 class UpdateSkipping:
-    """Leaves out updates of an optimizer whose gradients are not finite.
+    """Skips updates of an optimizer whose gradients are not finite.
 
-    Keras' `apply` goes on around them: it resets the accumulated gradients, and counts
-    the iteration. The methods by which it changes weights, slots and moving averages
-    are replaced on the instance.
+    The rest of Keras' `apply` runs: it resets the accumulated gradients, and counts the
+    iteration. The methods by which it changes weights, slots and moving averages are
+    replaced on the instance.
 
     Args:
-        optimizer: a Keras optimizer, not a `LossScaleOptimizer`.
+        optimizer: not a `LossScaleOptimizer`.
 
     Attributes:
-        count: a variable with the number of updates that were left out. It is none of
-            the optimizer's: a saved model loads without this package.
+        count: number of skipped updates. It is not a variable of the optimizer, so that
+            a saved model loads without this package.
     """
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.count = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self._count_before = None
+        self._count_before: tf.Tensor | None = None
         self._replace("_apply_weight_decay", self._is_kept)
         self._replace("_backend_update_step", self._is_kept)
         self._replace("_update_model_variables_moving_average", self._is_averaged)
 
-    def begin(self):
-        """Is called before Keras' `apply`."""
+    def begin(self) -> None:
+        """Read the count. Call it before Keras' `apply`."""
         self._count_before = self.count.read_value()
 
-    def note(self, is_finite):
-        """Counts the update that follows if `is_finite`, a tensor, is false."""
+    def skip_unless(self, is_finite: tf.Tensor) -> None:
+        """Skip the update that follows if `is_finite`, a scalar, is false."""
         self.count.assign_add(tf.cast(tf.logical_not(is_finite), tf.int64))
 
-    def _replace(self, name, is_due):
-        def method_if_due(*args):
-            # No collective is in it: whether it is due is equal on all ranks anyway.
+    def _replace(self, name: str, is_due: Callable[[], tf.Tensor]) -> None:
+        def method_if_due(*args: Any) -> None:
+            # Safe in `tf.cond`, also with the collective of `ShardedState` inside: the
+            # predicate is equal on all ranks.
             tf.cond(is_due(), lambda: method(*args), lambda: None)
 
         method = replace(self._optimizer, name, method_if_due, by=UpdateSkipping)
 
-    def _is_kept(self):
-        # From the variable, since Keras completes a window in a branch, whose tensors
-        # cannot be read outside of it.
+    def _is_kept(self) -> tf.Tensor:
+        # Compare the variable, not a tensor of `skip_unless`: Keras completes a window
+        # in a branch of the graph, whose tensors cannot be read outside of it.
         return tf.equal(self.count, self._count_before)
 
-    def _is_averaged(self):
-        # In the first iteration, Keras gives the moving averages their first values.
+    def _is_averaged(self) -> tf.Tensor:
+        # In the first iteration, Keras initializes the moving averages.
         is_first = tf.equal(tf.convert_to_tensor(self._optimizer.iterations), 0)
         return tf.logical_or(self._is_kept(), is_first)
 
 
-def all_finite(gradients):
-    """Returns whether all values of a list of dense or sparse gradients are finite."""
+def all_finite(gradients: Iterable[Gradient]) -> tf.Tensor:
+    """Return whether all values of all gradients are finite, as a scalar tensor."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values])
 
@@ -133,27 +149,39 @@ class ReductionHook:
     two methods and `build` of one optimizer, and is its attribute `reduction_hook`.
 
     Args:
-        optimizer: a Keras optimizer, not a `LossScaleOptimizer`.
-        reducer: a `GradientReducer`.
+        optimizer: not a `LossScaleOptimizer`.
+        reducer: reduces the gradients.
         window_factor: number by which the mean over a window is multiplied.
-        mesh: the `parallel.Mesh` over which the model is divided, or None.
-        sharded_state: the `ShardedState` of the optimizer, or None.
+        mesh: the ranks over which the model is sharded.
+        sharded_state: of the optimizer.
+
+    Attributes:
+        is_configured: whether the compiled model has been adapted to the optimizer.
     """
 
     def __init__(
-        self, optimizer, reducer, *, window_factor, mesh=None, sharded_state=None
-    ):
+        self,
+        optimizer: Optimizer,
+        reducer: GradientReducer,
+        *,
+        window_factor: int,
+        mesh: "Mesh | None" = None,
+        sharded_state: "ShardedState | None" = None,
+    ) -> None:
         self._optimizer = optimizer
         self.reducer = reducer
         self._window_factor = window_factor
         self.mesh = mesh
         self.sharded_state = sharded_state
         self._weight = 1.0
-        self._variables, self._places = [], []
+        # Of the step that is being traced: its variables, and the indices of those that
+        # have a gradient.
+        self._variables: list[Variable] = []
+        self._indices: list[int] = []
         self._has_reduced = False
-        self._loss_scale_optimizer = None
+        self._loss_scale_optimizer: Optimizer | None = None
         self._is_first_step = True
-        self._skipping = None
+        self._skipping: UpdateSkipping | None = None
         self.is_configured = False
         # Before `_clip_gradients` is replaced, whose original it calls.
         self._clip = Clipping(
@@ -168,12 +196,12 @@ class ReductionHook:
         optimizer.reduction_hook = self
 
     @property
-    def all_ranks(self):
+    def all_ranks(self) -> ProcessSet:
         """The ranks that train."""
         return global_process_set if self.mesh else self.reducer.process_set
 
-    def axes(self, root_rank=None):
-        """Process sets along which variables are copied, and the root in each.
+    def axes(self, root_rank: int | None = None) -> list[tuple[ProcessSet, int]]:
+        """Return process sets that replicate variables, and the root rank in each.
 
         Args:
             root_rank: the rank whose values are meant; by default the first.
@@ -181,35 +209,39 @@ class ReductionHook:
         if not self.mesh:
             ranks = self.reducer.process_set
             return [(ranks, ranks.ranks[0] if root_rank is None else root_rank)]
-        place = self.mesh.shape.coordinates(root_rank or 0)
+        position = self.mesh.shape.coordinates(root_rank or 0)
+        # The axis data is last: `BroadcastGlobalVariablesCallback` takes it by index.
         axes = (self.mesh.model, self.mesh.pipeline, self.mesh.data)
-        return [(a.process_set, a.process_set.ranks[place[a.name]]) for a in axes]
+        return [(a.process_set, a.process_set.ranks[position[a.name]]) for a in axes]
 
-    def weigh_gradients(self, weight):
-        """Multiplies the gradients of this rank before they are reduced.
+    def weigh_gradients(self, weight: float) -> None:
+        """Multiply the gradients of this rank by `weight` before they are reduced.
 
         With the mean over ranks, the weight samples * ranks / samples of all ranks
-        gives the mean over samples where ranks have different numbers of them. A
-        variable whose gradient is the sum over ranks already admits no other than 1.
+        gives the mean over samples where ranks have different numbers of them. Where
+        the backward pass has summed the gradient of a variable over the ranks, only the
+        weight 1 is possible.
         """
         self._weight = weight
 
-    def skip_nonfinite(self):
-        """Leaves out, on all ranks, updates whose gradients are not all finite.
+    def skip_nonfinite(self) -> tf.Variable:
+        """Skip, on all ranks, updates whose gradients are not all finite.
 
-        Call it before the first step is traced. It returns the variable that counts
-        them; overflows that a `LossScaleOptimizer` skips are none of them.
+        Call it before the first step is traced. Returns the variable that counts these
+        updates. It does not count the steps that a `LossScaleOptimizer` skips.
         """
         self._skipping = self._skipping or UpdateSkipping(self._optimizer)
         return self._skipping.count
 
-    def build(self, variables):
-        """As `keras.optimizers.Optimizer.build`."""
+    def build(self, variables: list[keras.Variable]) -> None:
         self._build(variables)
         shard_slots(self._optimizer, variables)
 
-    def apply(self, grads, trainable_variables=None):
-        """As `keras.optimizers.Optimizer.apply`."""
+    def apply(
+        self,
+        grads: Iterable[Gradient | None],
+        trainable_variables: Iterable[Variable] | None = None,
+    ) -> None:
         # AutoGraph converts this method, since it has to convert an `apply` of a user's
         # own class.
         arguments = self._prepare(grads, trainable_variables)
@@ -218,8 +250,12 @@ class ReductionHook:
             self._check_reduced()
 
     @do_not_convert
-    def _prepare(self, grads, trainable_variables):
-        """Returns the arguments of Keras' `apply`, or None without gradients."""
+    def _prepare(
+        self,
+        grads: Iterable[Gradient | None],
+        trainable_variables: Iterable[Variable] | None,
+    ) -> tuple[list[Gradient | None], list[Variable] | None] | None:
+        """Return the arguments of Keras' `apply`, or None without gradients."""
         # Either argument may be an iterator, which can be read only once.
         grads = list(grads)
         if trainable_variables is not None:
@@ -237,82 +273,78 @@ class ReductionHook:
         self._clip.check()
         if self._weight != 1 and has_summed_gradients(variables):
             raise ValueError(
-                "Gradients of tables that are divided over the data ranks are sums "
+                "Gradients of tables that are sharded over the data ranks are sums "
                 "over ranks, and cannot be weighted by rank. Received: the weight "
                 f"{self._weight}. Use equal batch sizes on all ranks."
             )
         self._check_first_step(variables)
         # Keras removes gradients that are None before it clips.
-        self._places = [i for i, gradient in enumerate(grads) if gradient is not None]
+        self._indices = [i for i, gradient in enumerate(grads) if gradient is not None]
         self._variables = variables
         self._has_reduced = False
         if self._skipping:
             self._skipping.begin()
         return grads, trainable_variables
 
-    def clip_gradients(self, grads):
-        """Combines `grads` over all ranks, then clips them as the optimizer does."""
+    def clip_gradients(self, grads: list[Gradient]) -> list[Gradient]:
+        """Combine `grads` over the ranks, then clip them as the optimizer does."""
         self._has_reduced = True
         factor = self._window_factor * self._weight
         if factor != 1:
             grads = [map_values(lambda v: v * factor, gradient) for gradient in grads]
-        gradients = [None] * len(self._variables)
-        for place, gradient in zip(self._places, grads, strict=True):
-            gradients[place] = gradient
+        gradients: list[Gradient | None] = [None] * len(self._variables)
+        for i, gradient in zip(self._indices, grads, strict=True):
+            gradients[i] = gradient
         reduce = self.sharded_state.reduce if self.sharded_state else self.reducer
         summed = sum_duplicate_rows(reduce(gradients, self._variables), self._variables)
-        reduced = [summed[place] for place in self._places]
-        variables = [self._variables[place] for place in self._places]
+        reduced = [summed[i] for i in self._indices]
+        variables = [self._variables[i] for i in self._indices]
         clipped = self._clip(reduced, variables)
         if self._skipping:
-            # Both: clipping makes infinity finite, and large gradients NaN.
-            self._skipping.note(self._all_finite([*reduced, *clipped]))
+            # Check both: clipping makes infinity finite, and large gradients NaN.
+            self._skipping.skip_unless(self._all_finite([*reduced, *clipped]))
         return clipped
 
-    def _all_finite(self, gradients):
+    def _all_finite(self, gradients: Iterable[Gradient]) -> tf.Tensor:
         finite = all_finite(gradients)
-        # Reduced gradients are equal on all ranks, unless they are parts, or those of
-        # local variables.
+        # Reduced gradients are equal on all ranks, but for gradients of shards and of
+        # local variables. A rank that skipped a step alone would block the others.
         is_scattered = self.sharded_state and self.sharded_state.is_scattered
         if self.mesh or is_scattered or self.reducer.differ_by_rank(self._variables):
-            # The ranks that have the other parts skip a step together with this one.
             finite = ops.is_true_on_all_ranks(
                 finite, name="FiniteGradients", process_set=self.all_ranks
             )
         return finite
 
-    def share_finite_check(self, loss_scale_optimizer):
-        """Makes all ranks skip a step when one of them overflows."""
+    def share_finite_check(self, loss_scale_optimizer: Optimizer) -> None:
+        """Make all ranks skip a step when one of them overflows."""
         if self._loss_scale_optimizer is loss_scale_optimizer:
             return
         # Compiling again puts a new LossScaleOptimizer around the same optimizer.
         self._loss_scale_optimizer = loss_scale_optimizer
         share_overflow(loss_scale_optimizer, self.all_ranks)
 
-    def _check_first_step(self, variables):
+    def _check_first_step(self, variables: list[Variable]) -> None:
         # A retrace does not check again: not all ranks may retrace.
         if not self._is_first_step:
             return
         if not self._optimizer.built:
-            # As Keras' apply does next: some ranks may have built it before.
+            # Keras' `apply` would build it after the check. But slots are compared
+            # too, and other ranks may have built theirs before.
             with keras.name_scope(self._optimizer.name, caller=self._optimizer):
                 self._optimizer.build(variables)
         weights = [v for v in variables if not self.reducer.is_local(v)]
         state = non_local_state(self._optimizer, variables, self.reducer.local_keys)
         for process_set, _ in self.axes():
-            copies = [
-                variable
-                for variable in weights + state
-                if is_replicated(variable, process_set)
-            ]
-            check_first_step(copies, process_set=process_set)
+            replicated = [v for v in weights + state if is_replicated(v, process_set)]
+            check_first_step(replicated, process_set=process_set)
         if self.sharded_state:
             with tf.init_scope():
                 self.sharded_state.check_start(self.all_ranks)
         self._is_first_step = False
 
     @do_not_convert
-    def _check_reduced(self):
+    def _check_reduced(self) -> None:
         # Training without a reduction raises no error and gives wrong results, so it
         # is checked whatever a custom optimizer or a later Keras overrides.
         between_updates = (
@@ -327,10 +359,12 @@ class ReductionHook:
             )
 
 
-def _check_not_overwritten(grads, variables):
-    # Lists of different lengths are an error that Keras reports.
-    given = [v for g, v in zip(grads, variables, strict=False) if g is not None]
-    if any(getattr(variable, "overwrite_with_gradient", False) for variable in given):
+def _check_not_overwritten(
+    grads: list[Gradient | None], variables: list[Variable]
+) -> None:
+    # Not strict: Keras raises its own error for lists of different lengths.
+    updated = [v for g, v in zip(grads, variables, strict=False) if g is not None]
+    if any(getattr(variable, "overwrite_with_gradient", False) for variable in updated):
         raise NotImplementedError(
             "float8 training overwrites variables with their gradients, which cannot "
             "be reduced over ranks. Use float32, mixed_bfloat16 or mixed_float16."
