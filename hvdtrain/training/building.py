@@ -67,7 +67,7 @@ def agree_on_batches(
         _check_batch_sizes(model, local_sizes)
     weight = train_spec.local_batch_size * replicas.size / sum(local_sizes)
     hook = get_hook(model.optimizer)
-    assert hook
+    assert hook, "build makes every optimizer distributed"
     hook.weigh_gradients(weight)
     first = {"step": first_step(train_spec), "digests": list(digests)}
     return Batches(local_sizes, plans[0], first if digest else None)

@@ -9,7 +9,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TextIO
 
 import numpy as np
 import tensorflow as tf
@@ -45,9 +47,9 @@ class Progress:
         step: steps taken.
         max_steps: steps to take.
         metrics: results by name, over all ranks and the steps since the last report of
-            the epoch. Those of a user's metric with states of its own are over the
-            steps since the epoch began.
-        learning_rate: at this step; that of a schedule of Keras is for the next step.
+            the epoch. A user's metric with states of its own is over the steps since
+            the epoch began.
+        learning_rate: at this step; if a schedule of Keras computes it, at the next.
         communication: share of the time since the last report in which ranks reduced
             gradients, or waited for another rank to do so: the mean over the ranks.
             Their computation may go on meanwhile. NaN where it is not measured: on one
@@ -56,13 +58,13 @@ class Progress:
             over the ranks. NaN without the native library.
         samples_per_second: of all ranks since the last report.
         seconds_left: estimate for the rest of the training.
-        skipped_updates: those of the job that were left out, as their gradients were
-            not finite.
+        skipped_updates: updates of the job that were left out, since their gradients
+            were not finite.
     """
 
     step: int
     max_steps: int
-    metrics: dict
+    metrics: dict[str, float]
     learning_rate: float
     communication: float
     input_wait: float
@@ -78,28 +80,24 @@ def notify(observers: Sequence, method: str, *arguments: object) -> None:
             call(*arguments)
 
 
-def scalars(metrics):
-    """Return the metrics that are numbers, as floats, without those that are arrays."""
+def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
+    """Return the metrics that are numbers, as floats, without arrays."""
     return {name: float(v) for name, v in metrics.items() if np.ndim(v) == 0}
 
 
-# TensorFlow's own additions to the reason of an error.
-_GRAPH_NAMES = re.compile(r"\{\{.*?\}\} | \[Op:.*")
-# More than the events of a report.
-_NEEDED_BYTES = 1 << 20
-
-
-def make_observers(file, *, model_dir=None):
+def make_observers(
+    file: TextIO, *, model_dir: str | os.PathLike[str] | None = None
+) -> list:
     """Return the observers of a program.
 
-    They are a `Console` on `file`; with a `model_dir` also the two logs in it, whose
-    warnings the console prints.
+    A `Console` prints to `file`. With a `model_dir`, a `JsonLog` and an `EventLog`
+    write to it, and the console prints their warnings.
 
     Raises:
         JobError: the logs cannot be written.
     """
-    # Launchers connect their ranks to a pseudo terminal, also where their own output
-    # is a file. A bar would fill that file with control characters.
+    # A launcher connects its ranks to a pseudo terminal, even if its own output is a
+    # file. A bar would fill that file with control characters.
     has_bar = file.isatty() and not launchers.launch().launcher
     console = Console(file, has_bar=has_bar)
     if not model_dir:
@@ -121,19 +119,23 @@ class Console:
         clock: returns seconds.
     """
 
-    def __init__(self, file, *, has_bar, every_seconds=5.0, clock=time.monotonic):
+    def __init__(
+        self,
+        file: TextIO,
+        *,
+        has_bar: bool,
+        every_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._file = file
         self._has_bar = has_bar
         self._every_seconds = every_seconds
         self._clock = clock
         self._last_seconds = -math.inf
-        self._bar = None
+        self._bar: tqdm.tqdm | None = None
 
-    def on_start(self, start):
-        """Prints nothing: the banner of the program has it."""
-
-    def on_progress(self, progress):
-        """Moves the bar, or prints a line if the last one is old enough."""
+    def on_progress(self, progress: Progress) -> None:
+        """Move the bar, or print a line if the last one is old enough."""
         if self._has_bar:
             self._draw(progress)
             return
@@ -151,23 +153,19 @@ class Console:
             f"{f'  {skipped:,} updates left out' if skipped else ''}"
         )
 
-    def on_evaluation(self, step, metrics):
-        """Prints a line."""
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write(f"evaluation at step {step}: {metrics_text(metrics)}")
 
-    def on_checkpoint(self, step, text):
-        """Prints a line."""
+    def on_checkpoint(self, step: int, text: str) -> None:
         self._write(f"checkpoint at step {step} {text}")
 
-    def on_export(self, step, text):
-        """Prints a line."""
+    def on_export(self, step: int, text: str) -> None:
         self._write(f"export at step {step} {text}")
 
-    def warn(self, text):
-        """Prints a line."""
+    def warn(self, text: str) -> None:
         self._write(f"WARNING: {text}")
 
-    def _draw(self, progress):
+    def _draw(self, progress: Progress) -> None:
         if self._bar is None:
             self._bar = tqdm.tqdm(
                 total=progress.max_steps,
@@ -186,19 +184,25 @@ class Console:
         if progress.step == progress.max_steps:
             self._bar.close()
 
-    def _write(self, line):
+    def _write(self, line: str) -> None:
         if self._bar is not None and not self._bar.disable:
             self._bar.write(line, file=self._file)
         else:
-            # In one write: a thread prints as well.
+            # In one write: the thread that writes checkpoints prints as well, and
+            # would put its text between a line and its end.
             self._file.write(f"{line}\n")
             self._file.flush()
 
 
-class EventLog:
-    """Writes TensorBoard's event files, from the first event on.
+# More than the events of a report.
+_NEEDED_BYTES = 1 << 20
 
-    A job that is refused, as another one uses the directory, has none.
+
+class EventLog:
+    """Writes TensorBoard's event files.
+
+    A file is created by its first event. A job that is refused, since another one uses
+    the directory, leaves none.
 
     Args:
         directory: the parent of the directories `train` and `test`.
@@ -208,22 +212,20 @@ class EventLog:
         JobError: the files could not be written.
     """
 
-    def __init__(self, directory, *, warn):
+    def __init__(
+        self, directory: str | os.PathLike[str], *, warn: Callable[[str], None]
+    ) -> None:
         self._directory = directory
         self._warn_once = WarnOnce(warn)
-        self._writers = {}
+        self._writers: dict[str, tf.summary.SummaryWriter] = {}
         with self._one_line_errors("choose another --model_dir"):
-            for part in ("train", "test"):
-                self._try(part)
+            for name in ("train", "test"):
+                self._make_directory(name)
         # tf.summary.scalar would need the package tensorboard.
         self._metadata = tf.compat.v1.SummaryMetadata(data_class=1)
         self._metadata.plugin_data.plugin_name = "scalars"
 
-    def on_start(self, start):
-        """Writes nothing: TensorBoard finds restarts by their steps."""
-
-    def on_progress(self, progress):
-        """Writes training metrics, learning rate, shares of the time, and speed."""
+    def on_progress(self, progress: Progress) -> None:
         values = {
             **progress.metrics,
             "learning_rate": progress.learning_rate,
@@ -236,68 +238,64 @@ class EventLog:
             values["skipped_updates"] = progress.skipped_updates
         self._write("train", progress.step, values)
 
-    def on_evaluation(self, step, metrics):
-        """Writes the test metrics."""
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write("test", step, metrics)
 
-    def on_checkpoint(self, step, text):
-        """Writes nothing: it is no number."""
-
-    def on_export(self, step, text):
-        """Writes nothing: it is no number."""
-
-    def _write(self, part, step, values):
+    def _write(self, name: str, step: int, values: Mapping[str, float]) -> None:
         with (
             self._warn_once,
             self._one_line_errors("training continues, without events meanwhile"),
         ):
-            # A file ends for TensorBoard where an event is cut off: it is opened only
-            # while it can be written, and another one after a failure.
-            writer = self._writers.pop(part, None) or self._open(part)
+            # TensorBoard stops reading a file at a truncated event. A file is open only
+            # as long as writing succeeds, and a new one is opened after a failure.
+            writer = self._writers.pop(name, None) or tf.summary.create_file_writer(
+                self._make_directory(name)
+            )
             with writer.as_default(step=step):
-                for name, value in values.items():
+                for tag, value in values.items():
                     value = tf.constant(value, tf.float32)
-                    tf.summary.write(name, value, metadata=self._metadata)
+                    tf.summary.write(tag, value, metadata=self._metadata)
             writer.flush()
-            self._writers[part] = writer
+            self._writers[name] = writer
 
-    def _try(self, part: str) -> str:
-        """Return the directory of a part, in which there is space."""
-        directory = os.path.join(self._directory, part)
+    def _make_directory(self, name: str) -> str:
+        """Return a directory in which there is space."""
+        directory = os.path.join(self._directory, name)
         if not os.path.lexists(directory):
             os.makedirs(directory)
-        # An empty file would be left behind by each attempt on a full disk.
+        # Each attempt to open a log on a full disk would leave an empty file.
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, _NEEDED_BYTES)
         return directory
 
-    def _open(self, part: str) -> tf.summary.SummaryWriter:
-        return tf.summary.create_file_writer(self._try(part))
-
-    def _one_line_errors(self, remedy):
+    def _one_line_errors(self, remedy: str) -> AbstractContextManager[None]:
         return one_line_errors(
             f"write TensorBoard's logs to {self._directory}",
             errors=(tf.errors.OpError, OSError),
             remedy=remedy,
-            reason_of=reason_of,
+            reason_of=error_reason,
         )
 
 
-def reason_of(error):
-    """Return the reason of an `OpError` or `OSError`, in the system's words."""
+# Names of nodes and of the operation, which TensorFlow adds to a system's message.
+_GRAPH_NAMES = re.compile(r"\{\{.*?\}\} | \[Op:.*")
+
+
+def error_reason(error: tf.errors.OpError | OSError) -> str | None:
+    """Return the reason of an error in the system's words."""
     if isinstance(error, OSError):
         return error.strerror
     text = _GRAPH_NAMES.sub("", error.message.splitlines()[0])
     return text.rpartition("; ")[2]
 
 
-def metrics_text(metrics):
+def metrics_text(metrics: Mapping[str, float]) -> str:
     """Return metrics as text, the loss first."""
     names = sorted(metrics, key=lambda name: (name != "loss", name))
     return "  ".join(f"{name} {metrics[name]:.4f}" for name in names)
 
 
-def _duration(seconds):
-    minutes, seconds = divmod(math.ceil(seconds), 60)
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -12,7 +12,7 @@ from hvdtrain.training.building import Batches
 from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.elastic import Commits
-from hvdtrain.training.exporting import Exports
+from hvdtrain.training.exporting import Evaluation, Exports
 from hvdtrain.training.inputs import warn_if_changed
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.skipping import Skipping
@@ -74,7 +74,7 @@ class RunState:
         *,
         is_finished: bool,
         history: Mapping[str, list],
-        evaluations: list[dict],
+        evaluations: list[Evaluation],
         train_seconds: float,
         evaluation_is_due: bool,
     ) -> dict:
@@ -104,6 +104,6 @@ class RunState:
         }
 
 
-def _for_json(values: Mapping | list) -> Mapping | list:
+def _for_json(values: Mapping | Sequence) -> Mapping | Sequence:
     """Return lists and dicts of numbers and arrays, without arrays."""
     return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)

@@ -51,6 +51,7 @@ from hvdtrain.training.evaluation import (
     EvaluationCallback,
     evaluate_finished,
 )
+from hvdtrain.training.exporting import Evaluation
 from hvdtrain.training.fitting import fit
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
@@ -89,7 +90,9 @@ class Session:
         )
         self._history = keras.callbacks.History()
         self._history.history = dict(start.metadata.get("history", {}))
-        self._evaluations: list[dict] = list(start.metadata.get("evaluations", ()))
+        self._evaluations: list[Evaluation] = list(
+            start.metadata.get("evaluations", ())
+        )
         self._intervals: list[Interval] = []
 
     def run(

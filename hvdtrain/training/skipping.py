@@ -28,7 +28,7 @@ class Skipping:
         self.is_on = model is not None
         if model is not None:
             hook = get_hook(model.optimizer)
-            assert hook
+            assert hook, "train_and_evaluate makes every optimizer distributed"
             self._count = hook.skip_nonfinite()
             self._count.assign(count)
             self._skip_losses(model)
