@@ -19,7 +19,6 @@ import warnings
 from absl import flags
 
 from hvdtrain.job import JobError, output, signals
-from hvdtrain.job.files import local_path
 from hvdtrain.job.launchers import launch
 from hvdtrain.job.start import stop
 from hvdtrain.job.world import SharedJobError
@@ -76,38 +75,6 @@ def run(main, *, page, operands=None):
         _leave(str(error), code=error.exit_code, is_shared=is_shared)
     except Exception as error:
         _leave_after_bug(error)
-
-
-class Path(flags.ArgumentParser):
-    """Parser of flags that hold a path.
-
-    Expands ~ to the home directory: shells do not, after a "=".
-    """
-
-    syntactic_help = "a path"
-
-    def parse(self, argument):
-        """Return the path with ~ expanded; see `local_path`."""
-        if not argument:
-            raise ValueError("expected a path; a variable may be unset")
-        try:
-            return local_path(argument)
-        except JobError as error:
-            raise ValueError(error) from None
-
-
-def flag_values():
-    """Return the flags of the program and of the modules that it imports, as a dict.
-
-    Without those of absl and TensorFlow themselves, and without --help.
-    """
-    not_ours = (__name__, "absl.", "tensorflow.")
-    return {
-        flag.name: flag.value
-        for module, defined in flags.FLAGS.flags_by_module_dict().items()
-        if not module.startswith(not_ours)
-        for flag in defined
-    }
 
 
 def _warning_line(message, *_, **__):

@@ -23,7 +23,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "hvdtrain.job.mesh_shape": ("hvdtrain.job.world",),
     "hvdtrain.models": ("hvdtrain.classifier.models",),
     "hvdtrain.training.exporters": ("hvdtrain.training.exporting",),
-    "hvdtrain.training.image_classifier": ("hvdtrain.classifier.run",),
+    "hvdtrain.training.image_classifier": ("hvdtrain.classifier.experiment",),
     "hvdtrain.training.options": ("hvdtrain.classifier.options",),
 }
 
@@ -93,7 +93,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         for name in new:
             contents = vars(importlib.import_module(name)).items()
             vars(module).update(
-                (key, value) for key, value in contents if not key.startswith("__")
+                (key, value)
+                for key, value in contents
+                # `__getattr__` resolves old names of the contents.
+                if not key.startswith("__") or key == "__getattr__"
             )
 
 

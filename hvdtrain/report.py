@@ -16,12 +16,13 @@ import importlib
 from absl import flags
 
 from hvdtrain import program
+from hvdtrain.flag_fields import PathParser
 from hvdtrain.job.files import atomic_write, writing_output
 from hvdtrain.measurement.records import check_plot
 from hvdtrain.reporting import runs, table
 
 _OUTPUT = flags.DEFINE(
-    program.Path(), "output", "report.png", "PNG file to draw the curves in."
+    PathParser(), "output", "report.png", "PNG file to draw the curves in."
 )
 
 

@@ -1,8 +1,10 @@
-"""The first lines, the last line and the summary of a run."""
+"""The texts of a training for the user, and its summary.json."""
 
 import dataclasses
 import platform
 import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import horovod
 import keras
@@ -10,53 +12,59 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import __version__
+from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.collectives import transport
+from hvdtrain.data import Dataset
 from hvdtrain.job.agreement import gather
+from hvdtrain.job.world import World
+from hvdtrain.training.specs import Result
+
+if TYPE_CHECKING:
+    # `experiment` imports this module.
+    from hvdtrain.classifier.experiment import Experiment
+
+_RULE = "!" * 72
 
 
-def run_info(world, options, run):
-    """Return the part of the summary that is known before training. A collective.
-
-    Args:
-        world: the `World`.
-        options: the `Options` of the run.
-        run: the `Run` built from them.
-    """
+def describe_run(
+    world: World, options: ClassifierOptions, experiment: "Experiment"
+) -> dict[str, Any]:
+    """Return the values of the summary that are known before training. A collective."""
     window = options.accumulation_steps
     return {
-        **describe(world),
-        "mesh": dataclasses.asdict(run.mesh_shape),
+        **describe_job(world),
+        "mesh": dataclasses.asdict(experiment.replicas.shape),
         "reduction": transport.reduction_path(),
-        "dataset": run.dataset.name,
+        "dataset": experiment.dataset.name,
         "requested_dataset": options.dataset,
         "model": options.model,
         "optimizer": options.optimizer,
-        "local_batch_size": run.train_spec.local_batch_size,
-        "batch_ranks": run.batch_ranks,
+        "local_batch_size": experiment.train_spec.local_batch_size,
+        "batch_ranks": experiment.batch_ranks,
         "accumulation_steps": window,
-        "global_batch_size": options.batch_size * run.batch_ranks * window,
-        "steps": run.train_spec.max_steps // window,
+        "global_batch_size": options.batch_size * experiment.batch_ranks * window,
+        "steps": experiment.train_spec.max_steps // window,
         "local_learning_rate": options.local_learning_rate,
-        "learning_rate": options.local_learning_rate * run.batch_ranks,
+        "learning_rate": options.local_learning_rate * experiment.batch_ranks,
         "seed": options.seed,
         "flags": dataclasses.asdict(options),
     }
 
 
-def describe(world):
-    """Return the environment of a run, for its summary. A collective.
+def describe_job(world: World) -> dict[str, Any]:
+    """Return the ranks and the software of a job, for a summary. A collective.
 
-    Its keys: size, hosts (name to number of ranks), controller (MPI or Gloo), threads
-    (of each rank), versions.
+    Its keys: size, hosts (number of ranks by name), controller (MPI or Gloo), threads
+    (by rank), versions.
     """
     threads = tf.config.threading.get_intra_op_parallelism_threads()
-    ranks = gather(world, (socket.gethostname(), threads))
-    hosts = [host for host, _ in ranks]
+    hosts_and_threads = gather(world, (socket.gethostname(), threads))
+    hosts = [host for host, _ in hosts_and_threads]
     return {
         "size": world.size,
         "hosts": {host: hosts.count(host) for host in dict.fromkeys(hosts)},
         "controller": "MPI" if hvd.mpi_enabled() else "Gloo",
-        "threads": [threads for _, threads in ranks],
+        "threads": [threads for _, threads in hosts_and_threads],
         "versions": {
             "hvdtrain": __version__,
             "TensorFlow": tf.__version__,
@@ -67,13 +75,13 @@ def describe(world):
     }
 
 
-def banner(info, dataset, *, warning=""):
-    """Return the first lines of a run.
+def banner(info: Mapping[str, Any], dataset: Dataset, *, warning: str = "") -> str:
+    """Return the lines before training, with a `warning` in a frame.
 
     Args:
-        info: the dict of `run_info`.
-        dataset: the `Dataset`.
-        warning: for the user, in a frame.
+        info: the result of `describe_run`.
+        dataset: its data set.
+        warning: text for the user.
     """
     versions = ", ".join(f"{name} {value}" for name, value in info["versions"].items())
     hosts = ", ".join(f"{count} on {host}" for host, count in info["hosts"].items())
@@ -110,16 +118,15 @@ def banner(info, dataset, *, warning=""):
     if path := info["flags"]["timeline_file"]:
         lines.append(f"timeline       {path}")
     if warning:
-        rule = "!" * 72
-        lines += [rule, f"WARNING: {warning}", rule]
+        lines += [_RULE, f"WARNING: {warning}", _RULE]
     return "\n".join(lines)
 
 
-def summarize(result, info):
-    """Return the summary: `run_info` and the numbers of a `training.Result`."""
+def summarize(result: Result, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary: the result of `describe_run`, and that of the training."""
     return {
         **info,
-        # Where max_steps was lowered, the model is that of a later step.
+        # Later than `max_steps`, where that was lowered after the last checkpoint.
         "steps": result.step // info["accumulation_steps"],
         **{f"train_{name}": value for name, value in result.train_metrics.items()},
         **{f"test_{name}": value for name, value in result.test_metrics.items()},
@@ -129,7 +136,7 @@ def summarize(result, info):
     }
 
 
-def last_line(summary):
+def last_line(summary: Mapping[str, Any]) -> str:
     """Return the line after training."""
     line = (
         f"test accuracy {summary['test_accuracy']:.4f} after "

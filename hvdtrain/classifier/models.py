@@ -1,7 +1,8 @@
-"""Image classifiers: plain Keras models, which do not depend on ranks.
+"""Networks that classify images, and the compiled, distributed model of an experiment.
 
-They take float32 images in [0, 1], (batch, height, width, channels), and return
-logits, float32, (batch, num_classes).
+The networks take float32 images in [0, 1], (batch, height, width, channels), and return
+logits, float32, (batch, num_classes). Without a `Head` of parallel layers they are
+plain Keras models.
 """
 
 import functools
@@ -12,36 +13,40 @@ import keras
 from keras import layers
 
 import hvdtrain.keras as hvd
-from hvdtrain import optimizers, parallel
+from hvdtrain import optimizers, parallel, renamed
+from hvdtrain.classifier.options import ClassifierOptions
+from hvdtrain.data import Dataset
 from hvdtrain.job import JobError
+
+ImageShape = tuple[int, int, int]
+MakeLayer = Callable[..., keras.layers.Layer]
 
 
 class Head(NamedTuple):
-    """What makes the layers of a classifier's dense head: classes of layers.
+    """Classes, or functions, that make the dense layers at the end of a classifier.
 
     Attributes:
-        hidden: makes the hidden layer, whose output only the others read.
-        dropout: makes its dropout, where the model has one.
+        hidden: makes the hidden layer, whose output only the next two layers read.
+        dropout: makes the dropout after it, where the model has one.
         logits: makes the last layer.
     """
 
-    hidden: Callable = layers.Dense
-    dropout: Callable = layers.Dropout
-    logits: Callable = layers.Dense
+    hidden: MakeLayer = layers.Dense
+    dropout: MakeLayer = layers.Dropout
+    logits: MakeLayer = layers.Dense
 
 
-_WHOLE = Head()
+_KERAS_HEAD = Head()
 
 
-def mlp(image_shape, *, num_classes, units=128, head=_WHOLE):
-    """One hidden layer; 101,770 weights on MNIST with 128 units.
-
-    Args:
-        image_shape: height, width, channels.
-        num_classes: number of classes.
-        units: width of the hidden layer.
-        head: its dense layers.
-    """
+def mlp(
+    image_shape: ImageShape,
+    *,
+    num_classes: int,
+    units: int = 128,
+    head: Head = _KERAS_HEAD,
+) -> keras.Model:
+    """Return a network with one hidden layer: 101,770 weights on MNIST."""
     return keras.Sequential(
         [
             keras.Input(image_shape),
@@ -53,13 +58,10 @@ def mlp(image_shape, *, num_classes, units=128, head=_WHOLE):
     )
 
 
-def cnn(image_shape, *, num_classes, head=_WHOLE):
-    """Two 3x3 convolutions, pooling, dropout; 1,199,882 weights on MNIST.
-
-    Args:
-        image_shape: height, width, channels.
-        num_classes: number of classes.
-        head: its dense layers.
+def cnn(
+    image_shape: ImageShape, *, num_classes: int, head: Head = _KERAS_HEAD
+) -> keras.Model:
+    """Return a network of two 3x3 convolutions: 1,199,882 weights on MNIST.
 
     Raises:
         JobError: images smaller than 6x6 leave nothing to pool.
@@ -85,8 +87,8 @@ def cnn(image_shape, *, num_classes, head=_WHOLE):
     )
 
 
-def small_cnn(image_shape, *, num_classes):
-    """Three 3x3 convolutions, each with pooling; 122,570 weights on 32x32x3 images."""
+def small_cnn(image_shape: ImageShape, *, num_classes: int) -> keras.Model:
+    """Return three 3x3 convolutions with pooling: 122,570 weights on 32x32x3 images."""
     return keras.Sequential(
         [
             keras.Input(image_shape),
@@ -101,13 +103,15 @@ def small_cnn(image_shape, *, num_classes):
     )
 
 
-def _convolution_and_pooling(filters):
+def _convolution_and_pooling(
+    filters: int,
+) -> tuple[keras.layers.Layer, keras.layers.Layer]:
     convolution = layers.Conv2D(filters, 3, padding="same", activation="relu")
     return convolution, layers.MaxPooling2D()
 
 
-def resnet18(image_shape, *, num_classes):
-    """ResNet-18 (He et al. 2015), 11,689,512 trainable weights for 1,000 classes."""
+def resnet18(image_shape: ImageShape, *, num_classes: int) -> keras.Model:
+    """Return ResNet-18 (He et al. 2015): 11,689,512 weights for 1,000 classes."""
     inputs = keras.Input(image_shape)
     x = _convolution(inputs, 64, size=7, strides=2)
     x = layers.ReLU()(x)
@@ -119,7 +123,9 @@ def resnet18(image_shape, *, num_classes):
     return keras.Model(inputs, _logits(num_classes)(x), name="resnet18")
 
 
-def _residual_block(x, filters, *, strides):
+def _residual_block(
+    x: keras.KerasTensor, filters: int, *, strides: int
+) -> keras.KerasTensor:
     shortcut = x
     if strides > 1 or x.shape[-1] != filters:
         shortcut = _convolution(x, filters, size=1, strides=strides)
@@ -128,36 +134,49 @@ def _residual_block(x, filters, *, strides):
     return layers.ReLU()(layers.Add()([x, shortcut]))
 
 
-def _convolution(x, filters, *, size, strides):
-    """Convolution and batch normalization, without the bias that this removes."""
+def _convolution(
+    x: keras.KerasTensor, filters: int, *, size: int, strides: int
+) -> keras.KerasTensor:
+    # Batch normalization subtracts the mean, and a bias with it.
     x = layers.Conv2D(filters, size, strides=strides, padding="same", use_bias=False)(x)
     return layers.BatchNormalization()(x)
 
 
-def _logits(num_classes, dense=layers.Dense):
+def _logits(num_classes: int, dense: MakeLayer = layers.Dense) -> keras.layers.Layer:
     # float32 under mixed precision too: the softmax of the loss loses small
     # probabilities in half precision.
     return dense(num_classes, dtype="float32")
 
 
-BY_NAME = {"mlp": mlp, "cnn": cnn, "small_cnn": small_cnn, "resnet18": resnet18}
+BY_NAME: dict[str, Callable[..., keras.Model]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "small_cnn": small_cnn,
+    "resnet18": resnet18,
+}
 
 
-def build(options, dataset, batch_ranks, mesh):
+def build(
+    options: ClassifierOptions,
+    dataset: Dataset,
+    batch_ranks: int,
+    mesh: parallel.Mesh | None,
+) -> keras.Model:
     """Return the compiled model of the options, with its distributed optimizer.
 
     Args:
-        options: the `Options`.
-        dataset: the `Dataset`.
+        options: the options.
+        dataset: its images and classes determine the shapes.
         batch_ranks: factor of the learning rate.
-        mesh: the `parallel.Mesh` over which it is divided, or None.
+        mesh: the mesh over which the model is sharded; None for a replicated model.
 
     Raises:
-        JobError: it cannot be divided so.
+        JobError: the model cannot be sharded over this mesh.
     """
     if options.mixed_precision != "none":
         keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
-    # In an elastic job it is built more than once.
+    # An elastic job builds the model again after each change of its ranks, and an
+    # uninterrupted job has the same initial weights.
     keras.utils.set_random_seed(options.seed)
     make_model = BY_NAME[options.model]
     head = {"head": _sharded_head(mesh)} if mesh and mesh.model.size > 1 else {}
@@ -174,10 +193,12 @@ def build(options, dataset, batch_ranks, mesh):
         mesh=mesh,
         shard_state=options.shard_optimizer_state,
     )
-    return compiled(model, optimizer)
+    return compile_classifier(model, optimizer)
 
 
-def _pipeline(options, model, mesh):
+def _pipeline(
+    options: ClassifierOptions, model: keras.Model, mesh: parallel.Mesh
+) -> keras.Model:
     try:
         return parallel.PipelineModel(
             model,
@@ -192,8 +213,9 @@ def _pipeline(options, model, mesh):
         ) from error
 
 
-def _sharded_head(mesh):
-    """Return what makes the dense layers of a model, over the ranks of a mesh."""
+def _sharded_head(mesh: parallel.Mesh) -> Head:
+    # No communication between the layers: the shard of the hidden layer that a rank
+    # computes is the input of its shard of the last layer.
     return Head(
         hidden=functools.partial(
             parallel.ColumnParallelDense, gather_output=False, mesh=mesh
@@ -205,8 +227,10 @@ def _sharded_head(mesh):
     )
 
 
-def compiled(model, optimizer):
-    """Compile a classifier that returns logits, and return it."""
+def compile_classifier(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> keras.Model:
+    """Compile a model that returns logits, and return it."""
     model.compile(
         optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -215,3 +239,6 @@ def compiled(model, optimizer):
         jit_compile=False,
     )
     return model
+
+
+__getattr__ = renamed.getattr_of(__name__, {"compiled": "compile_classifier"})

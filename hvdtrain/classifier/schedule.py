@@ -1,32 +1,39 @@
-"""The length of a run, and its learning rate as a function of the global step."""
+"""The length of a training, and its learning rate as a function of the global step."""
 
 import dataclasses
 import math
 
 import keras
 
+from hvdtrain.data import Sampler
 from hvdtrain.job import JobError
-from hvdtrain.keras.learning_rates import set_learning_rate
+from hvdtrain.keras.learning_rates import set_learning_rate, warmup_factor
+from hvdtrain.training.plan import Plan
 
 _DEFAULT_MAX_STEPS = 10_000
 
 
-def steps_of_run(
-    sampler, *, size=None, epochs=None, max_steps=None, accumulation_steps=1
-):
-    """Return the number of batches that each rank takes: whole accumulation windows.
+def count_steps(
+    sampler: Sampler,
+    *,
+    size: int,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    accumulation_steps: int = 1,
+) -> int:
+    """Return the number of batches that each rank takes, in full accumulation windows.
 
     Args:
-        sampler: a `Sampler`.
-        size: number of ranks that share `max_steps`; by default those of the shard.
-        epochs: passes over the data, or None.
+        sampler: the sampler of a rank.
+        size: number of ranks that share `max_steps`.
+        epochs: passes over the data.
         max_steps: without `epochs`, the batches of all ranks together.
         accumulation_steps: batches of a rank per update of the weights.
 
     Raises:
-        JobError: the run is too short for one update.
+        JobError: the training is too short for one update.
     """
-    window, size = accumulation_steps, size or sampler.size
+    window = accumulation_steps
     if epochs:
         steps = sampler.steps(epochs)
         if window > steps:
@@ -46,8 +53,8 @@ def steps_of_run(
     return steps
 
 
-def check_warmup(warmup_epochs, *, epochs):
-    """Raise `JobError` if the warm-up is longer than the run."""
+def check_warmup(warmup_epochs: float, *, epochs: float) -> None:
+    """Raise `JobError` if the warm-up is longer than the training."""
     if warmup_epochs > epochs:
         raise JobError(
             f"Received --warmup_epochs={warmup_epochs:g} for a run of {epochs:.3g} "
@@ -63,10 +70,11 @@ class Schedule:
     Attributes:
         learning_rate: the rate after the warm-up.
         size: number of ranks; the warm-up starts from `learning_rate / size`.
-        max_steps: steps of the run.
+        max_steps: steps of the training.
         warmup_steps: steps of the warm-up, 0 for none; may be a fraction.
-        offset: added to each step, where the global batch was another one before: the
-            steps that the samples before would take with this one, less those taken.
+        offset: added to each step, for a job whose global batch has changed: the steps
+            that the samples until then take with the present batch, minus the steps
+            that were taken.
         decay: "none", or "cosine" for a decay to 0 (Loshchilov and Hutter 2017,
             arXiv:1608.03983, without restarts).
     """
@@ -79,46 +87,40 @@ class Schedule:
     offset: float = 0.0
 
     @property
-    def is_constant(self):
+    def is_constant(self) -> bool:
         """Whether all steps have one rate."""
         return not self.warmup_steps and self.decay == "none"
 
-    def rate(self, step, end_step):
+    def rate(self, step: int, end_step: int) -> float:
         """Return the rate of an execution, the steps from `step` to `end_step`.
 
-        The warm-up has the value of the last of them, and so reaches `learning_rate`
-        for any number of steps per execution. The decay has the value of the first.
+        In the warm-up it is the rate of the last step, so that the warm-up reaches
+        `learning_rate` for any number of steps per execution. In the decay it is the
+        rate of the first step.
         """
-        step, end_step = step + self.offset, end_step + self.offset
-        if step < self.warmup_steps:
-            progress = min(1.0, end_step / self.warmup_steps)
-            return self.learning_rate * ((1 + (self.size - 1) * progress) / self.size)
+        first, last = step + self.offset, end_step + self.offset
+        if first < self.warmup_steps:
+            factor = warmup_factor(last / self.warmup_steps, size=self.size)
+            return self.learning_rate * factor
         if self.decay == "cosine":
             decay_steps = self.max_steps + self.offset - self.warmup_steps
-            progress = (step - self.warmup_steps) / decay_steps
+            progress = (first - self.warmup_steps) / decay_steps
             return self.learning_rate * ((1 + math.cos(math.pi * progress)) / 2)
         return self.learning_rate
 
 
 class LearningRateCallback(keras.callbacks.Callback):
-    """Sets the learning rate of each execution, and logs it as `lr`.
+    """Sets the learning rate of each execution, and logs it as `lr`."""
 
-    Args:
-        schedule: a `Schedule`.
-        plan: the `Plan` of the training.
-    """
-
-    def __init__(self, schedule, plan):
+    def __init__(self, schedule: Schedule, plan: Plan) -> None:
         super().__init__()
         self._schedule = schedule
         self._plan = plan
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Sets the rate, and scales the momentum with it."""
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         # An execution does not cross the end of an epoch.
         end = min(batch + self._plan.steps_per_execution, self._plan.fit_epoch_steps)
         step = self._plan.step(self._epoch, batch)
@@ -126,7 +128,6 @@ class LearningRateCallback(keras.callbacks.Callback):
         rate = self._schedule.rate(step, end_step)
         set_learning_rate(self.model.optimizer, rate)
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Logs the rate."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate.numpy())

@@ -11,6 +11,16 @@ from hvdtrain.keras.variables import get_inner_optimizer
 _changes = weakref.WeakKeyDictionary()
 
 
+def warmup_factor(progress: float, *, size: int) -> float:
+    """Return the factor of a learning rate in a linear warm-up from `1 / size` to 1.
+
+    Args:
+        progress: share of the warm-up that is done; above 1 it counts as 1.
+        size: number of ranks, or of replicas, that the learning rate is scaled to.
+    """
+    return (1 + (size - 1) * min(1.0, progress)) / size
+
+
 def set_learning_rate(optimizer, learning_rate, *, momentum_correction=True):
     """Sets an optimizer's learning rate, and corrects its momentum for the change.
 

@@ -19,7 +19,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives import transport
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.measurement.benchmark_options import Options
+from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 
 _MAX_REPEATS = 2000
 
@@ -27,7 +27,7 @@ _MAX_REPEATS = 2000
 Run = Callable[[int], Any]
 
 
-def name_path(world: World, options: Options) -> str:
+def name_path(world: World, options: BenchmarkOptions) -> str:
     """Return how this job reduces: a word or two, such as shared memory."""
     if options.strategy in ("mirrored", "split"):
         return "in one process"

@@ -18,7 +18,7 @@ def measure(options, world, workload, names):
     process is rank 0; its batch is the concatenation of those of all ranks or devices.
 
     Args:
-        options: the `Options`.
+        options: the `BenchmarkOptions`.
         world: the `World`.
         workload: the `Workload`.
         names: the devices of a strategy in one process.

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.measurement.benchmark_options import Options
+from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 
 PERCENTILES = (50, 90, 99)
 
@@ -121,13 +121,13 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def summarize(
-    executions_by_rank: Sequence[Executions], options: Options, count: int
+    executions_by_rank: Sequence[Executions], options: BenchmarkOptions, count: int
 ) -> Figures:
     """Return the figures of a training from the times of its executions.
 
     Args:
         executions_by_rank: the results of `run_rounds` of each rank.
-        options: the `Options`.
+        options: the `BenchmarkOptions`.
         count: number of ranks, or of devices in one process.
     """
     steps = options.steps_per_execution
@@ -176,13 +176,15 @@ def _split_rounds(means: StepSeconds) -> list[Split]:
     ]
 
 
-def _compare_one_rank(means: StepSeconds, size: int, options: Options) -> Figures:
+def _compare_one_rank(
+    means: StepSeconds, size: int, options: BenchmarkOptions
+) -> Figures:
     """Return the comparison with one rank alone and with bare Keras.
 
     Args:
         means: of rank 0, which runs these variants.
         size: number of ranks.
-        options: the `Options`.
+        options: the `BenchmarkOptions`.
     """
     alone = means.get("alone", means["train"])
     # With as many samples of each rank in the same time, `size` times the speed.
@@ -199,7 +201,7 @@ def _compare_one_rank(means: StepSeconds, size: int, options: Options) -> Figure
 
 
 def _load_balance(
-    means_by_rank: Sequence[StepSeconds], parts: Split, options: Options
+    means_by_rank: Sequence[StepSeconds], parts: Split, options: BenchmarkOptions
 ) -> float:
     """Return the mean time that a rank or device computes, divided by the largest.
 

@@ -19,7 +19,7 @@ def measure(options, world):
     """Measure the kinds of parallelism of a workload. A collective.
 
     Args:
-        options: the `Options`, with defaults.
+        options: the `BenchmarkOptions`, with defaults.
         world: the `World`.
 
     Returns:

@@ -14,10 +14,10 @@ from hvdtrain.job.files import (
     one_line_errors,
     writing_output,
 )
-from hvdtrain.measurement.benchmark_options import Options
+from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 
 
-def check(options: Options) -> None:
+def check(options: BenchmarkOptions) -> None:
     """Check, before a benchmark, that its files can be written after it.
 
     Raises:

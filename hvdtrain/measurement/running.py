@@ -20,7 +20,7 @@ from hvdtrain.measurement import (
     tables,
     throughput,
 )
-from hvdtrain.measurement.benchmark_options import Options
+from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 from hvdtrain.measurement.comparison import FORMAT
 
 # Files are written by the chief; hosts may have their data in different places.
@@ -28,7 +28,7 @@ _OWN_FLAGS = ("data_dir", "json", "plot")
 
 
 def run(
-    options: Options, world: World, *, mpi_seconds: Mapping[int, float]
+    options: BenchmarkOptions, world: World, *, mpi_seconds: Mapping[int, float]
 ) -> tuple[dict[str, Any], str]:
     """Measure what the options say. A collective.
 
@@ -60,7 +60,7 @@ def run(
 
 
 def _collectives(
-    options: Options, world: World, mpi_seconds: Mapping[int, float]
+    options: BenchmarkOptions, world: World, mpi_seconds: Mapping[int, float]
 ) -> dict[str, Any]:
     rows = allreduce_speed.measure(
         world, options.message_sizes, rounds=options.rounds, seconds=options.seconds
@@ -71,7 +71,7 @@ def _collectives(
     return {"rows": rows}
 
 
-def write(options: Options, world: World, result: Mapping[str, Any]) -> None:
+def write(options: BenchmarkOptions, world: World, result: Mapping[str, Any]) -> None:
     """Write the files that the options name, on the chief. A collective."""
     with fail_together(world):
         if world.is_chief and options.json:
@@ -80,14 +80,14 @@ def write(options: Options, world: World, result: Mapping[str, Any]) -> None:
             records.write_plot(options.plot, result)
 
 
-def _environment(options: Options, world: World) -> dict[str, Any]:
+def _environment(options: BenchmarkOptions, world: World) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _processor(),
         # Of the last minute: a high one shows that other processes disturb the figures.
         "load_average": os.getloadavg()[0],
-        **description.describe(world),
+        **description.describe_job(world),
         "path": allreduce_speed.name_path(world, options),
     }
 

@@ -20,7 +20,7 @@ def measure(options, world):
     """Measure a workload on the ranks of this job. A collective.
 
     Args:
-        options: the `Options`, with defaults.
+        options: the `BenchmarkOptions`, with defaults.
         world: the `World`.
 
     Returns:
@@ -64,7 +64,7 @@ def _variants(workload, options, world, names, start):
 
     Args:
         workload: the `Workload`.
-        options: the `Options`.
+        options: the `BenchmarkOptions`.
         world: the `World`.
         names: devices of a strategy in one process; empty for one process per device.
         start: the `fitting.StartUp` of the training.

@@ -206,7 +206,7 @@ def trained(model, input_fn, workload, options, world, *, callbacks=()):
         model: a compiled model whose optimizer is distributed.
         input_fn: see `training.TrainSpec`.
         workload: the `Workload`.
-        options: the `Options`.
+        options: the `BenchmarkOptions`.
         world: the `World`.
         callbacks: more Keras callbacks.
     """
@@ -241,7 +241,7 @@ def trained_alone(model, input_fn, options):
     Args:
         model: a compiled model whose optimizer is not distributed.
         input_fn: as in `trained`, for one rank of one.
-        options: the `Options`.
+        options: the `BenchmarkOptions`.
     """
 
     def callbacks(steps):
@@ -273,7 +273,7 @@ def fitted(model, input_fn, options, *, callbacks=lambda steps: ()):
     Args:
         model: a compiled model whose optimizer is not distributed.
         input_fn: see `training.TrainSpec`.
-        options: the `Options`.
+        options: the `BenchmarkOptions`.
         callbacks: returns more Keras callbacks for a number of steps.
     """
 
@@ -301,7 +301,7 @@ def called(model, batches, options, *, clock=time.perf_counter):
     Args:
         model: a compiled model.
         batches: an endless `tf.data.Dataset`.
-        options: the `Options`.
+        options: the `BenchmarkOptions`.
         clock: returns seconds.
     """
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain import optimizers
 from hvdtrain.classifier import models
-from hvdtrain.classifier.models import compiled
+from hvdtrain.classifier.models import compile_classifier
 from hvdtrain.collectives.objects import group_by_value, name_values
 from hvdtrain.data import Sampler, streams
 from hvdtrain.data.loading import load_everywhere
@@ -60,7 +60,7 @@ class Workload:
         """Return `input_fn(start_step, end_step)` of a rank.
 
         Args:
-            options: the `Options`.
+            options: the `BenchmarkOptions`.
             rank: the rank.
             size: number of ranks that the data set is divided over.
             devices: devices of this rank; each adds a batch to that of the rank.
@@ -113,7 +113,7 @@ def _mnist(options, world):
             model = models.BY_NAME[options.workload](shape, num_classes=classes)
             factor = learning_rate_factor
         rate = optimizers.LEARNING_RATES["sgd"] * factor
-        return compiled(model, optimizers.make("sgd", learning_rate=rate))
+        return compile_classifier(model, optimizers.make("sgd", learning_rate=rate))
 
     def batches(sampler, start, end):
         return streams.train_batches(
@@ -143,9 +143,9 @@ def _synthetic(name, batch_size):
         model = models.BY_NAME[name](shape, num_classes=classes)
         if name != "resnet18":
             rate = optimizers.LEARNING_RATES["sgd"] * learning_rate_factor
-            return compiled(model, optimizers.make("sgd", learning_rate=rate))
+            return compile_classifier(model, optimizers.make("sgd", learning_rate=rate))
         # The setting in which data-parallel methods are commonly compared.
-        return compiled(
+        return compile_classifier(
             model,
             keras.optimizers.SGD(0.02, momentum=0.9, nesterov=True, weight_decay=1e-4),
         )

@@ -133,7 +133,7 @@ class BestExporter(Exporter):
         return value < best
 
 
-BY_NAME: dict[str, type[Exporter]] = {
+BY_NAME: dict[str, Callable[[], Exporter]] = {
     "best": BestExporter,
     "latest": LatestExporter,
     "final": FinalExporter,

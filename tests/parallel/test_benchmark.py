@@ -6,7 +6,7 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
 from hvdtrain.measurement import parallel_workloads, running
-from hvdtrain.measurement.benchmark_options import Options
+from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 from hvdtrain.measurement.parallel_workloads import BATCHES, WORKLOADS
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -28,27 +28,17 @@ def world():
 def options(workload, **changes):
     values = {
         "workload": workload,
-        "strategy": "horovod",
-        "devices": 2,
-        "collectives": False,
-        "max_bytes": 1000,
         "rounds": 1,
         "seconds": 0.01,
         "batch_size": BATCH,
         "steps_per_execution": 1,
-        "dataset": "auto",
-        "data_dir": None,
-        "backward_ms": 0.0,
         "tables": tuple(map(str, ROWS)),
         "columns": COLUMNS,
         "units": ("6",),
         "optimizer": "momentum",
-        "seed": 0,
         "consistency_steps": 0,
-        "json": None,
-        "plot": None,
     }
-    return Options(**values | changes).with_defaults()
+    return BenchmarkOptions(**values | changes).with_defaults()
 
 
 def run(world, given):

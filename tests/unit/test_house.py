@@ -18,7 +18,7 @@ FLOORS = [
     ],
     ["classifier"],
     ["training"],
-    ["data", "log", "optimizers"],
+    ["data", "flag_fields", "log", "optimizers"],
     ["parallel"],
     ["keras"],
     ["sharding"],

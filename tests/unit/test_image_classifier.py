@@ -11,17 +11,12 @@ from absl.testing import flagsaver
 
 import hvdtrain.keras as hvd
 from hvdtrain import mnist
-from hvdtrain.classifier.options import Options
-from hvdtrain.classifier.run import build
+from hvdtrain.classifier.experiment import build
+from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World
 from hvdtrain.training import Plan, train_and_evaluate
 from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
-
-DEFAULTS = {
-    flag.name: flag.default
-    for flag in flags.FLAGS.flags_by_module_dict()[mnist.__name__]
-}
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +27,14 @@ def _horovod(monkeypatch):
 
 
 def options(**changes):
-    return Options(**(DEFAULTS | {"dataset": "synthetic"} | changes))
+    return ClassifierOptions(**({"dataset": "synthetic"} | changes))
 
 
 def test_options_are_the_flags_of_mnist():
-    assert [field.name for field in dataclasses.fields(Options)] == list(DEFAULTS)
+    defined = flags.FLAGS.flags_by_module_dict()[mnist.__name__]
+    fields = dataclasses.fields(ClassifierOptions)
+    assert [flag.name for flag in defined] == [field.name for field in fields]
+    assert [flag.default for flag in defined] == [field.default for field in fields]
 
 
 def test_a_run_with_the_defaults(tmp_path):

@@ -22,31 +22,12 @@ from hvdtrain.measurement import (
     tables,
     variants,
 )
-from hvdtrain.measurement.benchmark_options import Options, is_workload
+from hvdtrain.measurement.benchmark_options import BenchmarkOptions, is_workload
 from hvdtrain.measurement.parallel_workloads import WORKLOADS, zipf
 
 ROOT = pathlib.Path(__file__).parents[2]
-OPTIONS = Options(
-    workload="mlp",
-    strategy="horovod",
-    devices=2,
-    collectives=False,
-    max_bytes=100_000,
-    rounds=0,
-    seconds=0.0,
-    batch_size=0,
-    steps_per_execution=0,
-    dataset="auto",
-    data_dir=None,
-    backward_ms=326.0,
-    tables=("17", "1000"),
-    columns=4,
-    units=("5",),
-    optimizer="sgd",
-    seed=0,
-    consistency_steps=5,
-    json=None,
-    plot=None,
+OPTIONS = BenchmarkOptions(
+    max_bytes=100_000, tables=("17", "1000"), columns=4, units=("5",)
 )
 
 

@@ -1,6 +1,5 @@
 """What programs share, in programs of a few lines that load no TensorFlow."""
 
-import ast
 import fcntl
 import functools
 import os
@@ -225,23 +224,3 @@ def test_a_long_error_is_written_in_whole_lines(monkeypatch):
     packets = list(iter(lambda: os.read(reader, 8192), b""))
     os.close(reader)
     assert packets == [b"x" * 4000 + b"\n", b"y" * 4000 + b"\n"]
-
-
-def test_flags_of_imported_modules_belong_to_the_program(tmp_path):
-    (tmp_path / "shared_flags.py").write_text(
-        "from absl import flags\nflags.DEFINE_integer('shared', 3, 'Theirs.')\n"
-    )
-    script = (
-        "import sys, shared_flags\n"
-        "from absl import flags, logging\n"
-        "from hvdtrain import program\n"
-        "flags.DEFINE_integer('own', 4, 'Ours.')\n"
-        "flags.DEFINE_integer('oom', 1, '', module_name='tensorflow.python.tpu')\n"
-        "program.run(lambda: print(program.flag_values()), page='')\n"
-    )
-    output = subprocess.check_output(
-        [sys.executable, "-c", script, "--own=5"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        text=True,
-    )
-    assert ast.literal_eval(output) == {"own": 5, "shared": 3}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import data, renamed
+from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.data import streams
 from hvdtrain.job.world import MeshShape
 
@@ -31,6 +32,14 @@ def test_an_old_keyword_is_the_new_one():
     with pytest.warns(DeprecationWarning, match=r"train_batches\(shard=\).*sampler="):
         batches = streams.train_batches(x, y, shard=sampler, start_step=0, end_step=2)
     assert len(batches) == 2
+
+
+def test_an_old_module_has_old_names_of_its_contents():
+    old = "hvdtrain.training.options"
+    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated"):
+        module = importlib.reload(importlib.import_module(old))
+    with pytest.warns(DeprecationWarning, match=r"Use .*options\.ClassifierOptions"):
+        assert module.Options is ClassifierOptions
 
 
 def test_an_old_name_is_the_new_one():

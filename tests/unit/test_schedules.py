@@ -26,14 +26,14 @@ def sampler(*, size=2):
     ],
 )
 def test_steps_of_two_ranks(options, expected):
-    assert schedule.steps_of_run(sampler(), **options) == expected
+    assert schedule.count_steps(sampler(), size=2, **options) == expected
 
 
 def test_too_few_steps_for_an_update():
     with pytest.raises(JobError, match=r"--max_steps=7 for 2 ranks .* expected 8"):
-        schedule.steps_of_run(sampler(), max_steps=7, accumulation_steps=4)
+        schedule.count_steps(sampler(), size=2, max_steps=7, accumulation_steps=4)
     with pytest.raises(JobError, match=r"--accumulation_steps=51 .* of 50 steps"):
-        schedule.steps_of_run(sampler(), epochs=1, accumulation_steps=51)
+        schedule.count_steps(sampler(), size=2, epochs=1, accumulation_steps=51)
 
 
 def test_warmup_longer_than_the_run():

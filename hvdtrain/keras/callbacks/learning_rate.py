@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import keras
 from keras.src.utils import io_utils
 
-from hvdtrain.keras.learning_rates import set_learning_rate
+from hvdtrain.keras.learning_rates import set_learning_rate, warmup_factor
 from hvdtrain.keras.variables import get_hook
 
 
@@ -170,11 +170,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         assert self.steps_per_epoch
         assert self.end_epoch
         end = min(epoch + steps / self.steps_per_epoch, math.floor(epoch) + 1)
-        progress = min(1.0, end / self.end_epoch)
         hook = get_hook(self.model.optimizer)
         # On a mesh, learning rates are scaled to the replicas.
         size = hook.mesh.data.size if hook and hook.mesh else hvd.size()
-        return (1 + (size - 1) * progress) / size
+        return warmup_factor(end / self.end_epoch, size=size)
 
 
 def _check_adjustable(optimizer: keras.optimizers.Optimizer) -> None:

@@ -1,41 +1,53 @@
-"""An image classifier from options: data, model, optimizer and specs."""
+"""Train an image classifier from options: its data, specs and callbacks."""
 
 import dataclasses
 import sys
+from collections.abc import Callable, Sequence
 
 import keras
 
 import hvdtrain.keras as hvd
+from hvdtrain import parallel, renamed
 from hvdtrain.classifier import description, models
+from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.classifier.schedule import (
     LearningRateCallback,
     Schedule,
     check_warmup,
-    steps_of_run,
+    count_steps,
 )
 from hvdtrain.data import Dataset, Sampler, streams
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
-from hvdtrain.job.world import MeshShape
+from hvdtrain.job.world import World
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.checkpoint import restoring
-from hvdtrain.training.elastic import run_elastic
+from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
-from hvdtrain.training.plan import fast_steps_per_execution
+from hvdtrain.training.plan import Plan, fast_steps_per_execution
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
 from hvdtrain.training.replicas import Replicas, make_mesh
-from hvdtrain.training.specs import EvalSpec, RunConfig, TrainSpec
+from hvdtrain.training.specs import EvalSpec, Position, RunConfig, TrainSpec
 
 _EVALUATION_BATCH_SIZE = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """What `build` returns: the arguments of `train_and_evaluate`, and their data.
+class Experiment:
+    """The arguments of `train_and_evaluate`, and the values that describe them.
 
-    `batch_ranks` is the number of ranks that the global batch and the rate are for:
-    of replicas, where the model is divided over the ranks of `mesh_shape`.
+    Attributes:
+        dataset: the data set that the ranks agreed on.
+        warning: text for the user if `dataset` is a fallback, else "".
+        model: the compiled model.
+        train_spec: what to train on, and how long.
+        eval_spec: what to evaluate on.
+        config: where checkpoints are kept.
+        batch_ranks: number of replicas that the global batch and the learning rate are
+            for. A job that continues on other ranks may keep the number before.
+        replicas: the replicas of the model in this job.
+        observers: empty on all ranks except the chief.
     """
 
     dataset: Dataset
@@ -45,75 +57,81 @@ class Run:
     eval_spec: EvalSpec
     config: RunConfig
     batch_ranks: int
-    mesh_shape: MeshShape
-    observers: list
+    replicas: Replicas
+    observers: Sequence
 
 
-def train(options, world, mesh_shape, *, report):
+def train(
+    options: ClassifierOptions, world: World, *, report: Callable[[str], object]
+) -> None:
     """Train, evaluate, and write the model and the summary. A collective.
 
     Args:
-        options: the `Options`; apart from paths the same on all ranks.
-        world: the `World`.
-        mesh_shape: the `MeshShape` of the job.
+        options: the same on all ranks, except for paths.
+        world: the `World`, of a job that was started with `options.mesh_shape`.
         report: called on the chief with each text for the user.
 
     Raises:
         JobError: on all ranks, if one of them cannot train.
     """
-    mesh = make_mesh(mesh_shape)
+    mesh = make_mesh(options.mesh_shape)
 
-    def train_once(world, commits):
-        run = build(options, world, commits, mesh)
-        info = description.run_info(world, options, run)
+    # In an elastic job this function is called again after each change of the ranks.
+    def train_once(world: World, commits: Commits | None) -> None:
+        experiment = build(options, world, commits, mesh)
+        info = description.describe_run(world, options, experiment)
         if world.is_chief:
-            report(description.banner(info, run.dataset, warning=run.warning))
+            report(
+                description.banner(info, experiment.dataset, warning=experiment.warning)
+            )
         result = train_and_evaluate(
-            lambda: run.model,
-            run.train_spec,
-            run.eval_spec,
-            run.config,
+            lambda: experiment.model,
+            experiment.train_spec,
+            experiment.eval_spec,
+            experiment.config,
             world=world,
-            observers=run.observers,
+            observers=experiment.observers,
             commits=commits,
         )
         summary = description.summarize(result, info)
         if world.is_chief:
             report(description.last_line(summary))
         if options.model_dir:
+            # On all ranks: the full values of a sharded model are gathered.
             run_directory.write(
                 world, options.model_dir, model=result.model, summary=summary
             )
             if world.is_chief:
                 report(f"written to {options.model_dir}")
 
-    # In an elastic job it is called again after each change of the job.
     run_elastic(train_once, world)
 
 
-def build(options, world, commits=None, mesh=None):
-    """Build a run on all ranks. A collective.
+def build(
+    options: ClassifierOptions,
+    world: World,
+    commits: Commits | None = None,
+    mesh: parallel.Mesh | None = None,
+) -> Experiment:
+    """Load the data and build the model and the specs on all ranks. A collective.
 
     A job that continues with another number of ranks keeps its global batch and its
-    learning rates: those of the number that it was first started with, or with
-    `scale_batch` those of the new number.
+    learning rates, of the ranks with which it was first started. With `scale_batch`
+    they are computed for the new number of ranks.
 
     Args:
-        options: the `Options`; apart from paths the same on all ranks.
+        options: the same on all ranks, except for paths.
         world: the `World`.
         commits: see `train_and_evaluate`.
-        mesh: the `parallel.Mesh` over which the model is divided; None for data
+        mesh: the `parallel.Mesh` over which the model is sharded; None for data
             parallelism alone.
-
-    Returns:
-        The `Run`.
 
     Raises:
         JobError: on all ranks, if one of them cannot build it.
     """
     values = dataclasses.asdict(options)
-    own = ("data_dir", "model_dir", "timeline_file")
-    check_same(world, values, but=own, prefix="--")
+    paths = ("data_dir", "model_dir", "timeline_file")
+    check_same(world, values, but=paths, prefix="--")
     dataset, warning = load_everywhere(
         world, options.dataset, data_dir=options.data_dir
     )
@@ -121,16 +139,18 @@ def build(options, world, commits=None, mesh=None):
     replicas = Replicas.of(world, mesh)
     position = restoring.position(config, world, commits, replicas=replicas)
     batch_ranks = replicas.size if options.scale_batch else position.original_size
+    # What fails in here on one rank, such as a directory that only the chief writes,
+    # would leave the others blocked in the first collective of the training.
     with fail_together(world):
         train_spec = _train_spec(options, dataset, world, replicas, position)
         eval_spec = _eval_spec(options, dataset, replicas)
-        observers = ()
+        observers: Sequence = ()
         if world.is_chief:
             if options.model_dir:
                 run_directory.prepare(options.model_dir)
             observers = make_observers(sys.stdout, model_dir=options.model_dir)
         model = models.build(options, dataset, batch_ranks, mesh)
-    return Run(
+    return Experiment(
         dataset=dataset,
         warning=warning,
         model=model,
@@ -138,13 +158,14 @@ def build(options, world, commits=None, mesh=None):
         eval_spec=eval_spec,
         config=config,
         batch_ranks=batch_ranks,
-        mesh_shape=replicas.shape,
+        replicas=replicas,
         observers=observers,
     )
 
 
-def _config(options, dataset):
+def _config(options: ClassifierOptions, dataset: Dataset) -> RunConfig:
     return RunConfig(
+        # With other values, a checkpoint would continue with other samples.
         unchanged={
             "dataset": dataset.name,
             "samples": len(dataset.x_train),
@@ -160,8 +181,10 @@ def _config(options, dataset):
     )
 
 
-def _sampler(options, dataset, replicas, position):
-    """Return the `Sampler`, and the steps of the whole job."""
+def _sampler(
+    options: ClassifierOptions, dataset: Dataset, replicas: Replicas, position: Position
+) -> tuple[Sampler, int]:
+    """Return the sampler, and the steps of the whole job."""
     sampler = Sampler(
         num_samples=len(dataset.x_train),
         global_batch_size=options.batch_size * position.original_size,
@@ -169,7 +192,7 @@ def _sampler(options, dataset, replicas, position):
         rank=replicas.index,
         size=replicas.size,
     )
-    max_steps = steps_of_run(
+    max_steps = count_steps(
         sampler,
         size=position.original_size,
         epochs=options.epochs,
@@ -181,6 +204,7 @@ def _sampler(options, dataset, replicas, position):
     )
     check_warmup(options.warmup_epochs, epochs=epochs)
     if options.scale_batch:
+        # The job ends at the same sample, and takes another number of steps to it.
         end = max_steps * sampler.global_batch_size
         sampler = dataclasses.replace(
             sampler,
@@ -192,7 +216,13 @@ def _sampler(options, dataset, replicas, position):
     return sampler, max_steps
 
 
-def _train_spec(options, dataset, world, replicas, position):
+def _train_spec(
+    options: ClassifierOptions,
+    dataset: Dataset,
+    world: World,
+    replicas: Replicas,
+    position: Position,
+) -> TrainSpec:
     sampler, max_steps = _sampler(options, dataset, replicas, position)
     check_profile_steps(options.profile_steps, max_steps)
     schedule = _schedule(options, sampler, max_steps)
@@ -216,7 +246,7 @@ def _train_spec(options, dataset, world, replicas, position):
     )
 
 
-def _schedule(options, sampler, max_steps):
+def _schedule(options: ClassifierOptions, sampler: Sampler, max_steps: int) -> Schedule:
     batch_ranks = sampler.global_batch_size // options.batch_size
     return Schedule(
         learning_rate=options.local_learning_rate * batch_ranks,
@@ -228,20 +258,25 @@ def _schedule(options, sampler, max_steps):
     )
 
 
-def _callbacks(options, schedule, plan, world):
+def _callbacks(
+    options: ClassifierOptions, schedule: Schedule, plan: Plan, world: World
+) -> list[keras.callbacks.Callback]:
     callbacks = []
     if not schedule.is_constant:
         callbacks.append(LearningRateCallback(schedule, plan))
     if options.consistency_check_steps:
         every_steps = options.consistency_check_steps
         callbacks.append(hvd.callbacks.ConsistencyCheckCallback(every_steps))
-    if options.profile_steps and world.is_chief:
-        directory, steps = options.model_dir, options.profile_steps
-        callbacks.append(ProfileCallback(directory, plan, steps=steps))
+    if options.profile_steps and options.model_dir and world.is_chief:
+        callbacks.append(
+            ProfileCallback(options.model_dir, plan, steps=options.profile_steps)
+        )
     return callbacks
 
 
-def _eval_spec(options, dataset, replicas):
+def _eval_spec(
+    options: ClassifierOptions, dataset: Dataset, replicas: Replicas
+) -> EvalSpec:
     batches = streams.evaluation_batches(
         dataset.x_test,
         dataset.y_test,
@@ -254,3 +289,6 @@ def _eval_spec(options, dataset, replicas):
         every_epochs=options.evaluate_every,
         exporters=[exporting.BY_NAME[name]() for name in options.export or ()],
     )
+
+
+__getattr__ = renamed.getattr_of(__name__, {"Run": "Experiment"})
