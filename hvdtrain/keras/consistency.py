@@ -1,6 +1,8 @@
 """Detection of ranks whose variables differ although they must be equal."""
 
 import zlib
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -14,11 +16,14 @@ from hvdtrain.collectives.objects import (
     name_values,
 )
 from hvdtrain.collectives.process_sets import (
+    ProcessSet,
     global_process_set,
     is_elastic,
     needs_communication,
 )
 from hvdtrain.collectives.transport import Sum
+from hvdtrain.keras.gradients import Gradients
+from hvdtrain.keras.variables import Variable
 
 CHECK_SETUP = (
     "Check that the optimizer is a DistributedOptimizer and that "
@@ -33,6 +38,8 @@ BROADCAST_FIRST = (
 )
 # The attribute of a tf.Variable that holds the check of its first step.
 _CHECK = "_hvdtrain_first_step"
+# Path, shape and checksum of a variable.
+_Description: TypeAlias = tuple[str, tuple[int, ...], int]
 
 
 class DesynchronizedError(RuntimeError):
@@ -42,11 +49,18 @@ class DesynchronizedError(RuntimeError):
     __init__ = Exception.__init__
 
 
-def check_consistency(variables, *, process_set=global_process_set, remedy=CHECK_SETUP):
-    """Raises an error on every rank unless `variables` are equal on all of them.
+def check_consistency(
+    variables: Sequence[Variable],
+    *,
+    process_set: ProcessSet = global_process_set,
+    remedy: str = CHECK_SETUP,
+) -> None:
+    """Raise an error on every rank unless `variables` are equal on all of them.
+
+    A collective.
 
     Args:
-        variables: list of Keras or TensorFlow variables, the same on every rank.
+        variables: the same on every rank.
         process_set: the ranks that take part.
         remedy: last sentences of the message.
 
@@ -61,16 +75,17 @@ def check_consistency(variables, *, process_set=global_process_set, remedy=CHECK
         return
     paths = [getattr(variable, "path", variable.name) for variable in variables]
     shapes = [tuple(variable.shape) for variable in variables]
-    everyone = allgather_object(
+    descriptions_by_rank = allgather_object(
         list(zip(paths, shapes, checksums, strict=True)),
         name="ConsistencyDetails",
         process_set=process_set,
     )
-    raise DesynchronizedError(f"{_explain(everyone, process_set.ranks)} {remedy}")
+    explanation = _explain(descriptions_by_rank, process_set.ranks)
+    raise DesynchronizedError(f"{explanation} {remedy}")
 
 
-def check_first_step(variables, *, process_set):
-    """Raises an error on every rank unless all start with equal `variables`.
+def check_first_step(variables: Sequence[Variable], *, process_set: ProcessSet) -> None:
+    """Raise an error on every rank unless all start with equal `variables`.
 
     Call it while the first step is traced, or executed eagerly: each rank does this
     once, before its first reduction. In an elastic job it does nothing, since ranks
@@ -81,21 +96,23 @@ def check_first_step(variables, *, process_set):
     """
     if is_elastic():
         return
-    # Of the variables and not of the graph that is being traced.
+    # Compare values now, outside of the graph that is being traced.
     with tf.init_scope():
         check_consistency(variables, process_set=process_set, remedy=BROADCAST_FIRST)
 
 
-def check_first_steps(gradients, variables, *, process_set):
-    """As `check_first_step`, for a step of which only the gradients are known.
+def check_first_steps(
+    gradients: Gradients, variables: Iterable[Variable], *, process_set: ProcessSet
+) -> Gradients:
+    """Raise an error unless `variables` are equal in the first or second step.
 
-    Horovod's examples with a tape broadcast after their first step. So where the
-    ranks differ in the first step, they are compared again in the second.
+    This is the check of a tape, whose users broadcast variables themselves: Horovod's
+    examples do so after their first step. So where the ranks differ in the first step,
+    they are compared again in the second.
 
     Args:
-        gradients: list of tensors, `tf.IndexedSlices` or None.
-        variables: list of Keras or TensorFlow variables; those that were part of an
-            earlier call are not compared again.
+        gradients: of the step.
+        variables: compared in the first call that has them.
         process_set: the ranks that take part.
 
     Returns:
@@ -122,7 +139,7 @@ def check_first_steps(gradients, variables, *, process_set):
 class _TwoSteps:
     """Compares variables in the first step, and if they differ, in the second."""
 
-    def __init__(self, variables, process_set):
+    def __init__(self, variables: list[tf.Variable], process_set: ProcessSet) -> None:
         self._process_set = process_set
         self._steps = 0
         with tf.init_scope():
@@ -132,7 +149,7 @@ class _TwoSteps:
             is_equal = _is_equal_on_all_ranks(checksums, process_set)
         self._variables = [] if is_equal else variables
 
-    def __call__(self, gradients):
+    def __call__(self, gradients: Gradients) -> Gradients:
         if not self._variables:
             return gradients
         if tf.executing_eagerly():
@@ -140,9 +157,9 @@ class _TwoSteps:
             return gradients
         return self._in_graph(gradients)
 
-    def _in_graph(self, gradients):
-        # After the gradients, which have read the result of the step before, and
-        # before whatever assigns to the variables.
+    def _in_graph(self, gradients: Gradients) -> Gradients:
+        # Compare after the gradients, which read the result of the step before, and
+        # before the update, which depends on the tensors that are returned.
         tensors = tf.nest.flatten(gradients, expand_composites=True)
         # A variable that the loss does not use has the gradient None.
         with tf.control_dependencies([t for t in tensors if t is not None]):
@@ -154,7 +171,7 @@ class _TwoSteps:
                 expand_composites=True,
             )
 
-    def _step(self):
+    def _step(self) -> None:
         self._steps += 1
         if self._steps == 2:
             variables, self._variables = self._variables, []
@@ -163,23 +180,26 @@ class _TwoSteps:
             )
 
 
-def compute_checksum(variables: list) -> int:
-    """Returns a checksum of the values of variables, on this rank."""
-    checksums = [_checksum(variable) for variable in variables]
+def compute_checksum(variables: Iterable[Variable]) -> int:
+    """Return a checksum of the values of variables, on this rank."""
+    return _combine([_checksum(variable) for variable in variables])
+
+
+def _combine(checksums: list[int]) -> int:
     return zlib.crc32(np.array(checksums, "uint32").tobytes())
 
 
-def _checksum(variable):
+def _checksum(variable: Variable) -> int:
     value = np.ascontiguousarray(variable.numpy())
     header = f"{value.dtype} {value.shape}".encode()
-    return zlib.crc32(value.view("uint8").reshape(-1), zlib.crc32(header))
+    return zlib.crc32(value.view("uint8").reshape(-1).data, zlib.crc32(header))
 
 
-def _is_equal_on_all_ranks(checksums, process_set):
-    digest = zlib.crc32(np.array(checksums, "uint32").tobytes())
-    # By sums and not by an allgather, which fails while a rank has joined. Numbers
-    # are equal if and only if their number times the sum of their squares is the
-    # square of their sum. Halves, so that the squares fit into 64 bits.
+def _is_equal_on_all_ranks(checksums: list[int], process_set: ProcessSet) -> bool:
+    digest = _combine(checksums)
+    # Compare by sums: an allgather fails while a rank has joined. N numbers are equal
+    # if and only if N times the sum of their squares is the square of their sum
+    # (Cauchy-Schwarz). Halves of 16 bits, so that the squares fit into 64 bits.
     high, low = digest >> 16, digest & 0xFFFF
     sums = ops.allreduce(
         np.array([1, high, high**2, low, low**2], "int64"),
@@ -191,15 +211,17 @@ def _is_equal_on_all_ranks(checksums, process_set):
     return count * high_squares == high**2 and count * low_squares == low**2
 
 
-def _explain(described_by_rank, ranks):
-    counts = group_by_value(list(map(len, described_by_rank)), ranks)
+def _explain(
+    descriptions_by_rank: list[list[_Description]], ranks: Sequence[int]
+) -> str:
+    counts = group_by_value(list(map(len, descriptions_by_rank)), ranks)
     if len(counts) > 1:
         return (
             "The ranks train different models: number of variables is "
             f"{name_values(counts)}. Build and compile the same model on every rank."
         )
     differing = []
-    for by_rank in zip(*described_by_rank, strict=True):
+    for by_rank in zip(*descriptions_by_rank, strict=True):
         paths, shapes, checksums = zip(*by_rank, strict=True)
         groups = group_by_value(shapes, ranks)
         if len(groups) > 1:
@@ -213,7 +235,7 @@ def _explain(described_by_rank, ranks):
     path, groups = differing[0]
     return (
         f"The ranks hold different models: {len(differing)} of "
-        f"{len(described_by_rank[0])} variables differ. First: {path}, where "
+        f"{len(descriptions_by_rank[0])} variables differ. First: {path}, where "
         + " and ".join(name_ranks(group.ranks) for group in groups)
         + " hold different values."
     )

@@ -20,12 +20,7 @@ from hvdtrain.keras.gradients import (
     sum_duplicate_rows,
 )
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.variables import (
-    Optimizer,
-    Variable,
-    non_local_state,
-    shard_slots,
-)
+from hvdtrain.keras.variables import Optimizer, Variable, non_local_state, shard_slots
 from hvdtrain.sharding.shards import (
     check_elementwise,
     has_summed_gradients,

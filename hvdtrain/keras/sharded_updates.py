@@ -1,34 +1,39 @@
-"""Which part of each weight a rank updates, and the exchange of these parts."""
+"""Which shard of each weight a rank updates, and the exchange of these shards."""
 
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import needs_communication
-from hvdtrain.keras.gradients import split_into_groups
-from hvdtrain.sharding.shards import Sharding, get_sharding
+from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
+from hvdtrain.keras.gradients import Gradient, GradientReducer, split_into_groups
+from hvdtrain.sharding.shards import Sharding, get_sharding, set_sharding
 
-# A part starts at a multiple of this within its variable. Eigen computes full vectors
+# By list of slots: the shape of a factor from the shape of its weight. Adafactor keeps
+# means over the last axis and over the one before it.
+_FACTORS = {"_r": lambda shape: shape[:-1], "_c": lambda shape: shape[:-2] + shape[-1:]}
+# A shard starts at a multiple of this within its variable. Eigen computes full vectors
 # and the rest of a tensor by different functions, whose last bits may differ (`pow`):
-# so each element is computed as in the whole variable.
+# so each element is computed as in the full variable.
 _ALIGNMENT = 16
 
 
-def sizes_by_variable(counts, ranks):
-    """Returns the elements of each variable that each rank updates: all or none.
+def sizes_by_variable(counts: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+    """Return the elements of each variable that each rank updates: all or none.
 
     The largest variables are dealt out first, each to the rank that has the fewest
     elements so far.
 
     Args:
-        counts: list of the elements of each variable.
+        counts: elements of each variable.
         ranks: number of ranks.
     """
-    loads, sizes = [0] * ranks, [None] * len(counts)
+    loads: list[int] = [0] * ranks
+    sizes: list[tuple[int, ...]] = [()] * len(counts)
     for i in sorted(range(len(counts)), key=lambda i: -counts[i]):
         owner = loads.index(min(loads))
         loads[owner] += counts[i]
@@ -36,9 +41,10 @@ def sizes_by_variable(counts, ranks):
     return sizes
 
 
-def sizes_by_shards(counts, ranks):
-    """Returns the same for equal slices of the concatenation of all variables."""
-    total, sizes = sum(counts), []
+def sizes_by_shards(counts: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+    """Return the same for equal shards of the concatenation of all variables."""
+    total = sum(counts)
+    sizes: list[tuple[int, ...]] = []
     starts = itertools.accumulate(counts, initial=0)
     for start, count in zip(starts, counts, strict=False):
         cuts = [_cut(total * rank // ranks - start, count) for rank in range(ranks + 1)]
@@ -46,28 +52,33 @@ def sizes_by_shards(counts, ranks):
     return sizes
 
 
-def _cut(place, count):
-    return count if place >= count else max(0, place) // _ALIGNMENT * _ALIGNMENT
+def _cut(offset: int, count: int) -> int:
+    return count if offset >= count else max(0, offset) // _ALIGNMENT * _ALIGNMENT
 
 
 class WeightShard:
-    """This rank's part of one weight: flattened elements, all of them, or none.
+    """The shard of one weight that this rank updates: some, all or no elements.
 
     Args:
-        weight: a Keras variable.
+        weight: may itself be a shard, of a sharded layer.
         sizes: elements of each rank of `process_set`; None for a weight that the other
-            ranks have no copy of, which is updated here as a whole.
+            ranks have no replica of, all of which is updated here.
         process_set: the ranks.
 
     Attributes:
         weight: see above.
-        sharding: the `Sharding` of its slots; None with `sizes=None`.
+        sharding: of its slots, which are flattened; None with `sizes=None`.
         variable: what Keras updates: the weight itself or a one-dimensional variable.
     """
 
-    def __init__(self, weight, sizes, process_set):
+    def __init__(
+        self,
+        weight: keras.Variable,
+        sizes: tuple[int, ...] | None,
+        process_set: ProcessSet,
+    ) -> None:
         self.weight = weight
-        self.sharding = None
+        self.sharding: Sharding | None = None
         if sizes is not None:
             self.sharding = Sharding(
                 axis=0,
@@ -83,80 +94,106 @@ class WeightShard:
         self.variable = weight if is_full else self._make_variable()
 
     @property
-    def size(self):
+    def size(self) -> int:
         """Elements of the weight that this rank updates."""
         if self.sharding is None:
             return math.prod(self.weight.shape)
         return self.sharding.sizes[self.sharding.rank]
 
     @property
-    def is_full(self):
+    def is_full(self) -> bool:
         """Whether this rank updates all of the weight, in place."""
         return self.variable is self.weight
 
-    def factor_sharding(self, shape):
-        """Returns the `Sharding` of a slot that has another shape than the weight."""
-        sizes = [bool(size) * math.prod(shape) for size in self.sharding.sizes]
-        return dataclasses.replace(
-            self.sharding, size=math.prod(shape), uneven=tuple(sizes), shape=shape
-        )
+    def set_slot_sharding(self, slot: keras.Variable, kind: str) -> None:
+        """Mark a slot of the weight as a shard, unless it is a scalar.
 
-    def of(self, dense):
-        """Returns this rank's part of a dense tensor, such as the weight's gradient."""
-        if self.is_full:
-            return dense
-        return self._part(dense)
+        Args:
+            kind: name of the optimizer's list of such slots.
 
-    def current(self):
-        """Returns this rank's part of the weight."""
-        return self.of(self.weight) if self.size else self.variable
+        Raises:
+            ValueError: for a slot whose shape is neither of the weight nor a factor.
+        """
+        if self.sharding is None:
+            return
+        shape = self.sharding.shape or ()
+        if kind in _FACTORS:
+            if len(shape) > 1:
+                factor = _factor_sharding(self.sharding, _FACTORS[kind](shape))
+                set_sharding(slot, factor)
+        elif slot.shape == self.variable.shape:
+            set_sharding(slot, self.sharding)
+        elif len(slot.shape):
+            raise ValueError(
+                f"shard_state cannot shard {slot.path}: a slot has the shape of its "
+                f"variable, or is a scalar. Received: {tuple(slot.shape)} for {shape}."
+            )
 
-    def refresh(self):
-        """Takes over the weight's values, which a broadcast may have changed."""
+    def select(self, full: Gradient | keras.Variable) -> Gradient | keras.Variable:
+        """Return this rank's shard of a full tensor, such as the weight's gradient."""
+        return full if self.is_full else self._select_elements(full)
+
+    def select_weight(self) -> tf.Tensor | keras.Variable:
+        """Return this rank's shard of the weight."""
+        return self.select(self.weight) if self.size else self.variable
+
+    def refresh(self) -> None:
+        """Copy the weight's values, which a broadcast may have changed."""
         if not self.is_full and self.size:
-            self.variable.assign(self._part(self.weight))
+            self.variable.assign(self._select_elements(self.weight))
 
-    def _part(self, dense):
+    def _select_elements(self, full: Gradient | keras.Variable) -> tf.Tensor:
         # Sparse gradients become dense ones.
-        flat = tf.reshape(tf.convert_to_tensor(dense), [-1])
-        return flat[self.sharding.local_slice]
+        flat = tf.reshape(tf.convert_to_tensor(full), [-1])
+        return flat[self.sharding.local_slice] if self.sharding else flat
 
-    def _make_variable(self):
-        # Also in a function that is being traced. A variable of no elements has as many
-        # axes as the weight: Muon and Adafactor select the kind of its slots by them.
+    def _make_variable(self) -> keras.Variable:
+        # The optimizer may be built in a function that is being traced: its variables
+        # outlive the trace. A variable of no elements has as many axes as the weight:
+        # Muon and Adafactor select the kind of its slots by them.
         with tf.init_scope():
             if self.size:
-                value = self._part(self.weight)
+                value = self._select_elements(self.weight)
             else:
                 value = tf.zeros([0] * max(1, len(self.weight.shape)))
             variable = keras.Variable(
                 value, dtype=self.weight.dtype, trainable=False, name=self.weight.name
             )
-        # Slots are named after it.
+        # Keras names slots after the path of their variable.
         variable._path = self.weight.path
         return variable
 
 
-def divide(weights, reducer, *, is_by_variable):
-    """Returns the `WeightShard`s of weights, which are the same on all ranks.
+def _factor_sharding(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """Return the sharding of a slot that has another shape than its weight."""
+    sizes = tuple(bool(size) * math.prod(shape) for size in sharding.sizes)
+    return dataclasses.replace(
+        sharding, size=math.prod(shape), uneven=sizes, shape=shape
+    )
+
+
+def shard_weights(
+    weights: list[keras.Variable], reducer: GradientReducer, *, is_by_variable: bool
+) -> list[WeightShard]:
+    """Return this rank's shard of each weight. Shards of local weights are full.
 
     Args:
-        weights: list of Keras variables.
-        reducer: the `GradientReducer`. Weights that are local stay whole.
+        weights: the same on all ranks, but for local ones.
+        reducer: of their gradients.
         is_by_variable: a rank has all or none of a weight.
     """
     process_set = reducer.process_set
     if not needs_communication(process_set):
         return [WeightShard(weight, None, process_set) for weight in weights]
     counts = [math.prod(weight.shape) for weight in weights]
-    shared = [i for i, weight in enumerate(weights) if not reducer.is_local(weight)]
-    # Slices of a divided layer differ in size along the axis model. The division of
-    # other weights, of which these ranks have copies, must not depend on them.
+    indices = [i for i, weight in enumerate(weights) if not reducer.is_local(weight)]
+    # Shards of a sharded layer differ in size along the axis model, along which other
+    # weights are replicated: the sizes of their shards must not depend on the former.
     kinds = [
-        [i for i in shared if bool(get_sharding(weights[i])) == is_sharded]
+        [i for i in indices if bool(get_sharding(weights[i])) == is_sharded]
         for is_sharded in (False, True)
     ]
-    # By slices, each rank has a part of each group: they are reduced one by one.
+    # Groups are reduced one by one: each rank must have a shard of each group.
     groups = kinds
     if not is_by_variable:
         groups = [
@@ -164,60 +201,70 @@ def divide(weights, reducer, *, is_by_variable):
             for kind in kinds
             for group in split_into_groups(kind, weights, reducer.options.groups)
         ]
-    sizes_of = sizes_by_variable if is_by_variable else sizes_by_shards
-    sizes = [None] * len(weights)
+    compute_sizes = sizes_by_variable if is_by_variable else sizes_by_shards
+    sizes: list[tuple[int, ...] | None] = [None] * len(weights)
     for group in groups:
-        found = sizes_of([counts[i] for i in group], process_set.size())
-        for i, each in zip(group, found, strict=True):
-            sizes[i] = each
+        group_sizes = compute_sizes([counts[i] for i in group], process_set.size())
+        for i, sizes_by_rank in zip(group, group_sizes, strict=True):
+            sizes[i] = sizes_by_rank
     pairs = zip(weights, sizes, strict=True)
-    return [WeightShard(weight, each, process_set) for weight, each in pairs]
+    return [WeightShard(*pair, process_set) for pair in pairs]
 
 
-def gather(shards, values, targets):
-    """Assigns variables from all ranks' parts of them. A collective.
+def gather(
+    shards: list[WeightShard],
+    values: Sequence[tf.Tensor | keras.Variable],
+    targets: Sequence[keras.Variable],
+) -> None:
+    """Assign full values to variables from the shards of all ranks. A collective.
 
     Args:
-        shards: list of `WeightShard`, of the same weights on all ranks.
-        values: list of this rank's part of each, a variable or tensor.
-        targets: list of variables. One that is its own value is up to date.
+        shards: of the same weights on all ranks.
+        values: this rank's shard of each.
+        targets: what is assigned to. One that is its own value is up to date.
     """
     triples = list(zip(shards, values, targets, strict=True))
     for shard, value, target in triples:
         if shard.sharding is None and target is not value:
             target.assign(value)
-    divided = [each for each in triples if each[0].sharding]
-    if not divided:
+    sharded = [(s.sharding, v, t) for s, v, t in triples if s.sharding]
+    if not sharded:
         return
-    dense = transport.gather_shards(
-        [value for _, value, _ in divided],
-        [shard.sharding.sizes for shard, _, _ in divided],
-        [None if target is value else target.shape for _, value, target in divided],
+    full = transport.gather_shards(
+        [value for _, value, _ in sharded],
+        [sharding.sizes for sharding, _, _ in sharded],
+        [None if target is value else target.shape for _, value, target in sharded],
         name="ShardGather",
-        process_set=divided[0][0].sharding.process_set,
+        process_set=sharded[0][0].process_set,
     )
-    for value, (_, _, target) in zip(dense, divided, strict=True):
+    for value, (_, _, target) in zip(full, sharded, strict=True):
         if value is not None:
             target.assign(value)
 
 
-def scatter(shards, gradients, reduction, *, name):
-    """Reduces gradients over the ranks to this rank's part of each. A collective.
+def scatter(
+    shards: list[WeightShard],
+    gradients: list[Gradient],
+    reduction: transport.Reduction,
+    *,
+    name: str,
+) -> list[tf.Tensor]:
+    """Reduce gradients to this rank's shard of each. A collective.
 
     Args:
-        shards: list of `WeightShard` with a sharding.
-        gradients: list of gradients.
-        reduction: the `Reduction`.
+        shards: each with a sharding.
+        gradients: of the weights.
+        reduction: over the ranks of the shardings.
         name: of the operation.
     """
-    parts = transport.reduce_to_shards(
+    reduced = transport.reduce_to_shards(
         # Sparse gradients become dense ones.
         list(map(tf.convert_to_tensor, gradients)),
-        [shard.sharding.sizes for shard in shards],
+        [shard.sharding.sizes for shard in shards if shard.sharding],
         reduction,
         name=name,
     )
     return [
-        tf.reshape(part, shard.variable.shape)
-        for part, shard in zip(parts, shards, strict=True)
+        tf.reshape(gradient, shard.variable.shape)
+        for gradient, shard in zip(reduced, shards, strict=True)
     ]
