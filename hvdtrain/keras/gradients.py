@@ -179,7 +179,7 @@ class GradientReducer:
         return self.scale_local(combined, variables)
 
     def scale_local(self, gradients: Gradients, variables: list[Variable]) -> Gradients:
-        """Return gradients in which those of local variables are scaled."""
+        """Return gradients, with the gradients of local variables scaled."""
         return [
             self._divide_by_ranks(gradient)
             if gradient is not None and self._is_scaled(gradient, variable)
@@ -234,7 +234,7 @@ class GradientReducer:
 def map_values(
     function: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient
 ) -> Gradient:
-    """Apply an elementwise function to a dense tensor or to the values of a sparse."""
+    """Return a dense or sparse gradient with a function applied to its values."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
             function(gradient.values), gradient.indices, gradient.dense_shape
@@ -255,7 +255,7 @@ def update_rows_once(variable: keras.Variable) -> None:
 
 
 def sum_duplicate_rows(gradients: Gradients, variables: list[Variable]) -> Gradients:
-    """Return gradients in which each row of a table of `update_rows_once` is unique.
+    """Return gradients that hold each row of a table once; see `update_rows_once`.
 
     Call it with reduced gradients. They hold a row repeatedly where several calls look
     up in a table, or several ranks that have replicas of it.

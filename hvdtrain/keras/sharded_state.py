@@ -75,9 +75,9 @@ class ShardedState:
         "variables", "slices"    allreduce, allgather         3 * P * (N - 1) / N
         "slices_reducescatter"   reducescatter, allgather     2 * P * (N - 1) / N
 
-    - "variables": each variable has one rank, the largest first the rank with the
-      fewest elements. Bitwise equal to the replicated state, for every optimizer. A
-      rank has at least the largest variable.
+    - "variables": one rank has all of a variable. The largest are dealt out first, each
+      to the rank with the fewest elements. Bitwise equal to the replicated state, for
+      every optimizer. One rank has at least the slots of the largest variable.
     - "slices": equal shards of the concatenation of the variables of each group that is
       reduced together. A rank keeps a copy of its shards, P / N elements. Bitwise
       equal, for elementwise optimizers. Sparse gradients become dense ones, as with
