@@ -145,7 +145,7 @@ def _align_window(
     if batches[hook.reducer.process_set.rank()] > 0:
         factor = 1.0
         # A sum has no divisor: batches that are missing add nothing.
-        if hook.reducer.options.op == Average:
+        if hook.reducer.options.reduction.op == Average:
             factor = float(open_steps * len(steps) / batches.sum())
     for accumulated in base._accumulated_gradients:
         accumulated.assign(accumulated * factor)
