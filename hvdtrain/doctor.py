@@ -10,11 +10,13 @@ Takes half a minute. The exit code is 1 if something is broken.
 import dataclasses
 import json
 import textwrap
+from collections.abc import Callable
 
 from absl import flags
 
 from hvdtrain import __version__, program
 from hvdtrain.diagnosis import cluster, installation, machine, ranks
+from hvdtrain.diagnosis.finding import Finding
 from hvdtrain.job import JobError, launchers
 
 _HOSTS = flags.DEFINE_list("hosts", [], "Other hosts of the job, checked by ssh.")
@@ -28,7 +30,7 @@ _MARKS = {"fine": "   ", "warning": " ? ", "broken": "!! "}
 _WIDTH = 88
 
 
-def main():
+def main() -> None:
     """Print the findings; raise `JobError` if something is broken."""
     if _VERSION.value:
         print(__version__)
@@ -39,17 +41,18 @@ def main():
             f"Received {launched.size} ranks from {launched.launcher}; expected none: "
             "start python -m hvdtrain.doctor alone, it starts two ranks of its own."
         )
-    findings = []
-    for check in (
+    checks: list[Callable[[], list[Finding]]] = [
         installation.check,
         machine.check,
         lambda: cluster.check(_HOSTS.value, ssh_port=_SSH_PORT.value),
         ranks.check,
-    ):
-        found = check()
-        findings += found
-        if not _JSON.value:
-            for finding in found:
+    ]
+    findings = []
+    for check in checks:
+        for finding in check():
+            findings.append(finding)
+            # At once: the checks take half a minute.
+            if not _JSON.value:
                 print(_text(finding))
     broken = [finding for finding in findings if finding.status == "broken"]
     if _JSON.value:
@@ -62,8 +65,7 @@ def main():
         print("Nothing is broken.")
 
 
-def _text(finding):
-    """Return a finding as text, the remedy on a line of its own."""
+def _text(finding: Finding) -> str:
     indent = " " * 20
     lines = textwrap.wrap(
         f"{_MARKS[finding.status]}{finding.topic:<16} {finding.detail}",

@@ -9,15 +9,16 @@
     {"event": "checkpoint", "seconds": 1.5e9, "step": 5000, "text":
      "copied in 0.002 s, written in 0.1 s"}
 
-Lines of the event export are as those of checkpoints. `seconds` is the time since the
-epoch. A number that is not finite is null. All runs of a job append to the file, and no
-line is changed: a start at step s supersedes the lines of later steps above it, and of
-several lines of an event and a step the last is valid.
-What is not JSON is the rest of a line that a killed process did not complete.
+Lines of the event export have the fields of checkpoints. `seconds` is the time since
+the epoch. A number that is not finite is null. All runs of a job append to the file,
+and lines are never changed: a start at step s supersedes the lines of later steps above
+it, and of several lines of an event and a step the last is valid. Readers skip lines
+that are not JSON: a killed process truncated them.
 
 Importing this module loads no TensorFlow.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -26,14 +27,23 @@ import os
 import pathlib
 import threading
 import time
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hvdtrain.job import JobError
 from hvdtrain.job.files import one_line_errors
 
+if TYPE_CHECKING:
+    from hvdtrain.training.observers import Progress, RunStart
+
 NAME = "log.jsonl"
+Line = dict[str, Any]
+Metrics = dict[str, float | None]
+
 _NUMBER = (int, float)
-_COMMON = {"event": str, "seconds": _NUMBER, "step": int}
-_FIELDS = {
+_COMMON: dict[str, Any] = {"event": str, "seconds": _NUMBER, "step": int}
+_FIELDS: dict[str, dict[str, Any]] = {
     "start": {"max_steps": int, "ranks": int, "global_batch_size": int},
     "progress": {
         "metrics": dict,
@@ -55,15 +65,19 @@ class WarnOnce:
         warn: receives the message of the first `JobError`; later ones are dropped.
     """
 
-    def __init__(self, warn):
+    def __init__(self, warn: Callable[[str], object]) -> None:
         self._warn = warn
         self._has_warned = False
 
-    def __enter__(self):
-        """Begin the block."""
+    def __enter__(self) -> None:
+        pass
 
-    def __exit__(self, kind, error, traceback):
-        """Warn of a `JobError` instead of raising it."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> bool:
         if not isinstance(error, JobError):
             return False
         if not self._has_warned:
@@ -77,31 +91,35 @@ class JsonLog:
 
     Args:
         directory: where the file is.
-        warn: receives a text when a line could not be written, once.
+        warn: called once, with the reason why a line could not be written.
         clock: returns seconds since the epoch.
 
     Raises:
         JobError: the file cannot be opened.
     """
 
-    def __init__(self, directory, *, warn, clock=time.time):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        warn: Callable[[str], object],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._path = pathlib.Path(directory, NAME)
         self._clock = clock
         self._warn_once = WarnOnce(warn)
-        # The thread that writes checkpoints reports them.
+        # The thread that writes checkpoints appends lines, too.
         self._lock = threading.Lock()
         with self._one_line_errors("choose another --model_dir"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: each line is one write, and what fails is not written later.
-            self._file = self._path.open("a+b", buffering=0)
+            # Unbuffered: each line is one write, and a line that fails stays out.
+            self._file: BinaryIO = self._path.open("a+b", buffering=0)
             self._is_within_line = not _ends_with_newline(self._file)
 
-    def on_start(self, start):
-        """Writes a line."""
+    def on_start(self, start: "RunStart") -> None:
         self._append("start", **dataclasses.asdict(start))
 
-    def on_progress(self, progress):
-        """Writes a line."""
+    def on_progress(self, progress: "Progress") -> None:
         self._append(
             "progress",
             step=progress.step,
@@ -113,19 +131,16 @@ class JsonLog:
             skipped_updates=progress.skipped_updates,
         )
 
-    def on_evaluation(self, step, metrics):
-        """Writes a line."""
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append("evaluation", step=step, metrics=_finite_values(metrics))
 
-    def on_checkpoint(self, step, text):
-        """Writes a line."""
+    def on_checkpoint(self, step: int, text: str) -> None:
         self._append("checkpoint", step=step, text=text)
 
-    def on_export(self, step, text):
-        """Writes a line."""
+    def on_export(self, step: int, text: str) -> None:
         self._append("export", step=step, text=text)
 
-    def _append(self, event, **values):
+    def _append(self, event: str, **values: Any) -> None:
         values = {"event": event, "seconds": self._clock(), **values}
         line = json.dumps(values, allow_nan=False) + "\n"
         with (
@@ -133,19 +148,19 @@ class JsonLog:
             self._warn_once,
             self._one_line_errors("training continues, without lines in it meanwhile"),
         ):
-            # What a killed process or a full disk has cut off ends here.
+            # Ends the line that a killed process or a full disk has truncated.
             data = ("\n" * self._is_within_line + line).encode()
             self._is_within_line = True
             if self._file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._is_within_line = False
 
-    def _one_line_errors(self, remedy):
+    def _one_line_errors(self, remedy: str) -> contextlib.AbstractContextManager:
         return one_line_errors(f"write {self._path}", remedy=remedy)
 
 
-def read(directory):
-    """Return all valid lines of a log.jsonl, as dicts, from its first start on.
+def read(directory: str | os.PathLike) -> list[Line]:
+    """Return all lines of a log.jsonl that can be read, from its first start on.
 
     Raises:
         JobError: it is missing, cannot be read, or has no line of a start.
@@ -159,36 +174,32 @@ def read(directory):
         if path.exists() and not path.is_file():
             raise OSError("Not a regular file")
         texts = path.read_text(errors="replace").splitlines()
-    lines = [line for line in map(_parsed, texts) if line]
+    lines = [line for line in map(_parse, texts) if line]
     for number, line in enumerate(lines):
         if line["event"] == "start":
             return lines[number:]
     raise JobError(f"{path} has no line of a start; {remedy}.")
 
 
-def valid(lines):
-    """Return the lines that are not superseded, ordered by step.
-
-    Args:
-        lines: the result of `read`.
-    """
-    found = {}
+def drop_superseded(lines: Iterable[Line]) -> list[Line]:
+    """Return the valid lines of the result of `read`, ordered by step."""
+    valid: dict[tuple[int, str], Line] = {}
     for line in lines:
         if line["event"] == "start":
-            found = {key: old for key, old in found.items() if key[0] <= line["step"]}
-        found[line["step"], line["event"]] = line
-    return sorted(found.values(), key=lambda line: line["step"])
+            valid = {key: old for key, old in valid.items() if key[0] <= line["step"]}
+        valid[line["step"], line["event"]] = line
+    return sorted(valid.values(), key=lambda line: line["step"])
 
 
-def _ends_with_newline(file):
+def _ends_with_newline(file: BinaryIO) -> bool:
     if not file.seek(0, os.SEEK_END):
         return True
     file.seek(-1, os.SEEK_END)
     return file.read(1) == b"\n"
 
 
-def _parsed(text):
-    """Return a line as a dict; None for what is not a line of this format."""
+def _parse(text: str) -> Line | None:
+    """Return a line; None for a text that is truncated, or not of this format."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -204,9 +215,9 @@ def _parsed(text):
     return line
 
 
-def _finite_values(metrics):
+def _finite_values(metrics: Mapping[str, float]) -> Metrics:
     return {name: _finite(value) for name, value in metrics.items()}
 
 
-def _finite(value):
+def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None

@@ -1,4 +1,12 @@
-"""Optimizers by name, and their default learning rates."""
+"""Optimizers by name, and their default learning rates.
+
+Importing this module loads no TensorFlow.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import keras
 
 # For one rank with batches of 64.
 LEARNING_RATES = {
@@ -11,18 +19,20 @@ LEARNING_RATES = {
 }
 
 
-def make(name, *, learning_rate, accumulation_steps=1):
-    """Return the Keras optimizer of this name.
+def make(
+    name: str, *, learning_rate: float, accumulation_steps: int = 1
+) -> "keras.optimizers.Optimizer":
+    """Return a new Keras optimizer.
 
     Args:
         name: a key of `LEARNING_RATES`.
-        learning_rate: its rate.
+        learning_rate: the constant rate, or the rate that a callback changes.
         accumulation_steps: average the gradients of so many steps before each update.
     """
-    # Not at the top: flags list the names above, and --help loads no TensorFlow.
+    # Not at the top: programs list the names above in --help, without TensorFlow.
     from keras import optimizers
 
-    maker, options = {
+    optimizer, arguments = {
         "sgd": (optimizers.SGD, {}),
         "momentum": (optimizers.SGD, {"momentum": 0.9}),
         "nesterov": (optimizers.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -31,5 +41,5 @@ def make(name, *, learning_rate, accumulation_steps=1):
         "rmsprop": (optimizers.RMSprop, {}),
     }[name]
     if accumulation_steps > 1:
-        options["gradient_accumulation_steps"] = accumulation_steps
-    return maker(learning_rate, **options)
+        arguments["gradient_accumulation_steps"] = accumulation_steps
+    return optimizer(learning_rate, **arguments)

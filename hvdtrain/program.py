@@ -15,6 +15,8 @@ import textwrap
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from absl import flags
 
@@ -23,34 +25,35 @@ from hvdtrain.job.launchers import launch
 from hvdtrain.job.start import stop
 from hvdtrain.job.world import SharedJobError
 
-# Rank 0 prints its error at once; the others wait this long first. When rank 0 has
-# failed alike, the launcher ends them in this time: one message, not one per rank.
+# Rank 0 prints its error at once, and the other ranks after this time. When rank 0 has
+# the same error, the launcher ends them before: one message, not one per rank.
 _PATIENCE_SECONDS = 3.0
-# For a pipe without a reader.
+# Limits of a write to a full pipe without a reader.
 _WRITE_SECONDS = 10.0
 _SIGNAL_WRITE_SECONDS = 1.0
-
-# A launcher sends it to the others when a rank has failed, whose broken connections
-# end their collectives at the same time.
+# When a rank has failed, the launcher signals the other ranks. Their collectives fail
+# at the same time, because the connections are broken.
 _SIGNAL_OF_LAUNCHER_SECONDS = 5.0
 
-_INDENT = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
-# The exit code of this process, once it has a reason to end. The launcher's signal,
-# which follows when another rank has ended first, then ends it with that code.
-_exit_codes = []
+_INDENT = " " * 6
+# The first is the exit code of this process, once it has a reason to end. A later
+# signal of the launcher, because another rank has ended first, does not change it.
+_exit_codes: list[int] = []
 
 _HELP = flags.DEFINE_bool("help", False, "Print this page and exit.", short_name="h")
 
 
-def run(main, *, page, operands=None):
+def run(
+    main: Callable[..., object], *, page: str | None, operands: str | None = None
+) -> None:
     """Parse the flags, call `main`, and exit.
 
     Args:
         main: the program; it raises `JobError` for what a user can correct. Any other
             exception is a bug, and its traceback is shown.
         page: text of --help, above the list of the flags.
-        operands: the name of the arguments that are no flags, if the program takes
-            them: one or more, which `main` receives as a list.
+        operands: name of the arguments that are not flags, for a program that takes
+            one or more of them. `main` then receives them as a list.
     """
     _open_closed_streams()
     warnings.formatwarning = _warning_line
@@ -68,7 +71,7 @@ def run(main, *, page, operands=None):
         if not _HELP.value:
             main(*([arguments] if operands else []))
         elif launch().rank == 0:
-            print(_help(page))
+            print(_help(page or ""))
         sys.stdout.flush()
     except JobError as error:
         is_shared = isinstance(error, SharedJobError)
@@ -77,34 +80,36 @@ def run(main, *, page, operands=None):
         _leave_after_bug(error)
 
 
-def _warning_line(message, *_, **__):
-    """As `warnings.formatwarning`, without the place in the source."""
+def _warning_line(message: Warning | str, *_: object, **__: object) -> str:
+    # Replaces `warnings.formatwarning`, which adds the file and the line of code.
     return f"WARNING: {message}\n"
 
 
-def _open_closed_streams():
-    # The parent process may have closed them; a print would raise an error.
+def _open_closed_streams() -> None:
+    # A print would raise an error where the parent process has closed the stream.
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
-def _help(page):
+def _help(page: str) -> str:
     lines = [page.strip(), "", "Flags, with their defaults:"]
     for defined in flags.FLAGS.flags_by_module_dict().values():
         for flag in defined:
             default = "" if flag.default is None else f"={flag.default}"
             lines.append(f"  --{flag.name}{default}")
-            lines += textwrap.wrap(flag.help, 72, **_INDENT)
+            lines += textwrap.wrap(
+                flag.help, 72, initial_indent=_INDENT, subsequent_indent=_INDENT
+            )
     return "\n".join(lines)
 
 
-def _leave_after_bug(error):
+def _leave_after_bug(error: Exception) -> NoReturn:
     if _is_collective_failure(error):
-        # The rank that failed prints the reason, and the launcher ends the others, by a
-        # signal that may have been taken as a request to stop. A launcher that does not
-        # leaves it to this rank.
+        # The rank that failed prints the reason, and the launcher ends the others by a
+        # signal, which a training may have handled as a request to stop. This rank
+        # prints a reason only if the launcher sends none.
         _exit_codes.append(1)
         if signals.seconds_since_last() < _SIGNAL_OF_LAUNCHER_SECONDS:
             os._exit(1)
@@ -114,23 +119,23 @@ def _leave_after_bug(error):
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.",
             code=1,
         )
-    if getattr(error, "errno", None) in (errno.EPIPE, errno.ENOSPC):
+    if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
         _leave(f"Cannot write the output: {error.strerror}.", code=1)
     _leave(output.describe(error)[1], code=1)
 
 
-def _is_collective_failure(error):
-    # Not imported here, as it loads TensorFlow. A program that has not loaded it has
+def _is_collective_failure(error: BaseException | None) -> bool:
+    # An import would load TensorFlow. A program that has not loaded this module has
     # started no collective.
     failures = sys.modules.get("hvdtrain.job.failures")
     return failures is not None and failures.is_collective_failure(error)
 
 
-def _leave(text, *, code, is_shared=False):
+def _leave(text: str, *, code: int, is_shared: bool = False) -> NoReturn:
     """Print the reason, once for the job, and end this process.
 
-    By `os._exit`: the usual exit of Python joins threads, which may be blocked in a
-    collective of ranks that are blocked by this one.
+    `os._exit` ends it, because the normal exit of Python joins threads: one may be
+    blocked in a collective with ranks that this rank blocks.
 
     Args:
         text: the reason.
@@ -151,27 +156,23 @@ def _leave(text, *, code, is_shared=False):
     os._exit(code)
 
 
-def _write_reason(text, *, timeout_seconds):
+def _write_reason(text: str, *, timeout_seconds: float) -> None:
     rank = launch().rank
     prefix = f"rank {rank} on {socket.gethostname()}: " if rank else ""
     output.write_error(f"{prefix}{text}\n", timeout_seconds=timeout_seconds)
 
 
-def _leave_on_signal():
-    """Make these signals end the process at once, with a line.
-
-    Launchers turn Ctrl-C into SIGTERM or SIGUSR1 for all of their ranks: rank 0 alone
-    prints the line.
-    """
+def _leave_on_signal() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     signals.subscribe(numbers, _report_signal)
 
 
-def _report_signal(number):
+def _report_signal(number: int) -> NoReturn:
     # Without a flush of stdout: the main thread may be blocked in a write to a full
     # pipe, and holds the lock of the stream.
     if _exit_codes:
         os._exit(_exit_codes[0])
+    # On Ctrl-C launchers send SIGTERM or SIGUSR1 to all ranks: one prints a line.
     prints = launch().rank == 0 or number == signal.SIGINT
     if prints and not _is_collective_failure(_handled_exception()):
         reason = f"Stopped by {signal.Signals(number).name}."
@@ -179,8 +180,9 @@ def _report_signal(number):
     os._exit(128 + number)
 
 
-def _handled_exception():
-    # A failed collective, before the main thread has left the blocks that it ends.
-    found = sys._current_exceptions().get(threading.main_thread().ident)
-    # Until Python 3.11 a tuple.
-    return found[1] if isinstance(found, tuple) else found
+def _handled_exception() -> BaseException | None:
+    # The main thread may be in the `finally` blocks that a failed collective runs.
+    exceptions = sys._current_exceptions()
+    exception: Any = exceptions.get(threading.main_thread().ident or 0)
+    # Python 3.11 returns a tuple: type, exception, traceback.
+    return exception[1] if isinstance(exception, tuple) else exception

@@ -26,16 +26,16 @@ _OUTPUT = flags.DEFINE(
 )
 
 
-def main(directories):
+def main(directories: list[str]) -> None:
     """Print the table, then draw the picture."""
-    found = runs.read(directories)
-    print(table.table(found), flush=True)
+    logged_runs = runs.read(directories)
+    print(table.table(logged_runs), flush=True)
     path = _OUTPUT.value
     check_plot(path, "output")
-    # Loads matplotlib, which is an extra.
+    # Not at the top: it loads matplotlib, an extra that the table does not need.
     plotting = importlib.import_module("hvdtrain.reporting.plotting")
     with writing_output(path, "output"), atomic_write(path) as temporary:
-        plotting.draw(found, temporary)
+        plotting.draw(logged_runs, temporary)
     print(f"written to {path}", flush=True)
 
 

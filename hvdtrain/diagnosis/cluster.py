@@ -7,9 +7,17 @@ import shlex
 import shutil
 import socket
 import time
+from collections.abc import Mapping, Sequence
 
 from hvdtrain import __version__
-from hvdtrain.diagnosis.finding import broken, fine, run, warning
+from hvdtrain.diagnosis.finding import (
+    CommandResult,
+    Finding,
+    broken,
+    fine,
+    run,
+    warning,
+)
 from hvdtrain.job.launchers import SCHEDULERS
 
 _SET_BY_USERS = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_")
@@ -19,24 +27,19 @@ _CLOCK_SECONDS = 2.0
 _MARK = "hvdtrain-clock"
 
 
-def check(hosts, *, ssh_port):
-    """Return the findings on the scheduler and the hosts.
-
-    Args:
-        hosts: names of other hosts of the job.
-        ssh_port: the port of their sshd.
-    """
-    found = [check_scheduler(os.environ), check_variables(os.environ)]
+def check(hosts: Sequence[str], *, ssh_port: int) -> list[Finding]:
+    """Return the findings on the scheduler and the other hosts of the job."""
+    findings = [check_scheduler(os.environ), check_variables(os.environ)]
     if not hosts:
-        return found
+        return findings
     if not shutil.which("ssh"):
         remedy = "install it: apt-get install openssh-client"
-        return [*found, broken("ssh", "is not on the PATH", remedy)]
+        return [*findings, broken("ssh", "is not on the PATH", remedy)]
     with concurrent.futures.ThreadPoolExecutor(len(hosts)) as pool:
-        return [*found, *pool.map(lambda host: check_host(host, ssh_port), hosts)]
+        return [*findings, *pool.map(lambda host: check_host(host, ssh_port), hosts)]
 
 
-def check_scheduler(environ):
+def check_scheduler(environ: Mapping[str, str]) -> Finding:
     """Describe the scheduler's job, and check that it has more than one task."""
     jobs = {
         scheduler: environ[variable]
@@ -60,7 +63,7 @@ def check_scheduler(environ):
     return fine("scheduler", detail)
 
 
-def check_variables(environ):
+def check_variables(environ: Mapping[str, str]) -> Finding:
     """List the variables that change how Horovod and the MPI behave."""
     named = sorted(name for name in environ if name.startswith(_SET_BY_USERS))
     if not named:
@@ -68,7 +71,7 @@ def check_variables(environ):
     return fine("variables", ", ".join(f"{name}={environ[name]}" for name in named))
 
 
-def check_host(host, ssh_port):
+def check_host(host: str, ssh_port: int) -> Finding:
     """Log in to a host by ssh; compare its clock, address and version of hvdtrain."""
     topic = f"host {host}"
     try:
@@ -90,22 +93,24 @@ def check_host(host, ssh_port):
     return _compare(topic, lines, done, offset=offset, seconds=after - before)
 
 
-def _parse(output):
+def _parse(output: str) -> tuple[float | None, list[str]]:
     """Return the clock of a host, None if it is missing, and the lines after it."""
-    _, found, ours = output.partition(_MARK)
-    lines = ours.splitlines()
+    _, mark, rest = output.partition(_MARK)
+    lines = rest.splitlines()
     # On some systems date prints no nanoseconds: "1700000000.N".
-    seconds = re.match(r"\d+(\.\d+)?", lines[0]) if found and lines else None
+    seconds = re.match(r"\d+(\.\d+)?", lines[0]) if mark and lines else None
     return (float(seconds[0]), lines[1:]) if seconds else (None, [])
 
 
-def _compare(topic, lines, done, *, offset, seconds):
-    """Return the finding on a host by the output of our command.
+def _compare(
+    topic: str, lines: list[str], done: CommandResult, *, offset: float, seconds: float
+) -> Finding:
+    """Return the finding on a host to which ssh works.
 
     Args:
         topic: the topic of the finding.
         lines: the output of `hvdtrain.doctor --version`.
-        done: the `Result` of ssh.
+        done: the result of ssh.
         offset: seconds by which the clocks differ at least.
         seconds: time that the command took, the uncertainty of `offset`.
     """

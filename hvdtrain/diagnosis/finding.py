@@ -1,9 +1,11 @@
-"""The finding of a check, and commands with a time limit."""
+"""The finding of a check, and the run of a command with a time limit."""
 
 import dataclasses
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
+from typing import Literal
 
 from hvdtrain.job.launchers import without_launch
 
@@ -15,39 +17,36 @@ class Finding:
     Attributes:
         topic: the subject of the check, a word or two.
         status: fine, warning (it works, but slowly, or not everywhere) or broken.
-        detail: what was found.
-        remedy: what to do about it; empty where all is fine.
+        detail: the values that the check read.
+        remedy: what the user can do; empty where all is fine.
     """
 
     topic: str
-    status: str
+    status: Literal["fine", "warning", "broken"]
     detail: str
     remedy: str = ""
 
 
-def fine(topic, detail):
+def fine(topic: str, detail: str) -> Finding:
     """Return the finding that nothing is wrong."""
     return Finding(topic, "fine", detail)
 
 
-def warning(topic, detail, remedy):
+def warning(topic: str, detail: str, remedy: str) -> Finding:
     """Return the finding that something works, but slowly or not everywhere."""
     return Finding(topic, "warning", detail, remedy)
 
 
-def broken(topic, detail, remedy):
+def broken(topic: str, detail: str, remedy: str) -> Finding:
     """Return the finding that training cannot work."""
     return Finding(topic, "broken", detail, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """The result of a command.
+class CommandResult:
+    """The exit code of a command, its standard output and its standard error.
 
-    Attributes:
-        code: its exit code; 127 if it does not exist, 124 if it took too long.
-        output: its standard output.
-        errors: its standard error.
+    The code is 127 if the command does not exist, and 124 after the time limit.
     """
 
     code: int
@@ -55,19 +54,14 @@ class Result:
     errors: str
 
     @property
-    def last_lines(self):
-        """The last three lines of its errors, or else of its output, in one line."""
+    def last_lines(self) -> str:
+        """The last three lines of the errors, or else of the output, in one line."""
         lines = (self.errors.strip() or self.output.strip()).splitlines()
         return " ".join(line.strip() for line in lines[-3:]) or f"exit code {self.code}"
 
 
-def run(command, *, timeout_seconds):
-    """Run a command and return its `Result`.
-
-    Args:
-        command: a list of strings.
-        timeout_seconds: after it the command is killed, with its child processes.
-    """
+def run(command: Sequence[str], *, timeout_seconds: float) -> CommandResult:
+    """Run a command. After the time limit, kill it with its child processes."""
     try:
         process = subprocess.Popen(
             command,
@@ -76,16 +70,16 @@ def run(command, *, timeout_seconds):
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            # Under a launcher the command would join its job as one more rank.
+            # Under a launcher's variables the command would join the job as a rank.
             env=without_launch(os.environ),
             start_new_session=True,
         )
     except OSError as error:
-        return Result(127, "", f"{command[0]}: {error.strerror}")
+        return CommandResult(127, "", f"{command[0]}: {error.strerror}")
     try:
         output, errors = process.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return Result(124, "", f"no answer within {timeout_seconds:g} s")
-    return Result(process.returncode, output, errors)
+        return CommandResult(124, "", f"no answer within {timeout_seconds:g} s")
+    return CommandResult(process.returncode, output, errors)

@@ -8,7 +8,7 @@ import tempfile
 
 import psutil
 
-from hvdtrain.diagnosis.finding import broken, fine, warning
+from hvdtrain.diagnosis.finding import Finding, broken, fine, warning
 from hvdtrain.job import cores
 
 _MIB = 1 << 20
@@ -21,9 +21,9 @@ _SHM_REMEDY = (
 _TMP_REMEDY = "set TMPDIR to a directory on this machine with free space"
 
 
-def check():
+def check() -> list[Finding]:
     """Return the findings on this machine."""
-    # Not tempfile.gettempdir alone: it falls back to another directory in silence.
+    # `gettempdir` falls back to another directory where TMPDIR cannot be written.
     temporary = os.environ.get("TMPDIR") or tempfile.gettempdir()
     return [
         check_cores(),
@@ -34,14 +34,14 @@ def check():
     ]
 
 
-def check_cores():
+def check_cores() -> Finding:
     """Compare the cores of the machine with those that this process may use."""
-    usable = cores.usable(1)
-    detail = f"{usable} of {os.cpu_count()} may be used"
+    usable, count = cores.usable(1), os.cpu_count() or 1
+    detail = f"{usable} of {count} may be used"
     limits = []
-    if len(os.sched_getaffinity(0)) < os.cpu_count():
+    if len(os.sched_getaffinity(0)) < count:
         limits.append("by affinity")
-    if any(quota < os.cpu_count() for quota in cores.quotas()):
+    if any(quota < count for quota in cores.quotas()):
         limits.append("by a control group")
     if limits:
         detail += f" (limited {' and '.join(limits)})"
@@ -53,7 +53,7 @@ def check_cores():
     return fine("cores", detail)
 
 
-def check_directory(path, *, needed_bytes, remedy):
+def check_directory(path: str, *, needed_bytes: int, remedy: str) -> Finding:
     """Write a file into a directory that the launchers write to."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:
@@ -68,7 +68,7 @@ def check_directory(path, *, needed_bytes, remedy):
     return fine(path, detail)
 
 
-def check_name():
+def check_name() -> Finding:
     """Resolve the name of this machine, as Gloo and Open MPI do."""
     name = socket.gethostname()
     try:
@@ -77,25 +77,25 @@ def check_name():
         remedy = f"add the line '127.0.1.1 {name}' to /etc/hosts"
         detail = f"{name} has no address: {error.strerror}"
         return warning("host name", detail, remedy)
-    addresses = sorted({answer[4][0] for answer in answers})
+    addresses = sorted({str(answer[4][0]) for answer in answers})
     return fine("host name", f"{name}, {', '.join(addresses)}")
 
 
-def check_interfaces():
+def check_interfaces() -> Finding:
     """List the network interfaces, and check those that variables select."""
-    found = _interfaces()
-    listed = ", ".join(f"{name} {address}" for name, address in found.items())
+    addresses = _interfaces()
+    listed = ", ".join(f"{name} {address}" for name, address in addresses.items())
     for variable in INTERFACE_VARIABLES:
         for name in filter(None, os.environ.get(variable, "").split(",")):
-            if name not in found and not _is_network(name):
+            if name not in addresses and not _is_network(name):
                 detail = f"{variable}={name} is not up here; there are {listed}"
                 return broken("network", detail, f"unset it, or name one of {listed}")
-    if all(ipaddress.ip_address(address).is_loopback for address in found.values()):
+    if all(ipaddress.ip_address(address).is_loopback for address in addresses.values()):
         return fine("network", f"{listed or 'none'}; this machine alone")
     return fine("network", listed)
 
 
-def _interfaces():
+def _interfaces() -> dict[str, str]:
     """Return the IPv4 addresses of the network interfaces that are up, by name."""
     running = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return {
@@ -106,7 +106,7 @@ def _interfaces():
     }
 
 
-def _is_network(text):
+def _is_network(text: str) -> bool:
     try:
         ipaddress.ip_network(text, strict=False)
     except ValueError:

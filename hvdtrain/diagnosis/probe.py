@@ -9,9 +9,11 @@ import importlib
 import json
 import pathlib
 import sys
+import types
+from typing import Any
 
 
-def _tensorflow():
+def _tensorflow() -> dict[str, Any]:
     tf, keras = _load("tensorflow"), _load("keras")
     return {
         "version": tf.__version__,
@@ -21,8 +23,8 @@ def _tensorflow():
     }
 
 
-def _without_native():
-    """Return why hvdtrain's own operations cannot be loaded, or an empty text."""
+def _without_native() -> str:
+    """Return why hvdtrain's own operations cannot be loaded, or "" if they can."""
     native = _load("hvdtrain.native")
     try:
         native.load()
@@ -31,9 +33,9 @@ def _without_native():
     return ""
 
 
-def _horovod():
+def _horovod() -> dict[str, Any]:
     horovod, hvd = _load("horovod"), _load("horovod.tensorflow")
-    built_with = pathlib.Path(horovod.__file__).with_name("metadata.json")
+    built_with = pathlib.Path(str(horovod.__file__)).with_name("metadata.json")
     return {
         "version": horovod.__version__,
         "tensorflow": json.loads(built_with.read_text()).get("tensorflow"),
@@ -44,9 +46,9 @@ def _horovod():
     }
 
 
-def _mpi4py():
+def _mpi4py() -> dict[str, Any]:
     mpi4py = _load("mpi4py")
-    # Otherwise the import of mpi4py.MPI calls MPI_Init.
+    # By default the import of mpi4py.MPI calls MPI_Init, which may abort the process.
     mpi4py.rc.initialize = False
     mpi = _load("mpi4py.MPI")
     return {
@@ -56,11 +58,11 @@ def _mpi4py():
     }
 
 
-def _load(name):
+def _load(name: str) -> types.ModuleType:
     return importlib.import_module(name)
 
 
-def _mpi_library():
+def _mpi_library() -> str | None:
     """Return the path of the MPI that this process has loaded, None without one."""
     lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[-1] for line in lines if "/libmpi" in line}

@@ -14,7 +14,7 @@ import time
 
 from hvdtrain import job
 from hvdtrain.diagnosis import installation
-from hvdtrain.diagnosis.finding import broken, fine, run
+from hvdtrain.diagnosis.finding import Finding, broken, fine, run
 from hvdtrain.job import cores
 
 _LIMIT_SECONDS = 180
@@ -23,7 +23,7 @@ _ELEMENTS = 101_770
 _ROUNDS = 50
 
 
-def check():
+def check() -> list[Finding]:
     """Return a finding for MPI and one for Gloo, where Horovod has them."""
     horovodrun = shutil.which("horovodrun")
     if not horovodrun:
@@ -36,7 +36,7 @@ def check():
     return [_run(horovodrun, controller) for controller in controllers]
 
 
-def _run(horovodrun, controller):
+def _run(horovodrun: str, controller: str) -> Finding:
     topic = f"2 ranks, {controller}"
     program = [sys.executable, "-m", "hvdtrain.diagnosis.ranks"]
     command = [horovodrun, f"--{controller.lower()}", "-np", "2", *program]
@@ -60,10 +60,10 @@ def _run(horovodrun, controller):
     return fine(topic, detail)
 
 
-def main(path):
+def main(path: str) -> None:
     """Reduce, and write the sum and its time to `path`."""
     world = job.start()
-    # After the start, which sets the environment that Horovod reads at its import.
+    # Not at the top: `start` sets the environment that Horovod reads at its import.
     import hvdtrain.keras as hvd
 
     ones = hvd.allreduce([1.0] * _ELEMENTS, op=hvd.Average, name="ones")

@@ -1,4 +1,4 @@
-"""What `report.py` prints and draws of runs. Loads no TensorFlow.
+"""Runs as their logs record them: a table of costs, and curves. Loads no TensorFlow.
 
 Importing `plotting` loads matplotlib, an extra.
 """

@@ -1,11 +1,21 @@
 """A PNG file of runs. Importing this module loads matplotlib, an extra."""
 
 import math
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+
+from hvdtrain.reporting.runs import LoggedRun
+
+Series = tuple[list[int], list[float]]
+Color = str | tuple[float, float, float, float]
 
 _COLUMNS = 2
 # Fields of log.jsonl by the titles of their panels.
@@ -13,32 +23,27 @@ _SHARES = {
     "communication, share of the time": "communication",
     "input wait, share of the time": "input_wait",
 }
-# Losses, and the largest learning rates of runs, that differ by a larger factor are
-# drawn on a logarithmic axis.
+# Values of a loss, and the largest learning rates of the runs, that differ by a larger
+# factor have a logarithmic axis.
 _LINEAR_FACTOR = 30
-# A decay to 0 does not end on such an axis.
+# The range of a logarithmic axis below the smallest peak: a decay to 0 has no end.
 _DECADES_BELOW = 2
-# Of the width of the figure; each entry has a line and a gap in addition.
+# Width of the figure, and of the line and the gap of each entry.
 _LEGEND_CHARACTERS, _ENTRY_CHARACTERS = 140, 8
-_RESTART = {"linestyle": (0, (1, 2)), "linewidth": 1.2, "alpha": 0.8}
-_EVALUATION = {"linestyle": "none", "marker": "o", "markersize": 5}
+_RESTART: dict[str, Any] = {"linestyle": (0, (1, 2)), "linewidth": 1.2, "alpha": 0.8}
+_EVALUATION: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
 _EVALUATION |= {"markeredgecolor": "black", "markeredgewidth": 0.7}
 
 
-def draw(runs, path):
-    """Draw `Run`s to a PNG file: metrics, learning rate and speed by step.
-
-    Args:
-        runs: a list of `reporting.runs.Run`.
-        path: the file.
-    """
+def draw(runs: Sequence[LoggedRun], path: str | os.PathLike) -> None:
+    """Draw metrics, learning rate and speed by step to a PNG file."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     panels = [*metrics, "learning rate", "samples/s"]
     for title in _SHARES:
         if any(math.isfinite(y) for run in runs for y in _share(run, title)[1]):
             panels.append(title)
     rows = math.ceil(len(panels) / _COLUMNS)
-    # Without pyplot, which needs a display or the choice of a backend.
+    # Not `pyplot`: it needs a display, or the choice of a backend.
     figure = Figure(figsize=(11, 3.1 * rows + 0.8), layout="constrained")
     grid = figure.subplots(rows, _COLUMNS, sharex=True, squeeze=False)
     axes = list(grid.flat)
@@ -56,14 +61,14 @@ def draw(runs, path):
     figure.savefig(path, format="png", dpi=120)
 
 
-def _colors(count):
-    # The palette of ten is the more legible one.
+def _colors(count: int) -> Sequence[Color]:
+    # The palette of ten is easier to read.
     if count <= 10:
         return [f"C{number}" for number in range(count)]
     return list(matplotlib.colormaps["turbo"].resampled(count)(range(count)))
 
 
-def _draw_run(ax, name, run, color):
+def _draw_run(ax: Axes, name: str, run: LoggedRun, color: Color) -> None:
     if name == "learning rate":
         series = run.series("progress", lambda line: line.get("learning_rate"))
         ax.plot(*series, color=color)
@@ -82,11 +87,11 @@ def _draw_run(ax, name, run, color):
         ax.plot(*evaluation, color=color, zorder=3, **_EVALUATION)
 
 
-def _share(run, title):
+def _share(run: LoggedRun, title: str) -> Series:
     return run.series("progress", lambda line: line.get(_SHARES[title]))
 
 
-def _finish(ax, name, *, is_lowest):
+def _finish(ax: Axes, name: str, *, is_lowest: bool) -> None:
     ax.set_title(name.replace("_", " "), fontsize=11)
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
@@ -101,20 +106,23 @@ def _finish(ax, name, *, is_lowest):
         ax.yaxis.set_major_formatter(PercentFormatter(1))
     if name in ("learning rate", "samples/s", *_SHARES):
         ax.set_ylim(bottom=0)
-    values = [[y for y in line.get_ydata() if y == y] for line in ax.lines]
-    if name == "loss" and _spans_decades([y for each in values for y in each]):
+    arrays = [np.asarray(line.get_ydata(), float) for line in ax.lines]
+    curves = [array[~np.isnan(array)].tolist() for array in arrays]
+    if name == "loss" and _spans_decades([y for curve in curves for y in curve]):
         ax.set_yscale("log")
-    peaks = [max(each) for each in values if each]
+    peaks = [max(curve) for curve in curves if curve]
     if name == "learning rate" and _spans_decades(peaks):
         ax.set_yscale("log")
         ax.set_ylim(min(peaks) / 10**_DECADES_BELOW, 2 * max(peaks))
 
 
-def _spans_decades(values):
+def _spans_decades(values: Sequence[float]) -> bool:
     return min(values, default=0) > 0 and max(values) / min(values) > _LINEAR_FACTOR
 
 
-def _add_legends(figure, runs, colors):
+def _add_legends(
+    figure: Figure, runs: Sequence[LoggedRun], colors: Sequence[Color]
+) -> None:
     handles = [
         Line2D([], [], color=color, linewidth=3, label=run.name)
         for run, color in zip(runs, colors, strict=True)
@@ -129,11 +137,17 @@ def _add_legends(figure, runs, colors):
     _add_legend(figure, handles, "outside lower center")
 
 
-def _add_legend(figure, handles, place):
-    longest = max(len(handle.get_label()) for handle in handles) + _ENTRY_CHARACTERS
+def _add_legend(
+    figure: Figure,
+    handles: Sequence[Line2D],
+    location: Literal["outside upper center", "outside lower center"],
+) -> None:
+    longest = (
+        max(len(str(handle.get_label())) for handle in handles) + _ENTRY_CHARACTERS
+    )
     figure.legend(
         handles=handles,
-        loc=place,
+        loc=location,
         ncols=max(1, min(len(handles), _LEGEND_CHARACTERS // longest)),
         frameon=False,
     )

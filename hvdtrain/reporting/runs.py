@@ -1,4 +1,4 @@
-"""Runs as their directories describe them, and what they cost."""
+"""Runs, read from their directories, and their costs."""
 
 import contextlib
 import dataclasses
@@ -6,68 +6,72 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hvdtrain import log
+from hvdtrain.log import Line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """A job, over all times that it was started.
+class LoggedRun:
+    """A job, over all of its starts, as its files record it.
 
     Attributes:
-        name: of its directory, as short as is unique.
-        lines: those of log.jsonl, superseded ones as well.
+        name: the end of its directory's path, as short as is unique.
+        lines: all lines of log.jsonl, superseded ones as well.
         summary: the contents of summary.json; empty without it.
     """
 
     name: str
-    lines: list
-    summary: dict
+    lines: list[Line]
+    summary: dict[str, Any]
 
-    def series(self, event, value):
-        """Return steps and values, of the lines that are not superseded.
+    def series(
+        self, event: str, value: Callable[[Line], float | None]
+    ) -> tuple[list[int], list[float]]:
+        """Return the steps and the values of the valid lines of an event.
 
-        Args:
-            event: of the lines.
-            value: returns the value of a line; None is not a number.
+        A `value` that is None becomes nan, which leaves a gap in a curve.
         """
-        lines = [line for line in log.valid(self.lines) if line["event"] == event]
+        lines = _valid_lines(self.lines, event)
         values = [math.nan if (v := value(line)) is None else v for line in lines]
         return [line["step"] for line in lines], values
 
     @property
-    def metrics(self):
+    def metrics(self) -> list[str]:
         """The names of all metrics, the loss first."""
         names = {name for line in self.lines for name in line.get("metrics", ())}
         return sorted(names, key=lambda name: (name != "loss", name))
 
     @property
-    def restarts(self):
-        """The steps that it was continued from, of what is not superseded."""
+    def restarts(self) -> list[int]:
+        """The steps at which the job was continued and that are not superseded."""
         starts = [line for line in self.lines if line["event"] == "start"]
-        valid = [line for line in log.valid(self.lines) if line in starts[1:]]
-        return [line["step"] for line in valid]
+        valid_starts = _valid_lines(self.lines, "start")
+        return [line["step"] for line in valid_starts if line in starts[1:]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a run has cost, and what it has reached.
+    """The costs of a run, and its evaluations.
 
     Attributes:
-        ranks: of each start.
-        global_batch_size: of the last start.
-        step: the last one.
+        ranks: number of ranks of each start.
+        global_batch_size: samples per step since the last start.
+        step: the last step in the log.
         max_steps: steps of the whole job.
-        samples: that were trained on, in repeated steps as well.
-        seconds: from each start to its last line, with tracing, evaluation and
+        samples: samples that were trained on, in repeated steps as well.
+        seconds: time from each start to its last line, with tracing, evaluation and
             checkpoints; without the time between a kill and the next start.
-        starts: how often the job was started.
-        repeated_steps: steps between each start and what was reached before it.
-            Those that a killed process took after its last line are not known.
-        evaluations: lines that are not superseded, by step.
+        starts: number of starts.
+        repeated_steps: steps that were taken again, because a start continued from an
+            earlier step. The log lacks the steps of a killed process after its last
+            line.
+        evaluations: valid lines, by step.
     """
 
-    ranks: list
+    ranks: list[int]
     global_batch_size: int
     step: int
     max_steps: int
@@ -75,39 +79,39 @@ class Costs:
     seconds: float
     starts: int
     repeated_steps: int
-    evaluations: list
+    evaluations: list[Line]
 
     @property
-    def samples_per_second(self):
+    def samples_per_second(self) -> float:
         """The mean over all seconds; 0 before the first line after a start."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
     @property
-    def best_evaluation(self):
-        """The one with the lowest loss; None without an evaluation with a loss."""
+    def best_evaluation(self) -> Line | None:
+        """The evaluation with the lowest loss; None where no evaluation has a loss."""
         with_loss = [
             line for line in self.evaluations if line["metrics"].get("loss") is not None
         ]
         return min(with_loss, key=lambda line: line["metrics"]["loss"], default=None)
 
 
-def read(directories):
-    """Return the `Run` of each directory.
+def read(directories: Sequence[str | os.PathLike]) -> list[LoggedRun]:
+    """Return the run of each directory.
 
     Raises:
         JobError: a directory has no log that can be read.
     """
     return [
-        Run(name=name, lines=log.read(directory), summary=_summary(directory))
+        LoggedRun(name=name, lines=log.read(directory), summary=_summary(directory))
         for name, directory in zip(_names(directories), directories, strict=True)
     ]
 
 
-def costs(lines):
-    """Return the `Costs` of the lines of a run, superseded ones as well."""
-    parts = _parts(lines)
-    starts = [part[0] for part in parts]
-    reached = [max(line["step"] for line in part) for part in parts]
+def compute_costs(lines: Sequence[Line]) -> Costs:
+    """Return the costs of all lines of a run, superseded ones as well."""
+    lines_by_start = _split_at_starts(lines)
+    starts = [lines[0] for lines in lines_by_start]
+    reached = [max(line["step"] for line in lines) for lines in lines_by_start]
     return Costs(
         ranks=[start["ranks"] for start in starts],
         global_batch_size=starts[-1]["global_batch_size"],
@@ -117,29 +121,32 @@ def costs(lines):
             (end - start["step"]) * start["global_batch_size"]
             for start, end in zip(starts, reached, strict=True)
         ),
-        seconds=sum(part[-1]["seconds"] - part[0]["seconds"] for part in parts),
+        seconds=sum(
+            lines[-1]["seconds"] - lines[0]["seconds"] for lines in lines_by_start
+        ),
         starts=len(starts),
         repeated_steps=sum(
             max(0, end - start["step"])
             for end, start in zip(reached, starts[1:], strict=False)
         ),
-        evaluations=[
-            line for line in log.valid(lines) if line["event"] == "evaluation"
-        ],
+        evaluations=_valid_lines(lines, "evaluation"),
     )
 
 
-def _parts(lines):
-    """Return the lines of each start, which is the first of them."""
-    parts = []
+def _valid_lines(lines: Sequence[Line], event: str) -> list[Line]:
+    return [line for line in log.drop_superseded(lines) if line["event"] == event]
+
+
+def _split_at_starts(lines: Sequence[Line]) -> list[list[Line]]:
+    lines_by_start: list[list[Line]] = []
     for line in lines:
         if line["event"] == "start":
-            parts.append([])
-        parts[-1].append(line)
-    return parts
+            lines_by_start.append([])
+        lines_by_start[-1].append(line)
+    return lines_by_start
 
 
-def _names(directories):
+def _names(directories: Sequence[str | os.PathLike]) -> list[str]:
     paths = [pathlib.Path(os.path.abspath(directory)) for directory in directories]
     longest = max(len(path.parts) for path in paths)
     for count in range(1, longest + 1):
@@ -149,8 +156,8 @@ def _names(directories):
     return names
 
 
-def _summary(directory):
-    # It is missing until a job is finished, and the log is enough.
+def _summary(directory: str | os.PathLike) -> dict[str, Any]:
+    # The file is missing until a job is finished. The log alone makes a report.
     with contextlib.suppress(OSError, ValueError):
         summary = json.loads(pathlib.Path(directory, "summary.json").read_text())
         if isinstance(summary, dict):

@@ -1,49 +1,47 @@
-"""A table of what runs cost, one column for each."""
+"""A table of the costs of runs, with a column for each run."""
 
 import math
+from collections.abc import Sequence
 
-from hvdtrain.reporting.runs import costs
+from hvdtrain.log import Line
+from hvdtrain.reporting.runs import LoggedRun, compute_costs
 
 _NONE = "-"
 _GAP = 2
 _MAX_WIDTH = 100
 
 
-def table(runs):
-    """Return the table of `Run`s as text, in parts if it is wide."""
+def table(runs: Sequence[LoggedRun]) -> str:
+    """Return the table as text; columns that do not fit are in a table below it."""
     columns = [_column(run) for run in runs]
     # Runs may have different metrics.
     labels = list(dict.fromkeys(label for column in columns for label in column))
     labels.sort(key=_order)
     first = max(map(len, labels)) + _GAP
     widths = [max(map(len, column.values())) + _GAP for column in columns]
-    per_part = max(1, (_MAX_WIDTH - first) // max(widths))
+    count = max(1, (_MAX_WIDTH - first) // max(widths))
     return "\n\n".join(
         "\n".join(
             f"{label:<{first}}"
             + "".join(
                 f"{columns[number].get(label, _NONE):>{widths[number]}}"
-                for number in part
+                for number in range(len(runs))[i : i + count]
             )
             for label in labels
         )
-        for part in _divided(range(len(runs)), per_part)
+        for i in range(0, len(runs), count)
     )
 
 
-def _divided(numbers, count):
-    return [numbers[i : i + count] for i in range(0, len(numbers), count)]
-
-
-def _order(label):
+def _order(label: str) -> tuple[bool, bool]:
     # Metrics stand below the step of their evaluation; sorting is stable.
     return (label.startswith("best "), label.startswith("last "))
 
 
-def _column(run):
-    cost, summary = costs(run.lines), run.summary
-    named = (summary.get(name) for name in ("model", "dataset", "optimizer"))
-    names = [name for name in named if isinstance(name, str)]
+def _column(run: LoggedRun) -> dict[str, str]:
+    cost = compute_costs(run.lines)
+    values = map(run.summary.get, ("model", "dataset", "optimizer"))
+    names = [value for value in values if isinstance(value, str)]
     return {
         "run": run.name,
         "model, data, optimizer": ", ".join(names) or _NONE,
@@ -60,7 +58,7 @@ def _column(run):
     }
 
 
-def _evaluation(which, line):
+def _evaluation(which: str, line: Line | None) -> dict[str, str]:
     if line is None:
         return {f"{which} evaluation, step": _NONE}
     metrics = line["metrics"]
@@ -73,11 +71,11 @@ def _evaluation(which, line):
     }
 
 
-def _number(value):
+def _number(value: float | None) -> str:
     return _NONE if value is None else f"{value:.4f}"
 
 
-def _duration(seconds):
+def _duration(seconds: float) -> str:
     minutes, seconds = divmod(math.floor(10 * max(0, seconds)) / 10, 60)
     hours, minutes = divmod(int(minutes), 60)
     return f"{hours}:{minutes:02}:{seconds:04.1f}"

@@ -93,7 +93,7 @@ def test_a_start_supersedes_later_steps(make, tmp_path):
         writer.on_progress(progress(step, 2.0))
     # Nothing is rewritten.
     assert (tmp_path / "log.jsonl").read_bytes().startswith(before)
-    lines = log.valid(log.read(tmp_path))
+    lines = log.drop_superseded(log.read(tmp_path))
     found = [
         (line["step"], line["metrics"]["loss"])
         for line in lines

@@ -66,7 +66,7 @@ def write(directory, lines, **summary):
 
 
 def test_costs_of_a_run_that_was_killed_and_continued():
-    costs = runs.costs(CONTINUED)
+    costs = runs.compute_costs(CONTINUED)
     assert costs.ranks == [2, 4]
     assert (costs.step, costs.max_steps) == (1000, 1000)
     assert costs.samples == 300 * 8 + 800 * 8
@@ -79,14 +79,16 @@ def test_costs_of_a_run_that_was_killed_and_continued():
 
 
 def test_costs_of_a_run_that_has_only_started():
-    costs = runs.costs([start(100, 0)])
+    costs = runs.compute_costs([start(100, 0)])
     assert (costs.step, costs.samples, costs.seconds) == (0, 0, 0)
     assert costs.samples_per_second == 0
     assert costs.best_evaluation is None
 
 
 def test_a_start_before_the_first_report_repeats_no_more():
-    costs = runs.costs([*KILLED, start(500, 200), start(600, 200), progress(601, 250)])
+    costs = runs.compute_costs(
+        [*KILLED, start(500, 200), start(600, 200), progress(601, 250)]
+    )
     assert costs.starts == 3
     assert costs.repeated_steps == 100
     assert costs.samples == 300 * 8 + 50 * 8
