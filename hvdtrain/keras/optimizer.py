@@ -135,10 +135,10 @@ def distribute(
     reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)
     _accumulate(base, backward_passes_per_step)
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
-    sharded_state = None
-    if shard_state:
-        sharded_state = ShardedState(base, reducer, shard_state)
+    # The hook replaces `build` as well, and must wrap the replacement of the state.
+    sharded_state = ShardedState(base, reducer, shard_state) if shard_state else None
     if shard_state or mesh:
+        # `model.save` gathers shards: rank 0 alone would block in it.
         collective_calls.install()
     hook = ReductionHook(
         base,
@@ -148,6 +148,7 @@ def distribute(
         sharded_state=sharded_state,
     )
     if sharded_state and base.built:
+        # After the hook, whose `build` also marks the slots of sharded layers.
         sharded_state.rebuild()
     optimizer.register_local_var = reducer.register_local
     if base is not optimizer:
