@@ -86,7 +86,7 @@ def test_a_rank_without_local_gradients_takes_part_in_the_norm(wrap, missing):
     assert float(local[0]) == pytest.approx(1.0 - (RANK == 0) * 4.0 * 0.1 / 5.0)
 
 
-def test_a_global_norm_counts_divided_tables_and_local_variables():
+def test_a_global_norm_counts_sharded_tables_and_local_variables():
     table = parallel.ShardedEmbedding(SIZE, 1)
     table.build()
     # What its ranks add up; their mean is 3.
@@ -104,7 +104,7 @@ def test_a_global_norm_counts_divided_tables_and_local_variables():
     oracle.assert_bitwise_equal_over_ranks([shared])
 
 
-def test_a_global_norm_of_local_variables_and_a_divided_model_is_refused():
+def test_a_global_norm_of_local_variables_and_a_sharded_model_is_refused():
     mesh = parallel.Mesh(model=SIZE)
     optimizer = keras.optimizers.SGD(1.0, global_clipnorm=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, mesh=mesh)

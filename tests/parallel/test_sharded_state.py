@@ -1,4 +1,4 @@
-"""Optimizers whose state is divided, against the same ones with all of it."""
+"""Optimizers with sharded state, compared with replicated state."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ from hvdtrain.training.checkpoint.state_variables import StateVariables
 
 RANK, SIZE = hvd.rank(), hvd.size()
 optimizers = keras.optimizers
-# Of several parts, of one, and without an axis.
+# Enough elements for several shards, for one, and no axis.
 SHAPES = {"table": (13, 17), "bias": (17,), "scale": ()}
 STEPS = 4
 
@@ -114,7 +114,7 @@ def assert_equal(arrays, others, what, **tolerance):
 
 
 def slots_of(optimizer):
-    """Variables of an optimizer, without accumulated gradients, whole on rank 0."""
+    """Return full variables of an optimizer on rank 0, but for accumulators."""
     held = slots_held(optimizer)
     values = FullValues(map(FullVariable.of, held))
     return [values.gather(number) for number in range(len(held))]
@@ -126,15 +126,15 @@ def slots_held(optimizer):
 
 @pytest.mark.ranks
 @pytest.mark.four_ranks
-def test_a_divided_state_is_updated_bitwise_as_all_of_it():
+def test_sharded_state_is_updated_bitwise_like_replicated_state():
     expected = {}
     for name, shard_state in EXACT if SIZE == 2 else ON_MORE_RANKS:
         expected[name] = expected.get(name) or train(ALL[name])
-        weights, whole = expected[name]
+        weights, replicated = expected[name]
         found, optimizer = train(ALL[name], shard_state=shard_state)
         assert_equal(found, weights, f"{name} {shard_state}")
         if (name, shard_state) in ON_MORE_RANKS:
-            slots, others = slots_of(optimizer), slots_of(whole)
+            slots, others = slots_of(optimizer), slots_of(replicated)
             if RANK == 0:
                 assert_equal(slots, others, f"{name} {shard_state}")
 
@@ -188,7 +188,7 @@ def fitted(shard_state):
     return model
 
 
-def test_fit_saves_the_whole_state(tmp_path):
+def test_fit_saves_the_full_state(tmp_path):
     tolerance = {"rtol": 1e-5} if transport.reduction_path() == "Horovod" else {}
     expected = fitted(False)
     model = fitted("slices_reducescatter")
@@ -262,7 +262,7 @@ def test_fit_where_a_rank_has_no_part_of_a_bucket(make, make_optimizer, shard_st
 
 @pytest.mark.ranks
 @pytest.mark.four_ranks
-def test_averages_that_are_divided_are_not_swapped():
+def test_sharded_averages_are_not_swapped():
     model = oracle.build_model()
     optimizer = keras.optimizers.SGD(use_ema=True)
     model.compile(hvd.DistributedOptimizer(optimizer, shard_state=True), oracle.LOSS)
@@ -293,7 +293,7 @@ def test_parts_are_scattered_and_gathered():
 
 
 @pytest.mark.four_ranks
-def test_the_state_of_a_model_that_is_divided():
+def test_state_of_a_sharded_model():
     mesh = parallel.Mesh(model=2)
 
     def run(**options):
@@ -301,27 +301,27 @@ def test_the_state_of_a_model_that_is_divided():
         with mesh:
             layer = parallel.ColumnParallelDense(17)
             layer.build((None, 13))
-        # Of the sizes of slices: the copies' places must not depend on these.
-        copies = [np.ones(shape, "float32") for shape in ([5, 7], [9], [8])]
-        weights = [*layer.weights, *map(keras.Variable, copies)]
+        # Sizes of shards of the layer: shards of replicas must not depend on them.
+        replicas = [np.ones(shape, "float32") for shape in ([5, 7], [9], [8])]
+        weights = [*layer.weights, *map(keras.Variable, replicas)]
         optimizer = hvd.DistributedOptimizer(
             optimizers.Adam(0.01, global_clipnorm=0.1), mesh=mesh, **options
         )
         for step in range(STEPS):
             gradients = [
-                draw([w.shape], step, mesh.data.index, *place(w))[0] for w in weights
+                draw([w.shape], step, mesh.data.index, *position(w))[0] for w in weights
             ]
             optimizer.apply(list(map(tf.constant, gradients)), weights)
         return [w.numpy() for w in weights], optimizer
 
-    def place(weight):
+    def position(weight):
         return [mesh.model.index] if get_sharding(weight) else []
 
-    expected, whole = run()
+    expected, replicated = run()
     for shard_state in (True, "slices", "slices_reducescatter"):
         found, optimizer = run(shard_state=shard_state)
         assert_equal(found, expected, shard_state, rtol=1e-5)
-        slots, others = slots_of(optimizer), slots_of(whole)
+        slots, others = slots_of(optimizer), slots_of(replicated)
         if RANK == 0:
             assert_equal(slots, others, shard_state, rtol=1e-5)
     mesh.remove()
@@ -422,10 +422,10 @@ def test_such_a_state_is_an_error_on_all_ranks_of_a_mesh():
 
 
 @pytest.mark.four_ranks
-def test_fit_of_a_model_that_is_divided():
+def test_fit_of_a_sharded_model():
     mesh = parallel.Mesh(model=2)
     inputs, labels = oracle.samples(3)
-    mine = slice(mesh.data.index, None, mesh.data.size)
+    samples = slice(mesh.data.index, None, mesh.data.size)
 
     def fitted(shard_state):
         keras.utils.set_random_seed(3)
@@ -438,7 +438,7 @@ def test_fit_of_a_model_that_is_divided():
             hvd.DistributedOptimizer(optimizer, mesh=mesh, shard_state=shard_state),
             oracle.LOSS,
         )
-        oracle.fit(model, inputs[mine], labels[mine], 2 * oracle.LOCAL_BATCH_SIZE)
+        oracle.fit(model, inputs[samples], labels[samples], 2 * oracle.LOCAL_BATCH_SIZE)
         return model.get_weights()
 
     expected = fitted(False)

@@ -42,12 +42,12 @@ def test_arguments_out_of_range_are_refused(arguments, message):
         hvd.DistributedOptimizer(sgd(), **arguments)
 
 
-def test_state_of_lamb_is_not_divided_by_slices():
+def test_state_of_lamb_is_not_sharded_by_element():
     with pytest.raises(ValueError, match="Use shard_state=True"):
         hvd.DistributedOptimizer(keras.optimizers.Lamb(), shard_state="slices")
 
 
-def test_ranks_of_an_elastic_job_do_not_divide_state(monkeypatch):
+def test_ranks_of_an_elastic_job_do_not_shard_state(monkeypatch):
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     with pytest.raises(ValueError, match="fixed number of ranks"):
         hvd.DistributedOptimizer(sgd(), shard_state=True)
@@ -148,7 +148,7 @@ def test_slots_belong_to_weights_and_numbers_to_none(name, slots):
     ],
 )
 @pytest.mark.parametrize("is_tape", [False, True])
-def test_divided_tables_add_up_the_gradients_of_a_row(embedding, expected, is_tape):
+def test_sharded_tables_add_up_the_gradients_of_a_row(embedding, expected, is_tape):
     layer = embedding(3, 1)
     adam = keras.optimizers.Adam(0.1)
     optimizer = adam if is_tape else hvd.DistributedOptimizer(adam)
