@@ -38,9 +38,10 @@ class Dataset:
     num_classes: int
 
     @property
-    def image_shape(self) -> tuple[int, ...]:
+    def image_shape(self) -> tuple[int, int, int]:
         """(height, width, channels)."""
-        return self.x_train.shape[1:]
+        _, height, width, channels = self.x_train.shape
+        return height, width, channels
 
 
 @dataclasses.dataclass(frozen=True)

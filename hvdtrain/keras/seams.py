@@ -179,7 +179,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=("training.skipping.Skipping",
                           "keras.collective_calls.compare_along_model",
                           "measurement.one_process.build",
-                          "measurement.one_process.independent")),
+                          "measurement.one_process.independent_models")),
         Seam("test_step(data)", "Compares samples along the axis `model`.",
              replaced_by=("keras.collective_calls.compare_along_model",)),
         # `substitute` puts a function in place of the present one, and takes it out

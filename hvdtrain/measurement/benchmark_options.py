@@ -225,4 +225,4 @@ CHECKS = (
     ),
 )
 
-__getattr__ = renamed.getattr_of(__name__, {"Options": "BenchmarkOptions"})
+__getattr__ = renamed.getattr_of(__name__, {"BenchmarkOptions": "BenchmarkOptions"})

@@ -3,24 +3,33 @@
 `mirrored` is TensorFlow's MirroredStrategy: each device has a copy of the weights, and
 gradients are reduced among them. `split` is the older way that other frameworks call
 DataParallel: the weights are on the first device; each step copies them to the others,
-every device computes the gradients of its part of the batch, and the first device adds
+every device computes the gradients of its share of the batch, and the first device adds
 them up and updates the weights.
 """
 
 import contextlib
 import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.job import JobError
 from hvdtrain.keras.seams import replace
 from hvdtrain.measurement import variants
+from hvdtrain.measurement.benchmark_options import BenchmarkOptions
+from hvdtrain.measurement.variants import InputFn, Variant
+from hvdtrain.measurement.workloads import Workload
+
+# Inputs and targets of a batch.
+Batch = tuple[tf.Tensor, tf.Tensor]
+Logs = dict[str, tf.Tensor]
 
 
-def devices(options):
-    """Return the names of the devices, of which CPUs are made by dividing one.
+def make_devices(options: BenchmarkOptions) -> list[str]:
+    """Return the names of the devices. CPU devices are logical: they share the cores.
 
-    To be called before TensorFlow runs its first operation.
+    Call it before TensorFlow runs its first operation, which creates the devices.
 
     Raises:
         JobError: there are fewer GPUs than `options.devices`, but some.
@@ -37,12 +46,14 @@ def devices(options):
         tf.config.set_visible_devices(gpus[: options.devices], "GPU")
         return [f"/gpu:{i}" for i in range(options.devices)]
     (cpu,) = tf.config.list_physical_devices("CPU")
-    parts = [tf.config.LogicalDeviceConfiguration()] * options.devices
-    tf.config.set_logical_device_configuration(cpu, parts)
+    logical = [tf.config.LogicalDeviceConfiguration()] * options.devices
+    tf.config.set_logical_device_configuration(cpu, logical)
     return [f"/cpu:{i}" for i in range(options.devices)]
 
 
-def build(options, workload, names):
+def build(
+    options: BenchmarkOptions, workload: Workload, names: Sequence[str]
+) -> keras.Model:
     """Return the workload's model, compiled for the devices `names`."""
     if options.strategy == "mirrored":
         strategy = tf.distribute.MirroredStrategy(names)
@@ -51,19 +62,19 @@ def build(options, workload, names):
     with tf.device(names[0]):
         model = workload.build(len(names))
     if options.strategy == "split":
-        # An attribute of the instance: a subclass could not be of any Keras model.
+        # On the instance: the model may be of any class, also of a user's.
         step = types.MethodType(_split_step(names), model)
         replace(model, "train_step", step, by=build)
     return model
 
 
-def _split_step(names):
-    def train_step(model, data):
-        parts = _parts(data, len(names))
+def _split_step(names: Sequence[str]) -> Callable[[keras.Model, Batch], Logs]:
+    def train_step(model: keras.Model, data: Batch) -> Logs:
+        shards = _shard(data, len(names))
         with tf.GradientTape() as tape:
             outputs = [
-                _on_device(model, name, *part)
-                for name, part in zip(names, parts, strict=True)
+                _forward(model, name, *shard)
+                for name, shard in zip(names, shards, strict=True)
             ]
             loss = tf.add_n([loss for loss, _ in outputs]) / len(names)
         variables = [variable.value for variable in model.trainable_variables]
@@ -71,24 +82,27 @@ def _split_step(names):
         model.optimizer.apply(gradients, model.trainable_variables)
         model._loss_tracker.update_state(loss)
         x, y = data
-        predictions = tf.concat([each for _, each in outputs], axis=0)
+        predictions = tf.concat([prediction for _, prediction in outputs], axis=0)
         return model.compute_metrics(x, y, predictions)
 
     return train_step
 
 
-def _on_device(model, name, x, y):
+def _forward(
+    model: keras.Model, name: str, x: tf.Tensor, y: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the loss and the predictions, computed on a device."""
     with tf.device(name):
         predictions = model(x, training=True)
         return model.compute_loss(x=x, y=y, y_pred=predictions), predictions
 
 
-def _parts(data, count):
+def _shard(data: Batch, count: int) -> Iterator[Batch]:
     x, y = data
     return zip(tf.split(x, count), tf.split(y, count), strict=True)
 
 
-def independent(workload, names):
+def independent_models(workload: Workload, names: Sequence[str]) -> keras.Model:
     """Return a model whose step trains a copy on each device, without communication."""
     copies = []
     for name in names:
@@ -97,48 +111,60 @@ def independent(workload, names):
             copies[-1].optimizer.build(copies[-1].trainable_variables)
     steps = [copy.train_step for copy in copies]
 
-    def train_step(model, data):
+    def train_step(model: keras.Model, data: Batch) -> Logs:
+        shards = _shard(data, len(names))
         logs = []
-        for name, step, part in zip(
-            names, steps, _parts(data, len(names)), strict=True
-        ):
+        for name, step, shard in zip(names, steps, shards, strict=True):
             with tf.device(name):
-                logs.append(step(part))
+                logs.append(step(shard))
         return logs[0]
 
     step = types.MethodType(train_step, copies[0])
-    replace(copies[0], "train_step", step, by=independent)
-    # They are referred to by the step of the first.
+    replace(copies[0], "train_step", step, by=independent_models)
+    # The step of the first copy holds references to the others.
     return copies[0]
 
 
-def train(model, input_fn, options, *, callbacks=()):
+def train_variant(
+    model: keras.Model,
+    input_fn: InputFn,
+    options: BenchmarkOptions,
+    *,
+    callbacks: Iterable[keras.callbacks.Callback] = (),
+) -> Variant:
     """Return the variant of `fit` with the real input."""
-    return variants.fitted(
-        model, input_fn, options, callbacks=lambda steps: list(callbacks)
+    return variants.fit_variant(
+        model, input_fn, options, callbacks=lambda steps: callbacks
     )
 
 
-def others(model, workload, options, names):
+def compared_variants(
+    model: keras.Model,
+    workload: Workload,
+    options: BenchmarkOptions,
+    names: Sequence[str],
+) -> dict[str, Variant]:
     """Return the variants that the training is compared with, by name."""
     count = len(names)
     constant = workload.constant_batches(count)
     batches = constant
     if options.strategy == "mirrored":
         batches = model.distribute_strategy.experimental_distribute_dataset(constant)
-    measured = {"function": variants.called(model, batches, options)}
+    measured = {"function": variants.function_variant(model, batches, options)}
     if workload.batches:
 
-        def constant_input(start, end):
+        def constant_input(start: int, end: int) -> tf.data.Dataset:
             return constant.take(end - start)
 
-        measured["constant"] = variants.fitted(model, constant_input, options)
+        measured["constant"] = variants.fit_variant(model, constant_input, options)
     with tf.device(names[0]) if count > 1 else contextlib.nullcontext():
         plain = workload.build()
     if count > 1:
-        measured["local"] = variants.called(
-            independent(workload, names), constant, options
+        measured["local"] = variants.function_variant(
+            independent_models(workload, names), constant, options
         )
-        measured["alone"] = variants.fitted(plain, workload.input(options), options)
-    measured["bare"] = variants.bare(plain, workload, options)
+        measured["alone"] = variants.fit_variant(
+            plain, workload.input(options), options
+        )
+    measured["bare"] = variants.bare_variant(plain, workload, options)
     return measured

@@ -3,7 +3,7 @@
 recommender: embedding tables of different sizes, with dense layers on top. A sample has
 one id for each table. The rows of its ids, concatenated, are the input of the dense
 layers, the last of which has one unit. Tables are sharded or not; the dense layers are
-data parallel in all kinds.
+replicated in all kinds.
 
 wide: four pairs of dense layers, 1,024 to 2,048 to 1,024 units.
 """
@@ -12,19 +12,26 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
 from hvdtrain import optimizers, parallel
+from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 
-# Of each rank; their bytes and losses are averaged.
+# Of each rank; the bytes and the loss of a step are means over them.
 BATCHES = 8
 _EXPONENT = 1.05
 UNITS, WIDE_UNITS = 1024, 2048
 _PAIRS, _CLASSES = 4, 10
+
+# Rows and columns of a table.
+Table = tuple[int, int]
+# Returns the rows of each table's ids, given all tables and their ids.
+Embed = Callable[[list[Table], list[keras.KerasTensor]], list[keras.KerasTensor]]
+Batches = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,41 +39,39 @@ class Kind:
     """A kind of parallelism, in which a workload is trained.
 
     Attributes:
-        build: `build(options)` returns a compiled model whose optimizer is distributed.
-            Initial weights are those of the dense model with the seed of the options.
+        build: returns a compiled model whose optimizer is distributed. The initial
+            weights equal the replicated model's with the seed of the options.
         shares_samples: whether each rank trains with the samples of all ranks, as the
             ranks of a model group do. If not, it trains with its own.
         most_ranks: the kind is left out with more.
     """
 
-    build: Callable
+    build: Callable[[BenchmarkOptions], keras.Model]
     shares_samples: bool = False
     most_ranks: float = math.inf
 
 
-class Workload(NamedTuple):
+class ParallelWorkload(NamedTuple):
     """A model in several kinds of parallelism, and its samples.
 
     Attributes:
         samples: `samples(options, rank)` returns the batches of a rank as two arrays,
             inputs and targets, of the shape (batches, samples, ...).
-        kinds: by name, "replicated" first, each `Kind`.
+        kinds: by name, "replicated" first.
     """
 
-    samples: Callable
+    samples: Callable[[BenchmarkOptions, int], Batches]
     kinds: dict[str, Kind]
 
 
-def _recommender_samples(options, rank):
-    """Return the batches of a rank.
+def _recommender_samples(options: BenchmarkOptions, rank: int) -> Batches:
+    """Return int32 ids of the shape (batches, samples, tables), and their targets.
 
-    Returns:
-        int32 ids of the shape (batches, samples, tables), and float32 targets of the
-        shape (batches, samples, 1), 0 or 1.
+    The targets are float32 of the shape (batches, samples, 1), 0 or 1.
     """
     random = np.random.RandomState([options.seed, rank])
     shape = (BATCHES, options.batch_size)
-    # The same on all ranks.
+    # The same seed on all ranks: frequent ids are the same rows for all.
     order = np.random.RandomState(options.seed)
     ids = [
         order.permutation(rows).astype("int32")[zipf(random, rows, shape)]
@@ -76,20 +81,17 @@ def _recommender_samples(options, rank):
     return np.stack(ids, axis=-1), targets
 
 
-def zipf(random, size, shape):
-    """Return numbers below `size`, of which k has a probability of (k + 1)^-1.05.
-
-    Args:
-        random: a `numpy.random.RandomState`.
-        size: how many numbers there are.
-        shape: that of the result.
-    """
+def zipf(
+    random: np.random.RandomState, size: int, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Draw numbers below `size`: k with a probability proportional to (k + 1)^-1.05."""
     weights = np.cumsum(np.arange(1, size + 1, dtype="float64") ** -_EXPONENT)
     drawn = np.searchsorted(weights, weights[-1] * random.uniform(size=shape), "right")
+    # Rounding may give 1.0 times the sum of the weights, which is past the last number.
     return np.minimum(drawn, size - 1)
 
 
-def _recommender(embed, options):
+def _build_recommender(embed: Embed, options: BenchmarkOptions) -> keras.Model:
     keras.utils.set_random_seed(options.seed)
     ids = keras.Input((len(options.table_rows),), dtype="int32")
     tables = [(rows, options.columns) for rows in options.table_rows]
@@ -100,50 +102,66 @@ def _recommender(embed, options):
         x = keras.layers.Dense(int(units), activation="relu")(x)
     x = keras.layers.Dense(1, activation="sigmoid")(x)
     model = keras.Model(ids, x)
+    return _compile(model, "binary_crossentropy", options)
+
+
+def _compile(
+    model: keras.Model,
+    loss: str | keras.Loss,
+    options: BenchmarkOptions,
+    **distribution: Any,
+) -> keras.Model:
     rate = optimizers.LEARNING_RATES[options.optimizer]
     optimizer = optimizers.make(options.optimizer, learning_rate=rate)
-    model.compile(hvd.DistributedOptimizer(optimizer), "binary_crossentropy")
+    model.compile(hvd.DistributedOptimizer(optimizer, **distribution), loss)
     return model
 
 
-def _each_by_its_layer(make, tables, inputs):
+def _embed_one_by_one(
+    make: Callable[[int, int], keras.Layer],
+    tables: list[Table],
+    inputs: list[keras.KerasTensor],
+) -> list[keras.KerasTensor]:
     return [make(*table)(ids) for table, ids in zip(tables, inputs, strict=True)]
 
 
-def _all_by_one_layer(tables, inputs):
+def _embed_together(
+    tables: list[Table], inputs: list[keras.KerasTensor]
+) -> list[keras.KerasTensor]:
     elements = sum(rows * columns for rows, columns in tables)
     layer = parallel.DistributedEmbedding(
         [keras.layers.Embedding(*table) for table in tables],
         strategy="memory_balanced",
-        # A table that is larger than a rank's share is cut.
+        # A table that is larger than a rank's share is sharded by column.
         column_slice_threshold=elements // hvd.size(),
     )
     return layer(inputs)
 
 
-def _kind(embed):
-    return Kind(build=functools.partial(_recommender, embed))
+def _recommender_kind(embed: Embed) -> Kind:
+    return Kind(build=functools.partial(_build_recommender, embed))
 
 
-def _sharded(slicing):
-    make = functools.partial(parallel.ShardedEmbedding, slicing=slicing)
-    return _kind(functools.partial(_each_by_its_layer, make))
+def _layer_kind(make: Callable[[int, int], keras.Layer]) -> Kind:
+    return _recommender_kind(functools.partial(_embed_one_by_one, make))
+
+
+def _sharded_kind(slicing: str) -> Kind:
+    return _layer_kind(functools.partial(parallel.ShardedEmbedding, slicing=slicing))
 
 
 _RECOMMENDER_KINDS = {
-    "replicated": _kind(functools.partial(_each_by_its_layer, keras.layers.Embedding)),
-    "row": _sharded("row"),
-    "column": _sharded("column"),
-    "tables": _kind(_all_by_one_layer),
+    "replicated": _layer_kind(keras.layers.Embedding),
+    "row": _sharded_kind("row"),
+    "column": _sharded_kind("column"),
+    "tables": _recommender_kind(_embed_together),
 }
 
 
-def _wide_samples(options, rank):
-    """Return the batches of a rank.
+def _wide_samples(options: BenchmarkOptions, rank: int) -> Batches:
+    """Return float32 inputs of the shape (batches, samples, 1024), and their targets.
 
-    Returns:
-        float32 inputs of the shape (batches, samples, 1024), and int32 targets of the
-        shape (batches, samples), 0 to 9.
+    The targets are int32 of the shape (batches, samples), 0 to 9.
     """
     random = np.random.RandomState([options.seed, rank])
     shape = (BATCHES, options.batch_size)
@@ -151,7 +169,11 @@ def _wide_samples(options, rank):
     return inputs, random.randint(_CLASSES, size=shape).astype("int32")
 
 
-def _dense(options, widen=keras.layers.Dense, narrow=keras.layers.Dense):
+def _build_wide(
+    options: BenchmarkOptions,
+    widen: Callable[..., keras.Layer] = keras.layers.Dense,
+    narrow: Callable[..., keras.Layer] = keras.layers.Dense,
+) -> keras.Model:
     keras.utils.set_random_seed(options.seed)
     layers = [keras.Input((UNITS,))]
     for _ in range(_PAIRS):
@@ -159,40 +181,41 @@ def _dense(options, widen=keras.layers.Dense, narrow=keras.layers.Dense):
     return keras.Sequential([*layers, keras.layers.Dense(_CLASSES)])
 
 
-def _compiled(model, options, **distribution):
-    rate = optimizers.LEARNING_RATES[options.optimizer]
-    optimizer = optimizers.make(options.optimizer, learning_rate=rate)
+def _compile_wide(
+    model: keras.Model, options: BenchmarkOptions, **distribution: Any
+) -> keras.Model:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(hvd.DistributedOptimizer(optimizer, **distribution), loss)
-    return model
+    return _compile(model, loss, options, **distribution)
 
 
-def _replicated(options):
-    return _compiled(_dense(options), options)
+def _replicated(options: BenchmarkOptions) -> keras.Model:
+    return _compile_wide(_build_wide(options), options)
 
 
-def _sharded_state(options):
-    return _compiled(_dense(options), options, shard_state="slices_reducescatter")
+def _sharded_state(options: BenchmarkOptions) -> keras.Model:
+    return _compile_wide(
+        _build_wide(options), options, shard_state="slices_reducescatter"
+    )
 
 
-def _model_parallel(options):
+def _model_parallel(options: BenchmarkOptions) -> keras.Model:
     with parallel.Mesh(model=hvd.size()) as mesh:
-        model = _dense(
+        model = _build_wide(
             options,
             functools.partial(parallel.ColumnParallelDense, gather_output=False),
             functools.partial(parallel.RowParallelDense, input_is_parallel=True),
         )
-    return _compiled(model, options, mesh=mesh)
+    return _compile_wide(model, options, mesh=mesh)
 
 
-def _pipeline(options):
+def _pipeline(options: BenchmarkOptions) -> keras.Model:
     size = hvd.size()
-    # Whole pairs: what is narrow goes to the next stage.
+    # Stages of complete pairs send the narrow activations, not the wide ones.
     stages = [2 * len(pairs) for pairs in np.array_split(range(_PAIRS), size)]
     stages[-1] += 1
     with parallel.Mesh(pipeline=size) as mesh:
-        model = parallel.PipelineModel(_dense(options), stages)
-    return _compiled(model, options, mesh=mesh)
+        model = parallel.PipelineModel(_build_wide(options), stages)
+    return _compile_wide(model, options, mesh=mesh)
 
 
 _WIDE_KINDS = {
@@ -203,6 +226,6 @@ _WIDE_KINDS = {
 }
 
 WORKLOADS = {
-    "recommender": Workload(_recommender_samples, _RECOMMENDER_KINDS),
-    "wide": Workload(_wide_samples, _WIDE_KINDS),
+    "recommender": ParallelWorkload(_recommender_samples, _RECOMMENDER_KINDS),
+    "wide": ParallelWorkload(_wide_samples, _WIDE_KINDS),
 }

@@ -1,39 +1,42 @@
 """Speed, step time and its parts, memory and start-up of a workload."""
 
 import functools
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.keras import gradients
-from hvdtrain.measurement import (
-    equivalence,
-    one_process,
-    variants,
-    workloads,
-)
-from hvdtrain.measurement.figures import summarize
+from hvdtrain.measurement import equivalence, one_process, variants, workloads
+from hvdtrain.measurement.benchmark_options import BenchmarkOptions
+from hvdtrain.measurement.figures import Figures, summarize
+from hvdtrain.measurement.variants import Variant
+from hvdtrain.measurement.workloads import Workload
 
 _LINE_STEPS = 25
 
 
-def measure(options, world):
+def measure(options: BenchmarkOptions, world: World) -> Figures:
     """Measure a workload on the ranks of this job. A collective.
 
     Args:
-        options: the `BenchmarkOptions`, with defaults.
+        options: with defaults.
         world: the `World`.
 
     Returns:
         A dict for JSON, the same on all ranks; docs/benchmark.md describes it.
     """
-    names = () if options.strategy == "horovod" else one_process.devices(options)
+    names = () if options.strategy == "horovod" else one_process.make_devices(options)
     workload = workloads.load(options, world)
-    start = variants.StartUp()
+    start_up = variants.StartUpTimer()
     with fail_together(world):
-        model, train, make_others = _variants(workload, options, world, names, start)
+        model, train, make_others = _variants(workload, options, world, names, start_up)
     speeds = variants.warm_up(world, {"train": train})
     memory = gather(world, variants.memory())
-    # Only now: their models are not part of the training's memory.
+    # Made after the memory was measured: their models are not part of the training.
     with fail_together(world):
         others = make_others()
     speeds |= variants.warm_up(world, others)
@@ -46,20 +49,26 @@ def measure(options, world):
     )
     count = max(world.size, len(names))
     figures = summarize(gather(world, measured), options, count)
-    buckets = gradients.group_bytes(model.trainable_variables) if count > 1 else []
+    groups = gradients.group_bytes(model.trainable_variables) if count > 1 else []
     if count > 1 and options.consistency_steps and options.workload != "backward":
         figures["consistency"] = equivalence.measure(options, world, workload, names)
     return {
         "data": workload.note,
         "warning": workload.warning,
-        "reduced_bytes": sum(buckets),
+        "reduced_bytes": sum(groups),
         "memory": memory,
-        "start_up": start.figures,
+        "start_up": start_up.figures,
         **figures,
     }
 
 
-def _variants(workload, options, world, names, start):
+def _variants(
+    workload: Workload,
+    options: BenchmarkOptions,
+    world: World,
+    names: Sequence[str],
+    start_up: variants.StartUpTimer,
+) -> tuple[keras.Model, Variant, Callable[[], dict[str, Variant]]]:
     """Return the model, the variant `train`, and a function that makes the others.
 
     Args:
@@ -67,9 +76,9 @@ def _variants(workload, options, world, names, start):
         options: the `BenchmarkOptions`.
         world: the `World`.
         names: devices of a strategy in one process; empty for one process per device.
-        start: the `fitting.StartUp` of the training.
+        start_up: a callback of the training.
     """
-    callbacks = [start]
+    callbacks = [start_up]
     if options.workload == "resnet18" and world.is_chief:
         steps = options.steps_per_execution
         callbacks.append(
@@ -78,41 +87,44 @@ def _variants(workload, options, world, names, start):
     if names:
         model = one_process.build(options, workload, names)
         input_fn = workload.input(options, devices=len(names))
-        train = one_process.train(model, input_fn, options, callbacks=callbacks)
+        train = one_process.train_variant(model, input_fn, options, callbacks=callbacks)
         make_others = functools.partial(
-            one_process.others, model, workload, options, names
+            one_process.compared_variants, model, workload, options, names
         )
         return model, train, make_others
     model = workload.build(world.size)
     hvd.DistributedOptimizer(model.optimizer)
     input_fn = workload.input(options, rank=world.rank, size=world.size)
-    train = variants.trained(
+    train = variants.training_variant(
         model, input_fn, workload, options, world, callbacks=callbacks
     )
-    return model, train, functools.partial(_others, model, workload, options, world)
+    make_others = functools.partial(_compared_variants, model, workload, options, world)
+    return model, train, make_others
 
 
-def _others(model, workload, options, world):
+def _compared_variants(
+    model: keras.Model, workload: Workload, options: BenchmarkOptions, world: World
+) -> dict[str, Variant]:
     """Return the variants that the training is compared with, by name.
 
-    Without those that are the same as another one: a constant batch where the input
-    is synthetic; no reduction and a rank alone where there is one rank.
+    Variants that equal another one are left out: `constant` where the input is
+    synthetic, `local` and `alone` where there is one rank.
     """
     constant = workload.constant_batches()
     plain = workload.build()
-    measured = {"function": variants.called(model, constant, options)}
+    measured = {"function": variants.function_variant(model, constant, options)}
     if workload.batches:
 
-        def constant_input(start, end):
+        def constant_input(start: int, end: int) -> tf.data.Dataset:
             return constant.take(end - start)
 
-        measured["constant"] = variants.trained(
+        measured["constant"] = variants.training_variant(
             model, constant_input, workload, options, world
         )
     if world.size > 1:
-        measured["local"] = variants.called(plain, constant, options)
-        measured["alone"] = variants.trained_alone(
+        measured["local"] = variants.function_variant(plain, constant, options)
+        measured["alone"] = variants.lone_training_variant(
             plain, workload.input(options), options
         )
-    measured["bare"] = variants.bare(plain, workload, options)
+    measured["bare"] = variants.bare_variant(plain, workload, options)
     return measured

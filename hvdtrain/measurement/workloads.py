@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -18,12 +20,12 @@ from hvdtrain.classifier.models import compile_classifier
 from hvdtrain.collectives.objects import group_by_value, name_values
 from hvdtrain.data import Sampler, streams
 from hvdtrain.data.loading import load_everywhere
-from hvdtrain.job import JobError
+from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.measurement import simulated
-from hvdtrain.measurement.benchmark_options import WORKLOADS
+from hvdtrain.measurement.benchmark_options import WORKLOADS, BenchmarkOptions
 
 _SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
 _CLASSES = 10
@@ -34,36 +36,39 @@ class Workload:
     """What is trained, without ranks.
 
     Attributes:
-        build: `build(learning_rate_factor)` returns a new compiled Keras model whose
-            optimizer is not distributed.
-        batches: `batches(sampler, steps)` returns the `tf.data.Dataset` of a `Sampler`
-            for so many steps; None for synthetic inputs.
+        build: returns a new compiled Keras model whose optimizer is not distributed,
+            for a factor of the learning rate, 1 by default.
+        batches: `batches(sampler, start_step, end_step)` reads the samples of a
+            `Sampler`; None for synthetic inputs.
         num_samples: of the data set.
-        batch: one batch of one rank: inputs and targets, as NumPy arrays.
+        batch: inputs and targets of one batch of one rank.
         note: the data, for the report.
         warning: for the user; empty if there is none.
     """
 
-    build: Callable
-    batches: Callable | None = None
+    build: Callable[..., keras.Model]
+    batches: Callable[[Sampler, int, int], tf.data.Dataset] | None = None
     num_samples: int = 0
-    batch: tuple
+    batch: tuple[np.ndarray, np.ndarray]
     note: str
     warning: str = ""
 
-    def constant_batches(self, copies=1):
-        """Return an endless `tf.data.Dataset` of the one batch, in so many copies."""
-        batch = tuple(np.concatenate([part] * copies) for part in self.batch)
+    def constant_batches(self, copies: int = 1) -> tf.data.Dataset:
+        """Return an endless dataset of the one batch, its rows copied so many times."""
+        batch = tuple(np.concatenate([array] * copies) for array in self.batch)
         return tf.data.Dataset.from_tensors(batch).repeat()
 
-    def input(self, options, *, rank=0, size=1, devices=1):
+    def input(
+        self,
+        options: BenchmarkOptions,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        devices: int = 1,
+    ) -> Callable[[int, int], tf.data.Dataset]:
         """Return `input_fn(start_step, end_step)` of a rank.
 
-        Args:
-            options: the `BenchmarkOptions`.
-            rank: the rank.
-            size: number of ranks that the data set is divided over.
-            devices: devices of this rank; each adds a batch to that of the rank.
+        The batch of a rank is `devices` times `options.batch_size`.
         """
         if not self.batches:
             constant = self.constant_batches(devices)
@@ -75,15 +80,15 @@ class Workload:
             rank=rank,
             size=size,
         )
-        return lambda start, end: self.batches(sampler, start, end)
+        return functools.partial(self.batches, sampler)
 
 
-def load(options, world):
+def load(options: BenchmarkOptions, world: World) -> Workload:
     """Return the `Workload` of the options. A collective.
 
     Raises:
-        JobError: the data or the function cannot be loaded, the function fails or
-            returns no compiled Keras model, or the models of the ranks differ.
+        JobError: the data or the function cannot be loaded, the function fails or does
+            not return a compiled Keras model, or the models of the ranks differ.
     """
     name, size = options.workload, options.batch_size
     if name == "backward":
@@ -93,29 +98,26 @@ def load(options, world):
     if name in WORKLOADS:
         return _mnist(options, world)
     with fail_together(world):
-        workload = _of_function(name, size)
+        workload = _load_function(name, size)
         shapes = [tuple(weight.shape) for weight in workload.build().weights]
     _check_same_weights(name, gather(world, shapes))
     return workload
 
 
-def _mnist(options, world):
+def _mnist(options: BenchmarkOptions, world: World) -> Workload:
     dataset, warning = load_everywhere(
         world, options.dataset, data_dir=options.data_dir
     )
 
-    def build(learning_rate_factor=1):
+    def build(learning_rate_factor: int = 1) -> keras.Model:
         shape, classes = dataset.image_shape, dataset.num_classes
         if options.workload == "mlp512":
             model = models.mlp(shape, num_classes=classes, units=512)
-            factor = 1
-        else:
-            model = models.BY_NAME[options.workload](shape, num_classes=classes)
-            factor = learning_rate_factor
-        rate = optimizers.LEARNING_RATES["sgd"] * factor
-        return compile_classifier(model, optimizers.make("sgd", learning_rate=rate))
+            return _compile_sgd(model, 1)
+        model = models.BY_NAME[options.workload](shape, num_classes=classes)
+        return _compile_sgd(model, learning_rate_factor)
 
-    def batches(sampler, start, end):
+    def batches(sampler: Sampler, start: int, end: int) -> tf.data.Dataset:
         return streams.train_batches(
             dataset.x_train,
             dataset.y_train,
@@ -136,14 +138,13 @@ def _mnist(options, world):
     )
 
 
-def _synthetic(name, batch_size):
+def _synthetic(name: str, batch_size: int) -> Workload:
     shape, classes = _SYNTHETIC_SHAPES[name]
 
-    def build(learning_rate_factor=1):
+    def build(learning_rate_factor: int = 1) -> keras.Model:
         model = models.BY_NAME[name](shape, num_classes=classes)
         if name != "resnet18":
-            rate = optimizers.LEARNING_RATES["sgd"] * learning_rate_factor
-            return compile_classifier(model, optimizers.make("sgd", learning_rate=rate))
+            return _compile_sgd(model, learning_rate_factor)
         # The setting in which data-parallel methods are commonly compared.
         return compile_classifier(
             model,
@@ -160,8 +161,13 @@ def _synthetic(name, batch_size):
     )
 
 
-def _backward(options):
-    def build(learning_rate_factor=1):
+def _compile_sgd(model: keras.Model, learning_rate_factor: int) -> keras.Model:
+    rate = optimizers.LEARNING_RATES["sgd"] * learning_rate_factor
+    return compile_classifier(model, optimizers.make("sgd", learning_rate=rate))
+
+
+def _backward(options: BenchmarkOptions) -> Workload:
+    def build(learning_rate_factor: int = 1) -> keras.Model:
         return simulated.build(backward_seconds=options.backward_ms / 1000)
 
     zeros = np.zeros((options.batch_size, 1), "float32")
@@ -172,10 +178,10 @@ def _backward(options):
     )
 
 
-def _of_function(name, batch_size):
+def _load_function(name: str, batch_size: int) -> Workload:
     function = _import(name)
 
-    def build(learning_rate_factor=1):
+    def build(learning_rate_factor: int = 1) -> keras.Model:
         with _failures_of_user_code(name):
             model = function()
         if not isinstance(model, keras.Model) or not model.compiled:
@@ -196,9 +202,9 @@ def _of_function(name, batch_size):
     return Workload(build=build, batch=batch, note=f"synthetic, {shape}")
 
 
-def _import(name):
+def _import(name: str) -> Callable[[], Any]:
     module_name, _, function = name.partition(":")
-    # As `python -m` does for its module: relative to the current directory.
+    # `python -m` searches the current directory; a console script does not.
     sys.path.insert(0, "")
     try:
         with _failures_of_user_code(name):
@@ -208,17 +214,17 @@ def _import(name):
 
 
 @contextlib.contextmanager
-def _failures_of_user_code(name):
-    """Raise what a user's code raises as a `JobError`, after the user's frames."""
+def _failures_of_user_code(name: str) -> Iterator[None]:
+    """Raise an exception of a user's code as a `JobError`, with the user's frames."""
     try:
         yield
-    # sys.exit, too: it would end this rank without a word to the others.
+    # Also sys.exit: this rank would end, and the others would block in a collective.
     except (Exception, SystemExit) as error:
-        not_theirs = (__file__, importlib.__file__, "<frozen importlib")
+        not_users = (__file__, importlib.__file__, "<frozen importlib")
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith(not_theirs)
+            if not frame.filename.startswith(not_users)
         ]
         raise JobError(
             "".join(traceback.format_list(frames))
@@ -228,8 +234,8 @@ def _failures_of_user_code(name):
         ) from None
 
 
-def _check_same_weights(name, shapes):
-    groups = group_by_value(shapes)
+def _check_same_weights(name: str, shapes_by_rank: Sequence[list[tuple]]) -> None:
+    groups = group_by_value(shapes_by_rank)
     if len(groups) > 1:
         raise SharedJobError(
             f"Received a model with weights of the shapes {name_values(groups)} from "
@@ -237,7 +243,9 @@ def _check_same_weights(name, shapes):
         )
 
 
-def _synthetic_batch(model, batch_size, name):
+def _synthetic_batch(
+    model: keras.Model, batch_size: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Return random inputs and targets of the shapes that the model has."""
     ends = [getattr(model, end, None) or [] for end in ("inputs", "outputs")]
     shapes = [tuple(end.shape[1:]) for end in itertools.chain(*ends)]
@@ -256,7 +264,9 @@ def _synthetic_batch(model, batch_size, name):
     return x, _targets(model, random, batch_size)
 
 
-def _targets(model, random, batch_size):
+def _targets(
+    model: keras.Model, random: np.random.RandomState, batch_size: int
+) -> np.ndarray:
     *others, classes = model.output_shape[1:] or (1,)
     loss = model.loss if isinstance(model.loss, str) else type(model.loss).__name__
     shape = (batch_size, *others)

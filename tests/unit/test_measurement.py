@@ -219,12 +219,12 @@ class TestRounds:
         assert calls == [(name, 8) for name in "abbaab"]
         assert found == {name: [[0.5] * 8] * 3 for name in "ab"}
 
-    def test_the_stopwatch_leaves_the_first_execution_out(self):
+    def test_the_timer_leaves_the_first_execution_out(self):
         clock = iter([5.0, 6.0, 8.0])
-        stopwatch = variants.Stopwatch(clock=lambda: next(clock))
+        timer = variants.ExecutionTimer(clock=lambda: next(clock))
         for batch in range(3):
-            stopwatch.on_train_batch_end(batch)
-        assert stopwatch.seconds == [1.0, 2.0]
+            timer.on_train_batch_end(batch)
+        assert timer.seconds == [1.0, 2.0]
 
     def test_a_line_every_so_many_steps(self, capsys):
         lines = variants.StepLines(every_steps=25, steps_per_execution=10)
