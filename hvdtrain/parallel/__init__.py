@@ -1,4 +1,4 @@
-"""Models that are divided over ranks. Importing this package loads TensorFlow."""
+"""Models that are sharded over ranks. Importing this package loads TensorFlow."""
 
 from hvdtrain.job.world import MeshShape
 from hvdtrain.parallel.attention import (

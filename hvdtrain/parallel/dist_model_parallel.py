@@ -6,8 +6,8 @@ in place of
 
     from distributed_embeddings.python.layers import dist_model_parallel as dmp
 
-Tape, optimizer, broadcast and callback are those of `hvdtrain.keras`, which leave
-divided tables to their ranks.
+Tape, optimizer, broadcast and callback are imported from `hvdtrain.keras`; they do not
+reduce or broadcast sharded tables.
 """
 
 from hvdtrain.keras import (

@@ -1,4 +1,7 @@
-"""Embeddings of which each data rank has some rows or some columns."""
+"""Embeddings whose rows or columns are sharded over the data ranks."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -12,28 +15,38 @@ from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import update_rows_once
 from hvdtrain.parallel.exchange import look_up
 from hvdtrain.parallel.layer import ShardedWeights, check_arguments
-from hvdtrain.parallel.mesh import Axes, data_axis
-from hvdtrain.sharding.shards import Sharding, assign_shard
+from hvdtrain.parallel.mesh import Axes, Axis, Mesh, data_axis
+from hvdtrain.sharding.shards import Shape, Sharding, assign_shard
+
+# Ids of a layer; a tf.RaggedTensor or tf.SparseTensor for a layer with a combiner.
+Ids: TypeAlias = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
 _COMBINERS = (None, "sum", "mean")
 
 
 class Embedding(keras.layers.Embedding):
-    """`keras.layers.Embedding` with a combiner, as that of distributed-embeddings.
+    """`keras.layers.Embedding` with a combiner, as NVIDIA's distributed-embeddings has.
 
     Args:
         input_dim: rows of the table.
         output_dim: columns of the table.
         *args: as for `keras.layers.Embedding`.
-        combiner: "sum" or "mean" of the rows of the last axis of the ids; None returns
-            all of them. The combination of no rows is zero.
+        combiner: "sum" or "mean" combines the rows along the last axis of the ids; None
+            returns all rows. The combination of no rows is zero.
         **kwargs: as for `keras.layers.Embedding`.
 
     Raises:
         ValueError: for another combiner.
     """
 
-    def __init__(self, input_dim, output_dim, *args, combiner=None, **kwargs):
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        *args: Any,
+        combiner: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(input_dim, output_dim, *args, **kwargs)
         if combiner not in _COMBINERS:
             raise ValueError(
@@ -41,7 +54,7 @@ class Embedding(keras.layers.Embedding):
             )
         self.combiner = combiner
 
-    def call(self, inputs):
+    def call(self, inputs: Ids) -> tf.Tensor | tf.RaggedTensor:
         """Return rows or their combinations.
 
         Args:
@@ -49,52 +62,56 @@ class Embedding(keras.layers.Embedding):
                 `tf.SparseTensor` of the shape (samples, None).
         """
         inputs = as_ragged(inputs)
-        return combine(inputs, super().call(ids_of(inputs)), self.combiner)
+        return combine(inputs, super().call(get_ids(inputs)), self.combiner)
 
-    def compute_output_shape(self, input_shape):
-        """Return the shape of the rows, or of their combinations."""
+    def compute_output_shape(
+        self, input_shape: tuple[int | None, ...]
+    ) -> tuple[int | None, ...]:
         return output_shape(self, input_shape)
 
-    def compute_mask(self, inputs, mask=None):
-        """Return which ids are not 0, for `mask_zero`; None of combinations."""
+    def compute_mask(self, inputs: Ids, mask: object = None) -> tf.Tensor | None:
+        # A combination is of many ids.
         return None if self.combiner else super().compute_mask(inputs, mask)
 
-    def get_config(self):
-        """Return the arguments."""
+    def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "combiner": self.combiner}
 
 
-def combiner_of(embedding):
+def get_combiner(embedding: keras.layers.Embedding) -> str | None:
     """Return the combiner of a layer; Keras' own Embedding has none."""
     return getattr(embedding, "combiner", None)
 
 
-def output_shape(embedding, input_shape):
-    """Return the shape of what an Embedding, with a combiner or not, makes of ids."""
-    leading = input_shape[:-1] if combiner_of(embedding) else input_shape
+def output_shape(
+    embedding: keras.layers.Embedding, input_shape: tuple[int | None, ...]
+) -> tuple[int | None, ...]:
+    """Return the shape of an embedding's output, for the shape of the ids."""
+    leading = input_shape[:-1] if get_combiner(embedding) else input_shape
     return (*leading, embedding.output_dim)
 
 
-def as_ragged(inputs):
+def as_ragged(inputs: Ids) -> tf.Tensor | tf.RaggedTensor:
     """Return a `tf.SparseTensor` as a `tf.RaggedTensor`, and others as they are."""
     is_sparse = isinstance(inputs, tf.SparseTensor)
     return tf.RaggedTensor.from_sparse(inputs) if is_sparse else inputs
 
 
-def ids_of(inputs):
-    """Return the ids of a tensor or `tf.RaggedTensor`, cast as by Keras' Embedding."""
+def get_ids(inputs: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
+    """Return the ids as a tensor, cast to an integer dtype as Keras' Embedding does."""
     if isinstance(inputs, tf.RaggedTensor):
         inputs = inputs.flat_values
     is_integer = inputs.dtype in ("int32", "int64")
     return inputs if is_integer else ops.cast(inputs, "int32")
 
 
-def combine(inputs, rows, combiner):
+def combine(
+    inputs: tf.Tensor | tf.RaggedTensor, rows: tf.Tensor, combiner: str | None
+) -> tf.Tensor | tf.RaggedTensor:
     """Return rows in the structure of the inputs, or their combinations.
 
     Args:
-        inputs: a tensor or `tf.RaggedTensor` of ids.
-        rows: those of `ids_of(inputs)`.
+        inputs: ids.
+        rows: the rows of `get_ids(inputs)`.
         combiner: as for `Embedding`.
     """
     if not isinstance(inputs, tf.RaggedTensor):
@@ -121,18 +138,20 @@ _AXES = {"row": 0, "column": 1}
 
 
 class ShardedTable(ShardedWeights, keras.layers.Embedding):
-    """`keras.layers.Embedding` whose table is divided among data ranks.
+    """`keras.layers.Embedding` whose table is sharded over the data ranks.
 
-    Subclasses call `_divide` before the table is made.
+    Subclasses call `_set_sharding` before the layer is built.
     """
 
-    def _divide(self, axis, data, uneven=None):
-        """Set how the table is divided.
+    def _set_sharding(
+        self, axis: int, data: Axis, uneven: tuple[int, ...] | None = None
+    ) -> None:
+        """Set how the table is sharded.
 
         Args:
             axis: 0 for rows, 1 for columns.
-            data: the `Axis` of a mesh over which it is divided.
-            uneven: numbers of rows or columns of each rank, if not about equal.
+            data: the ranks.
+            uneven: numbers of rows or columns by rank, if not about equal.
         """
         collective_calls.install()
         check_arguments(
@@ -146,17 +165,14 @@ class ShardedTable(ShardedWeights, keras.layers.Embedding):
         _check_constraint(self, axis)
         self.axis, self.data_axis, self.uneven = axis, data, uneven
 
-    def clone_sharded(self) -> keras.layers.Layer:
-        """Return a new layer that is divided alike, with new weights."""
+    def clone_sharded(self) -> "ShardedTable":
         return self.clone_for_mesh(Axes(data=self.data_axis))
 
     @property
-    def sharded_axes(self):
-        """The divided axis of the table."""
+    def sharded_axes(self) -> Mapping[str, int]:  # type: ignore[override]  # by layer
         return {"embeddings": self.axis}
 
-    def make_sharding(self, axis, size):
-        """Return the `Sharding` of an axis of `size` elements over the data ranks."""
+    def make_sharding(self, axis: int, size: int) -> Sharding:
         return Sharding(
             axis=axis,
             size=size,
@@ -167,40 +183,37 @@ class ShardedTable(ShardedWeights, keras.layers.Embedding):
             sums_gradients=True,
         )
 
-    def build(self, input_shape=None):
-        """Make this rank's part of the table."""
+    def build(self, input_shape: Shape | None = None) -> None:
         super().build(input_shape)
         update_rows_once(self.embeddings)
 
     @staticmethod
-    def sum_penalties(penalty, sharding):
-        """Return the penalty of the dense table.
-
-        Its gradient is that of the sum of all ranks' losses, as for the rows.
-        """
+    def sum_penalties(penalty: tf.Tensor, sharding: Sharding) -> tf.Tensor:
+        # The gradient must be summed over the losses of all ranks, as the gradients of
+        # the rows are: the gradient of `mappings.reduce` is that of one loss.
         if not needs_communication(sharding.process_set):
             return penalty
         return collectives.allreduce(
             penalty, "Penalty", op=Sum, process_set=sharding.process_set
         )
 
-    def call(self, inputs):
-        """Return the rows of the dense table. All data ranks call it together."""
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Return the full rows. A collective of the data ranks."""
         if not needs_communication(self.data_axis.process_set):
             return super().call(inputs)
-        (rows,) = look_up([self.embeddings], [ids_of(inputs)])
+        (rows,) = look_up([self.embeddings], [get_ids(inputs)])
         return ops.cast(rows, self.compute_dtype)
 
 
 class ShardedEmbedding(ShardedTable):
-    """`keras.layers.Embedding` whose table is divided among the data ranks.
+    """`keras.layers.Embedding` whose table is sharded over the data ranks.
 
-    Each rank has some rows of the table, or some columns of all rows, with their slots
-    in the optimizer: 1/N of the memory. Each rank looks up ids of its own: an alltoall
-    sends every distinct one to the ranks that have it, another one sends the rows
-    back, and a third one the gradients, of which each row has one. Outputs and updates
-    are those of a dense table with dense gradients and the batch of all ranks, on any
-    number of ranks:
+    Each rank has some rows of the table, or some columns of all rows, with the slots of
+    the optimizer for them: 1/N of the memory. Each rank looks up the ids of its own
+    samples. One alltoall sends every distinct id to the ranks that have its row, a
+    second one returns the rows, and a third one sends the gradients, one for each
+    distinct row. Outputs and updates equal those of a replicated table with dense
+    gradients and the batch of all ranks, on any number of ranks:
 
         model = keras.Sequential([parallel.ShardedEmbedding(10_000_000, 64), ...])
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
@@ -210,18 +223,18 @@ class ShardedEmbedding(ShardedTable):
     job are data ranks.
 
     Args:
-        input_dim: rows of the dense table.
-        output_dim: columns of the dense table.
+        input_dim: rows of the full table.
+        output_dim: columns of the full table.
         *args: as for `keras.layers.Embedding`.
-        slicing: "row" sends an id to the rank of its row; "column" to all ranks, each
-            of which returns a part of the row.
-        mesh: a `Mesh`; the ranks are those of its axis data.
-        weights: initial values of the dense table, of shape (input_dim, output_dim).
+        slicing: "row" sends an id to the rank that has its row; "column" sends it to
+            all ranks, each of which returns its columns of the row.
+        mesh: a `Mesh`, whose axis data has the ranks.
+        weights: initial value of the full table, of shape (input_dim, output_dim).
         **kwargs: as for `keras.layers.Embedding`.
 
     Raises:
         ValueError: for another `slicing`, and for `lora_rank`, quantization, and
-            regularizers and constraints that need all of the table.
+            regularizers and constraints that need the full table.
         tensorflow.errors.InvalidArgumentError: in a call, on all ranks, for an id that
             is not a row of the table.
     """
@@ -230,33 +243,33 @@ class ShardedEmbedding(ShardedTable):
 
     def __init__(
         self,
-        input_dim,
-        output_dim,
-        *args,
-        slicing="row",
-        mesh=None,
-        weights=None,
-        **kwargs,
-    ):
+        input_dim: int,
+        output_dim: int,
+        *args: Any,
+        slicing: str = "row",
+        mesh: Mesh | Axes | None = None,
+        weights: np.ndarray | list[np.ndarray] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if slicing not in _AXES:
             raise ValueError(
                 f'slicing must be "row" or "column". Received: slicing={slicing!r}'
             )
         super().__init__(input_dim, output_dim, *args, **kwargs)
         self.slicing = slicing
-        self._divide(_AXES[slicing], data_axis(mesh))
+        self._set_sharding(_AXES[slicing], data_axis(mesh))
         if weights is not None:
             self.build()
-            (dense,) = weights if isinstance(weights, list) else [weights]
-            assign_shard(self.embeddings, np.asarray(dense))
+            (full,) = weights if isinstance(weights, list) else [weights]
+            assign_shard(self.embeddings, np.asarray(full))
 
 
-def _check_constraint(layer, axis):
+def _check_constraint(layer: ShardedTable, axis: int) -> None:
     constraint = layer.embeddings_constraint
     if constraint is None or isinstance(constraint, keras.constraints.NonNeg):
         return
     if axis == 1 or getattr(constraint, "axis", None) not in (1, -1, [1]):
         raise ValueError(
             f"{type(layer).__name__} supports NonNeg as embeddings_constraint, and "
-            f"where rows are divided those of axis=1. Received: {constraint!r}"
+            f"if it is sharded by rows, constraints of axis=1. Received: {constraint!r}"
         )

@@ -150,11 +150,11 @@ def test_an_id_out_of_range_on_one_rank_fails_on_all(wrap):
         layer(np.zeros([1]))
 
 
-def test_arguments_that_need_the_whole_table_are_refused():
+def test_arguments_that_need_the_full_table_are_refused():
     for slicing, options, message in [
         ("rows", {}, 'slicing must be "row" or "column"'),
         ("row", {"lora_rank": 2}, "does not support lora_rank"),
-        ("row", {"embeddings_constraint": "max_norm"}, "those of axis=1"),
+        ("row", {"embeddings_constraint": "max_norm"}, "constraints of axis=1"),
         ("row", {"embeddings_regularizer": "orthogonal_regularizer"}, "supports L1"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -1,3 +1,3 @@
-"""A model whose layers are divided into the stages of a pipeline."""
+"""Pipelines: models whose layers are split into stages, each on its own ranks."""
 
 from hvdtrain.parallel.pipeline.model import PipelineModel

@@ -1,24 +1,29 @@
-"""The division of a batch into micro-batches, and of its loss."""
+"""Split batches into micro-batches, and weight their losses."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-# Their mean over the batch is the weighted mean of those over micro-batches.
+# With these, the loss of a batch is the weighted mean of the losses of micro-batches.
 _REDUCTIONS = ("sum_over_batch_size", "mean")
 
 
-def size_of(x):
+def count_samples(x: tf.Tensor) -> tf.Tensor:
     """Return the number of samples in a batch, as a scalar tensor."""
     return tf.shape(keras.tree.flatten(x)[0])[0]
 
 
-def sizes_of(size, count):
-    """Return the sizes of `count` micro-batches, of which the first may be larger."""
+def split_sizes(size: tf.Tensor, count: int) -> list[tf.Tensor]:
+    """Return the sizes of `count` micro-batches; the first ones may be larger by 1."""
     return [(size + count - 1 - m) // count for m in range(count)]
 
 
-def split(batch, sizes):
-    """Return micro-batches of these sizes; None for each of a batch that is None.
+def split(
+    batch: tf.Tensor | None, sizes: Sequence[tf.Tensor]
+) -> list[tf.Tensor | None]:
+    """Return micro-batches of these sizes; a list of None if the batch is None.
 
     Raises:
         ValueError: the batch is more than one tensor.
@@ -34,18 +39,27 @@ def split(batch, sizes):
     return tf.split(tensors[0], tf.stack(sizes), num=len(sizes))
 
 
-def share_of(losses, count, size):
-    """Return the part of `count` samples in means over `size`; None for no losses."""
+def weight_loss(
+    losses: Sequence[tf.Tensor], count: tf.Tensor, size: tf.Tensor
+) -> tf.Tensor | None:
+    """Return the term of a micro-batch in the mean loss of its batch.
+
+    Args:
+        losses: means over the samples of the micro-batch; None is returned for none.
+        count: number of samples of the micro-batch.
+        size: number of samples of the batch.
+    """
     if not losses:
         return None
-    # Losses of mixed precision differ in dtype. One of no samples may have no sum.
-    total = tf.add_n([tf.cast(tf.reduce_sum(each), tf.float32) for each in losses])
-    share = tf.cast(count, tf.float32) / tf.cast(size, tf.float32)
-    # The mean over no samples is NaN, or 0.
-    return tf.math.multiply_no_nan(total, share)
+    # In mixed precision, losses differ in dtype. The loss of no samples may not be a
+    # scalar.
+    total = tf.add_n([tf.cast(tf.reduce_sum(loss), tf.float32) for loss in losses])
+    weight = tf.cast(count, tf.float32) / tf.cast(size, tf.float32)
+    # The mean over no samples is NaN, or 0: its term is 0.
+    return tf.math.multiply_no_nan(total, weight)
 
 
-def check_loss(loss):
+def check_loss(loss: Any) -> None:
     """Raise a ValueError for a loss that is no mean over the samples of a batch."""
     reduction = getattr(loss, "reduction", _REDUCTIONS[0])
     if reduction not in _REDUCTIONS:
@@ -56,7 +70,7 @@ def check_loss(loss):
     if getattr(loss, "ignore_class", None) is not None:
         raise ValueError(
             "A pipeline weights micro-batches by their samples, and a loss with "
-            "ignore_class is the mean over those that are not ignored. Received: "
+            "ignore_class is the mean over the samples that are not ignored. Received: "
             f"ignore_class={loss.ignore_class}. Leave it out, and give these samples "
             "the sample_weight 0: the mean is then over all samples."
         )

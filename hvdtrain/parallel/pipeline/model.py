@@ -12,7 +12,7 @@ from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_mo
 from hvdtrain.keras.variables import get_hook
 from hvdtrain.parallel.mesh import active_mesh
 from hvdtrain.parallel.pipeline import batches, full_model, schedules, stage
-from hvdtrain.parallel.pipeline.execution import Execution, links
+from hvdtrain.parallel.pipeline.execution import Execution, make_links
 from hvdtrain.sharding.layer_checks import check_scores
 from hvdtrain.sharding.shards import set_stages
 
@@ -92,7 +92,7 @@ class PipelineModel(keras.Model):
         self._microbatches = microbatches
         self._training = tuple(training[index])
         self._inference = tuple(schedules.inference(size, microbatches)[index])
-        self._links = links(mesh, mine.cuts)
+        self._links = make_links(mesh, mine.cuts)
         self._last_cut = mine.cuts[-1]
         self._outputs_of_dense = mine.outputs
         self._is_last = index == size - 1
@@ -213,8 +213,8 @@ class PipelineModel(keras.Model):
         **options,
     ):
         """Return an `Execution` that has been run."""
-        size = batches.size_of(x)
-        sizes = batches.sizes_of(size, self._microbatches)
+        size = batches.count_samples(x)
+        sizes = batches.split_sizes(size, self._microbatches)
         y, sample_weight = (batches.split(each, sizes) for each in (y, sample_weight))
 
         def forward(m, inputs):
@@ -226,7 +226,7 @@ class PipelineModel(keras.Model):
                         None, y[m], outputs, sample_weight[m], training=training
                     )
                 ]
-            return outputs, batches.share_of(losses, sizes[m], size)
+            return outputs, batches.weight_loss(losses, sizes[m], size)
 
         index = self._mesh.pipeline.index
         inputs = None if index else batches.split(x, sizes)
@@ -258,7 +258,7 @@ class PipelineModel(keras.Model):
             collective_calls.check_equal(numbers)
             for state, value in zip(states, values, strict=True):
                 state.assign(value)
-        self._loss_tracker.update_state(loss, sample_weight=batches.size_of(x))
+        self._loss_tracker.update_state(loss, sample_weight=batches.count_samples(x))
         return self.get_metrics_result()
 
     def _predictions(self, step):

@@ -1,13 +1,15 @@
-"""The order of work in a pipeline. Pure functions of numbers.
+"""Schedules: the order of forward and backward passes. Pure functions of numbers.
 
-Time is divided into ticks. In a tick, each stage takes its next operation, if what it
-needs has been computed in an earlier tick. After the tick, neighbours exchange what
-they have computed: an activation to the next stage and a gradient to the previous one
-are one exchange. Exchanges follow one order on all ranks, by tick and then by stage:
-each rank's are a part of it, so that ranks that block in an exchange cannot deadlock.
+Time is divided into ticks. In a tick, each stage takes its next operation, if its input
+has been computed in an earlier tick. After the tick, neighbours exchange results: an
+activation to the next stage and a gradient to the previous stage are one exchange. All
+exchanges have one global order, by tick and then by stage, and each rank takes its own
+in this order: ranks that block in an exchange therefore cannot deadlock.
 """
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -31,9 +33,9 @@ class Exchange:
     """One exchange with a neighbouring stage.
 
     Attributes:
-        neighbour: its stage.
-        sent: the micro-batch whose activation, or gradient, is sent; None for none.
-        received: likewise.
+        neighbour: number of the neighbouring stage.
+        sent: micro-batch whose activation or gradient is sent; None if none is.
+        received: micro-batch whose activation or gradient is received, or None.
     """
 
     neighbour: int
@@ -41,20 +43,19 @@ class Exchange:
     received: int | None
 
 
-def training(schedule, stages, microbatches):
+Pass: TypeAlias = Forward | Backward
+Operation: TypeAlias = Pass | Exchange
+
+
+def training(schedule: str, stages: int, microbatches: int) -> list[list[Operation]]:
     """Return the operations of a training step, a list for each stage.
 
     `gpipe` (Huang et al., 2019, arXiv:1811.06965) takes all forward passes, then all
     backward passes: a stage keeps the activations of all micro-batches. `1f1b`
-    (Narayanan et al., 2021, arXiv:2104.04473, there PipeDream-Flush) starts a backward
-    pass as soon as it can: stage s of S keeps those of S - s micro-batches at most.
-    Both take the backward passes in the order of micro-batches, so that sums of
-    gradients are equal bit for bit.
-
-    Args:
-        schedule: `gpipe` or `1f1b`.
-        stages: number of stages.
-        microbatches: number of micro-batches.
+    (Narayanan et al., 2021, arXiv:2104.04473, there PipeDream-Flush) takes each
+    backward pass as early as possible: stage s of S keeps the activations of at most
+    S - s micro-batches. Both take the backward passes in the order of micro-batches, so
+    that sums of gradients are equal bit for bit.
 
     Raises:
         ValueError: for another schedule.
@@ -70,15 +71,15 @@ def training(schedule, stages, microbatches):
     return _with_exchanges(orders)
 
 
-def inference(stages, microbatches):
+def inference(stages: int, microbatches: int) -> list[list[Operation]]:
     """Return the operations of forward passes alone, a list for each stage."""
-    forwards = [Forward(m) for m in range(microbatches)]
+    forwards: list[Pass] = [Forward(m) for m in range(microbatches)]
     return _with_exchanges([forwards] * stages)
 
 
-def _order(microbatches, ahead):
-    """Return passes of a stage whose forwards are `ahead` of its backwards."""
-    order = [Forward(m) for m in range(ahead)]
+def _order(microbatches: int, ahead: int) -> list[Pass]:
+    """Return the passes of a stage that takes `ahead` forward passes first."""
+    order: list[Pass] = [Forward(m) for m in range(ahead)]
     for m in range(microbatches):
         order.append(Backward(m))
         if ahead + m < microbatches:
@@ -86,38 +87,40 @@ def _order(microbatches, ahead):
     return order
 
 
-def _with_exchanges(orders):
-    operations = [[] for _ in orders]
+def _with_exchanges(orders: Sequence[Sequence[Pass]]) -> list[list[Operation]]:
+    operations: list[list[Operation]] = [[] for _ in orders]
     for tick in _ticks(orders):
-        for mine, operation in zip(operations, tick, strict=True):
+        for stage_operations, operation in zip(operations, tick, strict=True):
             if operation:
-                mine.append(operation)
+                stage_operations.append(operation)
         for stage in range(len(orders) - 1):
-            down = tick[stage] if isinstance(tick[stage], Forward) else None
-            up = tick[stage + 1] if isinstance(tick[stage + 1], Backward) else None
-            if down or up:
-                m, n = down and down.microbatch, up and up.microbatch
+            down, up = tick[stage], tick[stage + 1]
+            m = down.microbatch if isinstance(down, Forward) else None
+            n = up.microbatch if isinstance(up, Backward) else None
+            if m is not None or n is not None:
                 operations[stage].append(Exchange(stage + 1, sent=m, received=n))
                 operations[stage + 1].append(Exchange(stage, sent=n, received=m))
     return operations
 
 
-def _ticks(orders):
-    """Yield what each stage does in each tick: an operation, or None."""
-    places, done = [0] * len(orders), set()
-    while any(place < len(o) for place, o in zip(places, orders, strict=True)):
+def _ticks(orders: Sequence[Sequence[Pass]]) -> Iterator[list[Pass | None]]:
+    """Yield the operations of all stages in each tick; None for an idle stage."""
+    positions, done = [0] * len(orders), set[tuple[int, Pass]]()
+    while any(i < len(order) for i, order in zip(positions, orders, strict=True)):
         tick = []
         for stage, order in enumerate(orders):
-            place = places[stage]
-            is_due = place < len(order) and _is_ready(order[place], stage, orders, done)
-            tick.append(order[place] if is_due else None)
+            i = positions[stage]
+            is_due = i < len(order) and _is_ready(order[i], stage, len(orders), done)
+            tick.append(order[i] if is_due else None)
         for stage, operation in enumerate(tick):
             if operation:
-                places[stage] += 1
+                positions[stage] += 1
                 done.add((stage, operation))
         yield tick
 
 
-def _is_ready(operation, stage, orders, done):
+def _is_ready(
+    operation: Pass, stage: int, stages: int, done: set[tuple[int, Pass]]
+) -> bool:
     source = stage - 1 if isinstance(operation, Forward) else stage + 1
-    return not 0 <= source < len(orders) or (source, operation) in done
+    return not 0 <= source < stages or (source, operation) in done
