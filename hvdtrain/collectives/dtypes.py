@@ -1,12 +1,15 @@
 """Which dtypes Horovod's operations can move and reduce, and how others are carried."""
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
-# Moved as the bits of another dtype: an allgather, a broadcast and an alltoall compute
-# nothing with them.
+# Dtypes that Horovod lacks are moved as the bits of another one: an allgather, a
+# broadcast and an alltoall do no arithmetic.
 _CARRIERS = {
     tf.bfloat16: tf.uint16,
     tf.uint32: tf.int32,
@@ -33,15 +36,15 @@ class BF16Compressor(hvd.compression.Compressor):
     """Casts floating point tensors to bfloat16: float32's range, half its bytes."""
 
     @staticmethod
-    def compress(tensor):
-        """Rounds `tensor` to bfloat16; returns it and its original dtype."""
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
+        """Round `tensor` to bfloat16; return it and its original dtype."""
         if tensor.dtype.is_floating:
             return tf.cast(tensor, tf.bfloat16), tensor.dtype
         return tensor, tensor.dtype
 
     @staticmethod
-    def decompress(tensor, ctx):
-        """Restores the dtype that `compress` returned as `ctx`."""
+    def decompress(tensor: tf.Tensor, ctx: tf.DType) -> tf.Tensor:
+        """Restore the dtype that `compress` returned as `ctx`."""
         return tf.cast(tensor, ctx)
 
 
@@ -51,13 +54,14 @@ class Compression(hvd.Compression):
     bf16 = BF16Compressor
 
 
-def as_tensorflow(value):
-    """Returns the TensorFlow object behind `value`.
+# What `tf.convert_to_tensor` takes: arrays, numbers, tensors, variables, nested lists.
+TensorLike = Any
 
-    Args:
-        value: a Keras variable, a TensorFlow variable, tensor or `IndexedSlices`,
-            or anything that `tf.convert_to_tensor` takes.
-    """
+
+def as_tensorflow(
+    value: TensorLike | keras.Variable,
+) -> tf.Tensor | tf.IndexedSlices | tf.Variable:
+    """Return the TensorFlow object behind `value`; a tensor of anything else."""
     if isinstance(value, keras.Variable):
         return value.value
     if isinstance(value, tf.IndexedSlices | tf.Variable | tf.Tensor):
@@ -65,22 +69,22 @@ def as_tensorflow(value):
     return tf.convert_to_tensor(value)
 
 
-def as_tensors(values):
-    """Returns the dense tensors of a list of tensor-compatible values."""
+def as_tensors(values: Iterable[TensorLike | keras.Variable]) -> list[tf.Tensor]:
+    """Return the dense tensors of a list of tensor-compatible values."""
     return [tf.convert_to_tensor(as_tensorflow(value)) for value in values]
 
 
-def partition(values):
-    """Returns one list of places in `values` for each (sparse, dtype) among them."""
-    buckets = {}
-    for place, value in enumerate(values):
+def buckets(values: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[list[int]]:
+    """Return one list of indices into `values` for each (sparse, dtype) among them."""
+    indices_by_key: dict[tuple[bool, tf.DType], list[int]] = {}
+    for index, value in enumerate(values):
         key = (isinstance(value, tf.IndexedSlices), value.dtype)
-        buckets.setdefault(key, []).append(place)
-    return list(buckets.values())
+        indices_by_key.setdefault(key, []).append(index)
+    return list(indices_by_key.values())
 
 
-def to_carrier(tensor):
-    """Returns `tensor` in a dtype that Horovod can move, with the same bits.
+def to_carrier(tensor: tf.Tensor) -> tf.Tensor:
+    """Return `tensor` in a dtype that Horovod can move, with the same bits.
 
     Raises:
         TypeError: for a dtype without such a counterpart, such as strings.
@@ -91,13 +95,13 @@ def to_carrier(tensor):
     return tensor
 
 
-def from_carrier(tensor, dtype):
-    """Undoes `to_carrier`: returns `tensor` in `dtype`, with the same bits."""
+def from_carrier(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Undo `to_carrier`: return `tensor` in `dtype`, with the same bits."""
     return tf.bitcast(tensor, dtype) if dtype in _CARRIERS else tensor
 
 
-def scaled(tensor, factor):
-    """Returns `tensor * factor` in the dtype of `tensor`."""
+def scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    """Return `tensor * factor` in the dtype of `tensor`."""
     if factor == 1.0:
         return tensor
     # A loss scale overflows float16 although the product does not.
@@ -105,19 +109,14 @@ def scaled(tensor, factor):
     return tf.cast(wide * factor, tensor.dtype)
 
 
-def divide_bytes(content, lengths):
-    """Returns a list of bytes, from a tensor that holds them one after the other.
-
-    Args:
-        content: eager tensor of uint8.
-        lengths: eager tensor with the length of each.
-    """
-    content, ends = content.numpy().tobytes(), np.cumsum(lengths.numpy())
-    return [content[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+def split_bytes(content: tf.Tensor, lengths: tf.Tensor) -> list[bytes]:
+    """Return byte strings of these lengths from their concatenation, a uint8 tensor."""
+    data, ends = content.numpy().tobytes(), np.cumsum(lengths.numpy())
+    return [data[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
 
-def check_has_rows(tensor):
-    """Raises a ValueError for a scalar: it has no axis to gather or split."""
+def check_has_rows(tensor: tf.Tensor) -> None:
+    """Raise a ValueError for a scalar: it has no axis to gather or split."""
     if tensor.shape.rank == 0:
         raise ValueError(
             "Ranks gather and exchange rows: a tensor needs one axis or more. Received "
@@ -125,17 +124,19 @@ def check_has_rows(tensor):
         )
 
 
-def check_reducible(tensor):
-    """Raises a TypeError unless an allreduce supports `tensor`'s dtype."""
+def check_reducible(tensor: tf.Tensor) -> None:
+    """Raise a TypeError unless an allreduce supports `tensor`'s dtype."""
     _check_dtype(tensor, _REDUCIBLE, "be reduced over ranks")
 
 
-def check_scatterable(tensor):
-    """Raises a TypeError unless a reducescatter supports `tensor`'s dtype."""
+def check_scatterable(tensor: tf.Tensor) -> None:
+    """Raise a TypeError unless a reducescatter supports `tensor`'s dtype."""
     _check_dtype(tensor, _SCATTERABLE, "be reduced and scattered over ranks")
 
 
-def _check_dtype(tensor, supported, purpose):
+def _check_dtype(
+    tensor: tf.Tensor, supported: Iterable[tf.DType], purpose: str
+) -> None:
     if tensor.dtype not in supported:
         names = ", ".join(dtype.name for dtype in supported)
         raise TypeError(

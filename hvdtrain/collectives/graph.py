@@ -7,20 +7,29 @@ that one rank reorders or leaves out is a deadlock on the others.
 """
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvdtrain.collectives import threads
+from hvdtrain.collectives.process_sets import ProcessSet
 
+# A nest of tensors.
+Nest = TypeVar("Nest")
 # Decorator of the functions that users call in a tf.function of their own. AutoGraph
 # would convert such a function and all that it calls, which takes seconds in the first
 # step and changes nothing: none of them branches on the value of a tensor.
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 
-def serialize(exchange, *, guard=None):
-    """Returns `exchange()`, ordered after every collective traced before it.
+def serialize(
+    exchange: Callable[[], Nest],
+    *,
+    guard: Callable[[], list[tf.Tensor] | tf.Operation] | None = None,
+) -> Nest:
+    """Return `exchange()`, ordered after every collective traced before it.
 
     TensorFlow starts every operation whose inputs are ready. Two functions, or two
     calls of one function, hold operations of the same name: two that are in flight
@@ -31,7 +40,7 @@ def serialize(exchange, *, guard=None):
     dependencies alone end at the function's boundary.
 
     Args:
-        exchange: creates the operations of one collective; returns a nest of tensors.
+        exchange: creates the operations of one collective.
         guard: creates operations that run before those of `exchange`; returns them.
     """
     token = order_token()
@@ -59,13 +68,13 @@ def serialize(exchange, *, guard=None):
         return tf.nest.map_structure(tf.identity, results, expand_composites=True)
 
 
-def number_of_collectives():
-    """Returns how many collectives this process has run, eagerly or in functions."""
+def number_of_collectives() -> int:
+    """Return how many collectives this process has run, eagerly or in functions."""
     return int(order_token())
 
 
-def block_constant_folding(tensor):
-    """Returns `tensor` such that the optimizer of graphs cannot see it as a constant.
+def block_constant_folding(tensor: tf.Tensor) -> tf.Tensor:
+    """Return `tensor` such that the optimizer of graphs cannot see it as a constant.
 
     Grappler evaluates an operation whose inputs are all constants once, when it
     optimizes the graph, and replaces it by the result. For a collective that is wrong:
@@ -78,7 +87,7 @@ def block_constant_folding(tensor):
 
 
 def prevent_pruning(result: tf.Tensor | tf.IndexedSlices) -> None:
-    """Keeps the collectives that compute `result` in the graph, used or not.
+    """Keep the collectives that compute `result` in the graph, used or not.
 
     Grappler prunes operations whose results are unused; the other ranks would wait
     for this one until the stall limit. An Assert has a side effect and is kept.
@@ -91,8 +100,8 @@ def prevent_pruning(result: tf.Tensor | tf.IndexedSlices) -> None:
     tf.raw_ops.Assert(condition=_unknown_true(), data=data)
 
 
-def operation_name(base, process_set):
-    """Returns `base`, made unique among the operations of the graph being traced.
+def operation_name(base: str, process_set: ProcessSet) -> str:
+    """Return `base`, made unique among the operations of the graph being traced.
 
     Horovod matches ranks by the names of operations. Layer names in Keras count up with
     every model that a process builds, so they differ between ranks as soon as one
@@ -110,8 +119,8 @@ def operation_name(base, process_set):
         return graph.unique_name(base)
 
 
-def check_not_compiled_by_xla():
-    """Raises a ValueError inside a function that XLA is going to compile.
+def check_not_compiled_by_xla() -> None:
+    """Raise a ValueError inside a function that XLA is going to compile.
 
     At trace time; XLA itself fails later, with "No registered OpKernel".
     """
@@ -126,14 +135,14 @@ def check_not_compiled_by_xla():
         )
 
 
-def _unknown_true():
+def _unknown_true() -> tf.Tensor:
     # Always true, but read from a variable: no pass over the graph can evaluate it.
     return order_token().read_value() >= 0
 
 
 @functools.cache
-def order_token():
-    """Returns the variable that counts the collectives, and orders them."""
+def order_token() -> tf.Variable:
+    """Return the variable that counts the collectives, and orders them."""
     # On the CPU: a token on a GPU would add a copy to every collective.
     with tf.init_scope(), tf.device("CPU"):
         return tf.Variable(0, trainable=False, dtype=tf.int64)

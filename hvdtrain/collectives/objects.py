@@ -1,7 +1,7 @@
 """Python objects across ranks, and which ranks hold equal ones."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -25,9 +25,13 @@ class RanksOfValue(NamedTuple, Generic[T]):
 
 
 def broadcast_object(
-    obj, root_rank=0, session=None, name=None, process_set=global_process_set
-):
-    """Returns `root_rank`'s `obj` on every rank.
+    obj: object,
+    root_rank: int = 0,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return `root_rank`'s `obj` on every rank. A collective.
 
     Args:
         obj: what cloudpickle accepts; used on `root_rank` only.
@@ -47,14 +51,18 @@ def broadcast_object(
     )
 
 
-def allgather_object(obj, session=None, name=None, process_set=global_process_set):
-    """Returns the list of all ranks' `obj`, in the order of ranks.
+def allgather_object(
+    obj: T,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[T]:
+    """Return all ranks' `obj`, in the order of ranks. A collective.
 
     Args:
         obj: what cloudpickle accepts.
         session: TensorFlow 1's; must be None.
-        name: name of the operation. Ranks are matched by it inside a `tf.function`,
-            and by the order of their calls outside.
+        name: as in `broadcast_object`.
         process_set: the ranks that take part.
     """
     _check_no_session(session)
@@ -66,31 +74,26 @@ def allgather_object(obj, session=None, name=None, process_set=global_process_se
     return [cloudpickle.loads(data) for data in gathered]
 
 
-def gather_object(obj, *, name):
-    """Returns the list of all ranks' `obj` on rank 0, and None on the others.
+def gather_object(obj: T, *, name: str) -> list[T] | None:
+    """Return all ranks' `obj` on rank 0, and None on the others. A collective.
 
-    Without the memory and the traffic of `allgather_object`.
-
-    Args:
-        obj: what cloudpickle accepts.
-        name: as that of `allgather_object`.
+    It saves the memory and the traffic of `allgather_object`.
     """
     size, rank = global_process_set.size(), global_process_set.rank()
-    received = _alltoall([cloudpickle.dumps(obj)] + [b""] * (size - 1), name=name)
+    received = _exchange([cloudpickle.dumps(obj)] + [b""] * (size - 1), name=name)
     return [cloudpickle.loads(data) for data in received] if rank == 0 else None
 
 
-def scatter_object(objs, *, name):
-    """Returns item `r` of rank 0's list `objs` on each rank `r`.
+def scatter_object(objs: Sequence[T], *, name: str) -> T:
+    """Return item `r` of rank 0's `objs` on each rank `r`. A collective.
 
     Args:
-        objs: a list of what cloudpickle accepts, one for each rank; used on rank 0
-            only.
-        name: as that of `allgather_object`.
+        objs: one object for each rank; used on rank 0 only.
+        name: as in `broadcast_object`.
     """
     size, rank = global_process_set.size(), global_process_set.rank()
-    sent = map(cloudpickle.dumps, objs) if rank == 0 else [b""] * size
-    return cloudpickle.loads(_alltoall(list(sent), name=name)[0])
+    sent = list(map(cloudpickle.dumps, objs)) if rank == 0 else [b""] * size
+    return cloudpickle.loads(_exchange(sent, name=name)[0])
 
 
 def gather_by_value(
@@ -143,21 +146,32 @@ def name_values(
     )
 
 
-def _alltoall(sent, *, name):
-    """Returns the bytes of each rank, of the list that it sends to all ranks."""
-    # In words of eight bytes: MPI counts in 32 bits. Their last bytes are not read:
-    # a pickle has its own end.
-    words = [np.frombuffer(data + bytes(-len(data) % 8), np.int64) for data in sent]
+def exchange_arrays(
+    arrays: Sequence[np.ndarray], splits: Sequence[int], *, name: str
+) -> list[np.ndarray]:
+    """Send rows to each rank; return the rows from each rank. A collective.
+
+    Args:
+        arrays: concatenated, the rows for all ranks, in the order of ranks.
+        splits: how many rows go to each rank.
+        name: of the operation.
+    """
     received, counts = transport.alltoall(
-        tf.constant(np.concatenate(words)),
-        tf.constant([len(each) for each in words], tf.int32),
-        name=name,
+        tf.constant(np.concatenate(arrays)), tf.constant(splits, tf.int32), name=name
     )
-    ends = np.cumsum(counts.numpy())
-    return [part.tobytes() for part in np.split(received.numpy(), ends[:-1])]
+    return np.split(received.numpy(), np.cumsum(counts.numpy())[:-1])
 
 
-def _check_no_session(session):
+def _exchange(sent: list[bytes], *, name: str) -> list[bytes]:
+    """Send item `r` to each rank `r`; return what each rank has sent to this one."""
+    # Words of eight bytes, since MPI counts in 32 bits. The padding is not read: a
+    # pickle has its own end.
+    words = [np.frombuffer(data + bytes(-len(data) % 8), np.int64) for data in sent]
+    received = exchange_arrays(words, list(map(len, words)), name=name)
+    return [array.tobytes() for array in received]
+
+
+def _check_no_session(session: None) -> None:
     if session is not None:
         raise ValueError(
             "session belongs to TensorFlow 1. Leave it out. Received: "

@@ -1,11 +1,11 @@
 """Which Python thread calls the collectives: one at a time, the same on all ranks.
 
-Collectives have one order, the same on all ranks. Two threads that call them as they
-come have none, and one thread's tensors would be added to the other's on another rank.
-So a call while a call of another thread is in flight is refused, and every collective
-is compared with the description of its thread: ranks on which different threads have
-called it fail together. The main thread is equal on all ranks. Any other is described
-by its class, its target and its name without digits, since ranks may number theirs
+Collectives must have one order on all ranks. Two threads that call them concurrently
+have no such order: one thread's tensors would be added to the other's on another rank.
+So a call is refused while a call of another thread is in flight, and every collective
+compares the description of its thread: ranks on which different threads have called it
+fail together. The main thread is equal on all ranks. Another thread is described by its
+class, its target and its name without digits, since ranks may number their threads
 differently. Living threads with equal descriptions cannot be matched across ranks.
 Their description gets the rank, so their collectives fail.
 """
@@ -17,7 +17,7 @@ import functools
 import re
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -57,30 +57,30 @@ _caller = _Caller(threading.main_thread())
 
 @functools.cache
 def number_variable() -> tf.Variable:
-    """Returns the variable with the caller's number, which guards compare."""
+    """Return the variable with the caller's number, which guards compare."""
     with tf.init_scope(), tf.device("CPU"):
         return tf.Variable(_caller.number, trainable=False, dtype=tf.int64)
 
 
-def use_native(functions) -> None:
-    """Let the native library compare callers as well; None: no longer."""
+def use_native(functions: ctypes.CDLL | None) -> None:
+    """Let the native library compare callers as well; None ends this."""
     with _caller.lock:
         _caller.native = functions
         _publish()
 
 
 def description() -> str:
-    """Returns the caller as the beginning of a text; empty for the main thread."""
+    """Return the caller as the beginning of a text; empty for the main thread."""
     return f"in {_caller.text}: " if _caller.text else ""
 
 
 def act_for(thread: threading.Thread) -> None:
-    """Make this thread's calls those of `thread`, which waits for it."""
+    """Attribute this thread's calls to `thread`, which waits for it."""
     _local.principal = thread
 
 
 def current() -> threading.Thread:
-    """Returns this thread, or the one that it acts for."""
+    """Return this thread, or the one that it acts for."""
     thread = getattr(_local, "principal", None) or threading.current_thread()
     # Not started by Python: a thread in which TensorFlow runs the Python code of a
     # function, for the thread that has called it.
@@ -90,7 +90,7 @@ def current() -> threading.Thread:
 
 @contextlib.contextmanager
 def in_call() -> Iterator[None]:
-    """A block that runs collectives, as a call of this thread.
+    """Mark the enclosed block, which runs collectives, as a call of this thread.
 
     Raises:
         RuntimeError: a call of another thread is in flight. The job has ended.
@@ -103,20 +103,21 @@ def in_call() -> Iterator[None]:
             _caller.is_in_call = False
 
 
-def watch(token: tf.Variable, prepare) -> None:
+def watch(token: tf.Variable, prepare: Callable[[], None]) -> None:
     """Put all calls of functions that hold collectives into `in_call`.
 
     Args:
         token: the variable that every such function reads.
-        prepare: called before each of them, without arguments.
+        prepare: is called before each of them.
     """
     runtime = context.context()
     call_function = runtime.call_function
-    handle, reads_token = token.handle, {}
+    handle = token.handle
+    reads_token: dict[str, bool] = {}
 
-    def watched(name, inputs, num_outputs):
+    def watched(name: str, inputs: list[tf.Tensor], num_outputs: int) -> object:
         if name not in reads_token:
-            reads_token[name] = any(each is handle for each in inputs)
+            reads_token[name] = any(tensor is handle for tensor in inputs)
         if not reads_token[name]:
             return call_function(name, inputs, num_outputs)
         prepare()
@@ -127,7 +128,7 @@ def watch(token: tf.Variable, prepare) -> None:
 
 
 @contextlib.contextmanager
-def uncompared():
+def uncompared() -> Iterator[None]:
     """Compare no callers: all ranks are known to have failed in one collective."""
     number_variable().assign(0)
     try:
@@ -136,8 +137,8 @@ def uncompared():
         number_variable().assign(_caller.number)
 
 
-def _enter(thread):
-    """Returns whether this call is not a part of another one."""
+def _enter(thread: threading.Thread) -> bool:
+    """Return whether this call is not nested in another one."""
     with _caller.lock:
         if not _caller.is_in_call:
             if thread is not _caller.thread:
@@ -149,7 +150,7 @@ def _enter(thread):
         return False
     reason = (
         f"Received a collective in {_name(thread)} while one in {_name(before)} is in "
-        "flight; expected collectives of one thread at a time. Those of several "
+        "flight; expected collectives of one thread at a time. Collectives of several "
         "threads have no order that is equal on all ranks. Call all of them in one "
         "thread, or let the threads wait for each other, with names that differ in "
         "more than digits."
@@ -158,26 +159,27 @@ def _enter(thread):
     raise RuntimeError(reason)
 
 
-def _take_over(thread):
+def _take_over(thread: threading.Thread) -> None:
     text = _text(thread)
     number = zlib.crc32(text.encode()) & _MAX_NUMBER
     number_variable().assign(number)
-    # After what may raise: a thread without its text would pass for the one before.
+    # After the lines that may raise: a thread without a text of its own would be
+    # compared as the previous one.
     _caller.thread, _caller.text, _caller.number = thread, text, number
     _publish()
 
 
-def _publish():
+def _publish() -> None:
     if _caller.native:
         number = ctypes.c_uint64(_caller.number)
         _caller.native.hvdtrain_set_caller(number, _caller.text.encode())
 
 
-def _text(thread):
+def _text(thread: threading.Thread) -> str:
     if thread is threading.main_thread():
         return ""
     text = _describe(thread)
-    alike = [each for each in threading.enumerate() if _describe(each) == text]
+    alike = [other for other in threading.enumerate() if _describe(other) == text]
     if len(alike) < 2:
         return text
     return (
@@ -186,12 +188,12 @@ def _text(thread):
     )
 
 
-def _name(thread):
+def _name(thread: threading.Thread) -> str:
     is_main = thread is threading.main_thread()
     return "the main thread" if is_main else f"thread {thread.name!r}"
 
 
-def _describe(thread):
+def _describe(thread: threading.Thread) -> str:
     # Python's own attribute; without it, threads of one class and name are alike.
     runs = getattr(thread, "_target", None) or type(thread)
     while isinstance(runs, functools.partial):
@@ -202,7 +204,7 @@ def _describe(thread):
     return f"{re.sub(r'[0-9]+', '#', _name(thread))} of {module}.{name}"
 
 
-def _end_job(reason):
+def _end_job(reason: str) -> None:
     # The call in flight may wait for a thread of another rank that was refused there.
     if _caller.native:
         _caller.native.hvdtrain_fail(reason.encode())

@@ -1,7 +1,7 @@
 """The TensorFlow operations that set-up compiles from the sources in this directory.
 
 `scripts/build_native.sh` builds them as a library in `lib/` of the Python environment.
-What uses them has another way where they are not installed.
+Callers fall back to Horovod's operations where the library is not installed.
 """
 
 import ctypes
@@ -9,10 +9,11 @@ import dataclasses
 import functools
 import pathlib
 import sys
+from types import ModuleType
 
 import tensorflow as tf
 
-# Of the operations and of the C functions; also in interface.cc.
+# Version of the operations and of the C functions; interface.cc has the same number.
 _INTERFACE = 9
 
 
@@ -21,35 +22,36 @@ class Library:
     """The loaded library.
 
     Attributes:
-        operations: the TensorFlow operations, each a Python function.
-        functions: the C functions, a `ctypes.CDLL`.
+        operations: has a Python function for each TensorFlow operation.
+        functions: the C functions.
     """
 
-    operations: object
-    functions: object
+    operations: ModuleType
+    functions: ctypes.CDLL
 
 
-def library_path():
-    """Where set-up installs the library for this TensorFlow.
+def library_path() -> pathlib.Path:
+    """Return where set-up installs the library for this TensorFlow.
 
-    TensorFlow has no stable ABI. To load a library that was compiled for another one
-    may end the process, so the version is in the name.
+    TensorFlow has no stable ABI. Loading a library that was compiled for another
+    version may end the process, so the version is in the name.
     """
     name = f"libhvdtrain-tensorflow-{tf.__version__}.so"
     return pathlib.Path(sys.prefix, "lib", name)
 
 
 @functools.cache
-def load():
-    """Returns the `Library`.
+def load() -> Library:
+    """Return the loaded library.
 
     Raises:
-        OSError: it is missing, or it cannot be loaded, or it is of another version.
+        OSError: it is missing, it cannot be loaded, or it has another version.
     """
     if not library_path().exists():
         raise OSError(f"{library_path()} is missing: run scripts/setup.sh")
     try:
-        # TensorFlow lists what is registered while it loads the library: before ctypes.
+        # Before ctypes: TensorFlow finds the operations that are registered while it
+        # loads the library, and a library is loaded once in a process.
         operations = tf.load_op_library(str(library_path()))
     except tf.errors.OpError as error:
         raise OSError(f"{library_path()}: {error.message}") from None

@@ -17,10 +17,8 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from hvdtrain.collectives import transport
-from hvdtrain.collectives.objects import allgather_object
+from hvdtrain.collectives.objects import allgather_object, exchange_arrays
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.sharding.shards import Shape, Sharding, get_sharding
 
@@ -188,7 +186,8 @@ class FullValues:
         for start, stop in self._chunks(described, sizes):
             splits = [0] * len(blocks)
             splits[0] = len(local[start:stop])
-            for rank, values in enumerate(_exchange([local[start:stop]], splits)):
+            received = exchange_arrays([local[start:stop]], splits, name="FullValues")
+            for rank, values in enumerate(received):
                 block = blocks[rank]
                 if len(values) and block is not None and full is not None:
                     block.write(full, start, values)
@@ -214,7 +213,9 @@ class FullValues:
                     for block, end in zip(blocks, ends, strict=True)
                 ]
             splits = [len(values) for values in sent] or [0] * len(blocks)
-            received, *_ = _exchange(sent or [local[:0]], splits)
+            received, *_ = exchange_arrays(
+                sent or [local[:0]], splits, name="FullValues"
+            )
             local[start : start + len(received)] = received
         if described.variable is not None:
             described.variable.assign(local.reshape(described.variable.shape))
@@ -227,14 +228,3 @@ class FullValues:
         step = max(1, _CHUNK_BYTES // element_bytes // len(sizes))
         for start in range(0, max(sizes), step):
             yield start, start + step
-
-
-def _exchange(arrays: Sequence[np.ndarray], splits: Sequence[int]) -> list[np.ndarray]:
-    """Return the elements that each rank has sent to this one."""
-    received, counts = transport.alltoall(
-        tf.constant(np.concatenate(arrays)),
-        tf.constant(splits, tf.int32),
-        name="FullValues",
-    )
-    ends = np.cumsum(counts.numpy())
-    return np.split(received.numpy(), ends[:-1])

@@ -1,12 +1,20 @@
-"""Reduction of a list of tensors: partitioned into buckets, each moved as a whole."""
+"""Reduction of a list of tensors, in one bucket for each dtype."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph
-from hvdtrain.collectives.process_sets import is_elastic, needs_communication, size_of
+from hvdtrain.collectives.dtypes import TensorLike
+from hvdtrain.collectives.process_sets import (
+    ProcessSet,
+    is_elastic,
+    needs_communication,
+    size_of,
+)
 from hvdtrain.collectives.transport import moving, shared_memory
 from hvdtrain.collectives.transport.moving import exchange_guard
 from hvdtrain.collectives.transport.reduction import (
@@ -21,8 +29,13 @@ from hvdtrain.collectives.transport.signature import Signature
 _FLAT_BYTES = 1 << 20
 
 
-def method(bucket, reduction):
-    """Returns the function (tensors, name, reduction, signature) for this bucket.
+Values = Sequence[tf.Tensor | tf.IndexedSlices]
+# Reduces a bucket of tensors of one dtype.
+Method = Callable[[list[tf.Tensor], str, Reduction, Signature], list[tf.Tensor]]
+
+
+def method(bucket: list[tf.Tensor], reduction: Reduction) -> Method:
+    """Return the function that reduces this bucket.
 
     Raises:
         TypeError: for a dtype that cannot be reduced.
@@ -37,13 +50,17 @@ def method(bucket, reduction):
     return _adasum if reduction.op == Adasum else _reduce
 
 
-def _reduce_natively(tensors, name, reduction, signature):
+def _reduce_natively(
+    tensors: list[tf.Tensor], name: str, reduction: Reduction, signature: Signature
+) -> list[tf.Tensor]:
     sent = [dtypes.scaled(tensor, reduction.prescale_factor) for tensor in tensors]
     reduced = shared_memory.allreduce(sent, name=name, reduction=reduction)
     return [dtypes.scaled(tensor, reduction.postscale_factor) for tensor in reduced]
 
 
-def _reduce(tensors, name, reduction, signature):
+def _reduce(
+    tensors: list[tf.Tensor], name: str, reduction: Reduction, signature: Signature
+) -> list[tf.Tensor]:
     is_small = _is_small(tensors)
     arguments = (tensors, name, reduction, signature)
     if isinstance(is_small, bool):
@@ -54,8 +71,8 @@ def _reduce(tensors, name, reduction, signature):
     )
 
 
-def _is_small(tensors):
-    """Whether a flat buffer pays; a scalar tensor where shapes are not known yet."""
+def _is_small(tensors: list[tf.Tensor]) -> bool | tf.Tensor:
+    """Return whether a flat buffer pays; a tensor where shapes are not known yet."""
     sizes = [tensor.shape.num_elements() for tensor in tensors]
     limit = _FLAT_BYTES // tensors[0].dtype.size
     if None in sizes:
@@ -63,21 +80,25 @@ def _is_small(tensors):
     return sum(sizes) <= limit
 
 
-def _reduce_flat(tensors, name, reduction, signature):
-    """Reduces the concatenation of all tensors."""
+def _reduce_flat(
+    tensors: list[tf.Tensor], name: str, reduction: Reduction, signature: Signature
+) -> list[tf.Tensor]:
+    """Reduce the concatenation of all tensors."""
     dtype = tensors[0].dtype
-    parts = [tf.reshape(tensor, [-1]) for tensor in _prescaled(tensors, reduction)]
+    flattened = [tf.reshape(tensor, [-1]) for tensor in _prescaled(tensors, reduction)]
     # The count of ranks at the end: a slice from the start shares the buffer.
-    flat = tf.concat([*parts, tf.ones([1], dtype)], axis=0)
+    flat = tf.concat([*flattened, tf.ones([1], dtype)], axis=0)
     total, _ = mpi_ops._grouped_allreduce(
         [flat, signature.guard(dtype)], **_options(reduction, dtype, name)
     )
-    parts = _split_like(tensors, total[:-1])
-    return [_averaged(part, total[-1], reduction) for part in parts]
+    totals = _split_like(tensors, total[:-1])
+    return [_averaged(tensor, total[-1], reduction) for tensor in totals]
 
 
-def _reduce_group(tensors, name, reduction, signature):
-    """Reduces each tensor in its own memory, all of them in one negotiation."""
+def _reduce_group(
+    tensors: list[tf.Tensor], name: str, reduction: Reduction, signature: Signature
+) -> list[tf.Tensor]:
+    """Reduce each tensor in its own memory, all of them in one negotiation."""
     dtype = tensors[0].dtype
     agreed = exchange_guard(signature, name, reduction.process_set, dtype)
     with tf.control_dependencies(agreed):
@@ -89,7 +110,7 @@ def _reduce_group(tensors, name, reduction, signature):
     return [_averaged(total, count[0], reduction) for total in totals]
 
 
-def _counts_ranks(reduction, dtype):
+def _counts_ranks(reduction: Reduction, dtype: tf.DType) -> bool:
     # A rank that has joined adds zeros, yet Horovod divides by the number of all
     # ranks. So every rank adds a one as well, and the sum is divided by the sum of the
     # ones. Only the global process set can be joined.
@@ -97,7 +118,7 @@ def _counts_ranks(reduction, dtype):
     return reduction.op == Average and is_global and dtype.is_floating
 
 
-def _options(reduction, dtype, name):
+def _options(reduction: Reduction, dtype: tf.DType, name: str) -> dict[str, Any]:
     # Ranks are matched by the operation's own name: a name scope that is open on one
     # rank only must not be part of it.
     options = {
@@ -115,32 +136,33 @@ def _options(reduction, dtype, name):
     }
 
 
-def _prescaled(tensors, reduction):
+def _prescaled(tensors: list[tf.Tensor], reduction: Reduction) -> list[tf.Tensor]:
     # Horovod would scale the count of ranks as well.
     if not _counts_ranks(reduction, tensors[0].dtype):
         return tensors
     return [dtypes.scaled(tensor, reduction.prescale_factor) for tensor in tensors]
 
 
-def _averaged(total, count, reduction):
+def _averaged(total: tf.Tensor, count: tf.Tensor, reduction: Reduction) -> tf.Tensor:
     if not _counts_ranks(reduction, total.dtype):
         return total
     return dtypes.scaled(total / count, reduction.postscale_factor)
 
 
-def _split_like(tensors, flat):
-    """Returns the parts of `flat` in the shapes of `tensors`."""
+def _split_like(tensors: list[tf.Tensor], flat: tf.Tensor) -> list[tf.Tensor]:
+    """Return the elements of `flat`, split into the shapes of `tensors`."""
     are_known = all(tensor.shape.is_fully_defined() for tensor in tensors)
     shapes = [tensor.shape if are_known else tf.shape(tensor) for tensor in tensors]
     sizes = [
         tensor.shape.num_elements() if are_known else tf.size(tensor)
         for tensor in tensors
     ]
-    parts = tf.split(flat, sizes)
-    return [tf.reshape(part, s) for part, s in zip(parts, shapes, strict=True)]
+    return list(map(tf.reshape, tf.split(flat, sizes), shapes))
 
 
-def _adasum(tensors, name, reduction, signature):
+def _adasum(
+    tensors: list[tf.Tensor], name: str, reduction: Reduction, signature: Signature
+) -> list[tf.Tensor]:
     # Adasum weighs each tensor by its own norm: no flat buffer.
     dtype = tensors[0].dtype
     agreed = exchange_guard(signature, name, reduction.process_set)
@@ -152,14 +174,18 @@ def _adasum(tensors, name, reduction, signature):
         )
 
 
-def _widen_bfloat16(tensors, name, reduction, signature):
+def _widen_bfloat16(
+    tensors: list[tf.Tensor], name: str, reduction: Reduction, signature: Signature
+) -> list[tf.Tensor]:
     wide = [tf.cast(tensor, tf.float32) for tensor in tensors]
     reduced = _reduce(wide, name, reduction, signature)
     return [tf.cast(tensor, tf.bfloat16) for tensor in reduced]
 
 
-def _add_bfloat16(tensors, name, reduction, signature):
-    """Adds bfloat16 tensors, which Horovod's allreduce does not support.
+def _add_bfloat16(
+    tensors: list[tf.Tensor], name: str, reduction: Reduction, signature: Signature
+) -> list[tf.Tensor]:
+    """Add bfloat16 tensors, which Horovod's allreduce does not support.
 
     Each rank receives its share of every rank's buffer, adds the shares in float32,
     and the rounded sums are gathered: the bytes of a ring allreduce in bfloat16, with
@@ -185,31 +211,27 @@ def _add_bfloat16(tensors, name, reduction, signature):
     return _split_like(tensors, dtypes.from_carrier(gathered, tf.bfloat16)[:length])
 
 
-def combine(value, process_set, *, name, op=Sum):
-    """Returns one tensor, combined over a process set; over one rank, as it is.
-
-    Args:
-        value: a tensor.
-        process_set: the ranks that take part.
-        name: of the operation.
-        op: `Sum`, `Max` or another operation of `Reduction`.
-    """
+def combine(
+    value: tf.Tensor, process_set: ProcessSet, *, name: str, op: object = Sum
+) -> tf.Tensor:
+    """Return one tensor, reduced over a process set; over one rank, as it is."""
     if not needs_communication(process_set):
         return value
     return allreduce([value], Reduction(op=op, process_set=process_set), name=name)[0]
 
 
-def allreduce(values, reduction, *, name=None):
-    """Reduces a list of tensors; `tf.IndexedSlices` are gathered instead.
+def allreduce(
+    values: Sequence[TensorLike | tf.IndexedSlices],
+    reduction: Reduction,
+    *,
+    name: str | None = None,
+) -> list[tf.Tensor | tf.IndexedSlices]:
+    """Reduce a list of tensors; `tf.IndexedSlices` are gathered instead.
 
     Args:
-        values: list of tensor-compatible values or `tf.IndexedSlices`; number,
-            kinds, shapes and dtypes agree on all ranks.
-        reduction: a `Reduction`.
+        values: number, kinds, shapes and dtypes agree on all ranks.
+        reduction: how they are reduced.
         name: prefix of the operations' names.
-
-    Returns:
-        The reduced values, in the order given.
 
     Raises:
         NotImplementedError: for `tf.IndexedSlices` and an op other than `Average` and
@@ -221,15 +243,15 @@ def allreduce(values, reduction, *, name=None):
     if not values:
         return []
     graph.check_not_compiled_by_xla()
-    if any(map(is_slices, values)):
+    if any(map(_is_slices, values)):
         _check_op_of_slices(reduction)
     values = [_as_dense_or_slices(value) for value in values]
     name = graph.operation_name(name or "Allreduce", reduction.process_set)
     signature = Signature(reduction.describe(), values)
     sent, contexts = zip(*(_compress(v, reduction) for v in values), strict=True)
-    buckets = dtypes.partition(sent)
-    # Horovod's first operation holds a guard. A native reduction compares one bucket,
-    # not the number of buckets.
+    buckets = dtypes.buckets(sent)
+    # Horovod's first operation holds a guard. A native reduction compares its bucket,
+    # and not the number of buckets.
     is_compared = not shared_memory.takes_part(reduction.process_set) or (
         len(buckets) == 1 and _is_native(sent[0], reduction)
     )
@@ -241,16 +263,23 @@ def allreduce(values, reduction, *, name=None):
         is_compared=is_compared,
     )
     return [
-        result if is_slices(result) else reduction.compression.decompress(result, c)
+        result if _is_slices(result) else reduction.compression.decompress(result, c)
         for result, c in zip(reduced, contexts, strict=True)
     ]
 
 
-def _reduce_buckets(sent, buckets, reduction, name, signature):
-    results, first = [None] * len(sent), []
-    for number, places in enumerate(buckets):
-        bucket = [sent[i] for i in places]
-        is_sparse = is_slices(bucket[0])
+def _reduce_buckets(
+    sent: Values,
+    buckets: list[list[int]],
+    reduction: Reduction,
+    name: str,
+    signature: Signature,
+) -> Values:
+    results: list[tf.Tensor | tf.IndexedSlices] = [None] * len(sent)
+    first: list[tf.Tensor] = []
+    for number, indices in enumerate(buckets):
+        bucket = [sent[i] for i in indices]
+        is_sparse = _is_slices(bucket[0])
         device = reduction.device_sparse if is_sparse else reduction.device_dense
         exchange = _allgather_slices if is_sparse else method(bucket, reduction)
         # The guard of the first bucket holds the signature of the whole list. Other
@@ -258,27 +287,33 @@ def _reduce_buckets(sent, buckets, reduction, name, signature):
         with tf.device(device), tf.control_dependencies(first):
             reduced = exchange(bucket, f"{name}_{number}", reduction, signature)
         first = first or [reduced[0].values if is_sparse else reduced[0]]
-        for i, result in zip(places, reduced, strict=True):
+        for i, result in zip(indices, reduced, strict=True):
             results[i] = result
     return results
 
 
-def _is_native(value, reduction):
-    return not is_slices(value) and shared_memory.covers(value, reduction)
+def _is_native(value: tf.Tensor | tf.IndexedSlices, reduction: Reduction) -> bool:
+    return not _is_slices(value) and shared_memory.covers(value, reduction)
 
 
-def _as_dense_or_slices(value):
+def _is_slices(value: object) -> bool:
+    return isinstance(value, tf.IndexedSlices)
+
+
+def _as_dense_or_slices(value: TensorLike) -> tf.Tensor | tf.IndexedSlices:
     value = dtypes.as_tensorflow(value)
-    if not is_slices(value):
+    if not _is_slices(value):
         return tf.convert_to_tensor(value)
-    # As Horovod, which takes lists for values and indices.
+    # Horovod takes lists for values and indices, too.
     values, indices = dtypes.as_tensors([value.values, value.indices])
     return tf.IndexedSlices(values, indices, value.dense_shape)
 
 
-def _compress(value, reduction):
-    # As in Horovod, which compresses dense tensors only.
-    return (value, None) if is_slices(value) else reduction.compression.compress(value)
+def _compress(
+    value: tf.Tensor | tf.IndexedSlices, reduction: Reduction
+) -> tuple[tf.Tensor | tf.IndexedSlices, Any]:
+    # Horovod compresses dense tensors only, too.
+    return (value, None) if _is_slices(value) else reduction.compression.compress(value)
 
 
 def _check_op_of_slices(reduction: Reduction) -> None:
@@ -290,12 +325,12 @@ def _check_op_of_slices(reduction: Reduction) -> None:
         )
 
 
-def is_slices(value):
-    """Whether `value` is a sparse tensor: `tf.IndexedSlices`."""
-    return isinstance(value, tf.IndexedSlices)
-
-
-def _allgather_slices(slices, name, reduction, signature):
+def _allgather_slices(
+    slices: list[tf.IndexedSlices],
+    name: str,
+    reduction: Reduction,
+    signature: Signature,
+) -> list[tf.IndexedSlices]:
     process_set = reduction.process_set
     # The first operation of a dense bucket too: where another rank has a dense tensor,
     # both fail. Eager operations are named by their type, so an allgather would not be

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 
 import horovod.tensorflow as hvd
@@ -10,19 +11,26 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdtrain.collectives import dtypes, graph, threads
+from hvdtrain.collectives.dtypes import TensorLike
 from hvdtrain.collectives.process_sets import (
+    ProcessSet,
     check_root,
     global_process_set,
     rank_in,
     size_of,
 )
 from hvdtrain.collectives.transport import shared_memory
-from hvdtrain.collectives.transport.reduction import Sum
+from hvdtrain.collectives.transport.reduction import Reduction, Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
 
 
-def allgather(values, *, name=None, process_set=global_process_set):
-    """Concatenates each value's rows over the ranks; all axes but the first agree."""
+def allgather(
+    values: Sequence[TensorLike],
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Concatenate each value's rows over the ranks; all axes but the first agree."""
     if not values:
         return []
     graph.check_not_compiled_by_xla()
@@ -46,8 +54,14 @@ def allgather(values, *, name=None, process_set=global_process_set):
     )
 
 
-def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
-    """Returns `root_rank`'s value on every rank; shape and dtype agree."""
+def broadcast(
+    value: TensorLike,
+    root_rank: int,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Return `root_rank`'s value on every rank; shape and dtype agree."""
     graph.check_not_compiled_by_xla()
     check_root(root_rank, process_set)
     name = graph.operation_name(name or "Broadcast", process_set)
@@ -63,8 +77,14 @@ def broadcast(value, root_rank, *, name=None, process_set=global_process_set):
     )
 
 
-def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
-    """Returns `root_rank`'s list of values on every rank, in one negotiation."""
+def broadcast_all(
+    values: Sequence[TensorLike],
+    root_rank: int,
+    *,
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Return `root_rank`'s list of values on every rank, in one negotiation."""
     if not values:
         return []
     graph.check_not_compiled_by_xla()
@@ -79,8 +99,13 @@ def broadcast_all(values, root_rank, *, name, process_set=global_process_set):
     return run(exchange, signature, name=name, process_set=process_set)
 
 
-def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
-    """Writes `root_rank`'s values into TensorFlow variables, without a copy."""
+def broadcast_in_place(
+    variables: Sequence[tf.Variable],
+    root_rank: int,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Write `root_rank`'s values into TensorFlow variables, without a copy."""
     graph.check_not_compiled_by_xla()
     check_root(root_rank, process_set)
     name = graph.operation_name("BroadcastVariables", process_set)
@@ -89,8 +114,14 @@ def broadcast_in_place(variables, root_rank, *, process_set=global_process_set):
     run(exchange, signature, name=name, process_set=process_set)
 
 
-def alltoall(tensor, splits, *, name, process_set=global_process_set):
-    """Sends `splits[r]` rows of `tensor` to each rank r.
+def alltoall(
+    tensor: tf.Tensor,
+    splits: tf.Tensor,
+    *,
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Send `splits[r]` rows of `tensor` to each rank r.
 
     Returns:
         The rows received, and how many of them came from each rank.
@@ -116,8 +147,10 @@ def alltoall(tensor, splits, *, name, process_set=global_process_set):
     )
 
 
-def reducescatter(tensors, reduction, *, name):
-    """Reduces a list of tensors and returns this rank's share of the rows of each."""
+def reducescatter(
+    tensors: Sequence[tf.Tensor], reduction: Reduction, *, name: str
+) -> list[tf.Tensor]:
+    """Reduce a list of tensors and return this rank's share of the rows of each."""
     graph.check_not_compiled_by_xla()
     process_set = reduction.process_set
     name = graph.operation_name(name, process_set)
@@ -126,48 +159,52 @@ def reducescatter(tensors, reduction, *, name):
     return run(exchange, signature, name=name, process_set=process_set)
 
 
-def allgather_bytes(data, *, name, process_set=global_process_set):
-    """Returns the list of all ranks' `data`, bytes of any length; runs eagerly."""
+def allgather_bytes(
+    data: bytes, *, name: str, process_set: ProcessSet = global_process_set
+) -> list[bytes]:
+    """Return all ranks' `data`, bytes of any length; runs eagerly."""
     content = tf.constant(np.frombuffer(data, np.uint8))
     lengths, content = allgather(
         [[len(data)], content], name=name, process_set=process_set
     )
-    return dtypes.divide_bytes(content, lengths)
+    return dtypes.split_bytes(content, lengths)
 
 
 def run(
-    exchange,
-    signature,
+    exchange: Callable[[], graph.Nest],
+    signature: Signature,
     *,
-    name,
-    process_set,
-    is_compared=False,
-):
-    """Returns the results of `exchange()`, the operations of one collective.
+    name: str,
+    process_set: ProcessSet,
+    is_compared: bool = False,
+) -> graph.Nest:
+    """Return the results of `exchange()`, the operations of one collective.
 
-    It is ordered after every collective traced before it, and fails on all ranks whose
-    signatures differ.
+    The collective is ordered after every collective traced before it, and fails on all
+    ranks if their signatures differ.
 
     Args:
-        exchange: creates the operations; returns a nest of tensors.
-        signature: its `Signature`.
-        name: its name, the same on all ranks.
+        exchange: creates the operations.
+        signature: what the ranks must agree on.
+        name: the same on all ranks.
         process_set: the ranks that take part.
-        is_compared: the first of its own operations compares the ranks.
+        is_compared: whether the first of its own operations compares the ranks.
     """
-    if shared_memory.takes_part(process_set):
-        guard = functools.partial(shared_memory.compare, signature, name=name)
-    else:
-        # Eager operations are matched by their type, so all begin with one of a type.
-        guard = functools.partial(exchange_guard, signature, f"{name}_0", process_set)
-    if is_compared:
-        guard = None
-    with _mismatch_of_ranks(signature, process_set):
-        return graph.serialize(exchange, guard=guard)
+    # Called in any case: it connects the ranks in their first collective.
+    is_native = shared_memory.takes_part(process_set)
+
+    def guard() -> list[tf.Tensor] | tf.Operation:
+        if is_native:
+            return shared_memory.compare(signature, name=name)
+        # Eager operations are matched by their type: all begin with this type.
+        return exchange_guard(signature, f"{name}_0", process_set)
+
+    with _explained_mismatch(signature, process_set):
+        return graph.serialize(exchange, guard=None if is_compared else guard)
 
 
-def _compares_itself(process_set: hvd.ProcessSet) -> bool:
-    """Returns whether an operation of Horovod is compared without a guard.
+def _compares_itself(process_set: ProcessSet) -> bool:
+    """Return whether an operation of Horovod is compared without a guard.
 
     In a function, Horovod compares operations of one name and their shapes. A guard
     would cost a negotiation in each step.
@@ -176,8 +213,10 @@ def _compares_itself(process_set: hvd.ProcessSet) -> bool:
 
 
 @contextlib.contextmanager
-def _mismatch_of_ranks(signature, process_set):
-    """Adds to Horovod's error of a mismatch what each rank has sent.
+def _explained_mismatch(
+    signature: Signature, process_set: ProcessSet
+) -> Iterator[None]:
+    """Add to Horovod's error of a mismatch what each rank has sent.
 
     Only where operations run eagerly: within a function, the error is raised by the
     caller's step, and Horovod's text remains as it is.
@@ -207,11 +246,16 @@ def _mismatch_of_ranks(signature, process_set):
         ) from None
 
 
-def exchange_guard(signature, name, process_set, dtype=tf.float32):
-    """Compares the ranks' signatures in a negotiation of its own.
+def exchange_guard(
+    signature: Signature,
+    name: str,
+    process_set: ProcessSet,
+    dtype: tf.DType = tf.float32,
+) -> list[tf.Tensor]:
+    """Compare the ranks' signatures in a negotiation of its own.
 
     Returns:
-        Tensors; what is sent next must have control dependencies on them.
+        Tensors on which the next operation must have control dependencies.
     """
     # A group of two under the name of the flat buffer of a small bucket: a rank whose
     # dtype or size makes it take the other path fails in the same negotiation.
@@ -227,7 +271,9 @@ def exchange_guard(signature, name, process_set, dtype=tf.float32):
     return agreed
 
 
-def _allgather(tensors, name, process_set, signature):
+def _allgather(
+    tensors: list[tf.Tensor], name: str, process_set: ProcessSet, signature: Signature
+) -> list[tf.Tensor]:
     first = dtypes.to_carrier(tensors[0])
     gathered, _ = mpi_ops.grouped_allgather(
         [first, signature.guard(first.dtype)],
@@ -242,12 +288,14 @@ def _allgather(tensors, name, process_set, signature):
     return [dtypes.from_carrier(gathered, tensors[0].dtype), *others]
 
 
-def gather_groups(tensors, name, process_set):
-    """Gathers tensors, known to be alike on all ranks, in one group per dtype."""
+def gather_groups(
+    tensors: Sequence[tf.Tensor], name: str, process_set: ProcessSet
+) -> list[tf.Tensor]:
+    """Gather tensors, known to be alike on all ranks, in one group per dtype."""
     packed = [dtypes.to_carrier(tensor) for tensor in tensors]
-    gathered = [None] * len(tensors)
-    for number, places in enumerate(dtypes.partition(packed)):
-        bucket = [packed[i] for i in places]
+    gathered: list[tf.Tensor] = [None] * len(tensors)
+    for number, indices in enumerate(dtypes.buckets(packed)):
+        bucket = [packed[i] for i in indices]
         unfoldable = graph.block_constant_folding(tf.zeros([0], bucket[0].dtype))
         results = mpi_ops.grouped_allgather(
             [*bucket, unfoldable],
@@ -255,30 +303,36 @@ def gather_groups(tensors, name, process_set):
             process_set=process_set,
             ignore_name_scope=True,
         )
-        for i, result in zip(places, results[:-1], strict=True):
+        for i, result in zip(indices, results[:-1], strict=True):
             gathered[i] = dtypes.from_carrier(result, tensors[i].dtype)
     return gathered
 
 
-def _broadcast_all(tensors, root_rank, name, process_set):
+def _broadcast_all(
+    tensors: list[tf.Tensor], root_rank: int, name: str, process_set: ProcessSet
+) -> list[tf.Tensor]:
     return [
         _broadcast(tensor, root_rank, f"{name}_{i}", process_set)
         for i, tensor in enumerate(tensors)
     ]
 
 
-def _broadcast_in_place(variables, root_rank, process_set):
+def _broadcast_in_place(
+    variables: Sequence[tf.Variable], root_rank: int, process_set: ProcessSet
+) -> list[tf.Tensor]:
     done = hvd.broadcast_variables(
         variables, root_rank, process_set=process_set, inplace=True
     )
     if tf.executing_eagerly():
         return []
-    # What follows in the function depends on a tensor.
+    # The next collective of the function has control dependencies on tensors.
     with tf.control_dependencies([done]):
         return [tf.constant(0)]
 
 
-def _broadcast(tensor, root_rank, name, process_set):
+def _broadcast(
+    tensor: tf.Tensor, root_rank: int, name: str, process_set: ProcessSet
+) -> tf.Tensor:
     received = hvd.broadcast(
         graph.block_constant_folding(dtypes.to_carrier(tensor)),
         root_rank,
@@ -289,17 +343,25 @@ def _broadcast(tensor, root_rank, name, process_set):
     return dtypes.from_carrier(received, tensor.dtype)
 
 
-def _splits_fit(tensor, splits, process_set):
-    """Returns whether Horovod accepts the splits, as a scalar tensor."""
+def _splits_fit(
+    tensor: tf.Tensor, splits: tf.Tensor, process_set: ProcessSet
+) -> tf.Tensor:
+    """Return whether Horovod accepts the splits, as a scalar tensor."""
     ranks, rows = size_of(process_set, tf.int32), tf.shape(tensor)[0]
-    # No splits are equal ones.
+    # Horovod takes an empty tensor for equal splits.
     if splits.shape.num_elements() == 0:
         return rows % ranks == 0
     fits = (tf.reduce_sum(splits) <= rows) & (tf.size(splits) == ranks)
     return fits & tf.reduce_all(splits >= 0)
 
 
-def _alltoall(tensor, splits, fits, name, process_set):
+def _alltoall(
+    tensor: tf.Tensor,
+    splits: tf.Tensor,
+    fits: tf.Tensor,
+    name: str,
+    process_set: ProcessSet,
+) -> tuple[tf.Tensor, tf.Tensor]:
     sent, counts = dtypes.to_carrier(tensor), splits
     if not tf.executing_eagerly():
         sent, counts = _sent_by_alltoall(sent, splits, fits, process_set)
@@ -315,17 +377,18 @@ def _alltoall(tensor, splits, fits, name, process_set):
 
 
 def _sent_by_alltoall(
-    tensor: tf.Tensor, splits: tf.Tensor, fits: tf.Tensor, process_set: hvd.ProcessSet
+    tensor: tf.Tensor, splits: tf.Tensor, fits: tf.Tensor, process_set: ProcessSet
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns what makes Horovod fail on all ranks if the splits do not fit on one.
+    """Return a tensor and splits that fail on all ranks if they do not fit on one.
 
-    Horovod refuses them on their rank alone, before the negotiation in which the others
-    wait. So zeros take their place, and the tensor has more axes than that of the other
-    ranks: their number differs also between two ranks whose splits do not fit.
+    Horovod refuses splits that do not fit on their rank alone, before the negotiation,
+    in which the other ranks would wait. So zeros replace them, and the tensor gets more
+    axes than on the other ranks, which the negotiation refuses on all ranks. The number
+    of axes differs also between two ranks whose splits do not fit.
     """
     fits = graph.block_constant_folding(fits)
-    ranks, given = size_of(process_set, tf.int32), tf.size(splits)
-    start, end = tf.unstack(tf.where(fits, [0, given], [given, given + ranks]))
+    ranks, count = size_of(process_set, tf.int32), tf.size(splits)
+    start, end = tf.unstack(tf.where(fits, [0, count], [count, count + ranks]))
     counts = tf.concat([splits, tf.zeros([ranks], tf.int32)], axis=0)[start:end]
     if splits.shape.num_elements():
         counts = tf.ensure_shape(counts, splits.shape)
@@ -334,7 +397,9 @@ def _sent_by_alltoall(
     return tf.reshape(tensor, shape), counts
 
 
-def _reducescatter(tensors, reduction, name):
+def _reducescatter(
+    tensors: Sequence[tf.Tensor], reduction: Reduction, name: str
+) -> list[tf.Tensor]:
     # One operation for each: of a group, Horovod reports the last one's status alone.
     shares = []
     with tf.device(reduction.device_dense):
@@ -356,14 +421,14 @@ def _reducescatter(tensors, reduction, name):
     return shares
 
 
-def join():
-    """Blocks until every rank has called it; returns the last rank that did."""
+def join() -> tf.Tensor:
+    """Block until every rank has called it; return the last rank that did."""
     with tf.init_scope():
         shared_memory.connect()
     return graph.serialize(lambda: tf.py_function(_join, [], tf.int32))
 
 
-def _join():
+def _join() -> int | tf.Tensor:
     # The other ranks may still reduce through Horovod and natively, in any order.
     with futures.ThreadPoolExecutor(1) as pool:
         last_native = pool.submit(shared_memory.join)

@@ -21,13 +21,13 @@ _OP_NAMES = {
 }
 
 
-def op_name(op):
-    """Returns Horovod's name of a reduction operation: `op` itself is a number."""
+def op_name(op: object) -> str:
+    """Return Horovod's name of a reduction operation: `op` itself is a number."""
     return _OP_NAMES.get(op, str(op))
 
 
-def check_compression(compression):
-    """Raises a ValueError for anything but a compressor of `hvd.Compression`."""
+def check_compression(compression: object) -> None:
+    """Raise a ValueError for anything but a compressor of `hvd.Compression`."""
     if not hasattr(compression, "compress") or not hasattr(compression, "decompress"):
         raise ValueError(
             "compression must be one of hvd.Compression.none, fp16 and bf16, or a "
@@ -52,13 +52,12 @@ class Reduction:
     op: object = Average
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
-    compression: type = Compression.none
+    compression: type[hvd.compression.Compressor] = Compression.none
     device_dense: str = ""
     device_sparse: str = ""
     process_set: hvd.ProcessSet = global_process_set
 
-    def __post_init__(self):
-        """Checks the compression."""
+    def __post_init__(self) -> None:
         check_compression(self.compression)
 
     @classmethod
@@ -75,12 +74,12 @@ class Reduction:
         return cls(**{**same, **fields})
 
     @property
-    def factor(self):
+    def factor(self) -> float:
         """The product of both factors."""
         return self.prescale_factor * self.postscale_factor
 
-    def describe(self):
-        """Returns what ranks must agree on, as text."""
+    def describe(self) -> str:
+        """Return what ranks must agree on, as text."""
         factors = (self.prescale_factor, self.postscale_factor)
         scaled = "" if factors == (1.0, 1.0) else f" scaled by {factors}"
         return op_name(self.op) + scaled

@@ -1,9 +1,10 @@
-"""The memory that the ranks of one node share, and the C functions that map it."""
+"""The file whose memory the ranks of one node share, and its mapping by C functions."""
 
 import contextlib
 import ctypes
 import os
 import tempfile
+from typing import IO
 
 from hvdtrain.collectives.environment import stall_limits
 
@@ -18,15 +19,11 @@ _LINE_BYTES = 128
 _SPIN_SECONDS = 1e-3
 
 
-def reserve(functions, size):
-    """Returns an open file for the memory of `size` ranks, removed when it is closed.
-
-    Args:
-        functions: see `native.Library`.
-        size: number of ranks.
+def reserve(functions: ctypes.CDLL, size: int) -> IO[bytes]:
+    """Return an open file for the memory of `size` ranks, removed when it is closed.
 
     Raises:
-        OSError: there is no memory for it.
+        OSError: there is no room for it.
     """
     count = functions.hvdtrain_segment_bytes
     count.restype = ctypes.c_size_t
@@ -34,8 +31,10 @@ def reserve(functions, size):
     return _reserved_file(count(size, slot_bytes(size)))
 
 
-def attach(functions, file, *, rank, size, is_core_shared):
-    """Maps the memory, and returns the reason if this fails, else an empty text.
+def attach(
+    functions: ctypes.CDLL, file: str, *, rank: int, size: int, is_core_shared: bool
+) -> str:
+    """Map the memory, and return the reason if this fails, else an empty text.
 
     Args:
         functions: see `native.Library`.
@@ -59,18 +58,18 @@ def attach(functions, file, *, rank, size, is_core_shared):
     return reason.decode() if reason else ""
 
 
-def slot_bytes(size):
-    """Returns the bytes of the slot of each of `size` ranks."""
+def slot_bytes(size: int) -> int:
+    """Return the bytes of the slot of each of `size` ranks."""
     share = _MAX_SEGMENT_BYTES // (size + 1) // _LINE_BYTES * _LINE_BYTES
     return min(_MAX_SLOT_BYTES, share)
 
 
-def _directories():
+def _directories() -> tuple[str, str]:
     # The first is memory; pages of the second may be written to a disk.
     return "/dev/shm", tempfile.gettempdir()
 
 
-def _reserved_file(size):
+def _reserved_file(size: int) -> IO[bytes]:
     errors = []
     for directory in _directories():
         with contextlib.ExitStack() as stack:

@@ -5,8 +5,9 @@ the first step, Horovod's negotiation has nothing left to decide. An operation o
 native library (`hvdtrain.native`) then adds the ranks' tensors in shared memory. It
 costs two barriers in place of Horovod's cycles and messages.
 
-It is used where it can be: see `_obstacle`. `HVDTRAIN_REDUCTION` chooses: `auto`, the
-default; `shared_memory`, an error where it cannot be used; `horovod`, never.
+`_obstacle` has the conditions. `HVDTRAIN_REDUCTION` chooses: `auto`, the default, uses
+it where it is possible; `shared_memory` raises an error where it is not; `horovod`
+never uses it.
 """
 
 import atexit
@@ -20,6 +21,9 @@ import math
 import os
 import threading
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -28,8 +32,10 @@ import tensorflow as tf
 from hvdtrain import native
 from hvdtrain.collectives import dtypes, graph, threads
 from hvdtrain.collectives.environment import is_elastic, quotas
+from hvdtrain.collectives.process_sets import ProcessSet
 from hvdtrain.collectives.transport import segment
-from hvdtrain.collectives.transport.reduction import Average, Sum
+from hvdtrain.collectives.transport.reduction import Average, Reduction, Sum
+from hvdtrain.collectives.transport.signature import Signature
 
 _CHOICES = ("auto", "shared_memory", "horovod")
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -45,19 +51,19 @@ class Connection:
         obstacle: why Horovod reduces.
     """
 
-    operations: object = None
-    functions: object = None
+    operations: ModuleType | None = None
+    functions: ctypes.CDLL | None = None
     obstacle: str = ""
 
 
-def connect():
-    """Connects the ranks of the job, and returns the `Connection`.
+def connect() -> Connection:
+    """Connect the ranks of the job, and return the `Connection`.
 
-    A collective in its first call of a job, with the same answer on all ranks. It has
-    to be the start of a rank's first collective, whatever that is: one rank may trace a
-    function, call one that an earlier job has traced, or join, while another calls
-    eagerly. It cannot be a part of `hvd.init`, after which scripts configure devices
-    and threads: TensorFlow's context is initialized by the first operation.
+    The first call in a job is a collective, with the same result on all ranks. It must
+    start a rank's first collective, whatever that is: one rank may trace a function,
+    call one that an earlier job has traced, or join, while another calls eagerly. It
+    cannot be a part of `hvd.init`, after which scripts configure devices and threads:
+    TensorFlow's context is initialized by the first operation.
 
     Raises:
         ValueError: for an unknown value of HVDTRAIN_REDUCTION.
@@ -68,7 +74,7 @@ def connect():
 
 @dataclasses.dataclass
 class _Connector:
-    """Connects the ranks once in a job; `connection` is None before."""
+    """Connects the ranks once in a job; `connection` is None before that."""
 
     connection: Connection | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -90,17 +96,17 @@ _connector = _Connector()
 
 
 @functools.cache
-def _watch_functions():
+def _watch_functions() -> None:
     threads.watch(graph.order_token(), prepare=_connect_anew)
 
 
-def _connect_anew():
+def _connect_anew() -> None:
     # After a shutdown, the operation's own error says what is missing.
     if _connector.connection is None and hvd.is_initialized():
         connect()
 
 
-def _connect():
+def _connect() -> Connection:
     choice = reduction_choice()
     # Both are known to every rank without communication.
     if is_elastic():
@@ -117,8 +123,8 @@ def _connect():
     return connection
 
 
-def reduction_choice():
-    """Returns HVDTRAIN_REDUCTION, `auto` where it is unset or empty.
+def reduction_choice() -> str:
+    """Return HVDTRAIN_REDUCTION, `auto` where it is unset or empty.
 
     Raises:
         ValueError: for an unknown value.
@@ -132,21 +138,21 @@ def reduction_choice():
     return choice
 
 
-def disconnect():
-    """Ends the reductions that other ranks wait in, before this rank leaves the job."""
+def disconnect() -> None:
+    """End the reductions that other ranks wait in, before this rank leaves the job."""
     left = _connector.disconnect()
     if left and left.functions:
         threads.use_native(None)
         left.functions.hvdtrain_leave()
 
 
-def reduction_path():
-    """How dense gradients are reduced, as a short text; see `connect`."""
+def reduction_path() -> str:
+    """Return how dense gradients are reduced, as a short text; see `connect`."""
     return "shared memory" if connect().operations else "Horovod"
 
 
-def takes_part(process_set):
-    """Whether collectives that are traced now begin with a native operation."""
+def takes_part(process_set: ProcessSet) -> bool:
+    """Return whether collectives that are traced now begin with a native operation."""
     if process_set.process_set_id != 0:
         return False
     # Outside of the function that is traced: the first call communicates.
@@ -155,21 +161,23 @@ def takes_part(process_set):
     return is_native and not tf.executing_eagerly()
 
 
-def covers(tensor, reduction):
-    """Whether tensors of this dtype are reduced natively."""
+def covers(tensor: tf.Tensor, reduction: Reduction) -> bool:
+    """Return whether tensors of this dtype are reduced natively."""
     if reduction.op not in (Average, Sum) or tensor.dtype not in _DTYPES:
         return False
     is_mean_of_integers = reduction.op == Average and not tensor.dtype.is_floating
     return not is_mean_of_integers and takes_part(reduction.process_set)
 
 
-def allreduce(tensors, *, name, reduction):
-    """Adds or averages tensors of one dtype, which `covers` has accepted.
+def allreduce(
+    tensors: Sequence[tf.Tensor], *, name: str, reduction: Reduction
+) -> list[tf.Tensor]:
+    """Add or average tensors of one dtype, which `covers` has accepted.
 
     The operation compares names, dtypes and shapes of all ranks in every step. If they
     differ, it fails on every rank, and the error holds what each has sent.
     """
-    return connect().operations.hvdtrain_allreduce(
+    return _operations().hvdtrain_allreduce(
         inputs=tensors,
         token=graph.order_token().handle,
         mean=reduction.op == Average,
@@ -178,52 +186,64 @@ def allreduce(tensors, *, name, reduction):
     )
 
 
-def reducescatter(tensors, sizes, *, name, reduction):
-    """As `allreduce`, but returns this rank's part of each flattened tensor.
+def reducescatter(
+    tensors: Sequence[tf.Tensor],
+    sizes: Sequence[Sequence[int]],
+    *,
+    name: str,
+    reduction: Reduction,
+) -> list[tf.Tensor]:
+    """Reduce as `allreduce`, but return this rank's flat shard of each tensor.
 
     Args:
-        tensors: list of tensors.
-        sizes: list of the elements of each rank, for each tensor.
+        tensors: have equal shapes on all ranks.
+        sizes: for each tensor, the elements of each rank.
         name: of the operation.
-        reduction: a `Reduction`.
+        reduction: how they are reduced.
     """
     rank = hvd.rank()
-    return connect().operations.hvdtrain_reducescatter(
+    return _operations().hvdtrain_reducescatter(
         inputs=tensors,
         token=graph.order_token().handle,
         mean=reduction.op == Average,
-        starts=[sum(each[:rank]) for each in sizes],
-        sizes=[each[rank] for each in sizes],
+        starts=[sum(size_by_rank[:rank]) for size_by_rank in sizes],
+        sizes=[size_by_rank[rank] for size_by_rank in sizes],
         collective=name,
-        description=f"scattered parts {sizes}, {reduction.describe()}",
+        description=f"shards {sizes}, {reduction.describe()}",
     )
 
 
-def gathers(dtype, process_set):
-    """Whether parts of tensors of this dtype are gathered natively."""
+def gathers(dtype: tf.DType, process_set: ProcessSet) -> bool:
+    """Return whether shards of this dtype are gathered natively."""
     return dtype in _DTYPES and takes_part(process_set)
 
 
-def allgather(parts, *, sizes, shapes, name):
-    """Gathers parts of one dtype, which `gathers` has accepted; see `gather_shards`."""
-    return connect().operations.hvdtrain_allgather(
-        parts=parts,
+def allgather(
+    shards: Sequence[tf.Tensor],
+    *,
+    sizes: Sequence[Sequence[int]],
+    shapes: Sequence[Sequence[int] | tf.TensorShape | None],
+    name: str,
+) -> list[tf.Tensor]:
+    """Gather shards of one dtype, which `gathers` has accepted; see `gather_shards`."""
+    return _operations().hvdtrain_allgather(
+        parts=shards,
         token=graph.order_token().handle,
         sizes=list(itertools.chain.from_iterable(sizes)),
         # Nothing is copied to a tensor without elements.
         shapes=[[0] if shape is None else shape for shape in shapes],
         collective=name,
-        description=f"allgather of {len(parts)} parts",
+        description=f"allgather of {len(shards)} shards",
     )
 
 
-def compare(signature, *, name):
-    """Returns an operation that compares a collective which Horovod moves.
+def compare(signature: Signature, *, name: str) -> tf.Operation:
+    """Return an operation that compares a collective which Horovod moves.
 
-    A rank that calls a native reduction, and one that calls this, find out that they
-    differ. Without it they would wait for each other until the stall limit.
+    It fails where another rank calls a native reduction. Without it both would block
+    until the stall limit.
     """
-    return connect().operations.hvdtrain_compare(
+    return _operations().hvdtrain_compare(
         checksum=signature.checksum(),
         token=graph.order_token().handle,
         collective=name,
@@ -231,11 +251,11 @@ def compare(signature, *, name):
     )
 
 
-def join():
-    """Takes part in reductions with zeros until every rank has called it.
+def join() -> int | None:
+    """Take part in reductions with zeros until every rank has called it.
 
     Returns:
-        The last rank that did; None where Horovod reduces.
+        The last rank that has called it; None where Horovod reduces.
     """
     functions = connect().functions
     if not functions:
@@ -248,10 +268,11 @@ def join():
     return last.value
 
 
-def reduction_seconds():
-    """Seconds that this process has spent in reductions, with waiting for other ranks.
+def reduction_seconds() -> float:
+    """Return the seconds that this process has spent in reductions.
 
-    NaN where Horovod reduces, which does not measure them.
+    They include the time for which it has waited for other ranks. NaN where Horovod
+    reduces, which does not measure them.
     """
     functions = connect().functions
     if not functions:
@@ -260,7 +281,13 @@ def reduction_seconds():
     return 1e-9 * functions.hvdtrain_reduction_nanoseconds()
 
 
-def _connect_ranks():
+def _operations() -> ModuleType:
+    operations = connect().operations
+    assert operations is not None
+    return operations
+
+
+def _connect_ranks() -> Connection:
     obstacle, library = _obstacle(), None
     if not obstacle:
         try:
@@ -268,9 +295,12 @@ def _connect_ranks():
         except OSError as error:
             obstacle = str(error)
             _warn_of_library(obstacle)
-    said = _gather((obstacle, sorted(os.sched_getaffinity(0)), quotas()))
-    obstacle = _first_obstacle(each[0] for each in said)
-    if not obstacle:
+    obstacles, *cores_and_quotas = zip(
+        *_gather((obstacle, sorted(os.sched_getaffinity(0)), quotas())), strict=True
+    )
+    obstacle = _first_obstacle(obstacles)
+    # All ranks take the same branch.
+    if library and not obstacle:
         # Only now: a job that is killed while a rank loads TensorFlow leaves no file.
         with _reserved_file(library.functions) as (obstacle, file):
             obstacles, files = zip(*_gather((obstacle, file)), strict=True)
@@ -282,11 +312,11 @@ def _connect_ranks():
                 files[0],
                 rank=hvd.rank(),
                 size=hvd.size(),
-                is_core_shared=_is_core_shared([each[1:] for each in said]),
+                is_core_shared=_is_core_shared(*cores_and_quotas),
             )
             # Keep the file until all ranks have mapped it.
             obstacle = _first_obstacle(_gather(reason))
-    if obstacle:
+    if obstacle or not library:
         return Connection(obstacle=obstacle)
     library.functions.hvdtrain_start()
     threads.use_native(library.functions)
@@ -294,19 +324,21 @@ def _connect_ranks():
     return Connection(library.operations, library.functions)
 
 
-def _is_core_shared(cores_and_quotas):
-    """Whether a rank that spins may take processor time from another one."""
-    size = len(cores_and_quotas)
-    cores = set(itertools.chain.from_iterable(each[0] for each in cores_and_quotas))
+def _is_core_shared(
+    cores_by_rank: Sequence[list[int]], quotas_by_rank: Sequence[list[float]]
+) -> bool:
+    """Return whether a rank that spins may take processor time from another one."""
+    size = len(cores_by_rank)
+    cores = set(itertools.chain.from_iterable(cores_by_rank))
     # A shared quota and one quota per rank cannot be told apart. In the second case
     # ranks sleep although they could spin.
-    quota = min(itertools.chain(*(each[1] for each in cores_and_quotas)), default=size)
+    quota = min(itertools.chain.from_iterable(quotas_by_rank), default=size)
     return min(len(cores), quota) < size
 
 
 @contextlib.contextmanager
-def _reserved_file(functions):
-    """Yields rank 0's obstacle and the path of its file; both empty on the others."""
+def _reserved_file(functions: ctypes.CDLL) -> Iterator[tuple[str, str]]:
+    """Yield rank 0's obstacle and the path of its file; both empty on the others."""
     with contextlib.ExitStack() as stack:
         obstacle = path = ""
         if hvd.rank() == 0:
@@ -318,8 +350,8 @@ def _reserved_file(functions):
         yield obstacle, path
 
 
-def _warn_of_library(obstacle):
-    # Other obstacles are facts of the job; this one is a set-up that is incomplete.
+def _warn_of_library(obstacle: str) -> None:
+    # Users cannot remove the other obstacles; this one is an incomplete set-up.
     if hvd.rank() == 0 and reduction_choice() == "auto":
         warnings.warn(
             f"Gradients are reduced through Horovod, which is slower: {obstacle}. Set "
@@ -328,21 +360,23 @@ def _warn_of_library(obstacle):
         )
 
 
-def _gather(value):
-    """Returns the values of all ranks, each of which JSON can hold. A collective."""
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, each of which JSON can hold. A collective."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = hvd.allgather(tf.constant([len(text)]), name="Connect_lengths")
     texts = hvd.allgather(tf.constant(text), name="Connect")
-    return [json.loads(each) for each in dtypes.divide_bytes(texts, lengths)]
+    return list(map(json.loads, dtypes.split_bytes(texts, lengths)))
 
 
-def _first_obstacle(obstacles):
-    found = (f"{each} (rank {rank})" for rank, each in enumerate(obstacles) if each)
-    return next(found, "")
+def _first_obstacle(obstacle_by_rank: Iterable[str]) -> str:
+    named = (
+        f"{text} (rank {rank})" for rank, text in enumerate(obstacle_by_rank) if text
+    )
+    return next(named, "")
 
 
-def _obstacle():
-    """Returns why this rank cannot reduce in shared memory, or an empty text."""
+def _obstacle() -> str:
+    """Return why this rank cannot reduce in shared memory, or an empty text."""
     if reduction_choice() == "horovod":
         return "HVDTRAIN_REDUCTION=horovod"
     if hvd.local_size() != hvd.size():

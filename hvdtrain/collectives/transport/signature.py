@@ -12,6 +12,7 @@ Where ranks share memory they compare the checksum there, before the negotiation
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -29,21 +30,21 @@ class Signature:
     """
 
     kind: str
-    tensors: list
+    tensors: Sequence[tf.Tensor | tf.IndexedSlices]
     has_free_rows: bool = False
 
-    def guard(self, dtype):
-        """Returns the guard: an empty tensor of `dtype`, compared by its shape.
+    def guard(self, dtype: tf.DType) -> tf.Tensor:
+        """Return the guard: an empty tensor of `dtype`, compared by its shape.
 
-        It also keeps the group that it is part of from being constant folded: see
+        It also prevents constant folding of its group: see
         `graph.block_constant_folding`. A select without elements costs nothing.
         """
         shape = [0, len(self.tensors), self.checksum(), threads.number_variable()]
         guard = tf.zeros(shape, dtype)
         return graph.block_constant_folding(guard)
 
-    def checksum(self):
-        """Returns the checksum as a scalar, int64, 0 to 2**31 - 2."""
+    def checksum(self) -> tf.Tensor:
+        """Return the checksum as a scalar, int64, 0 to 2**31 - 2."""
         # A rank that knows a shape at trace time and one that does not must find the
         # same checksum: both hash the same text.
         texts = [self.kind, *(self._text(tensor) for tensor in self.tensors)]
@@ -52,18 +53,18 @@ class Signature:
         return tf.strings.to_hash_bucket_fast(joined, 2**31 - 1)
 
     def describe(self) -> str:
-        """Returns the signature as one line of text for an error message."""
+        """Return the signature as one line of text for an error message."""
         return _line(self.kind, list(map(_description, self.tensors)))
 
     def lines(self) -> str:
-        """Returns the kind, then a line of each tensor: see `name_difference`.
+        """Return the kind, then a line of each tensor: see `name_difference`.
 
-        A line has what ranks must agree on, and what users see. Eagerly only.
+        A line has what ranks must agree on, a tab, and what users see. Eagerly only.
         """
         tensors = [f"{self._text(each)}\t{_description(each)}" for each in self.tensors]
         return "\n".join([self.kind, *tensors])
 
-    def _text(self, tensor):
+    def _text(self, tensor: tf.Tensor | tf.IndexedSlices) -> str | tf.Tensor:
         if isinstance(tensor, tf.IndexedSlices):
             header = f"sparse {tensor.values.dtype.name} {tensor.indices.dtype.name}"
             return _shape_text(header, tensor.values, free_axes=1)
@@ -72,27 +73,30 @@ class Signature:
 
 
 def name_difference(texts: list[str]) -> list[str]:
-    """Returns one line for each rank: its kind, and the first tensor that differs.
+    """Return one line for each rank: its kind, and the first tensor that differs.
 
-    Up to four tensors are all in it.
+    A list of up to four tensors is shown completely.
 
     Args:
         texts: `Signature.lines()` of each rank.
     """
-    kinds, lists = [], []
+    kinds: list[str] = []
+    lists: list[list[list[str]]] = []
     for kind, *tensors in map(str.splitlines, texts):
         kinds.append(kind)
         lists.append([line.split("\t") for line in tensors])
     compared = [[compared for compared, _ in tensors] for tensors in lists]
-    by_place = enumerate(itertools.zip_longest(*compared))
-    first = next((n for n, each in by_place if len({*each}) > 1), None)
+    texts_by_rank = itertools.zip_longest(*compared)
+    first = next(
+        (n for n, texts in enumerate(texts_by_rank) if len({*texts}) > 1), None
+    )
     return [
         _line(kind, [shown for _, shown in tensors], first)
         for kind, tensors in zip(kinds, lists, strict=True)
     ]
 
 
-def _line(kind, tensors, first=None):
+def _line(kind: str, tensors: list[str], first: int | None = None) -> str:
     if len(tensors) <= 4:
         return f"{kind} of {', '.join(tensors)}"
     if first is None:
@@ -101,7 +105,7 @@ def _line(kind, tensors, first=None):
     return f"{kind} of {len(tensors)} tensors, number {first} (from 0): {shown}"
 
 
-def _shape_text(header, tensor, *, free_axes):
+def _shape_text(header: str, tensor: tf.Tensor, *, free_axes: int) -> str | tf.Tensor:
     if tensor.shape.rank is not None:
         sizes = tensor.shape[free_axes:]
         if sizes.is_fully_defined():
@@ -111,7 +115,7 @@ def _shape_text(header, tensor, *, free_axes):
     return tf.strings.join([f"{header} ", text])
 
 
-def _description(tensor):
+def _description(tensor: tf.Tensor | tf.IndexedSlices) -> str:
     if isinstance(tensor, tf.IndexedSlices):
         return f"IndexedSlices of {_description(tensor.values)}"
     sizes = "[...]" if tensor.shape.rank is None else list(tensor.shape)
