@@ -7,15 +7,22 @@ gradients follow this for allreduce and alltoall; those of allgather and broadca
 are too small by the number of ranks, and that of reducescatter is too large.
 """
 
-import functools
+from collections.abc import Callable, Sequence
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.dtypes import Compression, as_tensorflow, as_tensors
+from hvdtrain.collectives.dtypes import (
+    Compression,
+    TensorLike,
+    as_tensorflow,
+    as_tensors,
+)
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import (
+    ProcessSet,
     global_process_set,
     needs_communication,
     rank_in,
@@ -23,22 +30,25 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Average, Reduction, Sum, op_name
 
+# Of the results of a `tf.custom_gradient`, to that of its inputs.
+Gradient = Callable[..., object]
+
 
 @do_not_convert
 def allreduce(
-    value,
-    name=None,
-    average=None,
-    prescale_factor=1.0,
-    postscale_factor=1.0,
-    op=None,
-    compression=Compression.none,
-    device_dense="",
-    device_sparse="",
-    process_set=global_process_set,
-    ignore_name_scope=False,
-):
-    """Reduces `value` over all ranks; as `horovod.tensorflow.keras.allreduce`.
+    value: TensorLike,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: object = None,
+    compression: type[hvd.compression.Compressor] = Compression.none,
+    device_dense: str = "",
+    device_sparse: str = "",
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> tf.Tensor | tf.IndexedSlices:
+    """Reduce `value` over all ranks; as `horovod.tensorflow.keras.allreduce`.
 
     With op=Average, the mean of a floating point tensor is the mean over the ranks
     that have not called `join`; Horovod itself divides by all.
@@ -69,39 +79,40 @@ def allreduce(
     """
     op = hvd.handle_average_backwards_compatibility(op, average)
     reduction = Reduction.from_arguments(locals())
-    return _reducing([value], reduction, name)()[0]
+    return _reduce([value], reduction, name)[0]
 
 
 @do_not_convert
 def grouped_allreduce(
-    tensors,
-    average=None,
-    device_dense="",
-    device_sparse="",
-    compression=Compression.none,
-    op=None,
-    prescale_factor=1.0,
-    postscale_factor=1.0,
-    process_set=global_process_set,
-    ignore_name_scope=False,
-    name=None,
-):
-    """Reduces a list of tensors in one communication per dtype; see `allreduce`."""
+    tensors: Sequence[TensorLike],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[hvd.compression.Compressor] = Compression.none,
+    op: object = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[tf.Tensor | tf.IndexedSlices]:
+    """Reduce a list of tensors in one communication per dtype; see `allreduce`."""
     op = hvd.handle_average_backwards_compatibility(op, average)
     reduction = Reduction.from_arguments(locals())
-    return _reducing(tensors, reduction, name)()
+    return _reduce(tensors, reduction, name)
 
 
-def _reducing(values, reduction, name):
-    """Returns a function of no arguments that reduces `values`, with a gradient."""
+def _reduce(
+    values: Sequence[TensorLike], reduction: Reduction, name: str | None
+) -> list[tf.Tensor | tf.IndexedSlices]:
     values = [as_tensorflow(value) for value in values]
     if not values or any(isinstance(value, tf.IndexedSlices) for value in values):
-        # Sparse tensors are gradients themselves: no gradient of theirs is needed.
-        return lambda: transport.allreduce(values, reduction, name=name)
+        # Sparse tensors are gradients, of which no gradient is needed.
+        return transport.allreduce(values, reduction, name=name)
 
     @tf.custom_gradient
-    def reduce(*inputs):
-        def gradient(*upstream):
+    def reduce(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Gradient]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if reduction.op not in (Average, Sum):
                 raise NotImplementedError(
                     "Only op=hvd.Average and op=hvd.Sum have a gradient. Received: "
@@ -112,21 +123,22 @@ def _reducing(values, reduction, name):
 
         return transport.allreduce(inputs, reduction, name=name), gradient
 
-    return functools.partial(reduce, *as_tensors(values))
+    return reduce(*as_tensors(values))
 
 
 @do_not_convert
 def allgather(
-    value, name=None, ignore_name_scope=False, process_set=global_process_set
-):
-    """Concatenates every rank's `value` on the first axis, in the order of ranks.
+    value: TensorLike,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Concatenate every rank's `value` on the first axis, in the order of ranks.
+
+    `allreduce` describes the other arguments.
 
     Args:
         value: tensor-compatible; all axes but the first agree on all ranks.
-        name: name of the operation. Ranks are matched by it inside a `tf.function`,
-            and by the order of their calls outside.
-        ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
-        process_set: the ranks that take part.
 
     Raises:
         TypeError: for a dtype that cannot be moved.
@@ -138,13 +150,16 @@ def allgather(
 
 @do_not_convert
 def grouped_allgather(
-    tensors, name=None, ignore_name_scope=False, process_set=global_process_set
-):
-    """Gathers a list of tensors; see `allgather`."""
+    tensors: Sequence[TensorLike],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Gather a list of tensors; see `allgather`."""
 
     @tf.custom_gradient
-    def gather(*inputs):
-        def gradient(*upstream):
+    def gather(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Gradient]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             (sizes,) = transport.allgather(
                 [tf.stack([tf.shape(x)[0] for x in inputs])[tf.newaxis]],
                 name=_gradient_name(name, "sizes"),
@@ -155,10 +170,10 @@ def grouped_allgather(
                 Reduction(op=Sum, process_set=process_set),
                 name=_gradient_name(name),
             )
-            mine = rank_in(process_set)
-            starts = tf.reduce_sum(sizes[:mine], axis=0)
+            rank = rank_in(process_set)
+            starts = tf.reduce_sum(sizes[:rank], axis=0)
             return [
-                total[starts[i] : starts[i] + sizes[mine, i]]
+                total[starts[i] : starts[i] + sizes[rank, i]]
                 for i, total in enumerate(totals)
             ]
 
@@ -170,26 +185,24 @@ def grouped_allgather(
 
 @do_not_convert
 def broadcast(
-    value,
-    root_rank,
-    name=None,
-    ignore_name_scope=False,
-    process_set=global_process_set,
-):
-    """Returns `root_rank`'s `value` on every rank; shape and dtype agree.
+    value: TensorLike,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Return `root_rank`'s `value` on every rank; shape and dtype agree.
+
+    `allreduce` describes the other arguments.
 
     Args:
         value: tensor-compatible.
         root_rank: the rank whose value is taken.
-        name: name of the operation. Ranks are matched by it inside a `tf.function`,
-            and by the order of their calls outside.
-        ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
-        process_set: the ranks that take part.
     """
 
     @tf.custom_gradient
-    def send(tensor):
-        def gradient(upstream):
+    def send(tensor: tf.Tensor) -> tuple[tf.Tensor, Gradient]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             (total,) = transport.allreduce(
                 [upstream],
                 Reduction(op=Sum, process_set=process_set),
@@ -210,14 +223,16 @@ def broadcast(
 
 @do_not_convert
 def broadcast_variables(
-    variables, root_rank, process_set=global_process_set, inplace=False
-):
-    """Assigns `root_rank`'s values to the `variables` of every rank.
+    variables: Sequence[keras.Variable | tf.Variable],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Assign `root_rank`'s values to the `variables` of every rank.
 
     Args:
         variables: Keras or TensorFlow variables, the same list on every rank.
         root_rank: the rank whose values are taken.
-        process_set: the ranks that take part.
         inplace: write into the variables' memory without a temporary copy.
     """
     variables = [as_tensorflow(variable) for variable in variables]
@@ -225,7 +240,8 @@ def broadcast_variables(
         transport.broadcast_in_place(variables, root_rank, process_set=process_set)
         return
     # Horovod's own function names each operation by its variable. The names of Keras'
-    # slots hold a layer's number, which differs where a rank has built one more model.
+    # slots contain a layer's number, which differs by rank where one rank has built one
+    # more model.
     received = transport.broadcast_all(
         variables, root_rank, name="BroadcastVariables", process_set=process_set
     )
@@ -235,45 +251,48 @@ def broadcast_variables(
 
 @do_not_convert
 def alltoall(
-    tensor,
-    splits=None,
-    name=None,
-    ignore_name_scope=False,
-    process_set=global_process_set,
-):
-    """Sends a slice of `tensor` to each rank; returns the slices received.
+    tensor: TensorLike,
+    splits: TensorLike | None = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
+    """Send rows of `tensor` to each rank; return the rows received.
+
+    `allreduce` describes the other arguments.
 
     Args:
         tensor: tensor-compatible; all axes but the first agree on all ranks.
         splits: integers, in the order of ranks: how many rows of `tensor` go to
             each. By default every rank gets the same number.
-        name: name of the operation. Ranks are matched by it inside a `tf.function`,
-            and by the order of their calls outside.
-        ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
-        process_set: the ranks that take part.
 
     Returns:
-        The slices that this rank received, concatenated on the first axis. If
-        `splits` is given: a pair of that and the number of rows from each rank.
+        The rows that this rank received, in the order of ranks. If `splits` is given:
+        a pair of these and the number of rows from each rank.
     """
     _check_splits(splits)
-    name = name or "Alltoall"
+    base_name = name or "Alltoall"
 
     @tf.custom_gradient
-    def scatter(rows, counts):
+    def scatter(
+        rows: tf.Tensor, counts: tf.Tensor
+    ) -> tuple[tuple[tf.Tensor, tf.Tensor], Gradient]:
         output, received = transport.alltoall(
-            rows, counts, name=name, process_set=process_set
+            rows, counts, name=base_name, process_set=process_set
         )
 
-        def gradient(upstream, _):
+        def gradient(upstream: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, None]:
             returned, _ = transport.alltoall(
-                upstream, received, name=_gradient_name(name), process_set=process_set
+                upstream,
+                received,
+                name=f"{base_name}_gradient",
+                process_set=process_set,
             )
             return returned, None
 
         return (output, received), gradient
 
-    # Horovod takes an empty tensor of splits as equal ones.
+    # Horovod takes an empty tensor for equal splits.
     counts = tf.constant([], tf.int32) if splits is None else tf.cast(splits, tf.int32)
     output, received = scatter(*as_tensors([tensor]), counts)
     return output if splits is None else (output, received)
@@ -281,29 +300,23 @@ def alltoall(
 
 @do_not_convert
 def reducescatter(
-    value,
-    name=None,
-    op=Average,
-    device_dense="",
-    compression=Compression.none,
-    process_set=global_process_set,
-    ignore_name_scope=False,
-    prescale_factor=1.0,
-    postscale_factor=1.0,
-):
-    """Reduces `value` over all ranks and leaves each rank a slice of the result.
+    value: TensorLike,
+    name: str | None = None,
+    op: object = Average,
+    device_dense: str = "",
+    compression: type[hvd.compression.Compressor] = Compression.none,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """Reduce `value` over all ranks; return this rank's share of the rows.
+
+    `allreduce` describes the other arguments.
 
     Args:
         value: tensor-compatible, of the same shape and dtype on every rank.
-        name: name of the operation. Ranks are matched by it inside a `tf.function`,
-            and by the order of their calls outside.
         op: `Average` or `Sum`.
-        device_dense: device of the reduction; "" is the default.
-        compression: dtype on the wire: `Compression.none`, `fp16` or `bf16`.
-        process_set: the ranks that take part.
-        ignore_name_scope: Horovod's; a `name` given here always ignores scopes.
-        prescale_factor: multiplies the input before the reduction.
-        postscale_factor: multiplies the result.
 
     Returns:
         This rank's share of the rows; the first ranks get one more where the number
@@ -323,16 +336,16 @@ def reducescatter(
 
 @do_not_convert
 def grouped_reducescatter(
-    tensors,
-    device_dense="",
-    compression=Compression.none,
-    op=Average,
-    process_set=global_process_set,
-    prescale_factor=1.0,
-    postscale_factor=1.0,
-    name=None,
-):
-    """Reduces and scatters a list of tensors; see `reducescatter`."""
+    tensors: Sequence[TensorLike],
+    device_dense: str = "",
+    compression: type[hvd.compression.Compressor] = Compression.none,
+    op: object = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[tf.Tensor]:
+    """Reduce and scatter a list of tensors; see `reducescatter`."""
     if not tensors:
         return []
     if op not in (Average, Sum):
@@ -348,8 +361,8 @@ def grouped_reducescatter(
     )
 
     @tf.custom_gradient
-    def scatter(*inputs):
-        def gradient(*upstream):
+    def scatter(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Gradient]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             gathered = transport.allgather(
                 upstream, name=_gradient_name(name), process_set=process_set
             )
@@ -369,8 +382,8 @@ def grouped_reducescatter(
 
 
 @do_not_convert
-def join():
-    """Blocks until every rank has called it; until then, this rank adds zeros.
+def join() -> tf.Tensor:
+    """Block until every rank has called it; until then, this rank adds zeros.
 
     Meanwhile the others may reduce dense tensors over all ranks, and take means over
     the ranks that have not joined: see `allreduce`.
@@ -382,7 +395,9 @@ def join():
 
 
 @do_not_convert
-def is_true_on_all_ranks(flag, *, name, process_set=global_process_set):
+def is_true_on_all_ranks(
+    flag: TensorLike, *, name: str, process_set: ProcessSet = global_process_set
+) -> tf.Tensor:
     """Return whether `flag` is true on every rank, as a scalar boolean tensor.
 
     A collective over `process_set`, in a graph or executed eagerly.
@@ -397,7 +412,7 @@ def is_true_on_all_ranks(flag, *, name, process_set=global_process_set):
     return tf.equal(count, 0)
 
 
-def _check_splits(splits):
+def _check_splits(splits: TensorLike | None) -> None:
     if splits is None:
         return
     known = tf.get_static_value(tf.convert_to_tensor(splits))
@@ -406,5 +421,5 @@ def _check_splits(splits):
         raise ValueError(f"splits must be 0 or more. Received: {known.tolist()}")
 
 
-def _gradient_name(name, part="gradient"):
-    return name and f"{name}_{part}"
+def _gradient_name(name: str | None, suffix: str = "gradient") -> str | None:
+    return name and f"{name}_{suffix}"
