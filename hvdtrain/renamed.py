@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
-# The contents of some of these modules were divided; the old name has all of them.
+# By old name. An old module has the contents of all its new ones.
 MODULES: dict[str, tuple[str, ...]] = {
     "hvdtrain.data.files": ("hvdtrain.data.formats",),
     "hvdtrain.data.sharding": ("hvdtrain.data.sampler",),
@@ -101,7 +101,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _warn(old: str, new: str) -> None:
-    # The warning is attributed to the caller's line, past the import system.
+    # The level attributes the warning to the caller's line.
     warnings.warn(
         f"{old} is deprecated, and is removed in the next version. Use {new}.",
         DeprecationWarning,

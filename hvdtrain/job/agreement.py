@@ -6,35 +6,37 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TypeVar
 
 from hvdtrain.collectives.objects import allgather_object, group_by_value, name_values
 from hvdtrain.job.world import JobError, SharedJobError, World
 
+T = TypeVar("T")
+# Shorter than the limit for a rank that hangs: each wait is followed by a collective.
 _POLL_SECONDS = 5.0
 _WARN_SECONDS = 60.0
 
 
-def gather(world, value):
-    """Return the list of every rank's `value`, by rank, on every rank."""
+def gather(world: World, value: T) -> list[T]:
+    """Return every rank's `value`, by rank, on every rank. A collective."""
     if world.size == 1:
         return [value]
-    # Horovod's default name is the type of the value: ranks with values of different
-    # types would wait for each other until the stall limit.
     return allgather_object(value, name="gather")
 
 
 @contextlib.contextmanager
-def fail_together(world, *, expected=(JobError,)):
-    """Make a failure of the enclosed phase on one rank a failure of all ranks.
+def fail_together(
+    world: World, *, expected: tuple[type[Exception], ...] = (JobError,)
+) -> Iterator[None]:
+    """Make a failure of the enclosed block on one rank a failure of all ranks.
 
-    A collective, also where nothing fails: every rank enters and leaves it.
+    A collective, also where nothing fails: every rank enters and leaves the block.
 
     Args:
-        world: the `World`.
-        expected: exceptions whose message is for users. Of others the whole traceback
-            is shown.
+        world: the job.
+        expected: exceptions whose message is for users. For other exceptions the
+            message has the whole traceback.
 
     Raises:
         SharedJobError: on every rank, with the first failing rank's message.
@@ -63,18 +65,16 @@ def wait_together(
 ) -> None:
     """Wait on all ranks until `is_done(timeout_seconds)` is true on each. A collective.
 
-    Short waits: a long one would be taken for a rank that hangs.
-
     Args:
-        world: the `World`.
-        is_done: waits for so many seconds.
+        world: the job.
+        is_done: waits for so many seconds at most.
         on_wait: called after each wait with the ranks that are not done.
     """
-    while not all(done := gather(world, is_done(_POLL_SECONDS))):
-        on_wait([rank for rank, is_done_there in enumerate(done) if not is_done_there])
+    while not all(done_by_rank := gather(world, is_done(_POLL_SECONDS))):
+        on_wait([rank for rank, done in enumerate(done_by_rank) if not done])
 
 
-def on_chief(world, work):
+def on_chief(world: World, work: Callable[[], T]) -> T | None:
     """Return `work()` on the chief, and None on the others. A collective.
 
     The work may take longer than the limit for a rank that hangs.
@@ -83,27 +83,26 @@ def on_chief(world, work):
         SharedJobError: on every rank, if it raises an exception; see `fail_together`.
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        working = [thread.submit(work)] if world.is_chief else []
-        wait_together(world, lambda seconds: _are_done(working, seconds))
+        future = thread.submit(work) if world.is_chief else None
+        wait_together(world, lambda seconds: _is_done(future, seconds))
     with fail_together(world):
-        for each in working:
-            return each.result()
+        return future.result() if future else None
 
 
 def on_all(
     world: World,
-    work: Callable[[], Any],
+    work: Callable[[], T],
     *,
     name: str,
     clock: Callable[[], float] = time.monotonic,
-) -> Any:
+) -> T:
     """Return this rank's `work()`, when all ranks have done theirs. A collective.
 
     The work may take longer on one rank than the limit for a rank that hangs. The
-    chief then warns once, since a rank that hangs in it blocks the job.
+    chief then warns once, since a rank that hangs in the work blocks the job.
 
     Args:
-        world: the `World`.
+        world: the job.
         work: a function without collectives.
         name: what the work returns, for the warning.
         clock: returns seconds.
@@ -113,17 +112,17 @@ def on_all(
             exception is raised on its rank.
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        working = thread.submit(work)
+        future = thread.submit(work)
         wait_together(
             world,
-            lambda seconds: _are_done([working], seconds),
+            lambda seconds: _is_done(future, seconds),
             on_wait=_warning_once(world, name, clock),
         )
-    error = working.exception()
+    error = future.exception()
     if error and not isinstance(error, JobError):
         raise error
     with fail_together(world):
-        return working.result()
+        return future.result()
 
 
 def _warning_once(
@@ -131,7 +130,7 @@ def _warning_once(
 ) -> Callable[[list[int]], None]:
     due = [clock() + _WARN_SECONDS] if world.is_chief else []
 
-    def on_wait(ranks):
+    def on_wait(ranks: list[int]) -> None:
         if due and clock() >= due[0]:
             due.clear()
             warnings.warn(
@@ -143,16 +142,23 @@ def _warning_once(
     return on_wait
 
 
-def _are_done(working, timeout_seconds):
-    return not concurrent.futures.wait(working, timeout=timeout_seconds).not_done
+def _is_done(future: concurrent.futures.Future | None, timeout_seconds: float) -> bool:
+    futures = [future] if future else []
+    return not concurrent.futures.wait(futures, timeout=timeout_seconds).not_done
 
 
-def check_same(world, values, *, but=(), prefix=""):
+def check_same(
+    world: World,
+    values: Mapping[str, object],
+    *,
+    but: Collection[str] = (),
+    prefix: str = "",
+) -> None:
     """Raise `SharedJobError` if an option differs between the ranks. A collective.
 
     Args:
-        world: the `World`.
-        values: this rank's options, a dict by name.
+        world: the job.
+        values: this rank's options, by name.
         but: names of options that may differ.
         prefix: of the names in the message, "--" for flags.
     """

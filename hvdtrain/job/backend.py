@@ -15,17 +15,16 @@ from hvdtrain.collectives.environment import is_elastic
 from hvdtrain.job import launchers
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
-from hvdtrain.job.world import JobError, SharedJobError, World
+from hvdtrain.job.world import JobError, MeshShape, SharedJobError, World
 
 
-def init(*args, **kwargs):
-    """Starts Horovod; as `horovod.tensorflow.init`, with the same arguments.
+def init(*args: object, **kwargs: object) -> None:
+    """Start Horovod; as `horovod.tensorflow.init`, with the same arguments.
 
-    Also in a process without a launcher, which is then rank 0 of 1. A collective that
-    some ranks never call fails on the others after
-    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, half an hour if that is not set; by Horovod's
-    default they block for ever. If a script does not catch the error, its cause is
-    printed in place of the traceback.
+    A process without a launcher becomes rank 0 of 1. A collective that some ranks never
+    call fails on the others after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, half an hour if
+    that is not set; by Horovod's default they block for ever. If a script does not
+    catch the error, its cause is printed in place of the traceback.
     """
     environment.set_default_stall_limits(environment.SCRIPT_LIMITS)
     explain_failed_collectives()
@@ -36,11 +35,11 @@ def init(*args, **kwargs):
 
 @functools.cache
 def _skip_destructors_in_forks() -> None:
-    """Lets a process that this one forks exit, with its exit code.
+    """Let a forked process exit, with its exit code.
 
-    It has Horovod's state without its threads. The destructors of Horovod and Gloo
-    would wait for them, and take the rank's sockets out of the epoll instance that
-    both processes share.
+    A fork has Horovod's state without Horovod's threads. The destructors of Horovod and
+    Gloo would wait for these threads, and remove the rank's sockets from the epoll
+    instance that both processes share.
     """
     libc = ctypes.CDLL(None)
     # Called with the exit code, before destructors that were registered earlier.
@@ -48,8 +47,8 @@ def _skip_destructors_in_forks() -> None:
     os.register_at_fork(after_in_child=lambda: libc.on_exit(end, None))
 
 
-def shutdown():
-    """Leaves the job; as `horovod.tensorflow.shutdown`.
+def shutdown() -> None:
+    """Leave the job; as `horovod.tensorflow.shutdown`.
 
     Collectives that other ranks are blocked in end with an error.
     """
@@ -57,12 +56,12 @@ def shutdown():
     hvd.shutdown()
 
 
-def init_world(*, is_alone, mesh=None):
+def init_world(*, is_alone: bool, mesh: MeshShape | None = None) -> World:
     """Start Horovod and return the `World`.
 
     Args:
         is_alone: whether there is no launcher, hence no rendezvous.
-        mesh: a complete `MeshShape`, whose process sets are made.
+        mesh: a complete shape, whose process sets are made.
     """
     try:
         transport.reduction_choice()
@@ -75,7 +74,7 @@ def init_world(*, is_alone, mesh=None):
     return world()
 
 
-def world():
+def world() -> World:
     """Return the `World` of the job as it is now: an elastic job changes."""
     return World(
         rank=hvd.rank(),
@@ -85,7 +84,7 @@ def world():
     )
 
 
-def _choose_gloo():
+def _choose_gloo() -> None:
     """Let Horovod start without MPI, unless the user has chosen MPI.
 
     Without a launcher, MPI_Init starts a daemon of Open MPI, which may not be
@@ -95,7 +94,7 @@ def _choose_gloo():
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
 
 
-def configure(world, *, threads, seed):
+def configure(world: World, *, threads: int, seed: int) -> None:
     """Size TensorFlow's thread pools, select the GPU and seed Keras. A collective."""
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     # At least two: a step that is blocked in a collective occupies one, and the input
@@ -107,7 +106,7 @@ def configure(world, *, threads, seed):
     keras.utils.set_random_seed(seed)
 
 
-def _select_gpu(world):
+def _select_gpu(world: World) -> None:
     # Not yet run on a GPU.
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:

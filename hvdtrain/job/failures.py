@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 import traceback
+from types import TracebackType
 
 import horovod
 import keras
@@ -15,12 +16,12 @@ import hvdtrain
 from hvdtrain.collectives.environment import STALL_SHUTDOWN
 from hvdtrain.job.launchers import launch
 
-# How the native library begins the reason: kernel.cc.
+# The native library begins the reason with this text: kernel.cc.
 NATIVE_FAILURE = "A collective has lost a rank"
 
 
-def is_collective_failure(error):
-    """Returns whether `error` is that of a collective whose job has lost a rank.
+def is_collective_failure(error: BaseException) -> bool:
+    """Return whether `error` is the failure of a collective whose job lost a rank.
 
     TensorFlow raises it as an error like any other. Horovod's operations are
     identified by their kernel ("Op:Horovod..."), by the file in which a node of a
@@ -51,48 +52,51 @@ rank {rank} on {host}: a collective failed: another rank has ended or did not ca
   only rank 0 calls.
 - HOROVOD_STALL_SHUTDOWN_TIME_SECONDS={limit} is how long a rank waits for the others.
 """
-# The launcher ends the others once the rank that failed has ended, which takes Python
-# some seconds. A launcher that does not leaves the report to them.
+# The launcher ends the other ranks once the rank that failed has ended, which takes
+# Python some seconds. Without such a launcher, each rank prints the report.
 _PATIENCE_SECONDS = 5.0
+_EXPLAINS = "explains_failed_collectives"
 _PACKAGES = tuple(
-    os.path.dirname(module.__file__) + os.sep
+    os.path.dirname(str(module.__file__)) + os.sep
     for module in (tf, keras, horovod, hvdtrain)
 )
 
 
-def explain_failed_collectives():
-    """Makes Python print the cause of an uncaught failure of a collective.
+def explain_failed_collectives() -> None:
+    """Make Python print the cause of an uncaught failure of a collective.
 
-    In place of the traceback, which repeats each frame in the text of TensorFlow's
-    error. As in Keras, `keras.config.disable_traceback_filtering()` or
+    The cause replaces the traceback, which repeats each frame in the text of
+    TensorFlow's error. As in Keras, `keras.config.disable_traceback_filtering()` or
     `tf.debugging.disable_traceback_filtering()` brings back the complete traceback.
     Other exceptions are printed as before.
     """
     previous = sys.excepthook
-    if getattr(previous, "explains_failed_collectives", False):
+    if getattr(previous, _EXPLAINS, False):
         return
 
-    def explain(kind, error, trace):
-        is_of_others = is_collective_failure(error)
-        if is_of_others and launch().launcher:
+    def explain(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        is_consequence = is_collective_failure(error)
+        if is_consequence and launch().launcher:
             time.sleep(_PATIENCE_SECONDS)
-        if is_of_others and _is_filtered():
+        if is_consequence and _is_filtered():
             sys.stderr.write(_report(error, trace))
         else:
             previous(kind, error, trace)
 
-    explain.explains_failed_collectives = True
+    setattr(explain, _EXPLAINS, True)
     sys.excepthook = explain
 
 
-def _is_filtered():
+def _is_filtered() -> bool:
     return (
         keras.config.is_traceback_filtering_enabled()
         and tf.debugging.is_traceback_filtering_enabled()
     )
 
 
-def _report(error, trace):
+def _report(error: BaseException, trace: TracebackType | None) -> str:
     cause = _CAUSE.format(
         rank=launch().rank,
         host=socket.gethostname(),
@@ -105,8 +109,8 @@ def _report(error, trace):
     ]
     lines = str(error).splitlines() or [""]
     signs = ("Horovod", NATIVE_FAILURE)
-    said = [line for line in lines if any(sign in line for sign in signs)]
-    reason = (said or lines[-1:])[0]
+    signed = [line for line in lines if any(sign in line for sign in signs)]
+    reason = (signed or lines[-1:])[0]
     return "".join(
         [
             cause,

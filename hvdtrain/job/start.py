@@ -5,10 +5,11 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Iterator
 
 from hvdtrain.collectives import environment
 from hvdtrain.job import cores, guard, launchers, output
-from hvdtrain.job.world import JobError
+from hvdtrain.job.world import JobError, MeshShape, World
 
 _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -20,7 +21,7 @@ _ENVIRONMENT = {
 }
 
 
-def start(*, seed=0, mesh=None):
+def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
     """Start Horovod and TensorFlow for this rank.
 
     Called once, before TensorFlow is imported. Sets environment variables that the
@@ -30,10 +31,7 @@ def start(*, seed=0, mesh=None):
 
     Args:
         seed: 0 to 2**32 - 1, the same on all ranks.
-        mesh: the `MeshShape` of a `parallel.Mesh` that is made later.
-
-    Returns:
-        The `World`.
+        mesh: shape of a `parallel.Mesh` that is made later.
 
     Raises:
         JobError: Horovod cannot be loaded, the processes do not form one job, or
@@ -67,12 +65,12 @@ def start(*, seed=0, mesh=None):
 
 
 @contextlib.contextmanager
-def _excluded_from_garbage_collection():
+def _excluded_from_garbage_collection() -> Iterator[None]:
     """Exclude all objects that exist at the end of the block from garbage collection.
 
-    TensorFlow's import makes 270,000 objects that stay. To examine them in every
-    collection takes a quarter of the time of a short run. In the block nothing is
-    collected.
+    TensorFlow's import makes 270,000 objects that stay. Examining them in every
+    collection takes a quarter of the time of a short run. Nothing is collected in the
+    block.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -84,7 +82,7 @@ def _excluded_from_garbage_collection():
             gc.enable()
 
 
-def _stall_seconds():
+def _stall_seconds() -> float:
     text = os.environ[environment.STALL_SHUTDOWN]
     try:
         return float(text)
@@ -94,7 +92,7 @@ def _stall_seconds():
         ) from None
 
 
-def _set_environment(launched):
+def _set_environment(launched: launchers.Launch) -> None:
     """Set the variables that the user has not set."""
     environment.set_default_stall_limits(environment.PROGRAM_LIMITS)
     for name, value in _ENVIRONMENT.items():
@@ -104,7 +102,7 @@ def _set_environment(launched):
     os.environ.setdefault("HOROVOD_LOG_LEVEL", level)
 
 
-def stop(*, timeout_seconds):
+def stop(*, timeout_seconds: float) -> None:
     """Leave the job, which ends the collectives that other ranks are blocked in.
 
     The shutdown is negotiated between all ranks. Returns after `timeout_seconds` also

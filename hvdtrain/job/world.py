@@ -1,4 +1,4 @@
-"""The position of a process in its job, and the error that ends a job."""
+"""The position of a process in its job and in a mesh, and the error that ends a job."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ class SharedJobError(JobError):
 
 
 class PreemptedError(SharedJobError):
-    """The job was asked to stop, and is to be started again to continue.
+    """The job was preempted; it continues when it is started again.
 
     Its exit code is EX_TEMPFAIL of sysexits.h, on which schedulers can requeue.
     """
@@ -40,7 +40,7 @@ class World:
     local_size: int = 1
 
     @property
-    def is_chief(self):
+    def is_chief(self) -> bool:
         """Whether this is the rank that prints and writes files."""
         return self.rank == 0
 
@@ -56,7 +56,7 @@ class MeshShape:
     differ in `model` only are adjacent, so that they share a node.
 
     Attributes:
-        model: ranks among which layers are divided.
+        model: ranks over which layers are sharded.
         pipeline: ranks that hold successive stages of a model.
         data: replicas of the model; None for all ranks that are left.
     """
@@ -65,8 +65,7 @@ class MeshShape:
     pipeline: int = 1
     data: int | None = None
 
-    def __post_init__(self):
-        """Check the numbers."""
+    def __post_init__(self) -> None:
         for name in AXES:
             size = getattr(self, name)
             is_number = isinstance(size, int) or (size is None and name == "data")
@@ -76,11 +75,11 @@ class MeshShape:
                 )
 
     @property
-    def splits_model(self):
-        """Whether a rank has only a part of the model."""
+    def splits_model(self) -> bool:
+        """Whether a rank holds only a shard of the model."""
         return self.model * self.pipeline > 1
 
-    def of(self, size):
+    def of(self, size: int) -> "MeshShape":
         """Return the shape for `size` ranks, in which `data` is a number.
 
         Raises:
@@ -98,39 +97,44 @@ class MeshShape:
             )
         return dataclasses.replace(self, data=data)
 
-    def coordinates(self, rank):
-        """Return the position of a rank on each axis, by name. Of a complete shape."""
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the position of a rank on each axis, by name."""
         data, rest = divmod(rank, self.model * self.pipeline)
         pipeline, model = divmod(rest, self.model)
         return {"data": data, "pipeline": pipeline, "model": model}
 
-    def groups(self, axis):
-        """Return the groups of ranks that differ on one axis only, as lists.
+    def groups(self, axis: str) -> list[list[int]]:
+        """Return the groups of ranks that differ on one axis only.
 
-        Of a complete shape.
+        The shape must be complete: `data` is a number.
         """
-        found = {}
-        for rank in range(self.data * self.pipeline * self.model):
-            place = self.coordinates(rank)
-            del place[axis]
-            found.setdefault(tuple(place.values()), []).append(rank)
-        return list(found.values())
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self._size()):
+            coordinates = self.coordinates(rank)
+            del coordinates[axis]
+            groups.setdefault(tuple(coordinates.values()), []).append(rank)
+        return list(groups.values())
 
-    def neighbours(self):
-        """Return the pairs of ranks that hold successive stages, as lists.
+    def neighbours(self) -> list[list[int]]:
+        """Return the pairs of ranks that hold successive stages.
 
-        Of a complete shape.
+        The shape must be complete.
         """
-        pipelines = self.groups("pipeline")
-        return [list(pair) for each in pipelines for pair in itertools.pairwise(each)]
+        pairs = map(itertools.pairwise, self.groups("pipeline"))
+        return list(map(list, itertools.chain.from_iterable(pairs)))
 
-    def process_sets(self):
-        """Return all groups that need a process set of Horovod. Of a complete shape.
+    def process_sets(self) -> list[list[int]]:
+        """Return all groups that need a process set of Horovod.
 
-        Those of one rank need none, and that of all ranks exists.
+        A group of one rank needs none, and the process set of all ranks exists. The
+        shape must be complete.
         """
-        size = self.data * self.pipeline * self.model
+        size = self._size()
         groups = [group for axis in AXES for group in self.groups(axis)]
         # In a pipeline of two ranks, the neighbours are a group already.
         groups += [pair for pair in self.neighbours() if pair not in groups]
         return [group for group in groups if 1 < len(group) < size]
+
+    def _size(self) -> int:
+        assert self.data is not None
+        return self.data * self.pipeline * self.model
