@@ -352,13 +352,7 @@ def grouped_reducescatter(
         raise ValueError(
             f"op must be hvd.Average or hvd.Sum. Received: op=hvd.{op_name(op)}"
         )
-    reduction = Reduction(
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        device_dense=device_dense,
-        process_set=process_set,
-    )
+    reduction = Reduction.from_arguments(locals())
 
     @tf.custom_gradient
     def scatter(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Gradient]:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from hvdtrain.job.world import JobError
 
@@ -144,7 +145,7 @@ def one_line_errors(
     remedy: str,
     errors: tuple[type[Exception], ...] = (OSError,),
     raises: type[JobError] = JobError,
-    reason_of: Callable[[Exception], str] | None = None,
+    reason_of: Callable[[Any], str | None] | None = None,
 ) -> Iterator[None]:
     """Turn errors of files in the enclosed block into a `JobError` of one line.
 
