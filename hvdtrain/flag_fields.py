@@ -3,7 +3,7 @@
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Options:
         epochs: int = flag_field(3, "Passes over the data.", low=1)
-        data_dir: str | None = flag_field(None, "The data.", parser=PathParser())
+        data_dir: str | None = path_field("Directory of the data.")
 
     define_flags(Options)  # at the import of the program
     options = read_flags(Options)  # in its `main`
@@ -101,6 +101,11 @@ def flag_field(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def path_field(text: str) -> str | None:
+    """Return a `flag_field` for a path that may be missing."""
+    return flag_field(None, text, parser=PathParser())
+
+
 def define_flags(
     options: type["DataclassInstance"], checks: Iterable[FlagCheck] = ()
 ) -> None:
@@ -112,8 +117,8 @@ def define_flags(
     """
     annotations = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
-        # The parser of lists takes a default that is a list.
         default = field.default
+        # absl's lists take a default that is a list.
         default = [*default] if isinstance(default, tuple) else default
         define = _definer(annotations[field.name], field.metadata)
         define(name=field.name, default=default, **field.metadata)

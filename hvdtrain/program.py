@@ -35,6 +35,7 @@ _SIGNAL_WRITE_SECONDS = 1.0
 # at the same time, because the connections are broken.
 _SIGNAL_OF_LAUNCHER_SECONDS = 5.0
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _INDENT = " " * 6
 # The first is the exit code of this process, once it has a reason to end. A later
 # signal of the launcher, because another rank has ended first, does not change it.
@@ -58,7 +59,7 @@ def run(
     _open_closed_streams()
     warnings.formatwarning = _warning_line
     output.write_whole_lines()
-    _leave_on_signal()
+    signals.subscribe(_SIGNALS, _report_signal)
     try:
         arguments = flags.FLAGS(sys.argv)[1:]
         if arguments and not operands:
@@ -160,11 +161,6 @@ def _write_reason(text: str, *, timeout_seconds: float) -> None:
     rank = launch().rank
     prefix = f"rank {rank} on {socket.gethostname()}: " if rank else ""
     output.write_error(f"{prefix}{text}\n", timeout_seconds=timeout_seconds)
-
-
-def _leave_on_signal() -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    signals.subscribe(numbers, _report_signal)
 
 
 def _report_signal(number: int) -> NoReturn:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from hvdtrain import data, renamed
-from hvdtrain.flag_fields import FlagCheck, PathParser, flag_field
+from hvdtrain.flag_fields import FlagCheck, flag_field, path_field
 from hvdtrain.job.world import MeshShape
 from hvdtrain.optimizers import LEARNING_RATES
 
@@ -37,18 +37,14 @@ class ClassifierOptions:
     dataset: str = flag_field(
         "auto", "auto is mnist, or else digits.", choices=data.NAMES
     )
-    data_dir: str | None = flag_field(
-        None,
-        "Directory of an npz file or the four IDX files of the data set.",
-        parser=PathParser(),
+    data_dir: str | None = path_field(
+        "Directory of an npz file or the four IDX files of the data set."
     )
     model: str = flag_field("mlp", "The network.", choices=("mlp", "cnn"))
-    model_dir: str | None = flag_field(
-        None,
+    model_dir: str | None = path_field(
         "Where checkpoints, summary.json, model.keras, log.jsonl and TensorBoard's "
         "logs go. A job that was stopped or killed continues from its checkpoints "
-        "there.",
-        parser=PathParser(),
+        "there."
     )
     save_every_steps: int = flag_field(
         0, "Steps between checkpoints, 0 for none.", low=0
@@ -168,11 +164,9 @@ class ClassifierOptions:
         parser=_IntervalParser(),
     )
     # horovodrun refuses --timeline, as an abbreviation of two flags of its own.
-    timeline_file: str | None = flag_field(
-        None,
+    timeline_file: str | None = path_field(
         "File for Horovod's timeline, as JSON for chrome://tracing. Gradients are then "
-        "reduced by Horovod, unless HVDTRAIN_REDUCTION is set.",
-        parser=PathParser(),
+        "reduced by Horovod, unless HVDTRAIN_REDUCTION is set."
     )
 
     @property

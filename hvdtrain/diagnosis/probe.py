@@ -5,16 +5,15 @@
 A process of its own: a broken library may crash the process that imports it.
 """
 
-import importlib
 import json
 import pathlib
 import sys
-import types
+from importlib import import_module
 from typing import Any
 
 
 def _tensorflow() -> dict[str, Any]:
-    tf, keras = _load("tensorflow"), _load("keras")
+    tf, keras = import_module("tensorflow"), import_module("keras")
     return {
         "version": tf.__version__,
         "keras": keras.__version__,
@@ -25,7 +24,7 @@ def _tensorflow() -> dict[str, Any]:
 
 def _without_native() -> str:
     """Return why hvdtrain's own operations cannot be loaded, or "" if they can."""
-    native = _load("hvdtrain.native")
+    native = import_module("hvdtrain.native")
     try:
         native.load()
     except OSError as error:
@@ -34,7 +33,7 @@ def _without_native() -> str:
 
 
 def _horovod() -> dict[str, Any]:
-    horovod, hvd = _load("horovod"), _load("horovod.tensorflow")
+    horovod, hvd = import_module("horovod"), import_module("horovod.tensorflow")
     built_with = pathlib.Path(str(horovod.__file__)).with_name("metadata.json")
     return {
         "version": horovod.__version__,
@@ -47,19 +46,15 @@ def _horovod() -> dict[str, Any]:
 
 
 def _mpi4py() -> dict[str, Any]:
-    mpi4py = _load("mpi4py")
+    mpi4py = import_module("mpi4py")
     # By default the import of mpi4py.MPI calls MPI_Init, which may abort the process.
     mpi4py.rc.initialize = False
-    mpi = _load("mpi4py.MPI")
+    mpi = import_module("mpi4py.MPI")
     return {
         "version": mpi4py.__version__,
         "mpi_library": _mpi_library(),
         "mpi": mpi.Get_library_version().split(",")[0],
     }
-
-
-def _load(name: str) -> types.ModuleType:
-    return importlib.import_module(name)
 
 
 def _mpi_library() -> str | None:

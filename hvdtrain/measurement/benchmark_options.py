@@ -8,8 +8,8 @@ import math
 import re
 from collections.abc import Sequence
 
-from hvdtrain import data, renamed
-from hvdtrain.flag_fields import FlagCheck, PathParser, flag_field
+from hvdtrain import data
+from hvdtrain.flag_fields import FlagCheck, flag_field, path_field
 from hvdtrain.job.world import MeshShape, SharedJobError
 from hvdtrain.optimizers import LEARNING_RATES
 
@@ -99,9 +99,7 @@ class BenchmarkOptions:
         high=1_000_000,
     )
     dataset: str = flag_field("auto", "Of mlp, mlp512 and cnn.", choices=data.NAMES)
-    data_dir: str | None = flag_field(
-        None, "Directory of the data set.", parser=PathParser()
-    )
+    data_dir: str | None = path_field("Directory of the data set.")
     backward_ms: float = flag_field(
         326.0, "Backward pass of --workload=backward.", low=0, high=60_000
     )
@@ -123,12 +121,8 @@ class BenchmarkOptions:
         low=0,
         high=1000,
     )
-    json: str | None = flag_field(
-        None, "File to write the figures to.", parser=PathParser()
-    )
-    plot: str | None = flag_field(
-        None, "PNG file to draw the figures in.", parser=PathParser()
-    )
+    json: str | None = path_field("File to write the figures to.")
+    plot: str | None = path_field("PNG file to draw the figures in.")
 
     def with_defaults(self) -> "BenchmarkOptions":
         """Return the options with the workload's defaults in place of zeros."""
@@ -196,9 +190,9 @@ class BenchmarkOptions:
         return [*sizes, last]
 
 
-def is_workload(text: str) -> bool:
-    """Whether `text` is the name of a workload or of the form `module:function`."""
-    return text in WORKLOADS or bool(_FUNCTION.fullmatch(text))
+def is_workload(workload: str) -> bool:
+    """Whether the text names a workload, or is of the form `module:function`."""
+    return workload in WORKLOADS or bool(_FUNCTION.fullmatch(workload))
 
 
 def _are_numbers(texts: Sequence[str]) -> bool:
@@ -207,7 +201,7 @@ def _are_numbers(texts: Sequence[str]) -> bool:
 
 CHECKS = (
     FlagCheck(
-        lambda workload: is_workload(workload),
+        is_workload,
         f"expected {', '.join(WORKLOADS)}, or module:function",
     ),
     # absl's bounds accept nan.
@@ -224,5 +218,3 @@ CHECKS = (
         "expected numbers of rows, such as 1000,1000000",
     ),
 )
-
-__getattr__ = renamed.getattr_of(__name__, {"BenchmarkOptions": "BenchmarkOptions"})
