@@ -140,7 +140,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              used_by=("keras.sharded_state",)),
         Seam("_get_variable_index(variable)",
              "The place of a weight, in an optimizer of the benchmark.",
-             used_by=("measurement.simulated",)),
+             used_by=("measurement.simulated_device",)),
         Seam("_variables",
              "The list of all variables, which is not a list of slots of one kind.",
              used_by=("keras.variables",)),

@@ -24,7 +24,7 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.optimizer import is_distributed
-from hvdtrain.measurement import simulated
+from hvdtrain.measurement import simulated_device
 from hvdtrain.measurement.benchmark_options import WORKLOADS, BenchmarkOptions
 
 _SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
@@ -168,7 +168,7 @@ def _compile_sgd(model: keras.Model, learning_rate_factor: int) -> keras.Model:
 
 def _backward(options: BenchmarkOptions) -> Workload:
     def build(learning_rate_factor: int = 1) -> keras.Model:
-        return simulated.build(backward_seconds=options.backward_ms / 1000)
+        return simulated_device.build(backward_seconds=options.backward_ms / 1000)
 
     zeros = np.zeros((options.batch_size, 1), "float32")
     return Workload(

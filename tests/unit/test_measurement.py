@@ -18,7 +18,7 @@ from hvdtrain.measurement import (
     figures,
     parallelism,
     records,
-    simulated,
+    simulated_device,
     tables,
     variants,
 )
@@ -238,7 +238,7 @@ class TestRounds:
 
 class TestSimulatedBackwardPass:
     def test_each_gradient_is_used(self):
-        model = simulated.build(backward_seconds=0.0, layers=3, units=2)
+        model = simulated_device.build(backward_seconds=0.0, layers=3, units=2)
         zeros = np.zeros((4, 1), "float32")
         model.fit(zeros, zeros, batch_size=2, verbose=0)
         moved = [float(number) for number in model.optimizer._moved]
@@ -253,17 +253,17 @@ class TestSimulatedBackwardPass:
             slept.append(seconds)
             now[0] += seconds + 0.001  # sleeping takes a little longer
 
-        monkeypatch.setattr(simulated.time, "sleep", sleep)
-        monkeypatch.setattr(simulated.time, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(simulated_device.time, "sleep", sleep)
+        monkeypatch.setattr(simulated_device.time, "perf_counter", lambda: now[0])
         keras.utils.set_random_seed(0)
-        model = simulated.build(backward_seconds=0.3, layers=3, units=2)
+        model = simulated_device.build(backward_seconds=0.3, layers=3, units=2)
         zeros = np.zeros((2, 1), "float32")
         model.fit(zeros, zeros, epochs=2, verbose=0)
         # The delays do not add up.
         assert slept == pytest.approx([0.1, 0.099, 0.099] * 2)
 
     def test_it_has_25_million_parameters(self):
-        count = simulated.LAYERS * simulated.UNITS**2
+        count = simulated_device.LAYERS * simulated_device.UNITS**2
         assert count == pytest.approx(25e6, rel=0.001)
 
 

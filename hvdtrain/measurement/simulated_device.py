@@ -1,13 +1,15 @@
 """A model whose backward pass takes a given time and leaves the CPU free.
 
-As with a GPU: gradients become ready one layer after the other, the last layer first,
-while the CPU has nothing to do but to reduce them. How much of the reduction is hidden
-behind the backward pass can then be measured without a GPU.
+On a GPU, gradients become ready one layer after the other, the last layer first, while
+the CPU only reduces them. This model does the same without a GPU: it measures how much
+of the reduction is hidden behind the backward pass.
 """
 
 import time
+from collections.abc import Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 LAYERS = 20
@@ -15,12 +17,14 @@ LAYERS = 20
 UNITS = 1118
 
 
-def build(*, backward_seconds, layers=LAYERS, units=UNITS):
+def build(
+    *, backward_seconds: float, layers: int = LAYERS, units: int = UNITS
+) -> keras.Model:
     """Return the compiled model.
 
     Args:
-        backward_seconds: duration of the backward pass, in equal parts by layer; 0
-            for gradients that are all ready at once.
+        backward_seconds: of the backward pass, the same for each layer; 0 for gradients
+            that are all ready at once.
         layers: number of layers.
         units: each layer has `units * units` parameters.
     """
@@ -36,21 +40,17 @@ def build(*, backward_seconds, layers=LAYERS, units=UNITS):
 
 
 class SimulatedDevice:
-    """Computes the gradients of a backward pass in the given time, without the CPU.
+    """Times a backward pass of so many seconds, without using the CPU."""
 
-    Args:
-        seconds: of the backward pass.
-    """
-
-    def __init__(self, seconds):
+    def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._start = None
+        self._start: float | None = None
 
-    def wait_for(self, share):
+    def wait_for(self, share: float) -> None:
         """Sleep until a share of the backward pass is over.
 
-        The first wait of a pass has the smallest share, and starts it. The times are
-        those since the start: sleeping too long does not add up.
+        The first wait of a pass has the smallest share, and starts it. Each wait is
+        computed from the start: the errors of sleeping do not add up.
         """
         now = time.perf_counter()
         if self._start is None:
@@ -61,36 +61,28 @@ class SimulatedDevice:
 
 
 class SleepingLayer(keras.layers.Layer):
-    """Returns its input, and its gradient after a time asleep.
+    """Returns its input; its gradient becomes ready after a share of the backward pass.
 
-    The gradient is a matrix in memory that does not change: computing one on the CPU
-    would take the time of the reduction that is to be measured.
-
-    Args:
-        units: number of rows and columns of its weight.
-        device: the `SimulatedDevice`.
-        share: of the backward pass, after which its gradient is ready.
+    The gradient is a matrix in memory that does not change: to compute one on the CPU
+    would compete with the reduction that is measured.
     """
 
-    def __init__(self, units, device, share):
+    def __init__(self, units: int, device: SimulatedDevice, share: float) -> None:
         super().__init__()
         self._units = units
         self._device = device
         self._share = share
 
-    def build(self, input_shape):
-        """Creates the weight and its gradient."""
+    def build(self, input_shape: Sequence[int | None]) -> None:
         shape = (self._units, self._units)
         self.kernel = self.add_weight(shape=shape, initializer="zeros")
         # Not a weight: it would be broadcast at the start.
         self._gradient = tf.Variable(tf.ones(shape), trainable=False)
 
-    def call(self, inputs):
-        """Returns the inputs."""
-
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
         @tf.custom_gradient
-        def pass_on(x, kernel):
-            def gradient(upstream):
+        def pass_on(x: tf.Tensor, kernel: tf.Tensor) -> tuple:
+            def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
                 upstream = self._sleep(upstream)
                 with tf.control_dependencies([upstream]):
                     return upstream, self._gradient.read_value()
@@ -99,11 +91,11 @@ class SleepingLayer(keras.layers.Layer):
 
         return pass_on(inputs, self.kernel.value)
 
-    def _sleep(self, upstream):
+    def _sleep(self, upstream: tf.Tensor) -> tf.Tensor:
         if not self._device.seconds:
             return tf.identity(upstream)
 
-        def sleep(values):
+        def sleep(values: np.ndarray) -> np.ndarray:
             self._device.wait_for(self._share)
             return values
 
@@ -112,24 +104,26 @@ class SleepingLayer(keras.layers.Layer):
 
 
 class FirstElementSGD(keras.optimizers.Optimizer):
-    """Takes the step of SGD for the first element of each variable alone.
+    """Takes the step of SGD for the first element of each variable only.
 
-    An update of all elements on the CPU would take a time that it takes on a GPU only.
-    Each gradient is used nevertheless: its reduction cannot be pruned.
+    An update of all elements takes time on the CPU, which on a GPU the CPU does not
+    spend. The first element of each gradient is used: an unused reduction would be
+    pruned.
     """
 
-    def build(self, variables):
-        """Creates a number for each variable: what has been subtracted from it."""
+    def build(self, variables: list[keras.Variable]) -> None:
         if self.built:
             return
         super().build(variables)
+        # What was subtracted from the first element of each variable.
         self._moved = [
             self.add_variable((), dtype="float32", name=f"moved_{i}")
             for i, _ in enumerate(variables)
         ]
 
-    def update_step(self, gradient, variable, learning_rate):
-        """Adds to the number of `variable`."""
+    def update_step(
+        self, gradient: tf.Tensor, variable: keras.Variable, learning_rate: tf.Tensor
+    ) -> None:
         moved = self._moved[self._get_variable_index(variable)]
         first = keras.ops.reshape(gradient[0, 0], ())
         self.assign_sub(moved, learning_rate * first)
