@@ -1,4 +1,4 @@
-"""A run from options: the flags of mnist, checked and built."""
+"""An experiment from options: the flags of mnist, checked and built."""
 
 import dataclasses
 import socket
@@ -39,30 +39,33 @@ def test_options_are_the_flags_of_mnist():
 
 def test_a_run_with_the_defaults(tmp_path):
     changes = {"model_dir": str(tmp_path), "skip_nonfinite": True}
-    run = build(options(export=["best", "final"], **changes), World())
-    assert run.config.skip_nonfinite
-    assert [each.name for each in run.eval_spec.exporters] == ["best", "final"]
-    assert run.warning == ""
-    assert run.dataset.name == "synthetic"
-    assert run.train_spec.max_steps == 10_000
-    assert run.train_spec.pass_steps == 128  # 8,192 images
-    assert float(run.model.optimizer.learning_rate) == pytest.approx(0.1)
-    observers = [type(each).__name__ for each in run.observers]
+    experiment = build(options(export=["best", "final"], **changes), World())
+    assert experiment.config.skip_nonfinite
+    assert [exporter.name for exporter in experiment.eval_spec.exporters] == [
+        "best",
+        "final",
+    ]
+    assert experiment.warning == ""
+    assert experiment.dataset.name == "synthetic"
+    assert experiment.train_spec.max_steps == 10_000
+    assert experiment.train_spec.pass_steps == 128  # 8,192 images
+    assert float(experiment.model.optimizer.learning_rate) == pytest.approx(0.1)
+    observers = [type(observer).__name__ for observer in experiment.observers]
     assert observers == ["Console", "JsonLog", "EventLog"]
-    plan = Plan.of(run.train_spec)
-    (check,) = run.train_spec.callbacks(plan)
+    plan = Plan.of(experiment.train_spec)
+    (check,) = experiment.train_spec.callbacks(plan)
     assert type(check) is hvd.callbacks.ConsistencyCheckCallback
 
 
 def test_rates_and_policy_follow_the_options():
     changes = {"decay": "cosine", "consistency_check_steps": 0, "optimizer": "adam"}
     try:
-        run = build(options(mixed_precision="bfloat16", **changes), World())
-        assert run.model.layers[1].compute_dtype == "bfloat16"
+        experiment = build(options(mixed_precision="bfloat16", **changes), World())
+        assert experiment.model.layers[1].compute_dtype == "bfloat16"
     finally:
         keras.mixed_precision.set_global_policy("float32")
-    assert float(run.model.optimizer.learning_rate) == pytest.approx(0.001)
-    (rates,) = run.train_spec.callbacks(Plan.of(run.train_spec))
+    assert float(experiment.model.optimizer.learning_rate) == pytest.approx(0.001)
+    (rates,) = experiment.train_spec.callbacks(Plan.of(experiment.train_spec))
     assert type(rates).__name__ == "LearningRateCallback"
 
 
@@ -73,9 +76,9 @@ def test_a_scaled_run_goes_on_from_the_samples_of_its_checkpoint(tmp_path):
     files.write(Checkpoint(step=150, arrays={}, metadata=metadata))
     changes = {"max_steps": 1000, "decay": "cosine", "consistency_check_steps": 0}
     changes["model_dir"] = str(tmp_path)
-    run = build(options(scale_batch=True, **changes), World())
-    spec = run.train_spec
-    assert (spec.scale_from.step, spec.local_batch_size, run.batch_ranks) == (
+    experiment = build(options(scale_batch=True, **changes), World())
+    spec = experiment.train_spec
+    assert (spec.scale_from.step, spec.local_batch_size, experiment.batch_ranks) == (
         150,
         64,
         1,
@@ -84,14 +87,18 @@ def test_a_scaled_run_goes_on_from_the_samples_of_its_checkpoint(tmp_path):
     assert spec.pass_steps == 128
     images = next(iter(spec.input_fn(150, 151)))[0].numpy()
     order = Sampler(num_samples=8192, global_batch_size=1, seed=0)
-    expected = run.dataset.x_train[order.indices(150 * 256, 150 * 256 + 64).ravel()]
+    expected = experiment.dataset.x_train[
+        order.indices(150 * 256, 150 * 256 + 64).ravel()
+    ]
     np.testing.assert_array_equal(np.rint(images * 255), expected)
     (rates,) = spec.callbacks(Plan.of(spec))
-    rates.set_model(run.model)
+    rates.set_model(experiment.model)
     rates.on_epoch_begin(0)
     rates.on_train_batch_begin(150)
     cosine = (1 + np.cos(np.pi * 0.6)) / 2
-    assert float(run.model.optimizer.learning_rate) == pytest.approx(0.1 * cosine)
+    assert float(experiment.model.optimizer.learning_rate) == pytest.approx(
+        0.1 * cosine
+    )
     kept = build(options(**changes), World())
     assert (kept.train_spec.max_steps, kept.train_spec.local_batch_size) == (250, 256)
     assert kept.train_spec.scale_from is None
@@ -171,10 +178,10 @@ def test_same_seed_same_bits():
 
     def weights():
         keras.utils.set_random_seed(0)
-        run = build(options(**few), World())
-        specs = run.train_spec, run.eval_spec
+        experiment = build(options(**few), World())
+        specs = experiment.train_spec, experiment.eval_spec
         return train_and_evaluate(
-            lambda: run.model, *specs, world=World()
+            lambda: experiment.model, *specs, world=World()
         ).model.get_weights()
 
     for a, b in zip(weights(), weights(), strict=True):

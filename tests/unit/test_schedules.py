@@ -57,18 +57,18 @@ def rates(*, execution=1, fit_epoch_steps=10, **options):
     )
     callback = schedule.LearningRateCallback(rate_schedule, plan)
     callback.set_model(model)
-    found = []
+    rate_by_step = []
     for epoch in range(plan.epochs):
         callback.on_epoch_begin(epoch)
         for batch in range(0, plan.step(epoch + 1) - plan.step(epoch), execution):
             callback.on_train_batch_begin(batch)
             steps = plan.step(epoch, batch + execution) - plan.step(epoch, batch)
             rate = float(model.optimizer.learning_rate.numpy())
-            found += steps * [rate]
+            rate_by_step += steps * [rate]
         logs = {}
         callback.on_epoch_end(epoch, logs)
         assert logs == {"lr": rate}
-    return found
+    return rate_by_step
 
 
 def test_warmup_by_hand():
@@ -78,38 +78,40 @@ def test_warmup_by_hand():
 
 
 def test_an_execution_has_the_rate_of_its_last_warmup_step():
-    found = rates(learning_rate=0.8, warmup_steps=4, execution=2)
-    assert found == pytest.approx([0.5, 0.5] + 18 * [0.8])
+    rate_by_step = rates(learning_rate=0.8, warmup_steps=4, execution=2)
+    assert rate_by_step == pytest.approx([0.5, 0.5] + 18 * [0.8])
 
 
 def test_fraction_of_a_step_of_warmup():
-    found = rates(learning_rate=0.8, warmup_steps=1.5)
-    assert found == pytest.approx([0.2 + 0.6 / 1.5] + 19 * [0.8])
+    rate_by_step = rates(learning_rate=0.8, warmup_steps=1.5)
+    assert rate_by_step == pytest.approx([0.2 + 0.6 / 1.5] + 19 * [0.8])
 
 
 def test_cosine_after_the_warmup_by_hand():
-    found = rates(learning_rate=0.8, warmup_steps=4, decay="cosine", execution=2)
+    rate_by_step = rates(learning_rate=0.8, warmup_steps=4, decay="cosine", execution=2)
     # Sixteen steps of decay, in executions of two.
     cosine = [0.4 * (1 + math.cos(math.pi * step / 16)) for step in range(0, 16, 2)]
     expected = [0.5, 0.8, *cosine]
-    assert found == pytest.approx([rate for rate in expected for _ in range(2)])
+    assert rate_by_step == pytest.approx([rate for rate in expected for _ in range(2)])
 
 
 def test_a_run_that_ends_within_an_epoch_and_an_execution():
-    found = rates(learning_rate=0.8, decay="cosine", execution=4, fit_epoch_steps=12)
+    rate_by_step = rates(
+        learning_rate=0.8, decay="cosine", execution=4, fit_epoch_steps=12
+    )
     cosine = [0.4 * (1 + math.cos(math.pi * step / 20)) for step in range(0, 20, 4)]
-    assert found == pytest.approx([rate for rate in cosine for _ in range(4)])
+    assert rate_by_step == pytest.approx([rate for rate in cosine for _ in range(4)])
 
 
 def test_a_warmup_to_the_last_step_leaves_nothing_to_decay():
-    found = rates(
+    rate_by_step = rates(
         learning_rate=0.8,
         warmup_steps=4,
         max_steps=4,
         decay="cosine",
         fit_epoch_steps=5,
     )
-    assert found == pytest.approx([0.35, 0.5, 0.65, 0.8])
+    assert rate_by_step == pytest.approx([0.35, 0.5, 0.65, 0.8])
 
 
 def test_steps_do_not_depend_on_the_epochs_of_fit():
