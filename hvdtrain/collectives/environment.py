@@ -65,7 +65,7 @@ def quotas(
         lines = pathlib.Path(membership).read_text().splitlines()
     except OSError:
         return []
-    found: list[float] = []
+    limits: list[float] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -75,8 +75,8 @@ def quotas(
         # In a container the path may be the host's, which does not exist here. The
         # group of the container is then mounted at the root.
         for directory in (inside, *inside.parents):
-            found += _quota(base / directory)
-    return found
+            limits += _quota(base / directory)
+    return limits
 
 
 def _quota(directory: pathlib.Path) -> list[float]:

@@ -41,7 +41,7 @@ def serialize(
 
     Args:
         exchange: creates the operations of one collective.
-        guard: creates operations that run before those of `exchange`; returns them.
+        guard: creates operations that run before the exchange; returns them.
     """
     token = order_token()
     if tf.executing_eagerly():
@@ -109,8 +109,8 @@ def operation_name(base: str, process_set: ProcessSet) -> str:
     every rank of the process set traces the same function.
     """
     if process_set.process_set_id:
-        # A rank outside the set traces none of its operations: counted together with
-        # those of other sets, the numbers would differ between ranks.
+        # A rank outside the set traces none of its operations: if all sets had one
+        # count, the numbers would differ between ranks.
         base = f"{base}_set{process_set.process_set_id}"
     if tf.executing_eagerly():
         return base

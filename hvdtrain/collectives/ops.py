@@ -1,10 +1,10 @@
 """The collectives that users call: any value in, and gradients.
 
-The gradient of a collective is that of the sum of all ranks' losses, as one process
-computes it that evaluates every rank's loss and adds them up. Averaged over ranks, as
-the distributed optimizer does, it is the gradient of the mean loss. Horovod's own
-gradients follow this for allreduce and alltoall; those of allgather and broadcast
-are too small by the number of ranks, and that of reducescatter is too large.
+A collective has the gradient of the sum of all ranks' losses, which one process would
+compute that evaluates every rank's loss and adds them up. Averaged over ranks, as the
+distributed optimizer does, it is the gradient of the mean loss. Horovod's own gradients
+follow this for allreduce and alltoall; for allgather and broadcast they are too small
+by the number of ranks, and for reducescatter too large.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Average, Reduction, Sum, op_name
 
-# Of the results of a `tf.custom_gradient`, to that of its inputs.
+# Returns the gradients of the inputs, from those of the results.
 Gradient = Callable[..., object]
 
 
@@ -135,15 +135,8 @@ def allgather(
 ) -> tf.Tensor:
     """Concatenate every rank's `value` on the first axis, in the order of ranks.
 
-    `allreduce` describes the other arguments.
-
-    Args:
-        value: tensor-compatible; all axes but the first agree on all ranks.
-
-    Raises:
-        TypeError: for a dtype that cannot be moved.
-        tensorflow.errors.FailedPreconditionError: on every rank, if dtypes, or axes
-            other than the first, differ between ranks.
+    Dtypes, and all axes but the first, agree on all ranks. `allreduce` describes the
+    other arguments and the errors.
     """
     return grouped_allgather([value], name=name, process_set=process_set)[0]
 
@@ -194,10 +187,6 @@ def broadcast(
     """Return `root_rank`'s `value` on every rank; shape and dtype agree.
 
     `allreduce` describes the other arguments.
-
-    Args:
-        value: tensor-compatible.
-        root_rank: the rank whose value is taken.
     """
 
     @tf.custom_gradient
@@ -312,15 +301,9 @@ def reducescatter(
 ) -> tf.Tensor:
     """Reduce `value` over all ranks; return this rank's share of the rows.
 
-    `allreduce` describes the other arguments.
-
-    Args:
-        value: tensor-compatible, of the same shape and dtype on every rank.
-        op: `Average` or `Sum`.
-
-    Returns:
-        This rank's share of the rows; the first ranks get one more where the number
-        of rows cannot be divided.
+    The first ranks get one row more where the number of rows is not divisible by the
+    number of ranks. `op` is `Average` or `Sum`; `allreduce` describes the other
+    arguments.
     """
     return grouped_reducescatter(
         [value],
@@ -380,10 +363,7 @@ def join() -> tf.Tensor:
     """Block until every rank has called it; until then, this rank adds zeros.
 
     Meanwhile the others may reduce dense tensors over all ranks, and take means over
-    the ranks that have not joined: see `allreduce`.
-
-    Returns:
-        A scalar tensor: the last rank that joined.
+    the ranks that have not joined: see `allreduce`. Returns the last rank that joined.
     """
     return transport.join()
 

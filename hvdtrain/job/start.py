@@ -26,8 +26,8 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
 
     Called once, before TensorFlow is imported. Sets environment variables that the
     user has not set, starts the `guard` of a rank under a launcher, calls `hvd.init`,
-    sizes TensorFlow's thread pools by `cores.usable`, binds the rank to its part of the
-    node unless `HVDTRAIN_BIND=0`, selects the GPU and seeds Keras.
+    sizes TensorFlow's thread pools by `cores.usable`, binds the rank to its share of
+    the node unless `HVDTRAIN_BIND=0`, selects the GPU and seeds Keras.
 
     Args:
         seed: 0 to 2**32 - 1, the same on all ranks.

@@ -167,7 +167,7 @@ def _bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 _SENT_BYTES: dict[Callable, Callable[..., tf.Tensor]] = {
     transport.allreduce: _allreduce,
     moving.allgather: _allgather,
-    moving.alltoall: _alltoall,
+    transport.alltoall: _alltoall,
     moving.broadcast: _broadcast,
     moving.broadcast_all: _broadcast_all,
     moving.broadcast_in_place: _broadcast_in_place,

@@ -1,10 +1,11 @@
 """How tensors move between ranks: the only package that calls Horovod's operations.
 
-A list of tensors is partitioned once, by (sparse, dtype), into buckets, and each
-bucket is moved as a whole. What stands above does not depend on how.
+A list of tensors is sorted once, by (sparse, dtype), into buckets, and each bucket is
+one communication. Callers do not depend on Horovod's operations.
 """
 
 from hvdtrain.collectives.transport.allreduce import allreduce, combine
+from hvdtrain.collectives.transport.alltoall import alltoall
 from hvdtrain.collectives.transport.flat_shards import (
     gather_shards,
     reduce_to_shards,
@@ -12,7 +13,6 @@ from hvdtrain.collectives.transport.flat_shards import (
 from hvdtrain.collectives.transport.moving import (
     allgather,
     allgather_bytes,
-    alltoall,
     broadcast,
     broadcast_all,
     broadcast_in_place,

@@ -140,7 +140,7 @@ def _gather_flat(
 ) -> list[tf.Tensor | None]:
     flat = tf.concat([tf.reshape(shard, [-1]) for shard in shards], axis=0)
     (gathered,) = moving.allgather([flat], name=name, process_set=process_set)
-    # A rank that needs none of the tensors takes part for the others.
+    # The other ranks block in it if a rank that needs no tensor prunes it.
     graph.prevent_pruning(gathered)
     sizes_by_rank = zip(*sizes, strict=True)
     split = tf.split(gathered, [size for on_rank in sizes_by_rank for size in on_rank])

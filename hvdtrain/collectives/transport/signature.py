@@ -61,7 +61,7 @@ class Signature:
 
         A line has what ranks must agree on, a tab, and what users see. Eagerly only.
         """
-        tensors = [f"{self._text(each)}\t{_description(each)}" for each in self.tensors]
+        tensors = [f"{self._text(t)}\t{_description(t)}" for t in self.tensors]
         return "\n".join([self.kind, *tensors])
 
     def _text(self, tensor: tf.Tensor | tf.IndexedSlices) -> str | tf.Tensor:
