@@ -1,8 +1,8 @@
-"""Methods of `keras.Model` that all ranks call together where a model is divided.
+"""Methods of `keras.Model` that all ranks call together where a model is sharded.
 
-`fit`, `evaluate` and `predict` of a divided model contain collectives, and `save` and
-`save_weights` gather its weights. Called on one rank alone they would wait for the
-others without end. So all ranks first compare what they call, within a limit of time.
+`fit`, `evaluate` and `predict` of a sharded model contain collectives, and `save` and
+`save_weights` gather its weights. A call on one rank alone would block for ever. So all
+ranks first compare what they call, within a limit of time.
 """
 
 import contextlib
@@ -10,7 +10,8 @@ import functools
 import queue
 import threading
 import warnings
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -30,6 +31,15 @@ from hvdtrain.keras.variables import find_optimizers, get_hook
 from hvdtrain.sharding.layer_checks import check_shards
 from hvdtrain.sharding.shards import get_sharding, is_split_over_ranks
 
+if TYPE_CHECKING:
+    # A floor above.
+    from hvdtrain.parallel.mesh import Axis
+
+# A method of `keras.Model`, or what replaces it.
+Method: TypeAlias = Callable[..., Any]
+Data: TypeAlias = Any
+Step: TypeAlias = Callable[[Data], Any]
+
 _MARK = "_hvdtrain_collective"
 _RUNS = ("fit", "evaluate", "predict")
 _SAVES = ("save", "save_weights")
@@ -37,14 +47,17 @@ _SAVES = ("save", "save_weights")
 
 class _Call(NamedTuple):
     method: str
-    saving: tuple
+    saving: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " with ".join([f"model.{self.method}", *self.saving])
 
 
-def install():
-    """Replaces these methods of `keras.Model`; of models that are whole, none acts.
+def install() -> None:
+    """Replace these methods of `keras.Model`; they act on sharded models only.
 
-    For the class: a layer or an optimizer that is divided has no reference to the
-    models that it becomes part of.
+    The methods of the class are replaced: a sharded layer or optimizer has no reference
+    to the models that it becomes part of.
     """
     if hasattr(keras.Model.save, _MARK):
         return
@@ -54,52 +67,56 @@ def install():
             setattr(method, _MARK, True)
             replace(keras.Model, name, method, by=install)
     full_saving.install()
-    # The default of keras.models.clone_model makes layers from their configs, which
-    # are those of the dense twins.
+    # By default keras.models.clone_model makes layers from their configs, and the
+    # config of a sharded layer makes the full layer.
     wrap_layers = functools.partial(_wrap_clone_function, cloning._wrap_clone_function)
     replace(cloning, "_wrap_clone_function", wrap_layers, by=install)
 
 
-def _wrap_clone_function(wrap, clone_function=None, **options):
+def _wrap_clone_function(
+    wrap: Callable[..., Callable],
+    clone_function: Callable[[keras.layers.Layer], keras.layers.Layer] | None = None,
+    **options: Any,
+) -> Callable:
     return wrap(clone_function or _clone_layer, **options)
 
 
-def _clone_layer(layer):
+def _clone_layer(layer: keras.layers.Layer) -> keras.layers.Layer:
     if hasattr(layer, "clone_sharded"):
         return layer.clone_sharded()
-    # An operation such as x + y has none.
+    # An operation such as x + y has no variables.
     if is_split_over_ranks(getattr(layer, "variables", ())):
         raise ValueError(
             f"keras.models.clone_model makes {layer.name!r}, a {type(layer).__name__} "
-            "that contains divided layers, from its config, which is dense. Build the "
-            "model again, or pass a clone_function."
+            "that contains sharded layers, from its config, which makes full layers. "
+            "Build the model again, or pass a clone_function."
         )
     return layer.__class__.from_config(layer.get_config())
 
 
 def is_saved_together(model: keras.Model) -> bool:
-    """Whether all ranks take part when `model` is saved; rank 0 writes the file."""
+    """Return whether all ranks take part in saving `model`; rank 0 writes the file."""
     is_shared = is_split_over_ranks(_saved_variables(model)) or _is_pipeline(model)
     return is_shared and needs_communication(global_process_set)
 
 
-def save_by_rank_0(model, save):
-    """Calls `save(model)` on rank 0. All ranks call this.
+def save_by_rank_0(model: keras.Model, save: Callable[[keras.Model], None]) -> None:
+    """Call `save(model)` on rank 0. All ranks call this.
 
-    Where the model is divided over ranks, the others take part. Of a pipeline, `save`
-    is called with the dense model.
+    The other ranks send their shards. Of a pipeline, `save` is called with the full
+    model.
     """
-    divided = [v for v in _saved_variables(model) if get_sharding(v)]
+    sharded = [v for v in _saved_variables(model) if get_sharding(v)]
     if _is_pipeline(model):
-        model, divided = model.gather_full(), []
-    elif not divided:
+        model, sharded = model.gather_full(), []
+    elif not sharded:
         if global_process_set.rank() == 0:
             save(model)
         return
-    full_saving.save_together(divided, lambda: save(model))
+    full_saving.save_together(sharded, lambda: save(model))
 
 
-def _is_pipeline(model):
+def _is_pipeline(model: keras.Model) -> bool:
     return hasattr(model, "gather_full")
 
 
@@ -109,11 +126,11 @@ def _is_on_splitting_mesh(model: keras.Model) -> bool:
     return any(mesh.shape.splits_model for mesh in meshes)
 
 
-def _run(method):
+def _run(method: Method) -> Method:
     @functools.wraps(method)
-    def run(self, *args, **kwargs):
+    def run(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         hook = get_hook(getattr(self, "optimizer", None))
-        callbacks = _list_of(kwargs.get("callbacks"))
+        callbacks = _flatten(kwargs.get("callbacks"))
         if hook and hook.sharded_state:
             _check_none_swaps_averages(callbacks)
         if hook and hook.mesh and hook.mesh.model.size > 1:
@@ -121,23 +138,23 @@ def _run(method):
         if _needs_all_ranks(self.variables):
             if method.__name__ == "fit" and not hook:
                 raise ValueError(
-                    "The model is divided over ranks, and was compiled with a plain "
-                    "optimizer, which does not take its parts into account. Pass "
+                    "The model is sharded over ranks, and was compiled with a plain "
+                    "optimizer, which takes a shard for the full weight. Pass "
                     "hvd.DistributedOptimizer(optimizer), with the mesh of its layers, "
                     "to compile."
                 )
             check_shards(self)
             _check_none_restores(callbacks)
-            saving = _names(callbacks, keras.callbacks.ModelCheckpoint)
+            saving = _class_names(callbacks, keras.callbacks.ModelCheckpoint)
             check_called_alike(method.__name__, saving)
         return method(self, *args, **kwargs)
 
     return run
 
 
-def _save(method):
+def _save(method: Method) -> Method:
     @functools.wraps(method)
-    def save(self, *args, **kwargs):
+    def save(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         is_together = is_saved_together(self)
         if full_saving.is_saving() or not (
             is_together or _is_pipeline(self) or _is_on_splitting_mesh(self)
@@ -149,32 +166,33 @@ def _save(method):
         elif global_process_set.rank():
             warnings.warn(
                 f"model.{method.__name__} writes no file on rank "
-                f"{global_process_set.rank()}, and does not wait for that of rank 0. "
-                "The model has no divided layers, and is trained on a mesh with model "
-                "or pipeline above 1, where rank 0 alone writes files.",
+                f"{global_process_set.rank()}, and does not wait for rank 0 to write "
+                "it. The model has no sharded layers, and is trained on a mesh with "
+                "model or pipeline above 1, where rank 0 alone writes files.",
                 stacklevel=2,
             )
-        # On such a mesh all ranks save, divided or not: they must not write one file.
-        return save_by_rank_0(self, lambda whole: method(whole, *args, **kwargs))
+        # On such a mesh all ranks call this, also for a model that is not sharded: the
+        # ranks must not write to one file.
+        return save_by_rank_0(self, lambda full: method(full, *args, **kwargs))
 
     return save
 
 
-def _check_format(path):
+def _check_format(path: str) -> None:
     if path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
         raise ValueError(
-            "A model that is divided over ranks is saved as a .keras file, or by "
+            "A model that is sharded over ranks is saved as a .keras file, or by "
             f"save_weights as a .weights.h5 file. Received: {path}"
         )
 
 
-def _export(method):
+def _export(method: Method) -> Method:
     @functools.wraps(method)
-    def export(self, *args, **kwargs):
+    def export(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         if _needs_all_ranks(self.variables):
             raise ValueError(
-                "The model is divided over ranks, and an export of it could only run "
-                "in a job. Save it by model.save, which writes the dense model; load "
+                "The model is sharded over ranks, and an export of it could only run "
+                "in a job. Save it by model.save, which writes the full model; load "
                 "that in one process by keras.models.load_model, and export it there."
             )
         return method(self, *args, **kwargs)
@@ -182,52 +200,53 @@ def _export(method):
     return export
 
 
-def _saved_variables(model):
-    optimizers = [each for each in find_optimizers(model) if each is not None]
-    for optimizer in optimizers:
-        full_saving.note_slots(optimizer)
-    return [*model.variables, *(v for each in optimizers for v in each.variables)]
+def _saved_variables(model: keras.Model) -> list[keras.Variable]:
+    variables = [*model.variables]
+    for optimizer in find_optimizers(model):
+        full_saving.mark_sharded_slots(optimizer)
+        variables += optimizer.variables
+    return variables
 
 
-def _needs_all_ranks(variables):
+def _needs_all_ranks(variables: Sequence[keras.Variable]) -> bool:
     return is_split_over_ranks(variables) and needs_communication(global_process_set)
 
 
-def _list_of(callbacks):
+def _flatten(callbacks: Any) -> list[keras.callbacks.Callback]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     return keras.tree.flatten(callbacks)
 
 
-def _check_none_swaps_averages(callbacks):
-    if _names(callbacks, keras.callbacks.SwapEMAWeights):
+def _check_none_swaps_averages(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    if _class_names(callbacks, keras.callbacks.SwapEMAWeights):
         raise ValueError(
             "SwapEMAWeights exchanges weights and their averages, and with shard_state "
-            "each rank has only its part of the averages. Use shard_state=False, or "
+            "each rank has only its shards of the averages. Use shard_state=False, or "
             "leave out the callback: fit assigns the averages to the weights when it "
             "ends."
         )
 
 
-def _check_none_restores(callbacks):
-    if _names(callbacks, keras.callbacks.BackupAndRestore):
+def _check_none_restores(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+    if _class_names(callbacks, keras.callbacks.BackupAndRestore):
         raise ValueError(
-            "The model is divided over ranks, which save it together, and each rank's "
+            "The model is sharded over ranks, which save it together, and each rank's "
             "BackupAndRestore would delete the others' directory. Use ModelCheckpoint, "
             "or training.train_and_evaluate, which continues an interrupted job."
         )
 
 
-def _names(callbacks, kind):
-    return [type(each).__name__ for each in callbacks if isinstance(each, kind)]
+def _class_names(callbacks: Iterable[keras.callbacks.Callback], cls: type) -> list[str]:
+    return [type(each).__name__ for each in callbacks if isinstance(each, cls)]
 
 
-def check_called_alike(method, saving=()):
-    """Raises an error unless all ranks call the same method of a divided model.
+def check_called_alike(method: str, saving: Iterable[str] = ()) -> None:
+    """Raise an error unless all ranks call the same method of a sharded model.
 
     Args:
         method: its name.
-        saving: names of callbacks that save the model.
+        saving: names of the classes of callbacks that save the model.
 
     Raises:
         RuntimeError: also if the other ranks call none within the time after which
@@ -236,28 +255,28 @@ def check_called_alike(method, saving=()):
     groups = group_by_value(_gather_calls(_Call(method, tuple(saving))))
     if len(groups) > 1:
         raise RuntimeError(
-            "The model is divided over ranks, which call its methods together, with "
+            "The model is sharded over ranks, which call its methods together, with "
             "the same callbacks that save it. Received: "
-            f"{name_values(groups, _text)}."
+            f"{name_values(groups, _describe)}."
         )
 
 
-def _text(call):
-    # The collectives of a job are matched by their order: this may be another one.
-    if not isinstance(call, _Call):
-        return "another collective"
-    return " with ".join([f"model.{call.method}", *call.saving])
+def _describe(call: object) -> str:
+    # The collectives of a job are matched by their order: another rank may have
+    # contributed to a different one.
+    return str(call) if isinstance(call, _Call) else "another collective"
 
 
-def _gather_calls(mine):
-    """Returns what all ranks call; it waits as long as Horovod does in a stall."""
-    found, caller = queue.Queue(), threads.current()
+def _gather_calls(call: _Call) -> list[Any]:
+    """Return the calls of all ranks; wait as long as Horovod does in a stall."""
+    results: queue.Queue[list[Any]] = queue.Queue()
+    caller = threads.current()
 
-    def gather():
+    def gather() -> None:
         threads.act_for(caller)
         # The other ranks may have ended meanwhile.
         with contextlib.suppress(tf.errors.OpError):
-            found.put(allgather_object(mine, name="CollectiveCall"))
+            results.put(allgather_object(call, name="CollectiveCall"))
 
     # A daemon: the exit of Python does not wait for ranks that never come.
     thread = threading.Thread(target=gather, name="CollectiveCall", daemon=True)
@@ -265,8 +284,8 @@ def _gather_calls(mine):
     # 0 is no limit.
     warn_seconds, end_seconds = (n or threading.TIMEOUT_MAX for n in stall_limits())
     text = (
-        f"model.{mine.method} was called on rank {global_process_set.rank()}, and not "
-        "on all other ranks within {:g} seconds. The model is divided over ranks: call "
+        f"model.{call.method} was called on rank {global_process_set.rank()}, and not "
+        "on all other ranks within {:g} seconds. The model is sharded over ranks: call "
         "it on all of them, also to save it; rank 0 writes the files."
     )
     thread.join(min(warn_seconds, end_seconds))
@@ -276,13 +295,13 @@ def _gather_calls(mine):
         thread.join(end_seconds - warn_seconds)
     if thread.is_alive():
         raise RuntimeError(text.format(end_seconds))
-    if found.empty():
+    if results.empty():
         raise RuntimeError(
-            f"model.{mine.method} was called on rank {global_process_set.rank()}, and "
-            "other ranks have ended. The model is divided over ranks: call it on all "
+            f"model.{call.method} was called on rank {global_process_set.rank()}, and "
+            "other ranks have ended. The model is sharded over ranks: call it on all "
             "of them, also to save it; rank 0 writes the files."
         )
-    return found.get()
+    return results.get()
 
 
 _COMPARES = "_hvdtrain_compares_samples"
@@ -291,10 +310,10 @@ _MODULUS = 1 << 20
 
 
 def compare_along_model(model: keras.Model) -> None:
-    """Makes the steps of a model fail where ranks along `model` got different samples.
+    """Make the steps of a model fail where ranks along `model` got different samples.
 
-    The ranks of a model group are one replica. Of each batch in training, and in the
-    evaluation of a divided model, they compare a fingerprint of the first sample.
+    The ranks of a model group are one replica. In training, and in the evaluation of a
+    sharded model, they compare a fingerprint of the first sample of each batch.
     """
     if getattr(model, _COMPARES, False):
         return
@@ -307,15 +326,15 @@ def compare_along_model(model: keras.Model) -> None:
         replace(model, name, step, by=compare_along_model)
 
 
-def _compare_and_test(model, step, data):
-    # One rank alone may evaluate a model of which nothing is divided.
+def _compare_and_test(model: keras.Model, step: Step, data: Data) -> Any:
+    # One rank alone may evaluate a model without sharded variables.
     if not is_split_over_ranks(model.variables):
         return step(data)
     return _compare_and_step(model, step, data)
 
 
-def _compare_and_step(model, step, data):
-    # The optimizer of now: a model may be compiled again.
+def _compare_and_step(model: keras.Model, step: Step, data: Data) -> Any:
+    # The present optimizer: a model may be compiled again.
     hook = get_hook(getattr(model, "optimizer", None))
     axis = hook.mesh.model if hook and hook.mesh else None
     if axis and needs_communication(axis.process_set):
@@ -324,15 +343,15 @@ def _compare_and_step(model, step, data):
     return step(data)
 
 
-def fingerprints(data: object, axis: object) -> tf.Tensor:
-    """Returns a vector whose sum over ranks has the fingerprint of each of them.
+def fingerprints(data: Data, axis: "Axis") -> tf.Tensor:
+    """Return a vector whose sum over ranks has the fingerprint of each of them.
 
     The fingerprint is a function of the bits of the first sample: it does not depend
     on the order of a sum, which may differ by rank.
 
     Args:
         data: nest of the tensors of a batch; may have None in it.
-        axis: the `Axis` of a mesh along which the ranks are compared.
+        axis: the axis of a mesh along which the ranks are compared.
     """
     total = tf.zeros([], tf.int32)
     for tensor in keras.tree.flatten(data):
@@ -345,7 +364,7 @@ def fingerprints(data: object, axis: object) -> tf.Tensor:
 
 
 def check_equal(numbers: tf.Tensor) -> None:
-    """Raises an InvalidArgumentError on each rank if these fingerprints differ."""
+    """Raise an InvalidArgumentError on each rank if these fingerprints differ."""
     tf.debugging.assert_equal(
         numbers,
         tf.fill(tf.shape(numbers), numbers[0]),

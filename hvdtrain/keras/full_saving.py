@@ -1,15 +1,18 @@
-"""Saving of the dense model by rank 0, to which the other ranks send their parts.
+"""Saving of the full model by rank 0, to which the other ranks send their shards.
 
-Keras saves on one rank, variable by variable. Rank 0 does so in a thread: each divided
-variable that it gets to is a request, which all ranks answer together. So one dense
-variable at a time is in memory, in whatever order Keras saves them.
+Keras saves on one rank, variable by variable. Rank 0 runs this in a thread: each
+sharded variable that Keras reads is a request, which all ranks answer by a gather. So
+one full variable at a time is in memory, in whatever order Keras saves them.
 """
 
 import functools
 import queue
 import threading
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
@@ -20,92 +23,98 @@ from hvdtrain.keras.variables import get_inner_optimizer, shard_slots
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import assign_shard, get_sharding, is_sharded
 
+# Where Keras saves variables, by number.
+Store: TypeAlias = MutableMapping[str, np.ndarray]
+
+# Requests that are not the number of a variable.
 _DONE, _WORKING = -1, -2
-_NO_VALUE = object()
-# A long wait would be taken for a rank that hangs.
+# Rank 0 may be busy for long, with compression for example. The other ranks would be
+# taken for stalled in a longer wait.
 _POLL_SECONDS = 5.0
-# The saving of this process; more than one object only by mistake.
-_active = []
+# The call of `save_together` in this process.
+_active: list["_Saving"] = []
 
 
-def full_value(variable):
-    """Returns the dense value of a Keras variable that is being saved.
+def full_value(variable: keras.Variable) -> np.ndarray:
+    """Return the full value of a variable that is being saved.
 
     Raises:
-        RuntimeError: it is divided, and the other ranks do not take part.
+        RuntimeError: it is sharded, and the other ranks do not take part.
     """
     if get_sharding(variable) is None:
         return variable.numpy()
     if not _active:
         raise RuntimeError(
-            f"{variable.path} is divided over ranks, which save it together. Call "
+            f"{variable.path} is sharded over ranks, which save it together. Call "
             "model.save or model.save_weights on all ranks; rank 0 writes the file."
         )
     return _active[-1].request(variable)
 
 
-def install():
-    """Makes optimizers save dense values, and load their parts of them.
+def install() -> None:
+    """Make optimizers save full values, and load their shards of them.
 
-    For the class: Keras itself makes the optimizer of a model that it loads, before it
-    reads its state.
+    The methods of the class are replaced: Keras itself makes the optimizer of a model
+    that it loads, before it reads the state.
     """
     cls = keras.optimizers.Optimizer
 
     @functools.wraps(cls.save_own_variables)
-    def save(self, store):
+    def save(self: keras.optimizers.Optimizer, store: Store) -> None:
         if _has_sharded_slots(self):
             save_full(self.variables, store)
         else:
-            save_whole(self, store)
+            save_by_keras(self, store)
 
     @functools.wraps(cls.load_own_variables)
-    def load(self, store):
-        # Of another length, Keras loads nothing, and prints a warning.
+    def load(self: keras.optimizers.Optimizer, store: Store) -> None:
+        # If the lengths differ, Keras loads nothing, and prints a warning.
         if _has_sharded_slots(self) and len(store.keys()) == len(self.variables):
             load_shards(self.variables, store)
         else:
-            load_whole(self, store)
+            load_by_keras(self, store)
 
-    save_whole = replace(cls, "save_own_variables", save, by=install)
-    load_whole = replace(cls, "load_own_variables", load, by=install)
+    save_by_keras = replace(cls, "save_own_variables", save, by=install)
+    load_by_keras = replace(cls, "load_own_variables", load, by=install)
 
 
-def note_slots(optimizer):
-    """Notes which slots are parts; those of a plain optimizer are not noted before."""
+def mark_sharded_slots(optimizer: keras.optimizers.Optimizer) -> None:
+    """Set the shardings of slots, which a plain optimizer does not set when built."""
     base = get_inner_optimizer(optimizer)
     if base.built:
         shard_slots(base, base._trainable_variables)
 
 
-def _has_sharded_slots(optimizer):
-    note_slots(optimizer)
+def _has_sharded_slots(optimizer: keras.optimizers.Optimizer) -> bool:
+    mark_sharded_slots(optimizer)
     return is_sharded(optimizer.variables)
 
 
-def load_shards(variables, store):
-    """Assigns this rank's slices of dense values, which are stored by number."""
+def load_shards(variables: Iterable[keras.Variable], store: Store) -> None:
+    """Assign this rank's shards of full values, which are stored by number."""
     for i, variable in enumerate(variables):
         assign_shard(variable, store[str(i)])
 
 
-def is_saving():
-    """Whether rank 0 is saving, in this process, what other ranks send."""
+def is_saving() -> bool:
+    """Return whether `save_together` runs its `save` in this process, rank 0."""
     return bool(_active)
 
 
-def save_full(variables, store):
-    """Stores the dense values of variables by their number, as Keras does."""
+def save_full(variables: Iterable[keras.Variable], store: Store) -> None:
+    """Store the full values of variables by their number, as Keras does."""
     for i, variable in enumerate(variables):
         store[str(i)] = full_value(variable)
 
 
-def save_together(variables, save):
-    """Calls `save()` on rank 0, where `full_value` then works. A collective.
+def save_together(
+    variables: Sequence[keras.Variable], save: Callable[[], None]
+) -> None:
+    """Call `save()` on rank 0, where `full_value` then works. A collective.
 
     Args:
-        variables: list of all divided variables, the same on all ranks.
-        save: function without arguments; not called on the other ranks.
+        variables: all sharded variables, in one order on all ranks.
+        save: is not called on the other ranks.
 
     Raises:
         RuntimeError: on the other ranks, if `save()` raises an exception on rank 0.
@@ -122,10 +131,10 @@ def save_together(variables, save):
             if saving:
                 saving.reply(value)
     finally:
-        # After a failed collective, the thread would wait for its value for ever.
+        # After a failed collective, the thread would block in its request for ever.
         if saving:
-            saving.reply(_NO_VALUE)
-    # As text: an exception may hold what cannot be pickled.
+            saving.reply(None)
+    # As text: an exception may hold objects that cannot be pickled.
     error = saving and saving.error
     text = error and f"{type(error).__name__}: {error}"
     text = broadcast_object(text, name="SavingError")
@@ -135,7 +144,7 @@ def save_together(variables, save):
         raise RuntimeError(f"Rank 0 could not save the model: {text}")
 
 
-def _agree_on_request(saving):
+def _agree_on_request(saving: "_Saving | None") -> int:
     request = saving.next_request() if saving else _DONE
     return int(transport.broadcast(tf.constant(request), 0, name="SavingRequest"))
 
@@ -143,37 +152,41 @@ def _agree_on_request(saving):
 class _Saving:
     """A call of `save` in a thread."""
 
-    def __init__(self, variables, save):
+    def __init__(
+        self, variables: Sequence[keras.Variable], save: Callable[[], None]
+    ) -> None:
         self._numbers = {id(variable): i for i, variable in enumerate(variables)}
-        self._requests, self._replies = queue.Queue(), queue.Queue()
+        self._requests: queue.Queue[int] = queue.Queue()
+        # None ends a request without a value.
+        self._replies: queue.Queue[np.ndarray | None] = queue.Queue()
         self._save = save
-        self.error = None
+        self.error: BaseException | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
-    def request(self, variable):
-        """Returns the dense value; in the thread."""
+    def request(self, variable: keras.Variable) -> np.ndarray:
+        """Return the full value. Is called in the thread."""
         self._requests.put(self._numbers[id(variable)])
         value = self._replies.get()
-        if value is _NO_VALUE:
-            raise RuntimeError("The other ranks no longer send their parts.")
+        if value is None:
+            raise RuntimeError("The other ranks no longer send their shards.")
         return value
 
-    def next_request(self):
-        """Returns the number of a variable, or what else the other ranks are to do."""
+    def next_request(self) -> int:
+        """Return the number of a variable, _WORKING or _DONE."""
         try:
             return self._requests.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             return _WORKING
 
-    def reply(self, value):
-        """Answers a request."""
+    def reply(self, value: np.ndarray | None) -> None:
+        """Answer a request; None makes it fail."""
         self._replies.put(value)
 
-    def _run(self):
+    def _run(self) -> None:
         _active.append(self)
         try:
             self._save()
-        # Of any kind, SystemExit too: it is raised in the main thread.
+        # SystemExit too: the main thread raises it again.
         except BaseException as error:
             self.error = error
         finally:

@@ -1,10 +1,17 @@
 """Layers that normalize over the batches of all ranks."""
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.collectives.process_sets import (
+    ProcessSet,
+    global_process_set,
+    needs_communication,
+)
 from hvdtrain.collectives.transport import Reduction, Sum
 
 
@@ -12,10 +19,10 @@ from hvdtrain.collectives.transport import Reduction, Sum
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch normalisation over the batches of all ranks together.
 
-    In training, mean and variance are those of the samples of all ranks, each
+    In training, mean and variance are computed from the samples of all ranks, each
     sample counted once: local batches may be unequal, or empty on some ranks. Forward
-    and backward pass are those of one process with the global batch. In inference the
-    layer is `keras.layers.BatchNormalization`.
+    and backward pass equal one process with the global batch. In inference the layer is
+    `keras.layers.BatchNormalization`.
 
     The moments are computed on each rank around its own mean and combined as in
     Chan, Golub and LeVeque (1979), which does not cancel as E[x²] - E[x]² does. It
@@ -28,7 +35,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         **kwargs: as for `keras.layers.BatchNormalization`.
     """
 
-    def __init__(self, fused=False, process_set=global_process_set, **kwargs):
+    def __init__(
+        self,
+        fused: bool = False,
+        process_set: ProcessSet = global_process_set,
+        **kwargs: Any,
+    ) -> None:
         if fused is not False:
             raise ValueError(
                 f"SyncBatchNormalization cannot be fused. Received: fused={fused}"
@@ -36,7 +48,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         super().__init__(**kwargs)
         self.process_set = process_set
 
-    def _moments(self, inputs, mask):
+    def _moments(
+        self, inputs: tf.Tensor, mask: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         if not needs_communication(self.process_set):
             return super()._moments(inputs, mask)
         axes = self._reduction_axes
@@ -47,36 +61,37 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return global_moments(inputs, axes, self.process_set, weights=weights)
 
 
-def global_moments(inputs, axes, process_set, *, weights=None):
-    """Mean and variance over all ranks, with their exact gradients.
+def global_moments(
+    inputs: tf.Tensor,
+    axes: Sequence[int],
+    process_set: ProcessSet,
+    *,
+    weights: tf.Tensor | None = None,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return mean and variance over all ranks, with their exact gradients.
 
     With n elements in all (n + ε with weights, as Keras has it), the gradient of the
     loss of all ranks is (Ḡ_mean + 2 (x - mean) Ḡ_variance) / n, where Ḡ sums a
     gradient over the ranks.
 
     Args:
-        inputs: floating point tensor; the axes that are not reduced agree on all
-            ranks.
-        axes: list of the axes to reduce.
+        inputs: floating point; the axes that are not reduced agree on all ranks.
+        axes: the axes to reduce.
         process_set: the ranks that take part.
-        weights: None, or a tensor of `inputs`' shape of ones, and zeros for
-            elements that do not count.
-
-    Returns:
-        Two tensors, of the shape of the axes that are left.
+        weights: of `inputs`' shape: ones, and zeros for elements that do not count.
     """
     name = "SyncBatchNormalization"
     epsilon = 0.0 if weights is None else keras.config.epsilon()
 
     @tf.custom_gradient
-    def moments(x):
+    def moments(x: tf.Tensor) -> tuple:
         statistics = _local_statistics(x, weights, axes)
-        (everyone,) = transport.allgather(
+        (statistics_by_rank,) = transport.allgather(
             [tf.stack(statistics)[tf.newaxis]], name=name, process_set=process_set
         )
-        total, mean, variance = _combine(everyone, epsilon)
+        total, mean, variance = _combine(statistics_by_rank, epsilon)
 
-        def gradient(*upstream):
+        def gradient(*upstream: tf.Tensor) -> tf.Tensor:
             (total_upstream,) = transport.allreduce(
                 [tf.stack(upstream)],
                 Reduction(op=Sum, process_set=process_set),
@@ -93,7 +108,9 @@ def global_moments(inputs, axes, process_set, *, weights=None):
     return moments(inputs)
 
 
-def _local_statistics(x, weights, axes):
+def _local_statistics(
+    x: tf.Tensor, weights: tf.Tensor | None, axes: Sequence[int]
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     # A rank may have no samples at all: its mean is 0 then, not NaN.
     counted = tf.ones_like(x) if weights is None else weights
     count = tf.reduce_sum(counted, axes)
@@ -102,19 +119,21 @@ def _local_statistics(x, weights, axes):
     return count, mean, tf.reduce_sum(tf.square(distance), axes)
 
 
-def _combine(everyone, epsilon):
-    counts, means, squares = tf.unstack(everyone, axis=1)
+def _combine(
+    statistics_by_rank: tf.Tensor, epsilon: float
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    counts, means, squares = tf.unstack(statistics_by_rank, axis=1)
     total = tf.reduce_sum(counts, 0) + epsilon
     mean = tf.reduce_sum(counts * means, 0) / total
     squares += counts * tf.square(means - mean)
     return total, mean, tf.reduce_sum(squares, 0) / total
 
 
-def _masked(x, weights):
+def _masked(x: tf.Tensor, weights: tf.Tensor | None) -> tf.Tensor:
     return x if weights is None else tf.where(weights > 0, x, tf.zeros_like(x))
 
 
-def _expand(statistic, axes):
+def _expand(statistic: tf.Tensor, axes: Iterable[int]) -> tf.Tensor:
     for axis in sorted(axes):
         statistic = tf.expand_dims(statistic, axis)
     return statistic

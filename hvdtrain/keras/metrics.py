@@ -8,6 +8,7 @@ result is then computed once, from the totals, as one process would have done.
 import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -23,32 +24,39 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Sum
 
+# An array, if the result of a metric is not a scalar.
+Result: TypeAlias = float | np.ndarray
 
-def reduce_metrics(metrics, *, device="", process_set=global_process_set):
-    """Returns what `metrics` would be, had one process seen all ranks' samples.
+
+def reduce_metrics(
+    metrics: Sequence[keras.Metric],
+    *,
+    device: str = "",
+    process_set: ProcessSet = global_process_set,
+) -> dict[str, Result]:
+    """Return what `metrics` would be, had one process seen all ranks' samples.
 
     Every rank of `process_set` must call it. The metrics themselves keep their
-    local states. To evaluate a model on unequal shards, exactly:
+    local states. To evaluate a model exactly where ranks have unequal data:
 
         from hvdtrain.keras import metrics
 
-        model.evaluate(shard, verbose=0)
+        model.evaluate(data_of_this_rank, verbose=0)
         results = metrics.reduce_metrics(model.metrics)
 
     Each state variable is combined according to its Keras `aggregation`: "sum" (what
     `Metric.add_variable` gives) and "none" are added, "mean" is averaged,
     "only_first_replica" is taken from the first rank. The metrics of Keras have sums. A
     metric of your own whose state is, for example, a maximum cannot be combined that
-    way: states of which it is not known are added up with a warning.
+    way: states that are not known to be sums are added up with a warning.
 
     Args:
-        metrics: list of `keras.Metric`, such as `model.metrics`.
+        metrics: such as `model.metrics`.
         device: where the states are summed; "" is the default device.
         process_set: the ranks that take part.
 
     Returns:
-        Dict from a metric's name to a float, or to an array for a metric whose
-        result is one: the keys and values of `model.get_metrics_result()`, flat.
+        The keys and values of `model.get_metrics_result()`, flat.
 
     Raises:
         ValueError: on every rank, if a metric has no variables yet on one of them.
@@ -60,13 +68,13 @@ def reduce_metrics(metrics, *, device="", process_set=global_process_set):
     return results(metrics, states)
 
 
-def metric_variables(metrics):
-    """The state variables of all `metrics`, in the order of every rank."""
+def metric_variables(metrics: Iterable[keras.Metric]) -> list[keras.Variable]:
+    """Return the state variables of all `metrics`, in one order on all ranks."""
     return [variable for metric in metrics for variable in metric.variables]
 
 
-def local_states(variables):
-    """Copies of the values of `variables`, as NumPy arrays."""
+def local_states(variables: Iterable[keras.Variable]) -> list[np.ndarray]:
+    """Return copies of the values of `variables`."""
     # np.array copies: on the CPU, numpy() of a variable may share its memory.
     return [np.array(variable.numpy()) for variable in variables]
 
@@ -74,26 +82,30 @@ def local_states(variables):
 def are_sums(metrics: Sequence[keras.Metric]) -> list[bool]:
     """Return for each of `metric_variables(metrics)` whether it is known to be a sum.
 
-    Those are the states from which a method `result` of Keras computes the result. By
-    default a metric of a user has "sum" as `aggregation`, whatever its states are.
+    It is known if a method `result` of Keras computes the result from the state. The
+    `aggregation` does not tell: it is "sum" by default, for any state of a user.
     """
-    known = {id(v) for part in _parts(metrics) for v in _states_of_keras(part)}
+    known = {
+        id(variable)
+        for metric in _with_inner_metrics(metrics)
+        for variable in _states_known_to_keras(metric)
+    }
     return [id(variable) in known for variable in metric_variables(metrics)]
 
 
-def _parts(metrics: Iterable) -> Iterator[keras.Metric]:
-    """Yield the metrics and those inside them."""
+def _with_inner_metrics(metrics: Iterable[keras.Metric]) -> Iterator[keras.Metric]:
+    """Yield the metrics, and the metrics inside them."""
     for metric in metrics:
         yield metric
-        # Those of `compile` are in a container that does not track them. A user's class
-        # may have anything else of this name.
-        inside = getattr(metric, "metrics", None)
-        inside = inside if isinstance(inside, list | tuple) else []
-        inside = [part for part in inside if isinstance(part, keras.Metric)]
-        yield from _parts([*metric._metrics, *inside])
+        # The metrics of `compile` are in a container that does not track them. In a
+        # user's class, this attribute may be anything.
+        inner = getattr(metric, "metrics", None)
+        inner = inner if isinstance(inner, list | tuple) else []
+        inner = [each for each in inner if isinstance(each, keras.Metric)]
+        yield from _with_inner_metrics([*metric._metrics, *inner])
 
 
-def _states_of_keras(metric: keras.Metric) -> list[keras.Variable]:
+def _states_known_to_keras(metric: keras.Metric) -> list[keras.Variable]:
     is_of_keras = type(metric).result.__module__.startswith("keras.")
     return metric._variables if is_of_keras else []
 
@@ -110,11 +122,11 @@ def _warn_of_state(state: str, metric: str, kind: str) -> None:
 
 
 def _warn_of_other_states(metrics: Sequence[keras.Metric]) -> None:
-    for part in _parts(metrics):
-        for variable in part._variables:
+    for metric in _with_inner_metrics(metrics):
+        for variable in metric._variables:
             is_added = variable.aggregation in ("sum", "none")
-            if is_added and not _states_of_keras(part):
-                _warn_of_state(variable.name, part.name, type(part).__name__)
+            if is_added and not _states_known_to_keras(metric):
+                _warn_of_state(variable.name, metric.name, type(metric).__name__)
 
 
 def reduce_states(
@@ -124,17 +136,13 @@ def reduce_states(
     device: str = "",
     process_set: ProcessSet = global_process_set,
 ) -> list[list[np.ndarray]]:
-    """Combines several snapshots of `metrics` over all ranks, in one reduction.
+    """Combine several snapshots of `metrics` over all ranks, in one reduction.
 
     Args:
-        metrics: list of `keras.Metric`.
-        snapshots: list of lists of arrays, each as `local_states` returns it for the
-            `metric_variables`; of the same length on every rank.
+        metrics: the same on all ranks.
+        snapshots: the `local_states` of the `metric_variables`, as many on all ranks.
         device: where the states are summed.
         process_set: the ranks that take part.
-
-    Returns:
-        The combined snapshots, the same on every rank.
     """
     if not needs_communication(process_set):
         return snapshots
@@ -151,12 +159,12 @@ def reduce_states(
         totals = ops.grouped_allreduce(
             sent, name="MetricStates", op=Sum, process_set=process_set
         )
-    totals = iter([total.numpy() for total in totals])
-    # After the reduction: a warning may be an error, for which no rank is to wait.
+    arrays = iter([total.numpy() for total in totals])
+    # After the reduction: where warnings are errors, the other ranks would block in it.
     if process_set.rank() == 0:
         _warn_of_other_states(metrics)
     return [
-        combined(variables, [next(totals) for _ in variables], process_set)
+        combined(variables, [next(arrays) for _ in variables], process_set)
         for _ in snapshots
     ]
 
@@ -189,41 +197,45 @@ def combined(
     ]
 
 
-def results(metrics, states):
-    """Results that `metrics` have in the given states, as Keras puts them in logs.
+def results(
+    metrics: Sequence[keras.Metric], states: Sequence[np.ndarray]
+) -> dict[str, Result]:
+    """Return the results of `metrics` in some states, flat, as Keras puts them in logs.
+
+    Metrics that have not been built are left out.
 
     Args:
-        metrics: list of `keras.Metric`.
-        states: list of arrays, one for each of `metric_variables(metrics)`.
-
-    Returns:
-        Flat dict from name to float, or to an array where a result is one; without
-        metrics that have not been built.
+        metrics: of Keras, or of the user.
+        states: one for each of `metric_variables(metrics)`.
     """
-    # In this scope the variables read as `states`, and stay what they are.
+    # In this scope the variables read as `states`; their values do not change.
     with keras.StatelessScope(
         list(zip(metric_variables(metrics), states, strict=True))
     ):
         return _flatten({m.name: m.result() for m in metrics if _is_built(m)})
 
 
-def is_result(value: object, name: str, found: Mapping[str, object]) -> bool:
-    """Whether a logged `value` is the result of a metric: one of `results`, `found`.
+def is_result(value: Any, name: str, results_by_name: Mapping[str, Result]) -> bool:
+    """Return whether a logged `value` is the result of the metric of this name.
 
     A `train_step` or a callback may log something else under the name of a metric.
     """
-    if name not in found or np.shape(value) != np.shape(found[name]):
+    result = results_by_name.get(name)
+    if result is None or np.shape(value) != np.shape(result):
         return False
-    return np.allclose(value, found[name], rtol=1e-4, equal_nan=True)
+    return np.allclose(value, result, rtol=1e-4, equal_nan=True)
 
 
-def _is_built(metric):
+def _is_built(metric: keras.Metric) -> bool:
     # Keras builds the metrics of compile with the first batch; before, result() raises.
     return getattr(metric, "built", True)
 
 
-def _check_same_number(variables, process_set):
-    # Different numbers of tensors would be refused without naming the metrics.
+def _check_same_number(
+    variables: Sequence[keras.Variable], process_set: ProcessSet
+) -> None:
+    # A reduction of different numbers of tensors fails with an error that does not name
+    # the metrics.
     counts = ops.allgather([len(variables)], "MetricCounts", process_set=process_set)
     groups = group_by_value(counts.numpy().tolist(), process_set.ranks)
     if len(groups) > 1:
@@ -234,8 +246,8 @@ def _check_same_number(variables, process_set):
         )
 
 
-def _flatten(results_by_name):
-    flat = {}
+def _flatten(results_by_name: Mapping[str, Any]) -> dict[str, Result]:
+    flat: dict[str, Result] = {}
     for name, value in results_by_name.items():
         if isinstance(value, dict):
             flat.update(_flatten(value))

@@ -1,23 +1,25 @@
 """Moving statistics of `BatchNormalization`, combined over the ranks."""
 
+from collections.abc import Set
+
 import keras
 import numpy as np
 
 from hvdtrain.collectives import ops, transport
-from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.layers import SyncBatchNormalization
 from hvdtrain.keras.variables import get_local_keys, get_process_set, variable_key
 
 
-def average_moving_statistics(model, *, steps=None):
-    """Replaces the moving statistics of each rank by those of all ranks' batches.
+def average_moving_statistics(model: keras.Model, *, steps: int | None = None) -> None:
+    """Replace the moving statistics of each rank by statistics of all ranks' batches.
 
     Every rank of the optimizer's process set must call it. A model without
     `keras.layers.BatchNormalization` costs no communication; all others cost one
-    reduction. Local layers keep their statistics. Those of `SyncBatchNormalization`
-    are equal already.
+    reduction. Local layers keep their statistics; the statistics of
+    `SyncBatchNormalization` are equal already.
 
     The moving mean becomes the mean over the ranks. This is the moving mean of one
     process with all ranks' batches, to rounding, if local batches have equal size.
@@ -36,13 +38,13 @@ def average_moving_statistics(model, *, steps=None):
       between ranks.
 
     No reduction of moving statistics is exact in general, since the variance of the
-    big batch contains products of the means of different ranks. Nor do gradients
-    become those of the big batch. `SyncBatchNormalization` is exact in both.
+    big batch contains products of the means of different ranks. Nor do gradients equal
+    the gradients of the big batch. `SyncBatchNormalization` is exact in both.
 
     Args:
-        model: a built Keras model, compiled or not.
+        model: is built; it may be compiled.
         steps: training steps since the statistics were equal on all ranks; None if
-            that is not known. Ranks may differ: their mean counts.
+            unknown. Ranks may differ: their mean counts.
     """
     optimizer = getattr(model, "optimizer", None)
     process_set = get_process_set(optimizer)
@@ -59,7 +61,9 @@ def average_moving_statistics(model, *, steps=None):
         _assign(layer, moment, steps)
 
 
-def _rank_dependent_layers(model, process_set, local_keys):
+def _rank_dependent_layers(
+    model: keras.Model, process_set: ProcessSet, local_keys: Set[object]
+) -> list[keras.layers.BatchNormalization]:
     return [
         layer
         for layer in model._flatten_layers()
@@ -70,14 +74,16 @@ def _rank_dependent_layers(model, process_set, local_keys):
     ]
 
 
-def _is_synchronized(layer, process_set):
+def _is_synchronized(
+    layer: keras.layers.BatchNormalization, process_set: ProcessSet
+) -> bool:
     return (
         isinstance(layer, SyncBatchNormalization)
         and layer.process_set.process_set_id == process_set.process_set_id
     )
 
 
-def _moments(layer):
+def _moments(layer: keras.layers.BatchNormalization) -> np.ndarray:
     # Squares of float32 are exact in float64: the difference of the mean square and
     # the squared mean is 0 for equal means, and a second call changes nothing.
     mean = np.asarray(layer.moving_mean.numpy(), "float64")
@@ -85,7 +91,9 @@ def _moments(layer):
     return np.stack([mean, variance, mean**2])
 
 
-def _assign(layer, moments, steps):
+def _assign(
+    layer: keras.layers.BatchNormalization, moments: np.ndarray, steps: float
+) -> None:
     mean, variance, square = moments
     between_ranks = np.maximum(square - mean**2, 0.0)
     # The weight of these steps in the moving averages.
@@ -112,17 +120,17 @@ class AverageMovingStatisticsCallback(keras.callbacks.Callback):
     Put it on every rank: a rank without it leaves the others blocked in the
     reduction. Put it before `MetricAverageCallback` and callbacks that evaluate or
     save at the end of an epoch, and after `JoinCallback`, whose broadcast replaces
-    all statistics by those of the rank that has taken the most steps. A model that is
+    all statistics by the statistics of the rank with the most steps. A model that is
     saved within an epoch holds the statistics of its rank.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._is_due = False
         self._steps = 0
 
-    def on_train_begin(self, logs=None):
-        """Makes the statistics equal: from here on steps are counted."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        # Steps are counted from equal statistics on.
         # A model that is built on some ranks only is broadcast on the first batch.
         if ops.is_true_on_all_ranks(
             fit_start.is_built(self.model),
@@ -131,24 +139,22 @@ class AverageMovingStatisticsCallback(keras.callbacks.Callback):
         ):
             average_moving_statistics(self.model)
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Starts counting steps."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._is_due = True
         self._steps = 0
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Counts steps: `batch` is the last one done, from 0 on in its epoch."""
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        # The last batch of the execution, from 0 on in its epoch.
         self._steps = batch + 1
 
-    def on_test_begin(self, logs=None):
-        """Combines the statistics before `fit` validates."""
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        # Before `fit` validates.
         self._average()
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Combines the statistics, unless validation came before."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._average()
 
-    def _average(self):
+    def _average(self) -> None:
         # One reduction per epoch on every rank, also if only some ranks validate.
         if self._is_due:
             average_moving_statistics(self.model, steps=self._steps)

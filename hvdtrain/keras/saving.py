@@ -1,23 +1,27 @@
 """Loading a model with its optimizer distributed again."""
 
+import os
 import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import h5py
 import keras
+import numpy as np
 
 from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.keras.optimizer import DistributedOptimizer
 
 
 def load_model(
-    filepath,
-    custom_optimizers=None,
-    custom_objects=None,
-    compression=Compression.none,
-    legacy_opts=False,
-    **distribution,
-):
-    """Loads a saved Keras model and makes its optimizer distributed.
+    filepath: str | os.PathLike | h5py.File,
+    custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: type = Compression.none,
+    legacy_opts: bool = False,
+    **distribution: Any,
+) -> keras.Model:
+    """Load a saved Keras model and make its optimizer distributed.
 
     The optimizer keeps the state that was saved (step, momentum, loss scale and so
     on), so that training goes on where it was. A model that was saved without
@@ -26,15 +30,12 @@ def load_model(
 
     Args:
         filepath: a `.keras` or `.h5` file, or an open `h5py.File`.
-        custom_optimizers: optional list of optimizer classes of your own that the
-            model may have been compiled with.
-        custom_objects: optional dictionary from names to classes or functions that
-            the model needs.
-        compression: as in `DistributedOptimizer`.
+        custom_optimizers: classes of your own that the model may have been compiled
+            with.
+        custom_objects: classes or functions that the model needs, by name.
         legacy_opts: Horovod's switch to `keras.optimizers.legacy`, which Keras 3
             does not have: True is an error.
-        **distribution: further arguments of `DistributedOptimizer`: `op`, `groups`,
-            `backward_passes_per_step` and so on.
+        **distribution: further arguments of `DistributedOptimizer`.
 
     Returns:
         A Keras model, compiled if it was saved so.
@@ -61,9 +62,9 @@ def load_model(
     return model
 
 
-def _restore_optimizer(model, file):
-    # Keras builds the optimizer of such a file for no variables at all, so that its
-    # slots are lost: build one of the same kind for the model's.
+def _restore_optimizer(model: keras.Model, file: h5py.File) -> None:
+    # Keras builds the optimizer of such a file without variables, so that its slots are
+    # lost: build an optimizer of the same class for the model's variables.
     values = _optimizer_weights(file)
     optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
     optimizer.build(model.trainable_variables)
@@ -80,7 +81,7 @@ def _restore_optimizer(model, file):
     model.optimizer = optimizer
 
 
-def _optimizer_weights(file):
+def _optimizer_weights(file: h5py.File) -> list[np.ndarray]:
     if "optimizer_weights" not in file:
         return []
     group = file["optimizer_weights"]

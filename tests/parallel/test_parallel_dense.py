@@ -190,7 +190,7 @@ def test_a_clone_is_divided(meshes):
     ids = np.arange(10).reshape(2, 5)
     np.testing.assert_array_equal(cloned(ids), network(ids))
     nested = keras.Sequential([keras.Input((5,), dtype="int32"), network])
-    with pytest.raises(ValueError, match="that contains divided layers"):
+    with pytest.raises(ValueError, match="that contains sharded layers"):
         keras.models.clone_model(nested)
     keras.models.clone_model(nested, recursive=True)
 
