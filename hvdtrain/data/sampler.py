@@ -1,9 +1,9 @@
 """Which rank sees which sample at which step: a pure function.
 
 The training samples of a job are one endless sequence: the permutation of epoch 0,
-then that of epoch 1, and so on, each drawn from (seed, epoch). Global batch `s` is
-positions `s * G` to `(s + 1) * G` of it; rank `r` of `size` takes every `size`-th of
-these positions, from the `r`-th on. Hence:
+then the permutation of epoch 1, and so on, each drawn from (seed, epoch). Global batch
+`s` is positions `s * G` to `(s + 1) * G` of the sequence; rank `r` of `size` takes
+every `size`-th of these positions, from the `r`-th on. Hence:
 
 - every global batch is full; where its size is a multiple of the number of ranks, the
   mean over ranks is the mean over the batch;

@@ -93,8 +93,8 @@ def read_batches(
 ) -> tf.data.Dataset:
     """Return the batches of one rank for the steps from `start_step` to `end_step`.
 
-    Memory is that of a few batches: nothing of the data becomes a constant of a graph,
-    and the sample indices are computed step by step.
+    A few batches are in memory: the data are no constant of a graph, and the sample
+    indices are computed step by step.
 
     Args:
         sampler: the `Sampler` of this rank.

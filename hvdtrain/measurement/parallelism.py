@@ -59,7 +59,7 @@ def measure(options: BenchmarkOptions, world: World) -> Figures:
 
 
 def summarize(figures_by_rank: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
-    """Return the figures of each kind from those of each rank.
+    """Return the figures of each kind from the figures of each rank.
 
     Args:
         figures_by_rank: for each rank, by kind, `weight_bytes` and `slot_bytes`, the
