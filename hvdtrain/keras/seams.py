@@ -298,11 +298,11 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.src.backend.common.global_state": (
         Seam("get_global_attribute(name, default, set_to_default)",
              "Keras' seed generator, if it exists: checkpoints hold its state.",
-             used_by=("training.checkpoint.state_variables",)),
+             used_by=("training.checkpoint.per_rank",)),
     ),
     "keras.src.random.seed_generator": (
         Seam("global_seed_generator()", "Makes this generator, to restore its state.",
-             used_by=("training.checkpoint.state_variables",)),
+             used_by=("training.checkpoint.per_rank",)),
         Seam("draw_seed(seed)",
              "The seed of Keras' random functions: a shard continues the full draw.",
              used_by=("parallel.layer",)),

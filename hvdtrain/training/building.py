@@ -12,6 +12,7 @@ from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.keras.variables import get_hook
 from hvdtrain.sharding.shards import has_summed_gradients
+from hvdtrain.training.checkpoint.header import FirstBatch
 from hvdtrain.training.inputs import first_batch, first_step
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
@@ -24,13 +25,12 @@ class Batches(NamedTuple):
     Attributes:
         local_sizes: samples in a batch of each replica.
         plan: the `Plan`.
-        first: `step` and `digests` (by replica) of the first batches, to be kept in
-            checkpoints; None if the input is not checked.
+        first: to be kept in checkpoints; None if the input is not checked.
     """
 
     local_sizes: tuple[int, ...]
     plan: Plan
-    first: dict | None
+    first: FirstBatch | None
 
 
 def build(
@@ -69,7 +69,7 @@ def agree_on_batches(
     hook = get_hook(model.optimizer)
     assert hook, "build makes every optimizer distributed"
     hook.weigh_gradients(weight)
-    first = {"step": first_step(train_spec), "digests": list(digests)}
+    first = FirstBatch(step=first_step(train_spec), digests=list(digests))
     return Batches(local_sizes, plans[0], first if digest else None)
 
 

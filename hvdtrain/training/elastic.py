@@ -15,7 +15,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import World, backend
-from hvdtrain.training.checkpoint.storage import Checkpoint
+from hvdtrain.training.checkpoint.header import Checkpoint, Header
 from hvdtrain.training.checkpoint.writing import BackgroundWriter
 from hvdtrain.training.requests import Requests
 
@@ -51,9 +51,9 @@ class Commits:
         """Return the newest commit."""
         return self._newest[0]
 
-    def verify(self, step: int) -> dict:
-        """Return the metadata of the newest commit."""
-        return self._newest[0].metadata
+    def verify(self, step: int) -> Header:
+        """Return the header of the newest commit."""
+        return self._newest[0].header
 
     def path(self, step: int) -> str:
         """Return the name of a commit for an error message."""

@@ -228,7 +228,7 @@ class EvaluationCallback(StepCallback):
         super().__init__(plan)
         self._requests = requests
         self._world = world
-        self._start = start if start.metadata.get("evaluation_is_due") else None
+        self._start = start if start.header.evaluation_is_due else None
         self.was_interrupted = False
         self._left_out = left_out
         self._exports = exports

@@ -14,10 +14,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypedDict
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.job import JobError, World
@@ -29,14 +27,8 @@ from hvdtrain.job.files import (
     remove_partial,
 )
 from hvdtrain.keras import metrics
+from hvdtrain.training.checkpoint.header import Evaluation
 from hvdtrain.training.observers import error_reason, notify
-
-
-class Evaluation(TypedDict):
-    """One evaluation of a job, as checkpoints keep it."""
-
-    step: int
-    metrics: dict[str, float | np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)

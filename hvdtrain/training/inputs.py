@@ -6,13 +6,13 @@ returns the same batch for a step each time, from whichever step it starts.
 
 import hashlib
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, on_all
+from hvdtrain.training.checkpoint.header import FirstBatch, Header
 from hvdtrain.training.specs import TrainSpec
 
 
@@ -62,24 +62,23 @@ def first_batch(
 
 
 def warn_if_changed(
-    first: dict | None, metadata: dict, *, local_batch_sizes: Sequence[int]
+    first: FirstBatch | None, before: Header, *, local_batch_sizes: tuple[int, ...]
 ) -> None:
-    """Warn if the first batch differs from that of the run which wrote a checkpoint.
+    """Warn if the first batch differs from the one of an earlier run of the job.
 
     Args:
-        first: `step` and `digests`, by replica; None if the input is not checked.
-        metadata: of the checkpoint.
+        first: None if the input is not checked.
+        before: header of the checkpoint from which the job continues.
         local_batch_sizes: samples in a batch of each replica.
     """
-    before = metadata.get("first_batch")
-    if not first or not before or before["step"] != first["step"]:
+    if not first or not before.first_batch or before.first_batch.step != first.step:
         return
     # Other batch sizes deal other samples to each replica.
-    if list(metadata["local_batch_sizes"]) != list(local_batch_sizes):
+    if before.local_batch_sizes != local_batch_sizes:
         return
-    if before["digests"] != first["digests"]:
+    if before.first_batch.digests != first.digests:
         warnings.warn(
-            f"The batch of step {first['step']} differs from that of the run which "
+            f"The batch of step {first.step} differs from that of the run that "
             "wrote the checkpoint: the data or their order have changed, and the job "
             "does not compute what an uninterrupted one computes.",
             stacklevel=5,

@@ -8,7 +8,8 @@ import keras
 from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.training import exporting, run_directory
-from hvdtrain.training.building import agree_on_batches, build
+from hvdtrain.training.building import Batches, agree_on_batches, build
+from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.checkpoint.restoring import Start, assign_all, restore
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_together
 from hvdtrain.training.elastic import Commits
@@ -116,27 +117,23 @@ def _train_and_evaluate(
         wait_together(world, commits.writer)
     files = checkpoint_files(config)
     stores = [store for store in (commits, files) if store]
-    start = Start()
+    new_job = _new_job(batches, config, commits)
+    start = Start(header=new_job)
     if stores:
         start = restore(
-            model,
-            stores,
-            world,
-            global_batch_size=sum(batches.local_sizes),
-            scale_from=train_spec.scale_from,
-            unchanged=config.unchanged,
+            model, stores, world, new_job=new_job, scale_from=train_spec.scale_from
         )
     run = RunState(
         world=world,
         config=config,
         batches=batches,
-        plan=batches.plan.with_epochs_of(start.metadata),
+        plan=batches.plan.with_epochs_of(start.header),
         start=start,
         files=files,
         commits=commits,
         exports=exports,
         skipping=Skipping(
-            start.metadata.get("skipped_updates", 0),
+            start.header.skipped_updates,
             model if config.skip_nonfinite else None,
         ),
         observers=observers,
@@ -150,3 +147,18 @@ def _train_and_evaluate(
     else:
         session.run(model, train_spec, eval_spec)
     return session.result(model)
+
+
+def _new_job(batches: Batches, config: RunConfig, commits: Commits | None) -> Header:
+    """Return the header with which a job without checkpoints starts."""
+    local_sizes = batches.local_sizes
+    return Header(
+        step=0,
+        local_batch_sizes=local_sizes,
+        global_batch_size=sum(local_sizes),
+        unchanged=config.unchanged,
+        sample=0,
+        original_size=commits.original_size if commits else len(local_sizes),
+        fit_epoch_steps=batches.plan.fit_epoch_steps,
+        steps_per_execution=batches.plan.steps_per_execution,
+    )

@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
+from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.specs import TrainSpec
 
 # An execution is the work between two calls of callbacks. Python's part of it costs
@@ -54,20 +53,17 @@ class Plan:
             steps_per_execution=execution,
         )
 
-    def with_epochs_of(self, metadata: Mapping[str, Any]) -> "Plan":
+    def with_epochs_of(self, header: Header) -> "Plan":
         """Return the plan with the epochs of the run that wrote a checkpoint.
 
         Another number of ranks, or of steps, would give epochs of another length.
-        Without metadata, of a new job, return this plan.
         """
-        if not metadata:
-            return self
-        steps = metadata["fit_epoch_steps"]
+        steps = header.fit_epoch_steps
         return dataclasses.replace(
             self,
             epochs=math.ceil(self.max_steps / steps),
             fit_epoch_steps=steps,
-            steps_per_execution=metadata["steps_per_execution"],
+            steps_per_execution=header.steps_per_execution,
         )
 
     def execution(self, step: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from hvdtrain.keras.metrics import (
     results,
 )
 from hvdtrain.keras.variables import get_process_set
-from hvdtrain.training.checkpoint.state import check_finite
+from hvdtrain.training.checkpoint.snapshot import check_finite
 from hvdtrain.training.observers import Progress, RunStart, notify, scalars
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping

@@ -1,27 +1,39 @@
 """The replicas of a model in a job, and the ranks of each."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+import keras
 
 from hvdtrain import parallel
-from hvdtrain.job.world import MeshShape
+from hvdtrain.job.world import MeshShape, World
 from hvdtrain.keras.variables import get_hook
 
+_Value = TypeVar("_Value")
 
-def make_mesh(shape):
-    """Return the `parallel.Mesh` of a `MeshShape`; None where only data is divided."""
+
+def make_mesh(shape: MeshShape) -> parallel.Mesh | None:
+    """Return the mesh of a shape; None if each rank has the full model."""
     if not shape.splits_model:
         return None
     return parallel.Mesh(model=shape.model, pipeline=shape.pipeline, data=shape.data)
 
 
+def get_mesh(model: keras.Model) -> parallel.Mesh | None:
+    """Return the mesh of a model that is compiled with a distributed optimizer."""
+    hook = get_hook(model.optimizer)
+    return hook.mesh if hook else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """How the ranks of a job are divided into replicas of the model.
+    """The replicas of a model. Without a mesh, each rank has one.
 
-    Without a mesh, each rank is one. The ranks of a replica read the same samples.
+    The ranks of a replica read the same samples.
 
     Attributes:
-        shape: the complete `MeshShape`.
+        shape: a complete shape, in which `data` is a number.
         rank: this rank.
     """
 
@@ -29,30 +41,31 @@ class Replicas:
     rank: int
 
     @classmethod
-    def of(cls, world, mesh=None):
-        """Return those of a `World` and a `parallel.Mesh`, or None for no mesh."""
+    def of(cls, world: World, mesh: parallel.Mesh | None = None) -> "Replicas":
+        """Return the replicas on a mesh, or without one."""
         return cls(mesh.shape if mesh else MeshShape().of(world.size), world.rank)
 
     @classmethod
-    def of_model(cls, world, model):
-        """Return those of a model that is compiled with a distributed optimizer."""
-        return cls.of(world, get_hook(model.optimizer).mesh)
+    def of_model(cls, world: World, model: keras.Model) -> "Replicas":
+        """Return the replicas of a model; see `get_mesh`."""
+        return cls.of(world, get_mesh(model))
 
     @property
-    def size(self):
+    def size(self) -> int:
         """Number of replicas."""
+        assert self.shape.data
         return self.shape.data
 
     @property
-    def index(self):
+    def index(self) -> int:
         """Number of the replica that this rank belongs to."""
         return self.shape.coordinates(self.rank)["data"]
 
-    def ranks(self, number):
-        """Return the ranks of a replica, in their order."""
+    def ranks(self, number: int) -> range:
+        """Return the ranks of a replica."""
         count = self.shape.pipeline * self.shape.model
         return range(number * count, (number + 1) * count)
 
-    def of_each(self, values):
-        """Return, of the values of all ranks, those of each replica's first rank."""
-        return [values[self.ranks(number)[0]] for number in range(self.size)]
+    def of_each(self, values_by_rank: Sequence[_Value]) -> list[_Value]:
+        """Return the value of each replica's first rank."""
+        return [values_by_rank[self.ranks(number)[0]] for number in range(self.size)]

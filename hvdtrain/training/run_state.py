@@ -3,16 +3,18 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
 from hvdtrain.job import World
 from hvdtrain.training.building import Batches
+from hvdtrain.training.checkpoint.header import Evaluation, Header
 from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.elastic import Commits
-from hvdtrain.training.exporting import Evaluation, Exports
+from hvdtrain.training.exporting import Exports
 from hvdtrain.training.inputs import warn_if_changed
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.skipping import Skipping
@@ -58,7 +60,7 @@ class RunState:
         """Warn of arguments that do not fit the checkpoint, and are no error."""
         warn_if_changed(
             self.batches.first,
-            self.start.metadata,
+            self.start.header,
             local_batch_sizes=self.batches.local_sizes,
         )
         if self.start.step > self.plan.max_steps:
@@ -68,7 +70,7 @@ class RunState:
                 stacklevel=4,
             )
 
-    def metadata(
+    def header(
         self,
         step: int,
         *,
@@ -77,33 +79,30 @@ class RunState:
         evaluations: list[Evaluation],
         train_seconds: float,
         evaluation_is_due: bool,
-    ) -> dict:
-        """Return the metadata of a checkpoint."""
-        start = self.start
-        new_samples = (step - start.step) * self.global_batch_size
-        first_size = len(self.batches.local_sizes)
-        if self.commits:
-            first_size = self.commits.original_size
-        return {
-            "local_batch_sizes": self.batches.local_sizes,
-            "global_batch_size": self.global_batch_size,
-            "learning_rate": start.learning_rate,
+    ) -> Header:
+        """Return the header of a checkpoint."""
+        before = self.start.header
+        return Header(
+            step=step,
+            local_batch_sizes=self.batches.local_sizes,
+            global_batch_size=self.global_batch_size,
+            learning_rate=self.start.learning_rate,
             # Of all runs: a run that leaves a key out does not change its value.
-            "unchanged": start.metadata.get("unchanged", {}) | self.config.unchanged,
-            "first_batch": self.batches.first,
-            "sample": start.metadata.get("sample", 0) + new_samples,
-            "original_size": start.metadata.get("original_size", first_size),
-            "fit_epoch_steps": self.plan.fit_epoch_steps,
-            "steps_per_execution": self.plan.steps_per_execution,
-            "finished": self.plan.max_steps if is_finished else None,
-            "train_seconds": train_seconds,
-            "skipped_updates": self.skipping.count,
-            "history": _for_json(history),
-            "evaluations": _for_json(evaluations),
-            "evaluation_is_due": evaluation_is_due,
-        }
+            unchanged=before.unchanged | self.config.unchanged,
+            first_batch=self.batches.first,
+            sample=before.sample + (step - before.step) * self.global_batch_size,
+            original_size=before.original_size,
+            fit_epoch_steps=self.plan.fit_epoch_steps,
+            steps_per_execution=self.plan.steps_per_execution,
+            finished=self.plan.max_steps if is_finished else None,
+            train_seconds=train_seconds,
+            skipped_updates=self.skipping.count,
+            history=_without_arrays(history),
+            evaluations=_without_arrays(evaluations),
+            evaluation_is_due=evaluation_is_due,
+        )
 
 
-def _for_json(values: Mapping | Sequence) -> Mapping | Sequence:
-    """Return lists and dicts of numbers and arrays, without arrays."""
+def _without_arrays(values: Any) -> Any:
+    """Return nested lists and dicts of numbers, for JSON."""
     return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)

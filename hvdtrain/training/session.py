@@ -37,6 +37,7 @@ import keras
 
 import hvdtrain.keras as hvd
 from hvdtrain.job.agreement import fail_together
+from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.checkpoint.restoring import (
     RestoreCallback,
     RestoreGeneratorsCallback,
@@ -51,7 +52,6 @@ from hvdtrain.training.evaluation import (
     EvaluationCallback,
     evaluate_finished,
 )
-from hvdtrain.training.exporting import Evaluation
 from hvdtrain.training.fitting import fit
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
@@ -86,13 +86,11 @@ class Session:
             votes=self._votes,
             skipping=run.skipping,
             start_step=start.step,
-            batch_before=start.metadata.get("global_batch_size"),
+            batch_before=start.header.global_batch_size,
         )
         self._history = keras.callbacks.History()
-        self._history.history = dict(start.metadata.get("history", {}))
-        self._evaluations: list[Evaluation] = list(
-            start.metadata.get("evaluations", ())
-        )
+        self._history.history = dict(start.header.history)
+        self._evaluations = list(start.header.evaluations)
         self._intervals: list[Interval] = []
 
     def run(
@@ -198,17 +196,16 @@ class Session:
 
     def _checkpoint_callbacks(self) -> Iterator[CheckpointCallback]:
         run, config = self._run, self._run.config
-        common = {"requests": self._requests, "world": run.world}
-        common["describe"] = self._describe
+        common = (self._requests, run.world, self._header)
         if run.files:
             steps, seconds = config.save_every_steps, config.save_every_seconds
             is_due = self._interval(SAVE, steps, seconds)
-            yield CheckpointCallback(self._writer, run.plan, is_due, **common)
+            yield CheckpointCallback(self._writer, run.plan, is_due, *common)
         if run.commits:
             steps, seconds = config.commit_every_steps, config.commit_every_seconds
             is_due = self._interval(COMMIT, steps, seconds)
             yield CheckpointCallback(
-                run.commits, run.plan, is_due, is_commit=True, **common
+                run.commits, run.plan, is_due, *common, is_commit=True
             )
 
     def _interval(self, name: str, steps: int, seconds: float) -> Interval:
@@ -237,11 +234,11 @@ class Session:
         if self._run.config.stop_on_failed_save:
             self._requests.stop("a checkpoint that could not be written")
 
-    def _describe(self, step: int, is_finished: bool, logs: dict) -> dict:
-        """Return the metadata of a checkpoint; see `CheckpointCallback`."""
+    def _header(self, step: int, is_finished: bool, logs: dict) -> Header:
+        """Return the header of a checkpoint; see `CheckpointCallback`."""
         history = self._history.history
         added = {name: [*history.get(name, ()), v] for name, v in logs.items()}
-        return self._run.metadata(
+        return self._run.header(
             step,
             is_finished=is_finished,
             history=history | added,
@@ -251,5 +248,4 @@ class Session:
         )
 
     def _train_seconds(self) -> float:
-        before = self._run.start.metadata.get("train_seconds", 0.0)
-        return before + self._progress.seconds
+        return self._run.start.header.train_seconds + self._progress.seconds

@@ -65,4 +65,4 @@ def assert_equal(found, expected):
     for name, array in expected.arrays.items():
         np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
     for name in ("history", "evaluations"):
-        assert found.metadata[name] == expected.metadata[name]
+        assert getattr(found.header, name) == getattr(expected.header, name)

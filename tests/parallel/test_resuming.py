@@ -18,7 +18,7 @@ from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World, agreement
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
-from hvdtrain.training.checkpoint import state
+from hvdtrain.training.checkpoint.snapshot import capture
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 HERE = pathlib.Path(__file__).parent
@@ -193,7 +193,7 @@ def test_frozen_weights_are_kept_once_unless_they_differ(everywhere):
     frozen.bias.assign(keras.ops.ones_like(frozen.bias) * RANK)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        arrays = state.capture(network, WORLD, everywhere=everywhere)
+        arrays = capture(network, WORLD, everywhere=everywhere)
     if RANK and not everywhere:
         assert arrays is None
         return

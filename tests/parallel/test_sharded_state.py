@@ -13,7 +13,8 @@ from hvdtrain.job import World
 from hvdtrain.keras.variables import get_hook
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import get_sharding
-from hvdtrain.training.checkpoint import state
+from hvdtrain.training.checkpoint.header import ArrayGroups
+from hvdtrain.training.checkpoint.snapshot import capture
 from hvdtrain.training.checkpoint.state_variables import StateVariables
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -208,11 +209,11 @@ def test_fit_saves_the_full_state(tmp_path):
     if RANK == 0:
         assert_equal(slots, found, "loaded")
     # The same by a checkpoint of hvdtrain.training.
-    arrays = state.capture(model, World(rank=RANK, size=SIZE), everywhere=False)
+    arrays = capture(model, World(rank=RANK, size=SIZE), everywhere=False)
     for slot in filter(get_sharding, loaded.optimizer.variables):
         slot.assign(keras.ops.zeros_like(slot))
-    dense = arrays and state.ordered_once(arrays)
-    StateVariables.of(loaded).scatter(dense)
+    full_values = ArrayGroups(arrays or {}).values_stored_once()
+    StateVariables.of(loaded).scatter(full_values)
     slots = slots_of(loaded.optimizer)
     if RANK == 0:
         assert_equal(slots, found, "checkpoint")

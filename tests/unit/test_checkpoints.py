@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from hvdtrain.training.checkpoint.header import Checkpoint, FirstBatch, Header
 from hvdtrain.training.checkpoint.storage import (
-    Checkpoint,
     CheckpointError,
     CheckpointFiles,
     UnreadableError,
@@ -27,8 +27,22 @@ ARRAYS = {
 }
 
 
-def checkpoint(step=300):
-    return Checkpoint(step=step, arrays=ARRAYS, metadata={"size": 2})
+def header(step=300):
+    return Header(
+        step=step,
+        local_batch_sizes=(3, 2),
+        global_batch_size=5,
+        first_batch=FirstBatch(step=0, digests=["a", "b"]),
+        sample=5 * step,
+        original_size=2,
+        fit_epoch_steps=6,
+        steps_per_execution=1,
+        history={"loss": [0.5]},
+    )
+
+
+def checkpoint(step=300, arrays=ARRAYS):
+    return Checkpoint(header=header(step), arrays=arrays)
 
 
 @pytest.fixture
@@ -48,7 +62,7 @@ def names(files):
 def test_what_is_written_is_read(files):
     files.write(checkpoint())
     found = files.read(300)
-    assert (found.step, found.metadata) == (300, {"size": 2})
+    assert found.header == header(300)
     assert found.arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(found.arrays[name], array, strict=True)
@@ -57,7 +71,7 @@ def test_what_is_written_is_read(files):
 
 def test_bfloat16_is_stored_as_its_bits(files):
     weights = np.array([1.0, -2.5], "float32").astype("bfloat16")
-    files.write(Checkpoint(step=1, arrays={"w": weights}, metadata={}))
+    files.write(checkpoint(1, {"w": weights}))
     found = files.read(1).arrays["w"]
     np.testing.assert_array_equal(found, weights, strict=True)
     stored = load_file(arrays_path(files, 1))["w"]
@@ -132,9 +146,9 @@ def test_a_step_is_replaced_at_once(files, monkeypatch):
         # A writer that is killed before the JSON file is written.
         patch.setattr("json.dumps", mock.Mock(side_effect=ValueError("killed")))
         with pytest.raises(CheckpointError):
-            files.write(Checkpoint(step=300, arrays={}, metadata={}))
+            files.write(checkpoint(300, {}))
     assert files.read(300).arrays.keys() == ARRAYS.keys()
-    files.write(Checkpoint(step=300, arrays={}, metadata={}))
+    files.write(checkpoint(300, {}))
     assert files.read(300).arrays == {}
     assert len(names(files)) == 2
 
@@ -192,7 +206,7 @@ def test_an_error_that_passes_is_no_damage(tmp_path, no_more_files, is_verified)
     files = CheckpointFiles(tmp_path, sleep=no_more_files.end)
     files.write(checkpoint())
     if is_verified:
-        assert files.verify(300) == {"size": 2}
+        assert files.verify(300) == header(300)
     no_more_files()
     found = files.read(300)
     np.testing.assert_array_equal(
@@ -218,7 +232,7 @@ def test_an_error_that_stays_is_one_line_and_nothing_is_deleted(tmp_path, monkey
 
 def test_damage_is_found_in_the_arrays_of_a_checkpoint_verified_before(files):
     files.write(checkpoint())
-    assert files.verify(300) == {"size": 2}
+    assert files.verify(300) == header(300)
     (arrays,) = files.path(300).parent.glob("*.safetensors")
     content = bytearray(arrays.read_bytes())
     content[-1] ^= 1
@@ -246,6 +260,39 @@ def test_a_newer_format_is_named(files):
     path = files.path(300)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     with pytest.raises(CheckpointError, match="format 99"):
+        files.read(300)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sample": None}, "sample is None, expected <class 'int'>"),
+        ({"fit_epoch_steps": True}, "fit_epoch_steps is True"),
+        ({"local_batch_sizes": [3, "2"]}, "local_batch_sizes is '2'"),
+        ({"first_batch": {"step": 0}}, "it has no digests"),
+        ({"history": []}, r"history is \[\], expected dict"),
+    ],
+)
+def test_a_key_of_another_type_is_named(files, change, reason):
+    files.write(checkpoint())
+    path = files.path(300)
+    contents = json.loads(path.read_text())
+    contents["metadata"] |= change | {"a key of a newer version": 1}
+    path.write_text(json.dumps(contents))
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        files.read(300)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=reason):
+        files.verify(300)
+
+
+def test_a_missing_key_is_named(files):
+    files.write(checkpoint())
+    path = files.path(300)
+    contents = json.loads(path.read_text())
+    del contents["metadata"]["original_size"]
+    path.write_text(json.dumps(contents))
+    with pytest.raises(CheckpointError, match="it has no original_size"):
         files.read(300)
 
 

@@ -16,7 +16,8 @@ from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World
 from hvdtrain.training import Plan, train_and_evaluate
-from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
+from hvdtrain.training.checkpoint.header import Checkpoint, Header
+from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +72,17 @@ def test_rates_and_policy_follow_the_options():
 
 def test_a_scaled_run_goes_on_from_the_samples_of_its_checkpoint(tmp_path):
     # 250 steps of 256 samples on four ranks, of which 100 and their samples are left.
-    metadata = {"sample": 150 * 256, "original_size": 4}
+    header = Header(
+        step=150,
+        local_batch_sizes=(64,) * 4,
+        global_batch_size=256,
+        sample=150 * 256,
+        original_size=4,
+        fit_epoch_steps=32,
+        steps_per_execution=1,
+    )
     files = CheckpointFiles(tmp_path / "checkpoints")
-    files.write(Checkpoint(step=150, arrays={}, metadata=metadata))
+    files.write(Checkpoint(header=header, arrays={}))
     changes = {"max_steps": 1000, "decay": "cosine", "consistency_check_steps": 0}
     changes["model_dir"] = str(tmp_path)
     experiment = build(options(scale_batch=True, **changes), World())

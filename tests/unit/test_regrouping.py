@@ -1,4 +1,4 @@
-"""Checkpoints of tables that are divided, for models in which they are whole."""
+"""Checkpoints of sharded tables, for models that do not shard them."""
 
 import collections
 
@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from hvdtrain.sharding.full_values import FullVariable
 from hvdtrain.sharding.shards import Sharding, set_sharding
-from hvdtrain.training.checkpoint.per_rank import regrouped, states_by_replica
-from hvdtrain.training.checkpoint.state import OtherModelError
+from hvdtrain.training.checkpoint.header import OtherModelError
+from hvdtrain.training.checkpoint.per_rank import regroup, states_by_replica
 from hvdtrain.training.checkpoint.state_variables import StateVariables
 
-PARTITION = Sharding(
+SHARDING = Sharding(
     axis=0, size=4, num_shards=2, rank=0, process_set=None, sums_gradients=True
 )
 
@@ -31,14 +31,14 @@ def variables(sharding, *, is_accumulated):
 def test_gradients_become_sums_weighted_by_samples(dtype):
     rows = np.array([[8, 16, 0, 8], [0, 8, 8, 8], [4, 4, 8, -4]], dtype)
     before = {f"rank{number}/0000/table": row for number, row in enumerate(rows)}
-    divided = variables(PARTITION, is_accumulated=True)
-    sums = regrouped(before, divided, [3, 3, 2])
+    sharded = variables(SHARDING, is_accumulated=True)
+    sums = regroup(before, sharded, [3, 3, 2])
     assert [*sums] == ["tables/0000/table"]
     (found,) = sums.values()
     np.testing.assert_array_equal(found, np.array([12, 30, 15, 15], dtype))
     assert found.dtype == dtype
     # Back: each replica's share.
-    after = regrouped(sums, variables(None, is_accumulated=True), [3, 3, 2])
+    after = regroup(sums, variables(None, is_accumulated=True), [3, 3, 2])
     assert [*after] == [*before]
     for value in after.values():
         np.testing.assert_array_equal(value, np.array([4, 10, 5, 5], dtype))
@@ -47,16 +47,18 @@ def test_gradients_become_sums_weighted_by_samples(dtype):
 
 def test_frozen_tables_that_differ_by_rank_are_refused():
     before = {f"rank{number}/0000/table": np.full(4, number) for number in range(2)}
-    divided = variables(PARTITION, is_accumulated=False)
-    with pytest.raises(OtherModelError, match="table differed by rank, and the model"):
-        regrouped(before, divided, [4, 4])
+    sharded = variables(SHARDING, is_accumulated=False)
+    with pytest.raises(
+        OtherModelError, match="table differed by rank, and the model sh"
+    ):
+        regroup(before, sharded, [4, 4])
 
 
 def test_frozen_tables_stay_stored_once():
     once = {"replicated/0000/table": np.arange(4.0)}
-    divided = regrouped(once, variables(PARTITION, is_accumulated=False), [4, 4])
-    assert [*divided] == ["tables/0000/table"]
-    assert [*regrouped(divided, variables(None, is_accumulated=False), [4])] == [*once]
+    sharded = regroup(once, variables(SHARDING, is_accumulated=False), [4, 4])
+    assert [*sharded] == ["tables/0000/table"]
+    assert [*regroup(sharded, variables(None, is_accumulated=False), [4])] == [*once]
 
 
 @pytest.mark.parametrize("size", [64, 32])

@@ -29,9 +29,10 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, inputs, run_directory
 from hvdtrain.training.checkpoint import writing
+from hvdtrain.training.checkpoint.header import Checkpoint, FirstBatch, Header
 from hvdtrain.training.checkpoint.per_rank import PerRankState
 from hvdtrain.training.checkpoint.restoring import Start
-from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
+from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 EPOCH_STEPS = 10
 
@@ -260,8 +261,9 @@ def rewrite_for_two_ranks(files):
             arrays[f"random1/{rest}"] = array
     assert any("gradient_accumulator" in name for name in arrays)
     files.supersede_after(step)
-    metadata = before.metadata | {"local_batch_sizes": [BATCH // 2, BATCH // 2]}
-    files.write(Checkpoint(step=step, arrays=arrays, metadata=metadata))
+    sizes = (BATCH // 2, BATCH // 2)
+    header = dataclasses.replace(before.header, local_batch_sizes=sizes)
+    files.write(Checkpoint(header=header, arrays=arrays))
 
 
 def test_state_that_keras_does_not_list(tmp_path):
@@ -485,8 +487,8 @@ def test_what_a_job_that_scales_its_batch_refuses(tmp_path):
     with pytest.raises(JobError, match=r"scale_from of step 9; expected 10"):
         train(tmp_path, scale_from=other)
     found = files(tmp_path).read(10)
-    scaled = found.metadata | {"sample": 12 * BATCH}
-    files(tmp_path).write(dataclasses.replace(found, metadata=scaled))
+    scaled = dataclasses.replace(found.header, sample=12 * BATCH)
+    files(tmp_path).write(dataclasses.replace(found, header=scaled))
     with pytest.raises(JobError, match=r"step 10 after 48 samples; expected 40: .*Set"):
         train(tmp_path)
     new = training.position(RunConfig(), World())
@@ -505,10 +507,21 @@ def test_a_damaged_checkpoint_is_no_position(tmp_path):
     assert (here.step, here.sample) == (before, before * BATCH)
 
 
+def header(**fields):
+    required = {
+        "local_batch_sizes": (BATCH,),
+        "global_batch_size": BATCH,
+        "sample": 0,
+        "original_size": 1,
+        "fit_epoch_steps": EPOCH_STEPS,
+        "steps_per_execution": 1,
+    }
+    return Header(**required | fields)
+
+
 def test_a_job_that_a_callback_has_ended_stays_ended_with_another_batch():
     # 21 steps of 8 samples are left of it: 42 of 4.
-    metadata = {"finished": 35, "global_batch_size": 8}
-    start = Start(step=14, metadata=metadata)
+    start = Start(header=header(step=14, finished=35, global_batch_size=8))
     assert start.is_finished(56, global_batch_size=4)
     assert not start.is_finished(58, global_batch_size=4)
     assert not start.is_finished(36, global_batch_size=8)
@@ -785,9 +798,9 @@ def test_an_input_that_is_not_checked_may_change(tmp_path):
         for max_steps in (2, 4):
             train(tmp_path, max_steps=max_steps, check_input=False, **options)
         # Two replicas had other samples than one has now: of twice the batch, say.
-        before = {"first_batch": {"step": 0, "digests": ["a", "b"]}}
-        now = {"step": 0, "digests": ["c", "d"]}
-        before["local_batch_sizes"] = [2, 2]
+        first = FirstBatch(step=0, digests=["a", "b"])
+        before = header(step=0, local_batch_sizes=(2, 2), first_batch=first)
+        now = FirstBatch(step=0, digests=["c", "d"])
         inputs.warn_if_changed(now, before, local_batch_sizes=(4, 4))
         with pytest.raises(UserWarning, match="differs"):
             inputs.warn_if_changed(now, before, local_batch_sizes=(2, 2))
@@ -892,7 +905,7 @@ def test_a_signal_stops_a_job_in_a_long_evaluation(tmp_path, at):
     assert_equal(train(parts, evaluation=fast, **options), expected)
     if at < 35:
         newest = [files(tmp_path / name).read(35) for name in ("whole", "parts")]
-        evaluations = [each.metadata["evaluations"] for each in newest]
+        evaluations = [each.header.evaluations for each in newest]
         assert evaluations[0] == evaluations[1]
 
 
@@ -909,9 +922,9 @@ def test_a_job_that_is_shortened_evaluates_what_it_has(tmp_path):
 
 def test_a_metric_that_is_not_a_number_is_kept(tmp_path):
     files(tmp_path).write(
-        Checkpoint(step=1, arrays={}, metadata={"history": {"f1": [math.nan]}})
+        Checkpoint(header=header(step=1, history={"f1": [math.nan]}), arrays={})
     )
-    assert math.isnan(files(tmp_path).read(1).metadata["history"]["f1"][0])
+    assert math.isnan(files(tmp_path).read(1).header.history["f1"][0])
 
 
 def test_a_failed_checkpoint_stops_the_job_where_this_is_asked_for(tmp_path):

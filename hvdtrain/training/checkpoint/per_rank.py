@@ -1,6 +1,18 @@
-"""What differs by rank in the state of a training, back into the ranks."""
+"""Per-rank state of a checkpoint: seeds, metrics, gradients, random generators.
 
+With another number of replicas than before, the state is converted so that the next
+update and the metrics of the epoch stay the same.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+import keras
 import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
 
 from hvdtrain.collectives.objects import scatter_object
 from hvdtrain.job.agreement import on_chief
@@ -8,84 +20,110 @@ from hvdtrain.job.world import World
 from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.variables import get_process_set
-from hvdtrain.training.checkpoint import state, state_variables
+from hvdtrain.training.checkpoint.header import (
+    METRICS,
+    RANDOM,
+    RANK,
+    REPLICATED,
+    TABLES,
+    ArrayGroups,
+    Arrays,
+    OtherModelError,
+    array_name,
+    without_layer_numbers,
+)
 from hvdtrain.training.checkpoint.state_variables import StateVariables, assign
 from hvdtrain.training.replicas import Replicas
 
+# A variable without its number: path, shape and dtype.
+_Described = tuple[str, tuple[int, ...], str]
 
-def regrouped(arrays, variables, local_batch_sizes):
-    """Return the arrays as a model with these variables would have written them.
 
-    The update at the end of an accumulation window stays the same, to rounding.
+class ReplicaState(TypedDict, total=False):
+    """The state that one replica takes from a checkpoint.
+
+    rank: values by number in `StateVariables.own`.
+    metrics: values of `StateVariables.metrics`; None for each new one.
+    random: states of the global random generators by name; absent if the number of
+        replicas has changed.
+    """
+
+    rank: dict[int, np.ndarray]
+    metrics: list[np.ndarray | None]
+    random: dict[str, np.ndarray]
+
+
+def regroup(
+    arrays: Arrays, variables: StateVariables, local_batch_sizes: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """Convert arrays between tables sharded over replicas and tables that are not.
+
+    Return the arrays as a model with these variables would have written them. The
+    update at the end of an accumulation window stays the same, to rounding: the
+    accumulated gradient of a sharded table is a sum over replicas.
 
     Args:
-        arrays: those of a checkpoint.
-        variables: the `StateVariables` of the model.
+        arrays: arrays of a checkpoint.
+        variables: variables of the model.
         local_batch_sizes: samples in a batch of each replica that wrote them.
 
     Raises:
         OtherModelError: replicas had different values of a frozen table that the model
-            divides.
+            shards.
     """
-    arrays = dict(arrays)
-    replicas = [f"rank{number}" for number in range(len(local_batch_sizes))]
-    once, per_replica = (
-        _names_by_number(arrays, "tables"),
-        _names_by_number(arrays, "rank0"),
-    )
-    replicated = _names_by_number(arrays, "replicated")
+    groups, arrays = ArrayGroups(arrays), dict(arrays)
+    tables, replicated = groups.by_number(TABLES), groups.by_number(REPLICATED)
+    per_replica = groups.by_number(RANK.format(0))
+    prefixes = [RANK.format(number) for number in range(len(local_batch_sizes))]
     for number in variables.tables.keys() & replicated.keys():
-        name = replicated[number]
-        arrays[f"tables/{name}"] = arrays.pop(f"replicated/{name}")
+        path = replicated[number].path
+        value = arrays.pop(array_name(REPLICATED, number, path))
+        arrays[array_name(TABLES, number, path)] = value
     for number in variables.tables.keys() & per_replica.keys():
-        name = per_replica[number]
-        values = [arrays.pop(f"{replica}/{name}") for replica in replicas]
+        path = per_replica[number].path
+        values = [arrays.pop(array_name(prefix, number, path)) for prefix in prefixes]
         if number in variables.accumulated:
             total = mean(values, weights=local_batch_sizes) * len(values)
-            arrays[f"tables/{name}"] = total.astype(values[0].dtype)
+            value = total.astype(values[0].dtype)
         else:
-            arrays[f"tables/{name}"] = _common(values, name)
-    for number in variables.per_replica.keys() & once.keys():
-        name = once[number]
-        value = arrays.pop(f"tables/{name}")
+            value = _common_value(values, path)
+        arrays[array_name(TABLES, number, path)] = value
+    for number in variables.per_replica.keys() & tables.keys():
+        path = tables[number].path
+        value = arrays.pop(array_name(TABLES, number, path))
         if number not in variables.accumulated:
-            arrays[f"replicated/{name}"] = value
+            arrays[array_name(REPLICATED, number, path)] = value
             continue
-        value = (value / len(replicas)).astype(value.dtype)
-        arrays |= {f"{replica}/{name}": value for replica in replicas}
+        value = (value / len(prefixes)).astype(value.dtype)
+        arrays |= {array_name(prefix, number, path): value for prefix in prefixes}
     return arrays
 
 
-def mean(values, weights=None):
+def mean(
+    values: Sequence[np.ndarray], weights: Sequence[float] | None = None
+) -> np.ndarray:
     """Return the mean of arrays, in their dtype."""
     # NumPy computes no mean of bfloat16.
-    average = np.average([each.astype("float64") for each in values], 0, weights)
+    average = np.average([value.astype("float64") for value in values], 0, weights)
     return np.asarray(average).astype(values[0].dtype)
 
 
-def _names_by_number(arrays, prefix):
-    return {state.number_of(name): name for name in state.by_name(arrays, prefix)}
-
-
-def _common(values, name):
+def _common_value(values: Sequence[np.ndarray], path: str) -> np.ndarray:
     if any(not np.array_equal(value, values[0]) for value in values):
-        raise state.OtherModelError(
-            f"{name.partition('/')[2]} differed by rank, and the model divides it"
-        )
+        raise OtherModelError(f"{path} differed by rank, and the model shards it")
     return values[0]
 
 
 class PerRankState:
     """The arrays of a checkpoint that differ by rank, for this rank. A collective.
 
-    Of a model that is divided over ranks, there is a state of each replica: the ranks
-    of one take the same state, and their parts of it.
+    All ranks of a replica take the same state, and assign their shards of it.
 
     Args:
-        world: the `World`.
-        replicas: the `Replicas`.
-        variables: the `StateVariables`, with those that the checkpoint has once.
-        arrays: those of a checkpoint on the chief; None elsewhere.
+        world: the job.
+        replicas: the replicas of the model.
+        variables: variables of the model, with the replicated ones of the checkpoint.
+        arrays: arrays of a checkpoint on the chief; not used elsewhere.
         local_batch_sizes: samples in a batch of each replica that wrote them.
     """
 
@@ -94,128 +132,234 @@ class PerRankState:
         world: World,
         replicas: Replicas,
         variables: StateVariables,
-        arrays: dict | None,
-        local_batch_sizes: list,
-    ):
+        arrays: Arrays,
+        local_batch_sizes: Sequence[int],
+    ) -> None:
         self._is_same_size = len(local_batch_sizes) == replicas.size
         self._variables = variables.per_replica
 
-        def read():
+        def read() -> list[ReplicaState]:
             states = states_by_replica(
                 arrays, replicas.size, variables, local_batch_sizes
             )
-            return [each for n, each in enumerate(states) for _ in replicas.ranks(n)]
+            return [state for n, state in enumerate(states) for _ in replicas.ranks(n)]
 
         states = on_chief(world, read)
         if world.size > 1:
+            # Each rank receives its own state only: the traffic and the memory of a
+            # rank do not grow with their number.
             states = [scatter_object(states, name="PerRankState")]
-        (self._state,) = states
+        self._state: ReplicaState = states[0]
 
-    def assign(self, model):
+    def assign(self, model: keras.Model) -> None:
         """Assign all but the states of metrics. A collective, after the broadcast."""
-        found = self._state["rank"]
-        assign([self._variables[number] for number in found], found.values())
+        values = self._state["rank"]
+        assign([self._variables[number] for number in values], values.values())
         if not self._is_same_size:
+            # Replicas without a predecessor have taken the seeds of the first one.
             separate_seeds(model, get_process_set(model.optimizer))
 
-    def restore_generators(self):
-        """Restore the global random generators of this rank."""
+    def restore_generators(self) -> None:
+        """Restore the global random generators, if there are as many replicas."""
         if self._is_same_size:
-            state_variables.restore(self._state["random"])
+            restore_generators(self._state["random"])
 
-    def assign_metrics(self, model):
-        """Assign the states of metrics; those of new ones stay what they are."""
+    def assign_metrics(self, model: keras.Model) -> None:
+        """Assign the states of metrics; new metrics keep their initial states."""
         variables = metric_variables(model.metrics)
         for variable, value in zip(variables, self._state["metrics"], strict=True):
             if value is not None:
                 variable.assign(value)
 
-    def release(self):
-        """Give back the memory: nothing is assigned any more."""
-        self._state = None
+    def release(self) -> None:
+        """Free the memory: nothing is assigned after this."""
+        self._state = {}
 
 
 def states_by_replica(
-    arrays: dict, size: int, variables: StateVariables, local_batch_sizes: list
-) -> list[dict]:
-    """Return what each replica takes of the arrays of a checkpoint.
+    arrays: Arrays,
+    size: int,
+    variables: StateVariables,
+    local_batch_sizes: Sequence[int],
+) -> list[ReplicaState]:
+    """Return the state that each replica takes from a checkpoint.
 
-    Where the number of replicas has changed: accumulated gradients become their mean,
-    so that their window gives the same update; replicas take the moving statistics of
-    the replica with their number, or of the first one, as the seeds, which are then
-    separated; the states of metrics are divided so that their reduction has the same
-    result; and the global random generators are left as they are.
+    If the number of replicas has changed: accumulated gradients become their mean, so
+    that their window gives the same update. Replicas take the moving statistics and the
+    seeds of the replica with their number, or of the first one. The states of metrics
+    are distributed so that their reduction has the same result. The global random
+    generators are not restored.
 
     Args:
-        arrays: those of a checkpoint.
+        arrays: arrays of a checkpoint.
         size: number of replicas now.
-        variables: the `StateVariables`.
+        variables: variables of the model.
         local_batch_sizes: samples in a batch of each replica that wrote them.
-
-    Returns:
-        Dicts: "rank", arrays by their number in `StateVariables.own`; "metrics", a list
-        of arrays, None for each variable of a new metric; "random", arrays by name.
     """
-    groups, before = state.by_prefix(arrays), range(len(local_batch_sizes))
-    numbers = state.metric_numbers(variables.metrics, groups.get("metrics0", {}))
+    groups, numbers_before = ArrayGroups(arrays), range(len(local_batch_sizes))
+    metric_numbers = _metric_numbers(variables.metrics, groups)
     states = [
-        {
-            "rank": _values_by_number(groups.get(f"rank{number}", {})),
-            "metrics": _metrics(groups.get(f"metrics{number}", {}), numbers),
-            "random": groups[f"random{number}"],
-        }
-        for number in before
+        ReplicaState(
+            rank=_values(groups, RANK.format(number)),
+            metrics=_metrics(groups, METRICS.format(number), metric_numbers),
+            random=groups.by_name(RANDOM.format(number)),
+        )
+        for number in numbers_before
     ]
     if len(states) == size:
         return states
     accumulated = _mean_accumulated(states, variables, local_batch_sizes)
-    metrics = _combined_metrics(states, variables)
+    first_metrics, other_metrics = _combined_metrics(states, variables)
     return [
-        {
-            "rank": states[n if n in before else 0]["rank"] | accumulated,
-            "metrics": metrics[min(n, 1)],
-        }
+        ReplicaState(
+            rank=states[n if n in numbers_before else 0]["rank"] | accumulated,
+            metrics=first_metrics if n == 0 else other_metrics,
+        )
         for n in range(size)
     ]
 
 
-def _values_by_number(group):
-    return {state.number_of(name): value for name, value in group.items()}
+def _values(groups: ArrayGroups, prefix: str) -> dict[int, np.ndarray]:
+    return {number: array.value for number, array in groups.by_number(prefix).items()}
 
 
-def _metrics(group, numbers):
-    found = _values_by_number(group)
-    return [None if number is None else found[number] for number in numbers]
+def _metrics(
+    groups: ArrayGroups, prefix: str, numbers: Iterable[int | None]
+) -> list[np.ndarray | None]:
+    values = _values(groups, prefix)
+    return [None if number is None else values[number] for number in numbers]
 
 
-def _mean_accumulated(states, variables, local_batch_sizes):
+def _mean_accumulated(
+    states: Sequence[ReplicaState],
+    variables: StateVariables,
+    local_batch_sizes: Sequence[int],
+) -> dict[int, np.ndarray]:
     return {
-        number: mean([each["rank"][number] for each in states], local_batch_sizes)
+        number: mean([state["rank"][number] for state in states], local_batch_sizes)
         for number in variables.accumulated
         if number in states[0]["rank"]
     }
 
 
-def _combined_metrics(states, variables):
+def _combined_metrics(
+    states: Sequence[ReplicaState], variables: StateVariables
+) -> tuple[list[np.ndarray | None], list[np.ndarray | None]]:
     """Return the states of metrics for the first replica, and for any other one.
 
-    Their reduction over the new replicas has the result of the old ones.
+    Their reduction over the new replicas equals the reduction over the old ones.
     """
-    first, others = [], []
-    by_variable = zip(*(each["metrics"] for each in states), strict=True)
+    first: list[np.ndarray | None] = []
+    others: list[np.ndarray | None] = []
+    by_variable = zip(*(state["metrics"] for state in states), strict=True)
     for variable, values in zip(variables.metrics, by_variable, strict=True):
-        first.append(_combined(variable, values))
+        combined = _combine(variable, [value for value in values if value is not None])
         is_sum = variable.aggregation not in ("mean", "only_first_replica")
-        is_new = first[-1] is None
-        others.append(np.zeros_like(first[-1]) if is_sum and not is_new else first[-1])
+        first.append(combined)
+        # The first replica has the whole sum; the others add zero.
+        is_zero = is_sum and combined is not None
+        others.append(np.zeros_like(combined) if is_zero else combined)
     return first, others
 
 
-def _combined(variable, values):
-    if values[0] is None:
+def _combine(
+    variable: keras.Variable, values: Sequence[np.ndarray]
+) -> np.ndarray | None:
+    if not values:
         return None
     if variable.aggregation == "mean":
         return mean(values)
     if variable.aggregation == "only_first_replica":
         return values[0]
     return np.sum(values, axis=0, dtype=values[0].dtype)
+
+
+def new_metrics(metrics: Sequence[keras.Variable], arrays: Arrays) -> list[str]:
+    """Return the names of metrics that a checkpoint has no states of."""
+    numbers = _metric_numbers(metrics, ArrayGroups(arrays))
+    variables = zip(metrics, numbers, strict=True)
+    names = [v.path.rpartition("/")[0] for v, number in variables if number is None]
+    return list(dict.fromkeys(names))
+
+
+def _metric_numbers(
+    metrics: Sequence[keras.Variable], groups: ArrayGroups
+) -> list[int | None]:
+    """Return the number in a checkpoint of each variable of metrics, None if new.
+
+    A metric is found by its name. Several of one name, as of several outputs, are new
+    unless the checkpoint has as many.
+    """
+    before = _by_metric(
+        (number, (array.path, array.value.shape, array.value.dtype.name))
+        for number, array in groups.by_number(METRICS.format(0)).items()
+    )
+    now = _by_metric(
+        (number, (variable.path, tuple(variable.shape), variable.dtype))
+        for number, variable in enumerate(metrics)
+    )
+    numbers: dict[int, int | None] = {}
+    for name, (now_numbers, described) in now.items():
+        numbers_before, described_before = before.get(name, ([], []))
+        is_same = described == described_before
+        numbers |= zip(
+            now_numbers,
+            numbers_before if is_same else [None] * len(now_numbers),
+            strict=True,
+        )
+    return [numbers[number] for number in range(len(metrics))]
+
+
+def _by_metric(
+    variables: Iterable[tuple[int, _Described]],
+) -> dict[str, tuple[list[int], list[_Described]]]:
+    """Return numbers and descriptions of variables by the name of their metric."""
+    groups: dict[str, tuple[list[int], list[_Described]]] = {}
+    for number, (path, shape, dtype) in variables:
+        metric, _, name = without_layer_numbers(path).rpartition("/")
+        numbers, described = groups.setdefault(metric, ([], []))
+        numbers.append(number)
+        described.append((name, shape, dtype))
+    return groups
+
+
+_MERSENNE_TWISTER = "MT19937"
+# Keras 3.12 has no constant for it.
+_KERAS_GENERATOR = "global_seed_generator"
+
+
+def capture_generators() -> dict[str, np.ndarray]:
+    """Return the states of the random generators of Python, Keras and NumPy by name."""
+    version, words, gauss = random.getstate()
+    arrays = {
+        "python": np.array([version, *words], "uint64"),
+        "python_gauss": np.array([math.nan if gauss is None else gauss]),
+    }
+    # Keras makes its generator when it is first used, by a draw from Python's.
+    keras_generator = global_state.get_global_attribute(_KERAS_GENERATOR)
+    if keras_generator is not None:
+        arrays["keras"] = keras_generator.state.numpy()
+    numpy_state = np.random.get_state(legacy=False)
+    # A program may have set another one by `numpy.random.set_bit_generator`.
+    if numpy_state["bit_generator"] == _MERSENNE_TWISTER:
+        words, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
+        arrays["numpy"] = words
+        arrays["numpy_position"] = np.array([position, numpy_state["has_gauss"]])
+        arrays["numpy_gauss"] = np.array([numpy_state["gauss"]])
+    return arrays
+
+
+def restore_generators(arrays: Arrays) -> None:
+    """Set the generators to the states that `capture_generators` has returned."""
+    if "keras" in arrays:
+        seed_generator.global_seed_generator().state.assign(arrays["keras"])
+    # After the generator of Keras, which draws from this one when it is made.
+    version, *words = arrays["python"].tolist()
+    gauss = arrays["python_gauss"].item()
+    random.setstate((version, tuple(words), None if math.isnan(gauss) else gauss))
+    if "numpy" in arrays:
+        position, has_gauss = arrays["numpy_position"].tolist()
+        gauss = arrays["numpy_gauss"].item()
+        np.random.set_state(
+            (_MERSENNE_TWISTER, arrays["numpy"], position, has_gauss, gauss)
+        )

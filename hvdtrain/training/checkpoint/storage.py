@@ -1,12 +1,12 @@
 """Checkpoint files: complete or absent, named by their step, the newest ones kept.
 
-    step-00000300.json                   name and digest of the other, and the rest
-    step-00000300-9f86d081.safetensors   arrays, in the format of safetensors
+    step-00000300.json                   header, name and digest of the other file
+    step-00000300-9f86d081.safetensors   arrays
 
-Each is written to a temporary file, synchronized to the disk and renamed. The JSON
-file comes last: arrays that none names are those of a writer that was killed. The
-arrays have a new name in each write, so that the rename of the JSON file alone
-replaces a checkpoint of the same step.
+Each file is written under a temporary name, synchronized to the disk and renamed. The
+JSON file comes last: a file of arrays that no JSON file names was left by a writer that
+was killed. The arrays get a new name in each write, so that the rename of the JSON file
+alone replaces a checkpoint of the same step.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ import pathlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import numpy as np
 import safetensors.numpy
@@ -31,17 +33,23 @@ from hvdtrain.job.files import (
     one_line_errors,
     remove_partial,
 )
+from hvdtrain.training.checkpoint.header import (
+    FORMAT,
+    Arrays,
+    Checkpoint,
+    Header,
+    check_format,
+    parse,
+)
 
-# To be increased when an older version could not read what this one writes.
-FORMAT = 3
-# Format 2 has frozen weights once for each rank.
-_READABLE = (2, FORMAT)
 _NAME = re.compile(r"step-(\d{8,})\.json")
 _HOUR_SECONDS = 3600.0
 _DAMAGE = (OSError, LookupError, TypeError, ValueError, SafetensorError)
-# Any other error of the system, such as EIO or EMFILE, may pass.
+# Other errors of the system, such as EIO or EMFILE, may be temporary.
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+
+_Read = TypeVar("_Read")
 
 
 class CheckpointError(JobError):
@@ -53,18 +61,32 @@ class UnreadableError(JobError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """The contents of a checkpoint.
+class _JsonFile:
+    """The contents of the JSON file of a checkpoint.
 
     Attributes:
-        step: global steps before it.
-        arrays: NumPy arrays by name.
-        metadata: what JSON can hold.
+        arrays: name of the file with the arrays, in the same directory.
+        sha256: digest of that file.
+        bytes: size of that file.
+        bfloat16: names of the arrays of bfloat16, which are stored as uint16.
+        format: `FORMAT` of the version that wrote the checkpoint.
+        step: that of the `Header`.
+        seconds: time of writing since the epoch.
+        metadata: the other fields of the `Header`.
     """
 
+    arrays: str
+    sha256: str
+    bytes: int
+    bfloat16: list[str]
+    format: int = FORMAT
     step: int
-    arrays: dict
-    metadata: dict
+    seconds: float
+    metadata: dict[str, Any]
+
+    @property
+    def header(self) -> Header:
+        return Header.from_json(self.step, self.metadata)
 
 
 class CheckpointFiles:
@@ -72,127 +94,128 @@ class CheckpointFiles:
 
     Args:
         directory: created with the first checkpoint, in a directory that exists.
-        keep_max: the newest ones that are kept, 1 or more.
-        keep_every_hours: in addition, the first of every so many hours; 0 for none.
+        keep_max: how many of the newest checkpoints are kept, 1 or more.
+        keep_every_hours: also keep the first of every so many hours; 0 for none.
         clock: returns seconds since the epoch.
         sleep: waits for a number of seconds before a file is read again.
     """
 
     def __init__(
         self,
-        directory,
+        directory: str | os.PathLike[str],
         *,
-        keep_max=5,
-        keep_every_hours=0,
-        clock=time.time,
-        sleep=time.sleep,
-    ):
+        keep_max: int = 5,
+        keep_every_hours: float = 0,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._directory = pathlib.Path(directory)
         self._keep_max = keep_max
         self._keep_seconds = keep_every_hours * _HOUR_SECONDS
         self._clock = clock
         self._sleep = sleep
-        self._superseded = set()
+        self._superseded: set[int] = set()
 
-    def steps(self):
-        """Return the steps of all checkpoints, newest first, valid or not.
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, valid or not, newest first.
 
         Raises:
             UnreadableError: the directory cannot be read now.
         """
         try:
-            found = self._retried(self._directory, lambda: os.listdir(self._directory))
+            names = self._retried(self._directory, lambda: os.listdir(self._directory))
         except _ABSENT:
             return []
-        matches = map(_NAME.fullmatch, found)
+        matches = map(_NAME.fullmatch, names)
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def path(self, step):
+    def path(self, step: int) -> pathlib.Path:
         """Return the path of the JSON file of a checkpoint."""
         return self._directory / f"step-{step:08}.json"
 
     def write(self, checkpoint: Checkpoint) -> str:
-        """Write a `Checkpoint`, then delete those that are not to be kept.
+        """Write a checkpoint, then delete old ones.
 
         Returns:
-            Which files could not be deleted, and why; empty if all are.
+            Which files could not be deleted, and why; empty if there are none.
 
         Raises:
             CheckpointError: a file cannot be written; earlier checkpoints are intact.
         """
         path = self.path(checkpoint.step)
         with _one_line_errors("write", path), contextlib.ExitStack() as on_error:
-            # Not those above it: the directory of the run may have been removed.
+            # Without parents: a run directory that was removed is not made again.
             self._directory.mkdir(exist_ok=True)
             name = f"{path.stem}-{secrets.token_hex(4)}.safetensors"
             on_error.callback(self._discard, checkpoint.step, name)
-            described = self._write_arrays(name, checkpoint.arrays) | {
-                "format": FORMAT,
-                "step": checkpoint.step,
-                "seconds": self._clock(),
-                "metadata": checkpoint.metadata,
-            }
+            contents = _JsonFile(
+                **self._write_arrays(name, checkpoint.arrays),
+                step=checkpoint.step,
+                seconds=self._clock(),
+                metadata=checkpoint.header.to_json(),
+            )
             # A metric may be NaN, which Python writes and reads as the word NaN.
-            text = json.dumps(described, indent=2) + "\n"
+            text = json.dumps(vars(contents), indent=2) + "\n"
             with atomic_write(path) as temporary:
                 temporary.write_text(text)
             on_error.pop_all()
-        # The checkpoint is complete: what cannot be deleted now is so after the next.
+        # The checkpoint is complete: a failed deletion is no failure of the write, and
+        # the next write tries again.
         try:
             return _first_line(self._delete_old(checkpoint.step))
         except (OSError, UnreadableError) as error:
             return f"no old one deleted: {error}"
 
     def read(self, step: int) -> Checkpoint:
-        """Return a `Checkpoint`.
+        """Return a checkpoint.
 
         Raises:
             CheckpointError: it is truncated, corrupt, or of another version.
-            UnreadableError: it cannot be read now, which need not be damage.
+            UnreadableError: it cannot be read now, and may be intact.
         """
 
-        def read():
-            described = self._checked(step)
-            path = self._directory / described["arrays"]
-            arrays = _load(path)
-            for name in described["bfloat16"]:
+        def read() -> Checkpoint:
+            contents = self._verified(step)
+            arrays = _load(self._directory / contents.arrays)
+            for name in contents.bfloat16:
                 arrays[name] = arrays[name].view("bfloat16")
-            return Checkpoint(step=step, arrays=arrays, metadata=described["metadata"])
+            return Checkpoint(header=contents.header, arrays=arrays)
 
-        with _one_line_errors("read", self.path(step)):
-            return self._retried(self.path(step), read)
+        return self._read(step, read)
 
-    def verify(self, step: int) -> dict:
-        """Return the metadata of a checkpoint whose arrays have the right digest.
+    def verify(self, step: int) -> Header:
+        """Return the header of a checkpoint whose arrays have the right digest.
 
-        Errors are those of `read`.
+        It raises the errors of `read`.
         """
+        return self._read(step, lambda: self._verified(step).header)
+
+    def _read(self, step: int, read: Callable[[], _Read]) -> _Read:
         path = self.path(step)
         with _one_line_errors("read", path):
-            return self._retried(path, lambda: self._checked(step))["metadata"]
+            return self._retried(path, read)
 
-    def _checked(self, step: int) -> dict:
-        """Return what the JSON file has of arrays that are as they were written."""
-        path, described = self.path(step), self._described(step)
-        if described["step"] != step:
-            raise ValueError(f"it is that of step {described['step']}")
-        if described["format"] not in _READABLE:
-            raise CheckpointError(
-                f"Cannot read {path}: it has the format {described['format']}, "
-                f"and this version of hvdtrain reads {_READABLE[0]} to {FORMAT}."
-            )
-        arrays_path = self._directory / described["arrays"]
-        size = arrays_path.stat().st_size
-        if size != described["bytes"]:
-            raise ValueError(
-                f"{arrays_path.name} has {size} bytes, expected {described['bytes']}"
-            )
-        if _digest(arrays_path) != described["sha256"]:
-            raise ValueError(f"{arrays_path.name} has another digest")
-        return described
+    def _verified(self, step: int) -> _JsonFile:
+        """Return the contents of a JSON file whose file of arrays is not damaged."""
+        contents = self._contents(step)
+        if contents.step != step:
+            raise ValueError(f"it is that of step {contents.step}")
+        path = self._directory / contents.arrays
+        size = path.stat().st_size
+        if size != contents.bytes:
+            raise ValueError(f"{path.name} has {size} bytes, expected {contents.bytes}")
+        if _digest(path) != contents.sha256:
+            raise ValueError(f"{path.name} has another digest")
+        return contents
 
-    def _retried(self, path: pathlib.Path, read: Callable):
-        """Return `read()`; after an error that may pass, wait and read again."""
+    def _contents(self, step: int, *, any_format: bool = False) -> _JsonFile:
+        values = json.loads(self.path(step).read_text())
+        if not any_format:
+            check_format(values)
+        return parse(_JsonFile, values)
+
+    def _retried(self, path: pathlib.Path, read: Callable[[], _Read]) -> _Read:
+        """Return `read()`; after an error that may be temporary, try again."""
         for seconds in (*_RETRY_SECONDS, None):
             try:
                 return read()
@@ -208,8 +231,8 @@ class CheckpointFiles:
             "again when it can be read."
         )
 
-    def delete_leftovers(self):
-        """Delete what a writer that was killed has left. For the only writer.
+    def delete_leftovers(self) -> None:
+        """Delete the files that a killed writer has left. For the only writer.
 
         Raises:
             CheckpointError: there are arrays of several checkpoints, and no JSON file.
@@ -217,7 +240,8 @@ class CheckpointFiles:
         with _one_line_errors("write", self._directory):
             if not self._directory.is_dir():
                 return
-            # A killed writer leaves the arrays of one checkpoint.
+            # A killed writer leaves the arrays of one checkpoint: more of them are a
+            # user's work whose JSON files are lost.
             if not self.steps() and len(self._all_arrays()) > 1:
                 raise CheckpointError(
                     f"{self._directory} has the arrays of {len(self._all_arrays())} "
@@ -228,15 +252,15 @@ class CheckpointFiles:
             for error in self._delete_arrays(but=self.steps()):
                 raise error
 
-    def supersede_after(self, step):
+    def supersede_after(self, step: int) -> None:
         """Let the next write delete all checkpoints of later steps than `step`.
 
-        They were passed over: the training goes on from `step`.
+        The training continues from `step`, since they are damaged, for example.
         """
-        self._superseded = {each for each in self.steps() if each > step}
+        self._superseded = {later for later in self.steps() if later > step}
 
-    def _write_arrays(self, name, arrays):
-        """Write them to a new file; return what the JSON file has of it."""
+    def _write_arrays(self, name: str, arrays: Arrays) -> dict[str, Any]:
+        """Write a new file; return the fields of `_JsonFile` that describe it."""
         arrays, of_bfloat16 = _storable(arrays)
         with atomic_write(self._directory / name) as temporary:
             temporary.touch()
@@ -252,24 +276,24 @@ class CheckpointFiles:
             "bfloat16": of_bfloat16,
         }
 
-    def _discard(self, step, name):
+    def _discard(self, step: int, name: str) -> None:
         """Delete the arrays of a failed write, unless the JSON file names them."""
         with contextlib.suppress(*_DAMAGE):
-            if self._described(step)["arrays"] == name:
+            if self._contents(step).arrays == name:
                 return
         (self._directory / name).unlink(missing_ok=True)
 
     def _delete_old(self, newest: int) -> list[OSError]:
-        """Delete what is not to be kept; return the errors of what remains."""
+        """Delete old checkpoints; return the errors of files that remain."""
         superseded = self._superseded - {newest}
         steps = [step for step in self.steps() if step not in superseded]
         kept = {*steps[: self._keep_max], *self._hourly(steps)}
         old = [self.path(step) for step in self.steps() if step not in kept]
+        # JSON files first: if this process is killed between the two, the arrays are
+        # deleted at the next start. A JSON file without arrays is a damaged checkpoint.
         errors = _delete(old)
         remaining = self.steps()
-        # The next write tries again.
         self._superseded = superseded.intersection(remaining)
-        # After the JSON files: arrays that none names are no checkpoint.
         return errors + self._delete_arrays(but=remaining)
 
     def _delete_arrays(self, *, but: Iterable[int]) -> list[OSError]:
@@ -277,36 +301,33 @@ class CheckpointFiles:
         kept = set()
         for step in but:
             try:
-                kept.add(self._described(step)["arrays"])
+                kept.add(self._contents(step, any_format=True).arrays)
             except _DAMAGE:
-                # Also of another version: all that may belong to it is kept.
+                # Unreadable now, or of a later version: keep all that may belong to it.
                 kept |= {path.name for path in self._all_arrays(f"step-{step:08}*")}
         return _delete(path for path in self._all_arrays() if path.name not in kept)
 
-    def _all_arrays(self, stem="step-*"):
+    def _all_arrays(self, stem: str = "step-*") -> list[pathlib.Path]:
         return list(self._directory.glob(f"{stem}.safetensors"))
 
-    def _hourly(self, steps):
+    def _hourly(self, steps: list[int]) -> Iterator[int]:
         if not self._keep_seconds:
             return
         last = None
         for step in reversed(steps):
             try:
-                seconds = self._described(step)["seconds"]
+                seconds = self._contents(step, any_format=True).seconds
             except _DAMAGE as error:
-                # Resuming passes over a damaged one, too.
-                if _may_pass(error):
+                # A damaged checkpoint is of no use; one behind EIO may be intact.
+                if _may_be_temporary(error):
                     yield step
                 continue
             if last is None or seconds - last >= self._keep_seconds:
                 last = seconds
                 yield step
 
-    def _described(self, step):
-        return json.loads(self.path(step).read_text())
 
-
-def _may_pass(error: Exception) -> bool:
+def _may_be_temporary(error: Exception) -> bool:
     return isinstance(error, OSError) and not isinstance(error, _ABSENT)
 
 
@@ -328,32 +349,32 @@ def _first_line(errors: list[OSError]) -> str:
     return f"cannot delete {errors[0].filename}{more}: {errors[0].strerror}"
 
 
-def _load(path: pathlib.Path) -> dict:
+def _load(path: pathlib.Path) -> dict[str, np.ndarray]:
     try:
         return safetensors.numpy.load_file(path)
     except FileNotFoundError:
-        # The library raises it for any error of opening, EMFILE for example. That
-        # the file exists was seen just before.
+        # safetensors raises it for any error of opening, EMFILE for example. The file
+        # existed just before, when its digest was computed.
         raise OSError(errno.EIO, "it cannot be opened") from None
 
 
-def _digest(path):
+def _digest(path: pathlib.Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _storable(arrays):
+def _storable(arrays: Arrays) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return contiguous arrays, bfloat16 as its bits, and the names of the latter."""
     of_bfloat16 = [name for name, a in arrays.items() if a.dtype.name == "bfloat16"]
     bits = {name: arrays[name].view(np.uint16) for name in of_bfloat16}
-    # The shape of a scalar is lost otherwise.
+    # `ascontiguousarray` turns a scalar into an array of shape (1,).
     return {
         name: np.ascontiguousarray(array).reshape(array.shape)
-        for name, array in (arrays | bits).items()
+        for name, array in {**arrays, **bits}.items()
     }, of_bfloat16
 
 
-def _one_line_errors(action, path):
+def _one_line_errors(action: str, path: pathlib.Path) -> AbstractContextManager[None]:
     return one_line_errors(
         f"{action} {path}",
         errors=_DAMAGE,

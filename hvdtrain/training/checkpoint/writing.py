@@ -3,18 +3,32 @@
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
 
-from hvdtrain.job import agreement
-from hvdtrain.training.checkpoint import state
-from hvdtrain.training.checkpoint.storage import Checkpoint, CheckpointFiles
+from hvdtrain.job import World, agreement
+from hvdtrain.training.checkpoint.header import Checkpoint, Header
+from hvdtrain.training.checkpoint.snapshot import capture, check_finite
+from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.observers import notify
-from hvdtrain.training.requests import STOP, StepCallback
+from hvdtrain.training.plan import Plan
+from hvdtrain.training.requests import STOP, Interval, Requests, StepCallback
+from hvdtrain.training.specs import RunConfig
 
 _LIMIT_AFTER_ERROR_SECONDS = 10.0
 _CHECKPOINTS = "checkpoints"
 
 
-def checkpoint_files(config):
+class Writer(Protocol):
+    """What a checkpoint is given to: a `BackgroundWriter` or `Commits`."""
+
+    def submit(
+        self, checkpoint: Checkpoint, *, copy_seconds: float, is_reported: bool = True
+    ) -> None: ...
+
+
+def checkpoint_files(config: RunConfig) -> CheckpointFiles | None:
     """Return the `CheckpointFiles` of a `RunConfig`, None without `model_dir`."""
     if not config.model_dir:
         return None
@@ -28,31 +42,38 @@ def checkpoint_files(config):
 class BackgroundWriter:
     """Writes checkpoints in a thread, one at a time.
 
-    Training goes on meanwhile, also where the disk is full, or slower than the
-    interval of the checkpoints: those that are not written are reported.
+    Training goes on meanwhile, also if the disk is full, or slower than the interval
+    of checkpoints: checkpoints that are not written are reported.
 
     Args:
-        files: the `CheckpointFiles`.
+        files: where the checkpoints are written.
         observers: see `train_and_evaluate`; `on_checkpoint(step, text)` is called.
         on_failure: called in the thread when a checkpoint could not be written.
         clock: returns seconds.
     """
 
-    def __init__(self, files, observers, *, on_failure, clock=time.monotonic):
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        observers: Sequence[object],
+        *,
+        on_failure: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._files = files
         self._observers = observers
         self._on_failure = on_failure
         self._clock = clock
-        self._thread = None
-        self._error = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
 
     def submit(
         self, checkpoint: Checkpoint, *, copy_seconds: float, is_reported: bool = True
     ) -> None:
-        """Write a `Checkpoint`, unless an earlier one is still being written.
+        """Write a checkpoint, unless an earlier one is still being written.
 
         Args:
-            checkpoint: the `Checkpoint`.
+            checkpoint: not changed after this.
             copy_seconds: for which training has stopped, to be reported.
             is_reported: whether its success is reported; a failure always is.
         """
@@ -63,7 +84,7 @@ class BackgroundWriter:
                 "slower than the interval of checkpoints",
             )
         else:
-            # A daemon: the exit of Python does not wait for a disk that hangs.
+            # A daemon: a disk that hangs does not block the exit of Python.
             self._thread = threading.Thread(
                 target=self._write,
                 args=(checkpoint, copy_seconds, is_reported),
@@ -71,29 +92,31 @@ class BackgroundWriter:
             )
             self._thread.start()
 
-    def is_done(self, timeout_seconds=None):
+    def is_done(self, timeout_seconds: float | None = None) -> bool:
         """Wait for the checkpoint that is being written; return whether it has ended.
 
-        Args:
-            timeout_seconds: limit of the wait, None for none.
+        By default, wait without a limit.
         """
         if self._thread is None:
             return True
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def check(self):
+    def check(self) -> None:
         """Raise the error of the last checkpoint, if it was not written."""
         if self._error:
             raise self._error
 
-    def __enter__(self):
-        """Return the writer."""
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, trace):
-        """Wait for the checkpoint that is being written."""
-        # After an error not without limit: the disk may be the reason.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error with a limit: the disk may be its cause, and hang.
         self.is_done(_LIMIT_AFTER_ERROR_SECONDS if error else None)
 
     def _write(
@@ -103,10 +126,10 @@ class BackgroundWriter:
         self._error = None
         try:
             left = self._files.write(checkpoint)
-        # Of any kind, MemoryError for example: a thread has no other way to report it.
+        # Any error, MemoryError for example, would otherwise end the thread unnoticed.
         except Exception as error:
             self._error = error
-            # First: an observer of the user may raise an exception.
+            # Before the report: an observer of the user may raise an exception.
             self._on_failure()
             self._report(checkpoint.step, f"not written: {error}")
             return
@@ -115,23 +138,21 @@ class BackgroundWriter:
             text = f"copied in {copy_seconds:.3f} s, written in {seconds:.1f} s"
             self._report(checkpoint.step, f"{text}; {left}" if left else text)
 
-    def _report(self, step, text):
+    def _report(self, step: int, text: str) -> None:
         notify(self._observers, "on_checkpoint", step, text)
 
 
-def wait_together(world, writer):
+def wait_together(world: World, writer: BackgroundWriter | None) -> None:
     """Wait on all ranks until the chief has written its checkpoint. A collective.
 
-    Args:
-        world: the `World`.
-        writer: the `BackgroundWriter` on the chief; None elsewhere.
+    The writer is None on all ranks but the chief.
     """
     agreement.wait_together(
         world, lambda seconds: writer is None or writer.is_done(seconds)
     )
 
 
-def complete_together(world, writer):
+def complete_together(world: World, writer: BackgroundWriter | None) -> None:
     """`wait_together`, and raise `SharedJobError` if it could not be written."""
     wait_together(world, writer)
     with agreement.fail_together(world):
@@ -140,51 +161,58 @@ def complete_together(world, writer):
 
 
 class CheckpointCallback(StepCallback):
-    """Takes a copy of the state when a checkpoint is due, and gives it to the writer.
+    """Copies the state when a checkpoint is due, and gives the copy to the writer.
 
-    After all other callbacks: what they do at the end of an epoch is in the checkpoint.
+    After all other callbacks: a checkpoint contains their changes at the end of an
+    epoch.
 
     Args:
         writer: the `BackgroundWriter` on the chief and None elsewhere, or the
             `Commits` of each rank.
-        plan: the `Plan`.
-        is_due: an `Interval`.
-        requests: the `Requests`.
-        world: the `World`.
-        describe: `describe(step, is_finished, logs)` returns the metadata at this
-            moment; `logs` are those of an epoch that is not in the history yet, or
+        plan: the steps of the job.
+        is_due: when checkpoints are due.
+        requests: requests to stop.
+        world: the job.
+        make_header: `make_header(step, is_finished, logs)` returns the header at this
+            moment; `logs` belong to an epoch that is not in the history yet, or are
             empty.
-        is_commit: whether all ranks keep the state; there is none at the end, where
-            the ranks are not to leave the training for hosts that have come.
+        is_commit: whether all ranks keep the state. There is no commit at the end of
+            the training: the ranks would leave it for hosts that have come.
     """
 
     def __init__(
-        self, writer, plan, is_due, requests, world, *, describe, is_commit=False
-    ):
+        self,
+        writer: Writer | None,
+        plan: Plan,
+        is_due: Interval,
+        requests: Requests,
+        world: World,
+        make_header: Callable[[int, bool, dict], Header],
+        *,
+        is_commit: bool = False,
+    ) -> None:
         super().__init__(plan)
         self._writer = writer
         self._is_due = is_due
         self._requests = requests
         self._world = world
-        self._describe = describe
+        self._make_header = make_header
         self._is_commit = is_commit
-        # A worker that has just joined has no state of the job yet: were the others
-        # lost, it would start from the beginning.
+        # Commit after the first step: a worker that has just joined has no state of the
+        # job, and would start from the beginning if the others were lost.
         self._is_pending = is_commit
 
-    def note_step(self):
-        """Asks whether it is due."""
+    def note_step(self) -> None:
         self._is_pending |= self._is_due(self.step)
 
-    def act(self, *, is_epoch_end):
-        """Saves if it is due, and at the end of the training."""
+    def act(self, *, is_epoch_end: bool) -> None:
         is_finished = is_epoch_end and self.is_last
         is_end = is_finished or STOP in self._requests.agreed
         if self._is_commit and is_end:
             return
         if is_end:
-            # This one must not be left out.
-            wait_together(self._world, self._writer)
+            # `submit` leaves out a checkpoint while the one before is being written.
+            self._wait_together()
         if self._is_pending or is_end:
             self._is_pending = False
             self._save(is_finished)
@@ -192,24 +220,30 @@ class CheckpointCallback(StepCallback):
     def save_before_evaluation(self, logs: dict) -> None:
         """Save a training that ends here, before its last evaluation. A collective.
 
-        That evaluation calls code of users. The checkpoint is replaced after it.
+        The evaluation calls code of users, which may fail. A checkpoint with its
+        results replaces this one.
 
         Args:
             logs: of the last epoch.
         """
-        wait_together(self._world, self._writer)
+        self._wait_together()
         self._save(True, logs)
+
+    def _wait_together(self) -> None:
+        # Commits are in memory at once. All ranks have one, or none has.
+        if isinstance(self._writer, BackgroundWriter | None):
+            wait_together(self._world, self._writer)
 
     def _save(self, is_finished: bool, logs: dict | None = None) -> None:
         start = time.perf_counter()
-        state.check_finite(self.model, self._world, self.step)
-        arrays = state.capture(self.model, self._world, everywhere=self._is_commit)
+        check_finite(self.model, self._world, self.step)
+        arrays = capture(self.model, self._world, everywhere=self._is_commit)
         copy_seconds = time.perf_counter() - start
-        if arrays is None:
+        if arrays is None or self._writer is None:
             return
-        metadata = self._describe(self.step, is_finished, logs or {})
-        checkpoint = Checkpoint(step=self.step, arrays=arrays, metadata=metadata)
-        # One before the last evaluation is soon replaced.
+        header = self._make_header(self.step, is_finished, logs or {})
+        checkpoint = Checkpoint(header=header, arrays=arrays)
+        # A checkpoint before the last evaluation is soon replaced, and not reported.
         self._writer.submit(
             checkpoint, copy_seconds=copy_seconds, is_reported=logs is None
         )

@@ -1,0 +1,229 @@
+"""What is in a checkpoint: a header, which is JSON, and arrays by name.
+
+The names of arrays are `prefix/number/path`, `shared/0003/dense/kernel` for example:
+numbers are the order of the variables, since two variables may have the same path.
+"""
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self, TypedDict, TypeVar
+
+import numpy as np
+
+# Written once, as full values:
+SHARED = "shared"  # trained weights and the optimizer's state; replicated or sharded
+TABLES = "tables"  # sharded over replicas: frozen tables, accumulated gradients of any
+REPLICATED = "replicated"  # other variables, if all replicas have equal values
+STORED_ONCE = (SHARED, TABLES, REPLICATED)
+# Written for each replica of the model, with its number:
+RANK = "rank{}"  # other variables: seeds, accumulated gradients, moving statistics ...
+METRICS = "metrics{}"  # the states of metrics
+RANDOM = "random{}"  # states of global random generators; `random0/python` for example
+
+# Increase it when an older version could not read what this one writes.
+FORMAT = 3
+# Format 2 has no `replicated/`: all such variables are written for each replica.
+READABLE_FORMATS = (2, FORMAT)
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Evaluation(TypedDict):
+    """The metrics of the whole test set after a step."""
+
+    step: int
+    metrics: dict[str, float | np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstBatch:
+    """The digest of the first batch of each replica, and the step that takes it."""
+
+    step: int
+    digests: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Header:
+    """The state of a training, apart from its arrays.
+
+    Attributes:
+        step: global steps taken.
+        local_batch_sizes: samples in a batch of each replica.
+        global_batch_size: samples of a step of the whole job.
+        learning_rate: the rate that `model_fn` chose; None for a schedule of Keras,
+            which is a function of the step.
+        unchanged: see `RunConfig`; keys of all runs of the job.
+        first_batch: None if the input is not checked.
+        sample: samples that all ranks have taken.
+        original_size: number of replicas with which the job was first started.
+        fit_epoch_steps: see `Plan`.
+        steps_per_execution: see `Plan`.
+        finished: `max_steps` of the job, if the training has ended; else None.
+        train_seconds: seconds in `fit`, without evaluations, of all runs.
+        skipped_updates: updates that were not finite, of all runs.
+        history: the metrics of each epoch by name.
+        evaluations: all evaluations.
+        evaluation_is_due: whether the job was stopped in an evaluation.
+    """
+
+    step: int
+    local_batch_sizes: tuple[int, ...]
+    global_batch_size: int
+    learning_rate: float | None = None
+    unchanged: dict[str, Any] = dataclasses.field(default_factory=dict)
+    first_batch: FirstBatch | None = None
+    sample: int
+    original_size: int
+    fit_epoch_steps: int
+    steps_per_execution: int
+    finished: int | None = None
+    train_seconds: float = 0.0
+    skipped_updates: int = 0
+    history: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+    evaluation_is_due: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of replicas that wrote the checkpoint."""
+        return len(self.local_batch_sizes)
+
+    @classmethod
+    def from_json(cls, step: int, metadata: object) -> Self:
+        """Return the header in the values of a JSON file.
+
+        Raises:
+            ValueError: a key is missing, or its value has another type.
+        """
+        return parse(cls, metadata, step=step)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return values for JSON, except the step."""
+        values = dataclasses.asdict(self)
+        del values["step"]
+        return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A header and arrays by name."""
+
+    header: Header
+    arrays: Arrays
+
+    @property
+    def step(self) -> int:
+        return self.header.step
+
+
+class OtherModelError(ValueError):
+    """The arrays belong to a model with other variables."""
+
+
+class StoredArray(NamedTuple):
+    """An array, and the path of the variable whose value it is."""
+
+    path: str
+    value: np.ndarray
+
+
+class ArrayGroups:
+    """Arrays by prefix. Each name is read once, whatever the number of replicas."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._groups: dict[str, dict[str, np.ndarray]] = {}
+        for name, value in arrays.items():
+            prefix, _, rest = name.partition("/")
+            self._groups.setdefault(prefix, {})[rest] = value
+
+    def by_name(self, prefix: str) -> dict[str, np.ndarray]:
+        """Return the arrays under a prefix by the rest of their names."""
+        return self._groups.get(prefix, {})
+
+    def by_number(self, prefix: str) -> dict[int, StoredArray]:
+        """Return the arrays under a prefix in the order of their numbers."""
+        arrays = {}
+        for name, value in self.by_name(prefix).items():
+            number, _, path = name.partition("/")
+            arrays[int(number)] = StoredArray(path, value)
+        return {number: arrays[number] for number in sorted(arrays)}
+
+    def values_stored_once(self) -> list[np.ndarray]:
+        """Return the values of `StateVariables.stored_once`, in its order."""
+        groups = map(self.by_number, STORED_ONCE)
+        return [array.value for group in groups for array in group.values()]
+
+
+def array_name(prefix: str, number: int, path: str) -> str:
+    """Return the name of the array of a variable."""
+    return f"{prefix}/{number:04}/{path}"
+
+
+def without_layer_numbers(path: str) -> str:
+    """Return the path of a variable, equal for the same model in another process.
+
+    Keras numbers the layers of a process: dense, dense_1, dense_2. Keras before 3.13
+    wrote SGD where later versions write sgd.
+    """
+    return re.sub(r"_\d+(?=_|/|$)", "", path).lower()
+
+
+def check_format(values: object) -> None:
+    """Raise `ValueError` if the values of a JSON file have an unknown format."""
+    found = values.get("format") if isinstance(values, dict) else None
+    if found not in READABLE_FORMATS:
+        raise ValueError(
+            f"it has the format {found}, and this version of hvdtrain reads "
+            f"{READABLE_FORMATS[0]} to {FORMAT}"
+        )
+
+
+_Parsed = TypeVar("_Parsed")
+
+
+def parse(cls: type[_Parsed], values: object, **known: object) -> _Parsed:
+    """Return a dataclass with fields from JSON; other keys are ignored.
+
+    Args:
+        cls: a dataclass.
+        values: an object of JSON.
+        **known: fields that are not in it.
+
+    Raises:
+        ValueError: a key is missing, or its value has another type.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{cls.__name__} is {values!r}, expected an object of JSON")
+    values = values | known
+    types_by_name = typing.get_type_hints(cls)
+    arguments = {}
+    for field in dataclasses.fields(typing.cast(Any, cls)):
+        name = field.name
+        if name in values:
+            arguments[name] = _converted(name, values[name], types_by_name[name])
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"it has no {name}")
+    return cls(**arguments)
+
+
+def _converted(name: str, value: Any, expected: Any) -> Any:
+    """Return a value of JSON as a field has it: its lists may be tuples there."""
+    origin = typing.get_origin(expected) or expected
+    arguments = typing.get_args(expected)
+    if origin is types.UnionType:
+        return None if value is None else _converted(name, value, arguments[0])
+    if dataclasses.is_dataclass(origin):
+        return parse(typing.cast(type, origin), value)
+    # JSON has no tuples, and a float may have been written as an integer.
+    accepted = {float: (float, int), tuple: (list, tuple)}.get(origin, origin)
+    # In Python a Boolean is an integer.
+    is_other = isinstance(value, bool) and origin is not bool
+    if is_other or not isinstance(value, accepted):
+        raise ValueError(f"{name} is {value!r}, expected {expected}")
+    if origin is tuple:
+        return tuple(_converted(name, each, arguments[0]) for each in value)
+    return value

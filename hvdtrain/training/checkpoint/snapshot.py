@@ -1,0 +1,181 @@
+"""Copies of the state of a training as arrays; and arrays back into the variables."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, cast
+
+import keras
+import numpy as np
+
+from hvdtrain.collectives.objects import gather_object
+from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.job.world import SharedJobError, World
+from hvdtrain.keras.metrics import local_states
+from hvdtrain.sharding.full_values import Block, FullVariable, assemble
+from hvdtrain.sharding.shards import get_sharding
+from hvdtrain.training.checkpoint.header import (
+    METRICS,
+    RANDOM,
+    RANK,
+    REPLICATED,
+    SHARED,
+    TABLES,
+    ArrayGroups,
+    Arrays,
+    OtherModelError,
+    StoredArray,
+    array_name,
+    without_layer_numbers,
+)
+from hvdtrain.training.checkpoint.per_rank import capture_generators
+from hvdtrain.training.checkpoint.state_variables import (
+    StateVariables,
+    assign,
+    shared_weights,
+)
+from hvdtrain.training.replicas import Replicas, get_mesh
+
+
+class _RankState(NamedTuple):
+    """The state of one rank that is not stored once."""
+
+    shards: list[tuple[Block | None, np.ndarray | None]]
+    metrics: list[np.ndarray]
+    random: dict[str, np.ndarray]
+
+
+def capture(
+    model: keras.Model, world: World, *, everywhere: bool
+) -> dict[str, np.ndarray] | None:
+    """Return copies of all arrays by name. A collective.
+
+    Args:
+        model: a built and compiled model whose optimizer is built.
+        world: the job.
+        everywhere: whether all ranks keep the arrays; otherwise the chief does, and the
+            others return None.
+    """
+    variables = StateVariables.of(model).find_replicated(model, world)
+    per_replica = variables.per_replica
+    own = _RankState(
+        shards=[(each.block, each.local_value()) for each in per_replica.values()],
+        metrics=local_states(variables.metrics),
+        random=capture_generators(),
+    )
+    states_by_rank: list[_RankState] | None
+    if everywhere or world.size == 1:
+        states_by_rank = gather(world, own)
+    else:
+        states_by_rank = gather_object(own, name="capture")
+    values = variables.values_stored_once(is_kept=states_by_rank is not None)
+    if states_by_rank is None:
+        return None
+    # None occurs with `everywhere` alone, for sharded variables on other ranks than the
+    # chief, which have no use for them: the chief restores.
+    arrays = _arrays_stored_once(variables, cast(list[np.ndarray], values))
+    replicas = Replicas.of_model(world, model)
+    for number in range(replicas.size):
+        states = [states_by_rank[rank] for rank in replicas.ranks(number)]
+        arrays |= _arrays_of_replica(number, per_replica, variables.metrics, states)
+    return arrays
+
+
+def _arrays_stored_once(
+    variables: StateVariables, values: Iterable[np.ndarray]
+) -> dict[str, np.ndarray]:
+    groups = {
+        SHARED: dict(enumerate(variables.shared)),
+        TABLES: variables.tables,
+        REPLICATED: {n: variables.own[n] for n in sorted(variables.replicated)},
+    }
+    names = (
+        array_name(prefix, number, variable.path)
+        for prefix, group in groups.items()
+        for number, variable in group.items()
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def _arrays_of_replica(
+    number: int,
+    variables: Mapping[int, FullVariable],
+    metrics: Sequence[keras.Variable],
+    states: Sequence[_RankState],
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a replica from the states of its ranks."""
+    arrays = {}
+    shards_by_variable = zip(*(state.shards for state in states), strict=True)
+    for (index, variable), shards in zip(
+        variables.items(), shards_by_variable, strict=True
+    ):
+        name = array_name(RANK.format(number), index, variable.path)
+        arrays[name] = assemble(variable, shards)
+    # The ranks of a replica see the same samples, and draw the same numbers.
+    values = zip(metrics, states[0].metrics, strict=True)
+    for index, (variable, value) in enumerate(values):
+        arrays[array_name(METRICS.format(number), index, variable.path)] = value
+    for name, value in states[0].random.items():
+        arrays[f"{RANDOM.format(number)}/{name}"] = value
+    return arrays
+
+
+def check_finite(model: keras.Model, world: World, step: int) -> None:
+    """Raise `SharedJobError` unless all trainable weights are finite.
+
+    Otherwise the checkpoints of a training that has diverged would replace the good
+    ones before them. Replicated weights are equal on all ranks, each of which raises
+    the error. For a sharded model, this is a collective.
+    """
+    weights = shared_weights(model)
+    is_sharded = any(map(get_sharding, weights)) or get_mesh(model)
+    with fail_together(world) if is_sharded else nullcontext():
+        for variable in weights:
+            if not np.isfinite(variable.numpy().astype("float32", copy=False)).all():
+                raise SharedJobError(
+                    f"{variable.path} is no longer finite at step {step}: training has "
+                    "diverged. Lower the learning rate, or add a warm-up. Earlier "
+                    "checkpoints are kept."
+                )
+
+
+def assign_stored_once(variables: StateVariables, arrays: Arrays) -> None:
+    """Assign all that is stored once, on the chief; a broadcast follows.
+
+    Of a sharded variable it assigns the chief's shard; `StateVariables.scatter` assigns
+    the others. Metrics are not compared: new ones may be added between runs.
+
+    Args:
+        variables: variables of the model.
+        arrays: arrays of a checkpoint, as `regroup` returns them.
+
+    Raises:
+        OtherModelError: a variable is missing, or has another shape or dtype. No
+            variable has been assigned then.
+    """
+    groups = ArrayGroups(arrays)
+    replicated = groups.by_number(REPLICATED)
+    own = groups.by_number(RANK.format(0)) | replicated
+    _check_same(variables.shared, groups.by_number(SHARED))
+    _check_same(list(variables.tables.values()), groups.by_number(TABLES))
+    _check_same(list(variables.per_replica.values()), own)
+    variables = variables.with_replicated(replicated)
+    assign(variables.stored_once, groups.values_stored_once())
+
+
+def _check_same(
+    variables: Sequence[FullVariable], stored: Mapping[int, StoredArray]
+) -> None:
+    if len(variables) != len(stored):
+        raise OtherModelError(
+            f"it has {len(stored)} variables, and the model has {len(variables)}"
+        )
+    for variable, number in zip(variables, sorted(stored), strict=True):
+        (before, value), path = stored[number], variable.path
+        if without_layer_numbers(before) != without_layer_numbers(path):
+            raise OtherModelError(f"it has {before} where the model has {path}")
+        shape, dtype = variable.shape, variable.dtype
+        if (shape, dtype) != (value.shape, value.dtype.name):
+            raise OtherModelError(
+                f"{path} has the shape {shape} and dtype {dtype} in "
+                f"the model, {value.shape} and {value.dtype} there"
+            )
