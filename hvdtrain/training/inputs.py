@@ -27,16 +27,18 @@ def first_batch(
     """Return this rank's batch of the `first_step`, and its digest. A collective.
 
     Args:
-        train_spec: the `TrainSpec`.
-        world: the `World`.
+        train_spec: what to train on.
+        world: the job.
         is_checked: whether the input has to be a function of its steps. If not, one
             batch is read, and the digest is None.
 
     Raises:
-        SharedJobError: on all ranks, if it is not, or has no batch.
+        SharedJobError: on all ranks, if the input is not a function of its steps, or
+            has no batch.
     """
     step = first_step(train_spec)
-    # A finished job that is started again takes no step, and reads one.
+    # A finished job that is started again takes no step. It reads a batch, to build the
+    # model.
     end = max(step + 1, min(step + 2, train_spec.max_steps))
     second = None
     # `input_fn` may call collectives, and the global state of Keras, such as the dtype
@@ -46,18 +48,18 @@ def first_batch(
         if is_checked and end == step + 2:
             second = train_spec.batches(step + 1, end).take(1)
 
-    def read():
-        found = list(batches)
-        if not found:
+    def read() -> tuple[Any, str | None]:
+        first_two = list(batches)
+        if not first_two:
             raise JobError(
                 "Received no batch from input_fn; expected one for each step."
             )
-        digests = list(map(_digest, found)) if is_checked else [None]
-        if second is not None and len(found) == 2:
+        digests = list(map(_digest, first_two)) if is_checked else []
+        if second is not None and len(first_two) == 2:
             _check_second(step, digests, list(map(_digest, second)))
-        return found[0], digests[0]
+        return first_two[0], digests[0] if digests else None
 
-    # Where it is read from its start, some ranks may take long.
+    # A rank that reads its input from the start, and skips, may take long.
     return on_all(world, read, name="the first batch of input_fn")
 
 
@@ -107,9 +109,9 @@ def _check_second(step: int, digests: list[str], again: list[str]) -> None:
 
 def _digest(batch: Any) -> str:
     """Return a digest of the bytes of all tensors."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tf.nest.flatten(batch, expand_composites=True):
-        found.update(f"{tensor.dtype.name}{tensor.shape}".encode())
-        # An array of texts has pointers to them.
-        found.update(tf.io.serialize_tensor(tensor).numpy())
-    return found.hexdigest()
+        digest.update(f"{tensor.dtype.name}{tensor.shape}".encode())
+        # The bytes of a NumPy array of strings are pointers.
+        digest.update(tf.io.serialize_tensor(tensor).numpy())
+    return digest.hexdigest()

@@ -9,6 +9,12 @@ import pathlib
 import socket
 import tempfile
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from os import PathLike
+from typing import Any
+
+import keras
 
 from hvdtrain.job import JobError, output
 from hvdtrain.job.agreement import fail_together
@@ -18,7 +24,7 @@ from hvdtrain.job.files import (
     make_directory,
     one_line_errors,
 )
-from hvdtrain.job.world import PreemptedError
+from hvdtrain.job.world import PreemptedError, World
 from hvdtrain.keras.collective_calls import save_by_rank_0
 
 _MODEL, _SUMMARY, _LOCK = "model.keras", "summary.json", ".lock"
@@ -26,16 +32,12 @@ _MODEL, _SUMMARY, _LOCK = "model.keras", "summary.json", ".lock"
 _NEEDED_BYTES = 32 << 20
 
 
-def prepare(model_dir, *, needed_bytes=_NEEDED_BYTES):
+def prepare(model_dir: str | PathLike, *, needed_bytes: int = _NEEDED_BYTES) -> None:
     """Create `model_dir`, and check before the run that `write` will succeed.
 
-    Args:
-        model_dir: the directory.
-        needed_bytes: free space that the run may need.
-
     Raises:
-        JobError: the directory cannot be created or written, or lacks free space; or
-            a directory has the name of one of the files.
+        JobError: the directory cannot be created or written, lacks `needed_bytes` of
+            free space, or has a directory with the name of one of the files.
     """
     directory = pathlib.Path(local_path(model_dir))
     with _writing(directory):
@@ -47,20 +49,20 @@ def prepare(model_dir, *, needed_bytes=_NEEDED_BYTES):
                 )
         _make(directory)
         if (directory / _LOCK).exists():
-            # Before anything is written to the directory of another job.
+            # Raises if another job uses the directory, before anything is written.
             with locked(directory):
                 pass
-        # Permissions and free space as reported do not include quotas and read-only
-        # mounts; an allocation does.
+        # Permissions and free space as reported leave out quotas and read-only mounts;
+        # an allocation fails on them.
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, needed_bytes)
 
 
 @contextlib.contextmanager
-def locked(model_dir):
-    """Hold the directory for this process, within the block. For the chief.
+def locked(model_dir: str | PathLike) -> Iterator[None]:
+    """Lock the directory within the block. For the chief.
 
-    The lock ends with the process, however it ends.
+    The kernel releases the lock when the process ends, even by SIGKILL.
 
     Raises:
         JobError: another process holds it, or the directory cannot be written.
@@ -79,7 +81,7 @@ def locked(model_dir):
                 "for its end, or choose another --model_dir."
             ) from None
         except OSError as error:
-            # A file system without locks: a second job is not detected there.
+            # On a file system without locks, a second job is not detected.
             warnings.warn(f"Cannot lock {path}: {error.strerror}.", stacklevel=2)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -87,13 +89,19 @@ def locked(model_dir):
         yield
 
 
-def _make(directory):
+def _make(directory: pathlib.Path) -> None:
     if os.path.lexists(directory) and not directory.is_dir():
         raise JobError(f"{directory} is not a directory: choose another --model_dir.")
     make_directory(directory)
 
 
-def write(world, model_dir, *, model, summary):
+def write(
+    world: World,
+    model_dir: str | PathLike,
+    *,
+    model: keras.Model,
+    summary: Mapping[str, Any],
+) -> None:
     """Write the model, then the summary, on the chief. A collective.
 
     Raises:
@@ -101,11 +109,17 @@ def write(world, model_dir, *, model, summary):
     """
     with fail_together(world):
         save_by_rank_0(
-            model, lambda whole: _write(world, model_dir, model=whole, summary=summary)
+            model, lambda full: _write(world, model_dir, model=full, summary=summary)
         )
 
 
-def _write(world, model_dir, *, model, summary):
+def _write(
+    world: World,
+    model_dir: str | PathLike,
+    *,
+    model: keras.Model,
+    summary: Mapping[str, Any],
+) -> None:
     if not world.is_chief:
         return
     directory = pathlib.Path(local_path(model_dir))
@@ -117,20 +131,20 @@ def _write(world, model_dir, *, model, summary):
     save_json(summary, directory / _SUMMARY)
 
 
-def save_model(model, path):
+def save_model(model: keras.Model, path: pathlib.Path) -> None:
     """Write `model` to `path`, which ends in `.keras`."""
     with _writing(path), atomic_write(path) as temporary:
         model.save(temporary)
 
 
-def save_json(values, path):
-    """Write a dict to `path` as JSON."""
+def save_json(values: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Write `values` to `path` as JSON."""
     text = json.dumps(values, indent=2, allow_nan=False) + "\n"
     with _writing(path), atomic_write(path) as temporary:
         temporary.write_text(text)
 
 
-def _writing(path):
+def _writing(path: pathlib.Path) -> AbstractContextManager[None]:
     return one_line_errors(
         f"write {path}",
         remedy="expected a directory with free space that this user can write: choose "
@@ -142,16 +156,12 @@ _DIRECTORY = "errors"
 
 
 @contextlib.contextmanager
-def recorded(model_dir, world):
+def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
     """Write an error file of this rank, if the block raises an exception.
 
     The file `errors/rank-1.json` has rank, host, time, the error, and its traceback.
-    Those of an earlier run are deleted. A rank that does not see the directory, and
-    one that cannot write, leave no file: the exception is the same.
-
-    Args:
-        model_dir: the directory of the run.
-        world: the `World`.
+    The chief first deletes the error files of an earlier run. A rank that does not see
+    the directory, or cannot write, leaves no file; the block's exception is raised.
     """
     directory = pathlib.Path(model_dir) / _DIRECTORY
     if world.is_chief:
@@ -167,17 +177,17 @@ def recorded(model_dir, world):
         raise
 
 
-def _write_error(directory, world, error):
+def _write_error(directory: pathlib.Path, world: World, error: Exception) -> None:
     if not directory.parent.is_dir():
         return
     directory.mkdir(exist_ok=True)
-    last_lines, whole = output.describe(error)
+    last_lines, traceback = output.describe(error)
     values = {
         "rank": world.rank,
         "host": socket.gethostname(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         "error": last_lines,
-        "traceback": whole,
+        "traceback": traceback,
     }
     with atomic_write(directory / f"rank-{world.rank}.json") as temporary:
         temporary.write_text(json.dumps(values, indent=2) + "\n")

@@ -9,6 +9,7 @@ import json
 import operator
 import signal
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -17,10 +18,15 @@ import tensorflow as tf
 from hvdtrain.job import JobError
 from hvdtrain.job.files import local_path
 
+if TYPE_CHECKING:
+    # Both import this module.
+    from hvdtrain.training.exporting import Exporter
+    from hvdtrain.training.plan import Plan
 
-def _check_numbers(spec, **lowest):
+
+def _check_numbers(spec: object, **lowest: float) -> None:
     for name, low in lowest.items():
-        # Also NaN is not accepted.
+        # Not `<`: NaN must fail too.
         if not getattr(spec, name) >= low:
             raise JobError(
                 f"Received {name}={getattr(spec, name)}; expected {low} or more."
@@ -31,7 +37,7 @@ def _check_integers(spec: object, **lowest: int) -> None:
     """Check fields, and make them `int`: NumPy's integers are not written as JSON."""
     for name, low in lowest.items():
         received = getattr(spec, name)
-        # Of the class: the default.
+        # None is accepted where it is the default, which the class has.
         if received is None and getattr(type(spec), name, low) is None:
             continue
         try:
@@ -51,8 +57,8 @@ def _as_python(value: object) -> object:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def _as_in_json(values):
-    """Return a dict as it is after it was written and read."""
+def _as_in_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as they are after they were written as JSON and read."""
     try:
         return json.loads(json.dumps(values, default=_as_python))
     except (TypeError, ValueError) as error:
@@ -61,7 +67,7 @@ def _as_in_json(values):
         ) from None
 
 
-def _dataset(spec, received):
+def _check_dataset(spec: object, received: object) -> tf.data.Dataset:
     if not isinstance(received, tf.data.Dataset):
         raise JobError(
             f"Received {type(received).__name__} from {type(spec).__name__}.input_fn; "
@@ -97,7 +103,7 @@ class TrainSpec:
             rank takes, which `optimizer.iterations` counts.
         pass_steps: batches in a pass over the data, which is an epoch of `fit`.
         local_batch_size: samples in a batch of this rank. Where ranks have different
-            numbers, each rank's gradient counts by its samples.
+            numbers, each rank's gradient is weighted by its samples.
         callbacks: `callbacks(plan)` returns more Keras callbacks, for the `Plan`.
         steps_per_execution: steps between two calls of callbacks. By default 1 if there
             are `callbacks`, and otherwise as many as make short steps fast.
@@ -112,18 +118,17 @@ class TrainSpec:
             batches than the uninterrupted one.
     """
 
-    input_fn: Callable
+    input_fn: Callable[[int, int], tf.data.Dataset]
     max_steps: int
     pass_steps: int
     local_batch_size: int
-    callbacks: Callable | None = None
+    callbacks: Callable[["Plan"], Sequence[keras.callbacks.Callback]] | None = None
     steps_per_execution: int | None = None
     repeat: bool = False
     scale_from: Position | None = None
     check_input: bool = True
 
-    def __post_init__(self):
-        """Check the numbers."""
+    def __post_init__(self) -> None:
         _check_integers(
             self, max_steps=1, pass_steps=1, local_batch_size=1, steps_per_execution=0
         )
@@ -133,12 +138,12 @@ class TrainSpec:
                 "repeats has no positions of samples. Use hvdtrain.data.Sampler."
             )
 
-    def batches(self, start_step, end_step):
+    def batches(self, start_step: int, end_step: int) -> tf.data.Dataset:
         """Return this rank's dataset of these steps."""
         if not self.repeat:
-            return _dataset(self, self.input_fn(start_step, end_step))
+            return _check_dataset(self, self.input_fn(start_step, end_step))
         # The length of a pass is not known: a job that continues reads it again.
-        one_pass = _dataset(self, self.input_fn(0, self.max_steps))
+        one_pass = _check_dataset(self, self.input_fn(0, self.max_steps))
         return one_pass.repeat().skip(start_step)
 
 
@@ -147,8 +152,8 @@ class EvalSpec:
     """What to evaluate on, and when. There is always an evaluation at the end.
 
     Attributes:
-        input_fn: returns a `tf.data.Dataset` of this rank's part of the test set, each
-            of whose samples one rank has.
+        input_fn: returns a `tf.data.Dataset` of this rank's samples of the test set.
+            Each sample of the test set is on one rank.
         steps: batches of each rank that are evaluated, None for all.
         every_epochs: evaluate also after so many epochs of `fit`, 0 for never.
         throttle_steps: evaluate also after so many steps, 0 for never.
@@ -157,28 +162,27 @@ class EvalSpec:
             `RunConfig.model_dir`.
     """
 
-    input_fn: Callable
+    input_fn: Callable[[], tf.data.Dataset]
     steps: int | None = None
     every_epochs: int = 0
     throttle_steps: int = 0
     throttle_seconds: float = 0.0
-    exporters: Sequence = ()
+    exporters: Sequence["Exporter"] = ()
 
-    def __post_init__(self):
-        """Check the numbers."""
+    def __post_init__(self) -> None:
         _check_integers(self, steps=1, every_epochs=0, throttle_steps=0)
         _check_numbers(self, throttle_seconds=0)
 
     def batches(self) -> tf.data.Dataset:
         """Return this rank's dataset."""
-        found = _dataset(self, self.input_fn())
-        is_infinite = found.cardinality() == tf.data.INFINITE_CARDINALITY
+        dataset = _check_dataset(self, self.input_fn())
+        is_infinite = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
         if is_infinite and self.steps is None:
             raise JobError(
                 "Received a dataset without end from EvalSpec.input_fn; expected one "
                 "pass over the test set: leave out repeat(), or set EvalSpec.steps."
             )
-        return found
+        return dataset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,8 +207,8 @@ class RunConfig:
         commit_every_steps: in an elastic job, steps between copies into memory, 0 for
             none; the steps since the last one are taken again when a worker is lost.
         commit_every_seconds: the same in seconds.
-        stop_signals: signals that make it stop in the same way, on any rank. Only with
-            a model_dir: otherwise they end it at once.
+        stop_signals: signals that stop the job in the same way, on any rank. Only with
+            a model_dir: without one, they end the job at once.
         keep_max: number of the newest checkpoints that are kept.
         keep_every_hours: in addition, one of every so many hours; 0 for none.
         unchanged: values by name with which a job has to be continued, such as the
@@ -220,7 +224,7 @@ class RunConfig:
     max_minutes: float = 0.0
     commit_every_steps: int = 0
     commit_every_seconds: float = 5.0
-    stop_signals: tuple = (
+    stop_signals: tuple[signal.Signals, ...] = (
         signal.SIGTERM,
         signal.SIGINT,
         signal.SIGUSR1,
@@ -228,10 +232,9 @@ class RunConfig:
     )
     keep_max: int = 5
     keep_every_hours: float = 0.0
-    unchanged: dict = dataclasses.field(default_factory=dict)
+    unchanged: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self):
-        """Check the numbers."""
+    def __post_init__(self) -> None:
         _check_integers(
             self, seed=0, save_every_steps=0, commit_every_steps=0, keep_max=1
         )
@@ -262,7 +265,7 @@ class Result:
             name, from the start of the job.
         test_metrics: by name, over the whole test set.
         start_step: the step that this run has continued from, 0 for a new job.
-        step: that of the model and of its metrics.
+        step: the last step of the model and of its metrics.
         train_seconds: in `fit`, without evaluation, of all runs of the job.
         samples_per_second: of all ranks in this run, without the first execution
             (tracing); 0 if it had nothing to train.
@@ -270,8 +273,8 @@ class Result:
     """
 
     model: keras.Model
-    history: dict
-    test_metrics: dict
+    history: dict[str, list[Any]]
+    test_metrics: dict[str, Any]
     start_step: int
     step: int
     train_seconds: float
@@ -279,8 +282,8 @@ class Result:
     skipped_updates: int
 
     @property
-    def train_metrics(self):
-        """The metrics of the last epoch, by name; without those that are arrays."""
+    def train_metrics(self) -> dict[str, float]:
+        """The metrics of the last epoch by name, except metrics that are arrays."""
         last = {name: values[-1] for name, values in self.history.items()}
         return {
             name: float(value) for name, value in last.items() if np.ndim(value) == 0
