@@ -144,12 +144,12 @@ class PerRankState:
             )
             return [state for n, state in enumerate(states) for _ in replicas.ranks(n)]
 
-        states = on_chief(world, read)
-        if world.size > 1:
-            # Each rank receives its own state only: the traffic and the memory of a
-            # rank do not grow with their number.
-            states = [scatter_object(states, name="PerRankState")]
-        self._state: ReplicaState = states[0]
+        states = on_chief(world, read) or []
+        # Each rank receives its own state only: the traffic and the memory of a rank do
+        # not grow with their number.
+        self._state: ReplicaState = (
+            scatter_object(states, name="PerRankState") if world.size > 1 else states[0]
+        )
 
     def assign(self, model: keras.Model) -> None:
         """Assign all but the states of metrics. A collective, after the broadcast."""

@@ -116,8 +116,9 @@ def position(
                 )
         return Position(step=0, sample=0, original_size=first_size)
 
-    # The chief alone reads; None of the other ranks is left out by the index.
-    return gather(world, on_chief(world, read))[0]
+    chief_position = gather(world, on_chief(world, read))[0]
+    assert chief_position
+    return chief_position
 
 
 def restore(
@@ -176,12 +177,12 @@ def restore(
     checkpoint = on_chief(world, read)
     arrays = checkpoint.arrays if checkpoint else {}
     groups = ArrayGroups(arrays)
-    broadcast = checkpoint and (checkpoint.header, [*groups.by_number(REPLICATED)])
+    header = checkpoint.header if checkpoint else None
+    replicated = list(groups.by_number(REPLICATED))
     if world.size > 1:
-        broadcast = broadcast_object(broadcast, name="Start")
-    if broadcast is None:
+        header, replicated = broadcast_object((header, replicated), name="Start")
+    if header is None:
         return Start(header=new_job, learning_rate=rate)
-    header, replicated = broadcast
     variables = variables.with_replicated(replicated)
     variables.scatter(groups.values_stored_once())
     if world.size > 1:
