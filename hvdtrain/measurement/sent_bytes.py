@@ -114,8 +114,8 @@ def _allgather(
     return (size_of(process_set, tf.int64) - 1) * _bytes(dtypes.as_tensors(values))
 
 
-def _allgather_natively(parts: Sequence[tf.Tensor], **_: object) -> tf.Tensor:
-    return _allgather(parts)
+def _allgather_natively(shards: Sequence[tf.Tensor], **_: object) -> tf.Tensor:
+    return _allgather(shards)
 
 
 def _alltoall(

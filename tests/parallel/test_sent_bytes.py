@@ -58,6 +58,18 @@ COLLECTIVES = {
         lambda rows: hvd.broadcast(tf.ones([5], tf.int32), 1),
         OTHERS * 5 * 4 if RANK == 1 else 0,
     ),
+    "gathered shards": (
+        lambda rows: transport.gather_shards(
+            [tf.ones([RANK + 1])], [SPLITS], [[sum(SPLITS)]], name="Gathered"
+        ),
+        OTHERS * (RANK + 1) * 4,
+    ),
+    "reduced shards": (
+        lambda rows: transport.reduce_to_shards(
+            [tf.ones([2 * SIZE])], [[2] * SIZE], transport.Reduction(), name="Reduced"
+        ),
+        OTHERS * 2 * 4,
+    ),
 }
 
 
