@@ -41,8 +41,8 @@ def first_batch(
     # model.
     end = max(step + 1, min(step + 2, train_spec.max_steps))
     second = None
-    # `input_fn` may call collectives, and the global state of Keras, such as the dtype
-    # policy, is that of a thread: the datasets are made in this one.
+    # Datasets are made in this thread: `input_fn` may call collectives, and Keras has a
+    # global state for each thread, the dtype policy for example.
     with fail_together(world):
         batches = train_spec.batches(step, end).take(2 if is_checked else 1)
         if is_checked and end == step + 2:

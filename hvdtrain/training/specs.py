@@ -1,6 +1,6 @@
 """The arguments and the result of `train_and_evaluate`.
 
-The names are those of TensorFlow's Estimator, which TensorFlow removed in 2.16.
+The names come from TensorFlow's Estimator, which TensorFlow removed in 2.16.
 docs/training.md lists what differs.
 """
 
@@ -194,7 +194,7 @@ class RunConfig:
             The job continues from the newest valid one there. ~ is expanded. None for
             no checkpoints.
         seed: of initial weights and of random layers, set before `model_fn` is called;
-            None for that of `job.start`.
+            None for the seed of `job.start`.
         save_every_steps: steps between checkpoints, 0 for none.
         save_every_seconds: seconds between checkpoints, 0 for none. There is always
             one at the end.

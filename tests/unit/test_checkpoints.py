@@ -296,6 +296,17 @@ def test_a_missing_key_is_named(files):
         files.read(300)
 
 
+def test_the_keys_of_a_file_stay_what_they_are(files):
+    (path,) = (pathlib.Path(__file__).parents[1] / "parallel/format_3").glob("*.json")
+    expected = json.loads(path.read_text())
+    header = Header.from_json(expected["step"], expected["metadata"])
+    files.write(Checkpoint(header=header, arrays={}))
+    written = json.loads(files.path(expected["step"]).read_text())
+    assert list(written) == list(expected)
+    # In the same order, too.
+    assert json.dumps(written["metadata"]) == json.dumps(expected["metadata"])
+
+
 def test_leftovers_of_a_killed_writer_are_deleted(files):
     files.write(checkpoint())
     complete = names(files)

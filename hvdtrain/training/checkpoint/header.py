@@ -164,7 +164,7 @@ def array_name(prefix: str, number: int, path: str) -> str:
 
 
 def without_layer_numbers(path: str) -> str:
-    """Return the path of a variable, equal for the same model in another process.
+    """Return a path that is equal for the same model in another process.
 
     Keras numbers the layers of a process: dense, dense_1, dense_2. Keras before 3.13
     wrote SGD where later versions write sgd.
@@ -225,5 +225,5 @@ def _converted(name: str, value: Any, expected: Any) -> Any:
     if is_other or not isinstance(value, accepted):
         raise ValueError(f"{name} is {value!r}, expected {expected}")
     if origin is tuple:
-        return tuple(_converted(name, each, arguments[0]) for each in value)
+        return tuple(_converted(name, element, arguments[0]) for element in value)
     return value

@@ -107,7 +107,7 @@ def position(
     ]
 
     def read() -> Position:
-        for store, step in [(each, step) for each in stores for step in each.steps()]:
+        for store, step in [(s, step) for s in stores for step in s.steps()]:
             # A damaged one is passed over, as in `restore`.
             with contextlib.suppress(CheckpointError):
                 header = store.verify(step)

@@ -58,7 +58,7 @@ def capture(
     variables = StateVariables.of(model).find_replicated(model, world)
     per_replica = variables.per_replica
     own = _RankState(
-        shards=[(each.block, each.local_value()) for each in per_replica.values()],
+        shards=[(v.block, v.local_value()) for v in per_replica.values()],
         metrics=local_states(variables.metrics),
         random=capture_generators(),
     )

@@ -281,7 +281,7 @@ def _untracked(model: keras.Model) -> list[keras.Variable | tf.Variable]:
 
 
 def assign(variables: Iterable[FullVariable], values: Iterable[np.ndarray]) -> None:
-    """Assign full values to variables in order, of each this rank's shard."""
+    """Assign to variables, in order, this rank's shards of full values."""
     for full_variable, value in zip(variables, values, strict=True):
         # A stage of a pipeline has none of the variables of the others.
         if full_variable.variable is not None:

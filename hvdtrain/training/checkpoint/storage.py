@@ -70,7 +70,7 @@ class _JsonFile:
         bytes: size of that file.
         bfloat16: names of the arrays of bfloat16, which are stored as uint16.
         format: `FORMAT` of the version that wrote the checkpoint.
-        step: that of the `Header`.
+        step: see `Header`.
         seconds: time of writing since the epoch.
         metadata: the other fields of the `Header`.
     """
@@ -199,7 +199,7 @@ class CheckpointFiles:
         """Return the contents of a JSON file whose file of arrays is not damaged."""
         contents = self._contents(step)
         if contents.step != step:
-            raise ValueError(f"it is that of step {contents.step}")
+            raise ValueError(f"it is of step {contents.step}")
         path = self._directory / contents.arrays
         size = path.stat().st_size
         if size != contents.bytes:
