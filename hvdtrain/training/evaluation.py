@@ -1,9 +1,9 @@
-"""Evaluation over the whole test set, each rank on its part."""
+"""Evaluation over the whole test set, of which each rank has some samples."""
 
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -13,7 +13,7 @@ from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.keras.variables import get_process_set
 from hvdtrain.training.checkpoint.restoring import Start
-from hvdtrain.training.exporting import Exports
+from hvdtrain.training.exporting import Evaluation, Exports
 from hvdtrain.training.observers import notify, scalars
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.progress import check_loss
@@ -40,13 +40,11 @@ def evaluate(
     """Return the model's metrics over the samples of all ranks, by name.
 
     Args:
-        model: a compiled model, the same on all ranks; with `rounds`, one whose
+        model: a compiled model, the same on all ranks; with `rounds`, its
             `steps_per_execution` is 1.
-        batches: a `tf.data.Dataset` of this rank's samples; ranks may have
-            different numbers of them.
+        batches: of this rank's samples; ranks may have different numbers of them.
         steps: batches that are evaluated, None for all.
-        rounds: the `Rounds` in which the ranks vote meanwhile on a request to stop; by
-            default they do not.
+        rounds: the ranks vote in these on a request to stop; by default they do not.
 
     Raises:
         SharedJobError: on all ranks, if no rank has a sample.
@@ -76,12 +74,8 @@ class Rounds(keras.callbacks.Callback):
     """Votes on a request to stop, during an evaluation.
 
     Ranks may have different numbers of batches. They vote after equal numbers, about
-    once in a second; those that have no more vote with the others until all are done.
-
-    Args:
-        requests: the `Requests`.
-        world: the `World`.
-        clock: returns seconds.
+    once in a second. A rank without more batches votes with the others until all are
+    done, since they would block in a vote without it.
     """
 
     def __init__(
@@ -101,7 +95,6 @@ class Rounds(keras.callbacks.Callback):
         self._is_stopped = self._is_done = False
 
     def on_test_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Votes if it is due."""
         self._batches += 1
         if self._batches == self._next:
             self._vote(is_done=False)
@@ -111,7 +104,7 @@ class Rounds(keras.callbacks.Callback):
         """Vote until all ranks are done.
 
         Raises:
-            InterruptedEvaluationError: one has asked for a stop.
+            InterruptedEvaluationError: a rank has asked for a stop.
         """
         while not (self._is_stopped or self._is_done):
             self._vote(is_done=True)
@@ -119,7 +112,7 @@ class Rounds(keras.callbacks.Callback):
             raise InterruptedEvaluationError
 
     def _vote(self, *, is_done: bool) -> None:
-        # The other requests are for the next step.
+        # Checkpoints and reports that are due have to wait for the next step.
         is_asked = self._requests.votes()[NAMES.index(STOP)]
         self._pause, (stops, done) = agree_on_pause(
             self._world, self._next_pause(is_done), [is_asked, is_done], name="Rounds"
@@ -131,7 +124,7 @@ class Rounds(keras.callbacks.Callback):
         now, batches = self._clock(), self._batches - self._last_batches
         seconds = max(now - self._last_seconds, 1e-9)
         self._last_seconds, self._last_batches = now, self._batches
-        # A chief that is done does not know the speed of the others.
+        # A chief that is done cannot measure the speed of the others.
         if is_done:
             return self._pause
         return max(1, min(int(batches / seconds), MAX_GROWTH * self._pause))
@@ -156,31 +149,32 @@ def evaluate_finished(
     rounds = Rounds(requests, world)
     try:
         with evaluated_weights(model, steps=None):
-            found = evaluate(model, spec.batches(), steps=spec.steps, rounds=rounds)
+            results = evaluate(model, spec.batches(), steps=spec.steps, rounds=rounds)
     except InterruptedEvaluationError:
         raise_preempted(requests, world, step=step, max_steps=max_steps)
-    if "loss" in found:
-        check_loss(found["loss"], step)
-    return found
+    if "loss" in results:
+        check_loss(results["loss"], step)
+    return results
 
 
 @contextlib.contextmanager
-def evaluated_weights(model, *, steps):
+def evaluated_weights(model: keras.Model, *, steps: int | None) -> Iterator[None]:
     """Give the model the weights that are evaluated and exported. A collective.
 
-    In the block, moving statistics are those of all ranks, and the weights are their
-    moving averages where the optimizer keeps them (`use_ema`). At its end all are
-    restored, and the metrics of the epoch as well.
+    In the block, moving statistics are averaged over the ranks, and each weight is its
+    moving average if the optimizer keeps one (`use_ema`). At its end weights, moving
+    statistics and the metrics of the epoch are restored.
 
     Args:
         model: a compiled and built model.
         steps: steps since the moving statistics were equal on all ranks.
     """
-    # With the seeds of layers that draw in evaluations, too.
+    # `model.variables` has the seeds of random layers, some of which draw in
+    # evaluations, too: training must continue with the seeds from before.
     variables = [*model.variables, *metrics.metric_variables(model.metrics)]
     before = metrics.local_states(variables)
     average_moving_statistics(model, steps=steps)
-    # Without use_ema it does nothing.
+    # Does nothing without use_ema.
     model.optimizer.finalize_variable_values(model.trainable_variables)
     try:
         yield
@@ -192,22 +186,22 @@ def evaluated_weights(model, *, steps):
 class EvaluationCallback(StepCallback):
     """Evaluates over all ranks when it is due, and at the end of the training.
 
-    It stands before the callbacks of users: the logs of an epoch contain the results
-    of its last evaluation, with the prefix `val_`.
+    It comes before the user's callbacks: the logs of an epoch contain the results of
+    its last evaluation, with the prefix `val_`.
 
     Args:
-        spec: the `EvalSpec`.
-        plan: the `Plan` of the training.
-        is_due: an `Interval`.
+        is_due: by steps or seconds; at ends of epochs, the spec decides.
         observers: see `train_and_evaluate`.
-        results: the list of the job's evaluations, to which each is appended.
-        exports: the `Exports` on the chief; None elsewhere, and without exporters.
-        left_out: a context manager in which each evaluation is run.
-        requests: the `Requests`.
-        world: the `World`.
-        start: the `Start`; an evaluation in which the run before was stopped is due.
+        results: the evaluations of the job, to which this appends.
+        exports: None without exporters, and on other ranks than the chief.
+        left_out: returns a context in which time is not counted as training.
+        start: the evaluation in which the run before was stopped is due.
         save: `save(logs)` writes a checkpoint before the last evaluation; None without
             checkpoints.
+
+    Attributes:
+        was_interrupted: whether a request to stop has ended an evaluation, which is
+            then still due.
     """
 
     def __init__(
@@ -217,18 +211,20 @@ class EvaluationCallback(StepCallback):
         is_due: Interval,
         observers: Sequence,
         *,
-        results: list,
+        results: list[Evaluation],
         exports: Exports | None,
-        left_out: Callable,
+        left_out: Callable[[], contextlib.AbstractContextManager[None]],
         requests: Requests,
         world: World,
         start: Start,
-        save: Callable | None,
+        save: Callable[[dict], None] | None,
     ) -> None:
         super().__init__(plan)
         self._requests = requests
         self._world = world
-        self._start = start if start.header.evaluation_is_due else None
+        self._owed_step: int | None = None
+        if start.header.evaluation_is_due:
+            self._owed_step = start.step
         self.was_interrupted = False
         self._left_out = left_out
         self._exports = exports
@@ -238,28 +234,26 @@ class EvaluationCallback(StepCallback):
         self._observers = observers
         self._save = save
         self._is_pending = self._has_ended = False
-        self._test_logs = {}
+        self._test_logs: dict[str, float] = {}
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Evaluates first what the run before was stopped in."""
         super().on_epoch_begin(epoch, logs)
-        if self._start:
-            self.step = self._start.step
+        # The run before was stopped in this evaluation: before a step changes weights.
+        if self._owed_step is not None:
+            self.step, self._owed_step = self._owed_step, None
             steps = self.step - self.plan.step(epoch)
-            self._start = None
             self._run(steps=steps or None, is_end=False)
 
-    def note_step(self):
-        """Asks whether it is due."""
+    def note_step(self) -> None:
+        # Kept until `act`, which a due step at the end of an epoch reaches there only.
         self._is_pending |= self._is_due(self.step)
 
-    def act(self, *, is_epoch_end):
-        """Evaluates if it is due within an epoch."""
+    def act(self, *, is_epoch_end: bool) -> None:
         if self._is_pending:
             self._run(steps=self.epoch_steps, is_end=False)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Evaluates if it is due, and adds the results of the epoch to its logs."""
+        """Evaluate if it is due, and add the results of the epoch to its logs."""
         every = self._spec.every_epochs
         if self.is_last:
             self._end(logs)
@@ -268,16 +262,16 @@ class EvaluationCallback(StepCallback):
         # A job that continues within an epoch has its evaluations from the checkpoint.
         self._test_logs = {}
         if self._results and self._results[-1]["step"] > self.plan.step(epoch):
-            found = scalars(self._results[-1]["metrics"])
-            self._test_logs = {f"val_{name}": value for name, value in found.items()}
+            numbers = scalars(self._results[-1]["metrics"])
+            self._test_logs = {f"val_{name}": value for name, value in numbers.items()}
         logs.update(self._test_logs)
 
     def end(self, logs: dict) -> None:
-        """Evaluates if a callback has ended the training after `on_epoch_end`.
+        """Evaluate if a callback has ended the training after `on_epoch_end`.
 
         Args:
-            logs: of the epoch. The test metrics are removed from them: the history of
-                a job is that of training metrics.
+            logs: of the epoch. Test metrics are removed from them, since the history of
+                a job has training metrics only.
         """
         for name in self._test_logs:
             logs.pop(name, None)
@@ -287,7 +281,8 @@ class EvaluationCallback(StepCallback):
     def _end(self, logs: dict) -> None:
         self._has_ended = True
         if self._save:
-            # User code follows: its failure must not cost the training.
+            # `input_fn` and exporters are user code: if they fail, the training that
+            # is complete must not be lost.
             self._save(logs)
         # At the end of an epoch the moving statistics are equal already.
         self._run(steps=None, is_end=True)
@@ -299,7 +294,8 @@ class EvaluationCallback(StepCallback):
                 try:
                     self._evaluate(is_end)
                 except InterruptedEvaluationError:
-                    # On all ranks: the callbacks that follow save, and end the run.
+                    # Raised on all ranks, so no vote is needed: the callbacks that
+                    # follow save, and end the run.
                     self.was_interrupted = True
                     self._requests.agreed |= {STOP}
             elif self._exports:
@@ -309,28 +305,23 @@ class EvaluationCallback(StepCallback):
     def _evaluate(self, is_end: bool) -> None:
         batches = self._spec.batches()
         rounds = Rounds(self._requests, self._world)
-        found = evaluate(self.model, batches, steps=self._spec.steps, rounds=rounds)
-        # The loss of a training step is computed before its update: only here does
-        # an update that broke the weights in the last steps become visible.
-        if "loss" in found:
-            check_loss(found["loss"], self.step)
-        self._results.append({"step": self.step, "metrics": found})
-        notify(self._observers, "on_evaluation", self.step, scalars(found))
+        results = evaluate(self.model, batches, steps=self._spec.steps, rounds=rounds)
+        # The loss of a training step is computed before its update: if an update of the
+        # last steps has broken the weights, no training loss shows it.
+        if "loss" in results:
+            check_loss(results["loss"], self.step)
+        self._results.append({"step": self.step, "metrics": results})
+        notify(self._observers, "on_evaluation", self.step, scalars(results))
         if self._exports:
             self._exports.write(self.model, self._results, is_last=is_end)
 
 
 class EndOfEvaluationsCallback(keras.callbacks.Callback):
-    """Calls `EvaluationCallback.end` after the callbacks of users.
-
-    Args:
-        evaluation: the `EvaluationCallback`.
-    """
+    """Calls `EvaluationCallback.end` after the user's callbacks."""
 
     def __init__(self, evaluation: EvaluationCallback) -> None:
         super().__init__()
         self._evaluation = evaluation
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Evaluates if the training ends here and that was not known before."""
         self._evaluation.end(logs)

@@ -79,9 +79,9 @@ def fit(
     except hvd.callbacks.DesynchronizedError as error:
         raise SharedJobError(str(error)) from None
     except tf.errors.OpError as error:
-        if found := _EARLY_END.search(str(error)):
+        if early_end := _EARLY_END.search(str(error)):
             raise JobError(
-                f"Received {found[1]} batches from input_fn for the steps {start_step} "
+                f"Received {early_end[1]} batches from input_fn for the steps {start_step} "
                 f"to {plan.max_steps}; expected one for each step: set "
                 "TrainSpec.repeat, or lower max_steps."
             ) from None
@@ -91,11 +91,11 @@ def fit(
 
 
 def _calls(plan: Plan) -> tf.data.Dataset:
-    """Return what `fit` iterates over: more elements than an epoch has calls.
+    """Return the dataset that `fit` iterates over; it has more elements than calls.
 
-    A StopIteration of `train_function` ends an epoch, since the number of its calls
-    is not known before. Keras makes a new iterator then, which must not be that of the
-    batches.
+    The number of calls of an epoch is not known before: a StopIteration that
+    `train_function` raises ends it. Keras then makes a new iterator, so this cannot be
+    the dataset of the batches, which would start again.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -103,23 +103,19 @@ def _calls(plan: Plan) -> tf.data.Dataset:
 
 
 class _Batches:
-    """Batches of which the first has been read, on all ranks. A collective.
-
-    Args:
-        iterator: of all batches.
-        world: the `World`.
-    """
+    """Batches, the first of which has been read on all ranks. A collective."""
 
     def __init__(self, iterator: tf.data.Iterator, world: World) -> None:
         self.iterator = iterator
         self._none = tf.experimental.Optional.empty(iterator.element_spec)
-        # A rank that reads and drops what was trained on takes long.
+        # A rank that skips the batches of earlier steps may take long: `on_all` has no
+        # limit of time, and a step does.
         self._first = on_all(
             world, iterator.get_next_as_optional, name="the first batch of input_fn"
         )
 
     def take_first(self) -> tf.experimental.Optional:
-        """Return the first batch once, then none: it would stay in memory."""
+        """Return the first batch once, then none: it must not stay in memory."""
         first, self._first = self._first, self._none
         return first
 
@@ -127,16 +123,11 @@ class _Batches:
 def _steps_function(
     model: keras.Model, batches: _Batches, steps_per_execution: int
 ) -> Callable[[int], dict]:
-    """Return a function that takes a number of steps, and returns the last logs.
+    """Return a function that takes a number of steps, and returns the last logs."""
 
-    Args:
-        model: a compiled model.
-        batches: the `_Batches`.
-        steps_per_execution: the highest number of steps.
-    """
-
+    # AutoGraph would convert the whole package, which has no need of it.
     @tf.autograph.experimental.do_not_convert
-    def train_step(batch):
+    def train_step(batch: tuple) -> dict:
         return model.train_step(batch)
 
     if model.run_eagerly:
@@ -159,9 +150,9 @@ def _compiled_steps(
 ) -> Callable[[tf.experimental.Optional, np.int32], dict]:
     """Return a compiled function of an optional first batch and a number of steps.
 
-    It is one loop for any number: the bits of a step do not depend on how many are
-    taken together. Keras' own function has a constant number, and its graph is another
-    one for each.
+    One graph loops over any number of steps, so that the bits of a step do not depend
+    on how many are taken together. Keras' own function unrolls a constant number, and
+    each graph may be optimized differently.
 
     Args:
         step: a `tf.function` that takes one step.
@@ -169,31 +160,34 @@ def _compiled_steps(
         is_one: whether the number of steps is always 1, which needs no loop.
     """
 
-    def next_batch(first, is_first):
+    def next_batch(
+        first: tf.experimental.Optional, is_first: bool | tf.Tensor
+    ) -> tf.Tensor | tuple:
         is_first = tf.logical_and(is_first, first.has_value())
         return tf.cond(is_first, first.get_value, iterator.get_next)
 
     @tf.function(autograph=False)
-    def one_step(first, steps):
+    def one_step(first: tf.experimental.Optional, steps: tf.Tensor) -> dict:
         del steps
         return step(next_batch(first, True))
 
     @tf.function(autograph=False)
-    def several_steps(first, steps):
+    def several_steps(first: tf.experimental.Optional, steps: tf.Tensor) -> dict:
         logs = step.get_concrete_function(iterator.element_spec).structured_outputs
         specs = tf.nest.flatten(logs, expand_composites=True)
 
-        def body(done, *_):
-            found = step(next_batch(first, tf.equal(done, 0)))
-            return done + 1, *tf.nest.flatten(found, expand_composites=True)
+        def body(done: tf.Tensor, *_: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            new_logs = step(next_batch(first, tf.equal(done, 0)))
+            return done + 1, *tf.nest.flatten(new_logs, expand_composites=True)
 
-        _, *found = tf.while_loop(
+        _, *flat_logs = tf.while_loop(
             lambda done, *_: done < steps,
             body,
+            # Logs have no value before the first step; the loop takes one or more.
             [tf.constant(0), *map(_zeros, specs)],
             shape_invariants=[tf.TensorShape([]), *[spec.shape for spec in specs]],
         )
-        return tf.nest.pack_sequence_as(logs, found, expand_composites=True)
+        return tf.nest.pack_sequence_as(logs, flat_logs, expand_composites=True)
 
     return one_step if is_one else several_steps
 
@@ -210,15 +204,21 @@ class _Training(keras.callbacks.CallbackList):
     compiled function; those that act within executions, after each call.
 
     Args:
-        callbacks: Keras callbacks.
-        model: the compiled model.
-        plan: the `Plan`.
         start_step: steps taken before.
         stops: see `fit`.
-        batches: the `_Batches` from `start_step` on.
+        batches: from `start_step` on.
     """
 
-    def __init__(self, callbacks, *, model, plan, start_step, stops, batches):
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        *,
+        model: keras.Model,
+        plan: Plan,
+        start_step: int,
+        stops: Callable[[int], int],
+        batches: _Batches,
+    ) -> None:
         super().__init__(
             callbacks,
             add_history=True,
@@ -231,7 +231,8 @@ class _Training(keras.callbacks.CallbackList):
         self._plan = plan
         self._step = start_step
         self._is_continued = start_step % plan.fit_epoch_steps > 0
-        self._execution = None
+        # Steps before and after the current execution.
+        self._execution = (start_step, start_step)
         self._stops = stops
         self._batches = batches
         self._within = [
@@ -240,8 +241,8 @@ class _Training(keras.callbacks.CallbackList):
             if getattr(callback, "acts_within_executions", False)
         ]
 
-    def train_function(self, calls):
-        """Take steps to the end of the execution, or to where ranks act before it."""
+    def train_function(self, calls: tf.data.Iterator) -> dict:
+        """Take steps to the end of the execution, or to an earlier stop."""
         del calls
         if self._step == self._epoch_end:
             raise StopIteration
@@ -250,19 +251,18 @@ class _Training(keras.callbacks.CallbackList):
         self._step = end
         return logs
 
-    def on_train_begin(self, logs=None):
-        """Make the function that takes steps, of the model that callbacks leave."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
         super().on_train_begin(logs)
+        # After the callbacks, which may replace the model's `train_step`.
         self._take_steps = _steps_function(
             self.model, self._batches, self._plan.steps_per_execution
         )
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Begin an epoch; the rate of an interrupted one has been set before."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch_start = self._plan.step(epoch)
         self._epoch_end = self._plan.step(epoch + 1)
-        # A callback that changes the learning rate there, `LearningRateScheduler` for
-        # example, would do so twice.
+        # In an interrupted epoch, callbacks such as `LearningRateScheduler` have set the
+        # learning rate before, and would now change it twice.
         rate = get_inner_optimizer(self.model.optimizer).learning_rate
         is_kept = self._is_continued and isinstance(rate, keras.Variable)
         self._is_continued = False
@@ -271,15 +271,15 @@ class _Training(keras.callbacks.CallbackList):
         if is_kept:
             rate.assign(before)
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Begin an execution, unless a part of it is done, or the epoch."""
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Call the callbacks at the beginning of an execution only."""
         execution = self._plan.execution(self._step)
         if self._step < self._epoch_end and execution != self._execution:
             self._execution = execution
             super().on_train_batch_begin(execution[0] - self._epoch_start, logs)
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Pass on the number of the last batch."""
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        # Keras counts calls of `train_function`, and callbacks count batches.
         batch = self._step - self._epoch_start - 1
         if self._step == self._execution[1]:
             super().on_train_batch_end(batch, logs)

@@ -3,7 +3,8 @@
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,110 +25,22 @@ from hvdtrain.keras.metrics import (
 from hvdtrain.keras.variables import get_process_set
 from hvdtrain.training.checkpoint.snapshot import check_finite
 from hvdtrain.training.observers import Progress, RunStart, notify, scalars
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping
 
-
-class Stopwatch:
-    """Counts the seconds of a clock within epochs.
-
-    Args:
-        clock: returns seconds.
-
-    Attributes:
-        total: seconds in all epochs, as of the last `read`.
-        reported: those at the last report.
-    """
-
-    def __init__(self, clock):
-        self._clock = clock
-        self.total = self.reported = 0.0
-
-    def resume(self):
-        """Leave out the time since the last `read`."""
-        self._start = self._clock() - self.total
-
-    def read(self):
-        """Read the clock."""
-        self.total = self._clock() - self._start
-
-
 _REPORT_SECONDS = 1.0
-# No names of metrics, with whose values they are averaged.
+# Objects, since they are keys beside names of metrics, which may be any text.
 _COMMUNICATION, _INPUT_WAIT = object(), object()
 
 
-def check_loss(loss, step):
+def check_loss(loss: float, step: int) -> None:
     """Raise `SharedJobError` if `loss`, a mean over all ranks, is not finite."""
     if not math.isfinite(loss):
         raise SharedJobError(
             f"The loss became {loss} before step {step}: training has diverged. Lower "
             "the learning rate, or add a warm-up."
         )
-
-
-def _sums(arrays: Sequence) -> list[np.ndarray]:
-    """Return the sums of numbers and arrays over all ranks, in one reduction."""
-    arrays = [np.asarray(array, "float64") for array in arrays]
-    sent = np.concatenate([array.ravel() for array in arrays])
-    sums = allreduce(sent, name="Progress", op=Sum).numpy()
-    parts = np.split(sums, np.cumsum([array.size for array in arrays])[:-1])
-    return [p.reshape(a.shape) for p, a in zip(parts, arrays, strict=True)]
-
-
-class RecentMetrics:
-    """The results of metrics since the last report of an epoch, over all ranks.
-
-    They are computed from differences of states. States that are not known to be sums,
-    such as a maximum, are those since the epoch began.
-
-    Args:
-        model: a compiled model.
-        world: the `World`.
-    """
-
-    def __init__(self, model: keras.Model, world: World) -> None:
-        self._model = model
-        self._process_set = get_process_set(model.optimizer) if world.size > 1 else None
-        self._before = None
-
-    def sent(self, logs: Mapping[str, float]) -> dict[tuple, np.ndarray]:
-        """Return the arrays by key whose means over the ranks `results` takes."""
-        metrics = self._model.metrics
-        variables = metric_variables(metrics)
-        states = local_states(variables)
-        found = results(metrics, states)
-        flags = {
-            (name, "is_result"): is_result(logs[name], name, found) for name in logs
-        }
-        before, self._before = self._before, states
-        # A metric may make variables in its first update.
-        if before is not None and len(before) == len(states):
-            known = zip(states, before, are_sums(metrics), strict=True)
-            states = [now - then if is_sum else now for now, then, is_sum in known]
-        self._dtypes = [state.dtype for state in states]
-        if self._process_set:
-            states = addends(variables, states, self._process_set)
-        return flags | {("state", number): s for number, s in enumerate(states)}
-
-    def results(self, means: Mapping[tuple, np.ndarray]) -> dict[str, float]:
-        """Return the results that all ranks have logged, by name."""
-        size = self._process_set.size() if self._process_set else 1
-        totals = [
-            _as_dtype(means["state", number] * size, dtype)
-            for number, dtype in enumerate(self._dtypes)
-        ]
-        metrics = self._model.metrics
-        if self._process_set:
-            variables = metric_variables(metrics)
-            totals = combined(variables, totals, self._process_set)
-        found = results(metrics, totals)
-        return {n: v for n, v in found.items() if means.get((n, "is_result")) == 1}
-
-
-def _as_dtype(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    # A mean of integers, times the number of ranks, may be just below an integer.
-    return (np.rint(value) if dtype.kind in "iu" else np.asarray(value)).astype(dtype)
 
 
 class ProgressCallback(keras.callbacks.Callback):
@@ -142,14 +55,14 @@ class ProgressCallback(keras.callbacks.Callback):
         global_batch_size: samples of a step of the whole job.
         world: the `World`.
         observers: see `train_and_evaluate`.
-        requests: the `Requests`.
+        requests: the `Requests`, by default new ones.
         votes: the `Votes` on them, by default new ones.
-        skipping: the `Skipping`.
+        skipping: the `Skipping`; by default nothing is left out.
         start_step: the first step of this run.
-        batch_before: samples of a step before that one, by default as many.
+        batch_before: samples of a step before `start_step`, by default as many.
         clock: returns seconds.
         reduction_seconds: returns the seconds that this rank has spent in reductions.
-        input_seconds: returns those in which it has waited for input.
+        input_seconds: returns the seconds in which it has waited for input.
 
     Attributes:
         acts_within_executions: see `fitting.fit`.
@@ -159,20 +72,20 @@ class ProgressCallback(keras.callbacks.Callback):
 
     def __init__(
         self,
-        plan,
-        global_batch_size,
-        world,
-        observers,
+        plan: Plan,
+        global_batch_size: int,
+        world: World,
+        observers: Sequence[object],
         *,
-        requests=None,
-        votes=None,
-        skipping=None,
-        start_step=0,
-        batch_before=None,
-        clock=time.perf_counter,
-        reduction_seconds=transport.reduction_seconds,
-        input_seconds=input_wait_seconds,
-    ):
+        requests: Requests | None = None,
+        votes: Votes | None = None,
+        skipping: Skipping | None = None,
+        start_step: int = 0,
+        batch_before: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        reduction_seconds: Callable[[], float] = transport.reduction_seconds,
+        input_seconds: Callable[[], float] = input_wait_seconds,
+    ) -> None:
         super().__init__()
         self._requests = requests or Requests()
         self._votes = votes or Votes(
@@ -186,31 +99,30 @@ class ProgressCallback(keras.callbacks.Callback):
         self._world = world
         self._observers = observers
         self._clock = clock
-        self._time = Stopwatch(clock)
-        self._input = Stopwatch(input_seconds)
-        self._reduction = Stopwatch(
+        self._time = _EpochClock(clock)
+        self._input = _EpochClock(input_seconds)
+        self._reduction = _EpochClock(
             reduction_seconds if world.size > 1 else lambda: math.nan
         )
-        self._stopwatches = (self._time, self._input, self._reduction)
-        self._first_steps = None
+        self._clocks = (self._time, self._input, self._reduction)
+        self._first_steps: int | None = None
         self._steps = self._reported_steps = start_step
         self._first_seconds = 0.0
 
     @property
-    def seconds(self):
+    def seconds(self) -> float:
         """Seconds in the steps so far, without evaluations."""
         return self._time.total
 
     @property
-    def samples_per_second(self):
-        """Of all ranks, without the first execution, in which TensorFlow traces."""
+    def samples_per_second(self) -> float:
+        """Speed of all ranks, without the first execution, which contains tracing."""
         if self._first_steps is None:
             return 0.0
         speed = self._steps_per_second(self._first_steps, self._first_seconds)
         return speed * self._global_batch_size
 
-    def on_train_begin(self, logs=None):
-        """Reports the start."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
         start = RunStart(
             step=self._start_step,
             max_steps=self._plan.max_steps,
@@ -219,37 +131,37 @@ class ProgressCallback(keras.callbacks.Callback):
         )
         notify(self._observers, "on_start", start)
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Starts the clocks."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch
         self._resume()
-        self._reported_means = None
-        self._recent = RecentMetrics(self.model, self._world)
+        # Steps and means of the last report; a mean covers the epoch so far.
+        self._reported_means: tuple[float, Mapping[str, float]] | None = None
+        self._recent = _RecentMetrics(self.model, self._world)
         self._skipping.begin_epoch()
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Reads the clock of input, before what follows waits for other input."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        # Before the evaluation, which waits for input of its own.
         self._input.read()
         if "loss" not in (logs or {}):
-            # Metrics such as an accuracy stay finite. To read all weights in each
-            # report would cost a large model a good part of its time.
+            # No loss shows a divergence, and metrics such as an accuracy stay finite:
+            # read the weights. Once an epoch, since this takes long for large models.
             check_finite(self.model, self._world, self._steps)
 
     @contextlib.contextmanager
-    def left_out(self):
+    def left_out(self) -> Iterator[None]:
         """Leave out the time from the last execution to the end of the block."""
         self._input.read()
         yield
         self._resume()
 
-    def _resume(self):
-        for stopwatch in self._stopwatches:
-            stopwatch.resume()
+    def _resume(self) -> None:
+        for clock in self._clocks:
+            clock.resume()
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Reads the clocks, and reports if it is due."""
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         self._steps = self._plan.step(self._epoch, batch + 1)
-        # Without that of input, which is slower than a short step's part of Python.
+        # The clock of input is read in reports only: reading it takes longer than all
+        # Python code of a short step.
         self._time.read()
         self._reduction.read()
         if self._first_steps is None:
@@ -262,18 +174,20 @@ class ProgressCallback(keras.callbacks.Callback):
         if REPORT in self._requests.agreed or self._steps == self._plan.max_steps:
             self._report(scalars(logs or {}))
 
-    def _is_report_due(self):
-        # The first one comes soon: after the second execution.
+    def _is_report_due(self) -> bool:
+        # The first report comes soon: after the second execution.
         is_first = self._reported_steps == self._first_steps
         is_soon = is_first and self._steps > self._plan.execution(self._start_step)[1]
         return is_soon or self._clock() - self._reported_clock >= _REPORT_SECONDS
 
-    def _report(self, logs):
+    def _report(self, logs: Mapping[str, float]) -> None:
         self._input.read()
-        sent = self._since_report(logs) | self._recent.sent(logs)
+        sent: dict[Any, float | np.ndarray] = {**self._since_report(logs)}
+        sent |= self._recent.arrays(logs)
         sent[_COMMUNICATION] = self._share(self._reduction)
         sent[_INPUT_WAIT] = self._share(self._input)
-        means = self._average(sent)
+        # One reduction for all of them: the cost is latency.
+        means = _averaged(sent, self._world)
         recent = {name: float(means[name]) for name in logs}
         recent |= self._recent.results(means)
         self._check(recent)
@@ -292,49 +206,48 @@ class ProgressCallback(keras.callbacks.Callback):
             # Training goes on as long as the weights are finite.
             check_finite(self.model, self._world, self._steps)
 
-    def _note_report(self):
+    def _note_report(self) -> None:
         self._reported_steps = self._steps
         self._reported_clock = self._clock()
-        for stopwatch in self._stopwatches:
-            stopwatch.reported = stopwatch.total
+        for clock in self._clocks:
+            clock.reported = clock.total
 
-    def _share(self, part):
-        """Return a stopwatch's share of this rank's time since the last report."""
-        # As of the speed: without tracing, except in a run of a single execution.
+    def _share(self, clock: "_EpochClock") -> float:
+        """Return a clock's share of this rank's time since the last report."""
+        # Without tracing, as in the speed, except in a run of a single execution.
         is_single = self._steps == self._reported_steps
-        seconds, of_part = (
+        seconds, all_seconds = (
             each.total - (0.0 if is_single else each.reported)
-            for each in (self._time, part)
+            for each in (clock, self._time)
         )
-        return of_part / seconds
+        return seconds / all_seconds
 
-    def _progress(self, metrics, communication, input_wait):
+    def _progress(
+        self, metrics: dict[str, float], communication: float, input_wait: float
+    ) -> Progress:
         samples_left = (self._plan.max_steps - self._steps) * self._global_batch_size
+        speed = self._steps_per_second(self._reported_steps, self._time.reported)
         return Progress(
             step=self._steps,
             max_steps=self._plan.max_steps,
             metrics=metrics,
-            # Of the optimizer inside, for a LossScaleOptimizer.
+            # A LossScaleOptimizer returns the rate of the optimizer inside of it.
             learning_rate=float(self.model.optimizer.learning_rate),
             communication=communication,
             input_wait=input_wait,
-            samples_per_second=self._recent_speed() * self._global_batch_size,
+            samples_per_second=speed * self._global_batch_size,
             seconds_left=samples_left / self.samples_per_second,
             skipped_updates=self._skipping.count,
         )
 
-    def _recent_speed(self):
-        """Steps per second since the last report."""
-        return self._steps_per_second(self._reported_steps, self._time.reported)
-
-    def _steps_per_second(self, first_steps, first_seconds):
+    def _steps_per_second(self, first_steps: int, first_seconds: float) -> float:
         steps, seconds = self._steps, self._time.total
-        # A run of a single execution has no other speed than that with its tracing.
+        # A run of a single execution has no speed without its tracing.
         if steps == first_steps:
             return (steps - self._start_step) / seconds
         return (steps - first_steps) / (seconds - first_seconds)
 
-    def _since_report(self, means):
+    def _since_report(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Convert means since the start of the epoch to means since the last report."""
         first = self._plan.step(self._epoch)
         # Steps of an interrupted epoch may have had another number of samples.
@@ -350,9 +263,89 @@ class ProgressCallback(keras.callbacks.Callback):
             for name, mean in means.items()
         }
 
-    def _average(self, values):
-        """Average over the ranks."""
-        if self._world.size == 1:
-            return values
-        means = [total / self._world.size for total in _sums(values.values())]
-        return dict(zip(values, means, strict=True))
+
+class _EpochClock:
+    """Adds up the seconds of a clock within epochs, without the time between them.
+
+    Attributes:
+        total: seconds in all epochs, as of the last `read`.
+        reported: `total` at the last report.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.total = self.reported = 0.0
+
+    def resume(self) -> None:
+        """Leave out the time since the last `read`."""
+        self._start = self._clock() - self.total
+
+    def read(self) -> None:
+        """Read the clock."""
+        self.total = self._clock() - self._start
+
+
+class _RecentMetrics:
+    """The results of metrics since the last report of an epoch, over all ranks.
+
+    They are computed from differences of states. A state that is not known to be a sum,
+    such as a maximum, has no difference: it counts since the epoch began.
+    """
+
+    def __init__(self, model: keras.Model, world: World) -> None:
+        self._model = model
+        self._process_set = get_process_set(model.optimizer) if world.size > 1 else None
+        self._before: list[np.ndarray] | None = None
+
+    def arrays(self, logs: Mapping[str, float]) -> dict[tuple, float | np.ndarray]:
+        """Return the arrays by key whose means over the ranks `results` takes."""
+        metrics = self._model.metrics
+        variables = metric_variables(metrics)
+        states = local_states(variables)
+        own = results(metrics, states)
+        arrays: dict[tuple, float | np.ndarray] = {
+            (name, "is_result"): is_result(value, name, own)
+            for name, value in logs.items()
+        }
+        before, self._before = self._before, states
+        # A metric may make variables in its first update.
+        if before is not None and len(before) == len(states):
+            known = zip(states, before, are_sums(metrics), strict=True)
+            states = [now - then if is_sum else now for now, then, is_sum in known]
+        self._dtypes = [state.dtype for state in states]
+        if self._process_set:
+            states = addends(variables, states, self._process_set)
+        return arrays | {("state", number): s for number, s in enumerate(states)}
+
+    def results(self, means: Mapping[object, np.ndarray]) -> dict[str, float]:
+        """Return the results that all ranks have logged, by name."""
+        size = self._process_set.size() if self._process_set else 1
+        totals = [
+            _as_dtype(means["state", number] * size, dtype)
+            for number, dtype in enumerate(self._dtypes)
+        ]
+        metrics = self._model.metrics
+        if self._process_set:
+            variables = metric_variables(metrics)
+            totals = combined(variables, totals, self._process_set)
+        recent = results(metrics, totals)
+        return {n: v for n, v in recent.items() if means.get((n, "is_result")) == 1}
+
+
+def _as_dtype(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    # A mean of integers, times the number of ranks, may be just below an integer.
+    return (np.rint(value) if dtype.kind in "iu" else np.asarray(value)).astype(dtype)
+
+
+def _averaged(values: Mapping[object, Any], world: World) -> Mapping[object, Any]:
+    """Return the means of numbers and arrays over all ranks, in one reduction."""
+    if world.size == 1:
+        return values
+    arrays = [np.asarray(value, "float64") for value in values.values()]
+    sent = np.concatenate([array.ravel() for array in arrays])
+    sums = allreduce(sent, name="Progress", op=Sum).numpy()
+    flat = np.split(sums, np.cumsum([array.size for array in arrays])[:-1])
+    return {
+        key: total.reshape(array.shape) / world.size
+        for key, total, array in zip(values, flat, arrays, strict=True)
+    }
