@@ -254,6 +254,7 @@ class EvaluationCallback(StepCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         """Evaluate if it is due, and add the results of the epoch to its logs."""
+        logs = {} if logs is None else logs
         every = self._spec.every_epochs
         if self.is_last:
             self._end(logs)
@@ -324,4 +325,4 @@ class EndOfEvaluationsCallback(keras.callbacks.Callback):
         self._evaluation = evaluation
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self._evaluation.end(logs)
+        self._evaluation.end(logs or {})

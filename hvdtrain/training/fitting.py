@@ -81,8 +81,8 @@ def fit(
     except tf.errors.OpError as error:
         if early_end := _EARLY_END.search(str(error)):
             raise JobError(
-                f"Received {early_end[1]} batches from input_fn for the steps {start_step} "
-                f"to {plan.max_steps}; expected one for each step: set "
+                f"Received {early_end[1]} batches from input_fn for the steps "
+                f"{start_step} to {plan.max_steps}; expected one for each step: set "
                 "TrainSpec.repeat, or lower max_steps."
             ) from None
         raise
@@ -146,7 +146,10 @@ def _take_eagerly(step: Callable, batches: _Batches, steps: int) -> dict:
 
 
 def _compiled_steps(
-    step: Callable, iterator: tf.data.Iterator, *, is_one: bool
+    step: tf.types.experimental.PolymorphicFunction,
+    iterator: tf.data.Iterator,
+    *,
+    is_one: bool,
 ) -> Callable[[tf.experimental.Optional, np.int32], dict]:
     """Return a compiled function of an optional first batch and a number of steps.
 
@@ -261,8 +264,8 @@ class _Training(keras.callbacks.CallbackList):
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch_start = self._plan.step(epoch)
         self._epoch_end = self._plan.step(epoch + 1)
-        # In an interrupted epoch, callbacks such as `LearningRateScheduler` have set the
-        # learning rate before, and would now change it twice.
+        # In an interrupted epoch, callbacks such as `LearningRateScheduler` have set
+        # the learning rate before, and would now change it twice.
         rate = get_inner_optimizer(self.model.optimizer).learning_rate
         is_kept = self._is_continued and isinstance(rate, keras.Variable)
         self._is_continued = False
