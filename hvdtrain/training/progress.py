@@ -329,7 +329,9 @@ class _RecentMetrics:
             variables = metric_variables(metrics)
             totals = combined(variables, totals, self._process_set)
         recent = results(metrics, totals)
-        return {n: v for n, v in recent.items() if means.get((n, "is_result")) == 1}
+        return {
+            n: float(v) for n, v in recent.items() if means.get((n, "is_result")) == 1
+        }
 
 
 def _as_dtype(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
