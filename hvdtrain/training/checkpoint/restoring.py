@@ -91,8 +91,6 @@ def position(
     """Return the `Position` from which a job continues. A collective.
 
     Args:
-        config: the configuration of the run.
-        world: the job.
         commits: see `train_and_evaluate`.
         replicas: the replicas of the model; by default, each rank is one.
     """
@@ -139,7 +137,6 @@ def restore(
         model: a built and compiled model whose optimizer is built.
         stores: where checkpoints may be; the first store that has one is used. On the
             chief only.
-        world: the job.
         new_job: the header with which the job would start without a checkpoint.
         scale_from: see `TrainSpec`.
 
@@ -151,30 +148,17 @@ def restore(
     replicas = Replicas.of_model(world, model)
     variables = StateVariables.of(model)
 
-    def read() -> Checkpoint | None:
-        for store in stores:
-            store.delete_leftovers()
-        newest = (_newest(variables, store) for store in stores)
-        checkpoint = next(filter(None, newest), None)
-        if checkpoint:
-            before = checkpoint.header
-            scale = replicas.size / before.size if scale_from else 1
-            _check_unchanged(before, new_job)
-            _check_batch(before, new_job, scale=scale)
-            _adjust_learning_rate(
-                model.optimizer, before, rate, size=replicas.size, scale=scale
-            )
-            _warn_of_new_metrics(variables, checkpoint)
-            for store in stores:
-                # Also in files, if the newest commit is used: later files are of steps
-                # that are taken again.
-                store.supersede_after(checkpoint.step)
-        _check_position(checkpoint.header if checkpoint else new_job, scale_from)
-        if scale_from:
-            _check_windows(model.optimizer)
-        return checkpoint
-
-    checkpoint = on_chief(world, read)
+    checkpoint = on_chief(
+        world,
+        lambda: _read(
+            model.optimizer,
+            variables,
+            stores,
+            new_job=new_job,
+            rate=rate,
+            scale_from=scale_from,
+        ),
+    )
     arrays = checkpoint.arrays if checkpoint else {}
     groups = ArrayGroups(arrays)
     header = checkpoint.header if checkpoint else None
@@ -195,6 +179,37 @@ def restore(
         ),
         learning_rate=rate,
     )
+
+
+def _read(
+    optimizer: keras.optimizers.Optimizer,
+    variables: StateVariables,
+    stores: Sequence[Store],
+    *,
+    new_job: Header,
+    rate: float | None,
+    scale_from: Position | None,
+) -> Checkpoint | None:
+    """Read and assign the newest valid checkpoint, and check that it fits the job."""
+    for store in stores:
+        store.delete_leftovers()
+    newest = (_newest(variables, store) for store in stores)
+    checkpoint = next(filter(None, newest), None)
+    if checkpoint:
+        before = checkpoint.header
+        scale = new_job.size / before.size if scale_from else 1
+        _check_unchanged(before, new_job)
+        _check_batch(before, new_job, scale=scale)
+        _adjust_learning_rate(optimizer, before, rate, size=new_job.size, scale=scale)
+        _warn_of_new_metrics(variables, checkpoint)
+        for store in stores:
+            # Also in files, if the newest commit is used: later files are of steps
+            # that are taken again.
+            store.supersede_after(checkpoint.step)
+    _check_position(checkpoint.header if checkpoint else new_job, scale_from)
+    if scale_from:
+        _check_windows(optimizer)
+    return checkpoint
 
 
 def assign_all(model: keras.Model, start: Start) -> None:
@@ -320,9 +335,7 @@ def _adjust_learning_rate(
 
     Args:
         optimizer: after the checkpoint was assigned.
-        before: header of the checkpoint.
         rate: `_learning_rate` of the new model.
-        size: number of replicas.
         scale: factor of the global batch.
     """
     restored = _learning_rate(optimizer)
