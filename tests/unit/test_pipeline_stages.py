@@ -86,7 +86,7 @@ def own_function(x):
     return x
 
 
-def divided():
+def sharded():
     model = chain()
     # Of a mesh of one rank, in place of one with model=2.
     halves = Sharding(axis=0, size=4, num_shards=2, rank=0, process_set=None)
@@ -109,7 +109,7 @@ REFUSED = {
     r"one tensor from stage 0 .* \['a', 'b'\]|\['b', 'a'\]": residual,
     "layer 'a' is called in stage 0 and, on the output of 'b', in stage 1": shared,
     "layers 'a' and 'b' share the variable": tied,
-    "Dense 'a' .* divided, and not over the axis model": divided,
+    "Dense 'a' .* sharded, and not over the axis model": sharded,
     "2 inputs": two_inputs,
     "output of .*embedding.* has a mask": masked,
     "a Subclass": subclassed,
@@ -153,7 +153,7 @@ def test_frozen_batch_normalization_and_a_call_that_is_shared_within_a_stage():
         part = stage.build(model, ["c"], mesh_of(index))
         value = part.network(value)
     np.testing.assert_array_equal(value, model(x))
-    rebuilt = part.dense.build()
+    rebuilt = part.full_model.build()
     described = [(weight.path, weight.shape) for weight in rebuilt.weights]
     assert described == [(weight.path, weight.shape) for weight in model.weights]
 
@@ -167,9 +167,9 @@ def test_frozen_batch_normalization_and_a_call_that_is_shared_within_a_stage():
     ],
 )
 def test_the_largest_stage_has_as_few_parameters_as_possible(sizes, count, expected):
-    assert splitting.balanced(sizes, count) == expected
+    assert splitting.balance(sizes, count) == expected
 
 
 def test_stages_without_weights_are_refused():
     with pytest.raises(ValueError, match="2 layers with weights; expected at least 3"):
-        splitting.balanced([0, 4, 4], 3)
+        splitting.balance([0, 4, 4], 3)

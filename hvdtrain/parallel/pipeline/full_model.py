@@ -1,10 +1,12 @@
-"""The dense model of a pipeline: its config, and its variables over all stages."""
+"""The full model of a pipeline: its config, and its variables over all stages."""
 
 import collections
 import contextlib
 import copy
 import dataclasses
 import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -21,133 +23,149 @@ from hvdtrain.sharding.full_values import FullValues, FullVariable
 
 _NOT_LOADED = -1
 
+# A key of a variable that does not depend on names; see `_make_keys`.
+_Key: TypeAlias = tuple[Any, int]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullModel:
-    """The dense model without its values.
+    """The full model without its values.
 
     Attributes:
         model_class: `keras.Sequential` or the class of functional models.
         config: its config.
-        custom_objects: its layers' classes by name.
-        scope: the first part of its variables' paths, which a Sequential has.
+        custom_objects: the classes of its layers by name.
+        scope: what the paths of its variables have before the names of layers; empty
+            unless it is a Sequential.
         layers: the names of its layers, in their order.
     """
 
-    model_class: type
-    config: dict
-    custom_objects: dict
+    model_class: type[keras.Model]
+    config: dict[str, Any]
+    custom_objects: dict[str, type]
     scope: str
-    layers: list
+    layers: list[str]
 
-    def build(self, compiled=None):
-        """Return the dense model with new initial values.
+    def build(self, compiled: keras.Model | None = None) -> keras.Model:
+        """Return the full model with new initial values.
 
         Args:
-            compiled: a model as which it is compiled, if that is.
+            compiled: a model; the full model is compiled like it, if it is compiled.
         """
         # A GPU may have no room for all stages.
         with tf.device("CPU"):
             return self._build(compiled)
 
-    def _build(self, compiled):
+    def _build(self, compiled: keras.Model | None) -> keras.Model:
         with in_scope(self.scope):
-            # Keras takes entries out of the config that it is given.
+            # A copy: Keras pops entries of the config that it gets.
             model = self.model_class.from_config(
                 copy.deepcopy(self.config), self.custom_objects
             )
         if compiled is not None and compiled.compiled:
-            # Not from a config, which has only the names of a user's own functions.
+            # The arguments themselves: a serialized config would have only the names of
+            # a user's own functions.
             options = dict(compiled._compile_config.config)
-            options["optimizer"] = _new(compiled.optimizer)
+            options["optimizer"] = _clone_optimizer(compiled.optimizer)
             model.compile(**options, auto_scale_loss=False)
             if compiled.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
         return model
 
 
-def _new(optimizer):
+def _clone_optimizer(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
     """Return an optimizer of the same class and config, without state."""
     inner = get_inner_optimizer(optimizer)
     classes = {type(inner), type(inner._learning_rate)}
-    with keras.saving.custom_object_scope({each.__name__: each for each in classes}):
+    with keras.saving.custom_object_scope({cls.__name__: cls for cls in classes}):
         return type(optimizer).from_config(optimizer.get_config())
 
 
-def scope_of(model):
-    """Return what the paths of a model's variables have before the layers' names."""
+def find_scope(model: keras.Model) -> str:
+    """Return what the paths of a model's variables have before the names of layers."""
     for layer in model.layers:
         for variable in layer.variables:
-            before, found, _ = variable.path.partition(f"{layer.name}/")
-            if found:
+            before, separator, _ = variable.path.partition(f"{layer.name}/")
+            if separator:
                 return before.removesuffix("/")
     return ""
 
 
 @contextlib.contextmanager
-def in_scope(scope):
-    """Give variables that are made in the block paths that begin with `scope`."""
+def in_scope(scope: str) -> Iterator[None]:
+    """Make paths of variables that are created in the block begin with `scope`."""
     with contextlib.ExitStack() as stack:
         for name in filter(None, scope.split("/")):
             stack.enter_context(keras.name_scope(name))
         yield
 
 
-def describe(variables, common, pipeline):
-    """Return the variables of all stages as `FullVariable`s. A collective.
+def describe(
+    variables: Sequence[keras.Variable],
+    common: Sequence[keras.Variable],
+    pipeline: Axis,
+) -> list[FullVariable]:
+    """Return the variables of all stages as `FullVariable`s.
+
+    A collective of the ranks of the pipeline.
 
     Args:
-        variables: list of this rank's variables.
-        common: list of those of the optimizer that all stages have, such as the number
-            of iterations. Each is one.
+        variables: this rank's variables.
+        common: variables of the optimizer that all stages have, such as the number of
+            iterations. The result has each of them once.
         pipeline: the axis of the mesh.
     """
-    number_of = {id(variable): number for number, variable in enumerate(common)}
-    mine = [(FullVariable.of(v), number_of.get(id(v))) for v in variables]
+    numbers = {id(variable): number for number, variable in enumerate(common)}
+    local = [(FullVariable.of(v), numbers.get(id(v))) for v in variables]
+    # Without the variables, which cannot be pickled.
     sent = [
         (dataclasses.replace(described, variable=None), number)
-        for described, number in mine
+        for described, number in local
     ]
-    own = {number: each for each, number in mine if number is not None}
-    stages = [mine]
+    local_common: dict[int | None, FullVariable] = {
+        number: v for v, number in local if number is not None
+    }
+    stages = [local]
     if needs_communication(pipeline.process_set):
         stages = allgather_object(
             sent, name="StageVariables", process_set=pipeline.process_set
         )
-        stages[pipeline.index] = mine
-    found = {}
+        stages[pipeline.index] = local
+    by_key: dict[object, FullVariable] = {}
     for stage, entries in enumerate(stages):
-        for place, (described, number) in enumerate(entries):
-            # Not by path: the states of random layers may have equal ones.
-            key = (stage, place) if number is None else number
-            found.setdefault(key, own.get(number, described))
-    return list(found.values())
+        for position, (described, number) in enumerate(entries):
+            # Not by path: the states of random layers may have equal paths.
+            key = (stage, position) if number is None else number
+            by_key.setdefault(key, local_common.get(number, described))
+    return list(by_key.values())
 
 
-def common_state(model):
+def common_state(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of an optimizer that belong to no weight of the model."""
     optimizer = getattr(model, "optimizer", None)
     return variables.common_state(optimizer, model.weights) if optimizer else []
 
 
-def gather(pipeline, axis: Axis):
-    """Return the dense model and its optimizer's state on rank 0, None elsewhere.
+def gather(pipeline: keras.Model, axis: Axis) -> keras.Model | None:
+    """Return the full model and its optimizer's state on rank 0, None elsewhere.
 
     A collective of all ranks of the job.
 
     Args:
-        pipeline: the `PipelineModel`.
-        axis: the axis of the mesh over which its stages are.
+        pipeline: a `PipelineModel`, whose module imports this one.
+        axis: the axis pipeline of its mesh.
 
     Raises:
         SharedJobError: on all ranks, if rank 0 cannot make it.
     """
-    described, keys = _described(pipeline, axis)
+    described, keys = _describe_with_keys(pipeline, axis)
     model, targets = None, []
     with fail_together(world()):
         if global_process_set.rank() == 0:
-            model = pipeline.dense.build(pipeline)
-            targets = _ordered(model, keys, pipeline.dense.layers)
+            model = pipeline.full_model.build(pipeline)
+            targets = _order(model, keys, pipeline.full_model.layers)
     values = FullValues(described)
     for number in range(len(described)):
         value = values.gather(number)
@@ -156,25 +174,27 @@ def gather(pipeline, axis: Axis):
     return model
 
 
-def load(pipeline, axis: Axis, filepath, options):
-    """Assign what rank 0 reads from a file of the dense model. A collective.
+def load(
+    pipeline: keras.Model, axis: Axis, filepath: str, options: dict[str, Any]
+) -> None:
+    """Assign to all stages from a file of the full model, which rank 0 reads.
 
-    As Keras does, it leaves the optimizer as it is where the file has another number
-    of its variables, or none.
+    A collective of all ranks of the job. As Keras does, it leaves the optimizer
+    unchanged if the file has another number of optimizer variables, or none.
 
     Args:
-        pipeline: the `PipelineModel`.
-        axis: the axis of the mesh over which its stages are.
+        pipeline: a `PipelineModel`, whose module imports this one.
+        axis: the axis pipeline of its mesh.
         filepath: the file.
-        options: further arguments of `keras.Model.load_weights`, as a dict.
+        options: further arguments of `keras.Model.load_weights`.
 
     Raises:
         JobError: on all ranks, if it cannot be read.
     """
-    described, keys = _described(pipeline, axis)
+    described, keys = _describe_with_keys(pipeline, axis)
 
-    def read():
-        model = pipeline.dense.build(pipeline)
+    def read() -> list[keras.Variable]:
+        model = pipeline.full_model.build(pipeline)
         optimizer = get_inner_optimizer(getattr(model, "optimizer", None))
         if optimizer:
             optimizer._iterations.assign(_NOT_LOADED)
@@ -182,9 +202,9 @@ def load(pipeline, axis: Axis, filepath, options):
             model.load_weights(filepath, **options)
         except (OSError, ValueError) as error:
             raise JobError(f"Cannot load {filepath}: {error}") from error
-        sources = _ordered(model, keys, pipeline.dense.layers)
+        sources = _order(model, keys, pipeline.full_model.layers)
         if optimizer and int(optimizer._iterations) == _NOT_LOADED:
-            # The weights are the first ones.
+            # Weights come before the optimizer's variables.
             return sources[: len(model.weights)]
         return sources
 
@@ -195,66 +215,69 @@ def load(pipeline, axis: Axis, filepath, options):
         values.scatter(number, sources and sources[number].numpy())
 
 
-def _described(pipeline, axis):
-    """Return the `FullVariable`s of the model and its optimizer, and their keys."""
+def _describe_with_keys(
+    pipeline: keras.Model, axis: Axis
+) -> tuple[list[FullVariable], list[_Key]]:
+    """Return the variables of the full model and its optimizer, and their keys."""
     described = [
         *pipeline.full_variables(pipeline.weights),
-        *pipeline.full_variables(_state(pipeline)),
+        *pipeline.full_variables(_optimizer_state(pipeline)),
     ]
     ranks = axis.process_set
-    mine = _keys(pipeline, pipeline.network.layers, pipeline.dense.layers)
-    stages = [mine]
+    local = _make_keys(pipeline, pipeline.network.layers, pipeline.full_model.layers)
+    stages = [local]
     if needs_communication(ranks):
-        stages = allgather_object(mine, name="StageKeys", process_set=ranks)
-    # In the order of the variables. What all stages have is among them once, too.
+        stages = allgather_object(local, name="StageKeys", process_set=ranks)
+    # In the order of the variables: a variable that all stages have is there once.
     of_weights, of_state = zip(*stages, strict=True)
     keys = itertools.chain(*of_weights, *of_state)
     return described, list(dict.fromkeys(keys))
 
 
-def _ordered(model: keras.Model, keys: list, names: list) -> list:
-    """Return the variables of a dense model that have these keys."""
-    of_weights, of_state = _keys(model, model.layers, names)
-    variables = zip(of_weights, model.weights, strict=True)
-    by_key = dict([*variables, *zip(of_state, _state(model), strict=True)])
+def _order(
+    model: keras.Model, keys: Sequence[_Key], names: Sequence[str]
+) -> list[keras.Variable]:
+    """Return the variables of a full model that have these keys."""
+    of_weights, of_state = _make_keys(model, model.layers, names)
+    weights = zip(of_weights, model.weights, strict=True)
+    by_key = dict([*weights, *zip(of_state, _optimizer_state(model), strict=True)])
     return [by_key[key] for key in keys]
 
 
-def _state(model):
+def _optimizer_state(model: keras.Model) -> list[keras.Variable]:
     optimizer = getattr(model, "optimizer", None)
     return optimizer.variables if optimizer else []
 
 
-def _keys(model: keras.Model, layers: list, names: list) -> tuple[list, list]:
-    """Return keys of the variables of the dense model or one of its stages.
+def _make_keys(
+    model: keras.Model, layers: Sequence[keras.layers.Layer], names: Sequence[str]
+) -> tuple[list[_Key], list[_Key]]:
+    """Return keys of the weights and of the optimizer's variables of a model.
 
-    They do not depend on names: automatic names of layers differ between ranks of which
-    one has made more layers before, and weights of nested models may have equal paths.
-    The key of a weight has the number of its layer in the dense model, and its own in
-    the layer; that of a slot the key of its weight, and that of other variables of the
-    optimizer None. Then comes the number among the variables of this kind.
+    Keys do not depend on names: automatic names of layers differ between ranks if one
+    of them has made more layers before, and weights of nested models may have equal
+    paths. The owner of a weight is the number of its layer in the full model and its
+    own number in the layer; the owner of a slot is its weight's; other variables of the
+    optimizer have None. A key is an owner and a number among its variables.
 
     Args:
-        model: the model.
-        layers: its layers, which are layers of the dense model.
-        names: those of the layers of this rank's dense model.
-
-    Returns:
-        List of the keys of the weights, and list of those of the optimizer's variables.
+        model: the full model or one of its stages.
+        layers: its layers, which are layers of the full model.
+        names: names of the layers of this rank's full model.
     """
-    number_of = {
+    numbers = {
         id(weight): (names.index(layer.name), number)
         for layer in layers
         for number, weight in enumerate(layer.weights)
     }
     owners = {}
-    if _state(model):
+    if _optimizer_state(model):
         pairs = variables.owned_slots(model.optimizer, model.weights)
-        owners = {id(slot): number_of[id(weight)] for slot, weight in pairs}
-    counts = collections.Counter(number_of.values())
+        owners = {id(slot): numbers[id(weight)] for slot, weight in pairs}
+    counts = collections.Counter[Any](numbers.values())
     of_state = []
-    for variable in _state(model):
+    for variable in _optimizer_state(model):
         owner = owners.get(id(variable))
         of_state.append((owner, counts[owner]))
         counts[owner] += 1
-    return [(number_of[id(weight)], 0) for weight in model.weights], of_state
+    return [(numbers[id(weight)], 0) for weight in model.weights], of_state

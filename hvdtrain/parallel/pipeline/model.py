@@ -1,4 +1,7 @@
-"""A Keras model whose layers are divided into the stages of a pipeline."""
+"""A Keras model whose layers are split into the stages of a pipeline."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -10,34 +13,37 @@ from hvdtrain.keras import collective_calls
 from hvdtrain.keras.collective_calls import check_called_alike
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.variables import get_hook
-from hvdtrain.parallel.mesh import active_mesh
+from hvdtrain.parallel.mesh import Mesh, active_mesh
 from hvdtrain.parallel.pipeline import batches, full_model, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, make_links
+from hvdtrain.parallel.pipeline.schedules import Operation
+from hvdtrain.sharding.full_values import FullVariable
 from hvdtrain.sharding.layer_checks import check_scores
 from hvdtrain.sharding.shards import set_stages
 
 
 class PipelineModel(keras.Model):
-    """A dense model, of whose layers each rank of a pipeline has those of one stage.
+    """A full model, of which each rank of a pipeline holds the layers of one stage.
 
         with parallel.Mesh(pipeline=2) as mesh:
-            model = parallel.PipelineModel(make_dense, stages=["dense_3"])
+            model = parallel.PipelineModel(make_model, stages=["dense_3"])
         model.compile("adam", "mse")
         model.fit(x, y, shuffle=False)
 
-    A batch is divided into micro-batches, with which the stages work at the same time.
-    A training step is that of the dense model on the whole batch: losses are means over
-    its samples, gradients are summed over micro-batches and applied once, and
-    `global_clipnorm` and loss scaling span all stages. Losses, metrics and predictions
-    are equal on all ranks of the pipeline. `fit`, `evaluate`, `predict` and the model's
-    call are collectives of these ranks, which give the same samples to them: with
-    `shuffle` they need equal seeds (`keras.utils.set_random_seed`). A step of which
-    the first sample differs is an error on all ranks. The call has no gradient.
+    A batch is split into micro-batches, on which the stages work at the same time. A
+    training step computes what a step of the full model on the whole batch computes:
+    losses are means over its samples, gradients are summed over micro-batches and
+    applied once, and `global_clipnorm` and loss scaling span all stages. Losses,
+    metrics and predictions are equal on all ranks of the pipeline. `fit`, `evaluate`,
+    `predict` and the model's call are collectives of these ranks, which must pass the
+    same samples: with `shuffle` they need equal seeds (`keras.utils.set_random_seed`).
+    If the first samples of a step differ, all ranks raise an error. The call has no
+    gradient.
 
-    `weights` and the optimizer's slots are those of this rank's stage. The initial
-    values are those of `model`; delete it to release those of the other stages.
-    Dropout draws a mask for each micro-batch, other than for the whole batch. Losses of
-    `add_loss` must be means over the samples, or independent of them.
+    `weights` and the optimizer's slots are of this rank's stage. The initial values are
+    copied from `model`; delete it to release the other stages. Dropout draws a mask for
+    each micro-batch: other masks than for the whole batch. Losses of `add_loss` must be
+    means over the samples, or independent of them.
 
     With replicas of the pipeline, gradients are reduced over `mesh.data`:
     `hvd.DistributedOptimizer(optimizer, mesh=mesh)`, which `compile` adds where it is
@@ -45,20 +51,20 @@ class PipelineModel(keras.Model):
 
     Args:
         model: a built `keras.Sequential` or functional model with one input and one
-            output, or a function without arguments that returns it. All ranks give the
-            same, with the same values. The weights of what a function returns are in
-            the memory of the host, not of a GPU, until those of the stage are copied.
+            output, or a function without arguments that returns it; the same, with the
+            same values, on all ranks. The weights of a model that the function returns
+            are in the memory of the host, not of a GPU, until the stage is copied.
         stages: names of the first layer of each stage but the first; or the number of
             layers of each stage. By default, the largest stage has as few parameters
             as possible.
-        microbatches: into how many parts a batch is divided. The first ones have a
-            sample more where it is not divisible.
+        microbatches: number of micro-batches of a batch. The first ones have a sample
+            more where it is not divisible.
         schedule: `gpipe` or `1f1b`, see `schedules.training`.
         mesh: the `Mesh`; by default the active one.
         name: name of this model.
 
     Attributes:
-        dense: the `FullModel`: what `model` is built from, without values.
+        full_model: the `FullModel`, from which `model` can be built, without values.
 
     Raises:
         ValueError: the model cannot be split, for the reason given.
@@ -66,14 +72,14 @@ class PipelineModel(keras.Model):
 
     def __init__(
         self,
-        model,
-        stages=None,
+        model: keras.Model | Callable[[], keras.Model],
+        stages: Sequence[str] | Sequence[int] | None = None,
         *,
-        microbatches=4,
-        schedule="gpipe",
-        mesh=None,
-        name=None,
-    ):
+        microbatches: int = 4,
+        schedule: str = "gpipe",
+        mesh: Mesh | None = None,
+        name: str | None = None,
+    ) -> None:
         mesh = mesh or active_mesh()
         if not isinstance(microbatches, int) or microbatches < 1:
             raise ValueError(
@@ -82,42 +88,50 @@ class PipelineModel(keras.Model):
         index, size = mesh.pipeline.index, mesh.pipeline.size
         training = schedules.training(schedule, size, microbatches)
         if callable(model) and not isinstance(model, keras.layers.Layer):
-            # A GPU needs room for one stage only.
+            # On the host: a GPU may have room for one stage only.
             with tf.device("CPU"):
                 model = model()
-        mine = stage.build(model, stages, mesh)
-        # As the dense model, which casts the inputs of its layers only.
+        built = stage.build(model, stages, mesh)
+        # No autocast: the full model casts in its layers only.
         super().__init__(name=name, dtype=model.dtype_policy, autocast=False)
         self._mesh = mesh
         self._microbatches = microbatches
         self._training = tuple(training[index])
         self._inference = tuple(schedules.inference(size, microbatches)[index])
-        self._links = make_links(mesh, mine.cuts)
-        self._last_cut = mine.cuts[-1]
-        self._outputs_of_dense = mine.outputs
+        self._links = make_links(mesh, built.cuts)
+        self._last_cut = built.cuts[-1]
+        self._full_outputs = built.outputs
         self._is_last = index == size - 1
-        self.network = mine.network
-        self.dense = mine.dense
+        self.network = built.network
+        self.full_model = built.full_model
         self.built = True
         if size > 1:
             for variable in self.network.variables:
                 set_stages(variable, mesh.pipeline.process_set)
 
-    def compile(self, optimizer="rmsprop", loss=None, *args, **kwargs):
-        """Configure the training, as `keras.Model.compile`.
+    def compile(
+        self,
+        optimizer: str | keras.optimizers.Optimizer = "rmsprop",
+        loss: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Configure the training, as `keras.Model.compile` does.
 
         Raises:
             ValueError: for a loss that is no mean over the samples, or an optimizer
                 that is distributed without the mesh.
         """
-        for each in keras.tree.flatten(loss):
-            batches.check_loss(keras.losses.get(each))
-        optimizer = self._distributed(keras.optimizers.get(optimizer))
+        for output_loss in keras.tree.flatten(loss):
+            batches.check_loss(keras.losses.get(output_loss))
+        optimizer = self._distribute(keras.optimizers.get(optimizer))
         super().compile(optimizer, loss, *args, **kwargs)
-        check_scores(self, self._outputs_of_dense)
+        check_scores(self, self._full_outputs)
         configure_compiled_model(self)
 
-    def _distributed(self, optimizer):
+    def _distribute(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> keras.optimizers.Optimizer:
         hook = get_hook(optimizer)
         if hook is None:
             return DistributedOptimizer(optimizer, mesh=self._mesh)
@@ -130,7 +144,7 @@ class PipelineModel(keras.Model):
             )
         return optimizer
 
-    def call(self, inputs, training=False):
+    def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         """Return the outputs of the last stage, on all ranks."""
         step = self._execute(
             inputs, operations=self._inference, training=training, is_scored=False
@@ -148,26 +162,26 @@ class PipelineModel(keras.Model):
         outputs.set_shape(self._last_cut.shape)
         return outputs
 
-    def full_variables(self, variables):
+    def full_variables(self, variables: Sequence[keras.Variable]) -> list[FullVariable]:
         """Return variables of all stages as `FullVariable`s, in one list.
 
         A collective of the ranks of the pipeline.
 
         Args:
-            variables: list of this rank's weights, or of variables of its optimizer.
+            variables: weights of this rank, or variables of its optimizer.
         """
         common = full_model.common_state(self)
         return full_model.describe(variables, common, self._mesh.pipeline)
 
-    def gather_full(self):
-        """Return the dense model and its optimizer's state on rank 0, None elsewhere.
+    def gather_full(self) -> keras.Model | None:
+        """Return the full model and its optimizer's state on rank 0, None elsewhere.
 
         A collective of all ranks of the job. `save` and `save_weights` write it.
         """
         return full_model.gather(self, self._mesh.pipeline)
 
-    def load_weights(self, filepath, **options):
-        """As that of Keras, from a file of the dense model that rank 0 reads.
+    def load_weights(self, filepath: str, **options: Any) -> None:
+        """Load from a file of the full model, which rank 0 reads.
 
         A collective of all ranks of the job.
 
@@ -178,8 +192,7 @@ class PipelineModel(keras.Model):
             check_called_alike("load_weights")
         full_model.load(self, self._mesh.pipeline, filepath, options)
 
-    def train_step(self, data):
-        """As that of Keras, over the stages."""
+    def train_step(self, data: Any) -> dict[str, Any]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         step = self._execute(
             x,
@@ -193,8 +206,7 @@ class PipelineModel(keras.Model):
         self.optimizer.apply(step.gradients, self.trainable_variables)
         return self._logs(step, x, y, sample_weight)
 
-    def test_step(self, data):
-        """As that of Keras, over the stages."""
+    def test_step(self, data: Any) -> dict[str, Any]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         step = self._execute(
             x, y, sample_weight, operations=self._inference, training=False
@@ -203,21 +215,21 @@ class PipelineModel(keras.Model):
 
     def _execute(
         self,
-        x,
-        y=None,
-        sample_weight=None,
+        x: tf.Tensor,
+        y: tf.Tensor | None = None,
+        sample_weight: tf.Tensor | None = None,
         *,
-        operations,
-        training,
-        is_scored=True,
-        **options,
-    ):
+        operations: Sequence[Operation],
+        training: bool,
+        is_scored: bool = True,
+        **options: Any,
+    ) -> Execution:
         """Return an `Execution` that has been run."""
         size = batches.count_samples(x)
         sizes = batches.split_sizes(size, self._microbatches)
-        y, sample_weight = (batches.split(each, sizes) for each in (y, sample_weight))
+        y, sample_weight = (batches.split(z, sizes) for z in (y, sample_weight))
 
-        def forward(m, inputs):
+        def forward(m: int, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
             outputs = self.network(inputs, training=training)
             losses = self.losses if is_scored else []
             if self._is_last and is_scored:
@@ -234,18 +246,25 @@ class PipelineModel(keras.Model):
             forward, inputs, stage=index, links=self._links, **options
         ).run(operations)
 
-    def _logs(self, step, x, y, sample_weight):
-        """Return the metrics, after an update on the last stage, on all stages."""
+    def _logs(
+        self,
+        step: Execution,
+        x: tf.Tensor,
+        y: tf.Tensor | None,
+        sample_weight: tf.Tensor | None,
+    ) -> dict[str, Any]:
+        """Update the metrics on the last stage, and return them on all stages."""
         outputs, pipeline = self._predictions(step), self._mesh.pipeline
         numbers = collective_calls.fingerprints((x, y), pipeline)
         if not self._is_last:
-            # Variables that a metric makes in its first update exist on all ranks.
+            # Update the metrics without samples: a metric creates variables in its
+            # first update, which must exist on all ranks.
             y, sample_weight = keras.tree.map_structure(
-                lambda each: None if each is None else each[:0], (y, sample_weight)
+                lambda z: None if z is None else z[:0], (y, sample_weight)
             )
         self.compute_metrics(x, y, outputs, sample_weight)
-        own = {id(variable) for variable in self._loss_tracker.variables}
-        states = [v for v in self.metrics_variables if id(v) not in own]
+        tracker = {id(variable) for variable in self._loss_tracker.variables}
+        states = [v for v in self.metrics_variables if id(v) not in tracker]
         values = [tf.convert_to_tensor(state) for state in states]
         if not self._is_last:
             values = list(map(tf.zeros_like, values))
@@ -261,9 +280,9 @@ class PipelineModel(keras.Model):
         self._loss_tracker.update_state(loss, sample_weight=batches.count_samples(x))
         return self.get_metrics_result()
 
-    def _predictions(self, step):
+    def _predictions(self, step: Execution) -> tf.Tensor:
         """Return the outputs of a batch; no rows on other stages than the last."""
         if self._is_last:
-            parts = [step.outputs[m] for m in range(self._microbatches)]
-            return tf.concat(parts, axis=0)
+            outputs = [step.outputs[m] for m in range(self._microbatches)]
+            return tf.concat(outputs, axis=0)
         return tf.zeros((0, *self._last_cut.shape[1:]), self._last_cut.dtype)

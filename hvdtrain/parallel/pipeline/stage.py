@@ -1,111 +1,58 @@
-"""The layers of one stage, built in place of the dense model's."""
+"""Build the layers of one stage of a full model."""
 
 import dataclasses
 import math
 import random
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.parallel.layer import InModelGroup
+from hvdtrain.parallel.mesh import Mesh
 from hvdtrain.parallel.pipeline import splitting
-from hvdtrain.parallel.pipeline.full_model import FullModel, in_scope, scope_of
+from hvdtrain.parallel.pipeline.full_model import FullModel, find_scope, in_scope
+from hvdtrain.parallel.pipeline.splitting import Cut, Entry
 from hvdtrain.sharding import layer_checks
 from hvdtrain.sharding.full_values import FullVariable
 from hvdtrain.sharding.shards import is_sharded
 
-
-def check(layer, mesh):
-    """Raise a ValueError for a layer that is divided, and that no stage can make."""
-    if _is_made(layer, mesh) or not is_sharded(layer.variables):
-        return
-    raise ValueError(
-        f"The {type(layer).__name__} {layer.name!r} cannot be part of a pipeline, "
-        "which makes layers from their config: its weights are divided, and not over "
-        "the axis model of the pipeline's mesh, or those of a layer inside of it are."
-    )
-
-
-def full_size(operation):
-    """Return the number of parameters of a layer's dense twin: equal on all ranks.
-
-    It is 0 for an operation of Keras, such as an addition, which is no layer.
-    """
-    variables = getattr(operation, "variables", [])
-    return sum(math.prod(FullVariable.of(variable).shape) for variable in variables)
-
-
-def makers(functional, mesh):
-    """Return, by a registered name, what Keras calls as the class of a divided layer.
-
-    Args:
-        functional: the dense model, with divided layers.
-        mesh: the `Mesh` of the pipeline.
-    """
-    made = [layer for layer in functional.layers if _is_made(layer, mesh)]
-    return {_name(layer.name): _Maker(layer, mesh) for layer in made}
-
-
-def with_maker(entry, makers):
-    """Return an entry of a config, with the registered name if it has a maker."""
-    name = _name(entry["name"])
-    if name not in makers:
-        return entry
-    # It is built by its call: the shapes of its build are those of the dense twin.
-    kept = {key: value for key, value in entry.items() if key != "build_config"}
-    return kept | {"registered_name": name}
-
-
-def _is_made(layer, mesh):
-    return isinstance(layer, InModelGroup) and layer.is_on_mesh(mesh)
-
-
-class _Maker:
-    def __init__(self, layer, mesh):
-        self._layer = layer
-        self._mesh = mesh
-
-    def from_config(self, _):
-        return self._layer.clone_for_mesh(self._mesh)
-
-
-def _name(layer_name):
-    return f"divided>{layer_name}"
-
-
-# They depend on the whole batch, or on the batches before.
+# In training, these depend on all samples of a batch, or on the batches before.
 _STATEFUL = (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What a rank has of a dense model.
+    """The stage of a full model on a rank.
 
     Attributes:
-        network: functional model of its layers, with the dense model's values.
+        network: functional model of its layers, with the values of the full model.
         cuts: the `Cut` after each stage; the last one is the model's output.
-        dense: the `FullModel`.
-        outputs: what `layer_checks.trace_outputs` returns of the full model.
+        full_model: the `FullModel`.
+        outputs: the result of `layer_checks.trace_outputs` for the full model.
     """
 
     network: keras.Model
-    cuts: tuple
-    dense: FullModel
+    cuts: tuple[Cut, ...]
+    full_model: FullModel
     outputs: list
 
 
-def build(model, stages, mesh):
-    """Return the `Stage` of a rank. The dense model can be deleted afterwards.
+def build(
+    model: keras.Model, stages: Sequence[str] | Sequence[int] | None, mesh: Mesh
+) -> Stage:
+    """Return the `Stage` of a rank. The full model can be deleted afterwards.
 
-    Every rank of the pipeline checks the whole model: all raise the same error.
+    Every rank of the pipeline checks the full model: all raise the same error.
 
     Args:
         model: a built `keras.Sequential` or functional model.
         stages: as for `PipelineModel`.
-        mesh: the `Mesh`, of whose axis pipeline each rank has a stage.
+        mesh: the `Mesh`; the rank gets the stage of its index on the axis pipeline.
 
     Raises:
-        ValueError: the model cannot be split, or not so.
+        ValueError: the model cannot be split, or not into these stages.
     """
     index, size = mesh.pipeline.index, mesh.pipeline.size
     functional = _as_functional(model)
@@ -113,8 +60,8 @@ def build(model, stages, mesh):
     config = functional.get_config()
     outputs = [tuple(history) for history in config["output_layers"]]
     if stages is None:
-        sizes = list(map(full_size, functional.operations[1:]))
-        stages = splitting.balanced(sizes, size)
+        sizes = list(map(_count_parameters, functional.operations[1:]))
+        stages = splitting.balance(sizes, size)
     entries = splitting.split(config["layers"], stages)
     if len(entries) != size:
         raise ValueError(
@@ -122,40 +69,49 @@ def build(model, stages, mesh):
             f"mesh with pipeline={size}; expected as many stages as ranks."
         )
     (output,) = model.outputs
-    cuts = splitting.cuts(entries, outputs)
-    cuts.append(splitting.checked(outputs[0], output.shape, output.dtype))
-    stage_of = {each["name"]: s for s, stage in enumerate(entries) for each in stage}
-    owners = _stages_of_variables(functional, stage_of)
-    _check_trainable(functional, owners, size)
-    for layer in functional.layers:
-        check(layer, mesh)
-        for each in layer._flatten_layers():
-            _check_layer(each)
-    for cut in cuts:
-        _check_mask(functional, cut)
-    before = cuts[index - 1] if index else None
-    layer_makers = makers(functional, mesh)
-    mine = [with_maker(entry, layer_makers) for entry in entries[index]]
+    cuts = splitting.find_cuts(entries, outputs)
+    cuts.append(splitting.make_cut(outputs[0], output.shape, output.dtype))
+    _check_model(functional, entries, cuts, mesh)
+    cut_before = cuts[index - 1] if index else None
+    makers = _make_makers(functional, mesh)
+    stage_entries = [_register_maker(entry, makers) for entry in entries[index]]
     name = f"{model.name}_stage_{index}"
-    network = _network(
-        splitting.config_of(mine, before, cuts[index].history, name),
-        functional,
-        layer_makers,
-    )
+    config = splitting.make_config(stage_entries, cut_before, cuts[index].history, name)
+    network = _build_network(config, functional, makers)
     _copy_values(network, functional)
-    dense = FullModel(
+    full_model = FullModel(
         model_class=type(model),
         config=model.get_config(),
         custom_objects=_classes(model),
-        scope=scope_of(functional),
+        scope=find_scope(functional),
         layers=[layer.name for layer in functional.layers],
     )
     return Stage(
-        network=network, cuts=tuple(cuts), dense=dense, outputs=outputs_of_model
+        network=network,
+        cuts=tuple(cuts),
+        full_model=full_model,
+        outputs=outputs_of_model,
     )
 
 
-def _as_functional(model):
+def _check_model(
+    functional: keras.Model,
+    entries: Sequence[Sequence[Entry]],
+    cuts: Sequence[Cut],
+    mesh: Mesh,
+) -> None:
+    stage_of = {entry["name"]: s for s, stage in enumerate(entries) for entry in stage}
+    owners = _find_stages(functional, stage_of)
+    _check_trainable(functional, owners, len(entries))
+    for layer in functional.layers:
+        _check_sharding(layer, mesh)
+        for inner in layer._flatten_layers():
+            _check_layer(inner)
+    for cut in cuts:
+        _check_mask(functional, cut)
+
+
+def _as_functional(model: keras.Model) -> keras.Model:
     name = type(model).__name__
     if not getattr(model, "built", False):
         raise ValueError(
@@ -174,14 +130,16 @@ def _as_functional(model):
     )
 
 
-def _network(config, functional, makers):
-    # Keras draws seeds from Python's generator. Stages draw different numbers of them,
-    # and the ranks of a pipeline must read the same samples.
+def _build_network(
+    config: dict[str, Any], functional: keras.Model, makers: dict[str, "_Maker"]
+) -> keras.Model:
+    # Keras draws seeds from Python's generator, and stages draw different numbers of
+    # them. Without its old state, the ranks of a pipeline would shuffle differently.
     state = random.getstate()
     try:
-        # Variables, and the optimizer's slots, have the names of the dense model's.
-        with in_scope(scope_of(functional)):
-            return keras.Model.from_config(config, _classes(functional) | makers)
+        # Variables, and their slots, get the paths that they have in the full model.
+        with in_scope(find_scope(functional)):
+            return keras.Model.from_config(config, {**_classes(functional), **makers})
     except TypeError as error:
         raise ValueError(
             "A pipeline makes layers from their config. Decorate functions and classes "
@@ -192,13 +150,13 @@ def _network(config, functional, makers):
         random.setstate(state)
 
 
-def _classes(model):
+def _classes(model: keras.Model) -> dict[str, type]:
     return {type(layer).__name__: type(layer) for layer in model._flatten_layers()}
 
 
-def _stages_of_variables(functional, stage_of):
-    """Return the stage of each variable, by its identity."""
-    owners = {}
+def _find_stages(functional: keras.Model, stage_of: dict[str, int]) -> dict[int, int]:
+    """Return the stage of each variable, by the identity of the variable."""
+    owners: dict[int, keras.layers.Layer] = {}
     for layer in functional.layers:
         for variable in layer.variables:
             owner = owners.setdefault(id(variable), layer)
@@ -206,22 +164,23 @@ def _stages_of_variables(functional, stage_of):
                 raise ValueError(
                     f"The layers {owner.name!r} and {layer.name!r} share the variable "
                     f"{variable.path!r}. A pipeline makes each layer from its config, "
-                    "after which they would not."
+                    "with variables of its own."
                 )
     return {key: stage_of[layer.name] for key, layer in owners.items()}
 
 
-def _copy_values(network, functional):
-    """Assign the dense model's values."""
+def _copy_values(network: keras.Model, functional: keras.Model) -> None:
     for layer in network.layers:
         if isinstance(layer, keras.layers.InputLayer):
             continue
-        dense = functional.get_layer(layer.name)
-        for new, old in zip(layer.variables, dense.variables, strict=True):
+        source = functional.get_layer(layer.name)
+        for new, old in zip(layer.variables, source.variables, strict=True):
             new.assign(old)
 
 
-def _check_trainable(functional, owners, size):
+def _check_trainable(
+    functional: keras.Model, owners: Mapping[int, int], size: int
+) -> None:
     trained = {owners[id(weight)] for weight in functional.trainable_weights}
     if missing := set(range(size)) - trained:
         raise ValueError(
@@ -229,8 +188,7 @@ def _check_trainable(functional, owners, size):
         )
 
 
-def _check_layer(layer):
-    kind = type(layer).__name__
+def _check_layer(layer: keras.layers.Layer) -> None:
     is_custom = not type(layer).__module__.startswith("keras.")
     own = [v for v in vars(layer).values() if isinstance(v, tf.Variable)]
     has_state = isinstance(layer, _STATEFUL) or (
@@ -245,12 +203,13 @@ def _check_layer(layer):
     else:
         return
     raise ValueError(
-        f"The {kind} {layer.name!r} cannot be part of a pipeline, which makes layers "
-        f"from their config and divides batches into micro-batches: {reason}."
+        f"The {type(layer).__name__} {layer.name!r} cannot be part of a pipeline, "
+        "which makes layers from their config and splits batches into micro-batches: "
+        f"{reason}."
     )
 
 
-def _check_mask(functional, cut):
+def _check_mask(functional: keras.Model, cut: Cut) -> None:
     layer = next(op for op in functional.operations if op.name == cut.history[0])
     nodes = layer._inbound_nodes
     outputs = [tensor for node in nodes for tensor in node.output_tensors]
@@ -259,3 +218,62 @@ def _check_mask(functional, cut):
             f"The output of {layer.name!r} has a mask, which does not pass from stage "
             "to stage or to the loss. Choose other stages, or a model without masks."
         )
+
+
+def _check_sharding(layer: keras.layers.Layer, mesh: Mesh) -> None:
+    """Raise a ValueError for a sharded layer that no stage can make."""
+    if _is_on_mesh(layer, mesh) or not is_sharded(layer.variables):
+        return
+    raise ValueError(
+        f"The {type(layer).__name__} {layer.name!r} cannot be part of a pipeline, "
+        "which makes layers from their config: its weights are sharded, and not over "
+        "the axis model of the pipeline's mesh, or a layer inside of it is sharded."
+    )
+
+
+def _count_parameters(operation: keras.Operation) -> int:
+    """Return the number of parameters of the full layer, which is equal on all ranks.
+
+    It is 0 for an operation of Keras that is no layer, such as an addition.
+    """
+    variables = getattr(operation, "variables", [])
+    return sum(math.prod(FullVariable.of(variable).shape) for variable in variables)
+
+
+class _Maker:
+    """Makes a sharded layer for a mesh, where Keras expects the class of the layer.
+
+    A sharded layer has the config of the Keras layer: from the config alone, Keras
+    would make an unsharded layer.
+    """
+
+    def __init__(self, layer: InModelGroup, mesh: Mesh) -> None:
+        self._layer = layer
+        self._mesh = mesh
+
+    def from_config(self, _: dict[str, Any]) -> InModelGroup:
+        return self._layer.clone_for_mesh(self._mesh)
+
+
+def _make_makers(functional: keras.Model, mesh: Mesh) -> dict[str, _Maker]:
+    """Return the makers of the sharded layers, by a registered name."""
+    layers = [layer for layer in functional.layers if _is_on_mesh(layer, mesh)]
+    return {_registered_name(layer.name): _Maker(layer, mesh) for layer in layers}
+
+
+def _register_maker(entry: Entry, makers: Mapping[str, _Maker]) -> Entry:
+    """Return the entry of a layer, with its registered name if it has a maker."""
+    name = _registered_name(entry["name"])
+    if name not in makers:
+        return entry
+    # Without the config of its build, which has full shapes, its call builds the layer.
+    kept = {key: value for key, value in entry.items() if key != "build_config"}
+    return kept | {"registered_name": name}
+
+
+def _is_on_mesh(layer: keras.layers.Layer, mesh: Mesh) -> bool:
+    return isinstance(layer, InModelGroup) and layer.is_on_mesh(mesh)
+
+
+def _registered_name(layer_name: str) -> str:
+    return f"sharded>{layer_name}"
