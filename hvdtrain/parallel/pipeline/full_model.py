@@ -212,7 +212,7 @@ def load(
     count = broadcast_object(sources and len(sources), name="LoadedVariables")
     values = FullValues(described)
     for number in range(count):
-        values.scatter(number, sources and sources[number].numpy())
+        values.scatter(number, sources[number].numpy() if sources else None)
 
 
 def _describe_with_keys(
