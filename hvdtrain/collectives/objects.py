@@ -1,7 +1,7 @@
 """Python objects across ranks, and which ranks hold equal ones."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -48,6 +48,19 @@ def broadcast_object(
     data = cloudpickle.dumps(obj) if is_root else b""
     return cloudpickle.loads(
         b"".join(transport.allgather_bytes(data, name=name, process_set=process_set))
+    )
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: object = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> NoReturn:
+    """Raise a RuntimeError: the function of Horovod builds a graph of TensorFlow 1."""
+    raise RuntimeError(
+        "broadcast_object_fn builds a graph of TensorFlow 1. Use "
+        f"hvd.broadcast_object(obj, root_rank={root_rank})."
     )
 
 

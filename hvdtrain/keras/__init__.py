@@ -36,7 +36,11 @@ from horovod.tensorflow import (
 )
 
 from hvdtrain.collectives.dtypes import Compression
-from hvdtrain.collectives.objects import allgather_object, broadcast_object
+from hvdtrain.collectives.objects import (
+    allgather_object,
+    broadcast_object,
+    broadcast_object_fn,
+)
 from hvdtrain.collectives.ops import (
     allgather,
     allreduce,
@@ -55,11 +59,7 @@ from hvdtrain.keras.layers import SyncBatchNormalization
 from hvdtrain.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from hvdtrain.keras.saving import load_model
 from hvdtrain.keras.tape import DistributedGradientTape, PartialDistributedGradientTape
-from hvdtrain.keras.tensorflow1 import (
-    broadcast_global_variables,
-    broadcast_object_fn,
-)
-from hvdtrain.keras.variables import broadcast_variables
+from hvdtrain.keras.variables import broadcast_global_variables, broadcast_variables
 
 __all__ = [
     "Adasum",

@@ -1,7 +1,7 @@
 """Which variables of a model and its optimizer are equal on all ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
@@ -133,6 +133,16 @@ def broadcast_variables(
     """
     replicated = [v for v in variables if is_replicated(v, process_set)]
     ops.broadcast_variables(replicated, root_rank, process_set, inplace)
+
+
+def broadcast_global_variables(root_rank: int) -> NoReturn:
+    """Raise a RuntimeError: TensorFlow 2 has no collection of global variables."""
+    raise RuntimeError(
+        "broadcast_global_variables needs the collection of global variables of "
+        "TensorFlow 1. Use hvd.callbacks.BroadcastGlobalVariablesCallback"
+        f"({root_rank}) with fit, or in a loop of your own hvd.broadcast_variables"
+        f"(model.weights + optimizer.variables, root_rank={root_rank})."
+    )
 
 
 # By names of optimizers, some of which older versions of Keras lack.

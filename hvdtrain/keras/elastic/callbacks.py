@@ -2,10 +2,12 @@
 
 import functools
 import warnings
+from collections.abc import Iterator
 
 import keras
 
 from hvdtrain.keras.callbacks import fit_start
+from hvdtrain.keras.elastic.state import KerasState
 from hvdtrain.keras.variables import get_inner_optimizer
 
 
@@ -16,44 +18,39 @@ class CommitStateCallback(keras.callbacks.Callback):
     their order: just before the next one begins.
 
     Args:
-        state: the `KerasState`.
+        state: is committed.
         batches_per_commit: calls of the training step from one commit to the next.
     """
 
-    def __init__(self, state, batches_per_commit=1):
+    def __init__(self, state: KerasState, batches_per_commit: int = 1) -> None:
         super().__init__()
         self.state = state
         self.batches_per_commit = batches_per_commit
         self._batches = 0
         self._is_due = False
 
-    def on_train_begin(self, logs=None):
-        """Resets the count, to the same value on every rank."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        # To one value on all ranks: a rank may have joined the job later.
         self._batches = 0
         self._is_due = False
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Commits the previous epoch."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._commit_if_due()
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Commits the previous batch."""
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         self._commit_if_due()
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Counts the batch."""
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         self._batches += 1
         self._is_due |= self._batches % self.batches_per_commit == 0
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Requests a commit of the epoch."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._is_due = True
 
-    def on_train_end(self, logs=None):
-        """Commits the last epoch."""
+    def on_train_end(self, logs: dict | None = None) -> None:
         self._commit_if_due()
 
-    def _commit_if_due(self):
+    def _commit_if_due(self) -> None:
         if self._is_due:
             self._is_due = False
             self.state.commit()
@@ -75,13 +72,12 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
             if the optimizer has taken steps: it is where a checkpoint was made.
     """
 
-    def __init__(self, state):
+    def __init__(self, state: KerasState) -> None:
         super().__init__()
         self.state = state
         self._skips_next = False
 
-    def on_train_begin(self, logs=None):
-        """Passes over the batches that are done."""
+    def on_train_begin(self, logs: dict | None = None) -> None:
         # A fit that an interrupt ended while it skipped has left its stand-in.
         fit_start.restore(self.model)
         self._skips_next = False
@@ -91,21 +87,19 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
             step = functools.partial(self._skip_or_train, self.model)
             fit_start.substitute(self.model, step)
 
-    def on_train_batch_begin(self, batch, logs=None):
-        """Trains from the first execution that holds a batch that is not done."""
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        # Training starts with the first execution that has a batch that is not done.
         last = batch + self.model.steps_per_execution - 1
         self._skips_next = last < self.state.batch
 
-    def on_train_batch_end(self, batch, logs=None):
-        """Counts up to `batch`, the last one of the step."""
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         self.state.batch = max(self.state.batch, batch + 1)
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Starts the next epoch at its first batch."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         fit_start.restore(self.model)
         self.state.batch = 0
 
-    def _first_batch(self):
+    def _first_batch(self) -> int:
         state, steps = self.state, self.params.get("steps")
         batch = state.batch
         if batch and not int(get_inner_optimizer(state.optimizer)._iterations):
@@ -123,12 +117,14 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         # The metrics of an epoch without a single step have no result.
         return min(batch, steps - 1)
 
-    def _skip_or_train(self, model, iterator):
+    def _skip_or_train(self, model: keras.Model, iterator: Iterator) -> dict:
         if self._skips_next:
             # Set anew before each batch: a later fit without this callback trains.
             self._skips_next = False
             return {}
-        return fit_start.restore(model)(iterator)
+        train_function = fit_start.restore(model)
+        assert train_function  # `fit` has made it.
+        return train_function(iterator)
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
@@ -141,20 +137,19 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         state: the `KerasState`, made with `epoch=0`.
     """
 
-    def __init__(self, state):
+    def __init__(self, state: KerasState) -> None:
         super().__init__()
         self.state = state
+        # From the epochs of `fit` to the epochs of the job.
+        self._offset: int | None = None
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
         self._offset = None
 
-    def on_train_begin(self, logs=None):
-        """Resets the offset of a previous `fit`."""
-        self._offset = None
-
-    def on_epoch_begin(self, epoch, logs=None):
-        """Computes the offset between the epochs of `fit` and of the job."""
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         if self._offset is None:
             self._offset = self.state.epoch - epoch
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Counts the epoch as done."""
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        assert self._offset is not None
         self.state.epoch = self._offset + epoch + 1

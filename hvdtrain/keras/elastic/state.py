@@ -1,14 +1,16 @@
-"""What an elastic job keeps: model, optimizer and the user's own objects."""
+"""State of an elastic job: model, optimizer and the user's own objects."""
 
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.common.elastic import ObjectState, notification_manager
+from horovod.common.elastic import ObjectState, State, notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 from hvdtrain.collectives import graph, ops
@@ -24,10 +26,11 @@ from hvdtrain.keras.variables import get_inner_optimizer, non_local_variables
 
 
 class KerasState(ObjectState):
-    """What an elastic job commits, restores and shares: model, optimizer, and more.
+    """State that an elastic job commits, restores and broadcasts.
 
-    An optimizer that has not been built is built, so that a worker that joins late
-    has a variable for everything that it receives. When the number of ranks changes,
+    It holds the model, the optimizer and objects of the user. An optimizer that has not
+    been built is built, so that a worker that joins late has a variable for each value
+    that it receives. When the number of ranks changes,
     a learning rate that is a number is multiplied by new ranks / old ranks (Goyal et
     al. 2017). A callback or a reset callback may set another one, and a
     `LearningRateSchedule` stays. `optimizer.configure_compiled_model(model)` is
@@ -39,17 +42,22 @@ class KerasState(ObjectState):
 
     Args:
         model: a Keras model that has been built.
-        optimizer: by default the one that the model was compiled with. Also that one
-            is taken if `optimizer` is inside of its `LossScaleOptimizer`.
+        optimizer: by default the compiled one, which is also taken if it is the
+            `LossScaleOptimizer` around `optimizer`.
         **kwargs: objects to commit with them, `epoch=0, batch=0` for example; they
-            become attributes. So does `epoch_steps`, the number of steps of the epoch
-            in which `batch` counts: `UpdateBatchStateCallback` sets it.
+            become attributes. Another attribute is `epoch_steps`, the number of steps
+            of the epoch in which `batch` counts: `UpdateBatchStateCallback` sets it.
 
     Raises:
         ValueError: for a model that has not been built, or has no optimizer.
     """
 
-    def __init__(self, model, optimizer=None, **kwargs):
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not model.built:
             raise ValueError(
                 f"KerasState needs a model that has been built. Received: {model.name}."
@@ -77,19 +85,19 @@ class KerasState(ObjectState):
             **{"epoch_steps": None, **kwargs},
         )
 
-    def save(self):
-        """Copies everything, in memory."""
+    def save(self) -> None:
+        """Copy the state, in memory."""
         self._save_variables()
         super().save()
 
-    def restore(self):
-        """Restores everything from the last copy."""
+    def restore(self) -> None:
+        """Restore the last copy."""
         for variable, value in zip(self._variables(), self._saved, strict=True):
             variable.assign(value)
         super().restore()
 
-    def sync(self):
-        """Broadcasts rank 0's model, optimizer and objects, and copies them.
+    def sync(self) -> None:
+        """Broadcast rank 0's model, optimizer and objects, and copy them.
 
         States of random layers are not broadcast: all ranks would drop the same units.
         Local variables and accumulated gradients belong to their rank.
@@ -99,8 +107,8 @@ class KerasState(ObjectState):
         self._save_variables()
         super().sync()
 
-    def reset(self):
-        """Adapts the learning rate, and its momentum, to a new number of ranks."""
+    def reset(self) -> None:
+        """Adapt the learning rate, and its momentum, to a new number of ranks."""
         rate = _rate_variable(self.optimizer)
         if rate is not None and hvd.size() != self._size:
             set_learning_rate(
@@ -109,10 +117,10 @@ class KerasState(ObjectState):
         self._size = hvd.size()
         self.save()
 
-    def _variables(self):
+    def _variables(self) -> list[keras.Variable]:
         return [*self.model.variables, *self.optimizer.variables]
 
-    def _save_variables(self):
+    def _save_variables(self) -> None:
         self._saved = [np.array(variable.numpy()) for variable in self._variables()]
 
 
@@ -120,23 +128,27 @@ class TensorFlowKerasState(KerasState):
     """Horovod's name of `KerasState` outside of its Keras module.
 
     Args:
-        model: as in `KerasState`.
-        optimizer: as in `KerasState`.
+        model, optimizer, **kwargs: as in `KerasState`.
         backend: ignored: it gave Horovod the session of TensorFlow 1.
-        **kwargs: as in `KerasState`.
     """
 
-    def __init__(self, model, optimizer=None, backend=None, **kwargs):
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        backend: object = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(model, optimizer, **kwargs)
 
 
-def _rate_variable(optimizer):
-    """Returns the variable of the learning rate, or None: a schedule has none."""
+def _rate_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable | None:
+    # A schedule has no variable.
     rate = getattr(optimizer, "learning_rate", None)
     return rate if isinstance(rate, keras.Variable) else None
 
 
-def _offer_lr(optimizer):
+def _offer_lr(optimizer: keras.optimizers.Optimizer) -> None:
     rate = _rate_variable(optimizer)
     for owner in (optimizer, get_inner_optimizer(optimizer)):
         if rate is not None and not hasattr(owner, "lr"):
@@ -144,8 +156,8 @@ def _offer_lr(optimizer):
             owner.lr = as_tensorflow(rate)
 
 
-def run(func):
-    """Makes `func(state, ...)` survive the loss and the arrival of workers.
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `func(state, ...)` survive the loss and the arrival of workers.
 
     Decorate the function that trains. Before each call, every worker receives rank 0's
     state. When a collective fails because a worker is lost, the others restore the
@@ -157,20 +169,16 @@ def run(func):
     collectives that a reset callback of the state repeats are allowed.
 
     Args:
-        func: a function whose first argument is a `KerasState`, or another state of
-            Horovod's.
-
-    Returns:
-        A function that returns what `func` returns.
+        func: takes a `KerasState`, or another `State` of Horovod, as first argument.
 
     Raises:
         RuntimeError: in an elastic job, if collectives were run before and the state
             has no reset callback that may repeat them.
-        Exception: whatever `func` raises that is not a failed collective.
+        Exception: `func` has raised it, and no collective has failed.
     """
 
     @functools.wraps(func)
-    def wrapper(state, *args, **kwargs):
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         _check_no_collectives_before(state)
         notification_manager.init()
         notification_manager.register_listener(state)
@@ -183,12 +191,12 @@ def run(func):
 
 
 @functools.cache
-def _collectives_before_first_run():
-    # Cached: those of a run are no longer before it.
+def _collectives_before_first_run() -> int:
+    # Cached: the collectives of a run do not count for the next one.
     return graph.number_of_collectives()
 
 
-def _check_no_collectives_before(state):
+def _check_no_collectives_before(state: State) -> None:
     count = _collectives_before_first_run()
     if not is_elastic() or not count:
         return
@@ -203,7 +211,9 @@ def _check_no_collectives_before(state):
     warnings.warn(f"{message} Or repeat them in a reset callback.", stacklevel=3)
 
 
-def _run_to_the_end(func, state, *args, **kwargs):
+def _run_to_the_end(
+    func: Callable[..., Any], state: State, *args: Any, **kwargs: Any
+) -> Any:
     needs_sync = True
     while True:
         try:
@@ -218,13 +228,13 @@ def _run_to_the_end(func, state, *args, **kwargs):
             needs_sync = not interrupt.skip_sync
         hvd.shutdown()
         init()
-        # Horovod changes its variables in C, which Python does not see.
+        # Horovod changes environment variables in C: `os.environ` keeps the old ones.
         launchers.assign(rank=hvd.rank(), size=hvd.size())
         state.on_reset()
 
 
 @contextlib.contextmanager
-def _collective_failures():
+def _collective_failures() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
