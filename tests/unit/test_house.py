@@ -1,6 +1,7 @@
 """Imports go down the floors of the package, never up or in a circle."""
 
 import ast
+import collections
 import graphlib
 import pathlib
 import re
@@ -29,6 +30,8 @@ FLOORS = [
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 MAX_LOCAL_IMPORTS = 5
+# Packages with a public name of Horovod, each with a module of that name beside it.
+PUBLIC_TWINS = {"callbacks", "elastic"}
 # Horovod's operations on tensors; the rest of horovod.tensorflow is topology.
 OPERATION = re.compile(
     r"_?(grouped_)?(allreduce|allgather|broadcast|alltoall|reducescatter|join)"
@@ -101,6 +104,27 @@ def test_no_circle():
     graph = {name: our_imports(tree) for name, tree in TREES.items()}
     # Raises CycleError, which names the circle.
     list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_no_two_modules_have_one_name():
+    # `import hvdtrain.keras as hvd` has callbacks and elastic, as Horovod has.
+    counts = collections.Counter(name.rpartition(".")[2] for name in TREES)
+    assert {name for name, count in counts.items() if count > 1} <= PUBLIC_TWINS
+
+
+def test_no_two_classes_have_one_name():
+    counts = collections.Counter(
+        node.name
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in counts.items() if count > 1} <= {"_Start"}
+
+
+def test_modules_have_400_lines_or_fewer():
+    paths = (ROOT / "hvdtrain").rglob("*.py")
+    assert not [str(p) for p in paths if len(p.read_text().splitlines()) > 400]
 
 
 def test_few_imports_stand_inside_of_functions():

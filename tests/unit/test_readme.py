@@ -49,6 +49,18 @@ def test_every_package_is_in_the_tree():
     assert not {*packages()} - {*described_files()}
 
 
+def test_lines_are_short():
+    """Tables, commands and their output are written as they are."""
+    long = []
+    for page in [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md")]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+        for line in text.splitlines():
+            # What a link leads to is not part of the text.
+            if len(re.sub(r"\]\([^)]*\)", "]", line)) > 100 and line[0] not in "|#":
+                long.append(f"{page.name}: {line}")
+    assert not long
+
+
 def calls():
     """Yields the page, source and node of each call of the package in the documents."""
     for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
