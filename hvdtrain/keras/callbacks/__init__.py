@@ -6,8 +6,8 @@ rates and whatever reads the logs of an epoch (`BestModelCheckpoint`, say),
 `ConsistencyCheckCallback`, and `StopTogetherCallback` last.
 """
 
+from hvdtrain.keras.callbacks.best_model import BestModelCheckpoint
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
-from hvdtrain.keras.callbacks.checkpoint import BestModelCheckpoint
 from hvdtrain.keras.callbacks.consistency_check import ConsistencyCheckCallback
 from hvdtrain.keras.callbacks.joining import JoinCallback
 from hvdtrain.keras.callbacks.learning_rate import (
