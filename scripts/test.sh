@@ -4,9 +4,9 @@
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
 #     scripts/test.sh [more_ranks] [oracle] [oldest]
 #
-# parallel: on two ranks. more_ranks: those of the parallel tests that depend on the number
-# of ranks, on three and on four, such as models that are divided over meshes of 2 x 2;
-# three reduce through Horovod, with Gloo. oracle: only those that compare a training on
+# parallel: on two ranks. more_ranks: the tests that those leave out as long, then those of
+# the parallel tests that depend on the number of ranks, on three and on four, such as
+# models that are sharded over meshes of 2 x 2; three reduce through Horovod, with Gloo. oracle: only those that compare a training on
 # two ranks with one process. oldest: oracle, and the unit tests that import Keras, with
 # the oldest Keras of setup.cfg, which is downloaded.
 set -uo pipefail
@@ -74,10 +74,12 @@ launched() {
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
-parallel() { launched shared_memory mpi 2 tests/parallel; }
+parallel() { launched shared_memory mpi 2 -m "not long" tests/parallel; }
 
 # What the markers of pyproject.toml name.
 more_ranks() {
+  launched shared_memory mpi 2 -m long tests/parallel
+  run "commands, long" 600 python -m pytest -q -n 2 -m long tests/commands
   launched horovod gloo 3 -m ranks tests/parallel
   launched shared_memory gloo 4 -m four_ranks tests/parallel
 }
@@ -101,7 +103,9 @@ oldest() {
 }
 
 # In two processes: most of the time is TensorFlow's import, which uses one core.
-commands() { run commands 1200 python -m pytest -q -n 2 --dist loadgroup tests/commands; }
+commands() {
+  run commands 1200 python -m pytest -q -n 2 --dist loadgroup -m "not long" tests/commands
+}
 
 for tier in "${tiers[@]}"; do "$tier"; done
 echo

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import horovod
+import pytest
 
 import hvdtrain
 
@@ -78,6 +79,7 @@ def test_several_faults_at_once(tmp_path):
     assert errors.strip().splitlines()[-1].startswith(f"{len(topics)} broken: ")
 
 
+@pytest.mark.long
 def test_another_tensorflow_and_no_mpirun(tmp_path):
     bin_directory = pathlib.Path(sys.executable).parent
     for name in ("horovodrun", "python", "python3"):

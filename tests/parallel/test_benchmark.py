@@ -86,6 +86,7 @@ class Asked:
         )
 
 
+@pytest.mark.long
 def test_recommender(world):
     given = options("recommender")
     kinds = run(world, given)

@@ -75,7 +75,11 @@ def optimizer_of(schedule):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["gpipe", pytest.param("1f1b", marks=[ranks, four_ranks])]
+    "schedule",
+    [
+        pytest.param("gpipe", marks=pytest.mark.long),
+        pytest.param("1f1b", marks=[ranks, four_ranks]),
+    ],
 )
 def test_fit_equals_the_dense_model_with_the_big_batch(mesh, schedule):
     replicas = mesh.data.size
@@ -394,7 +398,13 @@ def nested_block():
 
 
 @pytest.mark.parametrize(
-    "block", [partial(keras.layers.Dense, HIDDEN, "tanh"), nested_block]
+    "block",
+    [
+        pytest.param(
+            partial(keras.layers.Dense, HIDDEN, "tanh"), marks=pytest.mark.long
+        ),
+        nested_block,
+    ],
 )
 def test_a_file_does_not_depend_on_names_of_layers(mesh, tmp_path, block):
     def automatic():

@@ -161,7 +161,9 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
         assert [kinds.count(f"rank{rank}") for rank in range(SIZE)] == [7] * SIZE
 
 
-@pytest.mark.parametrize("version", ["format_2", "format_3"])
+@pytest.mark.parametrize(
+    "version", [pytest.param("format_2", marks=pytest.mark.long), "format_3"]
+)
 def test_a_checkpoint_of_an_earlier_version_continues(directory, version):
     """In format 2, frozen weights are stored once for each rank."""
     copied = f"{directory}-copied"
