@@ -7,6 +7,7 @@ follow this for allreduce and alltoall; for allgather and broadcast they are too
 by the number of ranks, and for reducescatter too large.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import horovod.tensorflow as hvd
@@ -54,8 +55,7 @@ def allreduce(
     that have not called `join`; Horovod itself divides by all.
 
     Args:
-        value: tensor-compatible, of the same shape and dtype on every rank, or
-            `tf.IndexedSlices`.
+        value: tensor or `IndexedSlices` of the same shape and dtype on every rank.
         name: name of the operation. Ranks are matched by it inside a `tf.function`,
             and by the order of their calls outside.
         average: Horovod's deprecated switch between Average and Sum; use `op`.
@@ -79,7 +79,7 @@ def allreduce(
     """
     op = hvd.handle_average_backwards_compatibility(op, average)
     reduction = Reduction.from_arguments(locals())
-    return _reduce([value], reduction, name)[0]
+    return _bind([value], reduction, name)()[0]
 
 
 @do_not_convert
@@ -99,16 +99,17 @@ def grouped_allreduce(
     """Reduce a list of tensors in one communication per dtype; see `allreduce`."""
     op = hvd.handle_average_backwards_compatibility(op, average)
     reduction = Reduction.from_arguments(locals())
-    return _reduce(tensors, reduction, name)
+    return _bind(tensors, reduction, name)()
 
 
-def _reduce(
+def _bind(
     values: Sequence[TensorLike], reduction: Reduction, name: str | None
-) -> list[tf.Tensor | tf.IndexedSlices]:
+) -> Callable[[], list[tf.Tensor | tf.IndexedSlices]]:
+    # The caller calls the result: one frame fewer in a traceback.
     values = [as_tensorflow(value) for value in values]
     if not values or any(isinstance(value, tf.IndexedSlices) for value in values):
         # Sparse tensors are gradients, of which no gradient is needed.
-        return transport.allreduce(values, reduction, name=name)
+        return functools.partial(transport.allreduce, values, reduction, name=name)
 
     @tf.custom_gradient
     def reduce(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Gradient]:
@@ -123,7 +124,7 @@ def _reduce(
 
         return transport.allreduce(inputs, reduction, name=name), gradient
 
-    return reduce(*as_tensors(values))
+    return functools.partial(reduce, *as_tensors(values))
 
 
 @do_not_convert
