@@ -29,12 +29,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 
 def getattr_of(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a module, which resolves old names.
-
-    Args:
-        module: `__name__` of the module.
-        names: by old name, the new one, in the same module.
-    """
+    """Return a `__getattr__` for a module; `names` has the new name by the old one."""
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in names:

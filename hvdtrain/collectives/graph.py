@@ -37,11 +37,8 @@ def serialize(
     rank, where they became ready in another order. So each exchange reads a variable,
     the token, that the previous one has written. TensorFlow orders the reads and
     writes of a variable across functions, branches and loops, where control
-    dependencies alone end at the function's boundary.
-
-    Args:
-        exchange: creates the operations of one collective.
-        guard: creates operations that run before the exchange; returns them.
+    dependencies alone end at the function's boundary. The operations that `guard`
+    returns run before the exchange.
     """
     token = order_token()
     if tf.executing_eagerly():

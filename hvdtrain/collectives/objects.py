@@ -72,11 +72,7 @@ def allgather_object(
 ) -> list[T]:
     """Return all ranks' `obj`, in the order of ranks. A collective.
 
-    Args:
-        obj: what cloudpickle accepts.
-        session: TensorFlow 1's; must be None.
-        name: as in `broadcast_object`.
-        process_set: the ranks that take part.
+    `broadcast_object` describes the arguments.
     """
     _check_no_session(session)
     gathered = transport.allgather_bytes(
@@ -98,26 +94,10 @@ def gather_object(obj: T, *, name: str) -> list[T] | None:
 
 
 def scatter_object(objs: Sequence[T], *, name: str) -> T:
-    """Return item `r` of rank 0's `objs` on each rank `r`. A collective.
-
-    Args:
-        objs: one object for each rank; used on rank 0 only.
-        name: as in `broadcast_object`.
-    """
+    """Return item `r` of rank 0's `objs` on each rank `r`. A collective."""
     size, rank = global_process_set.size(), global_process_set.rank()
     sent = list(map(cloudpickle.dumps, objs)) if rank == 0 else [b""] * size
     return cloudpickle.loads(_exchange(sent, name=name)[0])
-
-
-def gather_by_value(
-    value: T, *, name: str, process_set: ProcessSet = global_process_set
-) -> list[RanksOfValue[T]]:
-    """Return the distinct values among all ranks; see `group_by_value`.
-
-    A collective. The ranks agree if the list has one item.
-    """
-    values_by_rank = allgather_object(value, name=name, process_set=process_set)
-    return group_by_value(values_by_rank, process_set.ranks)
 
 
 def group_by_value(
@@ -164,10 +144,8 @@ def exchange_arrays(
 ) -> list[np.ndarray]:
     """Send rows to each rank; return the rows from each rank. A collective.
 
-    Args:
-        arrays: concatenated, the rows for all ranks, in the order of ranks.
-        splits: how many rows go to each rank.
-        name: of the operation.
+    The concatenated `arrays` are the rows for all ranks, in the order of ranks, and
+    `splits` has the number of rows for each.
     """
     received, counts = transport.alltoall(
         tf.constant(np.concatenate(arrays)), tf.constant(splits, tf.int32), name=name

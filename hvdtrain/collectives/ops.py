@@ -218,12 +218,9 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Assign `root_rank`'s values to the `variables` of every rank.
+    """Assign `root_rank`'s values to the `variables`, the same list on every rank.
 
-    Args:
-        variables: Keras or TensorFlow variables, the same list on every rank.
-        root_rank: the rank whose values are taken.
-        inplace: write into the variables' memory without a temporary copy.
+    With `inplace`, write into their memory without a temporary copy.
     """
     variables = [as_tensorflow(variable) for variable in variables]
     if inplace:

@@ -33,20 +33,13 @@ _local = threading.local()
 
 @dataclasses.dataclass
 class _Caller:
-    """The thread that calls, or called last.
-
-    Attributes:
-        thread: the thread.
-        is_in_call: whether its call is in flight.
-        text: its description; empty for the main thread.
-        number: hash of `text`, compared across ranks; 0: main thread.
-        native: the native library's C functions; None where it is not used.
-        lock: guards the others.
-    """
+    """The thread that calls, or called last; `lock` guards the other fields."""
 
     thread: threading.Thread
     is_in_call: bool = False
+    # Empty for the main thread.
     text: str = ""
+    # Hash of `text`, compared across ranks; 0 for the main thread.
     number: int = 0
     native: ctypes.CDLL | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -104,11 +97,9 @@ def in_call() -> Iterator[None]:
 
 
 def watch(token: tf.Variable, prepare: Callable[[], None]) -> None:
-    """Put all calls of functions that hold collectives into `in_call`.
+    """Put all calls of functions that read `token`, as collectives do, into `in_call`.
 
-    Args:
-        token: the variable that every such function reads.
-        prepare: is called before each of them.
+    `prepare` is called before each of these calls.
     """
     runtime = context.context()
     call_function = runtime.call_function

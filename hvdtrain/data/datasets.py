@@ -49,7 +49,6 @@ class Choice:
     """The data set to load.
 
     Attributes:
-        name: mnist, digits, synthetic or custom.
         warning: for the user, if this is a fallback.
         dataset: the `Dataset`, if `prepare` has read it to check it.
     """
@@ -75,9 +74,7 @@ def prepare(
         name: one of `NAMES`. `auto` is mnist if it is available, else digits.
         data_dir: directory of the files of mnist or custom. With it there is neither
             a download nor a fallback.
-        cache_dir: the directory of downloads, see `cached_mnist`.
-        urls: mirrors, see `cached_mnist`.
-        timeout_seconds: limit for a silent network, see `cached_mnist`.
+        cache_dir: see `cached_mnist`, as for the following arguments.
 
     Raises:
         DataError: an unknown name, one that contradicts `data_dir`, or `mnist` where
@@ -111,10 +108,7 @@ def load(
 ) -> Dataset:
     """Load and check a data set that `prepare` made available on this node.
 
-    Args:
-        name: the name in a `Choice`: mnist, digits, synthetic or custom.
-        data_dir: the directory that `prepare` received.
-        cache_dir: the directory that `prepare` received.
+    `name` is the name of a `Choice`; the directories are as `prepare` received them.
 
     Raises:
         DataError: the data are missing, unreadable or invalid.

@@ -26,12 +26,7 @@ def load_everywhere(
     Local rank 0 of each node downloads it if needed, and the nodes agree on one data
     set: `auto` falls back to digits on all nodes where one has no MNIST. Local rank 0
     reads and checks it, and the other ranks of its node map its arrays. A rank that
-    cannot map them reads the files as well.
-
-    Args:
-        world: the `World`.
-        name: one of `datasets.NAMES`.
-        data_dir: see `datasets.prepare`.
+    cannot map them reads the files as well. `datasets.prepare` has the arguments.
 
     Returns:
         The `Dataset`, and a warning for the user if it is a fallback, else "". Its
@@ -46,7 +41,7 @@ def load_everywhere(
             prepared = datasets.prepare(name, data_dir=data_dir)
     # Without the arrays: `gather` would send 55 MB to every rank.
     sent = prepared and dataclasses.replace(prepared, dataset=None)
-    choice = datasets.agree(each for each in gather(world, sent) if each)
+    choice = datasets.agree(filter(None, gather(world, sent)))
     with fail_together(world):
         if prepared and prepared.name == choice.name:
             dataset = prepared.dataset
@@ -63,12 +58,7 @@ def load_everywhere(
 def _sharing(
     world: World, dataset: datasets.Dataset | None
 ) -> Iterator[list[_Shared | None]]:
-    """Yield what each rank shares with the ranks of its node. A collective.
-
-    Args:
-        world: the `World`.
-        dataset: the `Dataset` of local rank 0, None on other ranks.
-    """
+    """Yield what each rank shares with the ranks of its node. A collective."""
     shared = None
     with contextlib.ExitStack() as files:
         if dataset and world.local_size > 1:

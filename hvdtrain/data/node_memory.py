@@ -35,11 +35,9 @@ class Identity(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """An array that another process of the node can map.
+    """An array in a file that another process of the node has open.
 
-    Attributes:
-        path: the open file, in the PID namespace of the process that shares it.
-        identity: of the same file.
+    The path is valid in the PID namespace of that process.
     """
 
     path: str

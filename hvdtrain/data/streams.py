@@ -43,14 +43,11 @@ def train_batches(
     start_step: int,
     end_step: int,
 ) -> tf.data.Dataset:
-    """Return the batches of one rank for the steps from `start_step` to `end_step`.
+    """Return the batches of one rank from `start_step` to before `end_step`.
 
     Args:
         x: uint8 images (n, height, width, channels); referred to, not copied.
         y: integer labels (n,).
-        sampler: the `Sampler` of this rank.
-        start_step: 0 for a new run.
-        end_step: the step after the last.
 
     Returns:
         `end_step - start_step` pairs: images, float32 in [0, 1], (local batch, height,
@@ -91,18 +88,15 @@ def read_batches(
     start_step: int,
     end_step: int,
 ) -> tf.data.Dataset:
-    """Return the batches of one rank for the steps from `start_step` to `end_step`.
+    """Return the batches of one rank from `start_step` to before `end_step`.
 
     A few batches are in memory: the data are no constant of a graph, and the sample
     indices are computed step by step.
 
     Args:
-        sampler: the `Sampler` of this rank.
         read: `read(indices)` returns the samples at these indices, an int64 array: a
             nest of arrays, such as `(x[indices], y[indices])` of arrays or of memory
             maps. It is called in a thread of tf.data.
-        start_step: 0 for a new run.
-        end_step: the step after the last.
     """
 
     def read_step(step: int) -> Any:
@@ -141,8 +135,6 @@ def evaluation_batches(
         x: uint8 images (n, height, width, channels); referred to, not copied.
         y: integer labels (n,).
         rank: 0 to `size - 1`.
-        size: number of ranks.
-        local_batch_size: images per batch of this rank.
 
     Returns:
         Pairs of images and labels with the dtypes and the scale of `train_batches`.
@@ -211,13 +203,9 @@ def _load(
     images: tuple[int | None, ...],
     labels: tuple[int | None, ...],
 ) -> tf.data.Dataset:
-    """Return a dataset of `read(first)` for each of `firsts`.
+    """Return a dataset of `read(first)` for each step or image number of `firsts`.
 
-    Args:
-        firsts: step or image numbers.
-        read: returns uint8 images and int32 labels.
-        images: shape of the images.
-        labels: shape of the labels.
+    `read` returns uint8 images and int32 labels of the shapes `images` and `labels`.
     """
 
     def load(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -33,10 +33,8 @@ def fail_together(
 
     A collective, also where nothing fails: every rank enters and leaves the block.
 
-    Args:
-        world: the job.
-        expected: exceptions whose message is for users. For other exceptions the
-            message has the whole traceback.
+    The message of the `expected` exceptions is for users. For other exceptions the
+    message is the full traceback.
 
     Raises:
         SharedJobError: on every rank, with the first failing rank's message.
@@ -65,10 +63,7 @@ def wait_together(
 ) -> None:
     """Wait on all ranks until `is_done(timeout_seconds)` is true on each. A collective.
 
-    Args:
-        world: the job.
-        is_done: waits for so many seconds at most.
-        on_wait: called after each wait with the ranks that are not done.
+    After each wait, call `on_wait` with the ranks that are not done.
     """
     while not all(done_by_rank := gather(world, is_done(_POLL_SECONDS))):
         on_wait([rank for rank, done in enumerate(done_by_rank) if not done])
@@ -98,14 +93,9 @@ def on_all(
 ) -> T:
     """Return this rank's `work()`, when all ranks have done theirs. A collective.
 
-    The work may take longer on one rank than the limit for a rank that hangs. The
-    chief then warns once, since a rank that hangs in the work blocks the job.
-
-    Args:
-        world: the job.
-        work: a function without collectives.
-        name: what the work returns, for the warning.
-        clock: returns seconds.
+    The work, which has no collectives, may take longer on one rank than the limit for a
+    rank that hangs. The chief then warns once that the job waits for `name`, since a
+    rank that hangs in the work blocks the job.
 
     Raises:
         SharedJobError: on every rank, if it raises a `JobError` on one. Another
@@ -156,11 +146,8 @@ def check_same(
 ) -> None:
     """Raise `SharedJobError` if an option differs between the ranks. A collective.
 
-    Args:
-        world: the job.
-        values: this rank's options, by name.
-        but: names of options that may differ.
-        prefix: of the names in the message, "--" for flags.
+    Options named in `but` may differ. The message has `prefix` before the name of an
+    option: "--" for flags.
     """
     values_by_rank = gather(world, values)
     for name in values:

@@ -14,9 +14,6 @@ def usable(local_size: int) -> int:
     It may use the cores of its affinity mask, shared with the other ranks of the node
     unless the launcher has bound each rank to cores of its own, and no more than its
     share of the CPU quotas of its control groups.
-
-    Args:
-        local_size: number of ranks on this node.
     """
     allowed = len(os.sched_getaffinity(0))
     cores = min(allowed, _launcher_cores(allowed) / local_size)
@@ -37,11 +34,6 @@ def bind(
     thread pools use: binding adds no contention with other jobs of the node. Nothing is
     bound where the launcher has bound the ranks, or where there are more ranks than
     cores.
-
-    Args:
-        local_rank: number of this rank on its node, from 0.
-        local_size: number of ranks on this node.
-        topology: directory in which Linux describes its cores.
     """
     allowed = os.sched_getaffinity(0)
     is_bound = _launcher_cores(len(allowed)) > len(allowed)

@@ -147,13 +147,11 @@ def one_line_errors(
     raises: type[JobError] = JobError,
     reason_of: Callable[[Any], str | None] | None = None,
 ) -> Iterator[None]:
-    """Turn errors of files in the enclosed block into a `JobError` of one line.
+    """Raise a `JobError` of one line in place of `errors` in the enclosed block.
 
     Args:
         action: what failed, such as "write /tmp/x".
         remedy: what was expected, and what to do.
-        errors: the exceptions that are turned.
-        raises: the exception to raise in their place.
         reason_of: returns the reason that an exception contains; by default the
             message of the system, else the first line of the exception.
     """
@@ -168,10 +166,6 @@ def one_line_errors(
 
 def check_output(path: str | os.PathLike, flag: str) -> None:
     """Check, before a long computation, that a file can be written after it.
-
-    Args:
-        path: of the file.
-        flag: the name of the flag that has received it.
 
     Raises:
         JobError: it is a directory, or its directory is missing or cannot be written.

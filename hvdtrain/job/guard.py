@@ -29,12 +29,9 @@ _guards: list[subprocess.Popen] = []
 
 
 def start(rank: int, *, stall_seconds: float) -> None:
-    """Start the process that guards this one.
+    """Start the process that guards this one, unless `stall_seconds` is 0.
 
-    Args:
-        rank: the rank of this process, for the message.
-        stall_seconds: how long other ranks wait in a collective; the limit is half of
-            it. 0 for no guard.
+    Its limit is half of `stall_seconds`, which other ranks wait in a collective.
     """
     if stall_seconds <= 0:
         return

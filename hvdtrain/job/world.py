@@ -25,14 +25,7 @@ class PreemptedError(SharedJobError):
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The position of this process in the job.
-
-    Attributes:
-        rank: number of this process in the job, from 0.
-        size: number of processes in the job.
-        local_rank: number of this process on its node, from 0.
-        local_size: number of processes on this node.
-    """
+    """The position of this process in the job, and on its node; ranks count from 0."""
 
     rank: int = 0
     size: int = 1

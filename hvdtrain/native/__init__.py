@@ -19,12 +19,7 @@ _INTERFACE = 9
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """The loaded library.
-
-    Attributes:
-        operations: has a Python function for each TensorFlow operation.
-        functions: the C functions.
-    """
+    """The loaded library: its TensorFlow operations and its C functions."""
 
     operations: ModuleType
     functions: ctypes.CDLL

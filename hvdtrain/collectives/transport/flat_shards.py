@@ -29,15 +29,13 @@ def gather_shards(
     name: str,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor | None]:
-    """Return full tensors from all ranks' flat shards of them. A collective.
+    """Return full tensors, gathered from the flat shards of all ranks. A collective.
 
     Args:
         shards: this rank's shard of each tensor.
         sizes: for each tensor, the elements of each rank.
         shapes: shape of each full tensor; None for a tensor that this rank does not
             need, whose result is None.
-        name: of the operations.
-        process_set: the ranks that take part.
     """
     results: list[tf.Tensor | None] = [None] * len(shards)
     tensors = dtypes.as_tensors(shards)
@@ -65,11 +63,7 @@ def reduce_to_shards(
 ) -> list[tf.Tensor]:
     """Reduce dense tensors, and return this rank's flat shard of each. A collective.
 
-    Args:
-        tensors: have equal shapes on all ranks.
-        sizes: for each tensor, the elements of each rank.
-        reduction: how they are reduced.
-        name: of the operations.
+    `sizes` are as in `gather_shards`; the tensors have equal shapes on all ranks.
     """
     compressed = [reduction.compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in compressed]

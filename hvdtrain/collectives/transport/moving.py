@@ -143,17 +143,11 @@ def run(
     process_set: ProcessSet,
     is_compared: bool = False,
 ) -> graph.Nest:
-    """Return the results of `exchange()`, the operations of one collective.
+    """Return the results of `exchange()`, which creates the operations of a collective.
 
     The collective is ordered after every collective traced before it, and fails on all
-    ranks if their signatures differ.
-
-    Args:
-        exchange: creates the operations.
-        signature: what the ranks must agree on.
-        name: the same on all ranks.
-        process_set: the ranks that take part.
-        is_compared: whether the first of its own operations compares the ranks.
+    ranks if their signatures differ. A guard precedes it unless `is_compared`: then the
+    first of its own operations compares the ranks.
     """
     # Called in any case: it connects the ranks in their first collective.
     is_native = shared_memory.takes_part(process_set)

@@ -12,17 +12,13 @@ from hvdtrain.collectives.process_sets import global_process_set
 Average, Sum, Adasum = hvd.Average, hvd.Sum, hvd.Adasum
 Min, Max, Product = hvd.Min, hvd.Max, hvd.Product
 _OP_NAMES = {
-    Average: "Average",
-    Sum: "Sum",
-    Adasum: "Adasum",
-    Min: "Min",
-    Max: "Max",
-    Product: "Product",
+    getattr(hvd, name): name
+    for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 }
 
 
 def op_name(op: object) -> str:
-    """Return Horovod's name of a reduction operation: `op` itself is a number."""
+    """Return Horovod's name of a reduction operation; `op` itself is a number."""
     return _OP_NAMES.get(op, str(op))
 
 
@@ -46,7 +42,6 @@ class Reduction:
         compression: the compressor of dense tensors, one of `Compression`.
         device_dense: device of the reduction of dense tensors; "" is the default.
         device_sparse: the same for `tf.IndexedSlices`.
-        process_set: the ranks that take part.
     """
 
     op: object = Average
@@ -64,10 +59,8 @@ class Reduction:
     def from_arguments(cls, arguments: Mapping[str, Any], **fields: Any) -> "Reduction":
         """Make a reduction of the arguments of a function with Horovod's signature.
 
-        Args:
-            arguments: by name: `locals()` at the start of the function. Names that are
-                not fields are ignored.
-            fields: take precedence over `arguments`.
+        `arguments` is `locals()` at the start of the function, of which only fields are
+        used. `fields` take precedence.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         same = {name: arguments[name] for name in names & arguments.keys()}

@@ -34,14 +34,10 @@ def reserve(functions: ctypes.CDLL, size: int) -> IO[bytes]:
 def attach(
     functions: ctypes.CDLL, file: str, *, rank: int, size: int, is_core_shared: bool
 ) -> str:
-    """Map the memory, and return the reason if this fails, else an empty text.
+    """Map rank 0's `file`, and return the reason if this fails, else an empty text.
 
-    Args:
-        functions: see `native.Library`.
-        file: path of rank 0's file.
-        rank: this rank.
-        size: number of ranks.
-        is_core_shared: whether a rank that spins may take the core of another one.
+    Where `is_core_shared`, ranks sleep at once: one that spins would take the core of
+    another one.
     """
     connect = functions.hvdtrain_connect
     connect.restype = ctypes.c_char_p

@@ -43,13 +43,7 @@ _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """The outcome of `connect`.
-
-    Attributes:
-        operations: see `native.Library`; None where Horovod reduces.
-        functions: likewise.
-        obstacle: why Horovod reduces.
-    """
+    """The native library, or the obstacle because of which Horovod reduces."""
 
     operations: ModuleType | None = None
     functions: ctypes.CDLL | None = None
@@ -195,11 +189,7 @@ def reducescatter(
 ) -> list[tf.Tensor]:
     """Reduce as `allreduce`, but return this rank's flat shard of each tensor.
 
-    Args:
-        tensors: have equal shapes on all ranks.
-        sizes: for each tensor, the elements of each rank.
-        name: of the operation.
-        reduction: how they are reduced.
+    `sizes` has, for each tensor, the elements of each rank.
     """
     rank = hvd.rank()
     return _operations().hvdtrain_reducescatter(
@@ -252,10 +242,9 @@ def compare(signature: Signature, *, name: str) -> tf.Operation:
 
 
 def join() -> int | None:
-    """Take part in reductions with zeros until every rank has called it.
+    """Contribute zeros to reductions until every rank has called it.
 
-    Returns:
-        The last rank that has called it; None where Horovod reduces.
+    Return the last rank that has called it, None where Horovod reduces.
     """
     functions = connect().functions
     if not functions:
@@ -269,10 +258,9 @@ def join() -> int | None:
 
 
 def reduction_seconds() -> float:
-    """Return the seconds that this process has spent in reductions.
+    """Return the seconds of this process in reductions, waits for other ranks included.
 
-    They include the time for which it has waited for other ranks. NaN where Horovod
-    reduces, which does not measure them.
+    NaN where Horovod reduces, which does not measure them.
     """
     functions = connect().functions
     if not functions:

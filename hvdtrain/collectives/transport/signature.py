@@ -25,7 +25,6 @@ class Signature:
 
     Attributes:
         kind: the collective, with the options on which ranks must agree.
-        tensors: list of tensors or `tf.IndexedSlices`.
         has_free_rows: whether the length of the first axis may differ by rank.
     """
 
@@ -73,12 +72,9 @@ class Signature:
 
 
 def name_difference(texts: list[str]) -> list[str]:
-    """Return one line for each rank: its kind, and the first tensor that differs.
+    """Return a line for each rank's `Signature.lines()`: its first tensor that differs.
 
     A list of up to four tensors is shown completely.
-
-    Args:
-        texts: `Signature.lines()` of each rank.
     """
     kinds: list[str] = []
     lists: list[list[list[str]]] = []
