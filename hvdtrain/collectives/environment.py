@@ -1,4 +1,4 @@
-"""What surrounds this process: variables of Horovod, CPU quotas of control groups.
+"""Horovod's environment variables, and the CPU quotas of this process' control groups.
 
 Importing this module loads no TensorFlow.
 """

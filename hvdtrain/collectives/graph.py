@@ -104,7 +104,11 @@ def operation_name(base: str, process_set: ProcessSet) -> str:
     every model that a process builds, so they differ between ranks as soon as one
     rank has built one more model. Names counted within one function agree, since
     every rank of the process set traces the same function.
+
+    Raises:
+        ValueError: the function is going to be compiled by XLA.
     """
+    _check_not_compiled_by_xla()
     if process_set.process_set_id:
         # A rank outside the set traces none of its operations: if all sets had one
         # count, the numbers would differ between ranks.
@@ -116,11 +120,8 @@ def operation_name(base: str, process_set: ProcessSet) -> str:
         return graph.unique_name(base)
 
 
-def check_not_compiled_by_xla() -> None:
-    """Raise a ValueError inside a function that XLA is going to compile.
-
-    At trace time; XLA itself fails later, with "No registered OpKernel".
-    """
+def _check_not_compiled_by_xla() -> None:
+    # At trace time: XLA itself fails later, with "No registered OpKernel".
     if tf.executing_eagerly():
         return
     graph = tf.compat.v1.get_default_graph()

@@ -34,7 +34,7 @@ def broadcast_object(
     """Return `root_rank`'s `obj` on every rank. A collective.
 
     Args:
-        obj: what cloudpickle accepts; used on `root_rank` only.
+        obj: an object that cloudpickle accepts; used on `root_rank` only.
         root_rank: the rank whose object is taken.
         session: TensorFlow 1's; must be None.
         name: name of the operation. Ranks are matched by it inside a `tf.function`,

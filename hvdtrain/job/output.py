@@ -107,10 +107,10 @@ _NOT_OF_THE_USER = ("/tensorflow/python/", "__autograph_generated_file")
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """Return the last lines of what Python prints of an exception, and all lines.
+    """Return the last lines and all lines of the text that Python prints of an error.
 
-    Where TensorFlow has called Python code, such as an input function, that raised the
-    exception, they describe the original exception with the user's frames.
+    If Python code that TensorFlow has called, such as an input function, raised it, the
+    lines describe the original exception with the user's frames.
     """
     embedded = None
     if type(error).__module__.startswith("tensorflow."):

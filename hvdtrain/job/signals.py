@@ -22,9 +22,8 @@ _subscribers: tuple[tuple[frozenset[int], Callback], ...] = ()
 # Handlers before the first subscription, by number.
 _replaced: dict[int, signal.Handlers | Callable | int] = {}
 _thread: threading.Thread | None = None
-# No file descriptor, as for `signal.set_wakeup_fd`.
-_NO_WRITER = -1
-_writer = _NO_WRITER
+# File descriptor; -1 is none, as for `signal.set_wakeup_fd`.
+_writer = -1
 # When a subscriber was called, by `time.monotonic`.
 _received_seconds = -math.inf
 
@@ -33,8 +32,8 @@ def subscribe(numbers: Iterable[int], callback: Callback) -> None:
     """Call `callback(number)` when a signal arrives. The main thread must call this.
 
     The newest subscriber is called first. A callback that returns True has handled the
-    signal, and older subscribers are not called. A signal that nobody has handled ends
-    the process at once with exit code 128 + its number.
+    signal, and older subscribers are not called. A signal that no callback has handled
+    ends the process at once with exit code 128 + its number.
 
     Args:
         numbers: signals, as `signal.SIGTERM`.
@@ -102,7 +101,7 @@ def _reset() -> None:
         signal.signal(number, handler)
     _subscribers = ()
     _replaced.clear()
-    _thread, _writer = None, _NO_WRITER
+    _thread, _writer = None, -1
 
 
 os.register_at_fork(after_in_child=_reset)

@@ -12,39 +12,39 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain import native
 from hvdtrain.collectives import environment
-from hvdtrain.collectives.transport import segment, shared_memory
+from hvdtrain.collectives.transport import connection
 
 
 @pytest.fixture(autouse=True)
 def _forgotten():
     hvd.init()
-    shared_memory.disconnect()
+    connection.disconnect()
     yield
-    shared_memory.disconnect()
+    connection.disconnect()
 
 
 @pytest.fixture
 def two_ranks(monkeypatch):
     """This process as rank 0 of two, whose other rank says the same."""
-    monkeypatch.setattr(shared_memory.hvd, "size", lambda: 2)
-    monkeypatch.setattr(shared_memory.hvd, "local_size", lambda: 2)
-    monkeypatch.setattr(shared_memory, "_gather", lambda value: [value, value])
+    monkeypatch.setattr(connection.hvd, "size", lambda: 2)
+    monkeypatch.setattr(connection.hvd, "local_size", lambda: 2)
+    monkeypatch.setattr(connection, "_gather", lambda value: [value, value])
 
 
 def test_one_rank_has_nothing_to_reduce():
-    assert shared_memory.reduction_path() == "Horovod"
-    assert shared_memory.connect().obstacle == "the job has one rank"
+    assert connection.reduction_path() == "Horovod"
+    assert connection.connect().obstacle == "the job has one rank"
 
 
 def test_unknown_choice_is_an_error(monkeypatch):
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "shm")
     with pytest.raises(ValueError, match="HVDTRAIN_REDUCTION=shm; expected one of"):
-        shared_memory.connect()
+        connection.connect()
 
 
 def test_empty_choice_is_the_default(monkeypatch):
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "")
-    assert shared_memory.reduction_choice() == "auto"
+    assert connection.reduction_choice() == "auto"
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,17 @@ def test_empty_choice_is_the_default(monkeypatch):
 )
 def test_environment_chooses_horovod(monkeypatch, two_ranks, name, value, obstacle):
     monkeypatch.setenv(name, value)
-    assert shared_memory.reduction_path() == "Horovod"
-    assert obstacle in shared_memory.connect().obstacle
+    assert connection.reduction_path() == "Horovod"
+    assert obstacle in connection.connect().obstacle
 
 
 def test_ranks_of_several_hosts_reduce_through_horovod(monkeypatch, two_ranks):
-    monkeypatch.setattr(shared_memory.hvd, "local_size", lambda: 1)
-    assert shared_memory.reduction_path() == "Horovod"
+    monkeypatch.setattr(connection.hvd, "local_size", lambda: 1)
+    assert connection.reduction_path() == "Horovod"
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "shared_memory")
-    shared_memory.disconnect()
+    connection.disconnect()
     with pytest.raises(RuntimeError, match="on several hosts"):
-        shared_memory.connect()
+        connection.connect()
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def _unloaded():
 def test_missing_library_is_an_obstacle(monkeypatch, two_ranks, tmp_path):
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libhvdtrain.so")
     with pytest.warns(UserWarning, match="through Horovod, which is slower: .*missing"):
-        obstacle = shared_memory.connect().obstacle
+        obstacle = connection.connect().obstacle
     assert "libhvdtrain.so is missing: run scripts/setup.sh" in obstacle
 
 
@@ -90,9 +90,9 @@ def test_one_rank_warns_unless_horovod_was_chosen(
     monkeypatch, two_ranks, tmp_path, recwarn, rank, choice
 ):
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libhvdtrain.so")
-    monkeypatch.setattr(shared_memory.hvd, "rank", lambda: rank)
+    monkeypatch.setattr(connection.hvd, "rank", lambda: rank)
     monkeypatch.setenv("HVDTRAIN_REDUCTION", choice)
-    assert shared_memory.connect().obstacle
+    assert connection.connect().obstacle
     assert not recwarn.list
 
 
@@ -102,14 +102,14 @@ def test_library_that_does_not_load_is_an_obstacle(monkeypatch, two_ranks, tmp_p
     broken.write_text("no library")
     monkeypatch.setattr(native, "library_path", lambda: broken)
     with pytest.warns(UserWarning, match="through Horovod"):
-        assert f"{broken}: " in shared_memory.connect().obstacle
+        assert f"{broken}: " in connection.connect().obstacle
 
 
 @pytest.mark.usefixtures("_unloaded")
 def test_library_of_another_version_is_an_obstacle(monkeypatch, two_ranks):
     monkeypatch.setattr(native, "_INTERFACE", -1)
     with pytest.warns(UserWarning, match="through Horovod"):
-        obstacle = shared_memory.connect().obstacle
+        obstacle = connection.connect().obstacle
     assert "is of another version: run scripts/setup.sh" in obstacle
 
 
@@ -119,7 +119,7 @@ def test_library_for_another_tensorflow_is_an_obstacle(monkeypatch, two_ranks):
     # It has another ABI: to load it may end the process.
     monkeypatch.setattr(native.tf, "load_op_library", pytest.fail)
     with pytest.warns(UserWarning, match="through Horovod"):
-        obstacle = shared_memory.connect().obstacle
+        obstacle = connection.connect().obstacle
     assert "-2.99.0.so is missing: run scripts/setup.sh" in obstacle
 
 
@@ -127,10 +127,10 @@ def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
     def no_space(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(segment.os, "posix_fallocate", no_space)
+    monkeypatch.setattr(connection.os, "posix_fallocate", no_space)
     before = set(os.listdir("/dev/shm"))
     assert "bytes of shared memory: /dev/shm: No space left" in (
-        shared_memory.connect().obstacle
+        connection.connect().obstacle
     )
     assert set(os.listdir("/dev/shm")) <= before
 
@@ -138,21 +138,21 @@ def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
 def test_no_memory_is_reserved_before_all_ranks_are_ready(monkeypatch, two_ranks):
     # A rank that is killed while another one loads TensorFlow would leave it behind.
     reserved = mock.Mock()
-    monkeypatch.setattr(segment, "reserve", reserved)
+    monkeypatch.setattr(connection, "_reserve", reserved)
 
     def gather(value):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shared_memory, "_gather", gather)
+    monkeypatch.setattr(connection, "_gather", gather)
     with pytest.raises(KeyboardInterrupt):
-        shared_memory.connect()
+        connection.connect()
     reserved.assert_not_called()
 
 
 def test_second_directory_is_used_where_the_first_is_full(monkeypatch, tmp_path):
     directories = ["/nowhere", str(tmp_path)]
-    monkeypatch.setattr(segment, "_directories", lambda: directories)
-    with contextlib.closing(segment._reserved_file(1 << 16)) as file:
+    monkeypatch.setattr(connection, "_directories", lambda: directories)
+    with contextlib.closing(connection._reserved_file(1 << 16)) as file:
         assert os.path.dirname(file.name) == str(tmp_path)
         assert os.stat(file.name).st_blocks * 512 >= 1 << 16
     assert not list(tmp_path.iterdir())
@@ -160,12 +160,12 @@ def test_second_directory_is_used_where_the_first_is_full(monkeypatch, tmp_path)
 
 def test_another_ranks_obstacle_is_one_of_all(monkeypatch, two_ranks):
     said = ["", "cannot map it"]
-    monkeypatch.setattr(segment, "attach", lambda *args, **kwargs: "")
+    monkeypatch.setattr(connection, "_attach", lambda *args, **kwargs: "")
     monkeypatch.setattr(
-        shared_memory, "_gather", lambda value: said if value == "" else [value] * 2
+        connection, "_gather", lambda value: said if value == "" else [value] * 2
     )
-    assert shared_memory.connect().obstacle == "cannot map it (rank 1)"
-    assert not shared_memory.connect().operations
+    assert connection.connect().obstacle == "cannot map it (rank 1)"
+    assert not connection.connect().operations
 
 
 @pytest.mark.parametrize(
@@ -181,16 +181,16 @@ def test_ranks_spin_where_each_has_a_core(
     monkeypatch, two_ranks, cores, quotas, is_shared
 ):
     attached = mock.Mock(return_value="stop here")
-    monkeypatch.setattr(segment, "attach", attached)
-    monkeypatch.setattr(shared_memory, "quotas", lambda: quotas)
+    monkeypatch.setattr(connection, "_attach", attached)
+    monkeypatch.setattr(connection, "quotas", lambda: quotas)
 
     def gather(value):
         if len(value) < 3:
             return [value] * 2
         return [(value[0], each, value[2]) for each in cores]
 
-    monkeypatch.setattr(shared_memory, "_gather", gather)
-    shared_memory.connect()
+    monkeypatch.setattr(connection, "_gather", gather)
+    connection.connect()
     assert attached.call_args.kwargs["is_core_shared"] == is_shared
 
 
@@ -200,7 +200,9 @@ def fork_rank(rank, file, until):
     child = os.fork()
     if child == 0:
         functions = native.load().functions
-        failed = segment.attach(functions, file, rank=rank, size=3, is_core_shared=True)
+        failed = connection._attach(
+            functions, file, rank=rank, size=3, is_core_shared=True
+        )
         os.write(is_ready, b"1")
         os.read(until, 1)
         os._exit(1 if failed else 0)
@@ -214,10 +216,10 @@ def test_rank_that_has_ended_is_noticed_while_another_one_computes(monkeypatch):
     functions.hvdtrain_join.restype = ctypes.c_char_p
     never, _never = os.pipe()
     until, end = os.pipe()
-    with segment.reserve(functions, 3) as file:
+    with connection._reserve(functions, 3) as file:
         computing = fork_rank(1, file.name, never)
         ending = fork_rank(2, file.name, until)
-        assert not segment.attach(
+        assert not connection._attach(
             functions, file.name, rank=0, size=3, is_core_shared=True
         )
     try:
@@ -235,7 +237,7 @@ def test_rank_that_has_ended_is_noticed_while_another_one_computes(monkeypatch):
 
 @pytest.mark.parametrize("size", [2, 31, 32, 100, 1000])
 def test_memory_of_many_ranks_is_bounded(size):
-    count = segment.slot_bytes(size)
+    count = connection._slot_bytes(size)
     assert count % 128 == 0
     assert 0 < count <= 1 << 20
     assert count * (size + 1) <= 32 << 20

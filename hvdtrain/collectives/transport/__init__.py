@@ -6,6 +6,11 @@ one communication. Callers do not depend on Horovod's operations.
 
 from hvdtrain.collectives.transport.allreduce import allreduce, combine
 from hvdtrain.collectives.transport.alltoall import alltoall
+from hvdtrain.collectives.transport.connection import (
+    disconnect,
+    reduction_choice,
+    reduction_path,
+)
 from hvdtrain.collectives.transport.flat_shards import (
     gather_shards,
     reduce_to_shards,
@@ -30,9 +35,4 @@ from hvdtrain.collectives.transport.reduction import (
     check_compression,
     op_name,
 )
-from hvdtrain.collectives.transport.shared_memory import (
-    disconnect,
-    reduction_choice,
-    reduction_path,
-    reduction_seconds,
-)
+from hvdtrain.collectives.transport.shared_memory import reduction_seconds

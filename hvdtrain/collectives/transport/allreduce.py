@@ -242,7 +242,6 @@ def allreduce(
     """
     if not values:
         return []
-    graph.check_not_compiled_by_xla()
     if any(map(_is_slices, values)):
         _check_op_of_slices(reduction)
     values = [_as_dense_or_slices(value) for value in values]

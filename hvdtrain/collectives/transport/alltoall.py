@@ -32,7 +32,6 @@ def alltoall(
         tensorflow.errors.OpError: on all ranks, if the splits of a rank do not fit its
             tensor.
     """
-    graph.check_not_compiled_by_xla()
     name = graph.operation_name(name, process_set)
     dtypes.check_has_rows(tensor)
     fits, kind = _splits_fit(tensor, splits, process_set), "alltoall"

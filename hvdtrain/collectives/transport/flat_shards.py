@@ -113,7 +113,6 @@ def _run_natively(
     name: str,
     process_set: ProcessSet,
 ) -> list[tf.Tensor]:
-    graph.check_not_compiled_by_xla()
     name = graph.operation_name(name, process_set)
     return moving.run(
         functools.partial(exchange, name=name),

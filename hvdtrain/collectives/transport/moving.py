@@ -17,7 +17,7 @@ from hvdtrain.collectives.process_sets import (
     check_root,
     global_process_set,
 )
-from hvdtrain.collectives.transport import shared_memory
+from hvdtrain.collectives.transport import connection, shared_memory
 from hvdtrain.collectives.transport.reduction import Reduction, Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
 
@@ -31,7 +31,6 @@ def allgather(
     """Concatenate each value's rows over the ranks; all axes but the first agree."""
     if not values:
         return []
-    graph.check_not_compiled_by_xla()
     name = graph.operation_name(name or "Allgather", process_set)
     tensors = dtypes.as_tensors(values)
     for tensor in tensors:
@@ -60,7 +59,6 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
     """Return `root_rank`'s value on every rank; shape and dtype agree."""
-    graph.check_not_compiled_by_xla()
     check_root(root_rank, process_set)
     name = graph.operation_name(name or "Broadcast", process_set)
     (tensor,) = dtypes.as_tensors([value])
@@ -85,7 +83,6 @@ def broadcast_all(
     """Return `root_rank`'s list of values on every rank, in one negotiation."""
     if not values:
         return []
-    graph.check_not_compiled_by_xla()
     check_root(root_rank, process_set)
     name = graph.operation_name(name, process_set)
     tensors = dtypes.as_tensors(values)
@@ -104,7 +101,6 @@ def broadcast_in_place(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Write `root_rank`'s values into TensorFlow variables, without a copy."""
-    graph.check_not_compiled_by_xla()
     check_root(root_rank, process_set)
     name = graph.operation_name("BroadcastVariables", process_set)
     signature = Signature(f"broadcast from rank {root_rank}", variables)
@@ -116,7 +112,6 @@ def reducescatter(
     tensors: Sequence[tf.Tensor], reduction: Reduction, *, name: str
 ) -> list[tf.Tensor]:
     """Reduce a list of tensors and return this rank's share of the rows of each."""
-    graph.check_not_compiled_by_xla()
     process_set = reduction.process_set
     name = graph.operation_name(name, process_set)
     signature = Signature(f"reducescatter, {reduction.describe()}", tensors)
@@ -329,7 +324,7 @@ def _reducescatter(
 def join() -> tf.Tensor:
     """Block until every rank has called it; return the last rank that did."""
     with tf.init_scope():
-        shared_memory.connect()
+        connection.connect()
     return graph.serialize(lambda: tf.py_function(_join, [], tf.int32))
 
 
