@@ -34,10 +34,8 @@ from hvdtrain.sharding.shards import Shape, Sharding
 class ShardedHeads(InModelGroup):
     """Mixin of an attention layer of Keras with sharded projections."""
 
-    @property
-    def _all_heads(self) -> int:
-        """The number of query heads of all ranks."""
-        raise NotImplementedError
+    # Query heads of all ranks together.
+    _all_heads: int
 
     @property
     def _attention_rank(self) -> int:
@@ -146,11 +144,7 @@ class ShardedHeads(InModelGroup):
         return outputs, mappings.gather(scores, heads)
 
     def _shard_mask(self, mask: tf.Tensor | None, rank: int) -> tf.Tensor | None:
-        """Return the mask for this rank's heads; itself if it has no axis of heads.
-
-        Raises:
-            ValueError: on all ranks, for another number of heads.
-        """
+        """Return the mask for this rank's heads; itself if it has no axis of heads."""
         if mask is None or len(mask.shape) < rank:
             return mask
         heads = self._make_heads_sharding(rank)
@@ -211,10 +205,8 @@ class ParallelMultiHeadAttention(ShardedHeads, keras.layers.MultiHeadAttention):
 
     Args:
         num_heads: heads of all ranks together; at least one for each rank.
-        key_dim: as for `keras.layers.MultiHeadAttention`.
-        *args: as for `keras.layers.MultiHeadAttention`.
         mesh: the `Mesh`; by default the active one.
-        **kwargs: as for `keras.layers.MultiHeadAttention`.
+        others: as for `keras.layers.MultiHeadAttention`.
 
     Raises:
         ValueError: for fewer heads than ranks, for constraints, and for regularizers
@@ -233,6 +225,7 @@ class ParallelMultiHeadAttention(ShardedHeads, keras.layers.MultiHeadAttention):
     ) -> None:
         super().__init__(num_heads, key_dim, *args, **kwargs)
         self._set_mesh(mesh)
+        self._all_heads = num_heads
         if num_heads < self._model_axis.size:
             raise ValueError(
                 "ParallelMultiHeadAttention needs a head on each of the "
@@ -240,10 +233,6 @@ class ParallelMultiHeadAttention(ShardedHeads, keras.layers.MultiHeadAttention):
                 f"num_heads={num_heads}."
             )
         self._check_arguments(prefix="_")
-
-    @property
-    def _all_heads(self) -> int:
-        return self._num_heads
 
     @property
     def _attention_rank(self) -> int:
@@ -287,14 +276,12 @@ class ParallelGroupQueryAttention(ShardedHeads, keras.layers.GroupQueryAttention
     """`keras.layers.GroupQueryAttention` whose heads are sharded over a model group.
 
     Args:
-        head_dim: as for `keras.layers.GroupQueryAttention`.
         num_query_heads: query heads of all ranks together.
         num_key_value_heads: key and value heads of all ranks together; a multiple of
             the ranks of the group, so that each rank has the query heads of its own key
             and value heads.
-        *args: as for `keras.layers.GroupQueryAttention`.
         mesh: the `Mesh`; by default the active one.
-        **kwargs: as for `keras.layers.GroupQueryAttention`.
+        others: as for `keras.layers.GroupQueryAttention`.
 
     Raises:
         ValueError: if the ranks would have different numbers of key and value heads,
@@ -314,6 +301,7 @@ class ParallelGroupQueryAttention(ShardedHeads, keras.layers.GroupQueryAttention
             head_dim, num_query_heads, num_key_value_heads, *args, **kwargs
         )
         self._set_mesh(mesh)
+        self._all_heads = num_query_heads
         if num_key_value_heads % self._model_axis.size:
             raise ValueError(
                 "ParallelGroupQueryAttention needs a multiple of the "
@@ -321,10 +309,6 @@ class ParallelGroupQueryAttention(ShardedHeads, keras.layers.GroupQueryAttention
                 f"num_key_value_heads={num_key_value_heads}."
             )
         self._check_arguments()
-
-    @property
-    def _all_heads(self) -> int:
-        return self.num_query_heads
 
     def build(
         self, query_shape: Shape, value_shape: Shape, key_shape: Shape | None = None

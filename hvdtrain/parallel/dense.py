@@ -52,8 +52,7 @@ class ColumnParallelDense(_ParallelDense):
             layer returns this rank's shard of it, for a `RowParallelDense` with
             `input_is_parallel`; the activation must then be elementwise.
         mesh: the `Mesh`; by default the active one.
-        *args: as for `keras.layers.Dense`.
-        **kwargs: as for `keras.layers.Dense`.
+        others: as for `keras.layers.Dense`.
     """
 
     sharded_axes = types.MappingProxyType({"kernel": 1, "bias": 0})
@@ -110,8 +109,7 @@ class RowParallelDense(_ParallelDense):
         input_is_parallel: whether the input is this rank's shard, such as the output of
             a `ColumnParallelDense` without `gather_output`.
         mesh: the `Mesh`; by default the active one.
-        *args: as for `keras.layers.Dense`.
-        **kwargs: as for `keras.layers.Dense`.
+        others: as for `keras.layers.Dense`.
     """
 
     sharded_axes = types.MappingProxyType({"kernel": 0})

@@ -58,8 +58,6 @@ class DistributedEmbedding(keras.layers.Layer):
         embeddings: `keras.layers.Embedding` layers that are not built, or `Embedding`
             layers with a combiner. Tables that are sharded have one dtype.
         strategy: see `placement.place`, also for the three thresholds.
-        column_slice_threshold: see there.
-        row_slice_threshold: see there.
         dp_input: whether each rank gives its samples for all inputs. If not, it gives
             all ranks' samples, rank 0's first, for the inputs of the tables of which it
             holds a shard, `input_ids_list[rank]`; all ranks have equally many samples.
@@ -67,14 +65,11 @@ class DistributedEmbedding(keras.layers.Layer):
             columns), and no table is replicated or sharded by rows.
         input_table_map: number of the table of each input; by default one input for
             each table.
-        data_parallel_threshold: see `placement.place`.
         mesh: a `Mesh`, whose axis data has the ranks.
-        **kwargs: as for `keras.layers.Layer`.
 
     Attributes:
         tables: the layers, in the order of `embeddings`.
         placements: their `Placement`s; None for a table that is replicated.
-        input_ids_list: numbers of the inputs of each rank's tables, by rank.
 
     Raises:
         ValueError: for arguments out of range, and for tables that are built.
@@ -297,13 +292,7 @@ def _holds(placement: Placement | None, rank: int) -> bool:
 
 
 class _Table(ShardedTable):
-    """A table that is sharded by its placement.
-
-    Args:
-        embedding: the Keras layer, not built.
-        placement: its `Placement`.
-        data: the ranks.
-    """
+    """A table that is sharded by its placement."""
 
     def __init__(
         self, embedding: keras.layers.Embedding, placement: Placement, data: Axis

@@ -26,11 +26,9 @@ class ParallelDropout(InModelGroup, keras.layers.Dropout):
     group alike. In replicated regions of the model, use `keras.layers.Dropout`.
 
     Args:
-        rate: as for `keras.layers.Dropout`.
         noise_shape: as for `keras.layers.Dropout`; refers to the full tensor.
-        seed: as for `keras.layers.Dropout`.
         mesh: the `Mesh`; by default the active one.
-        **kwargs: as for `keras.layers.Dropout`.
+        others: as for `keras.layers.Dropout`.
     """
 
     takes_shards = gives_shards = True
@@ -59,11 +57,6 @@ def dropout(
     """Return this rank's shard of the output of a `Dropout` layer for a full tensor.
 
     Advances `layer.seed_generator`.
-
-    Args:
-        layer: the layer.
-        shard: this rank's shard of the full tensor.
-        sharding: its `Sharding`.
     """
     shape = list(ops.shape(shard))
     shape[sharding.axis] = sharding.size

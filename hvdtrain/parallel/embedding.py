@@ -28,12 +28,9 @@ class Embedding(keras.layers.Embedding):
     """`keras.layers.Embedding` with a combiner, as NVIDIA's distributed-embeddings has.
 
     Args:
-        input_dim: rows of the table.
-        output_dim: columns of the table.
-        *args: as for `keras.layers.Embedding`.
         combiner: "sum" or "mean" combines the rows along the last axis of the ids; None
             returns all rows. The combination of no rows is zero.
-        **kwargs: as for `keras.layers.Embedding`.
+        others: as for `keras.layers.Embedding`.
 
     Raises:
         ValueError: for another combiner.
@@ -107,13 +104,7 @@ def get_ids(inputs: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
 def combine(
     inputs: tf.Tensor | tf.RaggedTensor, rows: tf.Tensor, combiner: str | None
 ) -> tf.Tensor | tf.RaggedTensor:
-    """Return rows in the structure of the inputs, or their combinations.
-
-    Args:
-        inputs: ids.
-        rows: the rows of `get_ids(inputs)`.
-        combiner: as for `Embedding`.
-    """
+    """Return the rows of `get_ids(inputs)` as `inputs` are structured, or combined."""
     if not isinstance(inputs, tf.RaggedTensor):
         if combiner is None:
             return rows
@@ -146,13 +137,7 @@ class ShardedTable(ShardedWeights, keras.layers.Embedding):
     def _set_sharding(
         self, axis: int, data: Axis, uneven: tuple[int, ...] | None = None
     ) -> None:
-        """Set how the table is sharded.
-
-        Args:
-            axis: 0 for rows, 1 for columns.
-            data: the ranks.
-            uneven: numbers of rows or columns by rank, if not about equal.
-        """
+        """Shard rows (axis 0) or columns (1), evenly or in `uneven` numbers by rank."""
         collective_calls.install()
         check_arguments(
             self,
@@ -225,12 +210,11 @@ class ShardedEmbedding(ShardedTable):
     Args:
         input_dim: rows of the full table.
         output_dim: columns of the full table.
-        *args: as for `keras.layers.Embedding`.
         slicing: "row" sends an id to the rank that has its row; "column" sends it to
             all ranks, each of which returns its columns of the row.
         mesh: a `Mesh`, whose axis data has the ranks.
         weights: initial value of the full table, of shape (input_dim, output_dim).
-        **kwargs: as for `keras.layers.Embedding`.
+        others: as for `keras.layers.Embedding`.
 
     Raises:
         ValueError: for another `slicing`, and for `lora_rank`, quantization, and

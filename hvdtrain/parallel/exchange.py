@@ -170,9 +170,7 @@ def _order_by_rank(
 ) -> list[tf.Tensor]:
     """Return what rank 0 gets of each tensor, then what rank 1 gets, and so on.
 
-    Args:
-        tensors: tensors that are ordered by rank.
-        sizes: for each tensor, how many of its rows each rank gets.
+    Each tensor is ordered by rank, and `sizes` has the rows of each rank in it.
     """
     ranks = sizes[0].shape[0]
     rows_by_tensor = [

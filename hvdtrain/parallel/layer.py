@@ -184,9 +184,14 @@ class ShardedWeights(InModelGroup):
             kwargs["regularizer"] = SumRegularizer(
                 regularizer, sharding, self.sum_penalties
             )
+        full_initializer, full_shape = keras.initializers.get(initializer), tuple(shape)
+
+        def initialize(_: object, dtype: str | None = None) -> tf.Tensor:
+            return initial_shard(full_initializer, full_shape, sharding, dtype)
+
         weight = super().add_weight(
             shape=sharding.shard_shape(shape),
-            initializer=_ShardInitializer(initializer, shape, sharding),
+            initializer=initialize,
             name=name,
             **kwargs,
         )
@@ -222,23 +227,10 @@ class ShardedWeights(InModelGroup):
         return self._trainable_variables + self._non_trainable_variables
 
 
-class _ShardInitializer:
-    def __init__(
-        self, initializer: object, shape: Sequence[int], sharding: Sharding
-    ) -> None:
-        self._initializer = keras.initializers.get(initializer)
-        self._shape = tuple(shape)
-        self._sharding = sharding
-
-    def __call__(self, shape: Sequence[int], dtype: str | None = None) -> tf.Tensor:
-        return initial_shard(self._initializer, self._shape, self._sharding, dtype)
-
-
 class SumRegularizer(keras.regularizers.Regularizer):
     """The penalty of a full weight or tensor, from the penalties of its shards.
 
     Keras saves it with the class and the config of the regularizer of the Keras layer.
-
     `total` adds up a penalty over the ranks of the sharding.
     """
 
@@ -271,12 +263,8 @@ def check_arguments(
 ) -> None:
     """Raise a ValueError for arguments whose result differs on shards.
 
-    A dtype policy with quantization is refused as well.
-
-    Args:
-        layer: the layer, whose name the message has.
-        refused: arguments by name, which must be None.
-        additive: regularizers by name, whose penalties must be sums over elements.
+    `refused` arguments must be None. The penalties of `additive` regularizers must be
+    sums over elements. A dtype policy with quantization is refused as well.
     """
     if mode := getattr(layer, "quantization_mode", None):
         raise ValueError(
@@ -319,12 +307,6 @@ def initial_shard(
     of each chunk of rows starts at the counter of its first element, so that no rank
     ever holds the full value. Other initializers draw the full value, which is then
     sharded: initializers that reject draws, and functions of users.
-
-    Args:
-        initializer: a Keras initializer, or a function of shape and dtype.
-        shape: shape of the full variable.
-        sharding: its `Sharding`.
-        dtype: dtype of the variable; by default Keras' floatx.
     """
     if _fills(initializer):
         return initializer(sharding.shard_shape(shape), dtype=dtype)

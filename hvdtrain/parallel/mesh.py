@@ -40,13 +40,7 @@ class OneRank:
 class Axis:
     """The group of this rank along one axis of a mesh.
 
-    The ranks of the group differ in this coordinate only.
-
-    Attributes:
-        name: data, pipeline or model.
-        size: number of ranks in the group.
-        index: this rank's position in the group.
-        process_set: the ranks of the group.
+    The ranks of the group differ in this coordinate only; `index` is this rank's.
     """
 
     name: str
@@ -92,16 +86,6 @@ class Mesh:
         pipeline: ranks that hold successive stages of a model.
         data: replicas of the model; by default all ranks that are left.
 
-    Attributes:
-        shape: the `MeshShape`.
-        data: the `Axis` data of this rank.
-        pipeline: the `Axis` pipeline.
-        model: the `Axis` model.
-        previous: process set of this rank and the one with the stage before; None in
-            the first stage.
-        next: process set of this rank and the one with the stage after; None in the
-            last stage.
-
     Raises:
         SharedJobError: the numbers do not fit, or the job is elastic.
         RuntimeError: without the process sets.
@@ -110,6 +94,7 @@ class Mesh:
     data: Axis
     pipeline: Axis
     model: Axis
+    # This rank and the rank with the stage before, or after; None without such a stage.
     previous: ProcessSet | None = None
     next: ProcessSet | None = None
 

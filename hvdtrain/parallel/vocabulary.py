@@ -40,12 +40,9 @@ class ParallelSparseCategoricalCrossentropy(
 
     Args:
         from_logits: must be True.
-        ignore_class: as for `keras.losses.SparseCategoricalCrossentropy`.
-        reduction: as for `keras.losses.SparseCategoricalCrossentropy`.
         axis: must be -1.
-        name: name of the loss.
-        dtype: as for `keras.losses.SparseCategoricalCrossentropy`.
         mesh: the `Mesh`; by default the active one.
+        others: as for `keras.losses.SparseCategoricalCrossentropy`.
 
     Raises:
         ValueError: for probabilities in place of logits, or another axis.
@@ -101,9 +98,8 @@ class ParallelSparseCategoricalAccuracy(
     ranks exchange two numbers for each label.
 
     Args:
-        name: name of the metric.
-        dtype: as for `keras.metrics.SparseCategoricalAccuracy`.
         mesh: the `Mesh`; by default the active one.
+        others: as for `keras.metrics.SparseCategoricalAccuracy`.
     """
 
     def __init__(

@@ -82,15 +82,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class FullVariable:
-    """A variable of the full model.
-
-    Attributes:
-        path: its path.
-        shape: its full shape.
-        dtype: its dtype, as a string.
-        variable: the Keras variable that holds this rank's shard of it; None on a rank
-            without a shard.
-    """
+    """A variable of the full model; `variable` is None on a rank without a shard."""
 
     path: str
     shape: Shape
@@ -166,11 +158,7 @@ class FullValues:
         )
 
     def gather(self, number: int) -> np.ndarray | None:
-        """Return a copy of the full value on the chief, None on others. A collective.
-
-        Args:
-            number: position of the variable in the list.
-        """
+        """Return the full value on the chief, a copy; None on others. A collective."""
         described = self.variables[number]
         blocks = [blocks[number] for blocks in self._blocks_by_rank]
         if blocks[0] == Block.of(described.shape, None):
@@ -196,9 +184,7 @@ class FullValues:
     def scatter(self, number: int, full: np.ndarray | None) -> None:
         """Assign to each rank its shard of a value of the chief. A collective.
 
-        Args:
-            number: position of the variable in the list.
-            full: the full value on the chief; not used on other ranks.
+        `full` is not used on other ranks.
         """
         described = self.variables[number]
         blocks = [blocks[number] for blocks in self._blocks_by_rank]

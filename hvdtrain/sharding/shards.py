@@ -145,10 +145,7 @@ def set_stages(variable: keras.Variable, process_set: ProcessSet) -> None:
 
 def get_stages(variables: Iterable[keras.Variable]) -> ProcessSet | None:
     """Return the ranks that train the stages of a model; None without stages."""
-    return next(
-        (getattr(v, _STAGES) for v in variables if hasattr(v, _STAGES)),
-        None,
-    )
+    return next((getattr(v, _STAGES) for v in variables if hasattr(v, _STAGES)), None)
 
 
 def assign_shard(variable: keras.Variable, full: np.ndarray | tf.Tensor) -> None:
@@ -223,12 +220,7 @@ def check_ranks(
 
     A shard whose gradient already is a sum over ranks must be reduced over exactly
     these ranks. All ranks of the reduction must hold the same shard of any other
-    variable.
-
-    Args:
-        variables: variables or tensors.
-        reduced_over: the process set that gradients are reduced over.
-        axes: the process sets along which variables may be sharded; by default any.
+    variable. Variables may be sharded along `axes` only, by default along any.
     """
     reducing_ranks = list(reduced_over.ranks)
     allowed = None if axes is None else [list(axis.ranks) for axis in axes]

@@ -49,12 +49,7 @@ class Link:
 
 
 def make_links(mesh: Mesh, cuts: Sequence[Cut]) -> dict[int, Link]:
-    """Return the `Link`s of this rank by the number of the neighbouring stage.
-
-    Args:
-        mesh: the mesh.
-        cuts: the `Cut` after each stage.
-    """
+    """Return the `Link`s of this rank by stage; `cuts` has the `Cut` after each."""
     index, links = mesh.pipeline.index, {}
     if mesh.previous:
         cut = cuts[index - 1]

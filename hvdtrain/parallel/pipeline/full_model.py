@@ -32,8 +32,6 @@ class FullModel:
     """The full model without its values.
 
     Attributes:
-        model_class: `keras.Sequential` or the class of functional models.
-        config: its config.
         custom_objects: the classes of its layers by name.
         scope: what the paths of its variables have before the names of layers; empty
             unless it is a Sequential.
@@ -47,11 +45,7 @@ class FullModel:
     layers: list[str]
 
     def build(self, compiled: keras.Model | None = None) -> keras.Model:
-        """Return the full model with new initial values.
-
-        Args:
-            compiled: a model; the full model is compiled like it, if it is compiled.
-        """
+        """Return the full model with new initial values, compiled as `compiled` is."""
         # A GPU may have no room for all stages.
         with tf.device("CPU"):
             return self._build(compiled)
@@ -109,13 +103,9 @@ def describe(
 ) -> list[FullVariable]:
     """Return the variables of all stages as `FullVariable`s.
 
-    A collective of the ranks of the pipeline.
-
-    Args:
-        variables: this rank's variables.
-        common: variables of the optimizer that all stages have, such as the number of
-            iterations. The result has each of them once.
-        pipeline: the axis of the mesh.
+    A collective of the ranks of the pipeline. `common` has the variables of the
+    optimizer that all stages have, such as the number of iterations. The result has
+    each of them once.
     """
     numbers = {id(variable): number for number, variable in enumerate(common)}
     local = [(FullVariable.of(v), numbers.get(id(v))) for v in variables]
@@ -149,17 +139,7 @@ def common_state(model: keras.Model) -> list[keras.Variable]:
 
 
 def gather(pipeline: keras.Model, axis: Axis) -> keras.Model | None:
-    """Return the full model and its optimizer's state on rank 0, None elsewhere.
-
-    A collective of all ranks of the job.
-
-    Args:
-        pipeline: a `PipelineModel`, whose module imports this one.
-        axis: the axis pipeline of its mesh.
-
-    Raises:
-        SharedJobError: on all ranks, if rank 0 cannot make it.
-    """
+    """Gather the full model of a `PipelineModel`: see its method `gather_full`."""
     described, keys = _describe_with_keys(pipeline, axis)
     model, targets = None, []
     with fail_together(world()):
@@ -177,20 +157,7 @@ def gather(pipeline: keras.Model, axis: Axis) -> keras.Model | None:
 def load(
     pipeline: keras.Model, axis: Axis, filepath: str, options: dict[str, Any]
 ) -> None:
-    """Assign to all stages from a file of the full model, which rank 0 reads.
-
-    A collective of all ranks of the job. As Keras does, it leaves the optimizer
-    unchanged if the file has another number of optimizer variables, or none.
-
-    Args:
-        pipeline: a `PipelineModel`, whose module imports this one.
-        axis: the axis pipeline of its mesh.
-        filepath: the file.
-        options: further arguments of `keras.Model.load_weights`.
-
-    Raises:
-        JobError: on all ranks, if it cannot be read.
-    """
+    """Load all stages of a `PipelineModel`: see its method `load_weights`."""
     described, keys = _describe_with_keys(pipeline, axis)
 
     def read() -> list[keras.Variable]:

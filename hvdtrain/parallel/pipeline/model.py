@@ -165,10 +165,8 @@ class PipelineModel(keras.Model):
     def full_variables(self, variables: Sequence[keras.Variable]) -> list[FullVariable]:
         """Return variables of all stages as `FullVariable`s, in one list.
 
-        A collective of the ranks of the pipeline.
-
-        Args:
-            variables: weights of this rank, or variables of its optimizer.
+        A collective of the ranks of the pipeline. `variables` are this rank's weights,
+        or variables of its optimizer.
         """
         common = full_model.common_state(self)
         return full_model.describe(variables, common, self._mesh.pipeline)
@@ -177,13 +175,17 @@ class PipelineModel(keras.Model):
         """Return the full model and its optimizer's state on rank 0, None elsewhere.
 
         A collective of all ranks of the job. `save` and `save_weights` write it.
+
+        Raises:
+            SharedJobError: on all ranks, if rank 0 cannot make it.
         """
         return full_model.gather(self, self._mesh.pipeline)
 
     def load_weights(self, filepath: str, **options: Any) -> None:
         """Load from a file of the full model, which rank 0 reads.
 
-        A collective of all ranks of the job.
+        A collective of all ranks of the job. As Keras does, it leaves the optimizer
+        unchanged if the file has another number of optimizer variables, or none.
 
         Raises:
             JobError: on all ranks, if it cannot be read.

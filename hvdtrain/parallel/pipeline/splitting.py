@@ -18,10 +18,7 @@ History: TypeAlias = tuple[str, int, int]
 class Cut:
     """The one tensor that a stage gets from the stage before.
 
-    Attributes:
-        history: its `History`.
-        shape: its shape, with None for the batch.
-        dtype: its dtype.
+    `shape` has None for the batch.
     """
 
     history: History
@@ -57,11 +54,8 @@ def split(
 def balance(sizes: Sequence[int], count: int) -> list[int]:
     """Return numbers of layers by stage, so that the largest stage is smallest.
 
-    Each stage but the first begins with a layer that has parameters.
-
-    Args:
-        sizes: numbers of parameters of the layers.
-        count: number of stages.
+    Each stage but the first begins with a layer that has parameters; `sizes` has the
+    numbers of parameters of the layers.
 
     Raises:
         ValueError: there are fewer layers with parameters than stages.
@@ -120,10 +114,6 @@ def find_cuts(
 ) -> list[Cut]:
     """Return the `Cut` before each stage but the first.
 
-    Args:
-        stages: the entries of each stage.
-        outputs: histories of the model's outputs.
-
     Raises:
         ValueError: stages share a layer, or a stage passes more than one tensor, or one
             without a gradient or a fixed shape, to the next stage.
@@ -158,11 +148,7 @@ def _find_cut(
 
 
 def make_cut(history: History, shape: tuple[int | None, ...], dtype: str) -> Cut:
-    """Return a `Cut`.
-
-    Raises:
-        ValueError: the tensor has no gradient or no fixed shape.
-    """
+    """Return a `Cut`, or raise a ValueError for a tensor that no stage can send."""
     if None in shape[1:] or not keras.backend.is_float_dtype(dtype):
         raise ValueError(
             "The output of a stage needs a floating point dtype and a shape that is "
@@ -187,11 +173,7 @@ def make_config(
 ) -> dict[str, Any]:
     """Return the config of a functional model of the layers of a stage.
 
-    Args:
-        entries: its layers.
-        cut: the `Cut` before it; None for the first stage.
-        output: history of its output.
-        name: name of the model.
+    `cut` is the `Cut` before the stage; None for the first one.
     """
     if cut is None:
         source = entries[0]["name"]
