@@ -1,4 +1,4 @@
-"""Divided models on one rank, which has all of their weights, against their twins."""
+"""Sharded models on one rank, which has their full weights, against Keras layers."""
 
 import keras
 import numpy as np
@@ -21,7 +21,7 @@ def mesh():
     return parallel.Mesh()
 
 
-def dense_layers():
+def keras_layers():
     return [
         keras.layers.Embedding(9, 4),
         keras.layers.MultiHeadAttention(2, 3),
@@ -30,7 +30,7 @@ def dense_layers():
     ]
 
 
-def divided_layers(mesh):
+def sharded_layers(mesh):
     with mesh:
         return [
             parallel.ShardedEmbedding(9, 4),
@@ -49,12 +49,12 @@ def network(make_layers):
     return keras.Model(inputs, last(first(x)))
 
 
-def divided(mesh):
-    return network(lambda: divided_layers(mesh))
+def sharded(mesh):
+    return network(lambda: sharded_layers(mesh))
 
 
 def staged(mesh):
-    return parallel.PipelineModel(network(dense_layers), microbatches=1, mesh=mesh)
+    return parallel.PipelineModel(network(keras_layers), microbatches=1, mesh=mesh)
 
 
 def distributed(mesh):
@@ -62,13 +62,13 @@ def distributed(mesh):
     return hvd.DistributedOptimizer(optimizer, mesh=mesh, shard_state=True)
 
 
-@pytest.mark.parametrize("make", [divided, staged])
-def test_the_file_is_a_dense_model(mesh, tmp_path, make):
-    expected, model, again = network(dense_layers), make(mesh), make(mesh)
+@pytest.mark.parametrize("make", [sharded, staged])
+def test_the_file_is_the_full_model(mesh, tmp_path, make):
+    expected, model, again = network(keras_layers), make(mesh), make(mesh)
     expected.compile(keras.optimizers.SGD(0.1, momentum=0.9), oracle.LOSS)
     model.compile(distributed(mesh), oracle.LOSS)
-    for each in (expected, model):
-        oracle.fit(each, X, Y)
+    for trained in (expected, model):
+        oracle.fit(trained, X, Y)
     path = tmp_path / "model.keras"
     model.save(path)
     loaded = keras.models.load_model(path)
@@ -77,5 +77,5 @@ def test_the_file_is_a_dense_model(mesh, tmp_path, make):
     oracle.assert_same_state(loaded, expected, atol=1e-6)
     model.save_weights(tmp_path / "model.weights.h5")
     again.load_weights(tmp_path / "model.weights.h5")
-    for found, wanted in zip(again.weights, model.weights, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for weight, wanted in zip(again.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(weight, wanted)

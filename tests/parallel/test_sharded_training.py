@@ -1,4 +1,4 @@
-"""`train_and_evaluate` of a model that is divided over ranks: checkpoints and files."""
+"""`train_and_evaluate` of a model that is sharded over ranks: checkpoints and files."""
 
 import pathlib
 import tempfile
@@ -99,7 +99,7 @@ def train(mesh, *, rate=0.0, directory=None, callbacks=(), network=None, inputs=
 @pytest.mark.four_ranks
 def test_a_killed_job_computes_what_the_uninterrupted_one_computes(mesh, directory):
     if SIZE == 4 and mesh.pipeline.size > 1:
-        pytest.skip("replicas of a divided model are those of the axis model here")
+        pytest.skip("replicas of a sharded model are on the axis model here")
     expected = train(mesh, rate=0.3)
     with pytest.raises(oracle.KilledError):
         train(mesh, rate=0.3, directory=directory, callbacks=[oracle.killed_after(8)])
@@ -116,13 +116,13 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(mesh, directo
     assert result.test_metrics == expected.test_metrics
     training.run_directory.write(WORLD, directory, model=result.model, summary={})
     outputs = result.model.predict(X, verbose=0)
-    dense = keras.models.load_model(f"{directory}/model.keras")
-    np.testing.assert_allclose(dense.predict(X, verbose=0), outputs, atol=1e-6)
+    full = keras.models.load_model(f"{directory}/model.keras")
+    np.testing.assert_allclose(full.predict(X, verbose=0), outputs, atol=1e-6)
 
 
 def test_a_job_continues_on_another_mesh(mesh, directory):
     expected = train(None)
-    # Checkpoints of the dense model, then of the divided one.
+    # Checkpoints of the full model, then of the sharded one.
     for kind in (None, mesh):
         with pytest.raises(oracle.KilledError):
             train(kind, directory=directory, callbacks=[oracle.killed_after(4)])
@@ -163,20 +163,20 @@ def train_with_tables(mesh, table, *, seed=2, **options):
 
 @pytest.mark.parametrize("mesh", ["model"], indirect=True)
 def test_tables_continue_on_other_numbers_of_replicas(mesh, directory):
-    dense, divided = keras.layers.Embedding, parallel.ShardedEmbedding
-    expected = train_with_tables(None, dense, seed=1)
-    runs = [(None, dense), (None, divided), (mesh, divided), (None, divided)]
+    replicated, sharded = keras.layers.Embedding, parallel.ShardedEmbedding
+    expected = train_with_tables(None, replicated, seed=1)
+    runs = [(None, replicated), (None, sharded), (mesh, sharded), (None, sharded)]
     for number, run in enumerate(runs):
         options = {"directory": directory, "callbacks": [oracle.killed_after(1)]}
         with pytest.raises(oracle.KilledError):
             train_with_tables(*run, seed=2 if number else 1, **options)
-    result = train_with_tables(mesh, dense, directory=directory)
+    result = train_with_tables(mesh, replicated, directory=directory)
     assert len(runs) <= result.start_step < STEPS
     for found, wanted in zip(result.model.weights, expected.model.weights, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=wanted.path)
 
 
-def test_tables_that_are_divided_over_data_need_equal_batches():
+def test_tables_that_are_sharded_over_data_need_equal_batches():
     def model():
         table = parallel.ShardedEmbedding(5, 2)
         network = keras.Sequential([keras.Input((1,), dtype="int32"), table])
