@@ -72,7 +72,7 @@ def test_the_script_of_your_own(run, tmp_path):
     assert list((tmp_path / "run/checkpoints").glob("step-*.safetensors"))
 
 
-def test_the_script_of_a_divided_model(run, tmp_path):
+def test_the_script_of_a_sharded_model(run, tmp_path):
     page = ROOT.joinpath("docs/parallelism.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     script = tmp_path / "script.py"
@@ -81,7 +81,7 @@ def test_the_script_of_a_divided_model(run, tmp_path):
     job = run([str(tmp_path / "model.keras")], program=program, launcher="mpirun")
     assert job.returncode == 0, job.text
     assert "kernel: (20, 128) on rank 0" in job.text
-    # Of the dense model, in plain Keras.
+    # The full model, in plain Keras.
     found = re.search(r"kernel: \(20, 256\) .* accuracy ([\d.]+)", job.text)
     assert float(found[1]) > 0.9
 

@@ -1,10 +1,10 @@
 """Schedules: the order of forward and backward passes. Pure functions of numbers.
 
-Time is divided into ticks. In a tick, each stage takes its next operation, if its input
-has been computed in an earlier tick. After the tick, neighbours exchange results: an
-activation to the next stage and a gradient to the previous stage are one exchange. All
-exchanges have one global order, by tick and then by stage, and each rank takes its own
-in this order: ranks that block in an exchange therefore cannot deadlock.
+A schedule is a sequence of ticks. In a tick, each stage takes its next operation, if
+its input has been computed in an earlier tick. After the tick, neighbours exchange
+results: an activation to the next stage and a gradient to the previous stage are one
+exchange. All exchanges have one global order, by tick and then by stage, and each rank
+takes its own in this order: ranks that block in an exchange therefore cannot deadlock.
 """
 
 import dataclasses
