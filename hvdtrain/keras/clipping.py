@@ -33,9 +33,7 @@ class Clipping:
 
     Args:
         optimizer: not a `LossScaleOptimizer`.
-        reducer: has reduced the gradients.
         mesh: the ranks over which the model is sharded.
-        sharded_state: of the optimizer.
     """
 
     def __init__(
@@ -66,12 +64,7 @@ class Clipping:
     def __call__(
         self, grads: list[Gradient], variables: list[Variable]
     ) -> list[Gradient]:
-        """Return clipped gradients. A collective where a norm spans several ranks.
-
-        Args:
-            grads: reduced gradients, without None.
-            variables: those that the gradients belong to.
-        """
+        """Clip reduced gradients. A collective where a norm spans several ranks."""
         if self._optimizer.global_clipnorm:
             return self._clip_by_global_norm(grads, variables)
         limit = self._optimizer.clipnorm
@@ -90,8 +83,10 @@ class Clipping:
         if self._is_scattered or (
             self._splits_model and is_split_over_ranks(variables)
         ):
-            squares = self._squares(grads, variables)
-            norm = tf.sqrt(_over_stages(_sum(squares), variables))
+            square = _sum(self._squares(grads, variables))
+            if (stages := get_stages(variables)) is not None:
+                square = transport.combine(square, stages, name="StagesNorm")
+            norm = tf.sqrt(square)
         elif not self._splits_model and self._reducer.differ_by_rank(variables):
             # Each rank's own norm would scale the replicated gradients by another
             # factor on each rank.
@@ -135,13 +130,6 @@ def _sum_over_shards(
         for i, square in zip(indices, tf.unstack(total), strict=True):
             squares[i] = square
     return squares
-
-
-def _over_stages(square: tf.Tensor, variables: list[Variable]) -> tf.Tensor:
-    stages = get_stages(variables)
-    if stages is None:
-        return square
-    return transport.combine(square, stages, name="StagesNorm")
 
 
 def _norm_of_all_ranks(

@@ -240,19 +240,14 @@ def _check_none_restores(callbacks: Iterable[keras.callbacks.Callback]) -> None:
 
 
 def _class_names(callbacks: Iterable[keras.callbacks.Callback], cls: type) -> list[str]:
-    return [type(each).__name__ for each in callbacks if isinstance(each, cls)]
+    return [type(c).__name__ for c in callbacks if isinstance(c, cls)]
 
 
 def check_called_alike(method: str, saving: Iterable[str] = ()) -> None:
-    """Raise an error unless all ranks call the same method of a sharded model.
+    """Raise a RuntimeError unless all ranks call one `method` of a sharded model.
 
-    Args:
-        method: its name.
-        saving: names of the classes of callbacks that save the model.
-
-    Raises:
-        RuntimeError: also if the other ranks call none within the time after which
-            Horovod ends a stalled job.
+    Also if the other ranks call none within the time after which Horovod ends a stalled
+    job. `saving` are the names of the classes of callbacks that save the model.
     """
     groups = group_by_value(_gather_calls(_Call(method, tuple(saving))))
     if len(groups) > 1:
@@ -349,11 +344,8 @@ def fingerprints(data: Data, axis: "Axis") -> tf.Tensor:
     """Return a vector whose sum over ranks has the fingerprint of each of them.
 
     The fingerprint is a function of the bits of the first sample: it does not depend
-    on the order of a sum, which may differ by rank.
-
-    Args:
-        data: nest of the tensors of a batch; may have None in it.
-        axis: the axis of a mesh along which the ranks are compared.
+    on the order of a sum, which may differ by rank. `data` is a nest of the tensors of
+    a batch, and may have None in it.
     """
     total = tf.zeros([], tf.int32)
     for tensor in keras.tree.flatten(data):

@@ -59,14 +59,9 @@ def check_consistency(
 
     A collective.
 
-    Args:
-        variables: the same on every rank.
-        process_set: the ranks that take part.
-        remedy: last sentences of the message.
-
     Raises:
-        DesynchronizedError: names the first variable that differs, and which ranks
-            hold equal values of it.
+        DesynchronizedError: names the first variable that differs, which ranks hold
+            equal values of it, and the `remedy`.
     """
     if not needs_communication(process_set):
         return
@@ -110,10 +105,7 @@ def check_first_steps(
     examples do so after their first step. So where the ranks differ in the first step,
     they are compared again in the second.
 
-    Args:
-        gradients: of the step.
-        variables: compared in the first call that has them.
-        process_set: the ranks that take part.
+    Each variable is compared in the first call that has it.
 
     Returns:
         `gradients`, which a graph evaluates after the comparison.
@@ -155,9 +147,6 @@ class _TwoSteps:
         if tf.executing_eagerly():
             self._step()
             return gradients
-        return self._in_graph(gradients)
-
-    def _in_graph(self, gradients: Gradients) -> Gradients:
         # Compare after the gradients, which read the result of the step before, and
         # before the update, which depends on the tensors that are returned.
         tensors = tf.nest.flatten(gradients, expand_composites=True)
@@ -181,7 +170,7 @@ class _TwoSteps:
 
 
 def compute_checksum(variables: Iterable[Variable]) -> int:
-    """Return a checksum of the values of variables, on this rank."""
+    """Return a checksum of this rank's values of variables."""
     return _combine([_checksum(variable) for variable in variables])
 
 

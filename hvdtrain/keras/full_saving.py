@@ -112,9 +112,7 @@ def save_together(
 ) -> None:
     """Call `save()` on rank 0, where `full_value` then works. A collective.
 
-    Args:
-        variables: all sharded variables, in one order on all ranks.
-        save: is not called on the other ranks.
+    `variables` are all sharded ones, in one order on all ranks.
 
     Raises:
         RuntimeError: on the other ranks, if `save()` raises an exception on rank 0.
@@ -125,11 +123,10 @@ def save_together(
         saving = _Saving(variables, save)
     try:
         while (request := _agree_on_request(saving)) != _DONE:
-            if request == _WORKING:
-                continue
-            value = values.gather(request)
-            if saving:
-                saving.reply(value)
+            if request != _WORKING:
+                value = values.gather(request)
+                if saving:
+                    saving.reply(value)
     finally:
         # After a failed collective, the thread would block in its request for ever.
         if saving:
@@ -150,8 +147,6 @@ def _agree_on_request(saving: "_Saving | None") -> int:
 
 
 class _Saving:
-    """A call of `save` in a thread."""
-
     def __init__(
         self, variables: Sequence[keras.Variable], save: Callable[[], None]
     ) -> None:
@@ -179,7 +174,6 @@ class _Saving:
             return _WORKING
 
     def reply(self, value: np.ndarray | None) -> None:
-        """Answer a request; None makes it fail."""
         self._replies.put(value)
 
     def _run(self) -> None:

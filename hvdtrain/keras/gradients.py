@@ -35,7 +35,6 @@ class GradientOptions:
     """How the gradients of a training step are reduced.
 
     Attributes:
-        reduction: over the ranks that train.
         sparse_as_dense: convert `tf.IndexedSlices` to dense tensors first.
         groups: None for groups of some 16 MB, a number of groups, or a list of lists of
             variables; each variable that is in none of them is a group of its own.
@@ -92,10 +91,8 @@ class GradientReducer:
 
     Args:
         name: prefix of the operations' names; ranks are matched by it.
-        options: how gradients are reduced.
 
     Attributes:
-        process_set: the ranks that train.
         local_keys: the `variable_key`s of the local variables.
     """
 
@@ -141,9 +138,7 @@ class GradientReducer:
     ) -> None:
         """Raise a ValueError if variables are sharded over other ranks than reduced.
 
-        Args:
-            variables: local ones are not checked.
-            axes: process sets of a mesh; see `sharding.check_ranks`.
+        Local variables are not checked; see `sharding.check_ranks` for `axes`.
         """
         reduced = [v for v in variables if variable_key(v) not in self.local_keys]
         check_ranks(reduced, self.process_set, axes)
@@ -179,7 +174,6 @@ class GradientReducer:
         return self.scale_local(combined, variables)
 
     def scale_local(self, gradients: Gradients, variables: list[Variable]) -> Gradients:
-        """Return gradients, with the gradients of local variables scaled."""
         return [
             self._divide_by_ranks(gradient)
             if gradient is not None and self._is_scaled(gradient, variable)
@@ -330,12 +324,9 @@ _FIRST_GROUP_BYTES = 4 << 20
 def split_into_groups(
     indices: list[int], variables: list[Variable], groups: Groups
 ) -> list[list[int]]:
-    """Return the indices of some variables, in lists that are reduced together.
+    """Split `indices` of `variables` into lists that are reduced together.
 
-    Args:
-        indices: in `variables`.
-        variables: all variables of a step.
-        groups: as in `GradientOptions`.
+    See `GradientOptions` for `groups`.
     """
     if not indices:
         return []

@@ -37,7 +37,7 @@ def check_loss_scale(shared: Optimizer | None) -> None:
     """Raise a ValueError unless the `LossScaleOptimizer` that calls is `shared`.
 
     Args:
-        shared: the one whose check for overflow spans all ranks.
+        shared: its check for overflow spans all ranks.
     """
     caller = _calling_optimizer()
     if caller is None or caller is shared:
@@ -145,10 +145,8 @@ class ReductionHook:
 
     Args:
         optimizer: not a `LossScaleOptimizer`.
-        reducer: reduces the gradients.
         window_factor: number by which the mean over a window is multiplied.
         mesh: the ranks over which the model is sharded.
-        sharded_state: of the optimizer.
 
     Attributes:
         is_configured: whether the compiled model has been adapted to the optimizer.
@@ -198,8 +196,7 @@ class ReductionHook:
     def axes(self, root_rank: int | None = None) -> list[tuple[ProcessSet, int]]:
         """Return process sets that replicate variables, and the root rank in each.
 
-        Args:
-            root_rank: the rank whose values are meant; by default the first.
+        The roots have the same values as `root_rank`, which is by default the first.
         """
         if not self.mesh:
             ranks = self.reducer.process_set

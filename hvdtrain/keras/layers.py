@@ -77,7 +77,6 @@ def global_moments(
     Args:
         inputs: floating point; the axes that are not reduced agree on all ranks.
         axes: the axes to reduce.
-        process_set: the ranks that take part.
         weights: of `inputs`' shape: ones, and zeros for elements that do not count.
     """
     name = "SyncBatchNormalization"

@@ -53,7 +53,6 @@ def reduce_metrics(
     Args:
         metrics: such as `model.metrics`.
         device: where the states are summed; "" is the default device.
-        process_set: the ranks that take part.
 
     Returns:
         The keys and values of `model.get_metrics_result()`, flat.
@@ -94,15 +93,14 @@ def are_sums(metrics: Sequence[keras.Metric]) -> list[bool]:
 
 
 def _with_inner_metrics(metrics: Iterable[keras.Metric]) -> Iterator[keras.Metric]:
-    """Yield the metrics, and the metrics inside them."""
     for metric in metrics:
         yield metric
         # The metrics of `compile` are in a container that does not track them. In a
         # user's class, this attribute may be anything.
         inner = getattr(metric, "metrics", None)
         inner = inner if isinstance(inner, list | tuple) else []
-        inner = [each for each in inner if isinstance(each, keras.Metric)]
-        yield from _with_inner_metrics([*metric._metrics, *inner])
+        tracked = [m for m in inner if isinstance(m, keras.Metric)]
+        yield from _with_inner_metrics([*metric._metrics, *tracked])
 
 
 def _states_known_to_keras(metric: keras.Metric) -> list[keras.Variable]:
@@ -138,11 +136,8 @@ def reduce_states(
 ) -> list[list[np.ndarray]]:
     """Combine several snapshots of `metrics` over all ranks, in one reduction.
 
-    Args:
-        metrics: the same on all ranks.
-        snapshots: the `local_states` of the `metric_variables`, as many on all ranks.
-        device: where the states are summed.
-        process_set: the ranks that take part.
+    A snapshot is the `local_states` of the `metric_variables`. All ranks have the same
+    metrics and equally many snapshots.
     """
     if not needs_communication(process_set):
         return snapshots
@@ -202,17 +197,17 @@ def results(
 ) -> dict[str, Result]:
     """Return the results of `metrics` in some states, flat, as Keras puts them in logs.
 
-    Metrics that have not been built are left out.
-
-    Args:
-        metrics: of Keras, or of the user.
-        states: one for each of `metric_variables(metrics)`.
+    There is one state for each of `metric_variables(metrics)`. Metrics that have not
+    been built are left out.
     """
     # In this scope the variables read as `states`; their values do not change.
     with keras.StatelessScope(
         list(zip(metric_variables(metrics), states, strict=True))
     ):
-        return _flatten({m.name: m.result() for m in metrics if _is_built(m)})
+        # Keras builds the metrics of compile with the first batch; before, result()
+        # raises.
+        built = [metric for metric in metrics if getattr(metric, "built", True)]
+        return _flatten({metric.name: metric.result() for metric in built})
 
 
 def is_result(value: Any, name: str, results_by_name: Mapping[str, Result]) -> bool:
@@ -224,11 +219,6 @@ def is_result(value: Any, name: str, results_by_name: Mapping[str, Result]) -> b
     if result is None or np.shape(value) != np.shape(result):
         return False
     return np.allclose(value, result, rtol=1e-4, equal_nan=True)
-
-
-def _is_built(metric: keras.Metric) -> bool:
-    # Keras builds the metrics of compile with the first batch; before, result() raises.
-    return getattr(metric, "built", True)
 
 
 def _check_same_number(

@@ -69,18 +69,12 @@ def _rank_dependent_layers(
         for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization)
         and layer.built
-        and not _is_synchronized(layer, process_set)
+        and not (
+            isinstance(layer, SyncBatchNormalization)
+            and layer.process_set.process_set_id == process_set.process_set_id
+        )
         and not any(variable_key(weight) in local_keys for weight in layer.weights)
     ]
-
-
-def _is_synchronized(
-    layer: keras.layers.BatchNormalization, process_set: ProcessSet
-) -> bool:
-    return (
-        isinstance(layer, SyncBatchNormalization)
-        and layer.process_set.process_set_id == process_set.process_set_id
-    )
 
 
 def _moments(layer: keras.layers.BatchNormalization) -> np.ndarray:
@@ -96,11 +90,9 @@ def _assign(
 ) -> None:
     mean, variance, square = moments
     between_ranks = np.maximum(square - mean**2, 0.0)
-    # The weight of these steps in the moving averages.
-    weight = 1.0 - layer.momentum**steps
-    if weight == 0.0:
-        # The number of steps is not known, or the momentum is 1.
-        weight = 1.0
+    # The weight of these steps in the moving averages. It is 0 if the number of steps
+    # is not known, or the momentum is 1.
+    weight = (1.0 - layer.momentum**steps) or 1.0
     layer.moving_mean.assign(mean)
     layer.moving_variance.assign(variance + between_ranks / weight)
     if getattr(layer, "renorm", False):
@@ -130,8 +122,8 @@ class AverageMovingStatisticsCallback(keras.callbacks.Callback):
         self._steps = 0
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        # Steps are counted from equal statistics on.
-        # A model that is built on some ranks only is broadcast on the first batch.
+        # Steps are counted from equal statistics on. A model that is built on some
+        # ranks only is broadcast on the first batch.
         if ops.is_true_on_all_ranks(
             fit_start.is_built(self.model),
             name="MovingStatisticsBuilt",

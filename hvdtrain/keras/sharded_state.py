@@ -35,25 +35,20 @@ from hvdtrain.keras.variables import (
 )
 from hvdtrain.sharding.shards import NOT_ELEMENTWISE, assign_shard, get_sharding
 
-BY_VARIABLE, BY_SLICES = "variables", "slices"
-BY_SCATTERED_SLICES = "slices_reducescatter"
-_CHOICES = (BY_VARIABLE, BY_SLICES, BY_SCATTERED_SLICES)
+_BY_VARIABLE, _SCATTERED = "variables", "slices_reducescatter"
+_CHOICES = (_BY_VARIABLE, "slices", _SCATTERED)
 
 
-class _Start(NamedTuple):
-    """The origin of a rank's slots before the first step.
+class _SlotsOrigin(NamedTuple):
+    """The origin of a rank's slots before the first step."""
 
-    Attributes:
-        ranks: the process set over which the slots are sharded.
-        step: number of steps that the optimizer has taken.
-        origin: checksum of the weights that slots are copies of; None without such
-            slots.
-        is_current: whether the weights still have this checksum.
-    """
-
+    # The process set over which the slots are sharded.
     ranks: tuple[int, ...]
+    # Number of steps that the optimizer has taken.
     step: int
+    # Checksum of the weights that slots are copies of; None without such slots.
     origin: int | None
+    # Whether the weights still have this checksum.
     is_current: bool
 
 
@@ -88,7 +83,6 @@ class ShardedState:
 
     Args:
         optimizer: not a `LossScaleOptimizer`.
-        reducer: of the optimizer's gradients.
         shard_state: as in `DistributedOptimizer`.
 
     Raises:
@@ -99,7 +93,7 @@ class ShardedState:
         self, optimizer: Optimizer, reducer: GradientReducer, shard_state: bool | str
     ) -> None:
         self._optimizer, self._reducer = optimizer, reducer
-        self._choice = BY_VARIABLE if shard_state is True else shard_state
+        self._choice = _BY_VARIABLE if shard_state is True else shard_state
         self._check()
         # By `variable_key` of the weight, in the order of the weights.
         self._shards: dict[object, WeightShard] = {}
@@ -121,7 +115,7 @@ class ShardedState:
     def is_scattered(self) -> bool:
         """Whether gradients are reduced to this rank's shards of them."""
         is_sharded = needs_communication(self._reducer.process_set)
-        return is_sharded and self._choice == BY_SCATTERED_SLICES
+        return is_sharded and self._choice == _SCATTERED
 
     def rebuild(self) -> None:
         """Shard the state of an optimizer that is built, and keep its values.
@@ -177,13 +171,9 @@ class ShardedState:
         self._origin = self._checksum()
 
     def check_start(self, all_ranks: ProcessSet) -> None:
-        """Raise an error unless the slots start from equal weights. A collective.
+        """Raise a DesynchronizedError unless slots start from equal weights.
 
-        Args:
-            all_ranks: as in `agree_on_start`.
-
-        Raises:
-            DesynchronizedError: on all ranks.
+        A collective of `all_ranks`, as in `agree_on_start`; the error is on all ranks.
         """
         if _have_different_copies(self._gather_starts(all_ranks)):
             raise DesynchronizedError(
@@ -192,11 +182,11 @@ class ShardedState:
                 f"ones. {BROADCAST_FIRST}"
             )
 
-    def _gather_starts(self, all_ranks: ProcessSet) -> list[_Start]:
+    def _gather_starts(self, all_ranks: ProcessSet) -> list[_SlotsOrigin]:
         process_set = self._reducer.process_set
         if not needs_communication(process_set):
             return []
-        start = _Start(
+        start = _SlotsOrigin(
             ranks=tuple(process_set.ranks),
             step=int(self._optimizer._iterations),
             origin=self._origin,
@@ -275,7 +265,7 @@ class ShardedState:
                 f"{', '.join(map(repr, _CHOICES))}. Received: {self._choice!r}"
             )
         is_elementwise = not isinstance(self._optimizer, NOT_ELEMENTWISE)
-        if self._choice != BY_VARIABLE and not is_elementwise:
+        if self._choice != _BY_VARIABLE and not is_elementwise:
             raise ValueError(
                 f"{type(self._optimizer).__name__} computes the update of an element "
                 f"from its full variable: shard_state={self._choice!r} would change "
@@ -292,7 +282,7 @@ class ShardedState:
         # The first `apply` may call it inside of a function that is being traced.
         weights = list(weights)
         shards = shard_weights(
-            weights, self._reducer, is_by_variable=self._choice == BY_VARIABLE
+            weights, self._reducer, is_by_variable=self._choice == _BY_VARIABLE
         )
         self._shards = {variable_key(shard.weight): shard for shard in shards}
         self._weight_by_id = {id(shard.variable): shard.weight for shard in shards}
@@ -303,8 +293,16 @@ class ShardedState:
         vars(optimizer)["_trainable_variables"] = weights
         for i, weight in enumerate(weights):
             optimizer._trainable_variables_indices[optimizer._var_key(weight)] = i
-        self._use_decay_of_weights(shards)
-        self._set_shardings(shards)
+        # Keras looks up exclusions by variable, and caches the answers.
+        for shard in shards:
+            answer = optimizer._use_weight_decay(shard.weight.value)
+            key = optimizer._var_key(shard.variable)
+            optimizer._exclude_from_weight_decay_cache[key] = answer
+        full = {id(variable) for variable in accumulated_gradients(optimizer)}
+        sharded = {id(variable) for variable in optimizer.variables} - full
+        for kind, slot, shard in slots_by_index(optimizer, shards):
+            if id(slot) in sharded:
+                shard.set_slot_sharding(slot, kind)
         if weight_copies(optimizer):
             with tf.init_scope():
                 self._origin = self._checksum()
@@ -321,22 +319,6 @@ class ShardedState:
         return self._originals["add_variable_from_reference"](
             reference_variable, name=name, initializer=initializer
         )
-
-    def _use_decay_of_weights(self, shards: list[WeightShard]) -> None:
-        # Keras looks up exclusions by variable, and caches the answers.
-        optimizer = self._optimizer
-        for shard in shards:
-            answer = optimizer._use_weight_decay(shard.weight.value)
-            key = optimizer._var_key(shard.variable)
-            optimizer._exclude_from_weight_decay_cache[key] = answer
-
-    def _set_shardings(self, shards: list[WeightShard]) -> None:
-        optimizer = self._optimizer
-        full = {id(variable) for variable in accumulated_gradients(optimizer)}
-        sharded = {id(variable) for variable in optimizer.variables} - full
-        for kind, slot, shard in slots_by_index(optimizer, shards):
-            if id(slot) in sharded:
-                shard.set_slot_sharding(slot, kind)
 
     def _apply_weight_decay(self, weights: Iterable[keras.Variable]) -> None:
         # Keras calls it before each update, also without weight decay.
@@ -375,7 +357,7 @@ class ShardedState:
         gather(shards, averages, weights)
 
 
-def _check_same_step(starts: list[_Start]) -> None:
+def _check_same_step(starts: list[_SlotsOrigin]) -> None:
     steps = [start.step for start in starts]
     if len(set(steps)) > 1:
         raise ValueError(
@@ -386,14 +368,14 @@ def _check_same_step(starts: list[_Start]) -> None:
         )
 
 
-def _group_by_ranks(starts: list[_Start]) -> list[list[_Start]]:
-    groups: dict[tuple[int, ...], list[_Start]] = {}
+def _group_by_ranks(starts: list[_SlotsOrigin]) -> list[list[_SlotsOrigin]]:
+    groups: dict[tuple[int, ...], list[_SlotsOrigin]] = {}
     for start in starts:
         groups.setdefault(start.ranks, []).append(start)
     return list(groups.values())
 
 
-def _have_different_copies(starts: list[_Start]) -> bool:
+def _have_different_copies(starts: list[_SlotsOrigin]) -> bool:
     return any(
         not group[0].step and len({start.origin for start in group}) > 1
         for group in _group_by_ranks(starts)

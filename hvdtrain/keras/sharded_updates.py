@@ -26,11 +26,7 @@ def sizes_by_variable(counts: Sequence[int], ranks: int) -> list[tuple[int, ...]
     """Return the elements of each variable that each rank updates: all or none.
 
     The largest variables are dealt out first, each to the rank that has the fewest
-    elements so far.
-
-    Args:
-        counts: elements of each variable.
-        ranks: number of ranks.
+    elements so far. `counts` are the elements of each variable.
     """
     loads: list[int] = [0] * ranks
     sizes: list[tuple[int, ...]] = [()] * len(counts)
@@ -63,10 +59,8 @@ class WeightShard:
         weight: may itself be a shard, of a sharded layer.
         sizes: elements of each rank of `process_set`; None for a weight that the other
             ranks have no replica of, all of which is updated here.
-        process_set: the ranks.
 
     Attributes:
-        weight: see above.
         sharding: of its slots, which are flattened; None with `sizes=None`.
         variable: what Keras updates: the weight itself or a one-dimensional variable.
     """
@@ -179,7 +173,6 @@ def shard_weights(
 
     Args:
         weights: the same on all ranks, but for local ones.
-        reducer: of their gradients.
         is_by_variable: a rank has all or none of a weight.
     """
     process_set = reducer.process_set
@@ -216,12 +209,10 @@ def gather(
     values: Sequence[tf.Tensor | keras.Variable],
     targets: Sequence[keras.Variable],
 ) -> None:
-    """Assign full values to variables from the shards of all ranks. A collective.
+    """Assign full values to `targets` from the shards of all ranks. A collective.
 
     Args:
-        shards: of the same weights on all ranks.
-        values: this rank's shard of each.
-        targets: what is assigned to. One that is its own value is up to date.
+        values: this rank's shard of each. A target that is its own value is up to date.
     """
     triples = list(zip(shards, values, targets, strict=True))
     for shard, value, target in triples:
@@ -251,11 +242,7 @@ def scatter(
 ) -> list[tf.Tensor]:
     """Reduce gradients to this rank's shard of each. A collective.
 
-    Args:
-        shards: each with a sharding.
-        gradients: of the weights.
-        reduction: over the ranks of the shardings.
-        name: of the operation.
+    Each of `shards` has a sharding, over the ranks of `reduction`.
     """
     reduced = transport.reduce_to_shards(
         # Sparse gradients become dense ones.

@@ -72,9 +72,6 @@ class DistributedTape:
     Other methods are the methods of the tape itself: `watch`, `reset`,
     `stop_recording`, `watched_variables`; also `jacobian` and `batch_jacobian`, which
     are not reduced.
-
-    Raises:
-        TypeError: if `tape` is not a `tf.GradientTape`.
     """
 
     def __init__(self, tape: tf.GradientTape, options: GradientOptions) -> None:
@@ -100,7 +97,6 @@ class DistributedTape:
         return getattr(self._tape, name)
 
     def register_local_source(self, source: Variable | tf.Tensor) -> None:
-        """Leave the gradient of `source` unreduced."""
         self._reducer.register_local(source)
 
     @do_not_convert
@@ -126,18 +122,18 @@ class DistributedTape:
         )
         flat_sources = tf.nest.flatten(sources)
         self._reducer.check(flat_sources)
+        variables = [
+            source
+            for source in flat_sources
+            if isinstance(source, keras.Variable | tf.Variable)
+            and not self._reducer.is_local(source)
+        ]
         checked = check_first_steps(
-            tf.nest.flatten(gradients),
-            [s for s in flat_sources if self._is_non_local_variable(s)],
-            process_set=self._reducer.process_set,
+            tf.nest.flatten(gradients), variables, process_set=self._reducer.process_set
         )
         reduced = self._reducer(checked, flat_sources)
         summed = sum_duplicate_rows(reduced, flat_sources)
         return tf.nest.pack_sequence_as(sources, summed)
-
-    def _is_non_local_variable(self, source: Variable | tf.Tensor) -> bool:
-        is_variable = isinstance(source, keras.Variable | tf.Variable)
-        return is_variable and not self._reducer.is_local(source)
 
     @do_not_convert
     def get_local_and_global_gradients(

@@ -1,7 +1,7 @@
 """Which variables of a model and its optimizer are equal on all ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
@@ -69,14 +69,9 @@ def replicated_by_process_set(
     """Yield process sets, the root rank in each, and the variables it replicates.
 
     With a mesh, the process sets are the ranks along each axis: broadcasts over all of
-    them, in this order, give all replicas of a variable the value of `root_rank`. The
-    stages of a pipeline replicate the optimizer's variables that belong to no weight,
-    such as the learning rate.
-
-    Args:
-        optimizer: distributed or not.
-        variables: of this rank.
-        root_rank: the rank whose values are meant; by default the first.
+    them, in this order, give all replicas of a variable the value of `root_rank` (by
+    default the first rank). The stages of a pipeline replicate the optimizer's
+    variables that belong to no weight, such as the learning rate.
     """
     hook = get_hook(optimizer)
     if not hook:
@@ -145,10 +140,6 @@ def broadcast_global_variables(root_rank: int) -> NoReturn:
     )
 
 
-# By names of optimizers, some of which older versions of Keras lack.
-_WEIGHT_COPIES = {"ScheduleFreeAdamW": "_momentums"}
-
-
 def non_local_state(
     optimizer: Optimizer,
     trainable: Iterable[Variable],
@@ -161,16 +152,20 @@ def non_local_state(
     see `non_local_variables`.
 
     Args:
-        optimizer: built or not.
-        trainable: the variables that it trains.
+        trainable: the variables that `optimizer` trains.
         local_keys: `variable_key`s of local variables.
     """
-    local = _local_slots(optimizer, trainable, local_keys)
-    local |= {id(accumulator) for accumulator in accumulated_gradients(optimizer)}
+    local = {id(accumulator) for accumulator in accumulated_gradients(optimizer)}
+    if local_keys:
+        for slot, variable in owned_slots(optimizer, trainable):
+            if variable_key(variable) in local_keys:
+                local.add(id(slot))
     return [v for v in optimizer.variables if id(v) not in local]
 
 
-def common_state(optimizer: Optimizer, trained: Iterable[Variable]) -> list[Variable]:
+def unowned_variables(
+    optimizer: Optimizer, trained: Iterable[Variable]
+) -> list[Variable]:
     """Return the variables of `optimizer` that belong to none of some variables.
 
     The number of iterations is one. Match them between models by their order, which is
@@ -197,25 +192,15 @@ def shard_slots(optimizer: Optimizer, trainable: Sequence[Variable]) -> None:
             set_sharding(slot, sharding)
 
 
-def _local_slots(
-    optimizer: Optimizer, trainable: Iterable[Variable], local_keys: Set[object]
-) -> set[int]:
-    """Return the `id`s of the slots of local variables."""
-    if not any(variable_key(v) in local_keys for v in trainable):
-        return set()
-    return {
-        id(slot)
-        for slot, variable in owned_slots(optimizer, trainable)
-        if variable_key(variable) in local_keys
-    }
-
-
 def owned_slots(
     optimizer: Optimizer, trainable: Iterable[Variable]
 ) -> Iterator[tuple[Variable, Variable]]:
     """Yield each slot, and the variable that it belongs to."""
-    # Keras names a slot after its variable's path, which may be another variable's too.
-    owner_by_id = _owners_by_index(optimizer)
+    # First by index: a slot is named after its variable's path, which may be another
+    # variable's too, and Adafactor's factors have no names that lead to their weights.
+    base = get_inner_optimizer(optimizer)
+    indexed = slots_by_index(base, base._trainable_variables)
+    owner_by_id = {id(slot): weight for _, slot, weight in indexed}
     is_trained = {id(variable) for variable in trainable}
     # Of several paths that fit, the longest is the variable's own: "a/kernel_2" has
     # "a_kernel_2_momentum".
@@ -227,16 +212,6 @@ def owned_slots(
             owner = prefixes[max(fitting, key=len)] if fitting else None
         if id(owner) in is_trained:
             yield slot, owner
-
-
-def _owners_by_index(optimizer: Optimizer) -> dict[int, Variable]:
-    """Return, by the `id` of each slot that is in a list of slots, its weight.
-
-    The factors of Adafactor have no names by which their weights could be found.
-    """
-    base = get_inner_optimizer(optimizer)
-    slots = slots_by_index(base, base._trainable_variables)
-    return {id(slot): weight for _, slot, weight in slots}
 
 
 _Owner = TypeVar("_Owner")
@@ -265,10 +240,9 @@ def weight_copies(optimizer: Optimizer) -> list[Variable]:
     Args:
         optimizer: one that is built, not a `LossScaleOptimizer`.
     """
-    for name, attribute in _WEIGHT_COPIES.items():
-        if isinstance(optimizer, getattr(keras.optimizers, name, ())):
-            return getattr(optimizer, attribute)
-    return []
+    # Older versions of Keras lack it.
+    schedule_free: Any = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+    return optimizer._momentums if isinstance(optimizer, schedule_free) else []
 
 
 def get_inner_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -292,9 +266,6 @@ def local_variables(
     layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None,
 ) -> list[keras.Variable]:
     """Return the trainable weights of `layers`, whose gradients stay on their rank.
-
-    Args:
-        layers: built layers, or None for none.
 
     Raises:
         ValueError: for an element that is no Keras layer or has not been built.

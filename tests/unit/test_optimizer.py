@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.keras.variables import common_state
+from hvdtrain.keras.variables import unowned_variables
 
 EMBEDDING = keras.layers.Embedding
 
@@ -133,7 +133,7 @@ def test_slots_belong_to_weights_and_numbers_to_none(name, slots):
     optimizer = getattr(keras.optimizers, name)()
     optimizer.build(weights)
     for each in (optimizer, keras.optimizers.LossScaleOptimizer(optimizer)):
-        common = common_state(each, weights)
+        common = unowned_variables(each, weights)
         assert len(each.variables) - len(common) == slots
         assert all(len(variable.shape) == 0 for variable in common)
 

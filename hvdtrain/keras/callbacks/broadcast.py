@@ -63,7 +63,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     It also calls `optimizer.configure_compiled_model(model)`.
 
     Args:
-        root_rank: the rank whose values are taken; one of the process set.
+        root_rank: one of the process set.
         device: where the broadcast runs; "" is the default device.
         local_variables: variables that may differ by rank. Their slots in the
             optimizer (momentum, say) stay as well.
@@ -118,7 +118,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return
         if is_built:
             self._broadcast()
-        elif _is_callable(self.model):
+        elif type(self.model).call is not keras.Model.call:
             self._broadcast_on_first_batch()
         else:
             # For example a GAN, whose train_step calls its two models.
@@ -173,13 +173,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if is_sharded(model.variables):
             # The ranks of a replica need equal seeds: its first rank's.
             variables += seed_states(model)
-        for process_set, root, copies in replicated_by_process_set(
+        for process_set, root, replicated in replicated_by_process_set(
             optimizer, variables, self.root_rank
         ):
             if needs_communication(process_set):
-                _check_same_structure(copies, process_set)
+                _check_same_structure(replicated, process_set)
                 with tf.device(self.device):
-                    ops.broadcast_variables(copies, root, process_set)
+                    ops.broadcast_variables(replicated, root, process_set)
         if sharded_state and copies_weights:
             sharded_state.copy_weights()
         separate_seeds(model, get_process_set(optimizer))
@@ -198,10 +198,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return train_function(itertools.chain([batch], iterator))
 
         fit_start.substitute(self.model, first_step)
-
-
-def _is_callable(model: keras.Model) -> bool:
-    return type(model).call is not keras.Model.call
 
 
 def separate_seeds(
@@ -263,11 +259,9 @@ def _check_same_structure(
             f"{name_values(counts)}. Build and compile the same model on every rank."
         )
     for by_rank in zip(*described_by_rank, strict=True):
-        groups = group_by_value(
-            by_rank, process_set.ranks, key=lambda variable: variable[1:]
-        )
+        groups = group_by_value(by_rank, process_set.ranks, key=lambda v: v[1:])
         if len(groups) > 1:
             raise ValueError(
-                f"The ranks' models differ: {name_values(groups)}. Build "
-                "and compile the same model on every rank."
+                f"The ranks' models differ: {name_values(groups)}. Build and compile "
+                "the same model on every rank."
             )

@@ -98,7 +98,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         )
 
     def _check(self, variables: list[keras.Variable]) -> None:
-        for process_set, _, copies in replicated_by_process_set(
+        for process_set, _, replicated in replicated_by_process_set(
             self.model.optimizer, variables
         ):
-            check_consistency(copies, process_set=process_set)
+            check_consistency(replicated, process_set=process_set)

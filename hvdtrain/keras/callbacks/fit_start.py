@@ -49,22 +49,17 @@ def restore(model: keras.Model) -> TrainFunction | None:
 NONE = -1
 
 
-class _Start(NamedTuple):
-    """What a rank knows when its `fit` starts.
-
-    Attributes:
-        needs_broadcast: whether it needs the weights of the root.
-        is_built: whether its model has all weights.
-        joins: whether its callbacks contain `JoinCallback`.
-        steps: steps of an epoch, or NONE.
-        first_epoch: the epoch that Keras' BackupAndRestore has restored, or NONE. The
-            argument `initial_epoch` of `fit` is not known here.
-    """
+class _FitStart(NamedTuple):
+    """What a rank knows when its `fit` starts."""
 
     needs_broadcast: bool
     is_built: bool
+    # Whether its callbacks contain `JoinCallback`.
     joins: bool
+    # Of an epoch, or NONE.
     steps: int
+    # The epoch that Keras' BackupAndRestore has restored, or NONE. The argument
+    # `initial_epoch` of `fit` is not known here.
     first_epoch: int
 
 
@@ -110,15 +105,11 @@ def unbuilt_layers(model: keras.Model) -> list[str]:
 
 
 class Agreement(NamedTuple):
-    """What all ranks know about each other before the first step.
+    """What all ranks know about each other before the first step."""
 
-    Attributes:
-        needs_broadcast: whether one of them needs the weights of the root, or a
-            callback before has restored its model.
-        is_built: whether the model is built on all of them.
-    """
-
+    # Whether one of them needs the weights of the root, or restored its model before.
     needs_broadcast: bool
+    # Whether the model is built on all of them.
     is_built: bool
 
 
@@ -133,11 +124,8 @@ def agree(
     """Make all ranks start `fit` in the epoch of `root_rank`. A collective.
 
     Args:
-        model: the model that `fit` is about to train.
         steps: number of steps in an epoch of this rank, or None if unknown.
         needs_broadcast: whether this rank needs `root_rank`'s weights.
-        root_rank: a rank of `process_set`.
-        process_set: the ranks that train.
 
     Raises:
         ValueError: on every rank, if their numbers of steps differ, or if only some
@@ -145,7 +133,7 @@ def agree(
     """
     epoch = model._initial_epoch
     is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
-    start = _Start(
+    start = _FitStart(
         needs_broadcast=needs_broadcast or is_restored,
         is_built=is_built(model),
         joins=getattr(model, "_hvdtrain_joins", False),
@@ -155,7 +143,7 @@ def agree(
     rows = ops.allgather(
         np.array([start], "int64"), "TrainingStart", process_set=process_set
     )
-    starts = [_Start(*row) for row in rows.numpy().tolist()]
+    starts = [_FitStart(*row) for row in rows.numpy().tolist()]
     # A fit that fails skips on_train_end. JoinCallback sets the mark in each fit.
     model._hvdtrain_joins = False
     _check_joins(starts, process_set.ranks)
@@ -170,14 +158,9 @@ def agree(
 
 
 def check_first_epoch(epoch: int | None, *, process_set: ProcessSet) -> None:
-    """Raise an error unless all ranks start in the same epoch. A collective.
+    """Raise a ValueError on all ranks unless they start in the same epoch.
 
-    Args:
-        epoch: the first epoch of this rank; None if there is no epoch left.
-        process_set: the ranks that train.
-
-    Raises:
-        ValueError: on every rank.
+    A collective. `epoch` is the first one of this rank; None if no epoch is left.
     """
     if not needs_communication(process_set):
         return
@@ -195,7 +178,7 @@ def check_first_epoch(epoch: int | None, *, process_set: ProcessSet) -> None:
         )
 
 
-def _check_joins(starts: Sequence[_Start], ranks: Sequence[int]) -> None:
+def _check_joins(starts: Sequence[_FitStart], ranks: Sequence[int]) -> None:
     # A rank that joins blocks until all ranks have joined.
     joining = [rank for rank, start in zip(ranks, starts, strict=True) if start.joins]
     others = [rank for rank in ranks if rank not in joining]
@@ -207,7 +190,7 @@ def _check_joins(starts: Sequence[_Start], ranks: Sequence[int]) -> None:
         )
 
 
-def _check_steps(starts: Sequence[_Start], ranks: Sequence[int]) -> None:
+def _check_steps(starts: Sequence[_FitStart], ranks: Sequence[int]) -> None:
     if any(start.joins for start in starts):
         return
     groups = group_by_value([start.steps for start in starts], ranks)

@@ -131,7 +131,6 @@ def _align_window(
     all ranks in the open window).
 
     Args:
-        optimizer: its window.
         steps: the steps that each rank has taken.
         root: the rank whose steps all ranks take over.
     """

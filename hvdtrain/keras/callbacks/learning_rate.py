@@ -70,7 +70,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         _check_adjustable(self.model.optimizer)
         # In every fit: the next one may have other data.
         if self._takes_steps_of_fit:
-            self.steps_per_epoch = self._steps_of_fit()
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError(
+                    f"{type(self).__name__} needs the number of steps per epoch. "
+                    "Received: a data set of unknown length. Pass steps_per_epoch=... "
+                    "to the callback."
+                )
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch
@@ -95,16 +101,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate.numpy())
-
-    def _steps_of_fit(self) -> int:
-        steps = self.params.get("steps")
-        if not steps:
-            raise ValueError(
-                f"{type(self).__name__} needs the number of steps per epoch. Received: "
-                "a data set of unknown length. Pass steps_per_epoch=... to the "
-                "callback."
-            )
-        return steps
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

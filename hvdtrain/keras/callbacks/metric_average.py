@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from hvdtrain.collectives.objects import allgather_object
-from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
+from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.metrics import (
     is_result,
     local_states,
@@ -24,14 +24,11 @@ Entry = tuple[Any, bool]
 
 
 class _Report(NamedTuple):
-    """What a rank has at the end of an epoch.
+    """What a rank has at the end of an epoch."""
 
-    Attributes:
-        prefixes: "" for states of the training metrics, "val_" for validation.
-        entries: by name in the logs.
-    """
-
+    # "" for states of the training metrics, "val_" for validation.
     prefixes: list[str]
+    # By name in the logs.
     entries: dict[str, Entry]
 
 
@@ -77,11 +74,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not needs_communication(get_process_set(self.model.optimizer)):
             return
         logs = {} if logs is None else logs
-        current = local_states(metric_variables(self.model.metrics))
-        if self._training_states is None:
-            states = {"": current}
-        else:
-            states = {"": self._training_states, "val_": current}
+        states = {"": local_states(metric_variables(self.model.metrics))}
+        if self._training_states is not None:
+            states = {"": self._training_states, "val_": states[""]}
         self._epoch_logs = self._combine(logs, states)
         logs.update(self._epoch_logs)
 
@@ -107,19 +102,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if any("val_" in report.prefixes for report in reports):
             # Zeros add nothing to the states of ranks that have validated.
             states.setdefault("val_", [np.zeros_like(s) for s in states[""]])
-        exact = self._results(self._reduce(states, process_set))
-        return _merge([report.entries for report in reports], exact)
-
-    def _reduce(
-        self, states: dict[str, list[np.ndarray]], process_set: ProcessSet
-    ) -> dict[str, list[np.ndarray]]:
-        snapshots = reduce_states(
+        reduced = reduce_states(
             self.model.metrics,
             list(states.values()),
             device=self._device,
             process_set=process_set,
         )
-        return dict(zip(states, snapshots, strict=True))
+        exact = self._results(dict(zip(states, reduced, strict=True)))
+        return _merge([report.entries for report in reports], exact)
 
     def _results(self, states: Mapping[str, list[np.ndarray]]) -> dict[str, Any]:
         return {

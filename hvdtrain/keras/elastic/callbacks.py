@@ -18,7 +18,6 @@ class CommitStateCallback(keras.callbacks.Callback):
     their order: just before the next one begins.
 
     Args:
-        state: is committed.
         batches_per_commit: calls of the training step from one commit to the next.
     """
 
@@ -30,7 +29,8 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._is_due = False
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        # To one value on all ranks: a rank may have joined the job later.
+        # Commits are due in the same batches on all ranks, also on those that joined
+        # the job later.
         self._batches = 0
         self._is_due = False
 
@@ -78,7 +78,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self._skips_next = False
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        # A fit that an interrupt ended while it skipped has left its stand-in.
+        # An interrupt while batches were skipped leaves the stand-in of that `fit`.
         fit_start.restore(self.model)
         self._skips_next = False
         self.state.batch = self._first_batch()

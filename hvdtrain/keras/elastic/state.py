@@ -30,11 +30,10 @@ class KerasState(ObjectState):
 
     It holds the model, the optimizer and objects of the user. An optimizer that has not
     been built is built, so that a worker that joins late has a variable for each value
-    that it receives. When the number of ranks changes,
-    a learning rate that is a number is multiplied by new ranks / old ranks (Goyal et
-    al. 2017). A callback or a reset callback may set another one, and a
-    `LearningRateSchedule` stays. `optimizer.configure_compiled_model(model)` is
-    called.
+    that it receives. When the number of ranks changes, a learning rate that is a number
+    is multiplied by new ranks / old ranks (Goyal et al. 2017). A callback or a reset
+    callback may set another one, and a `LearningRateSchedule` stays.
+    `optimizer.configure_compiled_model(model)` is called.
 
     Reset callbacks of Horovod's examples call `optimizer.lr.assign(rate)`, and Keras 3
     has no `lr`. Hence the optimizer is given an attribute `lr`, the TensorFlow variable
@@ -73,7 +72,11 @@ class KerasState(ObjectState):
             )
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
-        _offer_lr(optimizer)
+        rate = _rate_variable(optimizer)
+        for owner in (optimizer, get_inner_optimizer(optimizer)):
+            if rate is not None and not hasattr(owner, "lr"):
+                # tf.keras.backend.set_value takes no Keras variable.
+                owner.lr = as_tensorflow(rate)
         configure_compiled_model(model)
         self.model = model
         self.optimizer = optimizer
@@ -111,9 +114,8 @@ class KerasState(ObjectState):
         """Adapt the learning rate, and its momentum, to a new number of ranks."""
         rate = _rate_variable(self.optimizer)
         if rate is not None and hvd.size() != self._size:
-            set_learning_rate(
-                self.optimizer, float(rate.numpy()) * hvd.size() / self._size
-            )
+            new_rate = float(rate.numpy()) * hvd.size() / self._size
+            set_learning_rate(self.optimizer, new_rate)
         self._size = hvd.size()
         self.save()
 
@@ -146,14 +148,6 @@ def _rate_variable(optimizer: keras.optimizers.Optimizer) -> keras.Variable | No
     # A schedule has no variable.
     rate = getattr(optimizer, "learning_rate", None)
     return rate if isinstance(rate, keras.Variable) else None
-
-
-def _offer_lr(optimizer: keras.optimizers.Optimizer) -> None:
-    rate = _rate_variable(optimizer)
-    for owner in (optimizer, get_inner_optimizer(optimizer)):
-        if rate is not None and not hasattr(owner, "lr"):
-            # tf.keras.backend.set_value takes no Keras variable.
-            owner.lr = as_tensorflow(rate)
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -135,7 +135,7 @@ def describe(
 def common_state(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of an optimizer that belong to no weight of the model."""
     optimizer = getattr(model, "optimizer", None)
-    return variables.common_state(optimizer, model.weights) if optimizer else []
+    return variables.unowned_variables(optimizer, model.weights) if optimizer else []
 
 
 def gather(pipeline: keras.Model, axis: Axis) -> keras.Model | None:
