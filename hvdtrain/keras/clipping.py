@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 class Clipping:
     """Clips gradients as a Keras optimizer does, by the norms of the full model.
 
-    Args:
-        optimizer: not a `LossScaleOptimizer`.
-        mesh: the ranks over which the model is sharded.
+    The optimizer is not a `LossScaleOptimizer`.
     """
 
     def __init__(

@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 
 
 def check_loss_scale(shared: Optimizer | None) -> None:
-    """Raise a ValueError unless the `LossScaleOptimizer` that calls is `shared`.
+    """Raise a ValueError if the calling `LossScaleOptimizer` checks one rank alone.
 
-    Args:
-        shared: its check for overflow spans all ranks.
+    The check for overflow of `shared` spans all ranks.
     """
     caller = _calling_optimizer()
     if caller is None or caller is shared:
@@ -68,7 +67,7 @@ def share_overflow(loss_scale_optimizer: Optimizer, ranks: ProcessSet) -> None:
 def _calling_optimizer() -> Optimizer | None:
     """Return the `LossScaleOptimizer` whose `apply` is on the stack, or None.
 
-    The inner optimizer has no reference to it. Nor does the graph tell: there it calls
+    The inner optimizer has no reference to it. Nor does the graph identify it: it calls
     the inner `apply` in a branch for steps without overflow, and the `tf.cond` of a
     user, whose predicate is equal on all ranks, is a branch as well.
     """
@@ -167,8 +166,8 @@ class ReductionHook:
         self.mesh = mesh
         self.sharded_state = sharded_state
         self._weight = 1.0
-        # Of the step that is being traced: its variables, and the indices of those that
-        # have a gradient.
+        # The variables of the step that is being traced, and the indices of variables
+        # that have a gradient.
         self._variables: list[Variable] = []
         self._indices: list[int] = []
         self._has_reduced = False

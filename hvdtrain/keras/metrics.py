@@ -82,7 +82,7 @@ def are_sums(metrics: Sequence[keras.Metric]) -> list[bool]:
     """Return for each of `metric_variables(metrics)` whether it is known to be a sum.
 
     It is known if a method `result` of Keras computes the result from the state. The
-    `aggregation` does not tell: it is "sum" by default, for any state of a user.
+    `aggregation` is no evidence: it is "sum" by default, for any state of a user.
     """
     known = {
         id(variable)

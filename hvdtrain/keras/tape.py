@@ -38,23 +38,12 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     """Make a `tf.GradientTape` combine its gradients over all ranks.
 
     Signature and meaning follow `horovod.tensorflow.DistributedGradientTape`. Wrap
-    the tape after its `with` block, or open the wrapped one with `with`.
+    the tape after its `with` block, or open the wrapped one with `with`. Other
+    arguments are as in `DistributedOptimizer`.
 
     Args:
-        device_dense: device of the reduction of dense gradients; "" is the default.
-        device_sparse: device of the reduction of `tf.IndexedSlices`.
-        compression: `Compression.none`, `Compression.fp16` or `Compression.bf16`.
-        sparse_as_dense: reduce `tf.IndexedSlices` as dense tensors.
         op: `Average`, `Sum`, or `Adasum` (Maleki et al. 2020; under MPI only, and
             for a number of ranks that is a power of two).
-        gradient_predivide_factor: with Average, divide by it before the sum and
-            multiply after it.
-        num_groups: Horovod's deprecated name of `groups`.
-        groups: number of groups, or list of lists of variables, that are reduced
-            together. By default gradients are grouped by size, some 16 MB each.
-        process_set: the ranks that take part.
-        scale_local_gradients: divide gradients of local sources by the number of
-            ranks.
 
     Raises:
         TypeError: if `gradtape` is not a `tf.GradientTape`.

@@ -50,7 +50,7 @@ def get_process_set(optimizer: Optimizer | None) -> ProcessSet:
 
 
 def get_training_ranks(optimizer: Optimizer | None) -> ProcessSet:
-    """Return all ranks of the optimizer's mesh, without one `get_process_set`."""
+    """Return the ranks that train: all of the optimizer's mesh, if it has one."""
     hook = get_hook(optimizer)
     return hook.all_ranks if hook else global_process_set
 
@@ -166,10 +166,11 @@ def non_local_state(
 def unowned_variables(
     optimizer: Optimizer, trained: Iterable[Variable]
 ) -> list[Variable]:
-    """Return the variables of `optimizer` that belong to none of some variables.
+    """Return the variables of `optimizer` that are no slots of `trained`.
 
-    The number of iterations is one. Match them between models by their order, which is
-    always the same: Keras numbers some of their names, such as the product of Nadam.
+    An example is the number of iterations. Match them between models by their order,
+    which is always the same: Keras numbers some of their names, such as the product of
+    Nadam.
     """
     slots = {id(slot) for slot, _ in owned_slots(optimizer, trained)}
     return [variable for variable in optimizer.variables if id(variable) not in slots]

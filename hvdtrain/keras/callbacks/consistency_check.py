@@ -66,8 +66,8 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
             if self._is_due:
                 self._check_trained()
         elif self._is_true_on_all_ranks(self.model.built, "ConsistencyIsBuilt"):
-            # Not in on_train_begin: callbacks that stand after this one in the list
-            # restore or broadcast there.
+            # Not in on_train_begin, where callbacks later in the list restore or
+            # broadcast.
             self._check_first()
         self._has_started = True
         self._is_due = False

@@ -52,8 +52,8 @@ class StopTogetherCallback(keras.callbacks.Callback):
     every `every_steps` steps one reduction finds out whether any rank of the
     optimizer's `process_set` has one, and if so, all of them stop.
 
-    Put it last in the list of callbacks. Callbacks that act on the logs of an epoch
-    only need `MetricAverageCallback` before them.
+    Put it last in the list of callbacks. Callbacks that act only on the logs of an
+    epoch need no more than `MetricAverageCallback` before them.
 
     Args:
         every_steps: training steps from one reduction to the next; there is another
