@@ -14,7 +14,7 @@ from absl import flags
 from hvdtrain import flag_fields, job, program
 from hvdtrain.collectives import environment
 from hvdtrain.job import launchers
-from hvdtrain.measurement import benchmark_options, comparison, mpi, records
+from hvdtrain.measurement import benchmark_options, mpi, records, tables
 from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 
 flag_fields.define_flags(BenchmarkOptions, benchmark_options.CHECKS)
@@ -31,7 +31,7 @@ def _check_compare(paths: list[str] | None) -> bool:
 def main() -> None:
     """Measure, print the figures, and write them to files."""
     if _COMPARE.value:
-        print(comparison.table(records.read_json(_COMPARE.value)), flush=True)
+        print(tables.comparison(records.read_json(_COMPARE.value)), flush=True)
         return
     options = flag_fields.read_flags(BenchmarkOptions).with_defaults()
     launched = launchers.launch()

@@ -86,9 +86,6 @@ def flag_field(
     Args:
         default: value of the field and of the flag.
         text: line of --help.
-        low: smallest number that is allowed.
-        high: largest number that is allowed.
-        choices: the only values that are allowed.
         parser: for a field of another type.
     """
     metadata: dict[str, Any] = {"help": text}

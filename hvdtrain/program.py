@@ -139,8 +139,6 @@ def _leave(text: str, *, code: int, is_shared: bool = False) -> NoReturn:
     blocked in a collective with ranks that this rank blocks.
 
     Args:
-        text: the reason.
-        code: exit code.
         is_shared: every rank has the same reason, and rank 0 prints it.
     """
     _exit_codes.append(code)

@@ -80,8 +80,6 @@ def banner(info: Mapping[str, Any], dataset: Dataset, *, warning: str = "") -> s
 
     Args:
         info: the result of `describe_run`.
-        dataset: its data set.
-        warning: text for the user.
     """
     versions = ", ".join(f"{name} {value}" for name, value in info["versions"].items())
     hosts = ", ".join(f"{count} on {host}" for host, count in info["hosts"].items())

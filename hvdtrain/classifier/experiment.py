@@ -40,7 +40,6 @@ class Experiment:
     Attributes:
         dataset: the data set that the ranks agreed on.
         warning: text for the user if `dataset` is a fallback, else "".
-        model: the compiled model.
         train_spec: what to train on, and how long.
         eval_spec: what to evaluate on.
         config: where checkpoints are kept.
@@ -121,7 +120,6 @@ def build(
 
     Args:
         options: the same on all ranks, except for paths.
-        world: the `World`.
         commits: see `train_and_evaluate`.
         mesh: the `parallel.Mesh` over which the model is sharded; None for data
             parallelism alone.

@@ -165,7 +165,6 @@ def build(
     """Return the compiled model of the options, with its distributed optimizer.
 
     Args:
-        options: the options.
         dataset: its images and classes determine the shapes.
         batch_ranks: factor of the learning rate.
         mesh: the mesh over which the model is sharded; None for a replicated model.

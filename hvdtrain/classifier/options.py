@@ -103,20 +103,20 @@ class ClassifierOptions:
     )
     model_parallel: int = flag_field(
         1,
-        "Ranks among which each dense layer is divided. Together they are one replica, "
+        "Ranks over which each dense layer is sharded. Together they are one replica, "
         "and read the same images.",
         low=1,
         high=1_000_000,
     )
     pipeline_stages: int = flag_field(
         1,
-        "Ranks among which the layers of the model are divided, in their order.",
+        "Stages of the model, one on each rank: consecutive layers.",
         low=1,
         high=1_000_000,
     )
     microbatches: int = flag_field(
         4,
-        "Parts of a batch, with which the stages work at once.",
+        "Micro-batches of a batch, with which the stages work at once.",
         low=1,
         high=1_000_000,
     )
@@ -126,7 +126,8 @@ class ClassifierOptions:
         choices=("gpipe", "1f1b"),
     )
     shard_optimizer_state: bool = flag_field(
-        False, "Each rank keeps the optimizer's state for its part of the weights only."
+        False,
+        "Each rank keeps the optimizer's state for its shard of the weights only.",
     )
     scale_batch: bool = flag_field(
         False,
@@ -160,7 +161,7 @@ class ClassifierOptions:
     profile_steps: tuple[int, int] | None = flag_field(
         None,
         "A,B: TensorFlow's profiler runs on rank 0 from global step A to B, rounded to "
-        "whole executions, and writes to --model_dir for TensorBoard.",
+        "full executions, and writes to --model_dir for TensorBoard.",
         parser=_IntervalParser(),
     )
     # horovodrun refuses --timeline, as an abbreviation of two flags of its own.
@@ -229,8 +230,8 @@ CHECKS = (
         lambda export, model_parallel, pipeline_stages: (
             not export or model_parallel == pipeline_stages == 1
         ),
-        "--export needs a model that is whole: export the dense model.keras in one "
-        "process",
+        "--export needs a model that is not sharded: export the full model.keras in "
+        "one process",
     ),
     FlagCheck(
         lambda max_steps, epochs: max_steps is None or epochs is None,

@@ -24,7 +24,6 @@ def count_steps(
     """Return the number of batches that each rank takes, in full accumulation windows.
 
     Args:
-        sampler: the sampler of a rank.
         size: number of ranks that share `max_steps`.
         epochs: passes over the data.
         max_steps: without `epochs`, the batches of all ranks together.

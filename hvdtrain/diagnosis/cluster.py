@@ -108,7 +108,6 @@ def _compare(
     """Return the finding on a host to which ssh works.
 
     Args:
-        topic: the topic of the finding.
         lines: the output of `hvdtrain.doctor --version`.
         done: the result of ssh.
         offset: seconds by which the clocks differ at least.

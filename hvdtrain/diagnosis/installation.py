@@ -45,7 +45,6 @@ def load(topic: str, library: str) -> tuple[Properties | None, list[Finding]]:
     """Return the properties of a library, or None and a finding on the failure.
 
     Args:
-        topic: the topic of the finding.
         library: an argument of `probe`.
     """
     command = [sys.executable, "-m", "hvdtrain.diagnosis.probe", library]

@@ -42,7 +42,6 @@ def measure(
     """Measure allreduces of float32. A collective.
 
     Args:
-        world: the `World`.
         sizes: bytes of each message.
         rounds: rounds of all paths for each size.
         seconds: of each path in a round, at most about.

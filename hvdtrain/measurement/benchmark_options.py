@@ -117,7 +117,7 @@ class BenchmarkOptions:
     seed: int = flag_field(0, "Of weights and order.", low=0, high=2**32 - 1)
     consistency_steps: int = flag_field(
         5,
-        "Steps that are compared with one process and the whole batch, 0 for none.",
+        "Steps that are compared with one process and the global batch, 0 for none.",
         low=0,
         high=1000,
     )
@@ -148,7 +148,7 @@ class BenchmarkOptions:
         if self.compares_parallelism and size == 1:
             raise SharedJobError(
                 f"Received --workload={self.workload} in a job of 1 rank; expected 2 "
-                "or more, over which it is divided: start it by horovodrun -np 2 or "
+                "or more, over which it is sharded: start it by horovodrun -np 2 or "
                 "mpirun -np 2."
             )
         if self.strategy != "horovod" and size > 1:

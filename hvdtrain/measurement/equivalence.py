@@ -29,9 +29,6 @@ def measure(
     all ranks or devices.
 
     Args:
-        options: the `BenchmarkOptions`.
-        world: the `World`.
-        workload: the `Workload`.
         names: the devices of a strategy in one process.
 
     Returns:

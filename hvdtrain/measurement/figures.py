@@ -37,7 +37,6 @@ class StepTimes:
 
     Attributes:
         p90: 90 % of the executions take no longer per step.
-        executions: number of executions.
     """
 
     mean: float
@@ -127,7 +126,6 @@ def summarize(
 
     Args:
         executions_by_rank: the results of `run_rounds` of each rank.
-        options: the `BenchmarkOptions`.
         count: number of ranks, or of devices in one process.
     """
     steps = options.steps_per_execution
@@ -184,7 +182,6 @@ def _compare_one_rank(
     Args:
         means: of rank 0, which runs these variants.
         size: number of ranks.
-        options: the `BenchmarkOptions`.
     """
     alone = means.get("alone", means["train"])
     # With as many samples of each rank in the same time, `size` times the speed.

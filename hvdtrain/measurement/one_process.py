@@ -9,7 +9,7 @@ them up and updates the weights.
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,7 @@ from hvdtrain.job import JobError
 from hvdtrain.keras.seams import replace
 from hvdtrain.measurement import variants
 from hvdtrain.measurement.benchmark_options import BenchmarkOptions
-from hvdtrain.measurement.variants import InputFn, Variant
+from hvdtrain.measurement.variants import Variant
 from hvdtrain.measurement.workloads import Workload
 
 # Inputs and targets of a batch.
@@ -125,19 +125,6 @@ def independent_models(workload: Workload, names: Sequence[str]) -> keras.Model:
     return copies[0]
 
 
-def train_variant(
-    model: keras.Model,
-    input_fn: InputFn,
-    options: BenchmarkOptions,
-    *,
-    callbacks: Iterable[keras.callbacks.Callback] = (),
-) -> Variant:
-    """Return the variant of `fit` with the real input."""
-    return variants.fit_variant(
-        model, input_fn, options, callbacks=lambda steps: callbacks
-    )
-
-
 def compared_variants(
     model: keras.Model,
     workload: Workload,
@@ -152,11 +139,9 @@ def compared_variants(
         batches = model.distribute_strategy.experimental_distribute_dataset(constant)
     measured = {"function": variants.function_variant(model, batches, options)}
     if workload.batches:
-
-        def constant_input(start: int, end: int) -> tf.data.Dataset:
-            return constant.take(end - start)
-
-        measured["constant"] = variants.fit_variant(model, constant_input, options)
+        measured["constant"] = variants.fit_variant(
+            model, workload.constant_input(count), options
+        )
     with tf.device(names[0]) if count > 1 else contextlib.nullcontext():
         plain = workload.build()
     if count > 1:
@@ -166,5 +151,5 @@ def compared_variants(
         measured["alone"] = variants.fit_variant(
             plain, workload.input(options), options
         )
-    measured["bare"] = variants.bare_variant(plain, workload, options)
+    measured["bare"] = variants.fit_variant(plain, workload.constant_input(), options)
     return measured

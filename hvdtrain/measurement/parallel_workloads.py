@@ -138,12 +138,9 @@ def _embed_together(
     return layer(inputs)
 
 
-def _recommender_kind(embed: Embed) -> Kind:
-    return Kind(build=functools.partial(_build_recommender, embed))
-
-
 def _layer_kind(make: Callable[[int, int], keras.Layer]) -> Kind:
-    return _recommender_kind(functools.partial(_embed_one_by_one, make))
+    embed = functools.partial(_embed_one_by_one, make)
+    return Kind(build=functools.partial(_build_recommender, embed))
 
 
 def _sharded_kind(slicing: str) -> Kind:
@@ -154,7 +151,7 @@ _RECOMMENDER_KINDS = {
     "replicated": _layer_kind(keras.layers.Embedding),
     "row": _sharded_kind("row"),
     "column": _sharded_kind("column"),
-    "tables": _recommender_kind(_embed_together),
+    "tables": Kind(build=functools.partial(_build_recommender, _embed_together)),
 }
 
 
@@ -188,14 +185,10 @@ def _compile_wide(
     return _compile(model, loss, options, **distribution)
 
 
-def _replicated(options: BenchmarkOptions) -> keras.Model:
-    return _compile_wide(_build_wide(options), options)
-
-
-def _sharded_state(options: BenchmarkOptions) -> keras.Model:
-    return _compile_wide(
-        _build_wide(options), options, shard_state="slices_reducescatter"
-    )
+def _data_parallel(
+    options: BenchmarkOptions, shard_state: bool | str = False
+) -> keras.Model:
+    return _compile_wide(_build_wide(options), options, shard_state=shard_state)
 
 
 def _model_parallel(options: BenchmarkOptions) -> keras.Model:
@@ -219,8 +212,10 @@ def _pipeline(options: BenchmarkOptions) -> keras.Model:
 
 
 _WIDE_KINDS = {
-    "replicated": Kind(build=_replicated),
-    "state": Kind(build=_sharded_state),
+    "replicated": Kind(build=_data_parallel),
+    "state": Kind(
+        build=functools.partial(_data_parallel, shard_state="slices_reducescatter")
+    ),
     "model": Kind(build=_model_parallel, shares_samples=True),
     "pipeline": Kind(build=_pipeline, shares_samples=True, most_ranks=_PAIRS),
 }

@@ -30,7 +30,6 @@ def measure(options: BenchmarkOptions, world: World) -> Figures:
 
     Args:
         options: with defaults.
-        world: the `World`.
 
     Returns:
         By kind, "replicated" first, a dict for JSON, the same on all ranks;

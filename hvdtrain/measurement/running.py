@@ -21,7 +21,6 @@ from hvdtrain.measurement import (
     throughput,
 )
 from hvdtrain.measurement.benchmark_options import BenchmarkOptions
-from hvdtrain.measurement.comparison import FORMAT
 
 # Files are written by the chief; hosts may have their data in different places.
 _OWN_FLAGS = ("data_dir", "json", "plot")
@@ -34,7 +33,6 @@ def run(
 
     Args:
         options: with defaults.
-        world: the `World`.
         mpi_seconds: the result of `mpi.measure`.
 
     Returns:
@@ -82,7 +80,7 @@ def write(options: BenchmarkOptions, world: World, result: Mapping[str, Any]) ->
 
 def _environment(options: BenchmarkOptions, world: World) -> dict[str, Any]:
     return {
-        "format": FORMAT,
+        "format": tables.FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _processor(),
         # Of the last minute: a high one shows that other processes disturb the figures.

@@ -25,7 +25,6 @@ def build(
     Args:
         backward_seconds: of the backward pass, the same for each layer; 0 for gradients
             that are all ready at once.
-        layers: number of layers.
         units: each layer has `units * units` parameters.
     """
     device = SimulatedDevice(backward_seconds)

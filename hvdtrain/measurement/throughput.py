@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import keras
-import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
@@ -24,7 +23,6 @@ def measure(options: BenchmarkOptions, world: World) -> Figures:
 
     Args:
         options: with defaults.
-        world: the `World`.
 
     Returns:
         A dict for JSON, the same on all ranks; docs/benchmark.md describes it.
@@ -72,9 +70,6 @@ def _variants(
     """Return the model, the variant `train`, and a function that makes the others.
 
     Args:
-        workload: the `Workload`.
-        options: the `BenchmarkOptions`.
-        world: the `World`.
         names: devices of a strategy in one process; empty for one process per device.
         start_up: a callback of the training.
     """
@@ -87,7 +82,9 @@ def _variants(
     if names:
         model = one_process.build(options, workload, names)
         input_fn = workload.input(options, devices=len(names))
-        train = one_process.train_variant(model, input_fn, options, callbacks=callbacks)
+        train = variants.fit_variant(
+            model, input_fn, options, callbacks=lambda steps: callbacks
+        )
         make_others = functools.partial(
             one_process.compared_variants, model, workload, options, names
         )
@@ -114,17 +111,14 @@ def _compared_variants(
     plain = workload.build()
     measured = {"function": variants.function_variant(model, constant, options)}
     if workload.batches:
-
-        def constant_input(start: int, end: int) -> tf.data.Dataset:
-            return constant.take(end - start)
-
         measured["constant"] = variants.training_variant(
-            model, constant_input, workload, options, world
+            model, workload.constant_input(), workload, options, world
         )
     if world.size > 1:
         measured["local"] = variants.function_variant(plain, constant, options)
         measured["alone"] = variants.lone_training_variant(
             plain, workload.input(options), options
         )
-    measured["bare"] = variants.bare_variant(plain, workload, options)
+    # Nothing of hvdtrain is in it.
+    measured["bare"] = variants.fit_variant(plain, workload.constant_input(), options)
     return measured

@@ -57,7 +57,6 @@ def warm_up(world: World, variants: Mapping[str, Variant]) -> dict[str, float]:
     """Trace each variant, and return how many executions take a second. A collective.
 
     Args:
-        world: the `World`.
         variants: by name, with the same names on all ranks.
 
     Returns:
@@ -86,10 +85,7 @@ def run_rounds(
     cancels in differences of variants.
 
     Args:
-        world: the `World`.
-        variants: by name.
         speeds: executions per second by name.
-        rounds: number of rounds.
         seconds: of each variant in each round, at least.
 
     Returns:
@@ -129,10 +125,6 @@ def training_variant(
     Args:
         model: a compiled model whose optimizer is distributed.
         input_fn: see `training.TrainSpec`.
-        workload: the `Workload`.
-        options: the `BenchmarkOptions`.
-        world: the `World`.
-        callbacks: more Keras callbacks.
     """
     sample = tf.data.Dataset.from_tensors(tuple(array[:1] for array in workload.batch))
 
@@ -164,7 +156,6 @@ def lone_training_variant(
     Args:
         model: a compiled model whose optimizer is not distributed.
         input_fn: the input of one rank of one; see `training.TrainSpec`.
-        options: the `BenchmarkOptions`.
     """
 
     def callbacks(steps: int) -> list[keras.callbacks.Callback]:
@@ -190,17 +181,6 @@ def _train_spec(
     )
 
 
-def bare_variant(
-    model: keras.Model, workload: Workload, options: BenchmarkOptions
-) -> Variant:
-    """Return the variant of Keras' `fit` with one batch and nothing of hvdtrain."""
-
-    def input_fn(start_step: int, end_step: int) -> tf.data.Dataset:
-        return workload.constant_batches().take(end_step - start_step)
-
-    return fit_variant(model, input_fn, options)
-
-
 def fit_variant(
     model: keras.Model,
     input_fn: InputFn,
@@ -213,7 +193,6 @@ def fit_variant(
     Args:
         model: a compiled model whose optimizer is not distributed.
         input_fn: see `training.TrainSpec`.
-        options: the `BenchmarkOptions`.
         callbacks: returns more Keras callbacks for a number of steps.
     """
 
@@ -239,9 +218,7 @@ def function_variant(
     """Return the variant that calls the compiled train function in a loop, not `fit`.
 
     Args:
-        model: a compiled model.
         batches: endless.
-        options: the `BenchmarkOptions`.
     """
 
     def run(executions: int) -> list[float]:
@@ -262,11 +239,7 @@ def function_variant(
 
 
 class ExecutionTimer(keras.callbacks.Callback):
-    """Times each execution of `fit` but the first, which creates the iterator.
-
-    Args:
-        clock: returns seconds.
-    """
+    """Times each execution of `fit` but the first, which creates the iterator."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()

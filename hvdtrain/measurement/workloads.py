@@ -58,6 +58,11 @@ class Workload:
         batch = tuple(np.concatenate([array] * copies) for array in self.batch)
         return tf.data.Dataset.from_tensors(batch).repeat()
 
+    def constant_input(self, copies: int = 1) -> Callable[[int, int], tf.data.Dataset]:
+        """Return `input_fn(start_step, end_step)` of the one batch."""
+        constant = self.constant_batches(copies)
+        return lambda start, end: constant.take(end - start)
+
     def input(
         self,
         options: BenchmarkOptions,
@@ -71,8 +76,7 @@ class Workload:
         The batch of a rank is `devices` times `options.batch_size`.
         """
         if not self.batches:
-            constant = self.constant_batches(devices)
-            return lambda start, end: constant.take(end - start)
+            return self.constant_input(devices)
         sampler = Sampler(
             num_samples=self.num_samples,
             global_batch_size=options.batch_size * size * devices,

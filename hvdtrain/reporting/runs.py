@@ -64,7 +64,6 @@ class Costs:
         samples: samples that were trained on, in repeated steps as well.
         seconds: time from each start to its last line, with tracing, evaluation and
             checkpoints; without the time between a kill and the next start.
-        starts: number of starts.
         repeated_steps: steps that were taken again, because a start continued from an
             earlier step. The log lacks the steps of a killed process after its last
             line.

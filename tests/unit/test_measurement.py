@@ -14,7 +14,6 @@ import pytest
 
 from hvdtrain.job import JobError, World, launchers
 from hvdtrain.measurement import (
-    comparison,
     figures,
     parallelism,
     records,
@@ -350,7 +349,7 @@ def result():
     """A result of one rank with hand-made times."""
     ranks = [{"train": [[0.2]], "function": [[0.1]], "bare": [[0.1]]}]
     return {
-        "format": comparison.FORMAT,
+        "format": tables.FORMAT,
         "machine": "a machine",
         "load_average": 0.5,
         "versions": {"hvdtrain": "0"},
@@ -405,14 +404,14 @@ class TestFiles:
             "7",
             "nothing",
             '{"format": 0}',
-            f'{{"format": {comparison.FORMAT}, "figures": []}}',
+            f'{{"format": {tables.FORMAT}, "figures": []}}',
         ],
     )
     def test_a_file_of_others_is_not_compared(self, tmp_path, text):
         path = tmp_path / "other.json"
         path.write_text(text)
         with pytest.raises(JobError, match=f"{path}.*expected a file that --json"):
-            comparison.table(records.read_json([str(path)]))
+            tables.comparison(records.read_json([str(path)]))
 
     def test_a_pipe_is_not_compared(self, tmp_path):
         path = tmp_path / "pipe"
@@ -467,6 +466,6 @@ class TestTables:
         assert "row 650 B 0.650 1.5 kB 0.300 3.000 ms 0.500 0.500000" in text
 
     def test_of_several_results(self):
-        text = comparison.table({"a": result(), "b": result()})
+        text = tables.comparison({"a": result(), "b": result()})
         (row,) = [line for line in text.splitlines() if line.startswith("samples/s")]
         assert row.split()[1:] == ["6,400", "6,400"]
