@@ -11,7 +11,7 @@ from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.building import Batches, agree_on_batches, build
 from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.checkpoint.restoring import Start, assign_all, restore
-from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_together
+from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.run_state import RunState
 from hvdtrain.training.session import Session
@@ -114,7 +114,7 @@ def _train_and_evaluate(
     batches = agree_on_batches(model, train_spec, world, digest)
     if commits:
         # The writer of the last run may still write to the directory.
-        wait_together(world, commits.writer)
+        wait_for_writer(world, commits.writer)
     files = checkpoint_files(config)
     stores = [store for store in (commits, files) if store]
     new_job = _new_job(batches, config, commits)

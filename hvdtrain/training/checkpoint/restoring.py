@@ -29,7 +29,7 @@ from hvdtrain.training.checkpoint.per_rank import PerRankState, new_metrics, reg
 from hvdtrain.training.checkpoint.snapshot import assign_stored_once
 from hvdtrain.training.checkpoint.state_variables import StateVariables
 from hvdtrain.training.checkpoint.storage import CheckpointError
-from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_together
+from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
@@ -96,7 +96,7 @@ def position(
     """
     if commits:
         # The writer of the last run may still be writing a newer checkpoint.
-        wait_together(world, commits.writer)
+        wait_for_writer(world, commits.writer)
     first_size = (replicas or Replicas.of(world)).size
     if commits:
         first_size = commits.original_size

@@ -142,7 +142,7 @@ class BackgroundWriter:
         notify(self._observers, "on_checkpoint", step, text)
 
 
-def wait_together(world: World, writer: BackgroundWriter | None) -> None:
+def wait_for_writer(world: World, writer: BackgroundWriter | None) -> None:
     """Wait on all ranks until the chief has written its checkpoint. A collective.
 
     The writer is None on all ranks but the chief.
@@ -153,8 +153,8 @@ def wait_together(world: World, writer: BackgroundWriter | None) -> None:
 
 
 def complete_together(world: World, writer: BackgroundWriter | None) -> None:
-    """`wait_together`, and raise `SharedJobError` if it could not be written."""
-    wait_together(world, writer)
+    """`wait_for_writer`, and raise `SharedJobError` if it could not be written."""
+    wait_for_writer(world, writer)
     with agreement.fail_together(world):
         if writer:
             writer.check()
@@ -212,7 +212,7 @@ class CheckpointCallback(StepCallback):
             return
         if is_end:
             # `submit` leaves out a checkpoint while the one before is being written.
-            self._wait_together()
+            self._wait_for_writer()
         if self._is_pending or is_end:
             self._is_pending = False
             self._save(is_finished)
@@ -226,13 +226,13 @@ class CheckpointCallback(StepCallback):
         Args:
             logs: of the last epoch.
         """
-        self._wait_together()
+        self._wait_for_writer()
         self._save(True, logs)
 
-    def _wait_together(self) -> None:
+    def _wait_for_writer(self) -> None:
         # Commits are in memory at once. All ranks have one, or none has.
         if isinstance(self._writer, BackgroundWriter | None):
-            wait_together(self._world, self._writer)
+            wait_for_writer(self._world, self._writer)
 
     def _save(self, is_finished: bool, logs: dict | None = None) -> None:
         start = time.perf_counter()
