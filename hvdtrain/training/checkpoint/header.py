@@ -9,7 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class FirstBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Header:
-    """The state of a training, apart from its arrays.
+    """The state of a training, apart from its arrays. `Plan` explains its steps.
 
     Attributes:
         step: global steps taken.
@@ -60,13 +60,10 @@ class Header:
         first_batch: None if the input is not checked.
         sample: samples that all ranks have taken.
         original_size: number of replicas with which the job was first started.
-        fit_epoch_steps: see `Plan`.
-        steps_per_execution: see `Plan`.
         finished: `max_steps` of the job, if the training has ended; else None.
         train_seconds: seconds in `fit`, without evaluations, of all runs.
         skipped_updates: updates that were not finite, of all runs.
         history: the metrics of each epoch by name.
-        evaluations: all evaluations.
         evaluation_is_due: whether the job was stopped in an evaluation.
     """
 
@@ -91,15 +88,6 @@ class Header:
     def size(self) -> int:
         """Number of replicas that wrote the checkpoint."""
         return len(self.local_batch_sizes)
-
-    @classmethod
-    def from_json(cls, step: int, metadata: object) -> Self:
-        """Return the header in the values of a JSON file.
-
-        Raises:
-            ValueError: a key is missing, or its value has another type.
-        """
-        return parse(cls, metadata, step=step)
 
     def to_json(self) -> dict[str, Any]:
         """Return values for JSON, except the step."""
@@ -174,10 +162,10 @@ def without_layer_numbers(path: str) -> str:
 
 def check_format(values: object) -> None:
     """Raise `ValueError` if the values of a JSON file have an unknown format."""
-    found = values.get("format") if isinstance(values, dict) else None
-    if found not in READABLE_FORMATS:
+    file_format = values.get("format") if isinstance(values, dict) else None
+    if file_format not in READABLE_FORMATS:
         raise ValueError(
-            f"it has the format {found}, and this version of hvdtrain reads "
+            f"it has the format {file_format}, and this version of hvdtrain reads "
             f"{READABLE_FORMATS[0]} to {FORMAT}"
         )
 
@@ -186,12 +174,7 @@ _Parsed = TypeVar("_Parsed")
 
 
 def parse(cls: type[_Parsed], values: object, **known: object) -> _Parsed:
-    """Return a dataclass with fields from JSON; other keys are ignored.
-
-    Args:
-        cls: a dataclass.
-        values: an object of JSON.
-        **known: fields that are not in it.
+    """Return a dataclass with fields from JSON and `known`; ignore other keys.
 
     Raises:
         ValueError: a key is missing, or its value has another type.
@@ -211,7 +194,7 @@ def parse(cls: type[_Parsed], values: object, **known: object) -> _Parsed:
 
 
 def _converted(name: str, value: Any, expected: Any) -> Any:
-    """Return a value of JSON as a field has it: its lists may be tuples there."""
+    """Convert a value of JSON to the type of its field: lists may become tuples."""
     origin = typing.get_origin(expected) or expected
     arguments = typing.get_args(expected)
     if origin is types.UnionType:

@@ -28,11 +28,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from hvdtrain.job import JobError
-from hvdtrain.job.files import (
-    atomic_write,
-    one_line_errors,
-    remove_partial,
-)
+from hvdtrain.job.files import atomic_write, one_line_errors, remove_partial
 from hvdtrain.training.checkpoint.header import (
     FORMAT,
     Arrays,
@@ -65,14 +61,11 @@ class _JsonFile:
     """The contents of the JSON file of a checkpoint.
 
     Attributes:
-        arrays: name of the file with the arrays, in the same directory.
-        sha256: digest of that file.
-        bytes: size of that file.
+        arrays: name of the file of arrays, in the same directory; `sha256` and `bytes`
+            are its digest and its size.
         bfloat16: names of the arrays of bfloat16, which are stored as uint16.
-        format: `FORMAT` of the version that wrote the checkpoint.
-        step: see `Header`.
         seconds: time of writing since the epoch.
-        metadata: the other fields of the `Header`.
+        metadata: the `Header` without its step.
     """
 
     arrays: str
@@ -86,7 +79,7 @@ class _JsonFile:
 
     @property
     def header(self) -> Header:
-        return Header.from_json(self.step, self.metadata)
+        return parse(Header, self.metadata, step=self.step)
 
 
 class CheckpointFiles:
@@ -97,7 +90,6 @@ class CheckpointFiles:
         keep_max: how many of the newest checkpoints are kept, 1 or more.
         keep_every_hours: also keep the first of every so many hours; 0 for none.
         clock: returns seconds since the epoch.
-        sleep: waits for a number of seconds before a file is read again.
     """
 
     def __init__(
@@ -134,10 +126,9 @@ class CheckpointFiles:
         return self._directory / f"step-{step:08}.json"
 
     def write(self, checkpoint: Checkpoint) -> str:
-        """Write a checkpoint, then delete old ones.
+        """Write a checkpoint, and delete old ones.
 
-        Returns:
-            Which files could not be deleted, and why; empty if there are none.
+        Return which of them could not be deleted, and why; empty if there are none.
 
         Raises:
             CheckpointError: a file cannot be written; earlier checkpoints are intact.
@@ -167,7 +158,7 @@ class CheckpointFiles:
             return f"no old one deleted: {error}"
 
     def read(self, step: int) -> Checkpoint:
-        """Return a checkpoint.
+        """Return a checkpoint whose arrays have the right digest.
 
         Raises:
             CheckpointError: it is truncated, corrupt, or of another version.
@@ -184,10 +175,7 @@ class CheckpointFiles:
         return self._read(step, read)
 
     def verify(self, step: int) -> Header:
-        """Return the header of a checkpoint whose arrays have the right digest.
-
-        It raises the errors of `read`.
-        """
+        """Return the header of a checkpoint; check and raise as `read` does."""
         return self._read(step, lambda: self._verified(step).header)
 
     def _read(self, step: int, read: Callable[[], _Read]) -> _Read:
@@ -284,7 +272,6 @@ class CheckpointFiles:
         (self._directory / name).unlink(missing_ok=True)
 
     def _delete_old(self, newest: int) -> list[OSError]:
-        """Delete old checkpoints; return the errors of files that remain."""
         superseded = self._superseded - {newest}
         steps = [step for step in self.steps() if step not in superseded]
         kept = {*steps[: self._keep_max], *self._hourly(steps)}
@@ -319,7 +306,7 @@ class CheckpointFiles:
                 seconds = self._contents(step, any_format=True).seconds
             except _DAMAGE as error:
                 # A damaged checkpoint is of no use; one behind EIO may be intact.
-                if _may_be_temporary(error):
+                if isinstance(error, OSError) and not isinstance(error, _ABSENT):
                     yield step
                 continue
             if last is None or seconds - last >= self._keep_seconds:
@@ -327,12 +314,8 @@ class CheckpointFiles:
                 yield step
 
 
-def _may_be_temporary(error: Exception) -> bool:
-    return isinstance(error, OSError) and not isinstance(error, _ABSENT)
-
-
 def _delete(paths: Iterable[pathlib.Path]) -> list[OSError]:
-    """Delete files; return the errors of those that remain."""
+    """Delete files; return the errors of failed deletions."""
     errors = []
     for path in paths:
         try:
