@@ -37,15 +37,10 @@ def fit(
     interrupted.
 
     Args:
-        model: a compiled model.
         batches: of the steps from `start_step` on.
-        plan: the `Plan`.
-        world: the `World`.
-        start_step: steps taken before.
         stops: `stops(step)` returns the next step at which an execution is split: a
             vote, a checkpoint or an evaluation is due there. Callbacks that have the
             attribute `acts_within_executions` are called after it.
-        callbacks: Keras callbacks.
 
     Raises:
         JobError: the ranks hold different weights, or the input has ended early.
@@ -155,12 +150,8 @@ def _compiled_steps(
 
     One graph loops over any number of steps, so that the bits of a step do not depend
     on how many are taken together. Keras' own function unrolls a constant number, and
-    each graph may be optimized differently.
-
-    Args:
-        step: a `tf.function` that takes one step.
-        iterator: of the other batches.
-        is_one: whether the number of steps is always 1, which needs no loop.
+    each graph may be optimized differently. If the number is always 1 (`is_one`), the
+    graph has no loop.
     """
 
     def next_batch(
@@ -204,12 +195,8 @@ class _Training(keras.callbacks.CallbackList):
     """The callbacks of a training, and the steps between them.
 
     Callbacks are called once in an execution, which may take several calls of the
-    compiled function; those that act within executions, after each call.
-
-    Args:
-        start_step: steps taken before.
-        stops: see `fit`.
-        batches: from `start_step` on.
+    compiled function. Callbacks with the attribute `acts_within_executions` are called
+    after each of these calls.
     """
 
     def __init__(

@@ -13,8 +13,7 @@ from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.checkpoint.restoring import Start, assign_all, restore
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
 from hvdtrain.training.elastic import Commits
-from hvdtrain.training.run_state import RunState
-from hvdtrain.training.session import Session
+from hvdtrain.training.session import RunState, Session
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Result, RunConfig, TrainSpec
 

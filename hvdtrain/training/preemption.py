@@ -28,13 +28,8 @@ def stopping_on(
     """Turn these signals into requests to stop, within the block.
 
     The first signal asks all ranks to save at the same step and to stop there. One
-    that arrives more than a second later ends this process at once, as before.
-
-    Args:
-        numbers: signals, as `signal.SIGTERM`.
-        requests: the `Requests`.
-        rank: number of this rank, for the message.
-        clock: returns seconds.
+    that arrives more than a second later ends this process at once, as before. The
+    message of the stop contains `rank`.
     """
     received: list[float] = []
 

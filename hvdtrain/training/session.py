@@ -31,33 +31,93 @@ Whether a checkpoint, a commit or an evaluation is due is decided by a
 """
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
+import numpy as np
 
 import hvdtrain.keras as hvd
+from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
+from hvdtrain.training.building import Batches
 from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.checkpoint.restoring import (
     RestoreCallback,
     RestoreGeneratorsCallback,
+    Start,
 )
+from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.checkpoint.writing import (
     BackgroundWriter,
     CheckpointCallback,
     complete_together,
 )
+from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation import (
     EndOfEvaluationsCallback,
     EvaluationCallback,
     evaluate_finished,
 )
+from hvdtrain.training.exporting import Exports
 from hvdtrain.training.fitting import fit
+from hvdtrain.training.inputs import warn_if_changed
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
 from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Interval, Requests, Votes
-from hvdtrain.training.run_state import RunState
-from hvdtrain.training.specs import EvalSpec, Result, TrainSpec
+from hvdtrain.training.skipping import Skipping
+from hvdtrain.training.specs import EvalSpec, Result, RunConfig, TrainSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What the callbacks of one run have in common.
+
+    Attributes:
+        plan: with the epochs of the run that wrote the checkpoint.
+        files: None without a `model_dir`.
+        commits: None unless the job is elastic.
+        exports: None without exporters, and on other ranks than the chief.
+        observers: see `train_and_evaluate`; none on other ranks than the chief.
+    """
+
+    world: World
+    config: RunConfig
+    batches: Batches
+    plan: Plan
+    start: Start
+    files: CheckpointFiles | None
+    commits: Commits | None
+    exports: Exports | None
+    skipping: Skipping
+    observers: Sequence[object]
+
+    @property
+    def global_batch_size(self) -> int:
+        return sum(self.batches.local_sizes)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.start.is_finished(
+            self.plan.max_steps, global_batch_size=self.global_batch_size
+        )
+
+    def warn_of_changes(self) -> None:
+        """Warn of arguments that do not fit the checkpoint, and are no error."""
+        warn_if_changed(
+            self.batches.first,
+            self.start.header,
+            local_batch_sizes=self.batches.local_sizes,
+        )
+        if self.start.step > self.plan.max_steps:
+            warnings.warn(
+                f"The checkpoint of step {self.start.step} is beyond max_steps="
+                f"{self.plan.max_steps}: nothing is trained.",
+                stacklevel=4,
+            )
 
 
 class Session:
@@ -138,7 +198,6 @@ class Session:
                 run.exports.check()
 
     def result(self, model: keras.Model) -> Result:
-        """Return the `Result`."""
         return Result(
             model=model,
             history=self._history.history,
@@ -236,16 +295,33 @@ class Session:
 
     def _header(self, step: int, is_finished: bool, logs: dict) -> Header:
         """Return the header of a checkpoint; see `CheckpointCallback`."""
+        run, before = self._run, self._run.start.header
         history = self._history.history
         added = {name: [*history.get(name, ()), v] for name, v in logs.items()}
-        return self._run.header(
-            step,
-            is_finished=is_finished,
-            history=history | added,
-            evaluations=self._evaluations,
+        return Header(
+            step=step,
+            local_batch_sizes=run.batches.local_sizes,
+            global_batch_size=run.global_batch_size,
+            learning_rate=run.start.learning_rate,
+            # Of all runs: a run that leaves a key out does not change its value.
+            unchanged=before.unchanged | run.config.unchanged,
+            first_batch=run.batches.first,
+            sample=before.sample + (step - before.step) * run.global_batch_size,
+            original_size=before.original_size,
+            fit_epoch_steps=run.plan.fit_epoch_steps,
+            steps_per_execution=run.plan.steps_per_execution,
+            finished=run.plan.max_steps if is_finished else None,
             train_seconds=self._train_seconds(),
+            skipped_updates=run.skipping.count,
+            history=_without_arrays(history | added),
+            evaluations=_without_arrays(self._evaluations),
             evaluation_is_due=self._evaluation.was_interrupted,
         )
 
     def _train_seconds(self) -> float:
         return self._run.start.header.train_seconds + self._progress.seconds
+
+
+def _without_arrays(values: Any) -> Any:
+    """Return nested lists and dicts of numbers, for JSON."""
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)
