@@ -24,7 +24,6 @@ class Batches(NamedTuple):
 
     Attributes:
         local_sizes: samples in a batch of each replica.
-        plan: the `Plan`.
         first: to be kept in checkpoints; None if the input is not checked.
     """
 

@@ -27,9 +27,6 @@ class Commits:
 
     It has the reading methods of `CheckpointFiles`, and `submit` of the writer.
 
-    Args:
-        size: number of ranks at the start.
-
     Attributes:
         original_size: number of ranks at the start.
         requests: the requests of this rank, which outlive a change of the job.
@@ -44,19 +41,15 @@ class Commits:
         self._state = _HostUpdates()
 
     def steps(self) -> list[int]:
-        """Return a list of the step of the newest commit; empty without one."""
         return [checkpoint.step for checkpoint in self._newest]
 
     def read(self, step: int) -> Checkpoint:
-        """Return the newest commit."""
         return self._newest[0]
 
     def verify(self, step: int) -> Header:
-        """Return the header of the newest commit."""
         return self._newest[0].header
 
     def path(self, step: int) -> str:
-        """Return the name of a commit for an error message."""
         return f"the commit of step {step}"
 
     def delete_leftovers(self) -> None:

@@ -78,20 +78,13 @@ class Rounds(keras.callbacks.Callback):
     done, since they would block in a vote without it.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        world: World,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, requests: Requests, world: World) -> None:
         super().__init__()
         self._requests = requests
         self._world = world
-        self._clock = clock
         self._batches = self._last_batches = 0
         self._next, self._pause = 1, 1
-        self._last_seconds = clock()
+        self._last_seconds = time.monotonic()
         self._is_stopped = self._is_done = False
 
     def on_test_batch_end(self, batch: int, logs: dict | None = None) -> None:
@@ -101,11 +94,7 @@ class Rounds(keras.callbacks.Callback):
             self.model.stop_evaluating = self._is_stopped
 
     def end(self) -> None:
-        """Vote until all ranks are done.
-
-        Raises:
-            InterruptedEvaluationError: a rank has asked for a stop.
-        """
+        """Vote until all ranks are done, or raise `InterruptedEvaluationError`."""
         while not (self._is_stopped or self._is_done):
             self._vote(is_done=True)
         if self._is_stopped:
@@ -121,7 +110,7 @@ class Rounds(keras.callbacks.Callback):
         self._next += self._pause
 
     def _next_pause(self, is_done: bool) -> int:
-        now, batches = self._clock(), self._batches - self._last_batches
+        now, batches = time.monotonic(), self._batches - self._last_batches
         seconds = max(now - self._last_seconds, 1e-9)
         self._last_seconds, self._last_batches = now, self._batches
         # A chief that is done cannot measure the speed of the others.
@@ -143,7 +132,7 @@ def evaluate_finished(
 
     Raises:
         PreemptedError: on all ranks, if one of them has asked for a stop. The
-            evaluation stays due, as the run before has left it.
+            evaluation stays due.
         SharedJobError: on all ranks, if the loss is not finite.
     """
     rounds = Rounds(requests, world)
@@ -163,11 +152,8 @@ def evaluated_weights(model: keras.Model, *, steps: int | None) -> Iterator[None
 
     In the block, moving statistics are averaged over the ranks, and each weight is its
     moving average if the optimizer keeps one (`use_ema`). At its end weights, moving
-    statistics and the metrics of the epoch are restored.
-
-    Args:
-        model: a compiled and built model.
-        steps: steps since the moving statistics were equal on all ranks.
+    statistics and the metrics of the epoch are restored. The moving statistics were
+    equal on all ranks `steps` steps ago (see `average_moving_statistics`).
     """
     # `model.variables` has the seeds of random layers, some of which draw in
     # evaluations, too: training must continue with the seeds from before.
@@ -191,7 +177,6 @@ class EvaluationCallback(StepCallback):
 
     Args:
         is_due: by steps or seconds; at ends of epochs, the spec decides.
-        observers: see `train_and_evaluate`.
         results: the evaluations of the job, to which this appends.
         exports: None without exporters, and on other ranks than the chief.
         left_out: returns a context in which time is not counted as training.
@@ -222,9 +207,9 @@ class EvaluationCallback(StepCallback):
         super().__init__(plan)
         self._requests = requests
         self._world = world
-        self._owed_step: int | None = None
+        self._due_step: int | None = None
         if start.header.evaluation_is_due:
-            self._owed_step = start.step
+            self._due_step = start.step
         self.was_interrupted = False
         self._left_out = left_out
         self._exports = exports
@@ -239,13 +224,13 @@ class EvaluationCallback(StepCallback):
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
         # The run before was stopped in this evaluation: before a step changes weights.
-        if self._owed_step is not None:
-            self.step, self._owed_step = self._owed_step, None
+        if self._due_step is not None:
+            self.step, self._due_step = self._due_step, None
             steps = self.step - self.plan.step(epoch)
             self._run(steps=steps or None, is_end=False)
 
     def note_step(self) -> None:
-        # Kept until `act`, which a due step at the end of an epoch reaches there only.
+        # Kept until `on_epoch_end` if the step ends an epoch: `act` follows there only.
         self._is_pending |= self._is_due(self.step)
 
     def act(self, *, is_epoch_end: bool) -> None:
@@ -253,7 +238,6 @@ class EvaluationCallback(StepCallback):
             self._run(steps=self.epoch_steps, is_end=False)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Evaluate if it is due, and add the results of the epoch to its logs."""
         logs = {} if logs is None else logs
         every = self._spec.every_epochs
         if self.is_last:
@@ -270,9 +254,7 @@ class EvaluationCallback(StepCallback):
     def end(self, logs: dict) -> None:
         """Evaluate if a callback has ended the training after `on_epoch_end`.
 
-        Args:
-            logs: of the epoch. Test metrics are removed from them, since the history of
-                a job has training metrics only.
+        Remove test metrics from the logs: the history of a job has training metrics.
         """
         for name in self._test_logs:
             logs.pop(name, None)

@@ -61,9 +61,7 @@ class Exporter:
     def is_due(self, evaluations: Sequence[Evaluation], *, is_last: bool) -> bool:
         """Return whether the model of the last evaluation is exported.
 
-        Args:
-            evaluations: of the whole job so far.
-            is_last: whether the training ends here.
+        The evaluations are from the whole job so far. The last may end the training.
         """
         raise NotImplementedError
 
@@ -92,9 +90,7 @@ class FinalExporter(Exporter):
 class BestExporter(Exporter):
     """Exports after an evaluation that is better than all earlier ones of the job.
 
-    Attributes:
-        metric: what decides.
-        mode: "min" if smaller is better, or "max".
+    With the `mode` "min", a smaller `metric` is better; with "max", a larger one.
     """
 
     name: str = "best"
@@ -143,10 +139,7 @@ class Exports:
     goes on. At the last step it is an error, which `check` raises. It is called after
     the last checkpoint, from which a second call of the job writes the missing export.
 
-    Args:
-        directory: holds a directory for each exporter.
-        observers: see `train_and_evaluate`; `on_export(step, text)` is called.
-        clock: returns seconds.
+    The directory holds a directory for each exporter.
     """
 
     def __init__(
@@ -154,21 +147,14 @@ class Exports:
         directory: str | os.PathLike[str],
         exporters: Sequence[Exporter],
         observers: Sequence[object],
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = pathlib.Path(directory)
         self._exporters = exporters
         self._observers = observers
-        self._clock = clock
         self._error: JobError | None = None
 
     def prepare(self) -> None:
-        """Create the directories, and delete the leftovers of a killed writer.
-
-        Raises:
-            JobError: a directory cannot be created.
-        """
+        """Create the directories, and delete the leftovers of a killed writer."""
         for exporter in self._exporters:
             directory = self._directory / exporter.name
             with _one_line_errors(directory):
@@ -178,13 +164,7 @@ class Exports:
     def write(
         self, model: keras.Model, evaluations: Sequence[Evaluation], *, is_last: bool
     ) -> None:
-        """Write the exports that are due after the last of `evaluations`.
-
-        Args:
-            model: the model as it was evaluated.
-            evaluations: see `Exporter.is_due`.
-            is_last: whether the training ends here.
-        """
+        """Write the exports that are due after the last of `evaluations`."""
         step = evaluations[-1]["step"]
         for exporter in self._exporters:
             if exporter.is_due(evaluations, is_last=is_last):
@@ -209,7 +189,7 @@ class Exports:
         self, model: keras.Model, exporter: Exporter, step: int, *, is_last: bool
     ) -> None:
         path = self._path(exporter, step)
-        start = self._clock()
+        start = time.monotonic()
         try:
             with _one_line_errors(path):
                 with atomic_directory(path) as temporary:
@@ -220,7 +200,7 @@ class Exports:
             if is_last:
                 self._error = error
         else:
-            text = f"written to {path} in {self._clock() - start:.1f} s"
+            text = f"written to {path} in {time.monotonic() - start:.1f} s"
         notify(self._observers, "on_export", step, text)
 
     def _path(self, exporter: Exporter, step: int) -> pathlib.Path:
@@ -237,17 +217,8 @@ def prepare(
 ) -> Exports | None:
     """Check the exporters, and prepare their directories on the chief.
 
-    A collective, if there are exporters: they are the same on all ranks.
-
-    Args:
-        exporters: see `EvalSpec`.
-        model: a compiled model whose metrics are built.
-        world: the `World`.
-        observers: see `train_and_evaluate`.
-        model_dir: see `RunConfig`.
-
-    Returns:
-        None without exporters, and on other ranks than the chief.
+    Return None without exporters, and on other ranks than the chief. A collective, if
+    there are exporters: they are the same on all ranks. The model's metrics are built.
 
     Raises:
         JobError: on all ranks, if the exports could not be written.

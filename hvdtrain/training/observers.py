@@ -24,14 +24,7 @@ from hvdtrain.log import JsonLog, WarnOnce
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """The start of a run of a job.
-
-    Attributes:
-        step: the step that it continues from, 0 for a new job.
-        max_steps: steps of the whole job.
-        ranks: number of ranks.
-        global_batch_size: samples of a step of the whole job.
-    """
+    """The start of a run of a job, at `step`: 0 for a new job."""
 
     step: int
     max_steps: int
@@ -44,8 +37,6 @@ class Progress:
     """The state of the training of the whole job.
 
     Attributes:
-        step: steps taken.
-        max_steps: steps to take.
         metrics: results by name, over all ranks and the steps since the last report of
             the epoch. A user's metric with states of its own is over the steps since
             the epoch began.
@@ -57,7 +48,6 @@ class Progress:
         input_wait: share of the same time in which ranks waited for a batch: the mean
             over the ranks. NaN without the native library.
         samples_per_second: of all ranks since the last report.
-        seconds_left: estimate for the rest of the training.
         skipped_updates: updates of the job that were left out, since their gradients
             were not finite.
     """
@@ -110,14 +100,7 @@ def make_observers(
 
 
 class Console:
-    """Prints a progress bar, or a line every few seconds.
-
-    Args:
-        file: the text file to print to.
-        has_bar: draw a bar, for terminals.
-        every_seconds: pause between lines.
-        clock: returns seconds.
-    """
+    """Prints a progress bar, for terminals, or a line every few seconds."""
 
     def __init__(
         self,
@@ -135,7 +118,6 @@ class Console:
         self._bar: tqdm.tqdm | None = None
 
     def on_progress(self, progress: Progress) -> None:
-        """Move the bar, or print a line if the last one is old enough."""
         if self._has_bar:
             self._draw(progress)
             return
@@ -282,7 +264,7 @@ _GRAPH_NAMES = re.compile(r"\{\{.*?\}\} | \[Op:.*")
 
 
 def error_reason(error: tf.errors.OpError | OSError) -> str | None:
-    """Return the reason of an error in the system's words."""
+    """Return the operating system's message of an error."""
     if isinstance(error, OSError):
         return error.strerror
     text = _GRAPH_NAMES.sub("", error.message.splitlines()[0])

@@ -24,8 +24,6 @@ class Plan:
     of the machine nor on the step at which a job continues.
 
     Attributes:
-        max_steps: steps in all.
-        epochs: epochs of `fit`.
         fit_epoch_steps: steps of every epoch of `fit`; the last may have fewer.
         steps_per_execution: steps between two calls of callbacks.
     """
@@ -37,7 +35,6 @@ class Plan:
 
     @classmethod
     def of(cls, spec: TrainSpec) -> "Plan":
-        """Return the plan for a `TrainSpec`."""
         execution = spec.steps_per_execution or (
             # Callbacks may count batches.
             1

@@ -75,8 +75,8 @@ class PreemptionCallback(StepCallback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        # The evaluation that the run before owed was interrupted again. It stays due in
-        # the checkpoint that this run has read, if no step changes the weights.
+        # The evaluation that was due at the start was interrupted again. It stays due
+        # in the checkpoint that this run has read, if no step changes the weights.
         if self._evaluation.was_interrupted:
             self.step = self._evaluation.step
             self._stop()

@@ -28,7 +28,6 @@ class ProfileCallback(keras.callbacks.Callback):
 
     Args:
         directory: the parent of `plugins/profile`.
-        plan: the `Plan` of the training.
         steps: global steps taken before the first and after the last profiled step.
             The executions that contain them are profiled to their ends.
     """

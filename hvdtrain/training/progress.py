@@ -51,23 +51,14 @@ class ProgressCallback(keras.callbacks.Callback):
     finite stops all ranks at one step.
 
     Args:
-        plan: the `Plan` of the training.
         global_batch_size: samples of a step of the whole job.
-        world: the `World`.
-        observers: see `train_and_evaluate`.
-        requests: the `Requests`, by default new ones.
-        votes: the `Votes` on them, by default new ones.
-        skipping: the `Skipping`; by default nothing is left out.
-        start_step: the first step of this run.
+        skipping: by default nothing is left out.
         batch_before: samples of a step before `start_step`, by default as many.
-        clock: returns seconds.
         reduction_seconds: returns the seconds that this rank has spent in reductions.
         input_seconds: returns the seconds in which it has waited for input.
-
-    Attributes:
-        acts_within_executions: see `fitting.fit`.
     """
 
+    # See `fitting.fit`.
     acts_within_executions = True
 
     def __init__(
@@ -216,11 +207,10 @@ class ProgressCallback(keras.callbacks.Callback):
         """Return a clock's share of this rank's time since the last report."""
         # Without tracing, as in the speed, except in a run of a single execution.
         is_single = self._steps == self._reported_steps
-        seconds, all_seconds = (
-            each.total - (0.0 if is_single else each.reported)
-            for each in (clock, self._time)
+        start, start_seconds = (
+            (0.0, 0.0) if is_single else (clock.reported, self._time.reported)
         )
-        return seconds / all_seconds
+        return (clock.total - start) / (self._time.total - start_seconds)
 
     def _progress(
         self, metrics: dict[str, float], communication: float, input_wait: float
@@ -281,7 +271,6 @@ class _EpochClock:
         self._start = self._clock() - self.total
 
     def read(self) -> None:
-        """Read the clock."""
         self.total = self._clock() - self._start
 
 

@@ -42,13 +42,11 @@ class Requests:
 
     An elastic job keeps them when it changes: no request to stop is lost.
 
-    Args:
-        clock: returns seconds. The time of `max_minutes` begins here.
-
     Attributes:
         agreed: names that all ranks have agreed on at this step.
-        stop_reason: why this rank has asked for a stop; empty if it has not.
-        max_minutes: see `RunConfig`. `votes` asks for a stop once they are over.
+        stop_reason: empty if this rank has not asked for a stop.
+        max_minutes: see `RunConfig`. They begin with this object. `votes` asks for a
+            stop once they are over.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,8 +91,6 @@ class Interval:
             these need no vote.
         seconds: seconds between, 0 for none. The chief's clock decides, and asks for
             the action in the next vote.
-        start_step: the first step of this run.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -142,13 +138,6 @@ class Votes:
     next one. The ranks vote after the first step, which contains the tracing, and after
     the second, which gives the speed. The first vote after steps slow down comes late,
     since its pause was computed from the old speed.
-
-    Args:
-        start_step: the first step of this run.
-        clock: returns seconds.
-
-    Attributes:
-        next_step: the step after which the ranks vote next.
     """
 
     def __init__(
@@ -206,19 +195,15 @@ class StepCallback(keras.callbacks.Callback):
 
     At the end of an epoch, all callbacks before this one have done their part: moving
     statistics are averaged, and the learning rate of the next epoch is set.
-
-    Attributes:
-        plan: the `Plan`.
-        step: global steps taken.
-        epoch_steps: steps of the current epoch taken.
-        acts_within_executions: see `fitting.fit`.
     """
 
+    # See `fitting.fit`.
     acts_within_executions = True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
+        # `step` counts global steps, `epoch_steps` the steps of the current epoch.
         self.step = self.epoch_steps = 0
 
     @property
@@ -250,13 +235,9 @@ class StepCallback(keras.callbacks.Callback):
 def agree_on_pause(
     world: World, pause: int, counts: Sequence[int], *, name: str
 ) -> tuple[int, list[int]]:
-    """Return the chief's pause, and the sums of `counts`. A collective.
+    """Return the chief's pause, and the sums of `counts` over the ranks. A collective.
 
-    Args:
-        world: the `World`.
-        pause: steps until the next exchange; the chief's counts.
-        counts: numbers to add up over the ranks.
-        name: of the reduction.
+    A pause is a number of steps, or of batches, until the next exchange.
     """
     if world.size == 1:
         return pause, list(counts)
