@@ -62,11 +62,6 @@ def regroup(
     update at the end of an accumulation window stays the same, to rounding: the
     accumulated gradient of a sharded table is a sum over replicas.
 
-    Args:
-        arrays: arrays of a checkpoint.
-        variables: variables of the model.
-        local_batch_sizes: samples in a batch of each replica that wrote them.
-
     Raises:
         OtherModelError: replicas had different values of a frozen table that the model
             shards.
@@ -86,7 +81,11 @@ def regroup(
             total = mean(values, weights=local_batch_sizes) * len(values)
             value = total.astype(values[0].dtype)
         else:
-            value = _common_value(values, path)
+            value = values[0]
+            if any(not np.array_equal(other, value) for other in values):
+                raise OtherModelError(
+                    f"{path} differed by rank, and the model shards it"
+                )
         arrays[array_name(TABLES, number, path)] = value
     for number in variables.per_replica.keys() & tables.keys():
         path = tables[number].path
@@ -108,23 +107,15 @@ def mean(
     return np.asarray(average).astype(values[0].dtype)
 
 
-def _common_value(values: Sequence[np.ndarray], path: str) -> np.ndarray:
-    if any(not np.array_equal(value, values[0]) for value in values):
-        raise OtherModelError(f"{path} differed by rank, and the model shards it")
-    return values[0]
-
-
 class PerRankState:
     """The arrays of a checkpoint that differ by rank, for this rank. A collective.
 
     All ranks of a replica take the same state, and assign their shards of it.
 
     Args:
-        world: the job.
-        replicas: the replicas of the model.
         variables: variables of the model, with the replicated ones of the checkpoint.
         arrays: arrays of a checkpoint on the chief; not used elsewhere.
-        local_batch_sizes: samples in a batch of each replica that wrote them.
+        local_batch_sizes: batch sizes of the replicas that wrote the arrays.
     """
 
     def __init__(
@@ -160,7 +151,6 @@ class PerRankState:
             separate_seeds(model, get_process_set(model.optimizer))
 
     def restore_generators(self) -> None:
-        """Restore the global random generators, if there are as many replicas."""
         if self._is_same_size:
             restore_generators(self._state["random"])
 
@@ -191,10 +181,8 @@ def states_by_replica(
     generators are not restored.
 
     Args:
-        arrays: arrays of a checkpoint.
         size: number of replicas now.
-        variables: variables of the model.
-        local_batch_sizes: samples in a batch of each replica that wrote them.
+        local_batch_sizes: batch sizes of the replicas that wrote the arrays.
     """
     groups, numbers_before = ArrayGroups(arrays), range(len(local_batch_sizes))
     metric_numbers = _metric_numbers(variables.metrics, groups)
@@ -208,7 +196,11 @@ def states_by_replica(
     ]
     if len(states) == size:
         return states
-    accumulated = _mean_accumulated(states, variables, local_batch_sizes)
+    accumulated = {
+        number: mean([state["rank"][number] for state in states], local_batch_sizes)
+        for number in variables.accumulated
+        if number in states[0]["rank"]
+    }
     first_metrics, other_metrics = _combined_metrics(states, variables)
     return [
         ReplicaState(
@@ -230,18 +222,6 @@ def _metrics(
     return [None if number is None else values[number] for number in numbers]
 
 
-def _mean_accumulated(
-    states: Sequence[ReplicaState],
-    variables: StateVariables,
-    local_batch_sizes: Sequence[int],
-) -> dict[int, np.ndarray]:
-    return {
-        number: mean([state["rank"][number] for state in states], local_batch_sizes)
-        for number in variables.accumulated
-        if number in states[0]["rank"]
-    }
-
-
 def _combined_metrics(
     states: Sequence[ReplicaState], variables: StateVariables
 ) -> tuple[list[np.ndarray | None], list[np.ndarray | None]]:
@@ -256,7 +236,7 @@ def _combined_metrics(
         combined = _combine(variable, [value for value in values if value is not None])
         is_sum = variable.aggregation not in ("mean", "only_first_replica")
         first.append(combined)
-        # The first replica has the whole sum; the others add zero.
+        # The first replica has the sum; the others add zero.
         is_zero = is_sum and combined is not None
         others.append(np.zeros_like(combined) if is_zero else combined)
     return first, others
@@ -298,16 +278,12 @@ def _metric_numbers(
         (number, (variable.path, tuple(variable.shape), variable.dtype))
         for number, variable in enumerate(metrics)
     )
-    numbers: dict[int, int | None] = {}
-    for name, (now_numbers, described) in now.items():
+    numbers: dict[int, int] = {}
+    for name, (numbers_now, described) in now.items():
         numbers_before, described_before = before.get(name, ([], []))
-        is_same = described == described_before
-        numbers |= zip(
-            now_numbers,
-            numbers_before if is_same else [None] * len(now_numbers),
-            strict=True,
-        )
-    return [numbers[number] for number in range(len(metrics))]
+        if described == described_before:
+            numbers |= zip(numbers_now, numbers_before, strict=True)
+    return [numbers.get(number) for number in range(len(metrics))]
 
 
 def _by_metric(

@@ -52,12 +52,9 @@ class Store(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts.
+    """Where a run starts: the header of its checkpoint or of a new job.
 
-    Attributes:
-        header: header of the checkpoint; of a new job, its first one.
-        per_rank_state: None for a new job.
-        learning_rate: see `Header`; of the new model.
+    `learning_rate` is the rate of the new model; see `Header`.
     """
 
     header: Header
@@ -66,7 +63,6 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Steps taken before; 0 for a new job."""
         return self.header.step
 
     def is_finished(self, max_steps: int, *, global_batch_size: int) -> bool:
@@ -90,29 +86,26 @@ def position(
 ) -> Position:
     """Return the `Position` from which a job continues. A collective.
 
-    Args:
-        commits: see `train_and_evaluate`.
-        replicas: the replicas of the model; by default, each rank is one.
+    By default, each rank is a replica. For `commits`, see `train_and_evaluate`.
     """
+    original_size = (replicas or Replicas.of(world)).size
     if commits:
         # The writer of the last run may still be writing a newer checkpoint.
         wait_for_writer(world, commits.writer)
-    first_size = (replicas or Replicas.of(world)).size
-    if commits:
-        first_size = commits.original_size
+        original_size = commits.original_size
     stores: list[Store] = [
         store for store in (commits, checkpoint_files(config)) if store
     ]
 
     def read() -> Position:
         for store, step in [(s, step) for s in stores for step in s.steps()]:
-            # A damaged one is passed over, as in `restore`.
+            # Skip damaged checkpoints, as `restore` does.
             with contextlib.suppress(CheckpointError):
                 header = store.verify(step)
                 return Position(
                     step=step, sample=header.sample, original_size=header.original_size
                 )
-        return Position(step=0, sample=0, original_size=first_size)
+        return Position(step=0, sample=0, original_size=original_size)
 
     chief_position = gather(world, on_chief(world, read))[0]
     assert chief_position
@@ -134,9 +127,8 @@ def restore(
     here, since no broadcast follows for them.
 
     Args:
-        model: a built and compiled model whose optimizer is built.
-        stores: where checkpoints may be; the first store that has one is used. On the
-            chief only.
+        model: a compiled model whose optimizer is built.
+        stores: in order of preference; on the chief only.
         new_job: the header with which the job would start without a checkpoint.
         scale_from: see `TrainSpec`.
 
@@ -229,7 +221,7 @@ def assign_all(model: keras.Model, start: Start) -> None:
 
 
 def _newest(variables: StateVariables, store: Store) -> Checkpoint | None:
-    """Return the newest valid checkpoint; None if there is no checkpoint."""
+    """Assign and return the newest valid checkpoint; None if there is none."""
     reasons = []
     for step in store.steps():
         try:
@@ -265,7 +257,6 @@ def _warn_of_new_metrics(variables: StateVariables, checkpoint: Checkpoint) -> N
 
 
 def _check_unchanged(before: Header, new: Header) -> None:
-    """Raise `JobError` if one of `RunConfig.unchanged` was another one before."""
     for name, value in new.unchanged.items():
         if name in before.unchanged and before.unchanged[name] != value:
             raise JobError(
@@ -276,7 +267,6 @@ def _check_unchanged(before: Header, new: Header) -> None:
 
 
 def _check_batch(before: Header, new: Header, *, scale: float) -> None:
-    """Raise `JobError` unless the global batch is that before, times `scale`."""
     batch_before, batch = before.global_batch_size, new.global_batch_size
     if batch != round(batch_before * scale, 3):
         raise JobError(
@@ -292,7 +282,6 @@ def _ranks(size: int) -> str:
 
 
 def _check_position(header: Header, scale_from: Position | None) -> None:
-    """Raise `JobError` unless `input_fn` continues after the samples of a header."""
     step, sample = header.step, header.sample
     if scale_from and scale_from.step != step:
         raise JobError(
@@ -309,7 +298,6 @@ def _check_position(header: Header, scale_from: Position | None) -> None:
 
 
 def _check_windows(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raise `JobError` if the batch may change within an accumulation window."""
     if accumulated_gradients(optimizer):
         raise JobError(
             "Received an optimizer that accumulates gradients in a job that scales its "
@@ -331,12 +319,9 @@ def _adjust_learning_rate(
     size: int,
     scale: float,
 ) -> None:
-    """Change the restored learning rate as the rate of `model_fn` has changed.
+    """Change the restored learning rate as the `rate` of `model_fn` has changed.
 
-    Args:
-        optimizer: after the checkpoint was assigned.
-        rate: `_learning_rate` of the new model.
-        scale: factor of the global batch.
+    The checkpoint has been assigned; `scale` is the factor of the global batch.
     """
     restored = _learning_rate(optimizer)
     if restored is None:
@@ -359,8 +344,6 @@ def _adjust_learning_rate(
 
 
 class _RestoringCallback(keras.callbacks.Callback):
-    """Base of the callbacks that restore per-rank state."""
-
     def __init__(self, start: Start, plan: Plan) -> None:
         super().__init__()
         self._per_rank_state = start.per_rank_state

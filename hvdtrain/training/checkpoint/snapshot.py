@@ -49,11 +49,8 @@ def capture(
 ) -> dict[str, np.ndarray] | None:
     """Return copies of all arrays by name. A collective.
 
-    Args:
-        model: a built and compiled model whose optimizer is built.
-        world: the job.
-        everywhere: whether all ranks keep the arrays; otherwise the chief does, and the
-            others return None.
+    All ranks return them with `everywhere`; otherwise the chief does, and the others
+    return None. The optimizer of the model is built.
     """
     variables = StateVariables.of(model).find_replicated(model, world)
     per_replica = variables.per_replica
@@ -102,7 +99,6 @@ def _arrays_of_replica(
     metrics: Sequence[keras.Variable],
     states: Sequence[_RankState],
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of a replica from the states of its ranks."""
     arrays = {}
     shards_by_variable = zip(*(state.shards for state in states), strict=True)
     for (index, variable), shards in zip(
@@ -139,14 +135,10 @@ def check_finite(model: keras.Model, world: World, step: int) -> None:
 
 
 def assign_stored_once(variables: StateVariables, arrays: Arrays) -> None:
-    """Assign all that is stored once, on the chief; a broadcast follows.
+    """Assign the arrays of `regroup` stored once, on the chief; a broadcast follows.
 
     Of a sharded variable it assigns the chief's shard; `StateVariables.scatter` assigns
     the others. Metrics are not compared: new ones may be added between runs.
-
-    Args:
-        variables: variables of the model.
-        arrays: arrays of a checkpoint, as `regroup` returns them.
 
     Raises:
         OtherModelError: a variable is missing, or has another shape or dtype. No

@@ -52,19 +52,17 @@ class StateVariables:
 
     @classmethod
     def of(cls, model: keras.Model) -> "StateVariables":
-        """Return the variables of a model. A collective for a pipeline.
+        """Return the variables of a model with a built optimizer.
 
-        Args:
-            model: a built and compiled model whose optimizer is built.
+        A collective for a pipeline, which also describes variables of other stages.
         """
-        # A pipeline also describes the variables of the other stages.
         describe = getattr(model, "full_variables", _full_variables)
-        shared, trainable = _shared(model), _trainable(model)
+        shared, trainable = _shared(model), _ids(model.trainable_variables)
         weights = [v for v in shared if id(v) in trainable]
         optimizer_variables = [v for v in shared if id(v) not in trainable]
         metrics = metric_variables(model.metrics)
         accumulated = accumulated_gradients(model.optimizer)
-        taken = {*map(id, (*weights, *optimizer_variables, *metrics, *accumulated))}
+        taken = _ids([*shared, *metrics, *accumulated])
         own = [
             variable
             for variables in (model.variables, model.optimizer.variables)
@@ -106,7 +104,6 @@ class StateVariables:
         return [*self.shared, *self.tables.values(), *replicated]
 
     def with_replicated(self, numbers: Iterable[int]) -> "StateVariables":
-        """Return these variables, with other numbers of replicated ones."""
         return dataclasses.replace(self, replicated=frozenset(numbers))
 
     def find_replicated(self, model: keras.Model, world: World) -> "StateVariables":
@@ -127,7 +124,9 @@ class StateVariables:
     def _digests_by_replica(self, model: keras.Model, world: World) -> np.ndarray:
         """Return digests of `own`: [replicas, ranks of a replica, variables]."""
         size = Replicas.of_model(world, model).size
-        comparable = _ids(_broadcast_weights(model) + _untracked_and_replicated(model))
+        # The broadcast before the first step makes these weights equal.
+        comparable = _ids(model.weights) & _ids(non_local_variables(model))
+        comparable |= _ids(_untracked_and_replicated(model))
         # Each replica has another shard of a table.
         comparable -= _ids(table.variable for table in self.tables.values())
         digest = functools.partial(_digest, comparable, needs_value=size > 1)
@@ -152,10 +151,7 @@ class StateVariables:
         """Multiply the accumulated gradients of sharded tables.
 
         They are sums over replicas, which are divided by the number of replicas when
-        the window is complete.
-
-        Args:
-            factor: replicas now / replicas that wrote the checkpoint.
+        the window is complete: the factor is replicas now / replicas before.
         """
         for number, table in self.tables.items():
             if number in self.accumulated and factor != 1:
@@ -163,11 +159,10 @@ class StateVariables:
                 accumulator.assign(accumulator * factor)
 
     def values_stored_once(self, *, is_kept: bool) -> list[np.ndarray | None]:
-        """Return the full values. A collective if some are sharded.
+        """Return the full values, or no values unless this rank keeps them.
 
-        Args:
-            is_kept: whether this rank keeps them. It receives full values of sharded
-                variables only if it is the chief.
+        If some variables are sharded, this is a collective, in which only the chief
+        receives values; the other ranks return None for each.
         """
         if self._are_full():
             return [v.local_value() for v in self.stored_once if is_kept]
@@ -177,8 +172,7 @@ class StateVariables:
     def scatter(self, full_values: Sequence[np.ndarray]) -> None:
         """Assign to all ranks their shards. A collective if some are sharded.
 
-        Args:
-            full_values: values of `stored_once` on the chief; not used elsewhere.
+        The values of `stored_once` are read on the chief; other ranks ignore them.
         """
         if self._are_full():
             return
@@ -196,12 +190,8 @@ def _full_variables(variables: Iterable[keras.Variable]) -> list[FullVariable]:
 
 def shared_weights(model: keras.Model) -> list[keras.Variable]:
     """Return the trainable weights that are replicated or sharded, and not local."""
-    trainable = _trainable(model)
+    trainable = _ids(model.trainable_variables)
     return [v for v in _shared(model) if id(v) in trainable]
-
-
-def _trainable(model: keras.Model) -> set[int]:
-    return {id(variable) for variable in model.trainable_variables}
 
 
 def _shared(model: keras.Model) -> list[keras.Variable]:
@@ -211,12 +201,6 @@ def _shared(model: keras.Model) -> list[keras.Variable]:
 
 def _ids(variables: Iterable[keras.Variable | None]) -> set[int]:
     return {*map(id, variables)}
-
-
-def _broadcast_weights(model: keras.Model) -> list[keras.Variable]:
-    """Return the weights that the broadcast before the first step makes equal."""
-    weights = _ids(model.weights)
-    return [v for v in non_local_variables(model) if id(v) in weights]
 
 
 def _untracked_and_replicated(model: keras.Model) -> list[keras.Variable]:
