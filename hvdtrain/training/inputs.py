@@ -27,8 +27,6 @@ def first_batch(
     """Return this rank's batch of the `first_step`, and its digest. A collective.
 
     Args:
-        train_spec: what to train on.
-        world: the job.
         is_checked: whether the input has to be a function of its steps. If not, one
             batch is read, and the digest is None.
 
@@ -68,10 +66,7 @@ def warn_if_changed(
 ) -> None:
     """Warn if the first batch differs from the one of an earlier run of the job.
 
-    Args:
-        first: None if the input is not checked.
-        before: header of the checkpoint from which the job continues.
-        local_batch_sizes: samples in a batch of each replica.
+    `first` is None if the input is not checked.
     """
     if not first or not before.first_batch or before.first_batch.step != first.step:
         return
@@ -88,7 +83,7 @@ def warn_if_changed(
 
 
 def _check_second(step: int, digests: list[str], again: list[str]) -> None:
-    """Compare the batches of `step` and the next with those read from the next on."""
+    """Check the batch of `step + 1` read from there by the digests from `step` on."""
     if again == digests[1:]:
         return
     if again == digests[:1]:

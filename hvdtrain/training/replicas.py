@@ -30,11 +30,7 @@ def get_mesh(model: keras.Model) -> parallel.Mesh | None:
 class Replicas:
     """The replicas of a model. Without a mesh, each rank has one.
 
-    The ranks of a replica read the same samples.
-
-    Attributes:
-        shape: a complete shape, in which `data` is a number.
-        rank: this rank.
+    The ranks of a replica read the same samples. `data` of the shape is not None.
     """
 
     shape: MeshShape
@@ -58,7 +54,6 @@ class Replicas:
 
     @property
     def index(self) -> int:
-        """Number of the replica that this rank belongs to."""
         return self.shape.coordinates(self.rank)["data"]
 
     def ranks(self, number: int) -> range:

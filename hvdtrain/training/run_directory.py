@@ -18,16 +18,11 @@ import keras
 
 from hvdtrain.job import JobError, output
 from hvdtrain.job.agreement import fail_together
-from hvdtrain.job.files import (
-    atomic_write,
-    local_path,
-    make_directory,
-    one_line_errors,
-)
+from hvdtrain.job.files import atomic_write, local_path, make_directory, one_line_errors
 from hvdtrain.job.world import PreemptedError, World
 from hvdtrain.keras.collective_calls import save_by_rank_0
 
-_MODEL, _SUMMARY, _LOCK = "model.keras", "summary.json", ".lock"
+_MODEL, _SUMMARY, _LOCK, _ERRORS = "model.keras", "summary.json", ".lock", "errors"
 # The largest model with the largest optimizer state, and some logs.
 _NEEDED_BYTES = 32 << 20
 
@@ -107,28 +102,20 @@ def write(
     Raises:
         JobError: on all ranks, if the chief cannot write them.
     """
+
+    def save(full: keras.Model) -> None:
+        if not world.is_chief:
+            return
+        directory = pathlib.Path(local_path(model_dir))
+        # A summary implies the model of the same run: the old one is removed first,
+        # the new one is written last.
+        with _writing(directory / _SUMMARY):
+            (directory / _SUMMARY).unlink(missing_ok=True)
+        save_model(full, directory / _MODEL)
+        save_json(summary, directory / _SUMMARY)
+
     with fail_together(world):
-        save_by_rank_0(
-            model, lambda full: _write(world, model_dir, model=full, summary=summary)
-        )
-
-
-def _write(
-    world: World,
-    model_dir: str | PathLike,
-    *,
-    model: keras.Model,
-    summary: Mapping[str, Any],
-) -> None:
-    if not world.is_chief:
-        return
-    directory = pathlib.Path(local_path(model_dir))
-    # A summary implies the model of the same run: the old one is removed first, the
-    # new one is written last.
-    with _writing(directory / _SUMMARY):
-        (directory / _SUMMARY).unlink(missing_ok=True)
-    save_model(model, directory / _MODEL)
-    save_json(summary, directory / _SUMMARY)
+        save_by_rank_0(model, save)
 
 
 def save_model(model: keras.Model, path: pathlib.Path) -> None:
@@ -152,9 +139,6 @@ def _writing(path: pathlib.Path) -> AbstractContextManager[None]:
     )
 
 
-_DIRECTORY = "errors"
-
-
 @contextlib.contextmanager
 def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
     """Write an error file of this rank, if the block raises an exception.
@@ -163,7 +147,7 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
     The chief first deletes the error files of an earlier run. A rank that does not see
     the directory, or cannot write, leaves no file; the block's exception is raised.
     """
-    directory = pathlib.Path(model_dir) / _DIRECTORY
+    directory = pathlib.Path(model_dir) / _ERRORS
     if world.is_chief:
         for path in directory.glob("rank-*.json"):
             path.unlink(missing_ok=True)

@@ -139,7 +139,6 @@ class TrainSpec:
             )
 
     def batches(self, start_step: int, end_step: int) -> tf.data.Dataset:
-        """Return this rank's dataset of these steps."""
         if not self.repeat:
             return _check_dataset(self, self.input_fn(start_step, end_step))
         # The length of a pass is not known: a job that continues reads it again.
@@ -174,7 +173,6 @@ class EvalSpec:
         _check_numbers(self, throttle_seconds=0)
 
     def batches(self) -> tf.data.Dataset:
-        """Return this rank's dataset."""
         dataset = _check_dataset(self, self.input_fn())
         is_infinite = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
         if is_infinite and self.steps is None:
@@ -260,7 +258,6 @@ class Result:
     """The result of `train_and_evaluate`, the same on all ranks except for the times.
 
     Attributes:
-        model: the trained model.
         history: the metrics of each epoch over the samples of all ranks, as lists by
             name, from the start of the job.
         test_metrics: by name, over the whole test set.

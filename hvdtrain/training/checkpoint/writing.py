@@ -46,10 +46,8 @@ class BackgroundWriter:
     of checkpoints: checkpoints that are not written are reported.
 
     Args:
-        files: where the checkpoints are written.
         observers: see `train_and_evaluate`; `on_checkpoint(step, text)` is called.
         on_failure: called in the thread when a checkpoint could not be written.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -93,10 +91,7 @@ class BackgroundWriter:
             self._thread.start()
 
     def is_done(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for the checkpoint that is being written; return whether it has ended.
-
-        By default, wait without a limit.
-        """
+        """Wait, by default without a limit; return whether no write is in progress."""
         if self._thread is None:
             return True
         self._thread.join(timeout_seconds)
@@ -169,10 +164,6 @@ class CheckpointCallback(StepCallback):
     Args:
         writer: the `BackgroundWriter` on the chief and None elsewhere, or the
             `Commits` of each rank.
-        plan: the steps of the job.
-        is_due: when checkpoints are due.
-        requests: requests to stop.
-        world: the job.
         make_header: `make_header(step, is_finished, logs)` returns the header at this
             moment; `logs` belong to an epoch that is not in the history yet, or are
             empty.
@@ -221,10 +212,7 @@ class CheckpointCallback(StepCallback):
         """Save a training that ends here, before its last evaluation. A collective.
 
         The evaluation calls code of users, which may fail. A checkpoint with its
-        results replaces this one.
-
-        Args:
-            logs: of the last epoch.
+        results replaces this one. The logs belong to the last epoch.
         """
         self._wait_for_writer()
         self._save(True, logs)
