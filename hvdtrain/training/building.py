@@ -75,11 +75,7 @@ def agree_on_batches(
 def _build_with(
     model: keras.Model, batch: tf.Tensor | tuple | dict, local_batch_size: int
 ) -> keras.Model:
-    """Give a compiled model a distributed optimizer and all variables.
-
-    Raises:
-        JobError: it is not compiled, or the first batch has another size.
-    """
+    """Give a compiled model a distributed optimizer and all variables."""
     if not getattr(model, "compiled", False):
         raise JobError(
             f"Received {type(model).__name__} from model_fn; expected a compiled Keras "

@@ -70,7 +70,7 @@ class Commits:
 
 
 class _HostUpdates(State):
-    """Receives the launcher's messages. What it would save is in `Commits`."""
+    """Receives the launcher's messages. Saves nothing: `Commits` holds the state."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -96,7 +96,6 @@ def run_elastic(
         train: loads the data, builds the model, calls `train_and_evaluate(...,
             commits=commits)`, and returns what `run_elastic` is to return. Nothing
             before it may call a collective: a worker that joins later begins here.
-        world: the `World` at the start.
     """
     if not is_elastic():
         return train(world, None)

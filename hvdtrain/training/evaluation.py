@@ -172,8 +172,8 @@ def evaluated_weights(model: keras.Model, *, steps: int | None) -> Iterator[None
 class EvaluationCallback(StepCallback):
     """Evaluates over all ranks when it is due, and at the end of the training.
 
-    It comes before the user's callbacks: the logs of an epoch contain the results of
-    its last evaluation, with the prefix `val_`.
+    This callback precedes the user's callbacks: the logs of an epoch contain the
+    results of its last evaluation, with the prefix `val_`.
 
     Args:
         is_due: by steps or seconds; at ends of epochs, the spec decides.
@@ -223,7 +223,8 @@ class EvaluationCallback(StepCallback):
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        # The run before was stopped in this evaluation: before a step changes weights.
+        # The last run was stopped in this evaluation. Evaluate before a step changes
+        # the weights.
         if self._due_step is not None:
             self.step, self._due_step = self._due_step, None
             steps = self.step - self.plan.step(epoch)
