@@ -144,6 +144,12 @@ def _register(check: FlagCheck) -> None:
     if len(names) == 1:
         flags.register_validator(names[0], check.is_valid, check.message)
         return
-    flags.register_multi_flags_validator(
-        names, lambda values: check.is_valid(**values), check.message
-    )
+
+    def validate(values: dict[str, Any]) -> bool:
+        if check.is_valid(**values):
+            return True
+        # absl itself would name defaults too, and without their dashes.
+        given = [f"--{n}={values[n]}" for n in names if flags.FLAGS[n].present]
+        raise flags.IllegalFlagValueError(f"flags {', '.join(given)}: {check.message}")
+
+    flags.register_multi_flags_validator(names, validate)

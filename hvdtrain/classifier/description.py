@@ -136,9 +136,11 @@ def summarize(result: Result, info: Mapping[str, Any]) -> dict[str, Any]:
 
 def last_line(summary: Mapping[str, Any]) -> str:
     """Return the line after training."""
-    line = (
-        f"test accuracy {summary['test_accuracy']:.4f} after "
-        f"{summary['train_seconds']:.1f} s of training at "
+    line = f"test accuracy {summary['test_accuracy']:.4f}"
+    if not summary["samples_per_second"]:
+        return f"{line}; the job had finished before, and trained no further step"
+    line += (
+        f" after {summary['train_seconds']:.1f} s of training at "
         f"{summary['samples_per_second']:,.0f} samples/s"
     )
     if skipped := summary["skipped_updates"]:

@@ -75,7 +75,8 @@ class ClassifierOptions:
     batch_size: int = flag_field(64, "Images per rank and step.", low=1, high=1 << 20)
     max_steps: int | None = flag_field(
         None,
-        "Steps of one rank: N ranks take max_steps // N. 10000 without --epochs.",
+        "Steps of one rank: N ranks, or N replicas of a sharded model, take "
+        "max_steps // N. 10000 without --epochs.",
         low=1,
         high=1_000_000_000_000,
     )

@@ -24,7 +24,7 @@ def count_steps(
     """Return the number of batches that each rank takes, in full accumulation windows.
 
     Args:
-        size: number of ranks that share `max_steps`.
+        size: number of replicas that share `max_steps`.
         epochs: passes over the data.
         max_steps: without `epochs`, the batches of all ranks together.
         accumulation_steps: batches of a rank per update of the weights.
@@ -45,7 +45,7 @@ def count_steps(
     steps = max_steps // (size * window) * window
     if not steps:
         raise JobError(
-            f"Received --max_steps={max_steps} for {size} ranks with "
+            f"Received --max_steps={max_steps} for {size} replicas of the model with "
             f"--accumulation_steps={window}; expected {size * window} or more, "
             "for one update of the weights."
         )
@@ -68,7 +68,7 @@ class Schedule:
 
     Attributes:
         learning_rate: the rate after the warm-up.
-        size: number of ranks; the warm-up starts from `learning_rate / size`.
+        size: number of replicas; the warm-up starts from `learning_rate / size`.
         max_steps: steps of the training.
         warmup_steps: steps of the warm-up, 0 for none; may be a fraction.
         offset: added to each step, for a job whose global batch has changed: the steps

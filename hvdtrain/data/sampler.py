@@ -20,6 +20,7 @@ import functools
 
 import numpy as np
 
+from hvdtrain import renamed
 from hvdtrain.data.formats import DataError
 
 
@@ -31,8 +32,8 @@ class Sampler:
         num_samples: samples of the training set.
         global_batch_size: samples per step of the job, `size` or more.
         seed: 0 to 2**32 - 1; the same on all ranks.
-        rank: 0 to `size - 1`.
-        size: number of ranks.
+        rank: 0 to `size - 1`; of a sharded model the index of the replica.
+        size: number of ranks, or of replicas of a sharded model.
         start_step: the step from which the global batch has this size.
         start_sample: position in the sequence of samples at that step.
 
@@ -128,3 +129,7 @@ def check_rank(rank: int, *, size: int, num_samples: int) -> None:
             f"Received {num_samples} samples for {size} ranks; expected at least one "
             "sample per rank: use fewer ranks or more data."
         )
+
+
+# Of data.sharding, which was this module.
+__getattr__ = renamed.getattr_of(__name__, {"Shard": "Sampler"})

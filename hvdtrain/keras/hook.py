@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def check_loss_scale(shared: Optimizer | None) -> None:
     """Raise a ValueError if the calling `LossScaleOptimizer` checks one rank alone.
 
-    The check for overflow of `shared` spans all ranks.
+    `shared` is the one whose check spans all ranks.
     """
     caller = _calling_optimizer()
     if caller is None or caller is shared:

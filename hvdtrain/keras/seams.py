@@ -1,8 +1,9 @@
 """What the package uses and replaces in Keras beyond the public interface.
 
 An upgrade of Keras starts here: tests/unit/test_seams.py checks each row on the Keras
-that is installed, and that no module uses a private name without a row. Names of the
-classes behind `keras.ops`, which are private too, stand in `OPERATION_CLASSES`.
+that is installed, and that no module uses a private name without a row. The
+names of the classes behind `keras.ops`, which are private too, are a set in
+`sharding.layer_checks`, whose path is `OPERATION_CLASSES`.
 """
 
 import pkgutil

@@ -64,7 +64,7 @@ class InModelGroup(_KerasObject):
 
     @property  # type: ignore[misc]  # mypy expects a setter, as object has.
     def __class__(self) -> type:
-        """The class of Keras below it, of which Keras saves the object."""
+        """The nearest public class of Keras, under which Keras saves the object."""
         return next(cls for cls in type(self).__mro__ if _is_public(cls))
 
     def _set_mesh(self, mesh: Mesh | Axes | None) -> None:

@@ -28,7 +28,7 @@ class Commits:
     It has the reading methods of `CheckpointFiles`, and `submit` of the writer.
 
     Attributes:
-        original_size: number of ranks at the start.
+        original_size: number of replicas at the start.
         requests: the requests of this rank, which outlive a change of the job.
         writer: of the last run on the chief; None on other ranks.
     """

@@ -64,7 +64,7 @@ class Plan:
         )
 
     def execution(self, step: int) -> tuple[int, int]:
-        """Return the steps before and after the execution that step `step` is in."""
+        """Return the bounds of the execution that contains `step`, in steps."""
         epoch, offset = divmod(step, self.fit_epoch_steps)
         first = step - offset % self.steps_per_execution
         return first, min(first + self.steps_per_execution, self.step(epoch + 1))

@@ -1,9 +1,10 @@
 """When something is due, and how all ranks agree on it at the same step.
 
-    Interval        decides on each rank whether a checkpoint, say, is due, and asks
-    Requests        for it: what this rank asks for, and what all ranks agreed on
+    Interval        whether something is due, such as a checkpoint: by steps, which are
+                    equal on all ranks, or by seconds, for which it makes a request
+    Requests        the requests of this rank, and what all ranks have agreed on
     Votes           adds up the requests of all ranks, at steps that are equal on all
-    StepCallback    acts on what was agreed on, between two steps
+    StepCallback    acts between two steps on what was agreed on
 
 A clock or a signal of one rank must never decide alone: the other ranks would block
 in the collectives of a checkpoint or an evaluation that one rank enters.
@@ -29,8 +30,9 @@ SAVE, COMMIT, EVALUATE, REPORT, STOP = NAMES
 # A vote is a collective: 0.1 ms in shared memory, some ms through Horovod.
 _MAX_VOTE_SHARE = 0.01
 _MAX_PAUSE_SECONDS = 1.0
-# Python takes about 0.5 ms per call, 1 % of this.
+# Python takes about 0.5 ms per call of the train function, 1 % of this.
 _CALL_SECONDS = 0.05
+# A pause between two votes is at most so many times the one before.
 MAX_GROWTH = 4
 
 

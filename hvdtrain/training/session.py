@@ -27,7 +27,7 @@ What happens at the end of a step, in the order of `Session._callbacks`:
     draw random numbers in `on_train_begin`.
 
 Whether a checkpoint, a commit or an evaluation is due is decided by a
-`requests.Interval`, for which `Session._interval` has the steps and seconds.
+`requests.Interval`, which has its steps and seconds from `RunConfig` and `EvalSpec`.
 """
 
 import contextlib

@@ -84,7 +84,7 @@ class Position:
     Attributes:
         step: steps taken before; 0 for a new job.
         sample: samples of all ranks that these steps took.
-        original_size: number of ranks that the job was first started with.
+        original_size: number of replicas that the job was first started with.
     """
 
     step: int

@@ -72,7 +72,7 @@ def test_a_value_has_the_type_of_its_field(monkeypatch):
         (["--sugar=-1"], "--sugar=-1"),
         (["--shape=star"], r"--shape=star.*round\|square"),
         (["--fruits=fig,plum,pear"], "flag --fruits=.*: expected two or less"),
-        (["--is_iced"], "flags layers=None, is_iced=True: expected one layer"),
+        (["--is_iced"], "flags --is_iced=True: expected one layer"),
         (["--recipe="], "--recipe.*expected a path; a variable may be unset"),
     ],
 )

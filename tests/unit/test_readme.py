@@ -29,6 +29,9 @@ def described_files():
     folders = []
     for line in tree.group(1).splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
+        if depth > 3:
+            # A description goes on.
+            continue
         name = line.split()[0]
         folders[depth:] = [name] if name.endswith("/") else []
         yield "".join(folders if name.endswith("/") else [*folders, name])

@@ -20,6 +20,24 @@ def test_an_old_module_has_the_contents_of_the_new_one(old):
         assert names <= set(vars(module))
 
 
+@pytest.mark.parametrize(
+    ("old", "name", "new"),
+    [
+        ("data.sharding", "Shard", "Sampler"),
+        ("training.image_classifier", "Run", "Experiment"),
+        ("training.options", "Options", "ClassifierOptions"),
+    ],
+)
+def test_an_old_module_has_its_old_names(old, name, new):
+    def load():
+        module = importlib.reload(importlib.import_module(f"hvdtrain.{old}"))
+        return getattr(module, name)
+
+    with pytest.warns(DeprecationWarning, match="is deprecated"):
+        found = load()
+    assert found.__name__ == new
+
+
 def test_an_old_module_has_the_same_class():
     with pytest.warns(DeprecationWarning, match="Use hvdtrain.job.world"):
         module = importlib.reload(importlib.import_module("hvdtrain.job.mesh_shape"))

@@ -30,7 +30,7 @@ def test_steps_of_two_ranks(options, expected):
 
 
 def test_too_few_steps_for_an_update():
-    with pytest.raises(JobError, match=r"--max_steps=7 for 2 ranks .* expected 8"):
+    with pytest.raises(JobError, match=r"--max_steps=7 for 2 replicas .* expected 8"):
         schedule.count_steps(sampler(), size=2, max_steps=7, accumulation_steps=4)
     with pytest.raises(JobError, match=r"--accumulation_steps=51 .* of 50 steps"):
         schedule.count_steps(sampler(), size=2, epochs=1, accumulation_steps=51)

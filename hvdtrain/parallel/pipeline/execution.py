@@ -110,7 +110,7 @@ class Execution:
         self.losses: list[tf.Tensor] = []
 
     def run(self, operations: Iterable[Operation]) -> "Execution":
-        """Execute the operations of a schedule, and return itself."""
+        """Execute the operations of a schedule, and return this object."""
         for operation in operations:
             match operation:
                 case Forward(m):

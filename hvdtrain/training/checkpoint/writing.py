@@ -1,4 +1,7 @@
-"""When checkpoints are written, and in which thread."""
+"""Copies of the state, and the thread that writes them as checkpoints.
+
+`training.requests` decides when a checkpoint is due.
+"""
 
 import os
 import threading
