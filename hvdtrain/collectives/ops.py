@@ -1,7 +1,7 @@
 """The collectives that users call: any value in, and gradients.
 
-A collective has the gradient of the sum of all ranks' losses, which one process would
-compute that evaluates every rank's loss and adds them up. Averaged over ranks, as the
+A collective has the gradient of the sum of all ranks' losses, as one process would
+compute it from that sum. Averaged over ranks, as the
 distributed optimizer does, it is the gradient of the mean loss. Horovod's own gradients
 follow this for allreduce and alltoall; for allgather and broadcast they are too small
 by the number of ranks, and for reducescatter too large.

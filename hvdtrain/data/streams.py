@@ -90,8 +90,8 @@ def read_batches(
 ) -> tf.data.Dataset:
     """Return the batches of one rank from `start_step` to before `end_step`.
 
-    A few batches are in memory: the data are no constant of a graph, and the sample
-    indices are computed step by step.
+    A few batches are in memory: the data set is not copied into the graph, and the
+    sample indices are computed step by step.
 
     Args:
         read: `read(indices)` returns the samples at these indices, an int64 array: a

@@ -252,8 +252,8 @@ def check_called_alike(method: str, saving: Iterable[str] = ()) -> None:
     groups = group_by_value(_gather_calls(_Call(method, tuple(saving))))
     if len(groups) > 1:
         raise RuntimeError(
-            "The model is sharded over ranks, which call its methods together, with "
-            "the same callbacks that save it. Received: "
+            "All ranks must call the same method of a sharded model, with the same "
+            "callbacks that save it. Received: "
             f"{name_values(groups, _describe)}."
         )
 

@@ -20,7 +20,8 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Adasum, Average, Reduction, Sum, op_name
 from hvdtrain.keras.variables import Variable, variable_key
-from hvdtrain.sharding.shards import check_ranks, has_summed_gradients, is_sharded
+from hvdtrain.sharding.optimizer_checks import check_ranks
+from hvdtrain.sharding.shards import has_summed_gradients, is_sharded
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 Gradients: TypeAlias = list[Gradient | None]

@@ -21,14 +21,11 @@ from hvdtrain.keras.gradients import (
 )
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import Optimizer, Variable, non_local_state, shard_slots
-from hvdtrain.sharding.shards import (
-    check_elementwise,
-    has_summed_gradients,
-    is_replicated,
-)
+from hvdtrain.sharding.optimizer_checks import check_elementwise
+from hvdtrain.sharding.shards import has_summed_gradients, is_replicated
 
 if TYPE_CHECKING:
-    # sharded_state.py would close a circle; parallel is the floor above.
+    # For types only: sharded_state.py imports this module, and parallel this package.
     from hvdtrain.keras.sharded_state import ShardedState
     from hvdtrain.parallel.mesh import Mesh
 

@@ -122,8 +122,8 @@ class AverageMovingStatisticsCallback(keras.callbacks.Callback):
         self._steps = 0
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        # Steps are counted from equal statistics on. A model that is built on some
-        # ranks only is broadcast on the first batch.
+        # Count steps from where the statistics are equal. A model that is not yet built
+        # on all ranks becomes equal in its first batch.
         if ops.is_true_on_all_ranks(
             fit_start.is_built(self.model),
             name="MovingStatisticsBuilt",

@@ -33,7 +33,8 @@ from hvdtrain.keras.variables import (
     variable_key,
     weight_copies,
 )
-from hvdtrain.sharding.shards import NOT_ELEMENTWISE, assign_shard, get_sharding
+from hvdtrain.sharding.optimizer_checks import NOT_ELEMENTWISE
+from hvdtrain.sharding.shards import assign_shard, get_sharding
 
 _BY_VARIABLE, _SCATTERED = "variables", "slices_reducescatter"
 _CHOICES = (_BY_VARIABLE, "slices", _SCATTERED)

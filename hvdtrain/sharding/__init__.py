@@ -1,1 +1,1 @@
-"""Sharded variables: the shards, their full values, and checks of layers on shards."""
+"""Shards of variables, their full values, and checks of layers and optimizers."""

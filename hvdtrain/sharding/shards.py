@@ -33,13 +33,6 @@ from hvdtrain.collectives.dtypes import as_tensorflow
 
 _ATTRIBUTE = "_hvdtrain_partition"
 _STAGES = "_hvdtrain_stages"
-# The update of an element depends on other elements of its variable: on a shard, these
-# optimizers would compute other updates than on the full variable.
-NOT_ELEMENTWISE = (
-    keras.optimizers.Adafactor,
-    keras.optimizers.Lamb,
-    keras.optimizers.Muon,
-)
 
 Shape = tuple[int, ...]
 
@@ -197,47 +190,3 @@ def is_replicated(variable: keras.Variable, process_set: ProcessSet) -> bool:
 def is_split_over_ranks(variables: Sequence[keras.Variable]) -> bool:
     """Return whether other ranks train other shards or stages of the same model."""
     return is_sharded(variables) or get_stages(variables) is not None
-
-
-def check_elementwise(
-    optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]
-) -> None:
-    """Raise a ValueError for a sharded variable with an optimizer not elementwise."""
-    if is_sharded(variables) and isinstance(optimizer, NOT_ELEMENTWISE):
-        raise ValueError(
-            f"{type(optimizer).__name__} computes the update of an element from all "
-            "elements of its variable, of which each rank has a shard. Use an "
-            "elementwise optimizer: SGD, Adam, AdamW, Nadam, RMSprop, Adagrad or Lion."
-        )
-
-
-def check_ranks(
-    variables: Iterable[keras.Variable],
-    reduced_over: ProcessSet,
-    axes: Sequence[ProcessSet] | None = None,
-) -> None:
-    """Raise a ValueError if gradients of different shards would be reduced together.
-
-    A shard whose gradient already is a sum over ranks must be reduced over exactly
-    these ranks. All ranks of the reduction must hold the same shard of any other
-    variable. Variables may be sharded along `axes` only, by default along any.
-    """
-    reducing_ranks = list(reduced_over.ranks)
-    allowed = None if axes is None else [list(axis.ranks) for axis in axes]
-    for variable in variables:
-        sharding = get_sharding(variable)
-        if not sharding:
-            continue
-        ranks = list(sharding.process_set.ranks)
-        if sharding.sums_gradients:
-            is_right = ranks == reducing_ranks
-        else:
-            is_right = is_replicated(variable, reduced_over)
-            is_right = is_right and (allowed is None or ranks in allowed)
-        if not is_right:
-            raise ValueError(
-                f"{getattr(variable, 'path', variable.name)} is sharded over the ranks "
-                f"{ranks}; gradients are reduced over the ranks {reducing_ranks}. Pass "
-                "the mesh of the layers: hvd.DistributedOptimizer(optimizer, "
-                "mesh=mesh), or process_set=mesh.data.process_set to the tape."
-            )

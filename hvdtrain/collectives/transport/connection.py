@@ -80,7 +80,7 @@ class _Connector:
                     _watch_functions()
         return self.connection
 
-    def disconnect(self) -> Connection | None:
+    def take(self) -> Connection | None:
         left, self.connection = self.connection, None
         return left
 
@@ -107,7 +107,7 @@ def _connect() -> Connection:
     elif hvd.size() == 1:
         connection = Connection(obstacle="the job has one rank")
     else:
-        connection = _connect_ranks()
+        connection = _negotiate()
     if choice == "shared_memory" and hvd.size() > 1 and connection.obstacle:
         raise RuntimeError(
             "HVDTRAIN_REDUCTION=shared_memory is not possible: "
@@ -133,7 +133,7 @@ def reduction_choice() -> str:
 
 def disconnect() -> None:
     """End the reductions that other ranks wait in, before this rank leaves the job."""
-    left = _connector.disconnect()
+    left = _connector.take()
     if left and left.functions:
         threads.use_native(None)
         left.functions.hvdtrain_leave()
@@ -144,7 +144,7 @@ def reduction_path() -> str:
     return "shared memory" if connect().operations else "Horovod"
 
 
-def _connect_ranks() -> Connection:
+def _negotiate() -> Connection:
     obstacle, library = _obstacle(), None
     if not obstacle:
         try:
@@ -263,14 +263,14 @@ def _attach(
     Where `is_core_shared`, ranks sleep at once: one that spins would take the core of
     another one.
     """
-    connect = functions.hvdtrain_connect
-    connect.restype = ctypes.c_char_p
-    connect.argtypes = [*[ctypes.c_int] * 3, ctypes.c_size_t, *[ctypes.c_double] * 3]
+    map_file = functions.hvdtrain_connect
+    map_file.restype = ctypes.c_char_p
+    map_file.argtypes = [*[ctypes.c_int] * 3, ctypes.c_size_t, *[ctypes.c_double] * 3]
     spin_seconds = 0.0 if is_core_shared else _SPIN_SECONDS
     limits = stall_limits()
     try:
         with open(file, "r+b") as opened:
-            reason = connect(
+            reason = map_file(
                 opened.fileno(), rank, size, _slot_bytes(size), spin_seconds, *limits
             )
     except OSError as error:

@@ -55,7 +55,7 @@ def weight_loss(
     # scalar.
     total = tf.add_n([tf.cast(tf.reduce_sum(loss), tf.float32) for loss in losses])
     weight = tf.cast(count, tf.float32) / tf.cast(size, tf.float32)
-    # The mean over no samples is NaN, or 0: its term is 0.
+    # A mean over no samples may be NaN: multiply_no_nan makes its term 0.
     return tf.math.multiply_no_nan(total, weight)
 
 

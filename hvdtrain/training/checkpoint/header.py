@@ -15,7 +15,9 @@ import numpy as np
 
 # Written once, as full values:
 SHARED = "shared"  # trained weights and the optimizer's state; replicated or sharded
-TABLES = "tables"  # sharded over replicas: frozen tables, accumulated gradients of any
+TABLES = (
+    "tables"  # sharded over replicas: frozen tables, sums of gradients of all tables
+)
 REPLICATED = "replicated"  # other variables, if all replicas have equal values
 STORED_ONCE = (SHARED, TABLES, REPLICATED)
 # Written for each replica of the model, with its number:

@@ -286,7 +286,7 @@ def _check_position(header: Header, scale_from: Position | None) -> None:
     if scale_from and scale_from.step != step:
         raise JobError(
             f"Received scale_from of step {scale_from.step}; expected {step}, the step "
-            "of the newest checkpoint of this model: delete later ones."
+            "of the newest checkpoint of this model: delete the checkpoints after it."
         )
     # Not by the batch: after scaling, a job may have the batch of its first start.
     if not scale_from and sample != step * header.global_batch_size:
