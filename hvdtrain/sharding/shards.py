@@ -31,7 +31,7 @@ from horovod.tensorflow import ProcessSet
 
 from hvdtrain.collectives.dtypes import as_tensorflow
 
-_ATTRIBUTE = "_hvdtrain_partition"
+_ATTRIBUTE = "_hvdtrain_sharding"
 _STAGES = "_hvdtrain_stages"
 
 Shape = tuple[int, ...]

@@ -79,6 +79,7 @@ def test_two_ranks(run, tmp_path):
     assert compared.lines[0].split() == ["strategy", "horovod", "horovod"]
 
 
+@pytest.mark.long
 def test_one_process(start, tmp_path):
     names = {"single": 1, "split": 2, "mirrored": 2}
     jobs = {

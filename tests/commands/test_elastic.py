@@ -164,6 +164,7 @@ def check_result(folder, worker, *, size, rates):
     return result["weights"]
 
 
+@pytest.mark.long
 def test_a_worker_killed_in_mid_epoch(run, tmp_path):
     run_elastic(run, tmp_path, hosts="localhost:1\n127.0.0.1:1\n", event=KILL)
     assert (tmp_path / "killed").exists()

@@ -176,7 +176,10 @@ def test_threads_without_an_order_are_refused_at_once(start, tmp_path):
 
 @pytest.mark.parametrize(
     ("script", "launcher"),
-    [(KERAS_SCRIPT, "gloo"), (LOOP_SCRIPT, "mpirun")],
+    [
+        (KERAS_SCRIPT, "gloo"),
+        pytest.param(LOOP_SCRIPT, "mpirun", marks=pytest.mark.long),
+    ],
     ids=["fit", "loop"],
 )
 def test_a_script_of_horovods_kind(run, tmp_path, script, launcher):

@@ -161,6 +161,7 @@ def train_with_tables(mesh, table, *, seed=2, **options):
     return train(mesh, network=network, inputs=ids, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["model"], indirect=True)
 def test_tables_continue_on_other_numbers_of_replicas(mesh, directory):
     replicated, sharded = keras.layers.Embedding, parallel.ShardedEmbedding
