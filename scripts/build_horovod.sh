@@ -25,7 +25,7 @@ if (($# != 2)); then
   echo "usage: $0 PYTHON DIRECTORY" >&2
   exit 2
 fi
-patches=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/patches
+patches=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../hvdtrain/installer/patches
 mkdir -p "$2"
 directory=$(cd "$2" && pwd)
 work=$(mktemp -d "${TMPDIR:-/tmp}/build-horovod.XXXXXX")

@@ -104,7 +104,7 @@ make_machine() {
 }
 
 names_a_patch_that_does_not_apply() {
-  local patches=$debian$clone/scripts/patches status=0
+  local patches=$debian$clone/hvdtrain/installer/patches status=0
   cp "$patches"/01-*.patch "$patches/00-twice.patch"
   as_user 300 scripts/build_horovod.sh .venv/bin/python /tmp/wheels |& tee "$work/said" ||
     status=$?

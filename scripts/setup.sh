@@ -147,7 +147,7 @@ describe_wheel() {
   requirements | grep -E '^(tensorflow|nvidia-nccl)'
   build_variables
   grep -v '^ *#' "$root/scripts/build_horovod.sh"
-  cat "$root"/scripts/patches/*.patch
+  cat "$root"/hvdtrain/installer/patches/*.patch
 }
 
 # The folder of the wheel in the cache: that of the last set-up, unless something besides
@@ -202,7 +202,7 @@ describe_all() {
   describe
   build_variables | sed 's/^/horovod: /'
   echo "scripts: $(digest "$root"/scripts/{setup.sh,build_horovod.sh,check_horovod.py} \
-    "$root"/scripts/patches/*.patch)"
+    "$root"/hvdtrain/installer/patches/*.patch)"
   echo "native library: $(digest <(describe_native))"
   echo "package: $(digest "$root"/{setup.cfg,pyproject.toml})"
   echo "installed: $(installed)"

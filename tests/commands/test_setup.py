@@ -38,7 +38,7 @@ def call(script, *arguments, cwd=None, **environment):
 def clone(tmp_path):
     """A clone of its own, where nothing is set up yet; with a space in its path."""
     clone = tmp_path / "a clone"
-    for name in ("scripts", "hvdtrain/native"):
+    for name in ("scripts", "hvdtrain/native", "hvdtrain/installer"):
         shutil.copytree(ROOT / name, clone / name)
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, clone)
@@ -222,7 +222,7 @@ def test_a_wheel_of_horovod_is_used_only_for_the_build_that_made_it(clone, tmp_p
     assert len(set(libraries)) == 1
     names = [wheels(**{**base, **change}) for change in changed]
     assert len(set(libraries)) > 3  # for CXX, CXXFLAGS and CPATH
-    with (clone / "scripts/patches/04-ninja.patch").open("a") as file:
+    with (clone / "hvdtrain/installer/patches/04-ninja.patch").open("a") as file:
         file.write("\n")
     names.append(wheels(**base))
     compiler("g++-a", "13.3")

@@ -56,7 +56,7 @@ def test_cpus_and_gpus_get_the_same_tensorflow():
 
 
 def test_each_patch_has_its_reason_and_origin():
-    patches = sorted(ROOT.glob("scripts/patches/*.patch"))
+    patches = sorted(ROOT.glob("hvdtrain/installer/patches/*.patch"))
     numbers = [int(patch.name[:2]) for patch in patches]
     assert numbers == list(range(1, len(patches) + 1))
     for patch in patches:

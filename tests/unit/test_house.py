@@ -26,6 +26,7 @@ FLOORS = [
     ["job"],
     ["collectives"],
     ["native"],
+    ["installer"],
     ["renamed"],
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}
