@@ -11,8 +11,7 @@ The default takes about a minute. docs/benchmark.md describes the figures.
 
 from absl import flags
 
-from hvdtrain import flag_fields, job, program
-from hvdtrain.collectives import environment
+from hvdtrain import environment, flag_fields, job, program
 from hvdtrain.job import launchers
 from hvdtrain.measurement import benchmark_options, mpi, records, tables
 from hvdtrain.measurement.benchmark_options import BenchmarkOptions

@@ -18,6 +18,7 @@ Returned = TypeVar("Returned")
 
 # By old name. An old module has the contents of all its new ones.
 MODULES: dict[str, tuple[str, ...]] = {
+    "hvdtrain.collectives.environment": ("hvdtrain.environment",),
     "hvdtrain.data.files": ("hvdtrain.data.formats",),
     "hvdtrain.data.sharding": ("hvdtrain.data.sampler",),
     "hvdtrain.job.mesh_shape": ("hvdtrain.job.world",),

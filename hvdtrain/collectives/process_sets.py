@@ -5,7 +5,7 @@ from typing import TypeAlias
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdtrain.collectives.environment import is_elastic
+from hvdtrain.environment import is_elastic
 
 ProcessSet: TypeAlias = hvd.ProcessSet
 global_process_set = hvd.global_process_set

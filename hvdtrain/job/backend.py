@@ -6,12 +6,16 @@ import functools
 import os
 import socket
 
+# First: it raises one line where the libraries do not fit each other.
+from hvdtrain import libraries  # isort: split
+
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives import environment, transport
-from hvdtrain.collectives.environment import is_elastic
+from hvdtrain import environment
+from hvdtrain.collectives import transport
+from hvdtrain.environment import is_elastic
 from hvdtrain.job import launchers
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
@@ -31,6 +35,9 @@ def init(*args: object, **kwargs: object) -> None:
     _skip_destructors_in_forks()
     launchers.locate()
     hvd.init(*args, **kwargs)
+    if hvd.rank() == 0:
+        is_gloo = hvd.size() > 1 and hvd.gloo_enabled() and not hvd.mpi_enabled()
+        libraries.warn_of_doubts(is_stall_limit_needed=is_gloo)
 
 
 @functools.cache

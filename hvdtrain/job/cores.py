@@ -4,7 +4,7 @@ import contextlib
 import os
 import pathlib
 
-from hvdtrain.collectives.environment import quotas
+from hvdtrain.environment import quotas
 from hvdtrain.job import launchers
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 import hvdtrain
-from hvdtrain.collectives.environment import STALL_SHUTDOWN
+from hvdtrain.environment import STALL_SHUTDOWN
 from hvdtrain.job.launchers import launch
 
 # The native library begins the reason with this text: kernel.cc.

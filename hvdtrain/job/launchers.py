@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import metadata
 
-from hvdtrain.collectives.environment import is_elastic
+from hvdtrain.environment import is_elastic
 from hvdtrain.job.world import SharedJobError
 
 # Launcher, variable of the number of ranks, variable of the rank. The inner launcher

@@ -7,7 +7,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from hvdtrain.collectives import environment
+from hvdtrain import environment
+from hvdtrain.installer.misfits import MisfitError
 from hvdtrain.job import cores, guard, launchers, output
 from hvdtrain.job.world import JobError, MeshShape, World
 
@@ -48,6 +49,8 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
         # Not at the top: TensorFlow and Horovod read the environment at their import.
         try:
             from hvdtrain.job import backend
+        except MisfitError as error:
+            raise JobError(str(error)) from error
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise JobError(

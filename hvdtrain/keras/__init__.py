@@ -3,6 +3,9 @@
 Change `import horovod.tensorflow.keras as hvd` to `import hvdtrain.keras as hvd`.
 """
 
+# First: it raises one line where the libraries do not fit each other.
+from hvdtrain import libraries  # isort: split
+
 from horovod.tensorflow import (
     ProcessSet,
     add_process_set,

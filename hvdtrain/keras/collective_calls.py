@@ -18,13 +18,13 @@ import tensorflow as tf
 from keras.src.models import cloning
 
 from hvdtrain.collectives import threads, transport
-from hvdtrain.collectives.environment import stall_limits
 from hvdtrain.collectives.objects import (
     allgather_object,
     group_by_value,
     name_values,
 )
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.environment import stall_limits
 from hvdtrain.keras import full_saving
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import find_optimizers, get_hook

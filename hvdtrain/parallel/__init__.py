@@ -1,5 +1,8 @@
 """Models that are sharded over ranks. Importing this package loads TensorFlow."""
 
+# First: it raises one line where the libraries do not fit each other.
+from hvdtrain import libraries  # isort: split
+
 from hvdtrain.job.world import MeshShape
 from hvdtrain.parallel.attention import (
     ParallelGroupQueryAttention,

@@ -4,6 +4,9 @@ Importing this package loads TensorFlow. Positions in a run are global steps: ba
 that each rank has taken since the start. Only `plan` converts them to epochs of `fit`.
 """
 
+# First: it raises one line where the libraries do not fit each other.
+from hvdtrain import libraries  # isort: split
+
 from hvdtrain.training import observers, replicas, run_directory
 from hvdtrain.training.checkpoint.restoring import position
 from hvdtrain.training.elastic import run_elastic

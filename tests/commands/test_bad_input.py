@@ -44,6 +44,13 @@ def save_npz(directory, *, labels=40):
     return directory
 
 
+def test_libraries_that_do_not_fit_are_one_line(run):
+    # Other misfits: tests/unit/test_misfits.py. This one ends before TensorFlow loads.
+    job = run([], launcher="mpirun", environment={"TF_USE_LEGACY_KERAS": "1"})
+    job = fails_with(job, "TF_USE_LEGACY_KERAS=1", "unset TF_USE_LEGACY_KERAS")
+    assert len(job.lines) == 1, job.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

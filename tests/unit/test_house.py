@@ -26,8 +26,9 @@ FLOORS = [
     ["job"],
     ["collectives"],
     ["native"],
+    ["libraries"],
     ["installer"],
-    ["renamed"],
+    ["environment", "renamed"],
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 MAX_LOCAL_IMPORTS = 5

@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain import native
-from hvdtrain.collectives import environment
+from hvdtrain import environment, native
 from hvdtrain.collectives.transport import connection
 
 

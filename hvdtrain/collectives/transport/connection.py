@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from hvdtrain import native
 from hvdtrain.collectives import dtypes, graph, threads
-from hvdtrain.collectives.environment import is_elastic, quotas, stall_limits
+from hvdtrain.environment import is_elastic, quotas, stall_limits
 
 _CHOICES = ("auto", "shared_memory", "horovod")
 # A chunk of each rank: larger ones leave the second-level cache, smaller ones need more

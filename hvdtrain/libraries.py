@@ -1,0 +1,59 @@
+"""Loads TensorFlow and Horovod, after a check that they fit each other.
+
+Packages that need Horovod import this module before any other, since the import of a
+Horovod that does not fit raises an error of a page, or ends the process.
+
+Raises:
+    MisfitError: a library is missing or does not fit, in one line with the remedy.
+"""
+
+import functools
+import importlib
+import os
+import warnings
+
+from hvdtrain.installer import misfits
+from hvdtrain.installer.misfits import Misfit, MisfitError
+
+
+def _load() -> None:
+    installed = misfits.read_installed()
+    _raise(misfits.before_loading(installed, os.environ))
+    version = importlib.import_module("tensorflow").__version__
+    _raise(misfits.check_tensorflow(version, installed))
+    _raise(misfits.check_horovod(installed, version))
+    with warnings.catch_warnings():
+        # Horovod also warns of another patch release of TensorFlow.
+        warnings.filterwarnings("ignore", message="Framework tensorflow installed")
+        try:
+            importlib.import_module("horovod.tensorflow")
+        except Exception as error:
+            _raise(misfits.explain(error, installed), error)
+            raise
+
+
+def _raise(misfit: Misfit | None, cause: BaseException | None = None) -> None:
+    if misfit:
+        raise MisfitError(str(misfit)) from cause
+
+
+@functools.cache
+def warn_of_doubts(*, is_stall_limit_needed: bool) -> None:
+    """Warn of libraries that load, and that were not tested or lack patches.
+
+    Args:
+        is_stall_limit_needed: whether several ranks communicate through Gloo.
+    """
+    installed = misfits.read_installed()
+    versions = {
+        name: importlib.import_module(name).__version__
+        for name in ("tensorflow", "keras")
+    }
+    found = misfits.doubts(installed, **versions)
+    if is_stall_limit_needed and (doubt := misfits.check_stall_limits(installed)):
+        found.append(doubt)
+    for doubt in found:
+        warnings.warn(str(doubt), stacklevel=3)
+
+
+_load()
