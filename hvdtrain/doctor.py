@@ -72,6 +72,7 @@ def _text(finding: Finding) -> str:
         _WIDTH,
         subsequent_indent=indent,
         break_long_words=False,
+        break_on_hyphens=False,
         drop_whitespace=True,
     )
     if finding.remedy:
@@ -81,6 +82,7 @@ def _text(finding: Finding) -> str:
             initial_indent=indent,
             subsequent_indent=indent + "   ",
             break_long_words=False,
+            break_on_hyphens=False,
         )
     return "\n".join(lines)
 

@@ -10,88 +10,138 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.diagnosis.finding import Finding, broken, fine, run, warning
+from hvdtrain.diagnosis import horovod_build
+from hvdtrain.diagnosis.finding import (
+    CommandResult,
+    Finding,
+    broken,
+    fine,
+    run,
+    warning,
+)
+from hvdtrain.installer import misfits
+from hvdtrain.installer.misfits import INSTALL, Installed, Misfit
 
 # Properties of a library by name, as `probe` prints them.
 Properties = Mapping[str, Any]
 
 _LOAD_SECONDS = 120
-_SET_UP = "scripts/setup.sh sets up an environment of matching versions"
-_SET_UP_GPU = "HOROVOD_GPU_OPERATIONS=NCCL scripts/setup.sh"
-# The versions that hvdtrain supports. setup.cfg has the same ranges.
-_KERAS_FIRST, _KERAS_LAST = (3, 12), (3, 15)
-_TENSORFLOW_LINE = "2.21."
+_INSTALL_GPU = f"HOROVOD_GPU_OPERATIONS=NCCL {INSTALL}"
 
 
 def check() -> list[Finding]:
     """Return the findings on the installed libraries and programs."""
-    tensorflow, failures = load("TensorFlow", "tensorflow")
-    horovod, horovod_failures = load("Horovod", "horovod")
-    findings = [*failures, *horovod_failures]
+    installed = misfits.read_installed()
+    findings = [
+        fine("Python", f"{platform.python_version()}, {sys.executable}"),
+        *_broken(misfits.check_legacy_keras(os.environ)),
+    ]
+    tensorflow, failures = load_tensorflow()
+    findings += failures
     if tensorflow:
-        findings += _check_tensorflow(tensorflow)
+        findings += _check_tensorflow(tensorflow, installed)
         findings.append(_check_native(tensorflow))
+    horovod, failures = load_horovod()
+    findings += failures
     if horovod:
-        findings += _check_horovod(horovod, tensorflow)
-    findings += _check_launchers(horovod)
+        findings += horovod_build.check(installed, horovod)
+    findings += _check_doubts(tensorflow, installed)
+    if installed.horovods:
+        findings += _check_launchers(horovod)
     if horovod and horovod["mpi"]:
         findings += _check_mpi4py(horovod)
-    findings += _check_gpus(tensorflow, horovod)
-    return [fine("Python", f"{platform.python_version()}, {sys.executable}"), *findings]
+    return [*findings, *_check_gpus(tensorflow, horovod)]
+
+
+def _broken(misfit: Misfit | None) -> list[Finding]:
+    return [broken(misfit.topic, misfit.detail, misfit.remedy)] if misfit else []
 
 
 @functools.cache
-def load(topic: str, library: str) -> tuple[Properties | None, list[Finding]]:
-    """Return the properties of a library, or None and a finding on the failure.
+def load_tensorflow() -> tuple[Properties | None, list[Finding]]:
+    """Return the properties of TensorFlow; None and a finding where it fails."""
+    if misfit := misfits.check_tensorflow_installed(misfits.read_installed()):
+        return None, _broken(misfit)
+    tensorflow, done = _probe("tensorflow")
+    if not tensorflow:
+        remedy = "reinstall it: pip install --force-reinstall 'hvdtrain[cpu]'"
+        return None, [broken("TensorFlow", _describe_failure(done), remedy)]
+    return tensorflow, []
 
-    Args:
-        library: an argument of `probe`.
+
+@functools.cache
+def load_horovod() -> tuple[Properties | None, list[Finding]]:
+    """Return the properties of Horovod; None and a finding where it does not fit.
+
+    Without a TensorFlow, to which the findings belong then, there is neither.
     """
+    installed = misfits.read_installed()
+    misfit = misfits.check_horovod_installed(installed)
+    tensorflow, _ = load_tensorflow()
+    if not misfit and not tensorflow:
+        return None, []
+    if not misfit and tensorflow:
+        misfit = misfits.check_horovod(installed, tensorflow["version"])
+    if misfit:
+        return None, _broken(misfit)
+    horovod, done = _probe("horovod")
+    if horovod:
+        return horovod, []
+    if misfit := misfits.explain(ImportError(done.errors), installed):
+        return None, _broken(misfit)
+    detail = f"{installed.horovod} {_describe_failure(done)}"
+    return None, [broken("Horovod", detail, f"run {INSTALL}")]
+
+
+def _probe(library: str) -> tuple[Properties | None, CommandResult]:
+    """Return the properties that `probe` prints of a library, and its process."""
     command = [sys.executable, "-m", "hvdtrain.diagnosis.probe", library]
     done = run(command, timeout_seconds=_LOAD_SECONDS)
-    if done.code == 0:
-        # The last line: libraries may print others at their import.
-        return json.loads(done.output.splitlines()[-1]), []
+    if done.code:
+        return None, done
+    # The last line: libraries may print others at their import.
+    return json.loads(done.output.splitlines()[-1]), done
+
+
+def _describe_failure(done: CommandResult) -> str:
     if done.code < 0:
-        crashed = f"its import ended Python by signal {-done.code}"
-        return None, [broken(topic, crashed, _SET_UP)]
-    return None, [broken(topic, f"cannot be loaded: {done.last_lines}", _SET_UP)]
+        return f"ended Python by signal {-done.code} when it was imported"
+    return f"cannot be loaded: {done.last_lines}"
 
 
-def _check_tensorflow(tensorflow: Properties) -> list[Finding]:
-    detail = f"{tensorflow['version']}, Keras {tensorflow['keras']}"
-    keras = tuple(int(number) for number in tensorflow["keras"].split(".")[:2])
-    if not _KERAS_FIRST <= keras <= _KERAS_LAST:
-        first, last = (".".join(map(str, v)) for v in (_KERAS_FIRST, _KERAS_LAST))
-        remedy = f"hvdtrain hooks into Keras {first} to {last}: install one; {_SET_UP}"
-        return [broken("TensorFlow", detail, remedy)]
-    if not tensorflow["version"].startswith(_TENSORFLOW_LINE):
-        remedy = f"hvdtrain is tested with {_TENSORFLOW_LINE}x"
-        return [warning("TensorFlow", detail, remedy)]
-    return [fine("TensorFlow", detail)]
+def _check_tensorflow(tensorflow: Properties, installed: Installed) -> list[Finding]:
+    found = [
+        *_broken(misfits.check_tensorflow(tensorflow["version"], installed)),
+        *_broken(misfits.check_keras(tensorflow["keras"])),
+    ]
+    if not found:
+        detail = f"{tensorflow['version']}, Keras {tensorflow['keras']}"
+        found.append(fine("TensorFlow", detail))
+    packages = installed.tensorflow_packages
+    if len(packages) > 1:
+        listed = " and ".join(f"{name} {version}" for name, version in packages.items())
+        remedy = f"pip uninstall {' '.join(packages)}, then pip install one of them"
+        detail = f"{listed} are installed, with the same files"
+        found.append(warning("two TensorFlows", detail, remedy))
+    return found
+
+
+def _check_doubts(tensorflow: Properties | None, installed: Installed) -> list[Finding]:
+    if not tensorflow:
+        return []
+    versions = {"tensorflow": tensorflow["version"], "keras": tensorflow["keras"]}
+    return [
+        warning(doubt.topic, doubt.detail, doubt.remedy)
+        for doubt in misfits.doubts(installed, **versions)
+    ]
 
 
 def _check_native(tensorflow: Properties) -> Finding:
     obstacle = tensorflow["without_native"]
     if obstacle:
-        remedy = "training works without, but slower"
+        remedy = f"training works without, but slower; to build them, run {INSTALL}"
         return warning("operations", obstacle, remedy)
     return fine("operations", "hvdtrain's own are built")
-
-
-def _check_horovod(horovod: Properties, tensorflow: Properties | None) -> list[Finding]:
-    kinds = {"MPI": "mpi", "Gloo": "gloo", "NCCL": "nccl"}
-    built = [name for name, key in kinds.items() if horovod[key]]
-    detail = (
-        f"{horovod['version']}, built for TensorFlow {horovod['tensorflow']} with "
-        f"{', '.join(built) or 'neither MPI nor Gloo'}"
-    )
-    if tensorflow and horovod["tensorflow"] != tensorflow["version"]:
-        detail += f", and {tensorflow['version']} is installed"
-        return [broken("Horovod", detail, f"build it again: {_SET_UP}")]
-    if not (horovod["mpi"] or horovod["gloo"]):
-        return [broken("Horovod", detail, f"build it with one of them: {_SET_UP}")]
-    return [fine("Horovod", detail)]
 
 
 def _check_launchers(horovod: Properties | None) -> list[Finding]:
@@ -100,6 +150,8 @@ def _check_launchers(horovod: Properties | None) -> list[Finding]:
     remedy = f"put it on the PATH: PATH={own}:$PATH"
     findings = []
     if not horovodrun:
+        if not (own / "horovodrun").exists():
+            remedy = f"run {INSTALL}"
         findings.append(broken("horovodrun", "is not on the PATH", remedy))
     elif pathlib.Path(horovodrun).parent != own and (own / "horovodrun").exists():
         detail = f"{horovodrun} belongs to another Python than {sys.executable}"
@@ -134,14 +186,17 @@ def _check_mpirun(mpirun: str) -> Finding:
 
 
 def _check_mpi4py(horovod: Properties) -> list[Finding]:
-    mpi4py, failures = load("mpi4py", "mpi4py")
+    mpi4py, done = _probe("mpi4py")
     if not mpi4py:
         remedy = "not needed for training; to use it: pip install mpi4py"
-        return [warning("mpi4py", failures[0].detail, remedy)]
+        return [warning("mpi4py", _describe_failure(done), remedy)]
     detail = f"{mpi4py['version']}, {mpi4py['mpi']}"
     if mpi4py["mpi_library"] != horovod["mpi_library"]:
         detail += f" of {mpi4py['mpi_library']}; Horovod's is {horovod['mpi_library']}"
-        remedy = f"two MPIs crash a process: build both with one; {_SET_UP}"
+        remedy = (
+            "two MPIs crash a process: pip uninstall mpi4py, or put the mpicxx of its "
+            f"MPI on the PATH and run {INSTALL}"
+        )
         return [broken("mpi4py", detail, remedy)]
     return [fine("mpi4py", detail)]
 
@@ -154,10 +209,13 @@ def _check_gpus(
     seen = tensorflow["gpus"] if tensorflow else 0
     if seen < count and not os.environ.get("CUDA_VISIBLE_DEVICES"):
         detail = f"{count} in the machine, TensorFlow sees {seen}"
-        remedy = f"install TensorFlow with CUDA: {_SET_UP_GPU}"
+        remedy = (
+            "pip uninstall tensorflow-cpu, pip install 'hvdtrain[gpu]', "
+            f"then {_INSTALL_GPU}"
+        )
         return [warning("GPU", detail, remedy)]
     if seen and horovod and not horovod["nccl"]:
         detail = f"TensorFlow sees {seen}, Horovod was built without NCCL"
-        remedy = f"gradients are copied through the CPU; build it: {_SET_UP_GPU}"
+        remedy = f"gradients are copied through the CPU; run {_INSTALL_GPU}"
         return [warning("GPU", detail, remedy)]
     return [fine("GPU", f"{seen} of {count}" if count else "none, training on CPUs")]

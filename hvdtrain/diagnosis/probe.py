@@ -6,6 +6,7 @@ A process of its own: a broken library may crash the process that imports it.
 """
 
 import json
+import os
 import pathlib
 import sys
 from importlib import import_module
@@ -34,10 +35,8 @@ def _without_native() -> str:
 
 def _horovod() -> dict[str, Any]:
     horovod, hvd = import_module("horovod"), import_module("horovod.tensorflow")
-    built_with = pathlib.Path(str(horovod.__file__)).with_name("metadata.json")
     return {
         "version": horovod.__version__,
-        "tensorflow": json.loads(built_with.read_text()).get("tensorflow"),
         "mpi": bool(hvd.mpi_built()),
         "gloo": bool(hvd.gloo_built()),
         "nccl": bool(hvd.nccl_built()),
@@ -67,4 +66,6 @@ def _mpi_library() -> str | None:
 _PROBES = {"tensorflow": _tensorflow, "horovod": _horovod, "mpi4py": _mpi4py}
 
 if __name__ == "__main__":
+    # The doctor reports it; with it, Horovod would fail to import a Keras 2.
+    os.environ.pop("TF_USE_LEGACY_KERAS", None)
     print(json.dumps(_PROBES[sys.argv[1]]()))

@@ -5,6 +5,7 @@ launchers mix messages of their own into the output.
 """
 
 import json
+import os
 import pathlib
 import shutil
 import statistics
@@ -15,6 +16,7 @@ import time
 from hvdtrain import job
 from hvdtrain.diagnosis import installation
 from hvdtrain.diagnosis.finding import Finding, broken, fine, run
+from hvdtrain.installer import misfits
 from hvdtrain.job import cores
 
 _LIMIT_SECONDS = 180
@@ -26,9 +28,9 @@ _ROUNDS = 50
 def check() -> list[Finding]:
     """Return a finding for MPI and one for Gloo, where Horovod has them."""
     horovodrun = shutil.which("horovodrun")
-    if not horovodrun:
+    if not horovodrun or misfits.check_legacy_keras(os.environ):
         return []
-    horovod, _ = installation.load("Horovod", "horovod")
+    horovod, _ = installation.load_horovod()
     if not horovod:
         return []
     has_mpi = horovod["mpi"] and shutil.which("mpirun")
@@ -48,7 +50,7 @@ def _run(horovodrun: str, controller: str) -> Finding:
         return broken(topic, f"fail: {done.last_lines}", remedy)
     measured = json.loads(result)
     if measured["sum"] != 3.0:
-        remedy = "build Horovod again: scripts/setup.sh"
+        remedy = f"run {misfits.INSTALL}"
         return broken(topic, f"1 + 2 gave {measured['sum']}", remedy)
     detail = (
         f"the sum is right, {measured['milliseconds']:.2f} ms for 0.4 MB, "

@@ -286,15 +286,19 @@ def _check_two_horovods(installed: Installed) -> list[Misfit]:
 
 def check_stall_limits(installed: Installed) -> Misfit | None:
     """Return the misfit of a Horovod that never ends a stalled job under Gloo."""
-    # A build without a record, but by the patch that adds this key.
-    is_ours = not installed.build and "GLOO" in _metadata(installed.horovods[0])
-    if is_ours or _STALLED_RANKS in installed.patches:
+    if is_unrecorded_build(installed) or _STALLED_RANKS in installed.patches:
         return None
     detail = (
         f"{installed.horovod} lacks hvdtrain's patches: under Gloo a collective that "
         "one rank does not call blocks the others for ever"
     )
     return Misfit("Horovod", detail, f"run {INSTALL}, or use horovodrun --mpi")
+
+
+def is_unrecorded_build(installed: Installed) -> bool:
+    """Return whether Horovod has hvdtrain's patches, and no record of its build."""
+    # One of the patches adds this key.
+    return not installed.build and "GLOO" in _metadata(installed.horovods[0])
 
 
 _PYTHON_RANGE = " to ".join(map(supported.text, supported.PYTHON))

@@ -1,17 +1,20 @@
 """Each check finds what was broken on purpose, and names the remedy."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import sys
+import sysconfig
 import time
 
 import pytest
 from absl import flags
 
 from hvdtrain import doctor
-from hvdtrain.diagnosis import cluster, installation, machine, ranks
-from hvdtrain.diagnosis.finding import Finding, run
+from hvdtrain.diagnosis import cluster, horovod_build, installation, machine, ranks
+from hvdtrain.diagnosis.finding import CommandResult, Finding, run
+from hvdtrain.installer import misfits, record
 from hvdtrain.job import JobError
 
 
@@ -169,34 +172,130 @@ def test_another_host(monkeypatch, tmp_path, login, status, words):
     assert words in finding.detail
 
 
-INSTALLED = {"version": "2.21.0", "keras": "3.15.1", "gpus": 0, "without_native": ""}
+TENSORFLOW = {"version": "2.21.0", "keras": "3.15.1", "gpus": 0, "without_native": ""}
+HOROVOD = {
+    **{"version": "0.28.1", "mpi": True, "gloo": True, "nccl": False},
+    "mpi_library": None,
+}
+
+
+def examine(monkeypatch, properties=TENSORFLOW, horovod=None, **installed):
+    """Return the findings on an installation, by topic, and load nothing."""
+    found = misfits.Installed(
+        **{
+            "python": (3, 11),
+            "tensorflow": True,
+            "tensorflow_packages": {"tensorflow-cpu": "2.21.0"},
+            "keras": "3.15.1",
+            "horovods": (),
+            **installed,
+        }
+    )
+    loaded = {"tensorflow": properties, "horovod": horovod}
+    broken = CommandResult(1, "", "ImportError: it is broken")
+    monkeypatch.setattr(misfits, "read_installed", lambda: found)
+    monkeypatch.setattr(
+        installation, "_probe", lambda library: (loaded.get(library), broken)
+    )
+    for load in (installation.load_tensorflow, installation.load_horovod):
+        load.cache_clear()
+    findings = installation.check()
+    for load in (installation.load_tensorflow, installation.load_horovod):
+        load.cache_clear()
+    return {finding.topic: finding for finding in findings}
 
 
 @pytest.mark.parametrize(("obstacle", "status"), [("", "fine"), ("gone", "warning")])
 def test_missing_operations_of_hvdtrain_are_a_warning(monkeypatch, obstacle, status):
-    installed = {**INSTALLED, "without_native": obstacle}
-    found = {"TensorFlow": installed, "Horovod": None}
-    monkeypatch.setattr(installation, "load", lambda topic, _: (found[topic], []))
-    [finding] = [f for f in installation.check() if f.topic == "operations"]
+    properties = {**TENSORFLOW, "without_native": obstacle}
+    finding = examine(monkeypatch, properties)["operations"]
     assert finding.status == status
     assert obstacle in finding.detail
+    assert bool(obstacle) == ("python -m hvdtrain.install" in finding.remedy)
 
 
 @pytest.mark.parametrize(
-    ("keras", "status"),
+    ("keras", "status", "topic"),
     [
-        ("3.11.9", "broken"),
-        ("3.12.0", "fine"),
-        ("3.15.1", "fine"),
-        ("3.16.0", "broken"),
+        ("3.11.9", "broken", "Keras"),
+        ("3.12.0", "fine", "TensorFlow"),
+        ("3.15.1", "fine", "TensorFlow"),
+        ("3.99.0", "warning", "Keras"),
     ],
 )
-def test_a_keras_outside_the_range_of_the_package_is_broken(monkeypatch, keras, status):
-    declared = pathlib.Path(__file__).parents[2].joinpath("setup.cfg").read_text()
-    assert "keras>=3.12,<3.16" in declared
-    installed = {**INSTALLED, "keras": keras}
-    found = {"TensorFlow": installed, "Horovod": None}
-    monkeypatch.setattr(installation, "load", lambda topic, _: (found[topic], []))
-    [finding] = [f for f in installation.check() if f.topic == "TensorFlow"]
-    assert finding.status == status
-    assert "3.12 to 3.15" in finding.remedy or status == "fine"
+def test_a_keras_outside_the_range_of_the_package(monkeypatch, keras, status, topic):
+    findings = examine(monkeypatch, {**TENSORFLOW, "keras": keras})
+    assert findings[topic].status == status
+    assert ("Keras" in findings) == (topic == "Keras")
+
+
+def test_missing_libraries_are_broken_and_the_rest_is_examined(monkeypatch):
+    findings = examine(monkeypatch, tensorflow=False)
+    assert findings["TensorFlow"].remedy == "run pip install 'hvdtrain[cpu]'"
+    assert findings["Horovod"].remedy == "run python -m hvdtrain.install"
+    assert {"Python", "GPU"} <= set(findings)
+
+
+def test_two_tensorflows_are_a_warning(monkeypatch):
+    both = {"tensorflow": "2.20.0", "tensorflow-cpu": "2.21.0"}
+    finding = examine(monkeypatch, tensorflow_packages=both)["two TensorFlows"]
+    assert finding.status == "warning"
+    assert "tensorflow 2.20.0 and tensorflow-cpu 2.21.0" in finding.detail
+    assert "pip uninstall tensorflow tensorflow-cpu, " in finding.remedy
+
+
+@pytest.fixture
+def horovods(tmp_path):
+    """Directories of two Horovods that were built for this Python."""
+    directories = tmp_path / "first", tmp_path / "second"
+    for directory in directories:
+        (directory / "tensorflow").mkdir(parents=True)
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        (directory / "tensorflow" / f"mpi_lib{suffix}").touch()
+        (directory / "metadata.json").write_text('{"tensorflow": "2.21.0"}')
+    return directories
+
+
+def test_a_horovod_of_hvdtrain_is_named_with_its_build(monkeypatch, horovods):
+    patches = pathlib.Path(misfits.__file__).with_name("patches").glob("*.patch")
+    build = record.BuildRecord(
+        version="0.28.1+hvdtrain.1",
+        tensorflow="2.21.3",
+        compiler="g++ 12.2.0",
+        mpi="Open MPI 4.1.8",
+        sources={patch.name: "digest" for patch in patches},
+    )
+    record.write(horovods[0], build)
+    findings = examine(monkeypatch, horovod=HOROVOD, horovods=horovods[:1])
+    assert findings["Horovod"].status == findings["patches"].status == "fine"
+    assert findings["Horovod"].detail == (
+        f"0.28.1+hvdtrain.1 in {horovods[0]}, built for TensorFlow 2.21.3 with MPI, "
+        "Gloo, Open MPI 4.1.8, g++ 12.2.0"
+    )
+
+
+def test_two_horovods_without_patches_are_warnings(monkeypatch, horovods):
+    findings = examine(monkeypatch, horovod=HOROVOD, horovods=horovods)
+    assert findings["two Horovods"].status == "warning"
+    assert findings["Horovod"].status == "fine"
+    assert findings["patches"].status == "warning"
+    assert "a stalled job never ends" in findings["patches"].detail
+    assert findings["patches"].remedy.endswith("run python -m hvdtrain.install")
+    core_only = {**HOROVOD, "gloo": False}
+    findings = examine(monkeypatch, horovod=core_only, horovods=horovods)
+    assert "Gloo" not in findings["patches"].detail
+
+
+def test_a_horovod_that_does_not_load_is_broken(monkeypatch, horovods):
+    finding = examine(monkeypatch, horovods=horovods[:1])["Horovod"]
+    assert finding.status == "broken"
+    assert finding.detail.endswith("cannot be loaded: ImportError: it is broken")
+    assert finding.remedy == "run python -m hvdtrain.install"
+
+
+def test_every_patch_has_a_loss_or_is_needed_to_compile():
+    patches = pathlib.Path(misfits.__file__).with_name("patches").glob("*.patch")
+    numbers = sorted(int(patch.name.split("-")[0]) for patch in patches)
+    losses = [*horovod_build.GLOO_LOSSES, *horovod_build.LOSSES]
+    named = [*itertools.chain(*losses), *horovod_build.BUILD_ONLY]
+    assert sorted(named) == numbers
