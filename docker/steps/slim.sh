@@ -8,9 +8,9 @@ packages=$(echo lib/python3*/site-packages)
 find . -type d \( -name tests -o -name include \) -prune -exec rm -rf {} +
 find . -type f -regextype posix-extended \
   -regex '.*\.(a|h|hpp|inc|c|cc|cpp|cu|pyi|pyx|pxd)' -delete
-# Only these two: strip corrupts libraries whose sections were moved when their wheel was
+# Only these: strip corrupts libraries whose sections were moved when their wheel was
 # repaired for Linux.
-find "$packages/tensorflow" "$packages/horovod" -name '*.so*' -type f \
+find "$packages/tensorflow" "$packages/horovod" "$packages/hvdtrain_native" -name '*.so*' -type f \
   -exec strip --strip-unneeded {} +
 
 # Byte code of the modules that a run imports: without it each start takes seconds more,

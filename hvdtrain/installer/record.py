@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 HOROVOD = "horovod"
 NATIVE = "hvdtrain_native"
+# In the package of the native operations.
+NATIVE_LIBRARY = "libhvdtrain.so"
 _FILE = "build.json"
 
 
@@ -39,6 +41,7 @@ class BuildRecord:
 
 def find_package(name: str) -> pathlib.Path | None:
     """Return the directory of an installed package, without importing it."""
+    importlib.invalidate_caches()
     spec = importlib.util.find_spec(name)
     return pathlib.Path(spec.origin).parent if spec and spec.origin else None
 

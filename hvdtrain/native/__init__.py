@@ -1,20 +1,22 @@
-"""The TensorFlow operations that set-up compiles from the sources in this directory.
+"""The TensorFlow operations that are compiled from the sources in this directory.
 
-`scripts/build_native.sh` builds them as a library in `lib/` of the Python environment.
-Callers fall back to Horovod's operations where the library is not installed.
+`python -m hvdtrain.install` installs them as a package of their own. Callers fall back
+to Horovod's operations where it is not installed.
 """
 
 import ctypes
 import dataclasses
 import functools
 import pathlib
-import sys
 from types import ModuleType
 
 import tensorflow as tf
 
+from hvdtrain.installer import record, supported
+
 # Version of the operations and of the C functions; interface.cc has the same number.
 _INTERFACE = 9
+_REMEDY = "python -m hvdtrain.install"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,24 @@ class Library:
 
 
 def library_path() -> pathlib.Path:
-    """Return where set-up installs the library for this TensorFlow.
+    """Return the path of the library that is installed for this TensorFlow.
 
-    TensorFlow has no stable ABI. Loading a library that was compiled for another
-    version may end the process, so the version is in the name.
+    TensorFlow has no stable ABI: loading a library that was compiled for another line
+    of versions may end the process, so the package's record is read first.
+
+    Raises:
+        OSError: no library is installed, or it was built for another TensorFlow.
     """
-    name = f"libhvdtrain-tensorflow-{tf.__version__}.so"
-    return pathlib.Path(sys.prefix, "lib", name)
+    package = record.find_package(record.NATIVE)
+    built = record.read(package) if package else None
+    if package is None or built is None:
+        raise OSError(f"The package {record.NATIVE} is missing: {_REMEDY}")
+    if supported.minor(built.tensorflow) != supported.minor(tf.__version__):
+        raise OSError(
+            f"{package} was built for TensorFlow {built.tensorflow}, and "
+            f"{tf.__version__} is installed: {_REMEDY}"
+        )
+    return package / record.NATIVE_LIBRARY
 
 
 @functools.cache
@@ -42,16 +55,15 @@ def load() -> Library:
     Raises:
         OSError: it is missing, it cannot be loaded, or it has another version.
     """
-    if not library_path().exists():
-        raise OSError(f"{library_path()} is missing: run scripts/setup.sh")
+    path = library_path()
     try:
         # Before ctypes: TensorFlow finds the operations that are registered while it
         # loads the library, and a library is loaded once in a process.
-        operations = tf.load_op_library(str(library_path()))
+        operations = tf.load_op_library(str(path))
     except tf.errors.OpError as error:
-        raise OSError(f"{library_path()}: {error.message}") from None
-    functions = ctypes.CDLL(str(library_path()))
+        raise OSError(f"{path}: {error.message}") from None
+    functions = ctypes.CDLL(str(path))
     interface = getattr(functions, "hvdtrain_interface", lambda: None)
     if interface() != _INTERFACE:
-        raise OSError(f"{library_path()} is of another version: run scripts/setup.sh")
+        raise OSError(f"{path} is of another version of hvdtrain: {_REMEDY}")
     return Library(operations, functions)

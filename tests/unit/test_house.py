@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Top floor first. The names are modules and packages of hvdtrain.
 FLOORS = [
     [
-        *("mnist", "benchmark", "doctor", "report", "program"),
+        *("mnist", "benchmark", "doctor", "install", "report", "program"),
         *("diagnosis", "measurement", "reporting"),
     ],
     ["classifier"],
@@ -141,8 +141,13 @@ def test_few_imports_stand_inside_of_functions():
     assert len(local) <= MAX_LOCAL_IMPORTS, sorted(local)
 
 
-# The benchmark measures Horovod's allreduce against ours.
-CALLERS = ("hvdtrain.collectives.transport", "hvdtrain.measurement.allreduce_speed")
+# The benchmark measures Horovod's allreduce against ours; the proof of an installation
+# runs without the rest of the package.
+CALLERS = (
+    "hvdtrain.collectives.transport",
+    "hvdtrain.installer.proof",
+    "hvdtrain.measurement.allreduce_speed",
+)
 
 
 def test_only_transport_calls_horovods_operations():
@@ -181,7 +186,9 @@ def test_data_and_models_are_independent_of_horovod():
 
 
 # Programs define flags of the same name: one process imports one of them.
-@pytest.mark.parametrize("program", ["mnist", "benchmark", "doctor", "report"])
+@pytest.mark.parametrize(
+    "program", ["mnist", "benchmark", "doctor", "install", "report"]
+)
 def test_importing_the_package_loads_no_tensorflow(program):
     code = (
         "import hvdtrain, hvdtrain.job, hvdtrain.job.signals, hvdtrain.data;"

@@ -77,10 +77,12 @@ def _unloaded():
 
 @pytest.mark.usefixtures("_unloaded")
 def test_missing_library_is_an_obstacle(monkeypatch, two_ranks, tmp_path):
-    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libhvdtrain.so")
+    monkeypatch.setattr(native.record, "find_package", lambda name: None)
     with pytest.warns(UserWarning, match="through Horovod, which is slower: .*missing"):
         obstacle = connection.connect().obstacle
-    assert "libhvdtrain.so is missing: run scripts/setup.sh" in obstacle
+    assert (
+        "The package hvdtrain_native is missing: python -m hvdtrain.install" in obstacle
+    )
 
 
 @pytest.mark.usefixtures("_unloaded")
@@ -88,7 +90,7 @@ def test_missing_library_is_an_obstacle(monkeypatch, two_ranks, tmp_path):
 def test_one_rank_warns_unless_horovod_was_chosen(
     monkeypatch, two_ranks, tmp_path, recwarn, rank, choice
 ):
-    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libhvdtrain.so")
+    monkeypatch.setattr(native.record, "find_package", lambda name: None)
     monkeypatch.setattr(connection.hvd, "rank", lambda: rank)
     monkeypatch.setenv("HVDTRAIN_REDUCTION", choice)
     assert connection.connect().obstacle
@@ -109,7 +111,7 @@ def test_library_of_another_version_is_an_obstacle(monkeypatch, two_ranks):
     monkeypatch.setattr(native, "_INTERFACE", -1)
     with pytest.warns(UserWarning, match="through Horovod"):
         obstacle = connection.connect().obstacle
-    assert "is of another version: run scripts/setup.sh" in obstacle
+    assert "is of another version of hvdtrain: python -m hvdtrain.install" in obstacle
 
 
 @pytest.mark.usefixtures("_unloaded")
@@ -119,7 +121,7 @@ def test_library_for_another_tensorflow_is_an_obstacle(monkeypatch, two_ranks):
     monkeypatch.setattr(native.tf, "load_op_library", pytest.fail)
     with pytest.warns(UserWarning, match="through Horovod"):
         obstacle = connection.connect().obstacle
-    assert "-2.99.0.so is missing: run scripts/setup.sh" in obstacle
+    assert "was built for TensorFlow 2.21.0, and 2.99.0 is installed" in obstacle
 
 
 def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
