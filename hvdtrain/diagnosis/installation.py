@@ -157,9 +157,9 @@ def _check_launchers(horovod: Properties | None) -> list[Finding]:
         detail = f"{horovodrun} belongs to another Python than {sys.executable}"
         findings.append(warning("horovodrun", detail, remedy))
     else:
-        findings.append(
-            fine("horovodrun", f"{horovodrun}, {_describe_controller(horovod, mpirun)}")
-        )
+        controller = _describe_controller(horovod, mpirun) if horovod else ""
+        detail = f"{horovodrun}, {controller}" if controller else horovodrun
+        findings.append(fine("horovodrun", detail))
     if mpirun:
         findings.append(_check_mpirun(mpirun))
     elif horovod and horovod["mpi"]:
@@ -168,11 +168,11 @@ def _check_launchers(horovod: Properties | None) -> list[Finding]:
     return findings
 
 
-def _describe_controller(horovod: Properties | None, mpirun: str | None) -> str:
+def _describe_controller(horovod: Properties, mpirun: str | None) -> str:
     chosen = os.environ.get("HOROVOD_CONTROLLER")
     if chosen:
         return f"takes {chosen}, from HOROVOD_CONTROLLER"
-    if horovod and horovod["mpi"] and mpirun:
+    if horovod["mpi"] and mpirun:
         return "takes MPI without --gloo"
     return "takes Gloo"
 

@@ -212,7 +212,8 @@ def check_horovod(installed: Installed, tensorflow: str) -> Misfit | None:
 def tensorflow_of(horovod: pathlib.Path) -> str:
     """Return the version of TensorFlow that Horovod was built for, "" if unknown."""
     build = record.read(horovod)
-    return build.tensorflow if build else _metadata(horovod).get("tensorflow", "")
+    version = build.tensorflow if build else _metadata(horovod).get("tensorflow", "")
+    return version if re.match(r"\d+\.\d", version) else ""
 
 
 def _metadata(horovod: pathlib.Path) -> dict[str, Any]:
