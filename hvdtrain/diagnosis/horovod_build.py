@@ -5,10 +5,10 @@ from typing import Any
 
 from hvdtrain.diagnosis.finding import Finding, broken, fine, warning
 from hvdtrain.installer import misfits
-from hvdtrain.installer.misfits import INSTALL, Installed
+from hvdtrain.installer.misfits import REPLACE, Installed
 
-# By number of the patches: what a user loses without them. The other patches are needed
-# to compile Horovod.
+# By number of the patches: what a user loses without them. The other patches are for
+# its build.
 GLOO_LOSSES: Mapping[tuple[int, ...], str] = {
     (5,): "under Gloo, HOROVOD_STALL_* have no effect and a stalled job never ends",
     (24,): "under Gloo, a reducescatter makes a later large broadcast time out",
@@ -26,7 +26,7 @@ LOSSES: Mapping[tuple[int, ...], str] = {
     (26,): "Horovod may need the processor on which it was built",
     (27,): "horovodrun needs ssh or rsh, also for ranks on one host",
 }
-BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11)
+BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28)
 
 
 def check(installed: Installed, horovod: Mapping[str, Any]) -> list[Finding]:
@@ -46,19 +46,17 @@ def check(installed: Installed, horovod: Mapping[str, Any]) -> list[Finding]:
     if build:
         detail += "".join(f", {text}" for text in (build.mpi, build.compiler) if text)
     if not (horovod["mpi"] or horovod["gloo"]):
-        return [broken("Horovod", detail, f"run {INSTALL}")]
+        return [broken("Horovod", detail, f"run {REPLACE}")]
     return [fine("Horovod", detail), check_patches(installed, has_gloo=horovod["gloo"])]
 
 
 def check_patches(installed: Installed, *, has_gloo: bool) -> Finding:
     """Return the finding on the patches that Horovod was built with."""
-    if misfits.is_unrecorded_build(installed):
-        return fine("patches", "hvdtrain's")
     numbers = {int(name.split("-")[0]) for name in installed.patches}
     losses = {**GLOO_LOSSES, **LOSSES} if has_gloo else LOSSES
     lost = [text for patches, text in losses.items() if not numbers.issuperset(patches)]
     if not lost:
         return fine("patches", "hvdtrain's")
-    remedy = f"results are right without; to build it with patches, run {INSTALL}"
+    remedy = f"results are right without; to build it with patches, run {REPLACE}"
     detail = f"Horovod lacks patches of hvdtrain: {'; '.join(lost)}"
     return warning("patches", detail, remedy)

@@ -20,7 +20,7 @@ from hvdtrain.diagnosis.finding import (
     warning,
 )
 from hvdtrain.installer import misfits
-from hvdtrain.installer.misfits import INSTALL, Installed, Misfit
+from hvdtrain.installer.misfits import INSTALL, REPLACE, Installed, Misfit
 
 # Properties of a library by name, as `probe` prints them.
 Properties = Mapping[str, Any]
@@ -90,7 +90,7 @@ def load_horovod() -> tuple[Properties | None, list[Finding]]:
     if misfit := misfits.explain(ImportError(done.errors), installed):
         return None, _broken(misfit)
     detail = f"{installed.horovod} {_describe_failure(done)}"
-    return None, [broken("Horovod", detail, f"run {INSTALL}")]
+    return None, [broken("Horovod", detail, f"run {REPLACE}")]
 
 
 def _probe(library: str) -> tuple[Properties | None, CommandResult]:
@@ -151,7 +151,7 @@ def _check_launchers(horovod: Properties | None) -> list[Finding]:
     findings = []
     if not horovodrun:
         if not (own / "horovodrun").exists():
-            remedy = f"run {INSTALL}"
+            remedy = f"run {REPLACE}"
         findings.append(broken("horovodrun", "is not on the PATH", remedy))
     elif pathlib.Path(horovodrun).parent != own and (own / "horovodrun").exists():
         detail = f"{horovodrun} belongs to another Python than {sys.executable}"
@@ -195,7 +195,7 @@ def _check_mpi4py(horovod: Properties) -> list[Finding]:
         detail += f" of {mpi4py['mpi_library']}; Horovod's is {horovod['mpi_library']}"
         remedy = (
             "two MPIs crash a process: pip uninstall mpi4py, or put the mpicxx of its "
-            f"MPI on the PATH and run {INSTALL}"
+            f"MPI on the PATH and run {REPLACE}"
         )
         return [broken("mpi4py", detail, remedy)]
     return [fine("mpi4py", detail)]

@@ -50,7 +50,7 @@ def _run(horovodrun: str, controller: str) -> Finding:
         return broken(topic, f"fail: {done.last_lines}", remedy)
     measured = json.loads(result)
     if measured["sum"] != 3.0:
-        remedy = f"run {misfits.INSTALL}"
+        remedy = f"run {misfits.REPLACE}"
         return broken(topic, f"1 + 2 gave {measured['sum']}", remedy)
     detail = (
         f"the sum is right, {measured['milliseconds']:.2f} ms for 0.4 MB, "

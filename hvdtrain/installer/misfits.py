@@ -18,6 +18,8 @@ from typing import Any
 from hvdtrain.installer import record, supported
 
 INSTALL = "python -m hvdtrain.install"
+# Without the flag, a Horovod that two ranks can use is kept.
+REPLACE = f"{INSTALL} --replace"
 # Packages whose module is `tensorflow`: they overwrite each other's files.
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")
 _KERAS = ("keras", "keras-nightly")
@@ -159,7 +161,7 @@ def check_horovod_installed(installed: Installed) -> Misfit | None:
     """Return the misfit of a missing Horovod."""
     if installed.horovods:
         return None
-    return _misfit_of_horovod("Horovod is not installed")
+    return Misfit("Horovod", "Horovod is not installed", f"run {INSTALL}")
 
 
 def check_keras(version: str) -> Misfit | None:
@@ -244,12 +246,12 @@ def _misfit_of_missing_library(installed: Installed, name: str) -> Misfit:
     if "mpi" not in name:
         return _misfit_of_horovod(detail)
     mpi = f" ({installed.build.mpi})" if installed.build and installed.build.mpi else ""
-    remedy = f"load the MPI module of your cluster{mpi}, or run {INSTALL}"
+    remedy = f"load the MPI module of your cluster{mpi}, or run {REPLACE}"
     return Misfit("Horovod", detail, remedy)
 
 
 def _misfit_of_horovod(detail: str) -> Misfit:
-    return Misfit("Horovod", detail, f"run {INSTALL}")
+    return Misfit("Horovod", detail, f"run {REPLACE}")
 
 
 def doubts(installed: Installed, *, tensorflow: str, keras: str) -> list[Misfit]:
@@ -287,19 +289,13 @@ def _check_two_horovods(installed: Installed) -> list[Misfit]:
 
 def check_stall_limits(installed: Installed) -> Misfit | None:
     """Return the misfit of a Horovod that never ends a stalled job under Gloo."""
-    if is_unrecorded_build(installed) or _STALLED_RANKS in installed.patches:
+    if _STALLED_RANKS in installed.patches:
         return None
     detail = (
         f"{installed.horovod} lacks hvdtrain's patches: under Gloo a collective that "
         "one rank does not call blocks the others for ever"
     )
-    return Misfit("Horovod", detail, f"run {INSTALL}, or use horovodrun --mpi")
-
-
-def is_unrecorded_build(installed: Installed) -> bool:
-    """Return whether Horovod has hvdtrain's patches, and no record of its build."""
-    # One of the patches adds this key.
-    return not installed.build and "GLOO" in _metadata(installed.horovods[0])
+    return Misfit("Horovod", detail, f"run {REPLACE}, or use horovodrun --mpi")
 
 
 _PYTHON_RANGE = " to ".join(map(supported.text, supported.PYTHON))

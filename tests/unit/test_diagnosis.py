@@ -280,7 +280,7 @@ def test_two_horovods_without_patches_are_warnings(monkeypatch, horovods):
     assert findings["Horovod"].status == "fine"
     assert findings["patches"].status == "warning"
     assert "a stalled job never ends" in findings["patches"].detail
-    assert findings["patches"].remedy.endswith("run python -m hvdtrain.install")
+    assert findings["patches"].remedy.endswith("hvdtrain.install --replace")
     core_only = {**HOROVOD, "gloo": False}
     findings = examine(monkeypatch, horovod=core_only, horovods=horovods)
     assert "Gloo" not in findings["patches"].detail
@@ -290,7 +290,7 @@ def test_a_horovod_that_does_not_load_is_broken(monkeypatch, horovods):
     finding = examine(monkeypatch, horovods=horovods[:1])["Horovod"]
     assert finding.status == "broken"
     assert finding.detail.endswith("cannot be loaded: ImportError: it is broken")
-    assert finding.remedy == "run python -m hvdtrain.install"
+    assert finding.remedy == "run python -m hvdtrain.install --replace"
 
 
 def test_every_patch_has_a_loss_or_is_needed_to_compile():

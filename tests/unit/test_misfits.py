@@ -14,6 +14,7 @@ from hvdtrain import libraries
 from hvdtrain.installer import misfits, record, supported
 from hvdtrain.installer.misfits import MisfitError
 
+REPLACE = "run python -m hvdtrain.install --replace"
 EXTENSION = f"mpi_lib{sysconfig.get_config_var('EXT_SUFFIX')}"
 FIRST = supported.text(supported.TENSORFLOW[0])
 LAST = supported.text(supported.TENSORFLOW[-1])
@@ -132,7 +133,7 @@ def test_a_horovod_for_another_tensorflow_is_a_misfit(tmp_path):
     package = add_horovod(tmp_path, tensorflow="2.20.0")
     message = (
         f"Horovod in {package} was built for TensorFlow 2.20.0, and 2.99.1 is "
-        "installed: run python -m hvdtrain.install."
+        "installed: run python -m hvdtrain.install --replace."
     )
     assert str(misfits.check_horovod(read(tmp_path), "2.99.1")) == message
     # The record of a build of ours comes before Horovod's own file.
@@ -157,7 +158,7 @@ def test_a_horovod_without_an_extension_that_loads_is_a_misfit(
 ):
     package = add_horovod(tmp_path, extension=extension)
     misfit = misfits.check_horovod(read(tmp_path), f"{LAST}.0")
-    expected = f"Horovod in {package} {words}: run python -m hvdtrain.install."
+    expected = f"Horovod in {package} {words}: {REPLACE}."
     assert str(misfit) == expected
 
 
@@ -195,24 +196,24 @@ MISSING = "libmpi.so.40: cannot open shared object file: No such file or directo
             f"/x/{MISSING}",
             "Open MPI 4.1.4",
             "needs libmpi.so.40, which is not found: load the MPI module of your "
-            "cluster (Open MPI 4.1.4), or run python -m hvdtrain.install.",
+            "cluster (Open MPI 4.1.4), or run python -m hvdtrain.install --replace.",
         ),
         (
             MISSING,
             "",
             "needs libmpi.so.40, which is not found: load the MPI module of your "
-            "cluster, or run python -m hvdtrain.install.",
+            "cluster, or run python -m hvdtrain.install --replace.",
         ),
         (
             MISSING.replace("mpi.so.40", "nccl.so.2"),
             "",
-            "needs libnccl.so.2, which is not found: run python -m hvdtrain.install.",
+            f"needs libnccl.so.2, which is not found: {REPLACE}.",
         ),
         (
             "/x/mpi_lib.so: undefined symbol: _ZN10tensorflow8OpKernel5nameEv",
             "",
             "does not fit this TensorFlow (undefined symbol: "
-            "_ZN10tensorflow8OpKernel5nameEv): run python -m hvdtrain.install.",
+            f"_ZN10tensorflow8OpKernel5nameEv): {REPLACE}.",
         ),
     ],
 )
@@ -238,7 +239,7 @@ def test_a_horovod_without_the_patch_of_stall_limits_is_a_doubt(tmp_path):
     assert str(doubt) == (
         f"Horovod in {package} lacks hvdtrain's patches: under Gloo a collective that "
         "one rank does not call blocks the others for ever: "
-        "run python -m hvdtrain.install, or use horovodrun --mpi."
+        "run python -m hvdtrain.install --replace, or use horovodrun --mpi."
     )
     patches = pathlib.Path(misfits.__file__).with_name("patches").glob("*.patch")
     sources = {patch.name: "digest" for patch in patches}
@@ -263,7 +264,7 @@ def test_a_horovod_that_does_not_load_raises_the_one_line(monkeypatch, site):
         return load(name)
 
     monkeypatch.setattr(importlib, "import_module", import_module)
-    with pytest.raises(MisfitError, match=r"needs libmpi\.so\.40.*install\.$"):
+    with pytest.raises(MisfitError, match=r"needs libmpi\.so\.40.*replace\.$"):
         importlib.reload(libraries)
 
 
