@@ -20,7 +20,13 @@ from hvdtrain.keras.gradients import (
     sum_duplicate_rows,
 )
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.variables import Optimizer, Variable, non_local_state, shard_slots
+from hvdtrain.keras.variables import (
+    Optimizer,
+    Variable,
+    non_local_state,
+    optimizers_inside,
+    shard_slots,
+)
 from hvdtrain.sharding.optimizer_checks import check_elementwise
 from hvdtrain.sharding.shards import has_summed_gradients, is_replicated
 
@@ -77,27 +83,31 @@ def _calling_optimizer() -> Optimizer | None:
 
 
 class UpdateSkipping:
-    """Skips updates of an optimizer whose gradients are not finite.
+    """Skips updates of optimizers whose gradients are not finite.
 
     The rest of Keras' `apply` runs: it resets the accumulated gradients, and counts the
     iteration. The methods by which it changes weights, slots and moving averages are
     replaced on the instance.
-
-    Args:
-        optimizer: not a `LossScaleOptimizer`.
 
     Attributes:
         count: number of skipped updates. It is not a variable of the optimizer, so that
             a saved model loads without this package.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self) -> None:
         self.count = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._count_before: tf.Tensor | None = None
-        self._replace("_apply_weight_decay", self._is_kept)
-        self._replace("_backend_update_step", self._is_kept)
-        self._replace("_update_model_variables_moving_average", self._is_averaged)
+        self._optimizers: list[Optimizer] = []
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Skip updates of `optimizer`, which is no wrapper of other optimizers."""
+        if any(optimizer is added for added in self._optimizers):
+            return
+        self._optimizers.append(optimizer)
+        is_averaged = functools.partial(self._is_averaged, optimizer)
+        self._replace(optimizer, "_apply_weight_decay", self._is_kept)
+        self._replace(optimizer, "_backend_update_step", self._is_kept)
+        self._replace(optimizer, "_update_model_variables_moving_average", is_averaged)
 
     def begin(self) -> None:
         """Read the count. Call it before Keras' `apply`."""
@@ -107,22 +117,24 @@ class UpdateSkipping:
         """Skip the update that follows if `is_finite`, a scalar, is false."""
         self.count.assign_add(tf.cast(tf.logical_not(is_finite), tf.int64))
 
-    def _replace(self, name: str, is_due: Callable[[], tf.Tensor]) -> None:
+    def _replace(
+        self, optimizer: Optimizer, name: str, is_due: Callable[[], tf.Tensor]
+    ) -> None:
         def method_if_due(*args: Any) -> None:
             # Safe in `tf.cond`, also with the collective of `ShardedState` inside: the
             # predicate is equal on all ranks.
             tf.cond(is_due(), lambda: method(*args), lambda: None)
 
-        method = replace(self._optimizer, name, method_if_due, by=UpdateSkipping)
+        method = replace(optimizer, name, method_if_due, by=UpdateSkipping)
 
     def _is_kept(self) -> tf.Tensor:
         # Compare the variable, not a tensor of `skip_unless`: Keras completes a window
         # in a branch of the graph, whose tensors cannot be read outside of it.
         return tf.equal(self.count, self._count_before)
 
-    def _is_averaged(self) -> tf.Tensor:
+    def _is_averaged(self, optimizer: Optimizer) -> tf.Tensor:
         # In the first iteration, Keras initializes the moving averages.
-        is_first = tf.equal(tf.convert_to_tensor(self._optimizer.iterations), 0)
+        is_first = tf.equal(tf.convert_to_tensor(optimizer.iterations), 0)
         return tf.logical_or(self._is_kept(), is_first)
 
 
@@ -218,8 +230,14 @@ class ReductionHook:
         Call it before the first step is traced. Returns the variable that counts these
         updates. It does not count the steps that a `LossScaleOptimizer` skips.
         """
-        self._skipping = self._skipping or UpdateSkipping(self._optimizer)
+        self._skipping = self._skipping or UpdateSkipping()
+        self._skip_updates()
         return self._skipping.count
+
+    def _skip_updates(self) -> None:
+        assert self._skipping
+        for optimizer in optimizers_inside(self._optimizer):
+            self._skipping.add(optimizer)
 
     def build(self, variables: list[keras.Variable]) -> None:
         self._build(variables)

@@ -8,7 +8,7 @@ a hook is composed into the optimizer, at that point.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -19,13 +19,16 @@ from hvdtrain.collectives.transport import Average, Sum, op_name
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, Groups
 from hvdtrain.keras.hook import ReductionHook
+from hvdtrain.keras.multi_optimizer import MultiOptimizerHook
 from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.variables import (
     Optimizer,
     find_optimizers,
     get_hook,
     get_inner_optimizer,
+    is_multi_optimizer,
     local_variables,
+    optimizers_inside,
 )
 
 if TYPE_CHECKING:
@@ -132,6 +135,10 @@ def distribute(
             "hvd.DistributedGradientTape with the plain optimizer."
         )
     base = get_inner_optimizer(optimizer)
+    hook_class: type[ReductionHook] = ReductionHook
+    if is_multi_optimizer(base):
+        _check_multi_optimizer(base, backward_passes_per_step, shard_state)
+        hook_class = MultiOptimizerHook
     reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)
     _accumulate(base, backward_passes_per_step)
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
@@ -140,7 +147,7 @@ def distribute(
     if shard_state or mesh:
         # `model.save` gathers shards: rank 0 alone would block in it.
         collective_calls.install()
-    hook = ReductionHook(
+    hook = hook_class(
         base,
         reducer,
         window_factor=backward_passes_per_step if sums_window else 1,
@@ -200,18 +207,29 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
     _check_not_horovods(optimizer)
-    base = get_inner_optimizer(optimizer)
-    multi_optimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
-    if isinstance(base, multi_optimizer):
-        raise TypeError(
-            "DistributedOptimizer cannot reduce the gradients of a MultiOptimizer: its "
-            f"optimizers clip and apply them. Received: {base.name!r}. Use "
-            "hvd.DistributedGradientTape with the MultiOptimizer itself."
-        )
-    if is_distributed(optimizer):
+    if is_distributed(optimizer) or any(
+        is_distributed(inside) for inside in optimizers_inside(optimizer)
+    ):
         raise ValueError(
             f"This {type(optimizer).__name__} is distributed already: its gradients "
             "would be reduced twice. Call DistributedOptimizer once per optimizer."
+        )
+
+
+def _check_multi_optimizer(
+    optimizer: Optimizer, passes: int, shard_state: bool | str
+) -> None:
+    if passes != 1:
+        raise ValueError(
+            "The optimizers of a MultiOptimizer accumulate gradients each for itself. "
+            f"Received: backward_passes_per_step={passes}. Give them "
+            "gradient_accumulation_steps instead."
+        )
+    if shard_state:
+        raise ValueError(
+            "The state of a MultiOptimizer cannot be sharded: each of its optimizers "
+            f"has its own. Received: {optimizer.name!r} with "
+            f"shard_state={shard_state!r}. Use shard_state=False."
         )
 
 

@@ -199,9 +199,11 @@ def owned_slots(
     """Yield each slot, and the variable that it belongs to."""
     # First by index: a slot is named after its variable's path, which may be another
     # variable's too, and Adafactor's factors have no names that lead to their weights.
-    base = get_inner_optimizer(optimizer)
-    indexed = slots_by_index(base, base._trainable_variables)
-    owner_by_id = {id(slot): weight for _, slot, weight in indexed}
+    owner_by_id = {
+        id(slot): weight
+        for base in optimizers_inside(optimizer)
+        for _, slot, weight in slots_by_index(base, base._trainable_variables)
+    }
     is_trained = {id(variable) for variable in trainable}
     # Of several paths that fit, the longest is the variable's own: "a/kernel_2" has
     # "a_kernel_2_momentum".
@@ -251,6 +253,21 @@ def get_inner_optimizer(optimizer: Optimizer) -> Optimizer:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.inner_optimizer
     return optimizer
+
+
+def is_multi_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether this is a `MultiOptimizer`, which Keras has from 3.15."""
+    multi_optimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+    return isinstance(get_inner_optimizer(optimizer), multi_optimizer)
+
+
+def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that update weights: those of a `MultiOptimizer`, or one.
+
+    A `MultiOptimizer` with a callable has all of its own only when it is built.
+    """
+    base = get_inner_optimizer(optimizer)
+    return list(base.optimizers) if is_multi_optimizer(base) else [base]
 
 
 def get_hook(optimizer: Optimizer | None) -> "ReductionHook | None":

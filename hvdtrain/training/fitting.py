@@ -14,7 +14,7 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import on_all
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.variables import get_inner_optimizer
+from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.training.plan import Plan
 
 # The error of `assert_cardinality`.
@@ -253,13 +253,13 @@ class _Training(keras.callbacks.CallbackList):
         self._epoch_end = self._plan.step(epoch + 1)
         # In an interrupted epoch, callbacks such as `LearningRateScheduler` have set
         # the learning rate before, and would now change it twice.
-        rate = get_inner_optimizer(self.model.optimizer).learning_rate
-        is_kept = self._is_continued and isinstance(rate, keras.Variable)
+        rates = [o.learning_rate for o in optimizers_inside(self.model.optimizer)]
+        variables = [rate for rate in rates if isinstance(rate, keras.Variable)]
+        kept = [(v, v.numpy()) for v in variables] if self._is_continued else []
         self._is_continued = False
-        before = rate.numpy() if is_kept else None
         super().on_epoch_begin(epoch, logs)
-        if is_kept:
-            rate.assign(before)
+        for variable, value in kept:
+            variable.assign(value)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Call the callbacks at the beginning of an execution only."""

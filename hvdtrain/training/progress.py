@@ -22,7 +22,7 @@ from hvdtrain.keras.metrics import (
     metric_variables,
     results,
 )
-from hvdtrain.keras.variables import get_process_set
+from hvdtrain.keras.variables import get_process_set, optimizers_inside
 from hvdtrain.training.checkpoint.snapshot import check_finite
 from hvdtrain.training.observers import Progress, RunStart, notify, scalars
 from hvdtrain.training.plan import Plan
@@ -221,8 +221,10 @@ class ProgressCallback(keras.callbacks.Callback):
             step=self._steps,
             max_steps=self._plan.max_steps,
             metrics=metrics,
-            # A LossScaleOptimizer returns the rate of the optimizer inside of it.
-            learning_rate=float(self.model.optimizer.learning_rate),
+            # Of a MultiOptimizer, the rate of the first of its optimizers.
+            learning_rate=float(
+                optimizers_inside(self.model.optimizer)[0].learning_rate
+            ),
             communication=communication,
             input_wait=input_wait,
             samples_per_second=speed * self._global_batch_size,

@@ -15,7 +15,8 @@ from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.keras.learning_rates import set_learning_rate
 from hvdtrain.keras.variables import (
     accumulated_gradients,
-    get_inner_optimizer,
+    is_multi_optimizer,
+    optimizers_inside,
     replicated_by_process_set,
 )
 from hvdtrain.training.checkpoint.header import (
@@ -200,7 +201,7 @@ def _read(
             store.supersede_after(checkpoint.step)
     _check_position(checkpoint.header if checkpoint else new_job, scale_from)
     if scale_from:
-        _check_windows(optimizer)
+        _check_scales(optimizer)
     return checkpoint
 
 
@@ -297,7 +298,12 @@ def _check_position(header: Header, scale_from: Position | None) -> None:
         )
 
 
-def _check_windows(optimizer: keras.optimizers.Optimizer) -> None:
+def _check_scales(optimizer: keras.optimizers.Optimizer) -> None:
+    if is_multi_optimizer(optimizer):
+        raise JobError(
+            "Received a MultiOptimizer in a job that scales its batch; expected an "
+            "optimizer with one learning rate, which is scaled with the batch."
+        )
     if accumulated_gradients(optimizer):
         raise JobError(
             "Received an optimizer that accumulates gradients in a job that scales its "
@@ -306,8 +312,9 @@ def _check_windows(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """Return the learning rate; None for a schedule, a function of the step."""
-    rate = get_inner_optimizer(optimizer).learning_rate
+    """Return the learning rate; None for a schedule, or several optimizers."""
+    optimizers = optimizers_inside(optimizer)
+    rate = optimizers[0].learning_rate if len(optimizers) == 1 else None
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 
 
