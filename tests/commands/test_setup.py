@@ -1,6 +1,7 @@
 """The scripts, as a person calls them: what set-up says and leaves alone."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# What setup.sh calls before it builds anything; a compiler is not among them.
-TOOLS = """bash cat cksum cut dirname env flock grep head mkdir mktemp python3
-    readlink sed sha256sum sort""".split()  # noqa: SIM905
+# What setup.sh calls before it makes an environment.
+TOOLS = """bash cat cksum cut dirname env flock grep python3 readlink sed sha256sum
+    sort""".split()  # noqa: SIM905
 
 is_set_up = pytest.mark.skipif(
     not (ROOT / ".venv/.set-up").exists(),
@@ -73,10 +74,28 @@ def test_set_up_again_does_nothing(tmp_path):
     before = log.stat().st_mtime_ns
     said = call(link, cwd=tmp_path)
     assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout == "set-up: .venv is ready, nothing to do\n"
+    assert re.fullmatch(r"Horovod \S+ is installed, nothing to do\n", said.stdout)
     quiet = call(link, "--quiet", cwd=tmp_path)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     assert log.stat().st_mtime_ns == before
+
+
+@is_set_up
+@pytest.mark.parametrize("changed", ["mpi", "requirements", "installed"])
+def test_an_environment_for_other_inputs_is_made_again(clone, changed):
+    """The record of a set-up that is complete, with one line changed."""
+    venv = clone / ".venv"
+    venv.mkdir()
+    (venv / "bin").symlink_to(ROOT / ".venv/bin")
+    (venv / "lib").symlink_to(ROOT / ".venv/lib")
+    text = (ROOT / ".venv/.set-up").read_text().replace(str(ROOT), str(clone))
+    (venv / ".set-up").write_text(re.sub(f"(?m)^{changed}: .*", f"{changed}: x", text))
+    # pip finds no package, so that set-up ends.
+    result = call(clone / "scripts/setup.sh", PIP_NO_INDEX="1", PIP_FIND_LINKS="")
+    assert result.returncode == 1
+    assert "installing TensorFlow and the other packages ... failed" in result.stdout
+    # The next call completes it.
+    assert (venv / ".set-up").read_text() == ""
 
 
 @is_set_up
@@ -118,7 +137,7 @@ def test_missing_venv_module_is_one_line(clone, tmp_path):
         if entry.name != "ensurepip":
             (home / library / entry.name).symlink_to(entry)
     result = call(clone / "scripts/setup.sh", PYTHON=str(home / "bin/python3"))
-    assert_one_line(result, "missing: Python's venv module", "venv")
+    assert_one_line(result, "Python's venv module is missing", "-venv")
 
 
 def test_a_venv_of_somebody_else_is_left_alone(clone, tmp_path):

