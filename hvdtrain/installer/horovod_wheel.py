@@ -194,6 +194,9 @@ def _environment(
         rpaths += _use_cuda(environment)
     rpath = f"-Wl,-rpath,{os.pathsep.join(rpaths)}"
     environment["LDFLAGS"] = f"{os.environ.get('LDFLAGS', '')} {rpath}"
+    # Messages of assertions contain names of source files.
+    names = f"-ffile-prefix-map={work}/="
+    environment["CXXFLAGS"] = f"{os.environ.get('CXXFLAGS', '')} {names}"
     return environment
 
 

@@ -7,12 +7,13 @@ minute on one core.
 import os
 import pathlib
 import sys
+from importlib import metadata
 
 from hvdtrain.installer import horovod_wheel, record, wheels
 from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.record import BuildRecord
 from hvdtrain.installer.steps import Steps
-from hvdtrain.installer.target import Target
+from hvdtrain.installer.target import CompileFlags, Target
 
 _OPTIONS = "-Wall -Wextra -O3 -fPIC -fvisibility=hidden -shared".split()  # noqa: SIM905
 _SETUP = """\
@@ -22,6 +23,11 @@ setup(
     name="hvdtrain-native",
     version="{version}",
     description="Native operations of hvdtrain, for TensorFlow {tensorflow}",
+    long_description=(
+        "The library that hvdtrain.native loads: it reduces gradients in memory that "
+        "the ranks of a host share. It has no Python code, and fits all releases of "
+        "the TensorFlow line that it was compiled for."
+    ),
     license="Apache-2.0",
     packages=["{package}"],
     package_data={{"{package}": ["*.so", "*.json"]}},
@@ -47,6 +53,7 @@ def build(
     flags = target.compile_flags()
     command = [
         *(*horovod_wheel.compiler(), *flags.compile, *_OPTIONS),
+        *_without_directories(flags),
         *(str(file) for file in wheels.native_sources() if file.suffix == ".cc"),
         *("-o", str(package / record.NATIVE_LIBRARY), *flags.link),
         *os.environ.get("LDFLAGS", "").split(),
@@ -54,6 +61,7 @@ def build(
     environment = packages.environment()
     steps.run("building the native operations", command, environment=environment)
     record.write(package, _record(target))
+    _write_license(work)
     setup = work / "setup.py"
     setup.write_text(
         _SETUP.format(
@@ -75,6 +83,25 @@ def build(
     )
     [wheel] = (work / "wheels").glob("*.whl")
     return wheel
+
+
+def _without_directories(flags: CompileFlags) -> list[str]:
+    """Return options that shorten the names of files in messages of assertions."""
+    headers = [flag for flag in flags.compile if flag not in flags.names]
+    folders = {pathlib.Path(flag.removeprefix("-isystem")) for flag in headers}
+    packages = {wheels.PACKAGE.parent, *(folder.parents[1] for folder in folders)}
+    return [f"-ffile-prefix-map={folder}/=" for folder in sorted(packages)]
+
+
+def _write_license(folder: pathlib.Path) -> None:
+    """Write hvdtrain's license where setuptools finds it, if hvdtrain has metadata."""
+    try:
+        files = metadata.files("hvdtrain") or []
+    except metadata.PackageNotFoundError:
+        return
+    for file in files:
+        if file.name == "LICENSE":
+            (folder / "LICENSE").write_text(file.read_text())
 
 
 def _record(target: Target) -> BuildRecord:

