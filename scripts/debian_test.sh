@@ -1,14 +1,24 @@
 #!/usr/bin/env bash
-# Runs the README's first commands in bare Debians, as a user without root.
+# Installs in bare Debians, as a user without root, and trains.
 #
-#     scripts/debian_test.sh [--install] [trixie] [testing] [gpu]      (all three)
+#     scripts/debian_test.sh [--install] [trixie] [testing] [gpu]
+#                            [wheels_bookworm] [wheels_trixie]     (all five)
 #
-# A bare Debian has what debootstrap installs, a C++ compiler, patch and Python 3.13.
-# trixie is Debian 13; testing has the newest compiler and C library; gpu, in Debian 13,
-# compiles Horovod for NVIDIA GPUs and loads it, on a machine that may have none. All is
-# downloaded and built, without the caches of this machine. Needs root and debootstrap;
-# --install installs debootstrap with apt-get.
+# trixie, testing and gpu run the README's first commands in a clone, beside a C++
+# compiler, patch and Python 3.13. trixie is Debian 13; testing has the newest compiler and
+# C library; gpu, in Debian 13, compiles Horovod for NVIDIA GPUs and loads it, on a machine
+# that may have none. All is downloaded and built, without the caches of this machine.
 #
+# wheels_bookworm (Debian 12, Python 3.11) and wheels_trixie (Debian 13, Python 3.13) have
+# Python alone, neither compiler, patch nor ssh, and install release files: those of
+# HVDTRAIN_RELEASE, or of scripts/release.sh, which builds what is not in the cache of this
+# machine. They print the seconds of pip and of the training.
+#
+# Needs root and debootstrap; --install installs debootstrap with apt-get.
+#
+#     HVDTRAIN_RELEASE     a directory of release files
+#     HVDTRAIN_MNIST_DIR   has mnist.npz, which is copied into the Debians; without it the
+#                          trainings read the digits that hvdtrain ships with
 #     PIP_CONFIG_FILE, PIP_INDEX_URL, SSL_CERT_FILE, http_proxy, https_proxy, no_proxy
 #         are also used inside the Debians
 set -euo pipefail
@@ -21,11 +31,10 @@ if [[ ${1:-} == --install ]]; then
   shift
 fi
 parts=("$@")
-((${#parts[@]})) || parts=(trixie testing gpu)
+((${#parts[@]})) || parts=(trixie testing gpu wheels_bookworm wheels_trixie)
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 # shellcheck source=scripts/testing.sh
 source "$root/scripts/testing.sh"
-asked_for=(g++ patch python3.13-venv)
 clone=/home/somebody/hvdtrain
 quick=(-np 2 --dataset=digits --max_steps=400)
 
@@ -50,10 +59,10 @@ inside() {
     DEBIAN_FRONTEND=noninteractive "${site[@]}" "$@"
 }
 
-# as_user SECONDS COMMAND...: in the clone.
+# as_user SECONDS COMMAND...: in the directory $here of the Debian.
 as_user() {
   inside timeout -k 30 "$1" setpriv --reuid=somebody --regid=somebody --clear-groups \
-    env -C "$clone" HOME=/home/somebody "${@:2}"
+    env -C "$here" HOME=/home/somebody "${@:2}"
 }
 
 # What this machine needs to reach a package index: variables, and files in /etc/site.
@@ -75,14 +84,26 @@ find_site() {
 }
 
 # Chains of &&: `set -e` has no effect in a function whose exit code the caller tests.
+# install_debian SUITE PACKAGE...
 install_debian() {
   # A mirror may serve package lists that have expired.
   debootstrap --variant=minbase "$1" "$debian" &&
     cp -rL /etc/resolv.conf "$work/site" "$debian/etc" &&
     echo 'Acquire::Check-Valid-Until "false";' >"$debian/etc/apt/apt.conf.d/90mirror" &&
     inside apt-get update &&
-    inside apt-get install --yes --no-install-recommends "${asked_for[@]}" &&
+    inside apt-get install --yes --no-install-recommends "${@:2}" &&
     inside useradd --create-home somebody
+}
+
+# make_debian NAME SUITE PYTHON PACKAGE...: the Debian $debian, unless it exists.
+make_debian() {
+  debian=$work/$1
+  [[ ! -d $debian ]] || return 0
+  install_debian "$2" "${@:4}" >"$work/$1.log" 2>&1 ||
+    { tail -n 5 "$work/$1.log" >&2 && die "debootstrap or apt-get failed for $1"; }
+  # shellcheck disable=SC2016
+  inside sh -c '. /etc/os-release && echo "$1: $PRETTY_NAME; $("$2" --version);" \
+    "$(g++ --version 2>/dev/null | head -n 1)"' sh "$title" "$3"
 }
 
 copy_clone() {
@@ -93,23 +114,18 @@ copy_clone() {
 
 # make_machine SUITE: a Debian with a clone in it, unless it exists.
 make_machine() {
-  debian=$work/$1
-  [[ ! -d $debian ]] || return 0
-  install_debian "$1" >"$work/$1.log" 2>&1 ||
-    { tail -n 5 "$work/$1.log" >&2 && die "debootstrap or apt-get failed for $1"; }
-  copy_clone
-  # shellcheck disable=SC2016
-  inside sh -c '. /etc/os-release && echo "'"$title"': $PRETTY_NAME;" \
-    "$(python3.13 --version); $(g++ --version | head -n 1)"'
+  here=$clone
+  make_debian "$1" "$1" python3.13 g++ patch python3.13-venv
+  [[ -d $debian$clone ]] || copy_clone
 }
 
 names_a_patch_that_does_not_apply() {
   local patches=$debian$clone/hvdtrain/installer/patches status=0
   cp "$patches"/01-*.patch "$patches/00-twice.patch"
-  as_user 300 scripts/build_horovod.sh .venv/bin/python /tmp/wheels |& tee "$work/said" ||
+  as_user 300 .venv/bin/python -m hvdtrain.install --replace |& tee "$work/said" ||
     status=$?
   rm "$patches/00-twice.patch"
-  ((status == 1)) && grep -q 'error: 01-.*.patch does not apply' "$work/said"
+  ((status == 1)) && grep -q '/01-.*.patch does not apply to Horovod' "$work/said"
 }
 
 shows_the_error_of_the_compiler() {
@@ -164,10 +180,87 @@ gpu() {
     as_user 300 ./scripts/train.sh "${quick[@]}"
 }
 
+# The release files of this clone, as $release, unless they are there.
+make_release() {
+  [[ -z $release ]] || return 0
+  "$root/scripts/release.sh" "$work/release" --dirty "--tensorflow=$line" || return
+  release=$work/release
+}
+
+copy_release() {
+  cp -R "$release" "$debian/opt/release"
+  mkdir "$debian$here"
+  if [[ -e ${HVDTRAIN_MNIST_DIR:-}/mnist.npz ]]; then
+    mkdir "$debian/opt/mnist"
+    cp "$HVDTRAIN_MNIST_DIR/mnist.npz" "$debian/opt/mnist"
+    data=(--data_dir=/opt/mnist)
+  fi
+  chmod -R a+rX "$debian/opt"
+  inside chown -R somebody: /home/somebody
+}
+
+has_no_compiler() {
+  as_user 10 sh -c 'for tool in c++ cc g++ gcc make patch ssh git mpicxx; do
+    ! command -v "$tool" || exit; done'
+}
+
+# trains_mnist LAUNCHER: until "test accuracy" and the end of the job.
+trains_mnist() {
+  as_user 300 "$@" -np 2 "$bin/python" -m hvdtrain.mnist "${data[@]}" &&
+    grep -q 'test accuracy 0.9' "$work/output" && grep -q 'shared memory' "$work/output"
+}
+
+is_not_broken() {
+  as_user 300 "$bin/python" -m hvdtrain.doctor && ! grep -q '^!!' "$work/output"
+}
+
+# Any connection of pip to an index fails.
+installs_offline() {
+  as_user 300 env HVDTRAIN_WHEELS=/opt/release HVDTRAIN_CACHE_DIR=/tmp/no_cache \
+    PIP_CONFIG_FILE=/dev/null PIP_INDEX_URL=http://127.0.0.1:9/simple PIP_RETRIES=0 \
+    "$bin/python" -m hvdtrain.install
+}
+
+# wheels NAME SUITE
+wheels() {
+  local tensorflow="tensorflow-cpu~=$line.0" find=(--find-links /opt/release)
+  check "$1: the files of a release can be made" make_release
+  [[ -n $release ]] || return 0
+  here=/home/somebody/empty
+  make_debian "$1" "$2" python3 python3-venv
+  copy_release
+  check "$1: there is no compiler" has_no_compiler
+
+  bin=/home/somebody/one/bin
+  check "$1: a virtual environment" as_user 60 python3 -m venv "${bin%/bin}"
+  check "$1: TensorFlow's download" as_user 600 "$bin/pip" download \
+    --only-binary=:all: --dest /tmp/downloads "$tensorflow"
+  check "$1: pip install 'hvdtrain[prebuilt]', without that download" \
+    as_user 300 "$bin/pip" install "${find[@]}" 'hvdtrain[prebuilt]'
+  check "$1: horovodrun trains" trains_mnist "$bin/horovodrun"
+  check "$1: the doctor finds nothing broken" is_not_broken
+
+  bin=/home/somebody/two/bin
+  check "$1: an environment that has TensorFlow" as_user 300 sh -c '
+    python3 -m venv "$1" && "$1/bin/pip" install "$2" &&
+      "$1/bin/pip" install --find-links /opt/release hvdtrain' sh "${bin%/bin}" "$tensorflow"
+  check "$1: hvdtrain.install from the same files, without an index" installs_offline
+  check "$1: mpirun trains" trains_mnist "$bin/mpirun"
+  check "$1: the doctor finds nothing broken there" is_not_broken
+}
+
+wheels_bookworm() { wheels wheels_bookworm bookworm; }
+wheels_trixie() { wheels wheels_trixie trixie; }
+
 for part in "${parts[@]}"; do
-  [[ $part =~ ^(trixie|testing|gpu)$ ]] ||
-    die "unknown part '$part'; there are trixie, testing and gpu"
+  [[ $part =~ ^(trixie|testing|gpu|wheels_bookworm|wheels_trixie)$ ]] ||
+    die "unknown part '$part'; there are trixie, testing, gpu, wheels_bookworm and" \
+      "wheels_trixie"
 done
+release=${HVDTRAIN_RELEASE:-}
+data=(--dataset=digits)
+# The newest TensorFlow: the one of `hvdtrain[prebuilt]`.
+line=$(sed -n 's/^    tensorflow-cpu>=\([0-9.]*\),.*/\1/p' "$root/setup.cfg" | tail -n 1)
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/debian-test.XXXXXX")
 trap 'rm -rf --one-file-system "$work"' EXIT
 check_machine

@@ -33,6 +33,28 @@ def test_scripts_are_of_their_shell():
         subprocess.run([shell, "-n", ROOT / script], check=True, timeout=30)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "usage: scripts/release.sh DIR"),
+        (["--fast", "new"], "unknown argument --fast"),
+        (["a", "b"], "expected one directory"),
+        (["full"], "full exists and is not an empty directory"),
+        (["full/file"], "full/file exists and is not an empty directory"),
+    ],
+)
+def test_a_release_refuses_wrong_arguments_in_one_line(tmp_path, arguments, error):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    command = [ROOT / "scripts/release.sh", *arguments]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert done.stderr.startswith("release: ")
+    assert error in done.stderr
+
+
 @pytest.mark.parametrize("dockerfile", DOCKERFILES)
 def test_what_the_image_leaves_out_is_in_the_set_up(dockerfile):
     names = one(r"grep -vE '\^\(([^)]*)\)==", dockerfile).split("|")
