@@ -4,7 +4,7 @@ setup.cfg has the same ranges.
 """
 
 # Lines of TensorFlow, each of which has its own ABI: the oldest first.
-TENSORFLOW = ((2, 21),)
+TENSORFLOW = ((2, 18), (2, 19), (2, 20), (2, 21))
 # The first and the last.
 KERAS = ((3, 12), (3, 15))
 PYTHON = ((3, 11), (3, 13))
