@@ -2,13 +2,16 @@
 # Runs the tests, after scripts/setup.sh if needed.
 #
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
-#     scripts/test.sh [more_ranks] [oracle] [oldest]
+#     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly]
 #
 # parallel: on two ranks. more_ranks: the tests that those leave out as long, then those of
 # the parallel tests that depend on the number of ranks, on three and on four, such as
-# models that are sharded over meshes of 2 x 2; three reduce through Horovod, with Gloo. oracle: only those that compare a training on
-# two ranks with one process. oldest: oracle, and the unit tests that import Keras, with
-# the oldest Keras of setup.cfg, which is downloaded.
+# models that are sharded over meshes of 2 x 2; three reduce through Horovod, with Gloo.
+# oracle: only those that compare a training on two ranks with one process. keras: oracle,
+# and the unit tests that import Keras. oldest: keras, with the oldest Keras of setup.cfg,
+# which is downloaded. nightly: keras, with the Keras that comes next.
+#
+#     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail
 
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
@@ -16,15 +19,15 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|oldest)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "more_ranks, oracle and oldest" >&2
+      "more_ranks, oracle, keras, oldest and nightly" >&2
     exit 2
   }
 done
 
-scripts/setup.sh --quiet || exit
-export PATH="$root/.venv/bin:$PATH"
+[[ -n ${HVDTRAIN_ENVIRONMENT:-} ]] || scripts/setup.sh --quiet || exit
+export PATH="${HVDTRAIN_ENVIRONMENT:-$root/.venv}/bin:$PATH"
 # For tests that call mpirun: allow root and more ranks than cores. A rank that waits
 # yields its core to one that computes.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -36,6 +39,7 @@ oracles=(
   tests/parallel/test_full_saving.py
 )
 summary=()
+overlays=()
 failed=0
 
 # run TIER SECONDS COMMAND...: one line of the summary.
@@ -86,21 +90,34 @@ more_ranks() {
 
 oracle() { launched auto mpi 2 "${oracles[@]}"; }
 
-oldest() {
-  local keras files
-  keras=$(sed -n 's/^ *keras>=\([0-9.]*\),.*/\1.0/p' setup.cfg)
-  overlay=$(mktemp -d)
-  trap 'rm -rf "$overlay"' EXIT
-  run "keras $keras" 120 python -m pip install --quiet --no-deps --target "$overlay" \
-    "keras==$keras" || return
-  # Found before the Keras of the environment.
-  local -x PYTHONPATH=$overlay
-  run "keras is $keras" 60 python -c \
-    "import keras; assert keras.__version__ == '$keras', keras.__version__" || return
+keras() {
+  local files
   mapfile -t files < <(grep -lE '^(import|from) (hvdtrain\.)?keras' tests/unit/test_*.py)
   unit "${files[@]}"
   oracle
 }
+
+# with_keras PACKAGE START: with another Keras, whose version has this start.
+with_keras() {
+  local overlay
+  overlay=$(mktemp -d)
+  overlays+=("$overlay")
+  trap 'rm -rf "${overlays[@]}"' EXIT
+  run "$1" 120 python -m pip install --quiet --no-deps --target "$overlay" "$1" || return
+  # Found before the Keras of the environment.
+  local -x PYTHONPATH=$overlay
+  run "keras is $2" 60 python -c \
+    "import keras; assert keras.__version__.startswith('$2'), keras.__version__" || return
+  keras
+}
+
+oldest() {
+  local first
+  first=$(sed -n 's/^ *keras>=\([0-9.]*\),.*/\1.0/p' setup.cfg)
+  with_keras "keras==$first" "$first"
+}
+
+nightly() { with_keras keras-nightly 3.; }
 
 # In two processes: most of the time is TensorFlow's import, which uses one core.
 commands() {
