@@ -86,6 +86,14 @@ def test_the_script_of_a_sharded_model(run, tmp_path):
     assert float(found[1]) > 0.9
 
 
+def test_an_environment_of_your_own(run):
+    """The commands find what is installed: test_install.py has empty environments."""
+    [commands] = re.findall(r"```bash\n(pip install .*?)\n```", README, re.S)
+    job = run([], program=["sh", "-ec", f"export PIP_NO_INDEX=1\n{commands}"])
+    assert job.returncode == 0, job.text
+    assert "is installed, nothing to do" in job.text
+
+
 def test_ci_calls_the_readmes_test_command():
     assert "./scripts/test.sh" in README
     assert "./scripts/test.sh" in ROOT.joinpath(".ci/run").read_text()
