@@ -69,6 +69,8 @@ export_sources() {
     (cd "$root" && git ls-files -z --cached --others --exclude-standard |
       tar --null --files-from=- --ignore-failed-read -c)
   fi | tar -C "$work/source" -x
+  # Modes are part of a wheel, and depend on the umask of the clone.
+  chmod -R u=rwX,go=rX "$work/source"
 }
 
 # supported EXPRESSION: what hvdtrain/installer/supported.py says, with one Python.
