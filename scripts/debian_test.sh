@@ -89,6 +89,8 @@ install_debian() {
   # A mirror may serve package lists that have expired.
   debootstrap --variant=minbase "$1" "$debian" &&
     cp -rL /etc/resolv.conf "$work/site" "$debian/etc" &&
+    # Debian's installer and container engines write it; debootstrap does not.
+    echo '127.0.0.1 localhost' >"$debian/etc/hosts" &&
     echo 'Acquire::Check-Valid-Until "false";' >"$debian/etc/apt/apt.conf.d/90mirror" &&
     inside apt-get update &&
     inside apt-get install --yes --no-install-recommends "${@:2}" &&
@@ -204,26 +206,31 @@ has_no_compiler() {
     ! command -v "$tool" || exit; done'
 }
 
+# in_environment SECONDS COMMAND...: with the virtual environment $environment active.
+in_environment() {
+  as_user "$1" env "VIRTUAL_ENV=$environment" "PATH=$environment/bin:/usr/bin:/bin" "${@:2}"
+}
+
 # trains_mnist LAUNCHER: until "test accuracy" and the end of the job.
 trains_mnist() {
-  as_user 300 "$@" -np 2 "$bin/python" -m hvdtrain.mnist "${data[@]}" &&
+  in_environment 300 "$1" -np 2 python -m hvdtrain.mnist "${data[@]}" &&
     grep -q 'test accuracy 0.9' "$work/output" && grep -q 'shared memory' "$work/output"
 }
 
 is_not_broken() {
-  as_user 300 "$bin/python" -m hvdtrain.doctor && ! grep -q '^!!' "$work/output"
+  in_environment 300 python -m hvdtrain.doctor && ! grep -q '^!!' "$work/output"
 }
 
 # Any connection of pip to an index fails.
 installs_offline() {
-  as_user 300 env HVDTRAIN_WHEELS=/opt/release HVDTRAIN_CACHE_DIR=/tmp/no_cache \
+  in_environment 300 env HVDTRAIN_WHEELS=/opt/release HVDTRAIN_CACHE_DIR=/tmp/no_cache \
     PIP_CONFIG_FILE=/dev/null PIP_INDEX_URL=http://127.0.0.1:9/simple PIP_RETRIES=0 \
-    "$bin/python" -m hvdtrain.install
+    python -m hvdtrain.install
 }
 
 # wheels NAME SUITE
 wheels() {
-  local tensorflow="tensorflow-cpu~=$line.0" find=(--find-links /opt/release)
+  local tensorflow="tensorflow-cpu~=$line.0"
   check "$1: the files of a release can be made" make_release
   [[ -n $release ]] || return 0
   here=/home/somebody/empty
@@ -231,21 +238,22 @@ wheels() {
   copy_release
   check "$1: there is no compiler" has_no_compiler
 
-  bin=/home/somebody/one/bin
-  check "$1: a virtual environment" as_user 60 python3 -m venv "${bin%/bin}"
-  check "$1: TensorFlow's download" as_user 600 "$bin/pip" download \
+  environment=/home/somebody/one
+  check "$1: a virtual environment" as_user 60 python3 -m venv "$environment"
+  check "$1: TensorFlow's download" in_environment 600 pip download \
     --only-binary=:all: --dest /tmp/downloads "$tensorflow"
   check "$1: pip install 'hvdtrain[prebuilt]', without that download" \
-    as_user 300 "$bin/pip" install "${find[@]}" 'hvdtrain[prebuilt]'
-  check "$1: horovodrun trains" trains_mnist "$bin/horovodrun"
+    in_environment 300 pip install --find-links /opt/release 'hvdtrain[prebuilt]'
+  check "$1: horovodrun trains" trains_mnist horovodrun
   check "$1: the doctor finds nothing broken" is_not_broken
 
-  bin=/home/somebody/two/bin
-  check "$1: an environment that has TensorFlow" as_user 300 sh -c '
-    python3 -m venv "$1" && "$1/bin/pip" install "$2" &&
-      "$1/bin/pip" install --find-links /opt/release hvdtrain' sh "${bin%/bin}" "$tensorflow"
+  environment=/home/somebody/two
+  check "$1: another environment" as_user 60 python3 -m venv "$environment"
+  check "$1: TensorFlow is there before" in_environment 300 pip install "$tensorflow"
+  check "$1: pip install hvdtrain" \
+    in_environment 300 pip install --find-links /opt/release hvdtrain
   check "$1: hvdtrain.install from the same files, without an index" installs_offline
-  check "$1: mpirun trains" trains_mnist "$bin/mpirun"
+  check "$1: mpirun trains" trains_mnist mpirun
   check "$1: the doctor finds nothing broken there" is_not_broken
 }
 
