@@ -185,7 +185,8 @@ gpu() {
 # The release files of this clone, as $release, unless they are there.
 make_release() {
   [[ -z $release ]] || return 0
-  "$root/scripts/release.sh" "$work/release" --dirty "--tensorflow=$line" || return
+  "$root/scripts/release.sh" "$work/release" --dirty "--tensorflow=$line" \
+    "${pythons[@]/#/--python=}" || return
   release=$work/release
 }
 
@@ -266,6 +267,9 @@ for part in "${parts[@]}"; do
       "wheels_trixie"
 done
 release=${HVDTRAIN_RELEASE:-}
+pythons=()
+[[ " ${parts[*]} " != *' wheels_bookworm '* ]] || pythons+=(3.11)
+[[ " ${parts[*]} " != *' wheels_trixie '* ]] || pythons+=(3.13)
 data=(--dataset=digits)
 # The newest TensorFlow: the one of `hvdtrain[prebuilt]`.
 line=$(sed -n 's/^    tensorflow-cpu>=\([0-9.]*\),.*/\1/p' "$root/setup.cfg" | tail -n 1)

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Makes the files of a release from a clean clone: the directory that is uploaded.
 #
-#     scripts/release.sh DIR [--tensorflow=2.21]... [--python=python3.11]... [--dirty]
+#     scripts/release.sh DIR [--tensorflow=2.21]... [--python=3.11]... [--dirty]
 #
 # DIR, which must be new or empty, gets the source archive and the wheel of hvdtrain, the
 # wheels of Horovod and of the native operations for each pair of TensorFlow and Python,
 # the wheel of Open MPI that they need, SHA256SUMS, and index pages that pip reads.
 #
 #     --tensorflow    a line of TensorFlow; by default each of installer/supported.py
-#     --python        a Python; by default each supported one that this machine has. A
-#                     pair for which TensorFlow has no wheel is left out.
+#     --python        a version, or the path of a Python; by default each supported one
+#                     that this machine has: on the PATH, of pyenv or of uv. A pair for
+#                     which TensorFlow has no wheel is left out.
 #     --dirty         with changes that are not committed, also new files
 #
 # Needs git, a C++ compiler and patch. Wheels need the C library of the machine that they
@@ -84,25 +85,32 @@ base_of() {
   "$1" -c 'import ensurepip, sys, venv; print(sys._base_executable)' 2>/dev/null
 }
 
-# A shim of pyenv is on the PATH also where its Python is not chosen.
+# find_python VERSION: a shim of pyenv is on the PATH also where its Python is not chosen.
+find_python() {
+  local candidate
+  while read -r candidate; do
+    base_of "$candidate" && return
+  done < <(
+    type -aP "python$1"
+    compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1.*/bin/python$1"
+    compgen -G "$HOME/.local/share/uv/python/cpython-$1.*/bin/python$1"
+  )
+  return 1
+}
+
 find_pythons() {
-  local minor candidate
-  for minor in 11 12 13; do
-    while read -r candidate; do
-      base_of "$candidate" && break
-    done < <(
-      type -aP "python3.$minor"
-      compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.$minor*/bin/python3.$minor"
-      compgen -G "$HOME/.local/share/uv/python/cpython-3.$minor*/bin/python3.$minor"
-    )
-  done
-  true
+  local version
+  for version in 3.11 3.12 3.13; do find_python "$version" || true; done
 }
 
 check_pythons() {
   local python base
   for python in "${pythons[@]}"; do
-    base=$(base_of "$python") || die "--python=$python does not run, or has no venv"
+    if [[ $python =~ ^3\.[0-9]+$ ]]; then
+      base=$(find_python "$python") || die "--python=$python: this machine has none with venv"
+    else
+      base=$(base_of "$python") || die "--python=$python does not run, or has no venv"
+    fi
     supported "$base" 'import sys; sys.exit(
       not PYTHON[0] <= sys.version_info[:2] <= PYTHON[1])' ||
       die "--python=$python is $("$base" -V); expected a Python that hvdtrain supports"
@@ -168,7 +176,7 @@ for argument; do
     *) [[ -z $directory ]] && directory=$argument || die "expected one directory" ;;
   esac
 done
-[[ -n $directory ]] || die "usage: scripts/release.sh DIR [--tensorflow=2.21] [--python=python3.11]"
+[[ -n $directory ]] || die "usage: scripts/release.sh DIR [--tensorflow=2.21] [--python=3.11]"
 [[ ! -e $directory || -d $directory && -z $(ls -A "$directory") ]] ||
   die "$directory exists and is not an empty directory"
 check_clone
