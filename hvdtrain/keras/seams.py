@@ -226,6 +226,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=("keras.collective_calls.install",)),
     ),
     "keras.layers.Layer": (
+        Seam("call(...)", "Runs twice: with the gradients it is recomputed.",
+             replaced_by=("parallel.recomputation.remat",)),
         Seam("_flatten_layers(include_self, recursive)",
              "All layers inside of a layer; the public `layers` has one level.",
              used_by=("keras.callbacks.fit_start", "keras.moving_statistics",
@@ -291,15 +293,23 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=("training.skipping.Skipping",)),
     ),
     "keras.src.backend": (
-        Seam("get_keras_mask(x)", "Masks of the arguments of an attention layer.",
-             used_by=("parallel.attention",)),
+        Seam("get_keras_mask(x)", "Masks of the arguments of a layer.",
+             used_by=("parallel.attention", "parallel.recomputation")),
         Seam("set_keras_mask(x, mask)", "Masks of tensors that the package computes.",
-             used_by=("parallel.attention", "parallel.vocabulary")),
+             used_by=("parallel.attention", "parallel.recomputation",
+                      "parallel.vocabulary")),
+        Seam("in_stateless_scope()",
+             "Whether Keras infers shapes; a layer is not recomputed then.",
+             used_by=("parallel.recomputation",)),
     ),
     "keras.src.backend.common.global_state": (
         Seam("get_global_attribute(name, default, set_to_default)",
-             "Keras' seed generator, if it exists: checkpoints hold its state.",
-             used_by=("training.checkpoint.per_rank",)),
+             "Keras' seed generator, if it exists: checkpoints hold its state. The "
+             "arguments `current_call_ctx` and dtype `autocast_scope` of a call.",
+             used_by=("parallel.recomputation", "training.checkpoint.per_rank")),
+        Seam("set_global_attribute(name, value)",
+             "A second pass of a layer has the arguments and dtype of the first one.",
+             used_by=("parallel.recomputation",)),
     ),
     "keras.src.random.seed_generator": (
         Seam("global_seed_generator()", "Makes this generator, to restore its state.",

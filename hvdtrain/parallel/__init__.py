@@ -14,6 +14,7 @@ from hvdtrain.parallel.dropout import ParallelDropout
 from hvdtrain.parallel.embedding import ShardedEmbedding
 from hvdtrain.parallel.mesh import Mesh
 from hvdtrain.parallel.pipeline import PipelineModel
+from hvdtrain.parallel.recomputation import remat
 from hvdtrain.parallel.vocabulary import (
     ParallelSparseCategoricalAccuracy,
     ParallelSparseCategoricalCrossentropy,

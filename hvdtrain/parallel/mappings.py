@@ -12,9 +12,14 @@ follow Shoeybi et al. (2019, arXiv:1909.08053):
     gather    allgather       local shard
 
 The `Sharding` argument gives the axis along which the tensor is sharded and the ranks.
+
+A pass that is repeated, to recompute its activations, does not communicate again: the
+first one is in `record`, the second one in `replay`.
 """
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -23,6 +28,39 @@ from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.sharding.shards import Sharding
 
 _Direction = Callable[[tf.Tensor, Sharding], tf.Tensor]
+_Exchange = Callable[[Callable[[], tf.Tensor]], tf.Tensor]
+
+# Runs the collectives of this module in place of a direct call.
+_running: contextvars.ContextVar[_Exchange] = contextvars.ContextVar("running")
+
+
+@contextlib.contextmanager
+def record(results: list[tf.Tensor]) -> Iterator[None]:
+    """Append the results of the collectives in the block to a list."""
+
+    def run(exchange: Callable[[], tf.Tensor]) -> tf.Tensor:
+        results.append(exchange())
+        return results[-1]
+
+    with _run_collectives_by(run):
+        yield
+
+
+@contextlib.contextmanager
+def replay(results: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Take recorded results for the collectives in the block, in their order."""
+    recorded = iter(results)
+    with _run_collectives_by(lambda _: tf.identity(next(recorded))):
+        yield
+
+
+@contextlib.contextmanager
+def _run_collectives_by(run: _Exchange) -> Iterator[None]:
+    token = _running.set(run)
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def copy(x: tf.Tensor, sharding: Sharding) -> tf.Tensor:
@@ -63,7 +101,7 @@ def _identity(x: tf.Tensor, sharding: Sharding) -> tf.Tensor:
 
 
 def _allreduce(x: tf.Tensor, sharding: Sharding) -> tf.Tensor:
-    return transport.combine(x, sharding.process_set, name="Mapping")
+    return _exchange(lambda: transport.combine(x, sharding.process_set, name="Mapping"))
 
 
 def _shard(x: tf.Tensor, sharding: Sharding) -> tf.Tensor:
@@ -74,6 +112,10 @@ def _shard(x: tf.Tensor, sharding: Sharding) -> tf.Tensor:
 
 
 def _allgather(x: tf.Tensor, sharding: Sharding) -> tf.Tensor:
+    return _exchange(lambda: _gather_along_axis(x, sharding))
+
+
+def _gather_along_axis(x: tf.Tensor, sharding: Sharding) -> tf.Tensor:
     # Horovod gathers along the first axis.
     rows = tf.experimental.numpy.moveaxis(x, sharding.axis, 0)
     (gathered,) = transport.allgather(
@@ -82,3 +124,8 @@ def _allgather(x: tf.Tensor, sharding: Sharding) -> tf.Tensor:
     # The result of Horovod's operation has no static shape there; layers need it.
     gathered.set_shape([sharding.size, *gathered.shape[1:]])
     return tf.experimental.numpy.moveaxis(gathered, 0, sharding.axis)
+
+
+def _exchange(collective: Callable[[], tf.Tensor]) -> tf.Tensor:
+    run = _running.get(None)
+    return run(collective) if run else collective()

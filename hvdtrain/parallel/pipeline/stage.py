@@ -14,6 +14,7 @@ from hvdtrain.parallel.mesh import Mesh
 from hvdtrain.parallel.pipeline import splitting
 from hvdtrain.parallel.pipeline.full_model import FullModel, find_scope, in_scope
 from hvdtrain.parallel.pipeline.splitting import Cut, Entry
+from hvdtrain.parallel.recomputation import is_remat, remat
 from hvdtrain.sharding import layer_checks
 from hvdtrain.sharding.full_values import FullVariable
 from hvdtrain.sharding.shards import is_sharded
@@ -79,6 +80,7 @@ def build(
     config = splitting.make_config(stage_entries, cut_before, cuts[index].history, name)
     network = _build_network(config, functional, makers)
     _copy_values(network, functional)
+    _copy_remat(network, functional)
     full_model = FullModel(
         model_class=type(model),
         config=model.get_config(),
@@ -176,6 +178,17 @@ def _copy_values(network: keras.Model, functional: keras.Model) -> None:
         source = functional.get_layer(layer.name)
         for new, old in zip(layer.variables, source.variables, strict=True):
             new.assign(old)
+
+
+def _copy_remat(network: keras.Model, functional: keras.Model) -> None:
+    for layer in network.layers:
+        # An input of the stage is no layer of the full model.
+        if not isinstance(layer, keras.layers.InputLayer):
+            source = functional.get_layer(layer.name)
+            layers = zip(layer._flatten_layers(), source._flatten_layers(), strict=True)
+            for new, old in layers:
+                if is_remat(old):
+                    remat(new)
 
 
 def _check_trainable(
