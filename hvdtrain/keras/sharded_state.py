@@ -288,17 +288,18 @@ class ShardedState:
         self._shards = {variable_key(shard.weight): shard for shard in shards}
         self._weight_by_id = {id(shard.variable): shard.weight for shard in shards}
         optimizer = self._optimizer
+        # Keras excludes weights by key or by name, and a shard has the name of its
+        # weight. It may decide when it builds the optimizer.
+        excluded: set[object] = getattr(optimizer, "_exclude_from_weight_decay", set())
+        for shard in shards:
+            if optimizer._var_key(shard.weight) in excluded:
+                excluded.add(optimizer._var_key(shard.variable))
         self._originals["build"]([shard.variable for shard in shards])
         # An assignment of the attribute would track the weights as the optimizer's own
         # variables.
         vars(optimizer)["_trainable_variables"] = weights
         for i, weight in enumerate(weights):
             optimizer._trainable_variables_indices[optimizer._var_key(weight)] = i
-        # Keras looks up exclusions by variable, and caches the answers.
-        for shard in shards:
-            answer = optimizer._use_weight_decay(shard.weight.value)
-            key = optimizer._var_key(shard.variable)
-            optimizer._exclude_from_weight_decay_cache[key] = answer
         full = {id(variable) for variable in accumulated_gradients(optimizer)}
         sharded = {id(variable) for variable in optimizer.variables} - full
         for kind, slot, shard in slots_by_index(optimizer, shards):

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
+from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.keras.gradients import Gradient, GradientReducer, split_into_groups
 from hvdtrain.sharding.shards import Sharding, get_sharding, set_sharding
@@ -144,8 +145,10 @@ class WeightShard:
     def _make_variable(self) -> keras.Variable:
         # The optimizer may be built in a function that is being traced: its variables
         # outlive the trace. A variable of no elements has as many axes as the weight:
-        # Muon and Adafactor select the kind of its slots by them.
-        with tf.init_scope():
+        # Muon and Adafactor select the kind of its slots by them. The scope of the
+        # layer is in the name by which Keras excludes a weight from weight decay.
+        scope = as_tensorflow(self.weight).name.rpartition("/")[0]
+        with tf.init_scope(), tf.name_scope(scope and f"{scope}/"):
             if self.size:
                 value = self._select_elements(self.weight)
             else:

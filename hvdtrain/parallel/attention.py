@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras import ops
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.dropout import dropout

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeAlias
 import keras
 import tensorflow as tf
 from keras.src import backend
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, masking
 from tensorflow.python.eager import record
 
 from hvdtrain.keras.seams import replace
@@ -279,9 +279,9 @@ def _substitute(
 
 
 def _keep_mask(old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
-    mask = backend.get_keras_mask(old)
+    mask = masking.get_keras_mask(old)
     if mask is not None:
-        backend.set_keras_mask(new, mask)
+        masking.set_keras_mask(new, mask)
     return new
 
 

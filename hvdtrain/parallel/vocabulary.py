@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from keras.src.backend import set_keras_mask
+from keras.src.backend.common.masking import set_keras_mask
 
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.transport import Max, Min, Sum

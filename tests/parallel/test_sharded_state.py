@@ -125,6 +125,29 @@ def slots_held(optimizer):
     return [v for v in optimizer.variables if "accumulator" not in v.name]
 
 
+@pytest.mark.parametrize("is_by_name", [True, False])
+def test_the_same_weights_are_excluded_from_weight_decay(is_by_name):
+    def decay(shard_state):
+        model = oracle.build_model()
+        last, variables = model.layers[-1], model.trainable_variables
+        excluded = {"var_names": [last.name]}
+        if not is_by_name:
+            excluded = {"var_list": [last.kernel]}
+        optimizer = optimizers.SGD(0.1, weight_decay=0.1)
+        optimizer.exclude_from_weight_decay(**excluded)
+        hvd.DistributedOptimizer(optimizer, shard_state=shard_state)
+        optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
+        return model.get_weights()
+
+    undecayed = oracle.build_model().get_weights()
+    expected = decay(False)
+    assert np.any(expected[0] != undecayed[0])
+    if not is_by_name:
+        assert_equal(expected[2:3], undecayed[2:3], "excluded weight")
+    for shard_state in ("variables", "slices"):
+        assert_equal(decay(shard_state), expected, shard_state)
+
+
 @pytest.mark.ranks
 @pytest.mark.four_ranks
 def test_sharded_state_is_updated_bitwise_like_replicated_state():
