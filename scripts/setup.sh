@@ -114,18 +114,24 @@ step() {
   if ((status)); then
     echo "failed after $((SECONDS - start)) s (exit code $status):"
     grep -aiE '(error|fatal|no space left)\b' "$log" | tail -n 8 || tail -n 8 "$log"
+    restore_venv
     die "$text failed; its output is in $log"
   fi
   echo "$((SECONDS - start)) s"
 }
 
-# A chain of &&: `set -e` has no effect in what `step` calls.
+# A chain of &&: `set -e` has no effect in what `step` calls. An environment that works is
+# kept until the new one is complete.
 make_venv() {
-  rm -rf "$venv.old" "$venv.new" && mkdir "$venv.new" && touch "$venv.new/.set-up" &&
+  rm -rf "$venv.new" && mkdir "$venv.new" && touch "$venv.new/.set-up" &&
     variables >"$venv.new/.horovod" &&
-    if [[ -e $venv ]]; then mv "$venv" "$venv.old"; fi &&
-    mv "$venv.new" "$venv" && "$python" -m venv "$venv" && rm -rf "$venv.old"
+    if [[ -s $venv/.set-up ]]; then
+      rm -rf "$venv.old" && mv "$venv" "$venv.old"
+    else
+      rm -rf "$venv"
+    fi && mv "$venv.new" "$venv" && "$python" -m venv "$venv"
 }
+restore_venv() { [[ ! -e $venv.old ]] || { rm -rf "$venv" && mv "$venv.old" "$venv"; }; }
 
 # compat installs a path in a .pth file. With setuptools' import hook, a directory hvdtrain
 # in the working directory, such as the clone, would hide the package.
@@ -156,6 +162,7 @@ if ! is_complete; then
   step "making .venv" make_venv
   step "installing TensorFlow and the other packages" install_packages
   describe >"$venv/.set-up.new" && mv "$venv/.set-up.new" "$venv/.set-up"
+  rm -rf "$venv.old"
 fi
 variables >"$venv/.horovod"
 exec "$venv/bin/python" -m hvdtrain.install "$@" 9>&-

@@ -72,10 +72,12 @@ def test_set_up_again_does_nothing(tmp_path):
     link = tmp_path / "setup"
     link.symlink_to(ROOT / "scripts/setup.sh")
     before = log.stat().st_mtime_ns
-    said = call(link, cwd=tmp_path)
+    # Where there is something to do, pip fails, and the environment is restored.
+    no_index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    said = call(link, cwd=tmp_path, **no_index)
     assert (said.returncode, said.stderr) == (0, "")
     assert re.fullmatch(r"Horovod \S+ is installed, nothing to do\n", said.stdout)
-    quiet = call(link, "--quiet", cwd=tmp_path)
+    quiet = call(link, "--quiet", cwd=tmp_path, **no_index)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     assert log.stat().st_mtime_ns == before
 
@@ -94,8 +96,13 @@ def test_an_environment_for_other_inputs_is_made_again(clone, changed):
     result = call(clone / "scripts/setup.sh", PIP_NO_INDEX="1", PIP_FIND_LINKS="")
     assert result.returncode == 1
     assert "installing TensorFlow and the other packages ... failed" in result.stdout
-    # The next call completes it.
-    assert (venv / ".set-up").read_text() == ""
+    # The environment that was there is kept.
+    assert (venv / "bin/horovodrun").exists()
+    assert sorted(clone.glob(".venv*")) == [
+        venv,
+        clone / ".venv.lock",
+        clone / ".venv.log",
+    ]
 
 
 @is_set_up
