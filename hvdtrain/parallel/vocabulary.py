@@ -41,6 +41,7 @@ class ParallelSparseCategoricalCrossentropy(
     Args:
         from_logits: must be True.
         axis: must be -1.
+        label_smoothing: must be 0.
         mesh: the `Mesh`; by default the active one.
         others: as for `keras.losses.SparseCategoricalCrossentropy`.
 
@@ -57,6 +58,7 @@ class ParallelSparseCategoricalCrossentropy(
         name: str = "sparse_categorical_crossentropy",
         dtype: str | keras.DTypePolicy | None = None,
         *,
+        label_smoothing: float = 0.0,
         mesh: Mesh | Axes | None = None,
     ) -> None:
         if not from_logits:
@@ -70,18 +72,32 @@ class ParallelSparseCategoricalCrossentropy(
                 "ParallelSparseCategoricalCrossentropy takes logits whose last axis is "
                 f"sharded. Received: axis={axis!r}; expected -1."
             )
-        super().__init__(from_logits, ignore_class, reduction, axis, name, dtype)
+        if label_smoothing:
+            raise ValueError(
+                "ParallelSparseCategoricalCrossentropy has no label smoothing. "
+                f"Received: label_smoothing={label_smoothing!r}; expected 0."
+            )
+        # By name: Keras 3.16 has label_smoothing before `name`.
+        super().__init__(
+            from_logits=from_logits,
+            ignore_class=ignore_class,
+            reduction=reduction,
+            axis=axis,
+            name=name,
+            dtype=dtype,
+        )
+        self._ignore_class = ignore_class
         self._set_mesh(mesh)
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         """Return the loss of each label."""
         labels = _as_labels(y_true, y_pred)
         sharding = self.get_input_sharding(y_pred)
-        if self.ignore_class is None:
+        if self._ignore_class is None:
             return _crossentropy(y_pred, labels, sharding)
         # The logits of an ignored label may be NaN: replace them before the loss is
         # computed, as Keras does.
-        is_counted = labels != self.ignore_class
+        is_counted = labels != self._ignore_class
         logits = tf.where(is_counted[..., None], y_pred, tf.zeros_like(y_pred))
         losses = _crossentropy(logits, tf.where(is_counted, labels, 0), sharding)
         losses = tf.where(is_counted, losses, tf.zeros_like(losses))

@@ -111,6 +111,8 @@ def test_what_is_not_divided_logits_is_refused(meshes):
             parallel.ParallelSparseCategoricalCrossentropy()
         with pytest.raises(ValueError, match="Received: axis=1; expected -1"):
             parallel.ParallelSparseCategoricalCrossentropy(True, axis=1)
+        with pytest.raises(ValueError, match=r"label_smoothing=0\.1; expected 0"):
+            parallel.ParallelSparseCategoricalCrossentropy(True, label_smoothing=0.1)
         loss = parallel.ParallelSparseCategoricalCrossentropy(True)
     loss(LABELS, part_of(LOGITS, meshes[0]))
     with pytest.raises(ValueError, match="takes the output of a ColumnParallelDense"):

@@ -67,10 +67,13 @@ def check_loss(loss: Any) -> None:
             f"A pipeline needs a loss with one of the reductions {_REDUCTIONS}. "
             f"Received: {loss!r} with reduction={reduction!r}."
         )
-    if getattr(loss, "ignore_class", None) is not None:
+    # Keras 3.16 has it in the config only.
+    config = loss.get_config() if isinstance(loss, keras.losses.Loss) else {}
+    ignored = getattr(loss, "ignore_class", config.get("ignore_class"))
+    if ignored is not None:
         raise ValueError(
             "A pipeline weights micro-batches by their samples, and a loss with "
             "ignore_class is the mean over the samples that are not ignored. Received: "
-            f"ignore_class={loss.ignore_class}. Leave it out, and give these samples "
+            f"ignore_class={ignored}. Leave it out, and give these samples "
             "the sample_weight 0: the mean is then over all samples."
         )
