@@ -16,13 +16,17 @@ Wheels that were built are kept in HVDTRAIN_CACHE_DIR (~/.cache/hvdtrain).
 
 import os
 import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
 
 from absl import flags
 
 from hvdtrain import program
-from hvdtrain.installer import installing
+from hvdtrain.installer import cache, installing
 from hvdtrain.installer.steps import InstallError
-from hvdtrain.job import JobError
+from hvdtrain.job import JobError, signals
 
 _WHEELS = flags.DEFINE_string(
     "wheels",
@@ -50,10 +54,22 @@ def main() -> None:
         replace=_REPLACE.value,
         quiet=_QUIET.value,
     )
+    signals.subscribe((signal.SIGINT, signal.SIGTERM), _abort)
     try:
         installing.install(options)
     except InstallError as error:
         raise JobError(str(error)) from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise JobError(
+            f"The installation failed: {error}. It writes to {tempfile.gettempdir()} "
+            f"(TMPDIR), {cache.directory()} (HVDTRAIN_CACHE_DIR) and {sys.prefix}."
+        ) from None
+
+
+def _abort(number: int) -> bool:
+    installing.abort()
+    # Not handled: the process ends as programs do.
+    return False
 
 
 if __name__ == "__main__":

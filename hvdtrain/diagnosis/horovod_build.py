@@ -26,7 +26,7 @@ LOSSES: Mapping[tuple[int, ...], str] = {
     (26,): "Horovod may need the processor on which it was built",
     (27,): "horovodrun needs ssh or rsh, also for ranks on one host",
 }
-BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28)
+BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28, 29)
 
 
 def check(installed: Installed, horovod: Mapping[str, Any]) -> list[Finding]:

@@ -1,5 +1,6 @@
 """Horovod and the native operations in the Python environment of the user.
 
-`python -m hvdtrain.install` calls this package. It imports neither TensorFlow nor
-Horovod, and no module of hvdtrain outside of itself.
+`python -m hvdtrain.install` calls this package. It imports no module of hvdtrain
+outside of itself, and neither TensorFlow nor Horovod, except in `proof`, which runs in
+processes of its own.
 """

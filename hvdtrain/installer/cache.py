@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 
-from hvdtrain.installer import record, wheels
+from hvdtrain.installer import programs, record, wheels
 from hvdtrain.installer.steps import Steps
 from hvdtrain.installer.target import Target
 
@@ -30,7 +30,15 @@ def directory() -> pathlib.Path:
     if chosen := os.environ.get("HVDTRAIN_CACHE_DIR"):
         return pathlib.Path(chosen).absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(base, "hvdtrain").expanduser()
+    try:
+        return pathlib.Path(base, "hvdtrain").expanduser()
+    except RuntimeError:  # a user without a home
+        return temporary("cache")
+
+
+def temporary(name: str) -> pathlib.Path:
+    """Return a path for this user in the directory for temporary files."""
+    return pathlib.Path(tempfile.gettempdir(), f"hvdtrain-{os.getuid()}-{name}")
 
 
 def digest(*texts: object) -> str:
@@ -54,7 +62,7 @@ def folder(name: str, target: Target, builder: pathlib.Path) -> pathlib.Path:
         wheels.settings(name, target),
         wheels.digests([builder]),
         target.tensorflow,
-        sysconfig.get_config_var("SOABI"),
+        sysconfig.get_config_var("SOABI") if name == record.HOROVOD else "",
         platform.libc_ver(),
         {name: os.environ.get(name) for name in _COMPILER_VARIABLES},
     ]
@@ -64,39 +72,59 @@ def folder(name: str, target: Target, builder: pathlib.Path) -> pathlib.Path:
     return directory() / "wheels" / kept
 
 
-def is_writable() -> bool:
-    """Return whether the cache can be written; its directory is made."""
+def make_directory() -> bool:
+    """Make the cache's directory; return whether this user can write it."""
     try:
         directory().mkdir(parents=True, exist_ok=True)
+        _lock_file().touch()
     except OSError:
         return False
     return os.access(directory(), os.W_OK)
 
 
+def state(name: str) -> pathlib.Path:
+    """Return the path of a file of this user, in the cache if it can be written."""
+    if not make_directory():
+        return temporary(name)
+    return directory() / f"{os.getuid()}-{name}"
+
+
+def _lock_file() -> pathlib.Path:
+    return directory() / "lock"
+
+
 @contextlib.contextmanager
-def lock(path: pathlib.Path, steps: Steps, purpose: str) -> Iterator[None]:
+def lock(
+    path: pathlib.Path, report: Callable[[str], None], purpose: str
+) -> Iterator[None]:
     """Let one process at a time run the block.
 
     Args:
         path: of the lock's file.
-        purpose: what another process does that has the lock.
+        report: prints a line if another process has the lock.
+        purpose: what that process does, such as "installs here".
     """
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            steps.say(f"another process {purpose}, waiting for its end")
+            report(f"another process {purpose}, waiting for its end")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def environment_lock() -> pathlib.Path:
-    """Return the lock's file of this Python environment."""
-    name = f"hvdtrain-install-{os.getuid()}-{digest(sys.prefix)}.lock"
-    return pathlib.Path(tempfile.gettempdir(), name)
+    """Return the lock's file of this Python environment.
+
+    In the environment, if this user can write it: other nodes of a cluster have other
+    directories for temporary files.
+    """
+    if programs.is_own_prefix() and os.access(sys.prefix, os.W_OK):
+        return pathlib.Path(sys.prefix, ".hvdtrain-install.lock")
+    return temporary(f"install-{digest(sys.prefix)}.lock")
 
 
-def built(
+def find_or_build(
     kept: pathlib.Path,
     steps: Steps,
     build: Callable[[], pathlib.Path],
@@ -110,15 +138,17 @@ def built(
     """
     for wheel in kept.glob("*.whl"):
         return wheel
-    if not is_writable():
+    if not make_directory():
         return build()
     kept.parent.mkdir(exist_ok=True)
-    with lock(directory() / "lock", steps, f"builds into {directory()}"):
+    with lock(_lock_file(), steps.report, f"builds into {directory()}"):
         for wheel in kept.glob("*.whl"):
             return wheel
         wheel = build()
         # Renamed when it is complete: another process may look without the lock.
         new = pathlib.Path(tempfile.mkdtemp(prefix="new.", dir=kept.parent))
-        copied = shutil.copy(wheel, new)
+        shutil.copy(wheel, new)
+        # Other users may share the cache; temporary directories are private.
+        new.chmod(directory().stat().st_mode & 0o777)
         new.rename(kept)
-    return kept / pathlib.Path(copied).name
+    return kept / wheel.name

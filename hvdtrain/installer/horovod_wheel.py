@@ -63,8 +63,9 @@ def build(
     for patch in wheels.patches():
         _apply(patch, sources)
     record.write(sources / "horovod", _record(target))
+    python = work / "python/bin" / pathlib.Path(sys.executable).name
     command = [
-        *(str(work / "python/bin/python3"), "-m", "pip", "wheel", "--no-deps"),
+        *(str(python), "-m", "pip", "wheel", "--no-deps"),
         *("--no-build-isolation", "--wheel-dir", str(work / "wheels"), str(sources)),
     ]
     environment = _environment(target, packages, work)

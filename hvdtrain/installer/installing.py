@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import pathlib
+import shutil
 import sys
+import sysconfig
 import tempfile
 
 from hvdtrain.installer import (
@@ -21,10 +23,12 @@ from hvdtrain.installer import (
 )
 from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.record import HOROVOD, NATIVE
-from hvdtrain.installer.steps import InstallError, Steps
+from hvdtrain.installer.steps import InstallError, Steps, kill_running
 from hvdtrain.installer.target import Target
 
 _PROOF_SECONDS = 300
+# Of the installation that runs.
+_folders: list[str] = []
 _BUILDERS = {HOROVOD: horovod_wheel, NATIVE: native_wheel}
 
 
@@ -61,10 +65,26 @@ def install(options: InstallOptions) -> None:
         return
     if options.wheels:
         _make_directory(options.wheels)
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-install.") as folder:
-        steps = Steps(_log())
-        with cache.lock(cache.environment_lock(), steps, "installs here"):
-            _Installation(options, steps, pathlib.Path(folder)).run()
+        if not found.is_standard:
+            raise InstallError(
+                f"--wheels with {', '.join(found.settings)}: the name of a wheel does "
+                "not tell these settings; expected none of them"
+            )
+    _check_writable()
+    with (
+        cache.lock(cache.environment_lock(), print, "installs here"),
+        tempfile.TemporaryDirectory(prefix="hvdtrain-install.") as folder,
+    ):
+        _folders.append(folder)
+        steps = Steps(cache.state(f"install-{cache.digest(sys.prefix)}.log"))
+        _Installation(options, steps, pathlib.Path(folder)).run()
+
+
+def abort() -> None:
+    """Kill the commands that run, and remove their files. For a handler of signals."""
+    kill_running()
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_complete(found: Target) -> bool:
@@ -87,9 +107,24 @@ def _make_directory(folder: pathlib.Path) -> None:
         raise InstallError(f"--wheels={folder}: {error.strerror}") from None
 
 
-def _log() -> pathlib.Path:
-    folder = cache.directory() if cache.is_writable() else tempfile.gettempdir()
-    return pathlib.Path(folder, f"install-{cache.digest(sys.prefix)}.log")
+def _check_writable() -> None:
+    """Raise an error where pip would refuse, before anything is built."""
+    if any(os.environ.get(f"PIP_{name}") for name in ("PREFIX", "TARGET", "USER")):
+        return
+    packages = pathlib.Path(sysconfig.get_path("purelib"))
+    if programs.is_own_prefix():
+        if not os.access(packages, os.W_OK):
+            raise InstallError(
+                f"{packages} cannot be written: call this as its owner, or set "
+                "PIP_PREFIX to a directory that is in PYTHONPATH"
+            )
+        return
+    marker = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
+    if marker.exists() and not os.environ.get("PIP_BREAK_SYSTEM_PACKAGES"):
+        raise InstallError(
+            f"{sys.executable} is managed by the system, and pip installs nothing into "
+            "it: make an environment by python3 -m venv, and install hvdtrain there"
+        )
 
 
 class _Installation:
@@ -106,20 +141,20 @@ class _Installation:
         self._target = target.find()
 
     def run(self) -> None:
-        self._steps.say(
+        self._steps.report(
             f"installing into {sys.prefix}, for TensorFlow {self._target.tensorflow}"
         )
         self._install_mpi()
-        keeps = not self._options.replace and self._is_another_horovod_usable()
+        keeps = not self._options.replace and self._try_foreign_horovod()
         for name in [NATIVE] if keeps else [HOROVOD, NATIVE]:
             self._install(name)
         package = record.find_package(HOROVOD)
         if package and self._target.mpi:
-            mpi_library.check_loaded(self._target.mpi, package)
             mpi_library.link_for_mpi4py(package)
         if self._options.replace or not is_proved():
-            self._prove()
-        self._steps.say(f"{_describe()} is installed")
+            self._prove(native_library())
+            _note_proof()
+        self._steps.report(f"{_describe()} is installed")
 
     def _install_mpi(self) -> None:
         if self._target.mpi is None and not target.without_mpi(self._target.settings):
@@ -134,22 +169,23 @@ class _Installation:
         location = self._options.wheels or self._options.wheels_to_read
         return ["--find-links", str(location)] if location else []
 
-    def _is_another_horovod_usable(self) -> bool:
-        """Try a Horovod that was there before, such as conda-forge's."""
+    def _try_foreign_horovod(self) -> bool:
+        """Return whether two ranks run with a Horovod that was there before."""
         if not _is_foreign(self._target):
             return False
         package = record.find_package(HOROVOD)
-        self._steps.say(f"found Horovod in {package}, without hvdtrain's patches")
+        self._steps.report(f"found Horovod in {package}, without hvdtrain's patches")
         installed = misfits.read_installed()
         misfit = misfits.check_horovod(installed, self._target.tensorflow)
         try:
             if misfit:
                 raise InstallError(misfit.detail)
-            self._prove()
+            # Without native operations: they may be older than this TensorFlow.
+            self._prove(library=None)
         except InstallError as error:
-            self._steps.say(f"it does not work here, and is replaced: {error}")
+            self._steps.report(f"it does not work here, and is replaced: {error}")
             return False
-        self._steps.say(
+        self._steps.report(
             "it works and is used; python -m hvdtrain.doctor names what it lacks. To "
             "replace it: python -m hvdtrain.install --replace"
         )
@@ -164,6 +200,11 @@ class _Installation:
         if is_needed:
             command = ["--force-reinstall", "--no-index", str(wheel)]
             self._packages.install(f"installing {wheel.name}", command)
+            if not wheels.is_installed(name, self._target):
+                raise InstallError(
+                    f"{wheel.name} is installed, and Python finds "
+                    f"{record.find_package(name) or 'nothing'}: correct PYTHONPATH"
+                )
 
     def _find(self, name: str) -> pathlib.Path | None:
         for location in (self._options.wheels, self._options.wheels_to_read):
@@ -176,14 +217,16 @@ class _Installation:
             if wheel:
                 return wheel
             wanted = wheels.version(name, self._target)
-            self._steps.say(f"{location} has no {name} {wanted} for this machine")
+            self._steps.report(f"{location} has no {name} {wanted} for this machine")
         return None
 
     def _build(self, name: str) -> pathlib.Path:
         builder = pathlib.Path(str(_BUILDERS[name].__file__))
         kept = cache.folder(name, self._target, builder)
         work = pathlib.Path(tempfile.mkdtemp(prefix="build-horovod.", dir=self._work))
-        wheel = cache.built(kept, self._steps, lambda: self._compile(name, work))
+        wheel = cache.find_or_build(
+            kept, self._steps, lambda: self._compile(name, work)
+        )
         if not self._options.wheels:
             return wheel
         return portability.repair(
@@ -202,7 +245,7 @@ class _Installation:
             source=self._options.source,
         )
 
-    def _prove(self) -> None:
+    def _prove(self, library: pathlib.Path | None) -> None:
         horovodrun = programs.find("horovodrun", package="horovod")
         if horovodrun is None:
             raise InstallError(
@@ -210,7 +253,6 @@ class _Installation:
                 "python -m hvdtrain.install --replace"
             )
         proof = pathlib.Path(__file__).with_name("proof.py")
-        library = native_library()
         command = [
             *(str(horovodrun), "-np", "2", sys.executable, "-P", str(proof)),
             *([str(library)] if library else []),
@@ -222,7 +264,6 @@ class _Installation:
             directory=self._work,
             timeout_seconds=_PROOF_SECONDS,
         )
-        _note_proof()
 
 
 def _environment_of_ranks(found: Target, horovodrun: pathlib.Path) -> dict[str, str]:
@@ -253,21 +294,18 @@ def is_proved() -> bool:
 
 
 def _note_proof() -> None:
-    note = _proof_note()
-    if cache.is_writable():
-        note.parent.mkdir(exist_ok=True)
-        note.touch()
+    _proof_note().touch()
 
 
 def _proof_note() -> pathlib.Path:
-    """Return a file of the cache whose name depends on all that a proof depends on."""
+    """Return a file whose name depends on all that a proof depends on."""
     depends_on = [sys.prefix, target.tensorflow_version()]
     for name in (HOROVOD, NATIVE):
         package = record.find_package(name)
         if package:
             depends_on += [str(package), str(record.read(package))]
             depends_on += [str(file.stat()[6:9]) for file in package.glob("**/*.so")]
-    return cache.directory() / "proved" / cache.digest(*depends_on)
+    return cache.state(f"proved-{cache.digest(*depends_on)}")
 
 
 def _describe() -> str:

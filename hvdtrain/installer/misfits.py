@@ -20,8 +20,6 @@ from hvdtrain.installer import record, supported
 INSTALL = "python -m hvdtrain.install"
 # Without the flag, a Horovod that two ranks can use is kept.
 REPLACE = f"{INSTALL} --replace"
-# Packages whose module is `tensorflow`: they overwrite each other's files.
-_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")
 _KERAS = ("keras", "keras-nightly")
 # The values of TF_USE_LEGACY_KERAS that TensorFlow takes for true.
 _TRUE = ("1", "true", "True")
@@ -93,7 +91,7 @@ class Installed:
 def read_installed(path: Sequence[str] | None = None) -> Installed:
     """Read what is installed in the directories of `path`, by default `sys.path`."""
     path = sys.path if path is None else path
-    tensorflows = {name: _version(name, path) for name in _TENSORFLOWS}
+    tensorflows = {name: _version(name, path) for name in supported.TENSORFLOW_PACKAGES}
     return Installed(
         python=sys.version_info[:2],
         tensorflow=any(_directories("tensorflow", path)),

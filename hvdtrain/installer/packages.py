@@ -5,7 +5,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata, util
 
 from hvdtrain.installer.steps import InstallError, Steps
@@ -66,15 +66,26 @@ class Packages:
             "LC_ALL": "C",
         }
 
-    def install(self, text: str, arguments: Sequence[str | os.PathLike[str]]) -> None:
+    def install(
+        self,
+        text: str,
+        arguments: Sequence[str | os.PathLike[str]],
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Call `pip install --no-deps` as a step named `text`."""
         command = [sys.executable, "-m", "pip", "install", "--no-deps", *arguments]
-        self._steps.run(text, command, environment=self.environment())
+        self._steps.run(text, command, environment=environment or self.environment())
 
     def install_tools(self, requirements: Sequence[str]) -> None:
         """Install packages into the tools, not into the environment."""
+        text = f"installing {', '.join(requirements)} for the build"
         target = ["--upgrade", "--target", str(self.tools), *requirements]
-        self.install(f"installing {', '.join(requirements)} for the build", target)
+        environment = self.environment()
+        # Where the user has packages installed; pip accepts one place.
+        for name in ("PIP_PREFIX", "PIP_USER", "PIP_TARGET", "PIP_ROOT"):
+            environment.pop(name, None)
+        self.install(text, target, environment=environment)
 
     def install_setuptools(self) -> None:
         """Install setuptools into the tools, unless the environment's is new enough."""

@@ -5,9 +5,11 @@ errors of a compiler, linker or CMake, if there are any. What make and pip print
 them only repeats that a command failed.
 """
 
+import contextlib
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +27,10 @@ _BUILD_DIRECTORY = re.compile(r"\S*/build-horovod\.[^/]*/")
 _MAX_WIDTH = 300
 
 
+# Process groups of the commands that run.
+_running: set[int] = set()
+
+
 class InstallError(Exception):
     """What a user can correct: received, expected, what to do."""
 
@@ -38,7 +44,7 @@ class Steps:
         self._is_quiet = is_quiet
         log.write_text("")
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Print a line, also in the log."""
         with self._log.open("a") as log:
             log.write(f"{text}\n")
@@ -88,7 +94,7 @@ class Steps:
         """Return the exit code, or the reason why there is none."""
         with self._log.open("ab") as log:
             try:
-                # A session of its own: on a timeout all its processes are killed.
+                # A process group of its own: all its processes are killed together.
                 done = subprocess.Popen(
                     command,
                     env=environment,
@@ -101,14 +107,15 @@ class Steps:
             except OSError as error:
                 log.write(f"error: {error}\n".encode())
                 return "not started"
+            _running.add(done.pid)
             try:
                 return done.wait(timeout_seconds)
-            except BaseException as error:
-                os.killpg(done.pid, 9)
+            except subprocess.TimeoutExpired:
+                kill_running()
                 done.wait()
-                if isinstance(error, subprocess.TimeoutExpired):
-                    return f"timed out after {timeout_seconds:.0f} s"
-                raise
+                return f"timed out after {timeout_seconds:.0f} s"
+            finally:
+                _running.discard(done.pid)
 
     def _failure(self, text: str, code: int | str, first: int) -> str:
         output = self._log.read_bytes()[first:].decode(errors="replace")
@@ -119,6 +126,13 @@ class Steps:
                 *first_errors(output),
             ]
         )
+
+
+def kill_running() -> None:
+    """Kill the commands that run, with all their processes."""
+    for group in tuple(_running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 class _Ticker:

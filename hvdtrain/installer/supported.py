@@ -5,6 +5,8 @@ setup.cfg has the same ranges.
 
 # Lines of TensorFlow, each of which has its own ABI: the oldest first.
 TENSORFLOW = ((2, 18), (2, 19), (2, 20), (2, 21))
+# Packages whose module is `tensorflow`: they overwrite each other's files.
+TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")
 # The first and the last.
 KERAS = ((3, 12), (3, 15))
 PYTHON = ((3, 11), (3, 13))

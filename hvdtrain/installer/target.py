@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import platform
 import re
 import subprocess
@@ -23,7 +22,6 @@ _BUILD_VARIABLE = re.compile(
 # Modules of clusters set these on all nodes.
 _GPU_VARIABLE = re.compile(r"HOROVOD_[A-Z_]*(CUDA|NCCL|NVTX)")
 _GPU_OPERATIONS = "HOROVOD_GPU_OPERATIONS"
-_TENSORFLOWS = ("tensorflow-cpu", "tensorflow", "tensorflow-gpu", "tf-nightly-cpu")
 _IMPORT_SECONDS = 120
 
 
@@ -66,8 +64,10 @@ class Target:
 
     @property
     def is_standard(self) -> bool:
-        """Whether the version tells all settings, so that any wheel of it fits."""
-        return not set(self.settings) - {_GPU_OPERATIONS, "HOROVOD_WITHOUT_MPI"}
+        """Whether the version identifies the build: it names GPUs and MPI alone."""
+        others = set(self.settings) - {_GPU_OPERATIONS, "HOROVOD_WITHOUT_MPI"}
+        # Where the tools and libraries of a build are.
+        return all(name.endswith(("_HOME", "_INCLUDE", "_CMAKE")) for name in others)
 
     @property
     def label(self) -> str:
@@ -111,7 +111,7 @@ def find() -> Target:
     settings = build_settings()
     mpi = None
     if not without_mpi(settings):
-        mpi = mpi_library.find(pathlib.Path(sys.prefix))
+        mpi = mpi_library.find()
     return Target(tensorflow_version(), mpi, settings)
 
 
@@ -130,7 +130,7 @@ def tensorflow_version() -> str:
     Raises:
         InstallError: there is none, or its line is not supported.
     """
-    version = _installed_tensorflow()
+    package, version = _installed_tensorflow()
     if not version:
         raise InstallError(
             f"No TensorFlow in {sys.prefix}: pip install 'hvdtrain[cpu]', or the "
@@ -140,22 +140,23 @@ def tensorflow_version() -> str:
         lines = ", ".join(map(supported.text, supported.TENSORFLOW))
         raise InstallError(
             f"Received TensorFlow {version}; expected one of {lines}: pip install "
-            f"'tensorflow-cpu~={supported.text(supported.TENSORFLOW[-1])}.0'"
+            f"'{package}~={supported.text(supported.TENSORFLOW[-1])}.0'"
         )
     return version
 
 
-def _installed_tensorflow() -> str | None:
-    for name in _TENSORFLOWS:
+def _installed_tensorflow() -> tuple[str, str]:
+    """Return the name of the package and its version, "" if there is none."""
+    for name in supported.TENSORFLOW_PACKAGES:
         try:
-            return metadata.version(name)
+            return name, metadata.version(name)
         except metadata.PackageNotFoundError:
             pass
     if record.find_package("tensorflow") is None:
-        return None
+        return "", ""
     # A distribution of another name, such as a vendor's.
     code = "import tensorflow; print(tensorflow.__version__)"
-    return run_python(code).splitlines()[-1]
+    return "tensorflow", run_python(code).splitlines()[-1]
 
 
 def run_python(code: str) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import pathlib
+import re
 from collections.abc import Iterable, Mapping
 
 from hvdtrain import __version__
@@ -14,6 +15,7 @@ HOROVOD_VERSION = "0.28.1"
 # Number of the set of patches in versions; a released set is never changed.
 PATCH_SET = 1
 PACKAGE = pathlib.Path(__file__).parents[1]
+_FAILURE = re.compile(r"Could not fetch URL .*")
 
 
 def patches() -> list[pathlib.Path]:
@@ -88,18 +90,23 @@ def find(
     """
     if name == record.HOROVOD and not target.is_standard:
         return None
+    is_page = "://" in location
+    if not is_page and not pathlib.Path(location).is_dir():
+        raise InstallError(
+            f"Received {location} for wheels; expected a directory or the address of a "
+            "page with links"
+        )
     wanted = f"{name}=={version(name, target)}"
     done = packages.pip(
-        *("download", "--no-deps", "--only-binary=:all:", "--no-index"),
+        # -vv: pip reports a page that it cannot fetch in its debugging output alone.
+        *("download", "-vv", "--no-deps", "--only-binary=:all:", "--no-index"),
         *("--find-links", location, "--dest", directory, wanted),
     )
     if done.returncode == 0:
         [wheel] = directory.glob(f"{name}-*.whl")
         return wheel
-    if "No matching distribution" in done.stdout and "WARNING: Loc" not in done.stdout:
+    failure = _FAILURE.search(done.stdout)
+    if "No matching distribution" in done.stdout and not (is_page and failure):
         return None
-    last = done.stdout.strip().splitlines()[-1]
-    raise InstallError(
-        f"The wheels in {location} cannot be read: {last}; expected a directory or "
-        "the address of a page with links"
-    )
+    reason = failure[0] if failure else done.stdout.strip().splitlines()[-1]
+    raise InstallError(f"The wheels in {location} cannot be read: {reason.strip()}")

