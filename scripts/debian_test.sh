@@ -89,8 +89,9 @@ install_debian() {
   # A mirror may serve package lists that have expired.
   debootstrap --variant=minbase "$1" "$debian" &&
     cp -rL /etc/resolv.conf "$work/site" "$debian/etc" &&
-    # Debian's installer and container engines write it; debootstrap does not.
-    echo '127.0.0.1 localhost' >"$debian/etc/hosts" &&
+    # Debian's installer and container engines write it; debootstrap does not. Gloo needs
+    # an address of the host's name.
+    printf '%s\n' '127.0.0.1 localhost' "127.0.1.1 $(uname -n)" >"$debian/etc/hosts" &&
     echo 'Acquire::Check-Valid-Until "false";' >"$debian/etc/apt/apt.conf.d/90mirror" &&
     inside apt-get update &&
     inside apt-get install --yes --no-install-recommends "${@:2}" &&
