@@ -230,7 +230,11 @@ class _Installation:
         if not self._options.wheels:
             return wheel
         return portability.repair(
-            wheel, self._options.wheels, self._steps, self._packages
+            wheel,
+            self._options.wheels,
+            self._steps,
+            self._packages,
+            mpi=self._target.mpi,
         )
 
     def _compile(self, name: str, work: pathlib.Path) -> pathlib.Path:

