@@ -11,8 +11,8 @@ use_environment() {
   if [[ -x .venv/bin/python ]]; then
     PATH=$PWD/.venv/bin:$PATH
   elif ! python -c 'import hvdtrain' 2>/dev/null; then
-    die "$PWD has no .venv: submit from the clone of hvdtrain," \
-      "and run scripts/setup.sh there before"
+    die "$PWD has no .venv, and the python on the PATH of sbatch has no hvdtrain: run" \
+      "scripts/setup.sh in the clone before, or activate an environment with hvdtrain"
   fi
 }
 
