@@ -15,7 +15,7 @@ HOROVOD_VERSION = "0.28.1"
 # Number of the set of patches in versions; a released set is never changed.
 PATCH_SET = 1
 PACKAGE = pathlib.Path(__file__).parents[1]
-_FAILURE = re.compile(r"Could not fetch URL .*")
+_FAILURE = re.compile(r"Could not fetch URL .*|The repository located at .* host\b")
 
 
 def patches() -> list[pathlib.Path]:
