@@ -65,7 +65,7 @@ lint() {
 }
 
 # unit [FILES]; in two processes, one for each of two cores.
-unit() { run unit 300 python -m pytest -q -n 2 --dist worksteal "${@:-tests/unit}"; }
+unit() { run unit 600 python -m pytest -q -n 2 --dist worksteal "${@:-tests/unit}"; }
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
 # pytest's.
