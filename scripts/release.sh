@@ -155,6 +155,7 @@ build_pair() {
   # Away from any directory named hvdtrain.
   (cd "$work/environment" && bin/python -m hvdtrain.install --wheels="$files") ||
     die "the wheels for $text could not be made"
+  built=$((built + 1))
 }
 
 check_files() {
@@ -201,9 +202,11 @@ done
 
 step "building the source archive and the wheel of hvdtrain" build_package "${pythons[0]}"
 step "downloading Open MPI" download_mpi "${pythons[0]}"
+built=0
 for line in "${lines[@]}"; do
   for python in "${pythons[@]}"; do build_pair "$python" "$line"; done
 done
+((built)) || die "TensorFlow has no wheel for any of these pairs"
 step "checking the files" check_files
 cp -R "$files/." "$directory"
 (cd "$directory" && ls -l -- *.whl *.tar.gz)
