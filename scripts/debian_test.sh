@@ -245,15 +245,15 @@ wheels() {
   check "$1: TensorFlow's download" in_environment 600 pip download \
     --only-binary=:all: --dest /tmp/downloads "$tensorflow"
   check "$1: pip install 'hvdtrain[prebuilt]', without that download" \
-    in_environment 300 pip install --find-links /opt/release 'hvdtrain[prebuilt]'
+    in_environment 600 pip install --find-links /opt/release 'hvdtrain[prebuilt]'
   check "$1: horovodrun trains" trains_mnist horovodrun
   check "$1: the doctor finds nothing broken" is_not_broken
 
   environment=/home/somebody/two
   check "$1: another environment" as_user 60 python3 -m venv "$environment"
-  check "$1: TensorFlow is there before" in_environment 300 pip install "$tensorflow"
+  check "$1: TensorFlow is there before" in_environment 600 pip install "$tensorflow"
   check "$1: pip install hvdtrain" \
-    in_environment 300 pip install --find-links /opt/release hvdtrain
+    in_environment 600 pip install --find-links /opt/release hvdtrain
   check "$1: hvdtrain.install from the same files, without an index" installs_offline
   check "$1: mpirun trains" trains_mnist mpirun
   check "$1: the doctor finds nothing broken there" is_not_broken
