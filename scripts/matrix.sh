@@ -38,7 +38,7 @@ processor=
 # environment DIRECTORY TENSORFLOW KERAS: pip checks their ranges against setup.cfg's.
 environment() {
   "${PYTHON:-python3}" -m venv "$1" &&
-    "$1/bin/python" -m pip install --quiet --editable "$root[cpu,mpi]" \
+    "$1/bin/python" -m pip install --quiet --editable "$root[cpu,mpi,plot]" \
       "tensorflow$processor==$2" "keras==$3" pytest pytest-xdist &&
     PATH=$1/bin:$PATH "$1/bin/python" -m hvdtrain.install
 }
