@@ -18,12 +18,13 @@ from hvdtrain.installer import (
     portability,
     programs,
     record,
+    steps,
     target,
     wheels,
 )
 from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.record import HOROVOD, NATIVE
-from hvdtrain.installer.steps import InstallError, Steps, kill_running
+from hvdtrain.installer.steps import InstallError, Steps
 from hvdtrain.installer.target import Target
 
 _PROOF_SECONDS = 300
@@ -76,13 +77,13 @@ def install(options: InstallOptions) -> None:
         tempfile.TemporaryDirectory(prefix="hvdtrain-install.") as folder,
     ):
         _folders.append(folder)
-        steps = Steps(cache.state(f"install-{cache.digest(sys.prefix)}.log"))
-        _Installation(options, steps, pathlib.Path(folder)).run()
+        log = cache.state(f"install-{cache.digest(sys.prefix)}.log")
+        _Installation(options, Steps(log), pathlib.Path(folder)).run()
 
 
 def abort() -> None:
     """Kill the commands that run, and remove their files. For a handler of signals."""
-    kill_running()
+    steps.abort()
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -131,13 +132,13 @@ class _Installation:
     """One call of `install`, with the lock of the environment."""
 
     def __init__(
-        self, options: InstallOptions, steps: Steps, work: pathlib.Path
+        self, options: InstallOptions, runner: Steps, work: pathlib.Path
     ) -> None:
         self._options = options
-        self._steps = steps
+        self._steps = runner
         self._work = work
         (work / "tools").mkdir()
-        self._packages = Packages(steps, work / "tools")
+        self._packages = Packages(runner, work / "tools")
         self._target = target.find()
 
     def run(self) -> None:

@@ -29,6 +29,7 @@ _MAX_WIDTH = 300
 
 # Process groups of the commands that run.
 _running: set[int] = set()
+_is_aborted = threading.Event()
 
 
 class InstallError(Exception):
@@ -108,10 +109,12 @@ class Steps:
                 log.write(f"error: {error}\n".encode())
                 return "not started"
             _running.add(done.pid)
+            if _is_aborted.is_set():  # after the start, and before the line above
+                _kill(done.pid)
             try:
                 return done.wait(timeout_seconds)
             except subprocess.TimeoutExpired:
-                kill_running()
+                _kill(done.pid)
                 done.wait()
                 return f"timed out after {timeout_seconds:.0f} s"
             finally:
@@ -128,11 +131,16 @@ class Steps:
         )
 
 
-def kill_running() -> None:
-    """Kill the commands that run, with all their processes."""
+def abort() -> None:
+    """Kill the commands that run, with all their processes, and those that start."""
+    _is_aborted.set()
     for group in tuple(_running):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        _kill(group)
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 class _Ticker:
