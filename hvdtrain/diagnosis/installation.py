@@ -19,7 +19,7 @@ from hvdtrain.diagnosis.finding import (
     run,
     warning,
 )
-from hvdtrain.installer import misfits
+from hvdtrain.installer import misfits, record
 from hvdtrain.installer.misfits import INSTALL, REPLACE, Installed, Misfit
 
 # Properties of a library by name, as `probe` prints them.
@@ -185,9 +185,11 @@ def _check_mpirun(mpirun: str) -> Finding:
 
 
 def _check_mpi4py(horovod: Properties) -> list[Finding]:
+    remedy = "not needed for training; to use it: pip install mpi4py"
+    if record.find_package("mpi4py") is None:
+        return [warning("mpi4py", "is not installed", remedy)]
     mpi4py, done = _probe("mpi4py")
     if not mpi4py:
-        remedy = "not needed for training; to use it: pip install mpi4py"
         return [warning("mpi4py", _describe_failure(done), remedy)]
     detail = f"{mpi4py['version']}, {mpi4py['mpi']}"
     if mpi4py["mpi_library"] != horovod["mpi_library"]:
