@@ -73,7 +73,7 @@ launched() {
   local -x HVDTRAIN_REDUCTION=$1
   local controller=$2 ranks=$3
   shift 3
-  run "$HVDTRAIN_REDUCTION $controller -np $ranks" 600 \
+  run "$HVDTRAIN_REDUCTION $controller -np $ranks" 900 \
     horovodrun "--$controller" -np "$ranks" \
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
