@@ -314,6 +314,6 @@ def _proof_note() -> pathlib.Path:
 
 
 def _describe() -> str:
-    package = record.find_package(HOROVOD)
-    installed = record.read(package) if package else None
-    return f"Horovod {installed.version}" if installed else f"Horovod in {package}"
+    installed = record.read_installed(HOROVOD)
+    place = record.find_package(HOROVOD)
+    return f"Horovod {installed.version}" if installed else f"Horovod in {place}"

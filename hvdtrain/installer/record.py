@@ -55,6 +55,12 @@ def read(package: pathlib.Path) -> BuildRecord | None:
     return BuildRecord(**{**values, "flags": tuple(values["flags"])})
 
 
+def read_installed(name: str) -> BuildRecord | None:
+    """Return the record of an installed package; None without a package or a record."""
+    package = find_package(name)
+    return read(package) if package else None
+
+
 def write(package: pathlib.Path, record: BuildRecord) -> None:
     """Write the record into the directory of a package."""
     text = json.dumps(dataclasses.asdict(record), indent=2)

@@ -26,7 +26,6 @@ _RETRY = re.compile(r"Retrying \(Retry\(total=[1-9]")
 _BUILD_DIRECTORY = re.compile(r"\S*/build-horovod\.[^/]*/")
 _MAX_WIDTH = 300
 
-
 # Process groups of the commands that run.
 _running: set[int] = set()
 _is_aborted = threading.Event()
@@ -39,18 +38,16 @@ class InstallError(Exception):
 class Steps:
     """Runs the commands of an installation, and prints one line for each step."""
 
-    def __init__(self, log: pathlib.Path, *, is_quiet: bool = False) -> None:
+    def __init__(self, log: pathlib.Path) -> None:
         """Start an empty log."""
         self._log = log
-        self._is_quiet = is_quiet
         log.write_text("")
 
     def report(self, text: str) -> None:
         """Print a line, also in the log."""
         with self._log.open("a") as log:
             log.write(f"{text}\n")
-        if not self._is_quiet:
-            print(text, flush=True)
+        print(text, flush=True)
 
     def run(
         self,
@@ -75,15 +72,13 @@ class Steps:
         with self._log.open("a") as log:
             log.write(f"== {text}: {' '.join(map(str, command))}\n")
         first = self._log.stat().st_size
-        with _Ticker(f"{text} ... ", is_quiet=self._is_quiet):
+        with _Ticker(f"{text} ... "):
             code = self._call(command, environment, directory, timeout_seconds)
         seconds = time.monotonic() - start
         if code != 0:
-            if not self._is_quiet:
-                print("failed", flush=True)
+            print("failed", flush=True)
             raise InstallError(self._failure(text, code, first))
-        if not self._is_quiet:
-            print(f"{seconds:.0f} s", flush=True)
+        print(f"{seconds:.0f} s", flush=True)
 
     def _call(
         self,
@@ -146,15 +141,12 @@ def _kill(group: int) -> None:
 class _Ticker:
     """Shows the seconds of a step on a terminal, from a thread."""
 
-    def __init__(self, text: str, *, is_quiet: bool) -> None:
+    def __init__(self, text: str) -> None:
         self._text = text
-        self._is_quiet = is_quiet
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True)
 
     def __enter__(self) -> None:
-        if self._is_quiet:
-            return
         print(self._text, end="", flush=True)
         if sys.stdout.isatty():
             self._thread.start()

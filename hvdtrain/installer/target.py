@@ -1,6 +1,7 @@
 """What a binary package must fit: Python, TensorFlow, MPI, settings of the build."""
 
 import dataclasses
+import functools
 import os
 import platform
 import re
@@ -81,14 +82,19 @@ class Target:
 
     def compile_flags(self) -> CompileFlags:
         """Return TensorFlow's flags. Imports TensorFlow in a process of its own."""
-        printed = run_python(
-            "import tensorflow.sysconfig as flags\n"
-            "print(*flags.get_compile_flags())\nprint(*flags.get_link_flags())"
-        )
-        compiling, linking = printed.splitlines()[-2:]
-        # -isystem: no warnings from TensorFlow's headers.
-        compiling = compiling.replace("-I", "-isystem")
-        return CompileFlags(tuple(compiling.split()), tuple(linking.split()))
+        return _tensorflow_flags()
+
+
+@functools.cache  # two builds and their records need the flags
+def _tensorflow_flags() -> CompileFlags:
+    printed = run_python(
+        "import tensorflow.sysconfig as flags\n"
+        "print(*flags.get_compile_flags())\nprint(*flags.get_link_flags())"
+    )
+    compiling, linking = printed.splitlines()[-2:]
+    # -isystem: no warnings from TensorFlow's headers.
+    compiling = compiling.replace("-I", "-isystem")
+    return CompileFlags(tuple(compiling.split()), tuple(linking.split()))
 
 
 def _default_flavour() -> str:
@@ -215,6 +221,5 @@ def is_build_variable(name: str) -> bool:
 
 def kept_settings() -> Mapping[str, str]:
     """Return the settings that the installed Horovod was built with."""
-    package = record.find_package(record.HOROVOD)
-    installed = record.read(package) if package else None
+    installed = record.read_installed(record.HOROVOD)
     return installed.settings if installed else {}

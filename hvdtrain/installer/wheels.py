@@ -59,8 +59,7 @@ def settings(name: str, target: Target) -> Mapping[str, str]:
 
 def is_installed(name: str, target: Target) -> bool:
     """Return whether the installed package is the one for the target."""
-    package = record.find_package(name)
-    installed = record.read(package) if package else None
+    installed = record.read_installed(name)
     return (
         installed is not None
         and installed.version == version(name, target)
