@@ -43,6 +43,7 @@ class Seam(NamedTuple):
 _SHARDED_STATE = "keras.sharded_state.ShardedState"
 _HOOK = "keras.hook.ReductionHook"
 _SKIPPING = "keras.hook.UpdateSkipping"
+_RECORD = "verification.capture.record_steps"
 
 # `build` of the attention layers is overridden, and Keras' `call` reads what it makes.
 _ATTENTION = (
@@ -76,9 +77,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Checks before a step, and that the step has reduced its gradients.",
              replaced_by=(_HOOK,)),
         Seam("build(variables)",
-             "ShardedState builds slots for shards of the weights; the hook then sets "
-             "the shardings of the slots of sharded layers.",
-             replaced_by=(_SHARDED_STATE, _HOOK), is_ordered=True),
+             "A verification adds the optimizer to those it follows. ShardedState builds "
+             "slots for shards of the weights; the hook then sets their shardings.",
+             replaced_by=(_RECORD, _SHARDED_STATE, _HOOK), is_ordered=True),
         Seam("_clip_gradients(grads)",
              "Runs between accumulation and clipping, also where nothing is clipped: "
              "gradients are reduced here.",
@@ -108,7 +109,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_trainable_variables",
              "The weights, which Keras' `apply` compares with its argument.",
              used_by=("keras.full_saving", "keras.hook", "keras.multi_optimizer",
-                      "keras.sharded_state", "keras.variables")),
+                      "keras.sharded_state", "keras.variables",
+                      "verification.step_recorder")),
         Seam("_trainable_variables_indices",
              "The place of a weight, by which Keras finds the slots of its shard.",
              used_by=("keras.sharded_state",)),
@@ -125,7 +127,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Counts micro-steps; the public `iterations` counts windows.",
              used_by=("keras.callbacks.consistency_check", "keras.callbacks.joining",
                       "keras.elastic.callbacks", "keras.sharded_state",
-                      "parallel.pipeline.full_model")),
+                      "parallel.pipeline.full_model", "verification.step_recorder")),
         Seam("_learning_rate",
              "The variable or schedule; the public `learning_rate` calls a schedule.",
              used_by=("keras.callbacks.learning_rate", "keras.sharded_state",
@@ -188,6 +190,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              used_by=("keras.optimizer",),
              replaced_by=("training.fitting.fit",
                           "keras.callbacks.fit_start.substitute")),
+        Seam("train_on_batch(x, y, sample_weight, ...)",
+             "A verification records its batches and steps, or replaces its batches.",
+             replaced_by=("verification.capture.exchange_batches", _RECORD)),
         *(Seam(signature, "Keras makes it again where it is None.",
                used_by=("training.building",))
           for signature in ("test_function(iterator)", "predict_function(data)")),
@@ -208,6 +213,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.src.trainers.compile_utils.CompileMetrics": (
         Seam("_user_metrics", "The metrics of `compile`, before they are built.",
              used_by=("sharding.layer_checks",)),
+    ),
+    "keras.callbacks.CallbackList": (
+        Seam("on_train_batch_end(batch, logs)",
+             "A verification records the steps of `fit`.", replaced_by=(_RECORD,)),
     ),
     "keras.Sequential": (
         Seam("_functional", "The graph of a sequential model.",
@@ -230,7 +239,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              used_by=("keras.callbacks.fit_start", "keras.moving_statistics",
                       "parallel.pipeline.stage",
                       "training.checkpoint.state_variables",
-                      "measurement.equivalence")),
+                      "measurement.equivalence", "verification.step_recorder")),
         Seam("_trainable_variables",
              "A layer's own weights, frozen or not, without those of sublayers.",
              used_by=("parallel.layer", "training.checkpoint.state_variables")),
@@ -254,7 +263,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     ),
     "keras.layers.BatchNormalization": (
         Seam("_moments(inputs, mask)", "Overridden: moments over all ranks.",
-             used_by=("keras.layers",)),
+             used_by=("keras.layers", "verification.step_recorder")),
         Seam("_reduction_axes", "The axes of _moments.", used_by=("keras.layers",)),
     ),
     "keras.layers.MultiHeadAttention": (
@@ -300,6 +309,11 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("in_stateless_scope()",
              "Whether Keras infers shapes; a layer is not recomputed then.",
              used_by=("parallel.recomputation",)),
+    ),
+    "keras.src.backend.random": (
+        Seam("dropout(inputs, rate, noise_shape, seed)",
+             "A verification leaves it out: masks depend on the size of a batch.",
+             replaced_by=("verification.capture.leave_out_dropout",)),
     ),
     "keras.src.backend.common.global_state": (
         Seam("get_global_attribute(name, default, set_to_default)",

@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Top floor first. The names are modules and packages of hvdtrain.
 FLOORS = [
     [
-        *("mnist", "benchmark", "doctor", "install", "report", "program"),
-        *("diagnosis", "measurement", "reporting"),
+        *("mnist", "benchmark", "doctor", "install", "report", "verify", "program"),
+        *("diagnosis", "measurement", "reporting", "verification"),
     ],
     ["classifier"],
     ["training"],
@@ -187,7 +187,7 @@ def test_data_and_models_are_independent_of_horovod():
 
 # Programs define flags of the same name: one process imports one of them.
 @pytest.mark.parametrize(
-    "program", ["mnist", "benchmark", "doctor", "install", "report"]
+    "program", ["mnist", "benchmark", "doctor", "install", "report", "verify"]
 )
 def test_importing_the_package_loads_no_tensorflow(program):
     code = (

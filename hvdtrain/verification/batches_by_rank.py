@@ -1,0 +1,149 @@
+"""Batches of a script: recorded on each rank, then replaced by those of all ranks."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.verification.trajectory import Directory
+
+# Tensors or arrays in any nest.
+Batch: TypeAlias = Any
+# TensorFlow's own, which `capture` replaces.
+_iterate = tf.data.Dataset.__iter__
+
+
+class BatchRecorder:
+    """Writes the batches that a rank reads.
+
+    A stream is one iteration of a dataset. Streams are numbered in the order in which
+    they begin, which is the same in all phases.
+    """
+
+    def __init__(self, files: Directory, *, rank: int) -> None:
+        self._files = files
+        self._rank = rank
+        self._streams = itertools.count()
+        self._calls = itertools.count()
+        # The one that has read a batch last.
+        self._stream: int | None = None
+
+    def note_step(self) -> None:
+        """Note that the last batch was one of the training, not of an evaluation."""
+        if self._stream is not None:
+            self._files.write("training", self._rank, self._stream, value=None)
+
+    def iterate(self, dataset: tf.data.Dataset) -> Iterator[Batch]:
+        """Return an iterator over `dataset`, as `iter` does."""
+        stream = next(self._streams)
+        numbers = itertools.count()
+
+        def write(*arrays: np.ndarray) -> None:
+            self._stream = stream
+            numbered = (self._rank, stream, next(numbers))
+            self._files.write("batch", *numbered, value=list(arrays))
+
+        def copy(*element: Batch) -> Batch:
+            batch = element if len(element) > 1 else element[0]
+            parts = tf.nest.flatten(batch, expand_composites=True)
+            # A map with a stateful operation is not parallel: numbers are in order.
+            with tf.control_dependencies([tf.numpy_function(write, parts, [])]):
+                parts = [tf.identity(part) for part in parts]
+            return tf.nest.pack_sequence_as(batch, parts, expand_composites=True)
+
+        return _iterate(dataset.map(copy))
+
+    def take(self, batch: Batch) -> Batch:
+        """Return the arguments of `train_on_batch`, as they are."""
+        arrays = [None if x is None else np.asarray(x) for x in tf.nest.flatten(batch)]
+        self._files.write("call", self._rank, next(self._calls), value=arrays)
+        return batch
+
+
+class BatchReplacer:
+    """Gives a rank the batches of all ranks, concatenated in the order of the ranks.
+
+    Args:
+        files: of the phase in which they were recorded.
+        size: number of ranks.
+    """
+
+    def __init__(self, files: Directory, *, size: int) -> None:
+        self._files = files
+        self._ranks = range(size)
+        self._streams = itertools.count()
+        self._calls = itertools.count()
+
+    def iterate(self, dataset: tf.data.Dataset) -> Iterator[Batch]:
+        """Return an iterator over what all ranks had in place of `dataset`."""
+        stream, spec = next(self._streams), dataset.element_spec
+
+        def batches() -> Iterator[Batch]:
+            for number in itertools.count():
+                batch = self._joined(spec, stream, number)
+                if batch is None:
+                    return
+                yield batch
+
+        first = self._joined(spec, stream, 0)
+        if first is None:
+            return _iterate(dataset.take(0))
+        signature = tf.nest.map_structure(_with_more_rows, spec, first)
+        dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+        return _iterate(dataset)
+
+    def take(self, batch: Batch) -> Batch:
+        """Return the arguments of `train_on_batch` of all ranks."""
+        arrays_by_rank = self._read("call", next(self._calls))
+        if not arrays_by_rank:
+            return batch
+        joined = list(map(_join, zip(*arrays_by_rank, strict=True)))
+        return tf.nest.pack_sequence_as(batch, joined)
+
+    def _joined(self, spec: Any, stream: int, number: int) -> Batch:
+        """Return one batch of all ranks, or None after the last one."""
+        parts_by_rank = self._read("batch", stream, number)
+        if not parts_by_rank:
+            return None
+        flat_by_rank = [
+            tf.nest.flatten(
+                tf.nest.pack_sequence_as(
+                    spec, list(map(tf.constant, parts)), expand_composites=True
+                )
+            )
+            for parts in parts_by_rank
+        ]
+        joined = list(map(_join, zip(*flat_by_rank, strict=True)))
+        return tf.nest.pack_sequence_as(spec, joined)
+
+    def _read(self, kind: str, *numbers: int) -> list[list[np.ndarray]]:
+        # A rank with fewer batches than the others has none for the last numbers.
+        found = [self._files.read(kind, rank, *numbers) for rank in self._ranks]
+        return [arrays for arrays in found if arrays is not None]
+
+
+def _join(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, tf.SparseTensor):
+        return tf.sparse.concat(0, list(values))
+    # Scalars, such as a rate, are the same on all ranks.
+    if first is None or not len(first.shape):
+        return first
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    return tf.concat(list(values), axis=0)
+
+
+def _with_more_rows(spec: tf.TypeSpec, joined: Any) -> tf.TypeSpec:
+    """Return the type of a batch of one rank for the batches of all ranks."""
+    if not spec.shape.rank:
+        return spec
+    rows = None if spec.shape[0] is None else joined.shape[0]
+    shape = [rows, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(
+            shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+        )
+    return type(spec)(shape, spec.dtype)

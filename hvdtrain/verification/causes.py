@@ -1,0 +1,198 @@
+"""The likely reason why N ranks do not compute what one process computes.
+
+The reasons are the conditions of "When N ranks equal one process" in the documents, and
+frequent mistakes in scripts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from hvdtrain.verification.comparison import Difference
+from hvdtrain.verification.samples import Samples
+from hvdtrain.verification.trajectory import Facts, State, digest
+
+_RATIO_TOLERANCE = 0.02
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was recorded of a script whose steps differ from the reference.
+
+    Attributes:
+        difference: the first one.
+        states_by_rank: after the step of this difference.
+    """
+
+    difference: Difference
+    facts: Facts
+    samples: Samples
+    states_by_rank: Sequence[State]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.states_by_rank)
+
+    @property
+    def operations(self) -> set[str]:
+        """The operations by which gradients are reduced."""
+        return {operation for operation, _ in self.facts.reductions}
+
+
+def find(evidence: Evidence) -> list[str]:
+    """Return the reasons that fit the evidence, the most likely one first."""
+    return [text for cause in _CAUSES if (text := cause(evidence))]
+
+
+def _no_reduction(evidence: Evidence) -> str:
+    if evidence.facts.reductions:
+        return ""
+    return (
+        "No gradient is reduced over the ranks: wrap the optimizer by "
+        "hvd.DistributedOptimizer, or the tape by hvd.DistributedGradientTape."
+    )
+
+
+def _rates_differ(evidence: Evidence) -> str:
+    rates = [state.learning_rates for state in evidence.states_by_rank]
+    for name in rates[0]:
+        values = [rate.get(name) for rate in rates]
+        if len(set(values)) > 1:
+            listed = ", ".join(map(str, values))
+            return (
+                f"The learning rate of {name!r} differs by rank: {listed}. Set it on "
+                "all ranks, also in callbacks."
+            )
+    return ""
+
+
+def _unequal_batches(evidence: Evidence) -> str:
+    sizes = evidence.samples.sizes
+    if len(set(sizes)) < 2:
+        return ""
+    return (
+        f"The batches of the ranks have {_listed(sizes)} samples, and each rank's mean "
+        "has the same weight: drop the rest of the data, or deal them evenly."
+    )
+
+
+def _sum_of_losses(evidence: Evidence) -> str:
+    if "sum" not in evidence.facts.loss_reductions or "Sum" in evidence.operations:
+        return ""
+    return (
+        'A loss has reduction="sum", and the mean over ranks is 1 / '
+        f"{evidence.size} of the sum: pass op=hvd.Sum, or use "
+        '"sum_over_batch_size".'
+    )
+
+
+def _sum_of_means(evidence: Evidence) -> str:
+    means = {"sum_over_batch_size", "mean"} & {*evidence.facts.loss_reductions}
+    if "Sum" not in evidence.operations or not means:
+        return ""
+    return (
+        "Gradients of means over samples are added up by op=hvd.Sum, which makes them "
+        f"{evidence.size} times as large: use op=hvd.Average."
+    )
+
+
+def _multiple(evidence: Evidence) -> str:
+    size, ratio = evidence.size, evidence.difference.ratio
+    for factor, text in ((size, f"{size}"), (1 / size, f"1 / {size}")):
+        if math.isclose(ratio, factor, rel_tol=_RATIO_TOLERANCE):
+            return (
+                f"The change since the start is {text} of the reference's: a loss or "
+                "gradient is multiplied or divided by the number of ranks, or summed "
+                "where it should be averaged."
+            )
+    return ""
+
+
+def _weighted_mean(evidence: Evidence) -> str:
+    if "mean_with_sample_weight" not in evidence.facts.loss_reductions:
+        return ""
+    return (
+        'A loss has reduction="mean_with_sample_weight", and each rank divides by its '
+        'own sum of weights: use "sum_over_batch_size".'
+    )
+
+
+def _local_moments(evidence: Evidence) -> str:
+    names = evidence.facts.local_normalizations
+    if not names:
+        return ""
+    return (
+        f"{_listed(names[:3])} normalizes by the moments of the local batch: use "
+        "hvd.SyncBatchNormalization."
+    )
+
+
+def _random_draws(evidence: Evidence) -> str:
+    # Dropout draws nothing here.
+    names = [name for name, count in evidence.states_by_rank[0].draws.items() if count]
+    if not names:
+        return ""
+    return (
+        f"{_listed(names[:3])} draws random numbers, others for each batch and rank: "
+        "the distribution is that of one process, the numbers are not. Verify the "
+        "script without this layer."
+    )
+
+
+def _masks(evidence: Evidence) -> str:
+    names = evidence.facts.masking_layers
+    if not names:
+        return ""
+    return (
+        f"{_listed(names[:3])} makes masks, and each rank divides by its own number of "
+        "unmasked steps: make batches with equally many, or pass sample_weight."
+    )
+
+
+def _dense_rows(evidence: Evidence) -> str:
+    if not evidence.facts.has_dense_rows:
+        return ""
+    return (
+        "sparse_as_dense=True adds up the gradients of equal rows before the "
+        "optimizer, which Keras does not do in one process: leave it out."
+    )
+
+
+def _compression(evidence: Evidence) -> str:
+    names = {name for _, name in evidence.facts.reductions} - {"NoneCompressor"}
+    if not names:
+        return ""
+    return f"Gradients are rounded by {_listed(sorted(names))} before the reduction."
+
+
+def _ranks_differ(evidence: Evidence) -> str:
+    first, *others = (state.variables for state in evidence.states_by_rank)
+    for name, value in first.items():
+        if any(other.get(name) != digest(value) for other in others):
+            return (
+                f"{name} is not equal on all ranks after the step: some of its changes "
+                "are not reduced, or depend on the rank."
+            )
+    return ""
+
+
+def _listed(values: Sequence[object]) -> str:
+    return " and ".join(map(str, values))
+
+
+_CAUSES: tuple[Callable[[Evidence], str], ...] = (
+    _no_reduction,
+    _rates_differ,
+    _unequal_batches,
+    _sum_of_losses,
+    _sum_of_means,
+    _multiple,
+    _weighted_mean,
+    _local_moments,
+    _random_draws,
+    _masks,
+    _dense_rows,
+    _compression,
+    _ranks_differ,
+)

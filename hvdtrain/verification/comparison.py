@@ -1,0 +1,152 @@
+"""The first step and variable in which two trajectories differ."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.verification.trajectory import Directory, State
+
+# What a variable may differ by: this share of its change since the start, ...
+_SHARE_OF_CHANGE = 1e-3
+# ... or this many units of rounding of its largest value, for each step.
+_ROUNDING_UNITS = 8
+_METRIC_TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first difference between the ranks and the reference.
+
+    Attributes:
+        step: the step after which it was found.
+        name: of a variable or a metric.
+        size: the largest difference of its elements.
+        scale: the largest value of the reference.
+        ratio: the change since the start, as a multiple of the reference's; NaN if it
+            is no multiple.
+    """
+
+    step: int
+    name: str
+    size: float
+    scale: float
+    ratio: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The result of a comparison.
+
+    Attributes:
+        steps: the steps after which both have a state.
+        largest: the largest difference of a variable or metric, in relation to its
+            largest value, over all steps.
+        first: the first difference that is not rounding, or None.
+    """
+
+    steps: list[int]
+    largest: float
+    first: Difference | None
+
+
+def compare(ranks: Directory, reference: Directory) -> Comparison:
+    """Compare the states of rank 0 after each step."""
+    steps = [
+        step
+        for step in ranks.last_numbers("state", 0)
+        if reference.read("state", 0, step)
+    ]
+    start = dict(_start(reference))
+    largest = 0.0
+    for number, step in enumerate(steps, start=1):
+        found, state = (each.read("state", 0, step) for each in (ranks, reference))
+        differences = [
+            *_variables(found, state, start, step=step, number=number),
+            *_metrics(state, step=step),
+        ]
+        excessive = [each for excess, each in differences if excess > 1]
+        if excessive:
+            first = max(excessive, key=lambda each: each.size / (each.scale or 1.0))
+            return Comparison(steps=steps, largest=largest, first=first)
+        relative = (each.size / each.scale for _, each in differences if each.scale)
+        largest = max([largest, *relative])
+    return Comparison(steps=steps, largest=largest, first=None)
+
+
+def _start(files: Directory) -> Iterator[tuple[str, np.ndarray]]:
+    for number in files.last_numbers("start", 0):
+        yield from files.read("start", 0, number).items()
+
+
+def _variables(
+    found: State, expected: State, start: Mapping[str, Any], *, step: int, number: int
+) -> Iterator[tuple[float, Difference]]:
+    """Yield the difference of each variable, in relation to the allowed one."""
+    for name, value in expected.variables.items():
+        other = found.variables.get(name)
+        if other is None or other.shape != value.shape or not value.size:
+            continue
+        before = start.get(name, np.zeros_like(value))
+        change = _largest(value - before) if before.shape == value.shape else 0.0
+        scale = max(_largest(value), _largest(other))
+        size = _largest_difference(other, value)
+        allowed = _SHARE_OF_CHANGE * change + _rounding(value) * number * scale
+        yield (
+            size / allowed if allowed else float(size > 0) * 2,
+            Difference(
+                step=step,
+                name=name,
+                size=size,
+                scale=scale,
+                ratio=_ratio(other - before, value - before),
+            ),
+        )
+
+
+def _rounding(value: np.ndarray) -> float:
+    is_float = np.issubdtype(value.dtype, np.floating)
+    return _ROUNDING_UNITS * float(np.finfo(value.dtype).eps) if is_float else 0.0
+
+
+def _metrics(state: State, *, step: int) -> Iterator[tuple[float, Difference]]:
+    for name, value in (state.metrics_of_ranks or {}).items():
+        value, expected = np.asarray(value), np.asarray(state.metrics[name])
+        scale = max(_largest(expected), _largest(value))
+        size = _largest_difference(value, expected)
+        yield (
+            size / (_METRIC_TOLERANCE * scale) if scale else 0.0,
+            Difference(
+                step=step,
+                name=f"metric {name}",
+                size=size,
+                scale=scale,
+                ratio=float("nan"),
+            ),
+        )
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.max(np.abs(values), initial=0.0))
+
+
+def _largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference; NaN and infinity equal themselves."""
+    differ = ~((found == expected) | (np.isnan(found) & np.isnan(expected)))
+    if not differ.any():
+        return 0.0
+    size = _largest(found[differ].astype(float) - expected[differ].astype(float))
+    return size if np.isfinite(size) else float("inf")
+
+
+def _ratio(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the factor by which `found` is most nearly `expected`."""
+    found, expected = found.astype(float).ravel(), expected.astype(float).ravel()
+    square = float(expected @ expected)
+    if not square:
+        return float("nan")
+    ratio = float(found @ expected) / square
+    # Not a multiple: a ratio would say nothing.
+    rest = _largest(found - ratio * expected)
+    return ratio if rest < 0.01 * _largest(found) else float("nan")

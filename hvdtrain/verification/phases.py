@@ -1,0 +1,136 @@
+"""Starts the phases of a verification, and reads what they recorded."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+
+from hvdtrain import environment
+from hvdtrain.installer.steps import InstallError, Steps
+from hvdtrain.job import JobError
+from hvdtrain.job.launchers import without_launch
+from hvdtrain.verification import causes, comparison, samples
+from hvdtrain.verification.trajectory import Directory, Phase, PhaseOptions
+
+_WORKER = (sys.executable, "-m", "hvdtrain.verification.worker")
+# What launchers put before a line of a rank.
+_PREFIX = re.compile(r"^\[\d+,\d+\]<std(out|err)>:")
+_ERROR = re.compile(
+    r"^[\w.]*(Error|Exception|Exit|Interrupt): .|^rank \d+ on |^\w+: error:"
+)
+_STALL_SECONDS = "300"
+
+
+class PhaseError(JobError):
+    """The script failed in a phase: its error, and where its output is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verification:
+    """A script, and how it is verified.
+
+    Attributes:
+        command: the script, or `-m` and a module, with its arguments.
+        directory: of all files.
+        size: number of ranks.
+        steps: number of steps that are compared.
+        dtype: of all computations; None for those of the script.
+    """
+
+    command: Sequence[str]
+    directory: pathlib.Path
+    size: int
+    steps: int
+    dtype: str | None
+
+    def run(self, phase: Phase, text: str) -> None:
+        """Run the script in a phase, and print `text` with the seconds that it took.
+
+        Raises:
+            PhaseError: the script failed.
+        """
+        options = PhaseOptions(
+            phase=phase,
+            directory=str(self.directory),
+            size=self.size,
+            steps=self.steps,
+            dtype=self.dtype,
+        )
+        worker = [*_WORKER, json.dumps(dataclasses.asdict(options)), *self.command]
+        launcher = ["horovodrun", "-np", str(self.size)] if phase != "alone" else []
+        # Under a launcher's variables the command would join the job as a rank.
+        variables = without_launch(os.environ)
+        variables.setdefault(environment.STALL_SHUTDOWN, _STALL_SECONDS)
+        log = self.directory / f"{phase}.log"
+        try:
+            Steps(log).run(text, [*launcher, *worker], environment=variables)
+        except InstallError:
+            raise PhaseError(
+                f"The script failed: {_last_error(log)} Its output is in {log}."
+            ) from None
+
+    def files(self, phase: Phase) -> Directory:
+        """Return the files of a phase."""
+        return Directory(self.directory, phase)
+
+    def compare(self) -> comparison.Comparison:
+        """Compare the phases "ranks" and "reference".
+
+        Raises:
+            JobError: no step was recorded.
+        """
+        result = comparison.compare(self.files("ranks"), self.files("reference"))
+        if not result.steps:
+            raise JobError(
+                "No step of the script was seen. Seen are the steps of Keras optimizers "
+                "under model.fit and train_on_batch, and in loops over a "
+                "tf.data.Dataset that is iterated in Python."
+            )
+        return result
+
+    def samples(self) -> samples.Samples:
+        """Return which samples the ranks have read."""
+        return samples.read_by_ranks(self.files("ranks"), size=self.size)
+
+    def reasons(self, difference: comparison.Difference) -> list[str]:
+        """Return the likely reasons of a difference."""
+        files = self.files("ranks")
+        return causes.find(
+            causes.Evidence(
+                difference=difference,
+                facts=files.read("facts", 0),
+                samples=self.samples(),
+                states_by_rank=[
+                    files.read("state", rank, difference.step)
+                    for rank in range(self.size)
+                ],
+            )
+        )
+
+    def scaling(self) -> dict[str, float]:
+        """Return how many times the learning rates are those of one rank, by name.
+
+        The largest number of all steps that both have taken.
+        """
+        scaling: dict[str, float] = {}
+        alone, ranks = self.files("alone"), self.files("ranks")
+        for step in ranks.last_numbers("state", 0):
+            state, single = (each.read("state", 0, step) for each in (ranks, alone))
+            for name, rate in state.learning_rates.items():
+                if single and single.learning_rates.get(name):
+                    ratio = rate / single.learning_rates[name]
+                    scaling[name] = max(ratio, scaling.get(name, 0.0))
+        return scaling
+
+
+def _last_error(log: pathlib.Path) -> str:
+    lines = [
+        _PREFIX.sub("", line).strip()
+        for line in log.read_text(errors="replace").splitlines()
+    ]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if _ERROR.search(line)]
+    return (errors or lines or ["it printed nothing."])[-1]

@@ -1,0 +1,48 @@
+"""What each phase records and replaces."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+import keras
+
+from hvdtrain.job import launchers
+from hvdtrain.verification import capture
+from hvdtrain.verification.batches_by_rank import BatchRecorder, BatchReplacer
+from hvdtrain.verification.step_recorder import FinishedError, StepRecorder
+from hvdtrain.verification.trajectory import Directory, PhaseOptions
+
+# Each rank has a seed of its own, as without any seed: a missing broadcast is seen.
+_SEED = 20170815
+
+
+@contextlib.contextmanager
+def of_phase(options: PhaseOptions) -> Iterator[None]:
+    """Record what the script in the block does; end it after its last step."""
+    path = pathlib.Path(options.directory)
+    recorded, files = Directory(path, "ranks"), Directory(path, options.phase)
+    rank = launchers.launch().rank
+    batches = BatchRecorder(recorded, rank=rank)
+    is_reference = options.phase == "reference"
+    recorder = StepRecorder(
+        files,
+        rank=rank,
+        steps=options.steps,
+        on_step=batches.note_step,
+        compared=(recorded, options.size) if is_reference else None,
+    )
+    keras.utils.set_random_seed(_SEED + rank)
+    if options.dtype:
+        capture.compute_in(options.dtype)
+    capture.leave_out_dropout()
+    capture.record_steps(recorder)
+    if options.phase == "ranks":
+        capture.note_reductions(recorder)
+        capture.exchange_batches(batches)
+    if is_reference:
+        capture.compute_as_one_process()
+        capture.exchange_batches(BatchReplacer(recorded, size=options.size))
+    with contextlib.suppress(FinishedError):
+        yield
+        # The step of a loop that took its last batch.
+        recorder.record()

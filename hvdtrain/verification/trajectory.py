@@ -1,0 +1,118 @@
+"""What the phases of a verification write, and the files in which they write it."""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import pickle
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+Phase: TypeAlias = Literal["ranks", "reference", "alone"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseOptions:
+    """What a phase of a verification does.
+
+    Attributes:
+        phase: as the package describes them.
+        directory: of the files of all phases.
+        size: number of ranks of the phase "ranks".
+        steps: the script ends after so many.
+        dtype: of all computations; None for those of the script.
+    """
+
+    phase: Phase
+    directory: str
+    size: int
+    steps: int
+    dtype: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """The state of a training on one rank after a step.
+
+    Attributes:
+        variables: values of the weights and of the optimizers' variables by name, on
+            rank 0; their digests on the other ranks.
+        learning_rates: by the name of the optimizer.
+        draws: how many random numbers a layer has drawn, by the path of its seed.
+        metric_states: values of the metrics' variables.
+        metrics: results of the metrics by name.
+        metrics_of_ranks: in the reference, the results over all ranks of the first
+            phase; None elsewhere.
+    """
+
+    variables: Mapping[str, Any]
+    learning_rates: Mapping[str, float]
+    draws: Mapping[str, int]
+    metric_states: list[np.ndarray]
+    metrics: Mapping[str, Any]
+    metrics_of_ranks: Mapping[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a script has built, when its first step is done.
+
+    Attributes:
+        reductions: each reduction of gradients that was traced: its operation, such as
+            "Average", and its compression, such as "NoneCompressor".
+        has_dense_rows: whether `sparse_as_dense` made sparse gradients dense.
+        loss_reductions: of all losses of Keras.
+        local_normalizations: names of layers with moments of the local batch.
+        masking_layers: names of layers that make masks.
+    """
+
+    reductions: list[tuple[str, str]]
+    has_dense_rows: bool
+    loss_reductions: list[str]
+    local_normalizations: list[str]
+    masking_layers: list[str]
+
+
+class Directory:
+    """The files of one phase.
+
+    A file's name is its kind, the rank, and numbers: `batch-0-1-5` is batch 5 of
+    stream 1 on rank 0.
+    """
+
+    def __init__(self, path: pathlib.Path, phase: str) -> None:
+        self._path = path / phase
+        self._path.mkdir(exist_ok=True)
+
+    def write(self, kind: str, *numbers: int, value: object) -> None:
+        """Write a file as a whole, or not at all."""
+        path = self._file(kind, *numbers)
+        # A process that ends while it writes leaves a file of this name.
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        with unfinished.open("wb") as file:
+            pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
+        os.replace(unfinished, path)
+
+    def read(self, kind: str, *numbers: int) -> Any:
+        """Return what was written, or None if there is no such file."""
+        try:
+            with self._file(kind, *numbers).open("rb") as file:
+                return pickle.load(file)
+        except FileNotFoundError:
+            return None
+
+    def last_numbers(self, kind: str, *numbers: int) -> list[int]:
+        """Return the last number of each file with this kind and first numbers."""
+        start = "-".join([kind, *map(str, numbers), ""])
+        ends = [path.name.removeprefix(start) for path in self._path.glob(f"{start}*")]
+        return sorted(int(end) for end in ends if end.isdigit())
+
+    def _file(self, kind: str, *numbers: int) -> pathlib.Path:
+        return self._path / "-".join([kind, *map(str, numbers)])
+
+
+def digest(value: np.ndarray) -> str:
+    """Return a digest of the bytes of an array."""
+    return hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()

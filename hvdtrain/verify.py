@@ -1,0 +1,164 @@
+"""Proves that a script computes on N ranks what one process with their batches computes.
+
+python -m hvdtrain.verify -np 2 train.py --epochs=3
+python -m hvdtrain.verify -np 2 -m hvdtrain.mnist --dataset=digits
+
+The script is not changed. It runs for some steps on N ranks, then again with the batches
+of all ranks on each and without any reduction, which is what one process with the
+N-times batch computes. Weights, optimizer and metrics are compared after each step; if
+they differ, the first difference and its likely reason are printed, and the exit code
+is 1. Dropout is left out. Takes as long as three starts of the script.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import signal
+import sys
+import tempfile
+
+from absl import flags
+
+from hvdtrain import program
+from hvdtrain.installer import steps
+from hvdtrain.job import JobError, launchers, signals
+from hvdtrain.verification.comparison import Comparison, Difference
+from hvdtrain.verification.phases import PhaseError, Verification
+from hvdtrain.verification.samples import Samples
+
+_NP = flags.DEFINE_integer("np", 2, "Number of ranks.", lower_bound=2)
+_STEPS = flags.DEFINE_integer(
+    "steps", 10, "Number of steps that are compared.", lower_bound=1
+)
+_DTYPE = flags.DEFINE_enum(
+    "dtype",
+    None,
+    ["float32", "float64"],
+    "Type of all computations. By default those of the script, and if the steps differ "
+    "in them, float64, which shows whether the difference is rounding.",
+)
+_KEEP = flags.DEFINE_bool("keep", False, "Keep the recorded files.")
+
+# How much more than N times that of one rank a learning rate may be: rounding.
+_ROUNDING = 1e-3
+_NO_REASON = (
+    'No reason was found. The documents list the conditions: "When N ranks equal one '
+    'process".'
+)
+
+
+def main(command: list[str]) -> None:
+    """Verify a script; raise `JobError` if it fails or differs."""
+    if launchers.launch().size > 1:
+        raise JobError(
+            "Received a launcher; expected none: start python -m hvdtrain.verify alone, "
+            "it starts the ranks."
+        )
+    if command[0] != "-m" and not pathlib.Path(command[0]).is_file():
+        raise JobError(f"Received {command[0]}; expected a Python script.")
+    signals.subscribe((signal.SIGINT, signal.SIGTERM), _abort)
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
+    verification = Verification(
+        command=command,
+        directory=directory,
+        size=_NP.value,
+        steps=_STEPS.value,
+        dtype=_DTYPE.value,
+    )
+    faults = _verify(verification)
+    if _KEEP.value:
+        print(f"files          {directory}")
+    else:
+        shutil.rmtree(directory)
+    if faults:
+        raise JobError("\n".join(faults))
+
+
+def _verify(verification: Verification) -> list[str]:
+    """Run the phases and print what they show; return what is wrong."""
+    compared = _run_and_compare(verification)
+    if compared.first and not verification.dtype:
+        print(f"in its own types: {_describe(compared.first)}")
+        verification = dataclasses.replace(verification, dtype="float64")
+        try:
+            compared = _run_and_compare(verification)
+        except PhaseError as error:
+            print(f"float64 is not possible: {error}")
+    samples = verification.samples()
+    faults = _check_batches(samples)
+    faults += _check_scaling(verification)
+    if compared.first:
+        reasons = verification.reasons(compared.first)
+        faults += [_describe(compared.first), *(reasons[:2] or [_NO_REASON])]
+    else:
+        steps = f"{compared.steps[-1]} steps"
+        if not faults:
+            print(f"equal to {compared.largest:.0e} over {steps}")
+    return faults
+
+
+def _run_and_compare(verification: Verification) -> Comparison:
+    size = verification.size
+    types = f" in {verification.dtype}" if verification.dtype else ""
+    verification.run("ranks", f"{size} ranks{types}")
+    verification.run("reference", f"one process, the batches of {size} ranks{types}")
+    return verification.compare()
+
+
+def _describe(difference: Difference) -> str:
+    return (
+        f"step {difference.step}: {difference.name} differs by {difference.size:.1e}, "
+        f"its largest value is {difference.scale:.1e}"
+    )
+
+
+def _check_batches(samples: Samples) -> list[str]:
+    """Print what the ranks have read; return what is wrong with it."""
+    sizes = " and ".join(map(str, samples.sizes))
+    share = f"{samples.shared:.1%} of them on several ranks" if samples.number else ""
+    print(f"batches        {sizes} samples; {samples.number} read, {share}")
+    if samples.has_equal_batches:
+        return [
+            "Two ranks have read the same batch: shard the data, such as "
+            "x[hvd.rank() :: hvd.size()] or dataset.shard(hvd.size(), hvd.rank())."
+        ]
+    return []
+
+
+def _check_scaling(verification: Verification) -> list[str]:
+    """Print how the learning rate is scaled; return what is wrong with it."""
+    try:
+        verification.run("alone", "one rank, for its learning rate")
+    except PhaseError as error:
+        print(f"learning rate  unknown on one rank: {error}")
+        return []
+    faults = []
+    for name, factor in verification.scaling().items():
+        print(f"learning rate  {name}: {factor:g} times that of one rank")
+        if factor > verification.size * (1 + _ROUNDING):
+            faults.append(
+                f"The learning rate of {name} is {factor:g} times that of one rank; "
+                f"expected {verification.size} times at most: it is scaled twice."
+            )
+    return faults
+
+
+def _abort(number: int) -> bool:
+    steps.abort()
+    # Not handled: the process ends as programs do.
+    return False
+
+
+def _set_operands_apart(arguments: list[str]) -> list[str]:
+    """Return arguments in which `--` precedes `-m`, which is no flag of this program."""
+    if "-m" not in arguments:
+        return arguments
+    place = arguments.index("-m")
+    # After a script it belongs to that.
+    is_first = not flags.FLAGS(arguments[:place])[1:]
+    return [*arguments[:place], "--", *arguments[place:]] if is_first else arguments
+
+
+if __name__ == "__main__":
+    sys.argv = _set_operands_apart(sys.argv)
+    program.run(main, page=__doc__, operands="script")
