@@ -1,13 +1,13 @@
-"""Proves that a script computes on N ranks what one process with their batches computes.
+"""Proves that N ranks compute what one process computes, for a script of your own.
 
 python -m hvdtrain.verify -np 2 train.py --epochs=3
 python -m hvdtrain.verify -np 2 -m hvdtrain.mnist --dataset=digits
 
-The script is not changed. It runs for some steps on N ranks, then again with the batches
-of all ranks on each and without any reduction, which is what one process with the
-N-times batch computes. Weights, optimizer and metrics are compared after each step; if
-they differ, the first difference and its likely reason are printed, and the exit code
-is 1. Dropout is left out. Takes as long as three starts of the script.
+The script is not changed. It runs for some steps on N ranks, then again with the
+batches of all ranks on each and without any reduction, which is what one process with
+the N-times batch computes. Weights, optimizer and metrics are compared after each step.
+If they differ, the first difference and its likely reason are printed, and the exit
+code is 1. Dropout is left out. Takes as long as three starts of the script.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ def main(command: list[str]) -> None:
     """Verify a script; raise `JobError` if it fails or differs."""
     if launchers.launch().size > 1:
         raise JobError(
-            "Received a launcher; expected none: start python -m hvdtrain.verify alone, "
-            "it starts the ranks."
+            "Received a launcher; expected none: start python -m hvdtrain.verify "
+            "alone, it starts the ranks."
         )
     if command[0] != "-m" and not pathlib.Path(command[0]).is_file():
         raise JobError(f"Received {command[0]}; expected a Python script.")
@@ -150,7 +150,7 @@ def _abort(number: int) -> bool:
 
 
 def _set_operands_apart(arguments: list[str]) -> list[str]:
-    """Return arguments in which `--` precedes `-m`, which is no flag of this program."""
+    """Put `--` before `-m`, which is not a flag of this program."""
     if "-m" not in arguments:
         return arguments
     place = arguments.index("-m")

@@ -18,9 +18,7 @@ from hvdtrain.verification.trajectory import Directory, Phase, PhaseOptions
 _WORKER = (sys.executable, "-m", "hvdtrain.verification.worker")
 # What launchers put before a line of a rank.
 _PREFIX = re.compile(r"^\[\d+,\d+\]<std(out|err)>:")
-_ERROR = re.compile(
-    r"^[\w.]*(Error|Exception|Exit|Interrupt): .|^rank \d+ on |^\w+: error:"
-)
+_ERROR = re.compile(r"^[\w.]*(Error|Exception): .|^rank \d+ on ")
 _STALL_SECONDS = "300"
 
 
@@ -85,9 +83,9 @@ class Verification:
         result = comparison.compare(self.files("ranks"), self.files("reference"))
         if not result.steps:
             raise JobError(
-                "No step of the script was seen. Seen are the steps of Keras optimizers "
-                "under model.fit and train_on_batch, and in loops over a "
-                "tf.data.Dataset that is iterated in Python."
+                "Received a script without a step that can be seen; expected steps of "
+                "Keras optimizers in model.fit, in model.train_on_batch, or in a "
+                "Python loop over a tf.data.Dataset."
             )
         return result
 

@@ -64,7 +64,7 @@ def _has_equal(batches: Sequence[_RecordedBatch]) -> bool:
 
 
 def _batches(files: Directory, rank: int) -> Iterator[_RecordedBatch]:
-    names = [
+    names: list[tuple] = [
         ("batch", stream, number)
         for stream in files.last_numbers("training", rank)
         for number in files.last_numbers("batch", rank, stream)
