@@ -77,8 +77,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Checks before a step, and that the step has reduced its gradients.",
              replaced_by=(_HOOK,)),
         Seam("build(variables)",
-             "A verification follows the optimizer. ShardedState builds slots for shards "
-             "of the weights; the hook then sets their shardings.",
+             "A verification follows the optimizer; ShardedState builds slots for "
+             "shards of the weights; the hook then sets their shardings.",
              replaced_by=(_RECORD, _SHARDED_STATE, _HOOK), is_ordered=True),
         Seam("_clip_gradients(grads)",
              "Runs between accumulation and clipping, also where nothing is clipped: "

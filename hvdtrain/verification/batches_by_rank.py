@@ -27,13 +27,20 @@ class BatchRecorder:
         self._rank = rank
         self._streams = itertools.count()
         self._calls = itertools.count()
-        # The one that has read a batch last.
-        self._stream: int | None = None
+        # The streams that were read since the last step, in their order.
+        self._read: list[int] = []
+        self._has_steps = False
 
     def note_step(self) -> None:
-        """Note that the last batch was one of the training, not of an evaluation."""
-        if self._stream is not None:
-            self._files.write("training", self._rank, self._stream, value=None)
+        """Note which streams the training reads, not an evaluation for example.
+
+        What was read before the first step, but for the last stream, may have built the
+        model.
+        """
+        for stream in self._read if self._has_steps else self._read[-1:]:
+            self._files.write("training", self._rank, stream, value=True)
+        self._has_steps = True
+        self._read = []
 
     def iterate(self, dataset: tf.data.Dataset) -> Iterator[Batch]:
         """Return an iterator over `dataset`, as `iter` does."""
@@ -41,7 +48,8 @@ class BatchRecorder:
         numbers = itertools.count()
 
         def write(*arrays: np.ndarray) -> None:
-            self._stream = stream
+            if stream not in self._read:
+                self._read.append(stream)
             numbered = (self._rank, stream, next(numbers))
             self._files.write("batch", *numbered, value=list(arrays))
 
@@ -63,7 +71,7 @@ class BatchRecorder:
 
 
 class BatchReplacer:
-    """Gives a rank the batches of all ranks, concatenated in the order of the ranks.
+    """Gives a training the batches of all ranks, concatenated in the order of ranks.
 
     Args:
         files: of the phase in which they were recorded.
@@ -79,6 +87,8 @@ class BatchReplacer:
     def iterate(self, dataset: tf.data.Dataset) -> Iterator[Batch]:
         """Return an iterator over what all ranks had in place of `dataset`."""
         stream, spec = next(self._streams), dataset.element_spec
+        if not self._read("training", stream):
+            return _iterate(dataset)
 
         def batches() -> Iterator[Batch]:
             for number in itertools.count():
@@ -88,8 +98,6 @@ class BatchReplacer:
                 yield batch
 
         first = self._joined(spec, stream, 0)
-        if first is None:
-            return _iterate(dataset.take(0))
         signature = tf.nest.map_structure(_with_more_rows, spec, first)
         dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
         return _iterate(dataset)

@@ -37,18 +37,38 @@ def record_steps(recorder: StepRecorder) -> None:
     def record(*_: Any, **__: Any) -> None:
         recorder.record()
 
-    iterator = type(iter(tf.data.Dataset.range(1)))
+    _then(keras.optimizers.Optimizer, "build", add)
+    _then(keras.Model, "train_on_batch", record)
+    _then(keras.callbacks.CallbackList, "on_train_batch_end", record)
+    _record_in_loops(recorder)
+
+
+def _record_in_loops(recorder: StepRecorder) -> None:
+    """Make `recorder` see the steps between the batches of a loop in Python."""
+    iterate = tf.data.Dataset.__iter__
+    followed: list[type] = []
+
+    def iterate_and_record(self: tf.data.Dataset) -> Iterator[Batch]:
+        iterator = iterate(self)
+        if type(iterator) not in followed:
+            followed.append(type(iterator))
+            _record_at_next(type(iterator), recorder)
+        return iterator
+
+    # The class of an iterator is not public, and making one of it here would start
+    # TensorFlow before the script has configured it.
+    tf.data.Dataset.__iter__ = iterate_and_record
+
+
+def _record_at_next(iterator: Any, recorder: StepRecorder) -> None:
     advance = iterator.__next__
 
-    def record_and_advance(self: Iterator) -> Any:
+    def record_and_advance(self: Iterator[Batch]) -> Batch:
         # Not while a function is traced.
         if tf.executing_eagerly():
             recorder.record()
         return advance(self)
 
-    _then(keras.optimizers.Optimizer, "build", add)
-    _then(keras.Model, "train_on_batch", record)
-    _then(keras.callbacks.CallbackList, "on_train_batch_end", record)
     iterator.__next__ = record_and_advance
 
 

@@ -68,7 +68,11 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
         ]
         excessive = [each for excess, each in differences if excess > 1]
         if excessive:
-            first = max(excessive, key=lambda each: each.size / (each.scale or 1.0))
+            # A weight says more than a slot of the optimizer.
+            weights = [each for each in excessive if each.name in start]
+            first = max(
+                weights or excessive, key=lambda each: each.size / (each.scale or 1.0)
+            )
             return Comparison(steps=steps, largest=largest, first=first)
         relative = (each.size / each.scale for _, each in differences if each.scale)
         largest = max([largest, *relative])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import keras
 
+import hvdtrain.keras as hvd
 from hvdtrain.job import launchers
 from hvdtrain.verification import capture
 from hvdtrain.verification.batches_by_rank import BatchRecorder, BatchReplacer
@@ -46,3 +47,7 @@ def of_phase(options: PhaseOptions) -> Iterator[None]:
         yield
         # The step of a loop that took its last batch.
         recorder.record()
+    # Without reductions the ranks are not in step: one that leaves would end the
+    # collectives in which the others still are.
+    if hvd.is_initialized():
+        hvd.allgather_object(None, name="VerificationEnd")

@@ -1,7 +1,7 @@
 """Records the state of a training after each step."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -56,11 +56,22 @@ class StepRecorder:
         """Follow the steps of an optimizer that has been built."""
         if any(optimizer is known for known in self._optimizers):
             return
+        number = len(self._optimizers)
         self._optimizers.append(optimizer)
+        weights = _named(optimizer._trainable_variables)
         with tf.init_scope():
-            start = self._values(_named(optimizer._trainable_variables))
-        number = len(self._optimizers) - 1
+            if self._compared:
+                self._take_start(weights, number)
+            start = self._values(weights)
         self._files.write("start", self._rank, number, value=start)
+
+    def _take_start(self, weights: Mapping[str, keras.Variable], number: int) -> None:
+        """Assign the weights with which rank 0 has started in the first phase."""
+        recorded, _ = self._compared or (None, 0)
+        values = recorded.read("start", 0, number) if recorded else None
+        for name, value in (values or {}).items():
+            if name in weights:
+                weights[name].assign(value)
 
     def record(self) -> None:
         """Write the state if there was a step since the last call.

@@ -1,0 +1,281 @@
+"""A verification tells scripts with one fault apart, and passes those without."""
+
+import re
+import signal
+import sys
+
+import pytest
+
+VERIFY = [sys.executable, "-m", "hvdtrain.verify", "-np", "2"]
+
+FIT = """
+import keras
+import numpy as np
+
+import hvdtrain.keras as hvd
+
+hvd.init()
+x = np.random.default_rng(0).normal(size=(640, 8)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+x, y = x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]
+size = 16
+dense = keras.layers.Dense(16, "relu")
+middle = keras.layers.Dropout(0.5)
+model = keras.Sequential([keras.Input((8,)), dense, middle, keras.layers.Dense(1)])
+optimizer = keras.optimizers.Adam(0.01 * hvd.size())
+optimizer = hvd.DistributedOptimizer(optimizer)
+model.compile(optimizer, loss="mse", metrics=["mae"])
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+model.fit(x, y, size, epochs=2, callbacks=callbacks, verbose=0)
+"""
+
+LOOP = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+
+hvd.init()
+ids = np.random.default_rng(0).integers(1, 4, size=(640, 6))
+labels = (ids.sum(axis=1) % 2).astype("float32")[:, None]
+data = tf.data.Dataset.from_tensor_slices((ids, labels))
+data = data.shard(hvd.size(), hvd.rank()).batch(16, drop_remainder=True)
+embedding = keras.layers.Embedding(4, 8)
+pool = keras.layers.GlobalAveragePooling1D()
+model = keras.Sequential([embedding, pool, keras.layers.Dense(1)])
+model.build((None, 6))
+optimizer = keras.optimizers.Adam(0.01 * hvd.size())
+loss_of = keras.losses.BinaryCrossentropy(from_logits=True)
+
+
+@tf.function
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = loss_of(y, model(x, training=True))
+    tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    return hvd.allreduce(loss)
+
+
+hvd.broadcast_variables(model.variables, root_rank=0)
+for x, y in data:
+    step(x, y)
+"""
+
+ON_BATCH = (
+    FIT[: FIT.index("callbacks =")]
+    + """
+hvd.broadcast_variables(model.variables, root_rank=0)
+for start in range(0, len(x), size):
+    model.train_on_batch(x[start : start + size], y[start : start + size])
+"""
+)
+
+MASKED = """
+import keras
+import numpy as np
+
+import hvdtrain.keras as hvd
+
+hvd.init()
+ids = np.random.default_rng(hvd.rank()).integers(1, 4, size=(320, 6))
+labels = ids[..., None] ** 2.0
+# Of six steps, so many are no padding.
+steps = 5
+ids[:, steps:] = 0
+layers = [keras.layers.Embedding(4, 8, mask_zero=True), keras.layers.Dense(1)]
+model = keras.Sequential(layers)
+model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+model.fit(ids, labels, 16, callbacks=callbacks, verbose=0)
+"""
+
+# The name of a fault: the script, what is replaced in it, and what names the fault.
+FAULTS = {
+    "no reduction": (
+        LOOP,
+        {"    tape = hvd.DistributedGradientTape(tape)\n": ""},
+        "No gradient is reduced",
+    ),
+    "no broadcast": (
+        FIT,
+        {"[hvd.callbacks.BroadcastGlobalVariablesCallback(0)]": "[]"},
+        "BroadcastGlobalVariablesCallback",
+    ),
+    "unequal batches": (
+        FIT,
+        {
+            "size = 16": "size = 24 - 8 * hvd.rank()",
+            "model.fit(x, y,": "model.fit(x[: 10 * size], y[: 10 * size],",
+        },
+        "24 and 16 samples",
+    ),
+    "sum of losses": (
+        FIT,
+        {'"mse"': 'keras.losses.MeanSquaredError(reduction="sum")'},
+        'reduction="sum", and the mean over ranks is 1 / 2',
+    ),
+    "sum of means": (
+        FIT,
+        {"(optimizer)": "(optimizer, op=hvd.Sum)"},
+        "added up by op=hvd.Sum",
+    ),
+    "weights of samples": (
+        FIT,
+        {
+            '"mse"': "keras.losses.MeanSquaredError('mean_with_sample_weight')",
+            "size = 16": "size, weights = 16, 1 - 0.9 * hvd.rank() * (x[:, 0] > 0)",
+            "verbose=0": "sample_weight=weights, verbose=0",
+        },
+        "own sum of weights",
+    ),
+    "rate scaled twice": (
+        FIT,
+        {"0.01 * hvd.size()": "0.01 * hvd.size() * hvd.size()"},
+        "it is scaled twice",
+    ),
+    "rate of one rank": (
+        FIT,
+        {
+            "callbacks = [": "rate = lambda epoch: 0.1 / (1 + hvd.rank())\n"
+            "callbacks = [keras.callbacks.LearningRateScheduler(rate), "
+        },
+        "differs by rank",
+    ),
+    "local moments": (
+        FIT,
+        {"keras.layers.Dropout(0.5)": "keras.layers.BatchNormalization()"},
+        "use hvd.SyncBatchNormalization",
+    ),
+    "random numbers": (
+        FIT,
+        {"keras.layers.Dropout(0.5)": "keras.layers.GaussianNoise(0.1)"},
+        "draws random numbers",
+    ),
+    "data of all ranks": (
+        FIT,
+        {
+            "x, y = x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]": "",
+            "size, epochs": "size, shuffle=False, epochs",
+        },
+        "read the same batch: shard the data",
+    ),
+    "masks": (MASKED, {"steps = 5": "steps = 5 - 3 * hvd.rank()"}, "makes masks"),
+    "dense rows": (
+        LOOP,
+        {"Tape(tape)": "Tape(tape, sparse_as_dense=True)"},
+        "sparse_as_dense=True adds up",
+    ),
+    "compression": (
+        FIT,
+        {"(optimizer)": "(optimizer, compression=hvd.Compression.fp16)"},
+        "rounded by FP16Compressor",
+    ),
+}
+CLEAN = {
+    "fit": FIT,
+    "loop": LOOP,
+    "train_on_batch": ON_BATCH,
+    "moments of all ranks": FIT.replace(
+        "keras.layers.Dropout(0.5)", "hvd.SyncBatchNormalization()"
+    ),
+    "sum of losses": FIT.replace(
+        '"mse"', 'keras.losses.MeanSquaredError(reduction="sum")'
+    ).replace("(optimizer)", "(optimizer, op=hvd.Sum)"),
+    "masks": MASKED,
+    "mixed precision": FIT.replace(
+        "hvd.init()", 'hvd.init()\nkeras.config.set_dtype_policy("mixed_bfloat16")'
+    ),
+}
+
+
+@pytest.fixture
+def verify(run, tmp_path):
+    """Return `verify(text, ...)`: the job that verifies a script of this text."""
+
+    def verify(text, *flags):
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        return run([*flags, str(script)], program=VERIFY)
+
+    return verify
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("fit", "loop") else pytest.param(name, marks=pytest.mark.long)
+        for name in CLEAN
+    ],
+)
+def test_a_script_that_is_right(verify, name):
+    job = verify(CLEAN[name])
+    assert job.returncode == 0, job.text
+    assert re.search(r"^equal to \de-\d+ over \d+ steps", job.text, re.M), job.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("sum of means", "no broadcast")
+        else pytest.param(name, marks=pytest.mark.long)
+        for name in FAULTS
+    ],
+)
+def test_a_script_with_a_fault(verify, name):
+    text, replacements, expected = FAULTS[name]
+    for old, new in replacements.items():
+        assert old in text
+        text = text.replace(old, new)
+    job = verify(text)
+    assert job.returncode == 1, job.text
+    assert expected in job.text
+    # No other reason comes before it.
+    places = [job.text.find(each) for *_, each in FAULTS.values() if each in job.text]
+    assert job.text.find(expected) == min(places), job.text
+
+
+def test_a_module_with_flags_of_its_own(run, tmp_path):
+    flags = ["--dataset=digits", f"--model_dir={tmp_path}", "--model=mlp"]
+    job = run(["--steps=3", "-m", "hvdtrain.mnist", *flags], program=VERIFY)
+    assert job.returncode == 0, job.text
+    assert "equal to" in job.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["missing.py"], "Received missing.py; expected a Python script."),
+        ([], "Received no script; expected one or more"),
+        (["--np=1", "script.py"], "--np"),
+    ],
+)
+def test_bad_input(run, arguments, expected):
+    job = run(arguments, program=VERIFY)
+    assert job.returncode in (1, 2)
+    assert expected in job.text
+
+
+def test_a_script_without_steps(verify):
+    job = verify("import hvdtrain.keras as hvd\nhvd.init()\n")
+    assert job.returncode == 1
+    assert "a script without a step" in job.text
+
+
+def test_a_script_that_fails(verify):
+    job = verify("raise ValueError('a reason')\n")
+    assert job.returncode == 1
+    assert "The script failed: ValueError: a reason" in job.text
+
+
+def test_ctrl_c_ends_all_ranks(start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOOP.replace("    step(x, y)", "    input()"))
+    job = start([str(script)], program=VERIFY)
+    job.wait_until(job.ranks, "a rank")
+    job.process.send_signal(signal.SIGINT)
+    # Waits for the end of all processes.
+    assert job.wait().returncode == 130
