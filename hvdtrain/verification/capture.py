@@ -7,6 +7,7 @@ of `train_on_batch`.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,12 +137,21 @@ def compute_as_one_process() -> None:
         lambda self, gradients, variables: list(gradients)
     )
     for name in _COLLECTIVES:
-        setattr(hvd, name, _over_one_rank)
+        setattr(hvd, name, _over_one_rank(getattr(hvd, name)))
 
 
-def _over_one_rank(values: Any, *_: Any, **__: Any) -> Any:
-    convert = tf.convert_to_tensor
-    return [convert(v) for v in values] if isinstance(values, list) else convert(values)
+def _over_one_rank(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def call(values: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = inspect.currentframe().f_back.f_globals["__name__"]  # type: ignore[union-attr]
+        if caller.startswith("hvdtrain."):
+            # The package's own agreement of the ranks, such as on a checkpoint.
+            return collective(values, *args, **kwargs)
+        if isinstance(values, list):
+            return list(map(tf.convert_to_tensor, values))
+        return tf.convert_to_tensor(values)
+
+    return call
 
 
 def leave_out_dropout() -> None:

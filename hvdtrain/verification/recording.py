@@ -47,7 +47,6 @@ def of_phase(options: PhaseOptions) -> Iterator[None]:
         yield
         # The step of a loop that took its last batch.
         recorder.record()
-    # Without reductions the ranks are not in step: one that leaves would end the
-    # collectives in which the others still are.
+    # A rank that leaves would end the collectives in which the others still are.
     if hvd.is_initialized():
         hvd.allgather_object(None, name="VerificationEnd")
