@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.keras import metrics
 from hvdtrain.keras.variables import Optimizer
+from hvdtrain.sharding.shards import is_split_over_ranks
 from hvdtrain.verification.trajectory import Directory, Facts, State, digest
 
 # What reductions of gradients were traced: operation and compression.
@@ -85,12 +86,21 @@ class StepRecorder:
             return
         if not self._done:
             self._models = _existing(keras.Model)
+            self._check_replicated()
             self._files.write("facts", self._rank, value=self._facts())
         self._done = step
         self._on_step()
         self._files.write("state", self._rank, step, value=self._state(step))
         if step >= self._steps:
             raise FinishedError
+
+    def _check_replicated(self) -> None:
+        weights = [v for model in self._models for v in model.weights]
+        if is_split_over_ranks(weights):
+            raise ValueError(
+                "Received a model that is sharded over ranks; expected one that each "
+                "rank has as a whole: a verification cannot put it into one process."
+            )
 
     def _state(self, step: int) -> State:
         variables = [v for model in self._models for v in model.weights]

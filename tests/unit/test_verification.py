@@ -1,0 +1,106 @@
+"""Comparisons of trajectories that were written by hand."""
+
+import numpy as np
+import pytest
+
+from hvdtrain.verification import comparison, samples
+from hvdtrain.verification.trajectory import Directory, State
+
+
+@pytest.fixture
+def directories(tmp_path):
+    return Directory(tmp_path, "ranks"), Directory(tmp_path, "reference")
+
+
+def write(directory, step, weight, *, metrics=None, metrics_of_ranks=None):
+    state = State(
+        variables={"w": np.asarray(weight)},
+        learning_rates={"sgd": 0.1},
+        draws={},
+        metric_states=[],
+        metrics=metrics or {},
+        metrics_of_ranks=metrics_of_ranks,
+    )
+    directory.write("state", 0, step, value=state)
+
+
+def compare(directories, found, expected, *, start=(0.0, 0.0)):
+    ranks, reference = directories
+    reference.write("start", 0, 0, value={"w": np.array(start, expected.dtype)})
+    write(ranks, 1, found)
+    write(reference, 1, expected)
+    return comparison.compare(ranks, reference)
+
+
+def test_rounding_is_equal(directories):
+    expected = np.array([1.0, -0.5], "float32")
+    compared = compare(directories, expected * (1 + 2e-7), expected)
+    assert compared.first is None
+    assert compared.largest == pytest.approx(2e-7, rel=0.3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_change_of_half_the_size_differs_by_its_ratio(directories, dtype):
+    start = np.array([3.0, 4.0], dtype)
+    change = np.array([1e-4, -2e-4], dtype)
+    compared = compare(directories, start + change / 2, start + change, start=start)
+    assert compared.first.name == "w"
+    assert compared.first.step == 1
+    assert compared.first.size == pytest.approx(1e-4, rel=1e-2)
+    assert compared.first.ratio == pytest.approx(0.5, rel=1e-2)
+
+
+def test_a_change_of_another_direction_has_no_ratio(directories):
+    found, expected = np.array([1.0, 2.0]), np.array([2.0, 1.0])
+    assert np.isnan(compare(directories, found, expected).first.ratio)
+
+
+def test_not_a_number_equals_itself_only(directories):
+    numbers = np.array([np.nan, 1.0])
+    assert compare(directories, numbers, numbers.copy()).first is None
+    compared = compare(directories, numbers, np.array([1.0, 1.0]))
+    assert compared.first.size == np.inf
+
+
+def test_metrics_are_compared(directories):
+    ranks, reference = directories
+    write(ranks, 1, 0.0)
+    results = {"metrics": {"mae": 2.0}, "metrics_of_ranks": {"mae": 2.1}}
+    write(reference, 1, 0.0, **results)
+    assert comparison.compare(ranks, reference).first.name == "metric mae"
+
+
+def test_integers_are_equal_or_not(directories):
+    compared = compare(directories, np.array([7, 1]), np.array([7, 2]))
+    assert compared.first.size == 1
+
+
+def read(directory, *batches_by_rank):
+    for rank, batches in enumerate(batches_by_rank):
+        directory.write("training", rank, 3, value=True)
+        for number, batch in enumerate(batches):
+            columns = [np.asarray(batch), np.ones(len(batch))]
+            directory.write("batch", rank, 3, number, value=columns)
+    return samples.read_by_ranks(directory, size=len(batches_by_rank))
+
+
+def test_samples_of_several_ranks_are_counted(directories):
+    found = read(directories[0], [[1, 2], [3, 4]], [[5, 6], [1, 7]])
+    assert (found.number, found.shared) == (8, 0.25)
+    assert found.sizes == [2, 2]
+    assert not found.has_equal_batches
+
+
+def test_the_first_unequal_batches_are_named(directories):
+    found = read(directories[0], [[1, 2], [3, 4]], [[5, 6], [7]])
+    assert found.sizes == [2, 1]
+
+
+def test_equal_batches_are_seen(directories):
+    assert read(directories[0], [[1, 2], [3, 4]], [[8, 9], [3, 4]]).has_equal_batches
+
+
+def test_streams_of_an_evaluation_are_left_out(directories):
+    for rank in range(2):
+        directories[0].write("batch", rank, 5, 0, value=[np.ones(4)])
+    assert read(directories[0], [[1, 2]], [[3, 4]]).number == 4
