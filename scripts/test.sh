@@ -62,6 +62,17 @@ lint() {
   run "ruff check" 60 ruff check .
   run "ruff format" 60 ruff format --check .
   run mypy 120 mypy
+  site
+}
+
+# Broken links and anchors fail the build. Addresses outside of the site are not fetched.
+site() {
+  local directory
+  directory=$(mktemp -d)
+  # The theme prints an advertisement for its successor.
+  NO_MKDOCS_2_WARNING=1 run site 60 \
+    python -m mkdocs build --strict --site-dir "$directory"
+  rm -rf "$directory"
 }
 
 # unit [FILES]; in two processes, one for each of two cores.

@@ -73,7 +73,7 @@ def test_the_script_of_your_own(run, tmp_path):
 
 
 def test_the_script_of_a_sharded_model(run, tmp_path):
-    page = ROOT.joinpath("docs/parallelism.md").read_text()
+    page = ROOT.joinpath("docs/parallelism/mesh.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     script = tmp_path / "script.py"
     script.write_text(code)
