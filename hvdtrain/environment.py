@@ -19,7 +19,8 @@ VARIABLES = {
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",
     "HVDTRAIN_REDUCTION": "auto: gradients are reduced in shared memory where all "
-    "ranks are on one host, else by Horovod. horovod, shared_memory: always by this.",
+    "ranks are on one host, else by Horovod. horovod: always by Horovod. "
+    "shared_memory: an error where the ranks cannot share memory.",
     "HVDTRAIN_WHEELS": "Directory, or https address, of wheels for "
     "python -m hvdtrain.install.",
 }
