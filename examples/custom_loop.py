@@ -19,22 +19,25 @@ keras.utils.set_random_seed(1)
 digits = data.load("digits")
 
 
-def read_shard(x, y):
-    """Return this rank's samples, as many as every other rank has."""
-    shard = slice(hvd.rank(), len(x) // hvd.size() * hvd.size(), hvd.size())
-    return tf.data.Dataset.from_tensor_slices((x[shard] / 255.0, y[shard]))
+def read_shard(x, y, count):
+    """Return this rank's samples of the first `count` ones."""
+    shard = slice(hvd.rank(), count, hvd.size())
+    return tf.data.Dataset.from_tensor_slices((x[shard], y[shard]))
 
 
+# Batches of one size, and equally many on all ranks.
+count = len(digits.x_train) // hvd.size() * hvd.size()
 train_batches = (
-    read_shard(digits.x_train, digits.y_train)
-    .shuffle(len(digits.x_train), seed=1)
+    read_shard(digits.x_train, digits.y_train, count)
+    .shuffle(count, seed=1)
     .batch(BATCH_SIZE, drop_remainder=True)
 )
-test_batches = read_shard(digits.x_test, digits.y_test).batch(BATCH_SIZE)
+test_batches = read_shard(digits.x_test, digits.y_test, None).batch(BATCH_SIZE)
 
 model = keras.Sequential(
     [
         keras.Input(digits.image_shape),
+        keras.layers.Rescaling(1 / 255),
         keras.layers.Conv2D(16, 3, strides=2, activation="relu"),
         keras.layers.Flatten(),
         keras.layers.Dense(10),

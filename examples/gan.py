@@ -2,8 +2,8 @@
 
     horovodrun -np 2 python examples/gan.py
 
-Prints the distance between the mean of 300 generated digits and the mean of 300 real
-ones: 0.10, 0.41 without training.
+Prints how far the mean of 300 generated images is from the mean of 300 real ones: 0.06,
+or 0.22 without training. The spread of generated and real images is 0.20 and 0.21.
 """
 
 import keras
@@ -13,7 +13,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain import data
 
-EPOCHS = 20
+EPOCHS = 40
 BATCH_SIZE = 32
 NOISE_SIZE = 32
 
@@ -34,14 +34,8 @@ class GAN(keras.Model):
         self.generator_optimizer = generator_optimizer
         self.discriminator_optimizer = discriminator_optimizer
         self.loss_fn = loss
-        # Before the first step, so that all ranks start with the same state.
-        for model, optimizer in (
-            (self.generator, generator_optimizer),
-            (self.discriminator, discriminator_optimizer),
-        ):
-            optimizer.build(model.trainable_variables)
-            hvd.broadcast_variables(model.weights, root_rank=0)
-            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+        generator_optimizer.build(self.generator.trainable_variables)
+        discriminator_optimizer.build(self.discriminator.trainable_variables)
 
     def train_step(self, batch):
         """Update both models on a batch, first the discriminator."""
@@ -94,14 +88,18 @@ discriminator = keras.Sequential(
 gan = GAN(generator, discriminator)
 # Each model has an optimizer of its own, and each of them is distributed.
 gan.compile(
-    hvd.DistributedOptimizer(keras.optimizers.Adam(0.0005 * hvd.size(), beta_1=0.5)),
-    hvd.DistributedOptimizer(keras.optimizers.Adam(0.0005 * hvd.size(), beta_1=0.5)),
+    hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size(), beta_1=0.5)),
+    hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size(), beta_1=0.5)),
     keras.losses.BinaryCrossentropy(from_logits=True),
 )
 gan.fit(
     batches,
     epochs=EPOCHS,
-    callbacks=[hvd.callbacks.MetricAverageCallback()],
+    callbacks=[
+        # The weights of both models.
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+    ],
     shuffle=False,
     verbose=2 if hvd.rank() == 0 else 0,
 )
@@ -109,4 +107,7 @@ if hvd.rank() == 0:
     fake = generator.predict(keras.random.normal((300, NOISE_SIZE), seed=1), verbose=0)
     real = digits.x_test / 255
     distance = np.abs(fake.mean(axis=0) - real.mean(axis=0)).mean()
-    print(f"distance of the mean images {distance:.4f}")
+    # The spread is 0 if the generator returns the same image for all noise.
+    spreads = [images.std(axis=0).mean() for images in (fake, real)]
+    print(f"distance of the mean images {distance:.3f}")
+    print(f"spread: generated {spreads[0]:.3f}, real {spreads[1]:.3f}")

@@ -48,19 +48,19 @@ keras.utils.set_random_seed(1)
 
 
 def read_samples(directory, *, is_training):
-    """Return this rank's samples, as many as every other rank has."""
+    """Return this rank's samples: to train, as many as every other rank has."""
     if directory:
         paths = sorted(map(str, pathlib.Path(directory).glob("*/*")))
         names = [pathlib.Path(path).parent.name for path in paths]
-        classes = sorted(set(names))
-        x, y = paths, [classes.index(name) for name in names]
+        classes = {name: number for number, name in enumerate(sorted(set(names)))}
+        x, y = paths, [classes[name] for name in names]
     else:
         digits = data.load("digits")
         classes = range(digits.num_classes)
         x, y = digits.x_train, digits.y_train
         if not is_training:
             x, y = digits.x_test, digits.y_test
-    count = len(x) // hvd.size() * hvd.size()
+    count = len(x) // hvd.size() * hvd.size() if is_training else len(x)
     shard = slice(hvd.rank(), count, hvd.size())
     samples = tf.data.Dataset.from_tensor_slices((x[shard], y[shard]))
     return samples, len(classes)
@@ -92,7 +92,7 @@ if args.steps_per_epoch:
 validation, _ = read_samples(args.val_dir, is_training=False)
 validation = validation.map(read_image, tf.data.AUTOTUNE).batch(args.batch_size)
 
-# Rank 0 has the checkpoints, and tells the others in which epoch the job continues.
+# Rank 0 alone sees the checkpoints. The epoch in which the job continues is broadcast.
 checkpoints = []
 if args.checkpoint_dir and hvd.rank() == 0:
     checkpoints = sorted(pathlib.Path(args.checkpoint_dir).glob("checkpoint-*.keras"))
@@ -127,9 +127,10 @@ model.compile(
     keras.losses.SparseCategoricalCrossentropy(),
     metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(5, name="top5")],
 )
+model.optimizer.build(model.trainable_variables)
 if newest:
-    # With the state of the optimizer. The broadcast gives both to the other ranks.
-    model = hvd.load_model(newest, compression=compression)
+    # With the state of the optimizer. The callback below broadcasts both.
+    model.load_weights(newest)
 
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
