@@ -127,10 +127,10 @@ def test_elastic_without_the_host_that_is_lost(start, tmp_path):
 @pytest.mark.long
 def test_imagenet_continues_from_a_checkpoint(shell, tmp_path):
     program = f"{command('imagenet_resnet50.py', 1)} --checkpoint-dir={tmp_path}"
-    text = shell(f"{program} --epochs=1 --steps-per-epoch=5")
-    assert "Epoch 1/1" in text
+    shell(f"{program} --epochs=1 --steps-per-epoch=5")
     text = shell(program)
     assert "Epoch 1/2" not in text
+    assert "Epoch 2/2" in text
     assert number(r" accuracy: ([\d.]+)", text) > 0.3, text
     names = [path.name for path in sorted(tmp_path.glob("*.keras"))]
     assert names == ["checkpoint-001.keras", "checkpoint-002.keras"]
