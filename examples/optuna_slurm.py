@@ -4,9 +4,10 @@
     horovodrun -np 2 python examples/optuna_slurm.py --study=study.log
 
 The first command trains 20 trials, four at a time, on any nodes of a Slurm cluster. The
-second trains one trial without Slurm; call it again for the next one. The best of some
-trials has an accuracy of 0.95. A trial whose job is killed stays in the study as
-running, and does not disturb the others.
+second trains one trial without Slurm, within a minute on two cores; call it again for
+the next one. It prints the accuracy of the trial and the best one, 0.95 after some
+trials. A trial whose job is killed keeps the state RUNNING in the study, and the others
+go on.
 """
 
 import argparse
