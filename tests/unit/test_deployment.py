@@ -11,7 +11,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOCKERFILES = ["docker/Dockerfile", "docker/Dockerfile.gpu"]
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
-    for pattern in ("docker/**/*.sh", "scripts/**/*.sh", "scripts/**/*.sbatch")
+    for pattern in (
+        "docker/**/*.sh",
+        "examples/*.sbatch",
+        "scripts/**/*.sbatch",
+        "scripts/**/*.sh",
+    )
     for path in ROOT.glob(pattern)
 )
 

@@ -20,7 +20,7 @@ MODULES = {
 }
 ROOT = pathlib.Path(__file__).parents[2]
 TREE = ROOT / "CONTRIBUTING.md"
-DOCUMENTS = [ROOT / "README.md", TREE, *sorted(ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("[de]*/**/*.md")])
 
 
 def described_files():
@@ -55,7 +55,7 @@ def test_every_package_is_in_the_tree():
 def test_lines_are_short():
     """Tables, commands and their output are written as they are."""
     long = []
-    for page in [ROOT / "CHANGELOG.md", *DOCUMENTS]:
+    for page in DOCUMENTS:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
         for line in text.splitlines():
             # What a link leads to is not part of the text.
@@ -76,14 +76,14 @@ def anchors(page):
 def test_links_lead_to_files_and_headings():
     """The build of the site checks the links between its pages as well."""
     broken = []
-    for page in [ROOT / "CHANGELOG.md", *DOCUMENTS]:
+    for page in DOCUMENTS:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
             if link.startswith("https://"):
                 continue
             name, _, anchor = link.partition("#")
             target = page.parent / name if name else page
-            if not target.is_file() or (anchor and anchor not in anchors(target)):
+            if not target.exists() or (anchor and anchor not in anchors(target)):
                 broken.append(f"{page.relative_to(ROOT)}: {link}")
     assert not broken
 
