@@ -6,7 +6,7 @@ mpirun -np 2 python -m hvdtrain.benchmark --collectives --plot=collectives.png
 mpirun -np 2 python -m hvdtrain.benchmark --workload=recommender
 python -m hvdtrain.benchmark --strategy=mirrored --workload=resnet18
 
-The default takes about a minute. docs/benchmark.md describes the figures.
+The default takes about a minute. docs/figures/benchmark.md describes the figures.
 """
 
 from absl import flags

@@ -1,4 +1,4 @@
-"""Horovod's environment variables, and the CPU quotas of this process' control groups.
+"""Environment variables, and the CPU quotas of this process' control groups.
 
 Importing this module loads no TensorFlow.
 """
@@ -10,6 +10,35 @@ from typing import NamedTuple
 
 STALL_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+
+# All variables that hvdtrain reads for itself, with their meaning for users.
+VARIABLES = {
+    "HVDTRAIN_BIND": "0: ranks are not bound to their share of the cores of the node.",
+    "HVDTRAIN_CACHE_DIR": "Directory of built wheels and of downloaded data; by "
+    "default hvdtrain in XDG_CACHE_HOME, or ~/.cache/hvdtrain.",
+    "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
+    "the public mirrors.",
+    "HVDTRAIN_REDUCTION": "auto: gradients are reduced in shared memory where all "
+    "ranks are on one host, else by Horovod. horovod: always by Horovod. "
+    "shared_memory: an error where the ranks cannot share memory.",
+    "HVDTRAIN_WHEELS": "Directory, or https address, of wheels for "
+    "python -m hvdtrain.install.",
+}
+# Variables of Horovod that users of hvdtrain set.
+HOROVOD_VARIABLES = {
+    "HOROVOD_CYCLE_TIME": "Milliseconds between two cycles of Horovod's thread. "
+    "job.start sets 0.1.",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "1: a script that calls hvd.init may make meshes.",
+    "HOROVOD_GPU_OPERATIONS": "NCCL: python -m hvdtrain.install builds for GPUs.",
+    "HOROVOD_STALL_CHECK_DISABLE": "1: no limits for stalled collectives.",
+    STALL_CHECK: "Seconds until a warning names the ranks that do not call a "
+    "collective.",
+    STALL_SHUTDOWN: "Seconds until this collective fails on the other ranks.",
+    "HOROVOD_TERMINATION_SECONDS": "Seconds that ranks have to save after a signal to "
+    "horovodrun --gloo; 60 by default.",
+    "HOROVOD_TIMELINE": "File of Horovod's timeline.",
+    "HOROVOD_WITHOUT_MPI": "1: python -m hvdtrain.install leaves MPI out.",
+}
 
 
 class StallLimits(NamedTuple):

@@ -1,8 +1,6 @@
 """What all programs share: flags, one line for a mistake, exit codes.
 
-The only module that ends processes. Exit codes: 0, 1 for a failure, 2 for wrong
-flags, 75 for a job that was stopped and can be continued, and 128 + its number for a
-signal: 130 for Ctrl-C.
+The only module that ends processes.
 """
 
 import contextlib
@@ -24,6 +22,15 @@ from hvdtrain.job import JobError, output, signals
 from hvdtrain.job.launchers import launch
 from hvdtrain.job.start import stop
 from hvdtrain.job.world import SharedJobError
+
+# By exit code, for users: the site has them as a table.
+EXIT_CODES = {
+    "0": "The job has finished.",
+    "1": "A failure. The line of rank 0, or one with 'rank R on HOST:', has the cause.",
+    "2": "A flag is wrong by itself. It is 1 if it does not fit the data or the ranks.",
+    "75": "The job stopped after a checkpoint. The same command continues it.",
+    "128 + n": "The signal n ended the job at once: 130 for Ctrl-C.",
+}
 
 # Rank 0 prints its error at once, and the other ranks after this time. When rank 0 has
 # the same error, the launcher ends them before: one message, not one per rank.

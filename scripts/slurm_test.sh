@@ -105,7 +105,7 @@ has_nodes() { [[ $(sinfo -h -t idle -o %D) == 2 ]]; }
 # A directory like the clone, so that logs and results stay out of it.
 make_clone() {
   mkdir "$work/clone"
-  ln -s "$root"/{hvdtrain,scripts,.venv} "$work/clone"
+  ln -s "$root"/{examples,hvdtrain,scripts,.venv} "$work/clone"
   cd "$work/clone"
   logs=$work/clone
 }
@@ -247,6 +247,14 @@ is_an_array() {
     test "$(grep -l '"seed": [12]\b' runs/array-*-[12]/summary.json | wc -l)" == 2
 }
 
+# The second task may ask for its trial while the first one trains.
+shares_a_study() {
+  check "the tasks of an array train the trials of one study" submit study --array=1-2 \
+    --output=study-%a.log examples/optuna_slurm.sbatch --epochs=2 --study=study.journal
+  check "each task has a trial of its own" \
+    test "$(grep -ho '^trial [01]:' study-[12].log | sort | tr -d '\n')" == 'trial 0:trial 1:'
+}
+
 main() {
   work=$1
   quick=(--dataset=digits --max_steps=200)
@@ -259,6 +267,7 @@ main() {
   trains_by_srun
   fails
   is_an_array
+  shares_a_study
   is_preempted
   report
 }

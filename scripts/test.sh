@@ -2,14 +2,15 @@
 # Runs the tests, after scripts/setup.sh if needed.
 #
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
-#     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly]
+#     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers]
 #
 # parallel: on two ranks. more_ranks: the tests that those leave out as long, then those of
 # the parallel tests that depend on the number of ranks, on three and on four, such as
 # models that are sharded over meshes of 2 x 2; three reduce through Horovod, with Gloo.
 # oracle: only those that compare a training on two ranks with one process. keras: oracle,
 # and the unit tests that import Keras. oldest: keras, with the oldest Keras of setup.cfg,
-# which is downloaded. nightly: keras, with the Keras that comes next.
+# which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
+# example that logs to MLflow, which is downloaded.
 #
 #     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail
@@ -19,9 +20,9 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "more_ranks, oracle, keras, oldest and nightly" >&2
+      "more_ranks, oracle, keras, oldest, nightly and trackers" >&2
     exit 2
   }
 done
@@ -62,6 +63,17 @@ lint() {
   run "ruff check" 60 ruff check .
   run "ruff format" 60 ruff format --check .
   run mypy 120 mypy
+  site
+}
+
+# Broken links and anchors fail the build. Addresses outside of the site are not fetched.
+site() {
+  local directory
+  directory=$(mktemp -d)
+  # The theme prints an advertisement for its successor.
+  NO_MKDOCS_2_WARNING=1 run site 60 \
+    python -m mkdocs build --strict --site-dir "$directory"
+  rm -rf "$directory"
 }
 
 # unit [FILES]; in two processes, one for each of two cores.
@@ -97,13 +109,18 @@ keras() {
   oracle
 }
 
-# with_keras PACKAGE START: with another Keras, whose version has this start.
-with_keras() {
-  local overlay
+# download NAME ARGUMENTS OF PIP...: sets overlay to a new directory with the packages.
+download() {
   overlay=$(mktemp -d)
   overlays+=("$overlay")
   trap 'rm -rf "${overlays[@]}"' EXIT
-  run "$1" 120 python -m pip install --quiet --no-deps --target "$overlay" "$1" || return
+  run "$1" 120 python -m pip install --quiet --no-deps --target "$overlay" "${@:2}"
+}
+
+# with_keras PACKAGE START: with another Keras, whose version has this start.
+with_keras() {
+  local overlay
+  download "$1" "$1" || return
   # Found before the Keras of the environment.
   local -x PYTHONPATH=$overlay
   run "keras is $2" 60 python -c \
@@ -118,6 +135,13 @@ oldest() {
 }
 
 nightly() { with_keras keras-nightly 3.; }
+
+trackers() {
+  local overlay
+  download MLflow -r scripts/requirements_trackers.txt || return
+  local -x PYTHONPATH=$overlay
+  run trackers 300 python -m pytest -q tests/commands/test_examples.py -k mlflow
+}
 
 # In two processes: most of the time is TensorFlow's import, which uses one core.
 commands() {

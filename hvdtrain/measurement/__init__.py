@@ -1,5 +1,5 @@
 """What `hvdtrain.benchmark` measures, and how.
 
-docs/benchmark.md describes the figures. The modules `benchmark_options`, `figures`,
-`records` and `tables` load no TensorFlow; import the others by name.
+docs/figures/benchmark.md describes the figures. The modules `benchmark_options`,
+`figures`, `records` and `tables` load no TensorFlow; import the others by name.
 """

@@ -33,7 +33,7 @@ def measure(options: BenchmarkOptions, world: World) -> Figures:
 
     Returns:
         By kind, "replicated" first, a dict for JSON, the same on all ranks;
-        docs/benchmark.md describes it.
+        docs/figures/benchmark.md describes it.
     """
     workload = WORKLOADS[options.workload]
     figures: dict[str, Figures] = {}

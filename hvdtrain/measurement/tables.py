@@ -14,7 +14,8 @@ _LABEL_WIDTH = 15
 _CELL_WIDTH = 24
 _COLUMN_WIDTH = 22
 
-# The dict of `running.run`, and the figures in it: docs/benchmark.md has their keys.
+# The dict of `running.run`, and the figures in it: docs/figures/benchmark.md has their
+# keys.
 Result = Mapping[str, Any]
 Figures = Mapping[str, Any]
 # Label and text.

@@ -25,7 +25,7 @@ def measure(options: BenchmarkOptions, world: World) -> Figures:
         options: with defaults.
 
     Returns:
-        A dict for JSON, the same on all ranks; docs/benchmark.md describes it.
+        A dict for JSON, the same on all ranks; docs/figures/benchmark.md describes it.
     """
     names = () if options.strategy == "horovod" else one_process.make_devices(options)
     workload = workloads.load(options, world)

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-PAGE = pathlib.Path(__file__).parents[2].joinpath("docs/benchmark.md").read_text()
+PAGE = (
+    pathlib.Path(__file__).parents[2].joinpath("docs/figures/benchmark.md").read_text()
+)
 BENCHMARK = [sys.executable, "-m", "hvdtrain.benchmark"]
 FEW = ["--rounds=2", "--seconds=0.05", "--dataset=digits", "--consistency_steps=2"]
 PARTS = ("compute", "communication", "overhead", "input_wait")

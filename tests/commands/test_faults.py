@@ -2,7 +2,7 @@
 
 All faults, on either rank, in each phase, under each launcher, are 72 launches. By
 default a few of them run; HVDTRAIN_FAULT_TABLE=FILE runs all, and writes the table of
-docs/training.md to FILE.
+docs/preemption.md to FILE.
 """
 
 import itertools

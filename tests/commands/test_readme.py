@@ -1,4 +1,4 @@
-"""The README's commands and its example run as they stand there."""
+"""The commands of the README, and the scripts of the pages, run as they stand there."""
 
 import pathlib
 import re
@@ -43,7 +43,8 @@ def test_a_way_to_run_it(run, command, tmp_path):
 
 
 def test_the_example(start, tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    page = ROOT.joinpath("docs/index.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     script = tmp_path / "script.py"
     script.write_text(code)
     program = [sys.executable, str(script)]
@@ -73,7 +74,7 @@ def test_the_script_of_your_own(run, tmp_path):
 
 
 def test_the_script_of_a_sharded_model(run, tmp_path):
-    page = ROOT.joinpath("docs/parallelism.md").read_text()
+    page = ROOT.joinpath("docs/parallelism/mesh.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     script = tmp_path / "script.py"
     script.write_text(code)

@@ -2,7 +2,7 @@
 
 Eight samples, 1 to 8, in one step of a model with one weight. Its loss is |1 - w x|
 and the weight starts at 0: with SGD at 0.1 it becomes 0.1 times the mean of the
-samples. The numbers are those of docs/horovod.md.
+samples. The numbers are those of docs/moving/equivalence.md.
 """
 
 import inspect

@@ -11,7 +11,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOCKERFILES = ["docker/Dockerfile", "docker/Dockerfile.gpu"]
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
-    for pattern in ("docker/**/*.sh", "scripts/**/*.sh", "scripts/**/*.sbatch")
+    for pattern in (
+        "docker/**/*.sh",
+        "examples/*.sbatch",
+        "scripts/**/*.sbatch",
+        "scripts/**/*.sh",
+    )
     for path in ROOT.glob(pattern)
 )
 
@@ -60,6 +65,15 @@ def test_what_the_image_leaves_out_is_in_the_set_up(dockerfile):
     names = one(r"grep -vE '\^\(([^)]*)\)==", dockerfile).split("|")
     for name in names:
         assert re.search(rf"^{name}==", text("scripts/requirements.txt"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
+def test_the_image_leaves_out_the_packages_of_the_site(dockerfile):
+    first, last = re.search(r"sed '/\^(.*?)/,/\^(.*?)/d'", text(dockerfile)).groups()
+    _, block = text("scripts/requirements.txt").split(f"\n{first}")
+    block, rest = block.split(f"\n{last}")
+    assert "\nmkdocs==" in block
+    assert "\nmarkdown==" in rest
 
 
 def test_cpus_and_gpus_get_the_same_tensorflow():

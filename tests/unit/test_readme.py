@@ -1,4 +1,4 @@
-"""The tree of the README, and the Python in the documents, are of this package."""
+"""The tree of packages, and the Python in the documents, are of this package."""
 
 import ast
 import inspect
@@ -19,13 +19,13 @@ MODULES = {
     "hvd": hvdtrain.keras,
 }
 ROOT = pathlib.Path(__file__).parents[2]
+TREE = ROOT / "CONTRIBUTING.md"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("[de]*/**/*.md")])
 
 
 def described_files():
-    """Yields every path in the README's tree; its folders end with a slash."""
-    tree = re.search(
-        r"```\n(hvdtrain/\n.*?)```", ROOT.joinpath("README.md").read_text(), re.S
-    )
+    """Yields every path in the tree; its folders end with a slash."""
+    tree = re.search(r"```\n(hvdtrain/\n.*?)```", TREE.read_text(), re.S)
     folders = []
     for line in tree.group(1).splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
@@ -38,7 +38,7 @@ def described_files():
 
 
 def packages():
-    """Yields every package below hvdtrain, in the README's notation."""
+    """Yields every package below hvdtrain, in the notation of the tree."""
     for path in (ROOT / "hvdtrain").rglob("__init__.py"):
         yield f"{path.relative_to(ROOT).parent}/"
 
@@ -55,7 +55,7 @@ def test_every_package_is_in_the_tree():
 def test_lines_are_short():
     """Tables, commands and their output are written as they are."""
     long = []
-    for page in [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md")]:
+    for page in DOCUMENTS:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
         for line in text.splitlines():
             # What a link leads to is not part of the text.
@@ -64,9 +64,33 @@ def test_lines_are_short():
     assert not long
 
 
+def anchors(page):
+    """Return the anchors of the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)", text, re.M)
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+    }
+
+
+def test_links_lead_to_files_and_headings():
+    """The build of the site checks the links between its pages as well."""
+    broken = []
+    for page in DOCUMENTS:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if link.startswith("https://"):
+                continue
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
 def calls():
     """Yields the page, source and node of each call of the package in the documents."""
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+    for page in DOCUMENTS:
         for block in re.findall(r"```py(?:thon)?\n(.*?)```", page.read_text(), re.S):
             for node in ast.walk(ast.parse(textwrap.dedent(block))):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -1,0 +1,191 @@
+"""Every example runs with the command of its docstring, and prints what that says."""
+
+import ast
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+# The file, then what it prints, with a number above or below a bound.
+ABOVE = {
+    "custom_loop.py": (r"test accuracy ([\d.]+)", 0.9),
+    "mixed_precision.py": (r"test accuracy ([\d.]+), loss scale \d+", 0.9),
+    "mnist_fit.py": (r"test accuracy ([\d.]+) on digits", 0.9),
+    "pipeline.py": (r"test accuracy ([\d.]+)", 0.9),
+}
+# Those that the functions below start.
+OTHERS = {
+    "elastic.py",
+    "gan.py",
+    "imagenet_resnet50.py",
+    "optuna_slurm.py",
+    "optuna_slurm.sbatch",
+    "trackers/mlflow_observer.py",
+    "trackers/tensorboard_observer.py",
+    "trackers/train.py",
+}
+# The service needs an account.
+UNTESTED = {"trackers/wandb_observer.py"}
+# Other tests train with a pipeline and in mixed precision.
+LONG = {"mixed_precision.py", "pipeline.py"}
+
+
+def command(name, number=0):
+    """Return one of the commands of a docstring that start ranks."""
+    page = ast.get_docstring(ast.parse((EXAMPLES / name).read_text()))
+    found = re.findall(r"^ {4}(horovodrun (?:.*\\\n)*.*)$", page, re.M)
+    return found[number].replace("python examples", f"{sys.executable} examples")
+
+
+def needs(package, remedy):
+    """Skip a test where a package is missing."""
+    return pytest.mark.skipif(
+        not importlib.util.find_spec(package), reason=f"no {package}: {remedy}"
+    )
+
+
+def search_path(package):
+    """Return a PYTHONPATH with this clone and the directory of a package."""
+    origin = pathlib.Path(importlib.util.find_spec(package).origin)
+    return f"{ROOT}{os.pathsep}{origin.parents[1]}"
+
+
+def number(pattern, text):
+    """Return the number that the last match of `pattern` has as its group."""
+    return float(re.findall(pattern, text)[-1])
+
+
+@pytest.fixture
+def shell(run):
+    """Return `shell(command, ...)`: runs it and returns what its ranks print."""
+
+    def shell(command, **environment):
+        offline = {"HVDTRAIN_MNIST_URLS": "http://127.0.0.1:1/"}
+        job = run([], program=["sh", "-c", command], environment=offline | environment)
+        assert job.returncode == 0, job.text
+        return "\n".join(job.lines)
+
+    return shell
+
+
+def test_every_example_has_a_test():
+    files = {
+        str(path.relative_to(EXAMPLES))
+        for pattern in ("**/*.py", "**/*.sbatch")
+        for path in EXAMPLES.glob(pattern)
+    }
+    assert files == {*ABOVE} | OTHERS | UNTESTED
+
+
+def test_the_table_has_every_example():
+    table = (EXAMPLES / "README.md").read_text()
+    linked = {*re.findall(r"\]\(([^)]*)\)", table)}
+    files = {*ABOVE} | OTHERS | UNTESTED | {"imagenet_resnet50.diff"}
+    assert linked == files
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in LONG else ())
+        for name in ABOVE
+    ],
+)
+def test_an_accuracy(shell, tmp_path, name):
+    text = shell(command(name), HVDTRAIN_CACHE_DIR=str(tmp_path))
+    pattern, bound = ABOVE[name]
+    assert number(pattern, text) > bound, text
+
+
+@pytest.mark.long
+def test_gan(shell):
+    text = shell(command("gan.py"))
+    assert number(r"distance of the mean images ([\d.]+)", text) < 0.1, text
+    assert number(r"spread: generated ([\d.]+)", text) > 0.15, text
+
+
+@pytest.mark.long
+def test_elastic_without_the_host_that_is_lost(start, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:1\n127.0.0.1:1\n")
+    program = command("elastic.py").replace("cat hosts", f"cat {hosts}")
+    program = program.replace("--gloo", "--gloo --network-interface lo")
+    job = start([], program=["sh", "-c", program])
+    job.wait_for("Epoch 2/10")
+    job.ranks()[1].kill()
+    job.wait()
+    assert job.returncode == 0, job.text
+    accuracy = number(r"test accuracy ([\d.]+) on 1 ranks at the end", job.text)
+    assert accuracy > 0.9
+
+
+@pytest.mark.long
+def test_imagenet_continues_from_a_checkpoint(shell, tmp_path):
+    program = f"{command('imagenet_resnet50.py', 1)} --checkpoint-dir={tmp_path}"
+    shell(f"{program} --epochs=1 --steps-per-epoch=5")
+    text = shell(program)
+    assert "Epoch 1/2" not in text
+    assert "Epoch 2/2" in text
+    assert number(r" accuracy: ([\d.]+)", text) > 0.3, text
+    names = [path.name for path in sorted(tmp_path.glob("*.keras"))]
+    assert names == ["checkpoint-001.keras", "checkpoint-002.keras"]
+
+
+def test_the_lines_of_the_diff_are_in_the_imagenet_example():
+    example = (EXAMPLES / "imagenet_resnet50.py").read_text()
+    diff = (EXAMPLES / "imagenet_resnet50.diff").read_text()
+    added = re.findall(r"^\+(.*)$", diff, re.M)
+    assert len(added) > 10
+    assert [line for line in added if line not in example.splitlines()] == []
+
+
+@needs("optuna", "scripts/setup.sh")
+def test_optuna(shell, tmp_path):
+    program = command("optuna_slurm.py").replace("study.log", f"{tmp_path}/study.log")
+    text = shell(f"{program} --epochs=3", PYTHONPATH=search_path("optuna"))
+    assert number(r"trial 0: accuracy ([\d.]+)", text) > 0.5, text
+
+
+@pytest.mark.long
+@needs("optuna", "scripts/setup.sh")
+def test_tasks_of_a_slurm_array_share_a_study(shell, tmp_path):
+    study = tmp_path / "study.log"
+    for task in range(2):
+        text = shell(
+            f"bash examples/optuna_slurm.sbatch --epochs=3 --study={study}",
+            PYTHONPATH=search_path("optuna"),
+            SLURM_SUBMIT_DIR=str(ROOT),
+            SLURM_NTASKS="2",
+            SLURM_ARRAY_JOB_ID="1",
+        )
+        assert f"trial {task}: accuracy" in text
+        assert f"best of {task + 1}:" in text
+
+
+def test_tensorboard(shell, tmp_path):
+    text = shell(f"{command('trackers/train.py')} --model_dir={tmp_path}")
+    assert number(r"evaluation at step .*accuracy ([\d.]+)", text) > 0.9
+    assert len([*tmp_path.glob("tensorboard/events.out.*")]) == 1
+
+
+@needs("mlflow", "scripts/test.sh trackers")
+def test_mlflow_continues_the_run_of_a_job(shell, tmp_path):
+    program = command("trackers/train.py").replace("tensorboard", "mlflow")
+    for epochs in (1, 2):
+        shell(
+            f"{program} --model_dir={tmp_path / 'run'} --epochs={epochs}",
+            PYTHONPATH=search_path("mlflow"),
+            MLFLOW_TRACKING_URI=f"file://{tmp_path / 'store'}",
+            MLFLOW_ALLOW_FILE_STORE="true",
+        )
+    # Of the only run: a line has a time, a value and a step.
+    [path] = tmp_path.glob("store/*/*/metrics/test_accuracy")
+    assert path.parents[1].name == (tmp_path / "run/mlflow_run_id").read_text()
+    steps = [int(line.split()[2]) for line in path.read_text().splitlines()]
+    assert len(steps) > 1
+    assert steps == sorted(steps)
