@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from hvdtrain import environment, program  # noqa: E402
 
-PROGRAMS = ("mnist", "benchmark", "report", "doctor", "install")
+PROGRAMS = ("mnist", "verify", "benchmark", "report", "doctor", "install")
 # In a process for each program: absl has one set of flags, and two programs have flags
 # of one name.
 LIST_FLAGS = """
