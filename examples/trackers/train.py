@@ -2,9 +2,9 @@
 
     horovodrun -np 2 python examples/trackers/train.py --tracker=tensorboard
 
-Prints a test accuracy of 0.95 within 40 s on two cores. A job that is killed and started
-again with the same --model_dir continues, and logs to the same run. To log a job of your
-own, copy one of the observers beside this file.
+Prints a test accuracy of 0.95 within 40 s on two cores. A job that is killed and
+started again with the same --model_dir continues, and logs to the same run. To log a
+job of your own, copy one of the observers beside this file.
 """
 
 import importlib

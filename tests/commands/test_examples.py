@@ -105,7 +105,7 @@ def test_an_accuracy(shell, tmp_path, name):
 @pytest.mark.long
 def test_gan(shell):
     text = shell(command("gan.py"))
-    assert number(r"distance of the mean images ([\d.]+)", text) < 0.1, text
+    assert number(r"distance of the mean images ([\d.]+)", text) < 0.12, text
     assert number(r"spread: generated ([\d.]+)", text) > 0.15, text
 
 
