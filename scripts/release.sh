@@ -92,6 +92,9 @@ find_python() {
     base_of "$candidate" && return
   done < <(
     type -aP "python$1"
+    while read -r candidate; do
+      compgen -G "${candidate%/shims/*}/versions/$1.*/bin/python$1"
+    done < <(type -aP "python$1")
     compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1.*/bin/python$1"
     compgen -G "$HOME/.local/share/uv/python/cpython-$1.*/bin/python$1"
   )
