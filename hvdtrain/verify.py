@@ -22,6 +22,7 @@ from absl import flags
 from hvdtrain import program
 from hvdtrain.installer import steps
 from hvdtrain.job import JobError, launchers, signals
+from hvdtrain.verification import causes
 from hvdtrain.verification.comparison import Comparison, Difference
 from hvdtrain.verification.phases import PhaseError, Verification
 from hvdtrain.verification.samples import Samples
@@ -77,24 +78,31 @@ def main(command: list[str]) -> None:
 def _verify(verification: Verification) -> list[str]:
     """Run the phases and print what they show; return what is wrong."""
     compared = _run_and_compare(verification)
-    if compared.first and not verification.dtype:
+    if compared.first and _may_be_rounding(verification, compared.first):
         print(f"in its own types: {_describe(compared.first)}")
-        verification = dataclasses.replace(verification, dtype="float64")
+        directory = verification.directory / "float64"
+        directory.mkdir()
+        in_float64 = dataclasses.replace(
+            verification, dtype="float64", directory=directory
+        )
         try:
-            compared = _run_and_compare(verification)
+            compared = _run_and_compare(in_float64)
+            verification = in_float64
         except PhaseError as error:
             print(f"float64 is not possible: {error}")
-    samples = verification.samples()
-    faults = _check_batches(samples)
-    faults += _check_scaling(verification)
+    faults = _check_batches(verification.samples())
     if compared.first:
-        reasons = verification.reasons(compared.first)
-        faults += [_describe(compared.first), *(reasons[:2] or [_NO_REASON])]
-    else:
-        steps = f"{compared.steps[-1]} steps"
-        if not faults:
-            print(f"equal to {compared.largest:.0e} over {steps}")
+        reasons = causes.find(verification.evidence(compared.first))
+        return [*faults, _describe(compared.first), *(reasons[:2] or [_NO_REASON])]
+    faults += _check_scaling(verification)
+    if not faults:
+        print(f"equal to {compared.largest:.0e} over {compared.steps[-1]} steps")
     return faults
+
+
+def _may_be_rounding(verification: Verification, difference: Difference) -> bool:
+    is_explained = causes.is_explained(verification.evidence(difference))
+    return not verification.dtype and not is_explained
 
 
 def _run_and_compare(verification: Verification) -> Comparison:
@@ -115,8 +123,8 @@ def _describe(difference: Difference) -> str:
 def _check_batches(samples: Samples) -> list[str]:
     """Print what the ranks have read; return what is wrong with it."""
     sizes = " and ".join(map(str, samples.sizes))
-    share = f"{samples.shared:.1%} of them on several ranks" if samples.number else ""
-    print(f"batches        {sizes} samples; {samples.number} read, {share}")
+    shared = f"; {samples.number} read, {samples.shared:.1%} of them on several ranks"
+    print(f"batches        {sizes} samples{shared if samples.number else ''}")
     if samples.has_equal_batches:
         return [
             "Two ranks have read the same batch: shard the data, such as "

@@ -42,7 +42,17 @@ class Evidence:
 
 def find(evidence: Evidence) -> list[str]:
     """Return the reasons that fit the evidence, the most likely one first."""
-    return [text for cause in _CAUSES if (text := cause(evidence))]
+    found = [cause(evidence) for cause in (*_SUFFICIENT, *_POSSIBLE)]
+    return [text for text in found if text]
+
+
+def is_explained(evidence: Evidence) -> bool:
+    """Return whether a reason was found without which the steps would be equal.
+
+    Other reasons may be there and have no effect, such as masks that leave equally many
+    steps; the difference may be rounding.
+    """
+    return any(cause(evidence) for cause in _SUFFICIENT)
 
 
 def _no_reduction(evidence: Evidence) -> str:
@@ -181,13 +191,15 @@ def _listed(values: Sequence[object]) -> str:
     return " and ".join(map(str, values))
 
 
-_CAUSES: tuple[Callable[[Evidence], str], ...] = (
+_SUFFICIENT: tuple[Callable[[Evidence], str], ...] = (
     _no_reduction,
     _rates_differ,
     _unequal_batches,
     _sum_of_losses,
     _sum_of_means,
     _multiple,
+)
+_POSSIBLE: tuple[Callable[[Evidence], str], ...] = (
     _weighted_mean,
     _local_moments,
     _random_draws,

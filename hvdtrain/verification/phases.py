@@ -93,19 +93,16 @@ class Verification:
         """Return which samples the ranks have read."""
         return samples.read_by_ranks(self.files("ranks"), size=self.size)
 
-    def reasons(self, difference: comparison.Difference) -> list[str]:
-        """Return the likely reasons of a difference."""
+    def evidence(self, difference: comparison.Difference) -> causes.Evidence:
+        """Return what was recorded about a difference."""
         files = self.files("ranks")
-        return causes.find(
-            causes.Evidence(
-                difference=difference,
-                facts=files.read("facts", 0),
-                samples=self.samples(),
-                states_by_rank=[
-                    files.read("state", rank, difference.step)
-                    for rank in range(self.size)
-                ],
-            )
+        return causes.Evidence(
+            difference=difference,
+            facts=files.read("facts", 0),
+            samples=self.samples(),
+            states_by_rank=[
+                files.read("state", rank, difference.step) for rank in range(self.size)
+            ],
         )
 
     def scaling(self) -> dict[str, float]:
