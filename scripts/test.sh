@@ -2,7 +2,7 @@
 # Runs the tests, after scripts/setup.sh if needed.
 #
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
-#     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers]
+#     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers] [verify]
 #
 # parallel: on two ranks. more_ranks: the tests that those leave out as long, then those of
 # the parallel tests that depend on the number of ranks, on three and on four, such as
@@ -10,7 +10,8 @@
 # oracle: only those that compare a training on two ranks with one process. keras: oracle,
 # and the unit tests that import Keras. oldest: keras, with the oldest Keras of setup.cfg,
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
-# example that logs to MLflow, which is downloaded.
+# example that logs to MLflow, which is downloaded. verify: python -m hvdtrain.verify on
+# scripts with one fault each.
 #
 #     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail
@@ -20,9 +21,9 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|verify)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "more_ranks, oracle, keras, oldest, nightly and trackers" >&2
+      "more_ranks, oracle, keras, oldest, nightly, trackers and verify" >&2
     exit 2
   }
 done
@@ -145,8 +146,10 @@ trackers() {
 
 # In two processes: most of the time is TensorFlow's import, which uses one core.
 commands() {
-  run commands 1200 python -m pytest -q -n 2 --dist loadgroup -m "not long" tests/commands
+  run commands 1200 python -m pytest -q -n 2 --dist loadgroup -m "not long and not verify" tests/commands
 }
+
+verify() { run verify 900 python -m pytest -q -n 2 -m verify tests/commands; }
 
 for tier in "${tiers[@]}"; do "$tier"; done
 echo

@@ -115,7 +115,7 @@ class StepRecorder:
             },
             draws=dict(_draws(self._models)),
             metric_states=states,
-            metrics=metrics.results(measured, states),
+            metrics=_comparable(metrics.results(measured, states)),
             metrics_of_ranks=self._metrics_of_ranks(measured, step),
         )
 
@@ -134,7 +134,7 @@ class StepRecorder:
             _combined(variable.aggregation, values)
             for variable, values in zip(variables, by_variable, strict=True)
         ]
-        return metrics.results(measured, combined)
+        return _comparable(metrics.results(measured, combined))
 
     def _values(self, variables: dict[str, Any]) -> dict[str, Any]:
         values = {
@@ -161,6 +161,17 @@ class StepRecorder:
                 or getattr(layer, "mask_zero", False)
             ),
         )
+
+
+def _comparable(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics that are equal if the steps are.
+
+    The mean of losses over the batches is not, if a loss is a sum over the samples of a
+    batch.
+    """
+    if all(loss.reduction != "sum" for loss in _existing(keras.losses.Loss)):
+        return results
+    return {name: value for name, value in results.items() if "loss" not in name}
 
 
 def _existing(cls: type) -> list[Any]:

@@ -139,8 +139,12 @@ FAULTS = {
     "rate of one rank": (
         FIT,
         {
-            "callbacks = [": "rate = lambda epoch: 0.1 / (1 + hvd.rank())\n"
-            "callbacks = [keras.callbacks.LearningRateScheduler(rate), "
+            "callbacks = [": "rates = [0.02, 0.02, 0.02 / (1 + hvd.rank())]\n"
+            "set_rate = lambda batch, logs: setattr(\n"
+            "    model.optimizer, 'learning_rate', rates[min(batch, 2)]\n"
+            ")\n"
+            "set_rate = keras.callbacks.LambdaCallback(on_train_batch_begin=set_rate)\n"
+            "callbacks = [set_rate, "
         },
         "differs by rank",
     ),
@@ -206,7 +210,9 @@ def verify(run, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("fit", "loop") else pytest.param(name, marks=pytest.mark.long)
+        name
+        if name in ("fit", "loop")
+        else pytest.param(name, marks=pytest.mark.verify)
         for name in CLEAN
     ],
 )
@@ -221,7 +227,7 @@ def test_a_script_that_is_right(verify, name):
     [
         name
         if name in ("sum of means", "no broadcast")
-        else pytest.param(name, marks=pytest.mark.long)
+        else pytest.param(name, marks=pytest.mark.verify)
         for name in FAULTS
     ],
 )
