@@ -147,9 +147,11 @@ def _over_one_rank(collective: Callable[..., Any]) -> Callable[..., Any]:
         if caller.startswith("hvdtrain."):
             # The package's own agreement of the ranks, such as on a checkpoint.
             return collective(values, *args, **kwargs)
-        if isinstance(values, list):
+        if collective.__name__.startswith("grouped_"):
             return list(map(tf.convert_to_tensor, values))
-        return tf.convert_to_tensor(values)
+        # A gradient of an embedding is no tensor.
+        sparse = isinstance(values, tf.IndexedSlices)
+        return values if sparse else tf.convert_to_tensor(values)
 
     return call
 
