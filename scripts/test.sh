@@ -78,7 +78,9 @@ site() {
 }
 
 # unit [FILES]; in two processes, one for each of two cores.
-unit() { run unit 600 python -m pytest -q -n 2 --dist worksteal "${@:-tests/unit}"; }
+unit() {
+  run unit 600 python -m pytest -q -n 2 --dist worksteal -m "not long" "${@:-tests/unit}"
+}
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
 # pytest's.
@@ -96,7 +98,7 @@ parallel() { launched shared_memory mpi 2 -m "not long" tests/parallel; }
 # What the markers of pyproject.toml name.
 more_ranks() {
   launched shared_memory mpi 2 -m long tests/parallel
-  run "commands, long" 600 python -m pytest -q -n 2 -m long tests/commands
+  run "unit and commands, long" 900 python -m pytest -q -n 2 -m long tests/{unit,commands}
   launched horovod gloo 3 -m ranks tests/parallel
   launched shared_memory gloo 4 -m four_ranks tests/parallel
 }

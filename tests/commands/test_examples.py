@@ -144,6 +144,7 @@ def test_the_lines_of_the_diff_are_in_the_imagenet_example():
     assert [line for line in added if line not in example.splitlines()] == []
 
 
+@pytest.mark.long
 @needs("optuna", "scripts/setup.sh")
 def test_optuna(shell, tmp_path):
     program = command("optuna_slurm.py").replace("study.log", f"{tmp_path}/study.log")

@@ -147,7 +147,10 @@ def test_every_launcher_computes_what_one_process_does(alone, train, tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "mesh", "flags"),
     [
-        (4, "data 2 x pipeline 1 x model 2", ["--model_parallel=2"]),
+        pytest.param(
+            *(4, "data 2 x pipeline 1 x model 2", ["--model_parallel=2"]),
+            marks=pytest.mark.long,
+        ),
         (2, "data 1 x pipeline 2 x model 1", ["--pipeline_stages=2"]),
     ],
 )

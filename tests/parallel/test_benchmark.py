@@ -123,6 +123,7 @@ def test_recommender(world):
     assert kinds["row"]["against_replicated"]["memory"] == part / whole
 
 
+@pytest.mark.long
 def test_wide(world, monkeypatch):
     monkeypatch.setattr(parallel_workloads, "UNITS", 12)
     monkeypatch.setattr(parallel_workloads, "WIDE_UNITS", 18)

@@ -12,6 +12,7 @@ from hvdtrain import parallel
 from hvdtrain.sharding.shards import get_sharding
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
+long = pytest.mark.long
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, LENGTH, BATCH, STEPS = 17, 5, 3, 4, 10
 SLICINGS = ["row", "column"]
@@ -192,8 +193,10 @@ def model(embedding, optimizer, regularizer="l2", calls=1):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[ranks, four_ranks] if "global" in name else [])
-        for name in CASES
+        "sgd",
+        "adam, norms, accumulation",
+        pytest.param("adam, two calls", marks=long),
+        pytest.param("momentum, global norm", marks=[long, ranks, four_ranks]),
     ],
 )
 def test_fit_equals_the_dense_model_with_the_big_batch(mesh, name):

@@ -132,6 +132,7 @@ def test_what_is_exported_is_what_was_evaluated(tmp_path):
     assert abs(local - observer.metrics[2]["loss"]) > 1e-2
 
 
+@pytest.mark.long
 def test_a_failed_export_of_the_last_step_ends_all_ranks(tmp_path):
     model_dir = pathlib.Path(hvd.broadcast_object(str(tmp_path), name="model_dir"))
     final = model_dir / "export" / "final"

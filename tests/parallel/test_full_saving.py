@@ -96,6 +96,7 @@ def staged(stages=None):
     return parallel.PipelineModel(network, mesh=stages) if stages else network
 
 
+@pytest.mark.long
 def test_a_pipeline_saves_the_state_of_an_optimizer_that_a_step_has_built(
     stages, directory
 ):

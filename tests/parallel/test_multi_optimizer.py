@@ -40,8 +40,15 @@ def multi_optimizer(choice):
     return keras.optimizers.MultiOptimizer(choice(adam, momentum))
 
 
-@pytest.mark.parametrize("choice", [by_map, by_function])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "scaled"),
+    [
+        (by_map, True),
+        (by_function, False),
+        pytest.param(by_map, False, marks=pytest.mark.long),
+        pytest.param(by_function, True, marks=pytest.mark.long),
+    ],
+)
 def test_fit_equals_the_big_batch(choice, scaled):
     def make():
         optimizer = multi_optimizer(choice)

@@ -377,6 +377,7 @@ def test_a_rank_of_a_pipeline_cannot_wait_for_the_others(mesh):
         model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.JoinCallback()])
 
 
+@pytest.mark.long
 def test_factored_slots_belong_to_their_stage(mesh):
     x, y, _ = samples(3 * BATCH)
     dense, model = dense_model(), pipeline(mesh)

@@ -88,6 +88,7 @@ def test_data_parallel_training_is_equal_bit_for_bit():
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_sharded_layers_are_equal_and_communicate_once():
     mesh = parallel.Mesh(model=SIZE)
     with mesh:

@@ -53,7 +53,10 @@ def save_half_way(make_optimizer, path, loss=oracle.LOSS, part=FIRST, **distribu
     ("extension", "make"),
     [
         ("keras", lambda: keras.optimizers.Adam(0.05, global_clipnorm=0.5)),
-        ("h5", lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
+        pytest.param(
+            *("h5", lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_training_goes_on_where_it_was(tmp_path, extension, make):

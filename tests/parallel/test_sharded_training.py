@@ -23,7 +23,9 @@ X = np.random.RandomState(0).normal(size=(48, 5)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
 
-@pytest.fixture(scope="module", params=["model", "pipeline"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("model", marks=pytest.mark.long), "pipeline"]
+)
 def mesh(request):
     mesh = parallel.Mesh(**{request.param: 2})
     yield mesh

@@ -848,14 +848,14 @@ def test_the_first_batch_does_not_stay_in_memory(tmp_path, run_eagerly):
 
     def optionals():
         gc.collect()
-        return [each for each in gc.get_objects() if isinstance(each, type(empty))]
+        return {id(each): each for each in gc.get_objects() if type(each) is kind}
 
     def look(batch, logs=None):
         # Those of earlier tests may be tensors of their graphs, which have no value.
-        new = [each for each in optionals() if not any(each is old for old in before)]
+        new = [each for key, each in optionals().items() if key not in before]
         kept.append([seen[0](), *[each for each in new if each.has_value()]])
 
-    empty = tf.experimental.Optional.empty(tf.TensorSpec(()))
+    kind = type(tf.experimental.Optional.empty(tf.TensorSpec(())))
     before = optionals()
     look = keras.callbacks.LambdaCallback(on_train_batch_end=look)
     train(tmp_path, make_model=make_model, max_steps=2, callbacks=[look])
