@@ -16,8 +16,8 @@ from hvdtrain.verification import causes, comparison, samples
 from hvdtrain.verification.trajectory import Directory, Phase, PhaseOptions
 
 _WORKER = (sys.executable, "-m", "hvdtrain.verification.worker")
-# What launchers put before a line of a rank.
-_PREFIX = re.compile(r"^\[\d+,\d+\]<std(out|err)>:")
+# What launchers put before each piece that they read of the output of a rank.
+_PREFIX = re.compile(r"(\[(?:\d+,)?\d+\]<std(?:out|err)>:)")
 _ERROR = re.compile(r"^[\w.]*(Error|Exception): .|^rank \d+ on ")
 _STALL_SECONDS = "300"
 
@@ -67,7 +67,7 @@ class Verification:
             Steps(log).run(text, [*launcher, *worker], environment=variables)
         except InstallError:
             raise PhaseError(
-                f"The script failed: {_last_error(log)} Its output is in {log}."
+                f"The script failed: {last_error(log)} Its output is in {log}."
             ) from None
 
     def files(self, phase: Phase) -> Directory:
@@ -121,11 +121,25 @@ class Verification:
         return scaling
 
 
-def _last_error(log: pathlib.Path) -> str:
-    lines = [
-        _PREFIX.sub("", line).strip()
-        for line in log.read_text(errors="replace").splitlines()
-    ]
-    lines = [line for line in lines if line]
+def last_error(log: pathlib.Path) -> str:
+    """Return the last error in the output of a launcher, or else its last line."""
+    lines = _output_by_rank(log.read_text(errors="replace")).splitlines()
+    lines = [line.strip() for line in lines if line.strip()]
     errors = [line for line in lines if _ERROR.search(line)]
     return (errors or lines or ["it printed nothing."])[-1]
+
+
+def _output_by_rank(text: str) -> str:
+    """Return what each stream of a rank has written, one stream after another.
+
+    With PYTHONUNBUFFERED=1 a line of Python is several pieces, each with a prefix, and
+    those of another rank may be between them.
+    """
+    own, *pieces = _PREFIX.split(text)
+    streams: dict[str, str] = {}
+    for prefix, piece in zip(pieces[::2], pieces[1::2], strict=True):
+        # What follows the end of a line has no prefix: it is the launcher's.
+        line, newline, others = piece.partition("\n")
+        streams[prefix] = streams.get(prefix, "") + line + newline
+        own += others
+    return "\n".join([*streams.values(), own])

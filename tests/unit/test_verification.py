@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdtrain.verification import comparison, samples
+from hvdtrain.verification import comparison, phases, samples
 from hvdtrain.verification.trajectory import Directory, State
 
 
@@ -104,3 +104,17 @@ def test_streams_of_an_evaluation_are_left_out(directories):
     for rank in range(2):
         directories[0].write("batch", rank, 5, 0, value=[np.ones(4)])
     assert read(directories[0], [[1, 2]], [[3, 4]]).number == 4
+
+
+def test_the_error_of_a_rank_is_found_among_pieces_of_lines(tmp_path):
+    log = tmp_path / "ranks.log"
+    log.write_text("""\
+== 2 ranks: horovodrun -np 2 python script.py
+[1,0]<stderr>:    [1,1]<stderr>:Traceback (most recent call last):
+[1,0]<stderr>:raise ValueError('a reason')[1,1]<stderr>:  File "script.py", line 1
+[1,0]<stderr>:
+[1,0]<stderr>:ValueError[1,1]<stderr>:    raise[1,0]<stderr>:: [1,0]<stderr>:a reason
+--------------------------------------------------------------------------
+mpirun detected that one or more processes exited with non-zero status
+""")
+    assert phases.last_error(log) == "ValueError: a reason"
