@@ -164,15 +164,16 @@ def test_interrupt_before_the_ranks_are_started(start, tmp_path, controller):
 
 @pytest.mark.parametrize("launcher", ["gloo", "mpi"])
 def test_interrupt_while_the_ranks_are_started(start, tmp_path, launcher):
-    # Under MPI horovodrun asks for the version first. This mpirun does not answer.
+    # Under MPI horovodrun asks for the version first. This mpirun does not answer. A
+    # shell that is just starting a process may lose a signal: wait for what it starts.
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text("#!/bin/sh\nexec sleep 1000\n")
+    mpirun.write_text("#!/bin/sh\nexec sleep 2000\n")
     mpirun.chmod(0o755)
     path = f"{tmp_path}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     job = start(
         ["1000"], program=["sleep"], launcher=launcher, environment={"PATH": path}
     )
-    started = {"gloo": "spawn_main", "mpi": "mpirun --version"}[launcher]
+    started = {"gloo": "spawn_main", "mpi": "sleep 2000"}[launcher]
     job.wait_until(
         lambda: any(started in words for words in commands(job)),
         "the process that starts a rank, or mpirun",
