@@ -117,9 +117,7 @@ class BatchReplacer:
             return None
         flat_by_rank = [
             tf.nest.flatten(
-                tf.nest.pack_sequence_as(
-                    spec, list(map(tf.constant, parts)), expand_composites=True
-                )
+                tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
             )
             for parts in parts_by_rank
         ]
