@@ -132,8 +132,8 @@ def last_error(log: pathlib.Path) -> str:
 def _output_by_rank(text: str) -> str:
     """Return what each stream of a rank has written, one stream after another.
 
-    With PYTHONUNBUFFERED=1 a line of Python is several pieces, each with a prefix, and
-    those of another rank may be between them.
+    With PYTHONUNBUFFERED=1 Python writes a line in several pieces. The launcher puts a
+    prefix before each, and pieces of another rank between them.
     """
     own, *pieces = _PREFIX.split(text)
     streams: dict[str, str] = {}
