@@ -44,6 +44,7 @@ _SHARDED_STATE = "keras.sharded_state.ShardedState"
 _HOOK = "keras.hook.ReductionHook"
 _SKIPPING = "keras.hook.UpdateSkipping"
 _RECORD = "verification.capture.record_steps"
+_EVALUATION = "verification.capture.note_other_loops"
 
 # `build` of the attention layers is overridden, and Keras' `call` reads what it makes.
 _ATTENTION = (
@@ -163,8 +164,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.Model": (
         *(Seam(f"{name}(callbacks, ...)",
                "Contains collectives where the model is sharded: all ranks call it.",
-               replaced_by=("keras.collective_calls.install",))
-          for name in ("fit", "evaluate", "predict")),
+               replaced_by=("keras.collective_calls.install", *others))
+          for name, *others in (
+              ("fit",), ("evaluate", _EVALUATION), ("predict", _EVALUATION))),
         *(Seam(f"{name}(filepath, ...)",
                "Rank 0 writes the full weights, which all ranks gather.",
                replaced_by=("keras.collective_calls.install",))

@@ -1,7 +1,9 @@
 """Batches of a script: recorded on each rank, then replaced by those of all ranks."""
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,8 +13,13 @@ from hvdtrain.verification.trajectory import Directory
 
 # Tensors or arrays in any nest.
 Batch: TypeAlias = Any
-# TensorFlow's own, which `capture` replaces.
-_iterate = tf.data.Dataset.__iter__
+
+_UNSEEN = (
+    "Received {steps} steps of an optimizer with batches that cannot be seen; expected "
+    "batches of model.fit, of model.train_on_batch, or of a loop in Python over a "
+    "tf.data.Dataset. Iterate over tf.data.Dataset.from_tensor_slices(arrays).batch(n) "
+    "in place of slices of arrays, and outside of a tf.function."
+)
 
 
 class BatchRecorder:
@@ -27,29 +34,69 @@ class BatchRecorder:
         self._rank = rank
         self._streams = itertools.count()
         self._calls = itertools.count()
-        # The streams that were read since the last step, in their order.
-        self._read: list[int] = []
+        self._by_iterator: weakref.WeakKeyDictionary[Iterator, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        # How many batches were read of each stream since the last step, and which of
+        # these streams have ended.
+        self._read: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._called = 0
+        self._is_evaluating = False
         self._has_steps = False
+        self._has_kept_batches = False
+        self.has_loops_in_graphs = False
 
-    def note_step(self) -> None:
-        """Note which streams the training reads, not an evaluation for example.
+    def note_steps(self, steps: int) -> None:
+        """Note which streams the training reads.
 
-        What was read before the first step, but for the last stream, may have built the
-        model.
+        Args:
+            steps: the number of steps since the last call.
+
+        Raises:
+            ValueError: their batches were not recorded.
         """
-        for stream in self._read if self._has_steps else self._read[-1:]:
+        self._check_seen(steps)
+        # A stream that ended before a step was that of an evaluation, unless it is the
+        # only one: then the script has kept its batches.
+        training = [stream for stream in self._read if stream not in self._ended]
+        self._has_kept_batches |= bool(self._read) and not training
+        training = training or list(self._read)
+        # Before the first step, another stream may have built the model.
+        for stream in training if self._has_steps else training[-1:]:
             self._files.write("training", self._rank, stream, value=True)
         self._has_steps = True
-        self._read = []
+        self._read, self._called = {}, 0
 
-    def iterate(self, dataset: tf.data.Dataset) -> Iterator[Batch]:
-        """Return an iterator over `dataset`, as `iter` does."""
+    def _check_seen(self, steps: int) -> None:
+        seen = self._called + sum(self._read.values())
+        is_hidden = self.has_loops_in_graphs and steps > seen
+        if is_hidden or not (seen or self._has_kept_batches):
+            raise ValueError(_UNSEEN.format(steps=steps))
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Leave out what is read in the block: it is not training."""
+        self._is_evaluating = True
+        try:
+            yield
+        finally:
+            self._is_evaluating = False
+
+    def note_end(self, iterator: Iterator[Batch]) -> None:
+        """Note that `iterator` has no more batches."""
+        self._ended |= {self._by_iterator.get(iterator, -1)}
+
+    def iterate(
+        self, dataset: tf.data.Dataset, iterate: Callable[..., Iterator[Batch]]
+    ) -> Iterator[Batch]:
+        """Return `iterate(dataset)`, with batches that are recorded."""
         stream = next(self._streams)
         numbers = itertools.count()
 
         def write(*arrays: np.ndarray) -> None:
-            if stream not in self._read:
-                self._read.append(stream)
+            if not self._is_evaluating:
+                self._read[stream] = self._read.get(stream, 0) + 1
             numbered = (self._rank, stream, next(numbers))
             self._files.write("batch", *numbered, value=list(arrays))
 
@@ -61,11 +108,17 @@ class BatchRecorder:
                 parts = [tf.identity(part) for part in parts]
             return tf.nest.pack_sequence_as(batch, parts, expand_composites=True)
 
-        return _iterate(dataset.map(copy))
+        # TensorFlow would read batches before the training asks for them.
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        iterator = iterate(dataset.map(copy).with_options(options))
+        self._by_iterator[iterator] = stream
+        return iterator
 
     def take(self, batch: Batch) -> Batch:
         """Return the arguments of `train_on_batch`, as they are."""
         arrays = [None if x is None else np.asarray(x) for x in tf.nest.flatten(batch)]
+        self._called += 1
         self._files.write("call", self._rank, next(self._calls), value=arrays)
         return batch
 
@@ -84,11 +137,13 @@ class BatchReplacer:
         self._streams = itertools.count()
         self._calls = itertools.count()
 
-    def iterate(self, dataset: tf.data.Dataset) -> Iterator[Batch]:
+    def iterate(
+        self, dataset: tf.data.Dataset, iterate: Callable[..., Iterator[Batch]]
+    ) -> Iterator[Batch]:
         """Return an iterator over what all ranks had in place of `dataset`."""
         stream, spec = next(self._streams), dataset.element_spec
         if not self._read("training", stream):
-            return _iterate(dataset)
+            return iterate(dataset)
 
         def batches() -> Iterator[Batch]:
             for number in itertools.count():
@@ -100,7 +155,7 @@ class BatchReplacer:
         first = self._joined(spec, stream, 0)
         signature = tf.nest.map_structure(_with_more_rows, spec, first)
         dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
-        return _iterate(dataset)
+        return iterate(dataset)
 
     def take(self, batch: Batch) -> Batch:
         """Return the arguments of `train_on_batch` of all ranks."""

@@ -9,7 +9,7 @@ of `train_on_batch`.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -26,11 +26,17 @@ _COLLECTIVES = (
     *("allreduce", "allgather", "alltoall", "reducescatter"),
     *("grouped_allreduce", "grouped_allgather", "grouped_reducescatter"),
 )
+# Receives an iterator over a dataset.
+EndOfIterator: TypeAlias = Callable[[Iterator[Batch]], None]
 _POLICIES = ("set_dtype_policy", "set_floatx", "set_global_policy")
 
 
-def record_steps(recorder: StepRecorder) -> None:
-    """Make `recorder` see the optimizers of this process and each of their steps."""
+def record_steps(recorder: StepRecorder, *, on_end: EndOfIterator) -> None:
+    """Make `recorder` see the optimizers of this process and each of their steps.
+
+    Args:
+        on_end: called where a loop in Python has read an iterator to its end.
+    """
 
     def add(optimizer: Any, *_: Any) -> None:
         recorder.add(optimizer)
@@ -41,10 +47,10 @@ def record_steps(recorder: StepRecorder) -> None:
     _then(keras.optimizers.Optimizer, "build", add)
     _then(keras.Model, "train_on_batch", record)
     _then(keras.callbacks.CallbackList, "on_train_batch_end", record)
-    _record_in_loops(recorder)
+    _record_in_loops(recorder, on_end)
 
 
-def _record_in_loops(recorder: StepRecorder) -> None:
+def _record_in_loops(recorder: StepRecorder, on_end: EndOfIterator) -> None:
     """Make `recorder` see the steps between the batches of a loop in Python."""
     iterate = tf.data.Dataset.__iter__
     followed: list[type] = []
@@ -53,7 +59,8 @@ def _record_in_loops(recorder: StepRecorder) -> None:
         iterator = iterate(self)
         if type(iterator) not in followed:
             followed.append(type(iterator))
-            _record_at_next(type(iterator), recorder)
+            for name in ("__next__", "get_next"):
+                _record_before(type(iterator), name, recorder, on_end)
         return iterator
 
     # The class of an iterator is not public, and making one of it here would start
@@ -61,16 +68,22 @@ def _record_in_loops(recorder: StepRecorder) -> None:
     tf.data.Dataset.__iter__ = iterate_and_record
 
 
-def _record_at_next(iterator: Any, recorder: StepRecorder) -> None:
-    advance = iterator.__next__
+def _record_before(
+    iterator: type, name: str, recorder: StepRecorder, on_end: EndOfIterator
+) -> None:
+    advance = getattr(iterator, name)
 
     def record_and_advance(self: Iterator[Batch]) -> Batch:
         # Not while a function is traced.
         if tf.executing_eagerly():
             recorder.record()
-        return advance(self)
+        try:
+            return advance(self)
+        except StopIteration:
+            on_end(self)
+            raise
 
-    iterator.__next__ = record_and_advance
+    setattr(iterator, name, record_and_advance)
 
 
 def _then(owner: type, name: str, action: Callable[..., None]) -> None:
@@ -93,7 +106,9 @@ def exchange_batches(batches: BatchRecorder | BatchReplacer) -> None:
 
     def iterate_exchanged(self: tf.data.Dataset) -> Iterator[Batch]:
         # An iteration inside of a function is a part of its graph.
-        return batches.iterate(self) if tf.executing_eagerly() else iterate(self)
+        if not tf.executing_eagerly():
+            return iterate(self)
+        return batches.iterate(self, iterate)
 
     @functools.wraps(train_on_batch)
     def train_on_exchanged(
@@ -108,6 +123,31 @@ def exchange_batches(batches: BatchRecorder | BatchReplacer) -> None:
 
     dataset.__iter__ = iterate_exchanged
     replace(keras.Model, "train_on_batch", train_on_exchanged, by=exchange_batches)
+
+
+def note_other_loops(batches: BatchRecorder) -> None:
+    """Note the batches of evaluations, and datasets that are iterated in a graph."""
+    reduce = tf.data.Dataset.reduce
+
+    def reduce_and_note(self: tf.data.Dataset, *args: Any, **kwargs: Any) -> Any:
+        # AutoGraph makes it of `for batch in dataset`.
+        batches.has_loops_in_graphs |= not tf.executing_eagerly()
+        return reduce(self, *args, **kwargs)
+
+    tf.data.Dataset.reduce = reduce_and_note
+    for name in ("evaluate", "predict"):
+        _note_evaluation(name, batches)
+
+
+def _note_evaluation(name: str, batches: BatchRecorder) -> None:
+    method = getattr(keras.Model, name)
+
+    @functools.wraps(method)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        with batches.evaluation():
+            return method(*args, **kwargs)
+
+    replace(keras.Model, name, evaluate, by=note_other_loops)
 
 
 def note_reductions(recorder: StepRecorder) -> None:

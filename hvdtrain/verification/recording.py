@@ -29,17 +29,18 @@ def of_phase(options: PhaseOptions) -> Iterator[None]:
         files,
         rank=rank,
         steps=options.steps,
-        on_step=batches.note_step,
+        on_steps=batches.note_steps if options.phase == "ranks" else lambda steps: None,
         compared=(recorded, options.size) if is_reference else None,
     )
     keras.utils.set_random_seed(_SEED + rank)
     if options.dtype:
         capture.compute_in(options.dtype)
     capture.leave_out_dropout()
-    capture.record_steps(recorder)
+    capture.record_steps(recorder, on_end=batches.note_end)
     if options.phase == "ranks":
         capture.note_reductions(recorder)
         capture.exchange_batches(batches)
+        capture.note_other_loops(batches)
     if is_reference:
         capture.compute_as_one_process()
         capture.exchange_batches(BatchReplacer(recorded, size=options.size))

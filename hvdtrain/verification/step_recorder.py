@@ -28,7 +28,7 @@ class StepRecorder:
         files: of this phase.
         rank: of this process.
         steps: number of steps after which the script ends.
-        on_step: called at each step.
+        on_steps: called after steps, with the number of those since the last call.
         compared: in the reference, the files and the number of ranks of the phase whose
             metrics are combined.
     """
@@ -39,13 +39,13 @@ class StepRecorder:
         *,
         rank: int,
         steps: int,
-        on_step: Callable[[], None],
+        on_steps: Callable[[int], None],
         compared: tuple[Directory, int] | None = None,
     ) -> None:
         self._files = files
         self._rank = rank
         self._steps = steps
-        self._on_step = on_step
+        self._on_steps = on_steps
         self._compared = compared
         self._optimizers: list[Optimizer] = []
         self._models: list[keras.Model] = []
@@ -88,8 +88,8 @@ class StepRecorder:
             self._models = _existing(keras.Model)
             self._check_replicated()
             self._files.write("facts", self._rank, value=self._facts())
+        self._on_steps(step - self._done)
         self._done = step
-        self._on_step()
         self._files.write("state", self._rank, step, value=self._state(step))
         if step >= self._steps:
             raise FinishedError

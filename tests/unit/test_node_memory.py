@@ -60,7 +60,9 @@ def test_another_process_maps_the_same_arrays():
     assert own.keys() == arrays.keys()
     np.testing.assert_array_equal(arrays.pop("large"), large["large"], strict=True)
     assert_same(arrays)
-    assert private_kilobytes == 0
+    # A copy would have 4,096. A page that the kernel maps ahead of an access, in one of
+    # the two processes, counts as private.
+    assert private_kilobytes < 100
 
 
 def test_the_arrays_outlive_the_files():
