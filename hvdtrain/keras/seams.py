@@ -254,6 +254,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              used_by=("parallel.pipeline.stage",)),
     ),
     "keras.Variable": (
+        Seam("__init__(initializer, ...)", "A verification names each variable.",
+             replaced_by=(_RECORD,)),
         Seam("_path", "Slots are named after it: a shard has the path of its weight.",
              used_by=("keras.sharded_updates",)),
     ),
@@ -286,8 +288,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
           for name in ("_softmax", "_dot_product_equation", "_combine_equation")),
     ),
     "keras.metrics.Metric": (
-        Seam("_metrics", "The metrics inside of a metric.",
-             used_by=("keras.metrics",)),
+        Seam("_metrics", "The metrics inside of a metric.", used_by=("keras.metrics",)),
         Seam("_variables",
              "A metric's own states; the public `variables` has those inside, too.",
              used_by=("keras.metrics",)),

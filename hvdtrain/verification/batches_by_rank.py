@@ -14,11 +14,16 @@ from hvdtrain.verification.trajectory import Directory
 # Tensors or arrays in any nest.
 Batch: TypeAlias = Any
 
+_JOINED_TYPES = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 _UNSEEN = (
     "Received {steps} steps of an optimizer with batches that cannot be seen; expected "
     "batches of model.fit, of model.train_on_batch, or of a loop in Python over a "
     "tf.data.Dataset. Iterate over tf.data.Dataset.from_tensor_slices(arrays).batch(n) "
     "in place of slices of arrays, and outside of a tf.function."
+)
+_UNJOINABLE = (
+    " Elements of {spec} cannot be concatenated: yield dense, ragged or sparse "
+    "tensors, and leave out None."
 )
 
 
@@ -45,6 +50,8 @@ class BatchRecorder:
         self._is_evaluating = False
         self._has_steps = False
         self._has_kept_batches = False
+        # Of the last dataset that was not recorded.
+        self._unjoinable: Any = None
         self.has_loops_in_graphs = False
 
     def note_steps(self, steps: int) -> None:
@@ -72,7 +79,10 @@ class BatchRecorder:
         seen = self._called + sum(self._read.values())
         is_hidden = self.has_loops_in_graphs and steps > seen
         if is_hidden or not (seen or self._has_kept_batches):
-            raise ValueError(_UNSEEN.format(steps=steps))
+            text = _UNSEEN.format(steps=steps)
+            if self._unjoinable is not None:
+                text += _UNJOINABLE.format(spec=self._unjoinable)
+            raise ValueError(text)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -91,17 +101,22 @@ class BatchRecorder:
         self, dataset: tf.data.Dataset, iterate: Callable[..., Iterator[Batch]]
     ) -> Iterator[Batch]:
         """Return `iterate(dataset)`, with batches that are recorded."""
-        stream = next(self._streams)
+        stream, spec = next(self._streams), dataset.element_spec
         numbers = itertools.count()
+        if not _can_be_joined(spec):
+            self._unjoinable = spec
+            return iterate(dataset)
 
         def write(*arrays: np.ndarray) -> None:
-            if not self._is_evaluating:
-                self._read[stream] = self._read.get(stream, 0) + 1
+            if self._is_evaluating:
+                return
+            self._read[stream] = self._read.get(stream, 0) + 1
             numbered = (self._rank, stream, next(numbers))
             self._files.write("batch", *numbered, value=list(arrays))
 
         def copy(*element: Batch) -> Batch:
-            batch = element if len(element) > 1 else element[0]
+            # `map` passes the components of a tuple as arguments.
+            batch = element if type(spec) is tuple else element[0]
             parts = tf.nest.flatten(batch, expand_composites=True)
             # A map with a stateful operation is not parallel: numbers are in order.
             with tf.control_dependencies([tf.numpy_function(write, parts, [])]):
@@ -115,7 +130,7 @@ class BatchRecorder:
         self._by_iterator[iterator] = stream
         return iterator
 
-    def take(self, batch: Batch) -> Batch:
+    def exchange_arguments(self, batch: Batch) -> Batch:
         """Return the arguments of `train_on_batch`, as they are."""
         arrays = [None if x is None else np.asarray(x) for x in tf.nest.flatten(batch)]
         self._called += 1
@@ -127,12 +142,14 @@ class BatchReplacer:
     """Gives a training the batches of all ranks, concatenated in the order of ranks.
 
     Args:
-        files: of the phase in which they were recorded.
-        size: number of ranks.
+        files: the files of the phase in which they were recorded.
+        rank: the rank of this process.
+        size: the number of ranks.
     """
 
-    def __init__(self, files: Directory, *, size: int) -> None:
+    def __init__(self, files: Directory, *, rank: int, size: int) -> None:
         self._files = files
+        self._rank = rank
         self._ranks = range(size)
         self._streams = itertools.count()
         self._calls = itertools.count()
@@ -141,33 +158,65 @@ class BatchReplacer:
         self, dataset: tf.data.Dataset, iterate: Callable[..., Iterator[Batch]]
     ) -> Iterator[Batch]:
         """Return an iterator over what all ranks had in place of `dataset`."""
-        stream, spec = next(self._streams), dataset.element_spec
-        if not self._read("training", stream):
+        spec = dataset.element_spec
+        streams = self._streams_by_rank(next(self._streams))
+        if not streams:
             return iterate(dataset)
 
         def batches() -> Iterator[Batch]:
             for number in itertools.count():
-                batch = self._joined(spec, stream, number)
+                batch = self._joined(spec, streams, number)
                 if batch is None:
                     return
                 yield batch
 
-        first = self._joined(spec, stream, 0)
+        first = self._joined(spec, streams, 0)
         signature = tf.nest.map_structure(_with_more_rows, spec, first)
         dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
         return iterate(dataset)
 
-    def take(self, batch: Batch) -> Batch:
+    def exchange_arguments(self, batch: Batch) -> Batch:
         """Return the arguments of `train_on_batch` of all ranks."""
-        arrays_by_rank = self._read("call", next(self._calls))
+        number = next(self._calls)
+        arrays_by_rank = [
+            arrays
+            for rank in self._ranks
+            if (arrays := self._files.read("call", rank, number))
+        ]
         if not arrays_by_rank:
             return batch
         joined = list(map(_join, zip(*arrays_by_rank, strict=True)))
         return tf.nest.pack_sequence_as(batch, joined)
 
-    def _joined(self, spec: Any, stream: int, number: int) -> Batch:
+    def _streams_by_rank(self, stream: int) -> list[tuple[int, int]]:
+        """Return the rank and the stream that each rank had in place of `stream`.
+
+        The list is empty if the training does not read the stream.
+        """
+        # Another rank may have iterated more datasets, to validate on it alone.
+        streams_by_rank = [
+            self._files.last_numbers("training", rank) for rank in self._ranks
+        ]
+        own = streams_by_rank[self._rank]
+        if stream not in own:
+            return []
+        place = own.index(stream)
+        return [
+            (rank, streams[place])
+            for rank, streams in enumerate(streams_by_rank)
+            if place < len(streams)
+        ]
+
+    def _joined(
+        self, spec: Any, streams: Sequence[tuple[int, int]], number: int
+    ) -> Batch:
         """Return one batch of all ranks, or None after the last one."""
-        parts_by_rank = self._read("batch", stream, number)
+        # A rank with fewer batches than the others has none for the last numbers.
+        parts_by_rank = [
+            parts
+            for rank, stream in streams
+            if (parts := self._files.read("batch", rank, stream, number))
+        ]
         if not parts_by_rank:
             return None
         flat_by_rank = [
@@ -179,10 +228,9 @@ class BatchReplacer:
         joined = list(map(_join, zip(*flat_by_rank, strict=True)))
         return tf.nest.pack_sequence_as(spec, joined)
 
-    def _read(self, kind: str, *numbers: int) -> list[list[np.ndarray]]:
-        # A rank with fewer batches than the others has none for the last numbers.
-        found = [self._files.read(kind, rank, *numbers) for rank in self._ranks]
-        return [arrays for arrays in found if arrays is not None]
+
+def _can_be_joined(spec: Any) -> bool:
+    return all(isinstance(part, _JOINED_TYPES) for part in tf.nest.flatten(spec))
 
 
 def _join(values: Sequence[Any]) -> Any:
@@ -192,9 +240,19 @@ def _join(values: Sequence[Any]) -> Any:
     # Scalars, such as a rate, are the same on all ranks.
     if first is None or not len(first.shape):
         return first
+    _check_shapes([value.shape for value in values])
     if isinstance(first, np.ndarray):
         return np.concatenate(values)
     return tf.concat(list(values), axis=0)
+
+
+def _check_shapes(shapes: Sequence[Sequence[int]]) -> None:
+    if len({tuple(shape[1:]) for shape in shapes}) > 1:
+        raise ValueError(
+            f"The batches of the ranks have the shapes {' and '.join(map(str, shapes))}"
+            "; expected shapes that differ in the first number only: pad all batches "
+            "to one length, as with padded_shapes of tf.data.Dataset.padded_batch."
+        )
 
 
 def _with_more_rows(spec: tf.TypeSpec, joined: Any) -> tf.TypeSpec:

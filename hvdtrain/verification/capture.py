@@ -8,9 +8,12 @@ of `train_on_batch`.
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, NoReturn, TypeAlias
 
+import horovod.tensorflow
+import horovod.tensorflow.keras
 import keras
 import tensorflow as tf
 
@@ -44,9 +47,13 @@ def record_steps(recorder: StepRecorder, *, on_end: EndOfIterator) -> None:
     def record(*_: Any, **__: Any) -> None:
         recorder.record()
 
-    _then(keras.optimizers.Optimizer, "build", add)
-    _then(keras.Model, "train_on_batch", record)
-    _then(keras.callbacks.CallbackList, "on_train_batch_end", record)
+    def name(variable: Any, *_: Any, **__: Any) -> None:
+        recorder.names.add(variable)
+
+    _call_after(keras.Variable, "__init__", name)
+    _call_after(keras.optimizers.Optimizer, "build", add)
+    _call_after(keras.Model, "train_on_batch", record)
+    _call_after(keras.callbacks.CallbackList, "on_train_batch_end", record)
     _record_in_loops(recorder, on_end)
 
 
@@ -74,19 +81,28 @@ def _record_before(
     advance = getattr(iterator, name)
 
     def record_and_advance(self: Iterator[Batch]) -> Batch:
-        # Not while a function is traced.
-        if tf.executing_eagerly():
+        if _is_in_script():
             recorder.record()
         try:
             return advance(self)
-        except StopIteration:
+        except (StopIteration, tf.errors.OutOfRangeError):
             on_end(self)
             raise
 
     setattr(iterator, name, record_and_advance)
 
 
-def _then(owner: type, name: str, action: Callable[..., None]) -> None:
+def _is_in_script() -> bool:
+    """Return whether a dataset is iterated by the script, or by Keras for it.
+
+    An iteration inside of a function is a part of its graph. A generator of Python that
+    reads a dataset runs in a thread of TensorFlow, at any time of a step.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and tf.executing_eagerly()
+
+
+def _call_after(owner: type, name: str, action: Callable[..., None]) -> None:
     """Make a method of Keras call `action` with its arguments at its end."""
     method = getattr(owner, name)
 
@@ -105,10 +121,7 @@ def exchange_batches(batches: BatchRecorder | BatchReplacer) -> None:
     iterate, train_on_batch = dataset.__iter__, keras.Model.train_on_batch
 
     def iterate_exchanged(self: tf.data.Dataset) -> Iterator[Batch]:
-        # An iteration inside of a function is a part of its graph.
-        if not tf.executing_eagerly():
-            return iterate(self)
-        return batches.iterate(self, iterate)
+        return batches.iterate(self, iterate) if _is_in_script() else iterate(self)
 
     @functools.wraps(train_on_batch)
     def train_on_exchanged(
@@ -116,10 +129,11 @@ def exchange_batches(batches: BatchRecorder | BatchReplacer) -> None:
         x: Any,
         y: Any = None,
         sample_weight: Any = None,
-        **kwargs: Any,
+        class_weight: Any = None,
+        return_dict: bool = False,
     ) -> Any:
-        x, y, sample_weight = batches.take((x, y, sample_weight))
-        return train_on_batch(self, x, y, sample_weight, **kwargs)
+        x, y, sample_weight = batches.exchange_arguments((x, y, sample_weight))
+        return train_on_batch(self, x, y, sample_weight, class_weight, return_dict)
 
     dataset.__iter__ = iterate_exchanged
     replace(keras.Model, "train_on_batch", train_on_exchanged, by=exchange_batches)
@@ -152,19 +166,47 @@ def _note_evaluation(name: str, batches: BatchRecorder) -> None:
 
 def note_reductions(recorder: StepRecorder) -> None:
     """Note how gradients are reduced, when a step is traced."""
-    reduce = GradientReducer.__call__
+    reduce, noted = GradientReducer.__call__, recorder.reductions
 
     def reduce_and_note(
         self: GradientReducer, gradients: Gradients, variables: list[Any]
     ) -> Gradients:
         reduction = self.options.reduction
         compression = getattr(reduction.compression, "__name__", "")
-        recorder.reductions.append((op_name(reduction.op), compression))
+        if not noted.kinds:
+            noted.weights = recorder.digests(variables)
+        noted.kinds.append((op_name(reduction.op), compression))
         is_sparse = any(isinstance(each, tf.IndexedSlices) for each in gradients)
-        recorder.has_dense_rows |= is_sparse and self.options.sparse_as_dense
+        noted.has_dense_rows |= is_sparse and self.options.sparse_as_dense
         return reduce(self, gradients, variables)
 
+    def note_call(
+        collective: Callable[..., Any], values: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        tensors = values if isinstance(values, list | tuple) else [values]
+        # A scalar is a loss or a metric.
+        noted.is_by_script |= any(len(getattr(each, "shape", ())) for each in tensors)
+        return collective(values, *args, **kwargs)
+
     GradientReducer.__call__ = reduce_and_note  # type: ignore[method-assign]
+    for name in ("allreduce", "grouped_allreduce"):
+        _replace_for_script(name, note_call)
+
+
+def refuse_horovod() -> None:
+    """Make the functions of Horovod that reduce gradients of Keras 2 raise an error."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ValueError(
+            "Received an optimizer or a tape of horovod, which reduces no gradients of "
+            "Keras 3; expected one of hvdtrain: import hvdtrain.keras as hvd in every "
+            "file."
+        )
+
+    for module in (horovod.tensorflow, horovod.tensorflow.keras):
+        for name in ("DistributedOptimizer", "DistributedGradientTape"):
+            if hasattr(module, name):
+                setattr(module, name, refuse)
 
 
 def compute_as_one_process() -> None:
@@ -176,24 +218,39 @@ def compute_as_one_process() -> None:
     GradientReducer.__call__ = (  # type: ignore[method-assign]
         lambda self, gradients, variables: list(gradients)
     )
-    for name in _COLLECTIVES:
-        setattr(hvd, name, _over_one_rank(getattr(hvd, name)))
 
-
-def _over_one_rank(collective: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(collective)
-    def call(values: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = inspect.currentframe().f_back.f_globals["__name__"]  # type: ignore[union-attr]
-        if caller.startswith("hvdtrain."):
-            # The package's own agreement of the ranks, such as on a checkpoint.
-            return collective(values, *args, **kwargs)
+    def over_one_rank(
+        collective: Callable[..., Any], values: Any, *_: Any, **__: Any
+    ) -> Any:
         if collective.__name__.startswith("grouped_"):
             return list(map(tf.convert_to_tensor, values))
         # A gradient of an embedding is no tensor.
-        sparse = isinstance(values, tf.IndexedSlices)
-        return values if sparse else tf.convert_to_tensor(values)
+        is_sparse = isinstance(values, tf.IndexedSlices)
+        return values if is_sparse else tf.convert_to_tensor(values)
 
-    return call
+    for name in _COLLECTIVES:
+        _replace_for_script(name, over_one_rank)
+
+
+def _replace_for_script(
+    name: str, function: Callable[Concatenate[Callable[..., Any], ...], Any]
+) -> None:
+    """Replace a collective where the script calls it.
+
+    Args:
+        function: called with the collective and the arguments of the call.
+    """
+    collective = getattr(hvd, name)
+
+    @functools.wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = inspect.currentframe().f_back.f_globals["__name__"]  # type: ignore[union-attr]
+        if caller.startswith("hvdtrain."):
+            # The package's own agreement of the ranks, such as on a checkpoint.
+            return collective(*args, **kwargs)
+        return function(collective, *args, **kwargs)
+
+    setattr(hvd, name, call)
 
 
 def leave_out_dropout() -> None:

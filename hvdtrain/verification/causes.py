@@ -21,28 +21,34 @@ class Evidence:
 
     Attributes:
         difference: the first one.
-        states_by_rank: after the step of this difference.
+        facts_by_rank: facts of the script on each rank.
+        states_by_rank: the states after the step of this difference.
     """
 
     difference: Difference
-    facts: Facts
+    facts_by_rank: Sequence[Facts]
     samples: Samples
     states_by_rank: Sequence[State]
 
     @property
+    def facts(self) -> Facts:
+        """The facts of rank 0."""
+        return self.facts_by_rank[0]
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
-        return len(self.states_by_rank)
+        return len(self.facts_by_rank)
 
     @property
     def operations(self) -> set[str]:
         """The operations by which gradients are reduced."""
-        return {operation for operation, _ in self.facts.reductions}
+        return {operation for operation, _ in self.facts.reductions.kinds}
 
 
 def find(evidence: Evidence) -> list[str]:
     """Return the reasons that fit the evidence, the most likely one first."""
-    found = [cause(evidence) for cause in (*_SUFFICIENT, *_POSSIBLE)]
+    found = [cause(evidence) for cause in _CAUSES]
     return [text for text in found if text]
 
 
@@ -56,11 +62,21 @@ def is_explained(evidence: Evidence) -> bool:
 
 
 def _no_reduction(evidence: Evidence) -> str:
-    if evidence.facts.reductions:
+    if evidence.facts.reductions.kinds or evidence.facts.reductions.is_by_script:
         return ""
     return (
         "No gradient is reduced over the ranks: wrap the optimizer by "
         "hvd.DistributedOptimizer, or the tape by hvd.DistributedGradientTape."
+    )
+
+
+def _late_broadcast(evidence: Evidence) -> str:
+    first, *others = (facts.reductions.weights for facts in evidence.facts_by_rank)
+    if all(other == first for other in others):
+        return ""
+    return (
+        "The ranks computed their first gradients with different weights: broadcast "
+        "the weights before the first step, not after it."
     )
 
 
@@ -104,6 +120,15 @@ def _sum_of_means(evidence: Evidence) -> str:
     return (
         "Gradients of means over samples are added up by op=hvd.Sum, which makes them "
         f"{evidence.size} times as large: use op=hvd.Average."
+    )
+
+
+def _adasum(evidence: Evidence) -> str:
+    if "Adasum" not in evidence.operations:
+        return ""
+    return (
+        "op=hvd.Adasum combines gradients by their angles, which has no equivalent in "
+        "one process: use op=hvd.Average to compare."
     )
 
 
@@ -160,8 +185,18 @@ def _masks(evidence: Evidence) -> str:
     )
 
 
+def _reduced_by_script(evidence: Evidence) -> str:
+    if not evidence.facts.reductions.is_by_script:
+        return ""
+    return (
+        "The script calls hvd.allreduce itself. In one process this returns its "
+        "argument: a sum that the script divides by hvd.size() differs. Use "
+        "op=hvd.Average, or hvd.DistributedGradientTape."
+    )
+
+
 def _dense_rows(evidence: Evidence) -> str:
-    if not evidence.facts.has_dense_rows:
+    if not evidence.facts.reductions.has_dense_rows:
         return ""
     return (
         "sparse_as_dense=True adds up the gradients of equal rows before the "
@@ -170,7 +205,7 @@ def _dense_rows(evidence: Evidence) -> str:
 
 
 def _compression(evidence: Evidence) -> str:
-    names = {name for _, name in evidence.facts.reductions} - {"NoneCompressor"}
+    names = {name for _, name in evidence.facts.reductions.kinds} - {"NoneCompressor"}
     if not names:
         return ""
     return f"Gradients are rounded by {_listed(sorted(names))} before the reduction."
@@ -191,15 +226,17 @@ def _listed(values: Sequence[object]) -> str:
     return " and ".join(map(str, values))
 
 
-_SUFFICIENT: tuple[Callable[[Evidence], str], ...] = (
+# The most likely one first.
+_CAUSES: tuple[Callable[[Evidence], str], ...] = (
     _no_reduction,
+    _late_broadcast,
     _rates_differ,
     _unequal_batches,
     _sum_of_losses,
     _sum_of_means,
+    _adasum,
+    _reduced_by_script,
     _multiple,
-)
-_POSSIBLE: tuple[Callable[[Evidence], str], ...] = (
     _weighted_mean,
     _local_moments,
     _random_draws,
@@ -207,4 +244,13 @@ _POSSIBLE: tuple[Callable[[Evidence], str], ...] = (
     _dense_rows,
     _compression,
     _ranks_differ,
+)
+# Found only where they have an effect.
+_SUFFICIENT = (
+    _no_reduction,
+    _late_broadcast,
+    _rates_differ,
+    _unequal_batches,
+    _adasum,
+    _multiple,
 )

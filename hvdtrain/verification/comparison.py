@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.job import JobError
 from hvdtrain.verification.trajectory import Directory, State
 
 # What a variable may differ by: this share of its change since the start, ...
@@ -52,7 +53,11 @@ class Comparison:
 
 
 def compare(ranks: Directory, reference: Directory) -> Comparison:
-    """Compare the states of rank 0 after each step."""
+    """Compare the states of rank 0 after each step.
+
+    Raises:
+        JobError: a variable is missing in one of them, or has another shape.
+    """
     steps = [
         step
         for step in ranks.last_numbers("state", 0)
@@ -62,6 +67,7 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
     largest = 0.0
     for number, step in enumerate(steps, start=1):
         found, state = (each.read("state", 0, step) for each in (ranks, reference))
+        _check_comparable(found.variables, state.variables)
         differences = [
             *_variables(found, state, start, step=step, number=number),
             *_metrics(state, step=step),
@@ -79,6 +85,25 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
     return Comparison(steps=steps, largest=largest, first=None)
 
 
+def _check_comparable(
+    found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]
+) -> None:
+    for name in sorted({*found, *expected}):
+        shapes = [each[name].shape for each in (found, expected) if name in each]
+        if len(shapes) < 2:
+            raise JobError(
+                f"Received the variable {name} in one of two runs of the script; "
+                "expected the same variables in both: give models and layers names "
+                "that do not depend on the run."
+            )
+        if len(set(shapes)) > 1:
+            raise JobError(
+                f"Received {name} with the shape {shapes[0]} on two ranks and "
+                f"{shapes[1]} in one process; expected shapes that do not depend on "
+                "the size of the batch."
+            )
+
+
 def _start(files: Directory) -> Iterator[tuple[str, np.ndarray]]:
     for number in files.last_numbers("start", 0):
         yield from files.read("start", 0, number).items()
@@ -89,11 +114,11 @@ def _variables(
 ) -> Iterator[tuple[float, Difference]]:
     """Yield the difference of each variable, in relation to the allowed one."""
     for name, value in expected.variables.items():
-        other = found.variables.get(name)
-        if other is None or other.shape != value.shape or not value.size:
+        if not value.size:
             continue
+        other = found.variables[name]
         before = start.get(name, np.zeros_like(value))
-        change = _largest(value - before) if before.shape == value.shape else 0.0
+        change = _largest(value - before)
         scale = max(_largest(value), _largest(other))
         size = _largest_difference(other, value)
         allowed = _SHARE_OF_CHANGE * change + _rounding(value) * number * scale

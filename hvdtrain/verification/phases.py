@@ -23,7 +23,15 @@ _STALL_SECONDS = "300"
 
 
 class PhaseError(JobError):
-    """The script failed in a phase: its error, and where its output is."""
+    """The script failed in a phase: its error, and where its output is.
+
+    Attributes:
+        reason: the error alone.
+    """
+
+    def __init__(self, reason: str, log: pathlib.Path) -> None:
+        super().__init__(f"{reason} Its output is in {log}.")
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +62,7 @@ class Verification:
             phase=phase,
             directory=str(self.directory),
             size=self.size,
-            steps=self.steps,
+            steps=self.steps * (self.size if phase == "alone" else 1),
             dtype=self.dtype,
         )
         worker = [*_WORKER, json.dumps(dataclasses.asdict(options)), *self.command]
@@ -65,10 +73,12 @@ class Verification:
         log = self.directory / f"{phase}.log"
         try:
             Steps(log).run(text, [*launcher, *worker], environment=variables)
-        except InstallError:
-            raise PhaseError(
-                f"The script failed: {last_error(log)} Its output is in {log}."
-            ) from None
+        except InstallError as error:
+            # Of several lines, the first has the exit code, or "timed out".
+            reason = str(error).partition("\n")[0]
+            if "timed out" not in reason:
+                reason = f"The script failed: {last_error(log)}"
+            raise PhaseError(reason, log) from None
 
     def files(self, phase: Phase) -> Directory:
         """Return the files of a phase."""
@@ -95,29 +105,36 @@ class Verification:
 
     def evidence(self, difference: comparison.Difference) -> causes.Evidence:
         """Return what was recorded about a difference."""
-        files = self.files("ranks")
+        files, ranks = self.files("ranks"), range(self.size)
+        states = [files.read("state", rank, difference.step) for rank in ranks]
         return causes.Evidence(
             difference=difference,
-            facts=files.read("facts", 0),
+            facts_by_rank=[files.read("facts", rank) for rank in ranks],
             samples=self.samples(),
-            states_by_rank=[
-                files.read("state", rank, difference.step) for rank in range(self.size)
-            ],
+            # A rank with fewer batches than the others has taken fewer steps.
+            states_by_rank=[state for state in states if state],
         )
 
     def scaling(self) -> dict[str, float]:
         """Return how many times the learning rates are those of one rank, by name.
 
-        The largest number of all steps that both have taken.
+        The largest number of all steps. A schedule may count steps or samples: the rate
+        of a step is compared with that of one rank after equally many steps, and after
+        equally many samples, and the smaller number counts.
         """
         scaling: dict[str, float] = {}
         alone, ranks = self.files("alone"), self.files("ranks")
         for step in ranks.last_numbers("state", 0):
-            state, single = (each.read("state", 0, step) for each in (ranks, alone))
-            for name, rate in state.learning_rates.items():
-                if single and single.learning_rates.get(name):
-                    ratio = rate / single.learning_rates[name]
-                    scaling[name] = max(ratio, scaling.get(name, 0.0))
+            rates = ranks.read("state", 0, step).learning_rates
+            singles = [
+                state.learning_rates
+                for place in (step, step * self.size)
+                if (state := alone.read("state", 0, place))
+            ]
+            for name, rate in rates.items():
+                ratios = [rate / each[name] for each in singles if each.get(name)]
+                if ratios:
+                    scaling[name] = max(min(ratios), scaling.get(name, 0.0))
         return scaling
 
 

@@ -18,7 +18,7 @@ _SEED = 20170815
 
 
 @contextlib.contextmanager
-def of_phase(options: PhaseOptions) -> Iterator[None]:
+def record_phase(options: PhaseOptions) -> Iterator[None]:
     """Record what the script in the block does; end it after its last step."""
     path = pathlib.Path(options.directory)
     recorded, files = Directory(path, "ranks"), Directory(path, options.phase)
@@ -30,11 +30,13 @@ def of_phase(options: PhaseOptions) -> Iterator[None]:
         rank=rank,
         steps=options.steps,
         on_steps=batches.note_steps if options.phase == "ranks" else lambda steps: None,
+        has_variables=options.phase != "alone",
         compared=(recorded, options.size) if is_reference else None,
     )
     keras.utils.set_random_seed(_SEED + rank)
     if options.dtype:
         capture.compute_in(options.dtype)
+    capture.refuse_horovod()
     capture.leave_out_dropout()
     capture.record_steps(recorder, on_end=batches.note_end)
     if options.phase == "ranks":
@@ -43,9 +45,14 @@ def of_phase(options: PhaseOptions) -> Iterator[None]:
         capture.note_other_loops(batches)
     if is_reference:
         capture.compute_as_one_process()
-        capture.exchange_batches(BatchReplacer(recorded, size=options.size))
+        replacer = BatchReplacer(recorded, rank=rank, size=options.size)
+        capture.exchange_batches(replacer)
     with contextlib.suppress(FinishedError):
-        yield
+        try:
+            yield
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
         # The step of a loop that took its last batch.
         recorder.record()
     # A rank that leaves would end the collectives in which the others still are.

@@ -9,12 +9,16 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import metrics
-from hvdtrain.keras.variables import Optimizer
+from hvdtrain.keras.variables import Optimizer, accumulated_gradients, get_hook
 from hvdtrain.sharding.shards import is_split_over_ranks
-from hvdtrain.verification.trajectory import Directory, Facts, State, digest
-
-# What reductions of gradients were traced: operation and compression.
-Reductions = list[tuple[str, str]]
+from hvdtrain.verification.trajectory import (
+    Directory,
+    Facts,
+    Reductions,
+    State,
+    digest,
+)
+from hvdtrain.verification.variable_names import VariableNames
 
 
 class FinishedError(BaseException):
@@ -25,12 +29,18 @@ class StepRecorder:
     """Writes the state of a training after each step.
 
     Args:
-        files: of this phase.
-        rank: of this process.
-        steps: number of steps after which the script ends.
-        on_steps: called after steps, with the number of those since the last call.
+        files: the files of this phase.
+        rank: the rank of this process.
+        steps: the number of steps after which the script ends; with gradient
+            accumulation not before two windows.
+        on_steps: called after steps, with the number of steps since the last call.
+        has_variables: whether states contain the values of variables.
         compared: in the reference, the files and the number of ranks of the phase whose
             metrics are combined.
+
+    Attributes:
+        names: the names of all variables.
+        reductions: how gradients are reduced; others write it.
     """
 
     def __init__(
@@ -40,26 +50,32 @@ class StepRecorder:
         rank: int,
         steps: int,
         on_steps: Callable[[int], None],
+        has_variables: bool = True,
         compared: tuple[Directory, int] | None = None,
     ) -> None:
         self._files = files
         self._rank = rank
         self._steps = steps
         self._on_steps = on_steps
+        self._has_variables = has_variables
         self._compared = compared
         self._optimizers: list[Optimizer] = []
+        # The iterations of each optimizer at the last step.
+        self._iterations: list[int] = []
         self._models: list[keras.Model] = []
         self._done = 0
-        self.reductions: Reductions = []
-        self.has_dense_rows = False
+        self.names = VariableNames()
+        self.reductions = Reductions()
 
     def add(self, optimizer: Optimizer) -> None:
         """Follow the steps of an optimizer that has been built."""
         if any(optimizer is known for known in self._optimizers):
             return
+        _check_full_state(optimizer)
         number = len(self._optimizers)
         self._optimizers.append(optimizer)
-        weights = _named(optimizer._trainable_variables)
+        self._iterations.append(0)
+        weights = self.names.by_name(optimizer._trainable_variables)
         with tf.init_scope():
             if self._compared:
                 self._take_start(weights, number)
@@ -80,19 +96,35 @@ class StepRecorder:
         Raises:
             FinishedError: it was the last step.
         """
-        counts = [int(optimizer._iterations) for optimizer in self._optimizers]
-        step = max(counts, default=0)
-        if step <= self._done:
+        iterations = [int(optimizer._iterations) for optimizer in self._optimizers]
+        pairs = zip(iterations, self._iterations, strict=True)
+        steps = max((new - old for new, old in pairs), default=0)
+        if steps <= 0:
             return
+        self._iterations = iterations
         if not self._done:
-            self._models = _existing(keras.Model)
+            models = _instances_of(keras.Model)
+            self._models = sorted(
+                models, key=lambda each: self.names.place(each.weights)
+            )
             self._check_replicated()
             self._files.write("facts", self._rank, value=self._facts())
-        self._on_steps(step - self._done)
-        self._done = step
-        self._files.write("state", self._rank, step, value=self._state(step))
-        if step >= self._steps:
+        self._on_steps(steps)
+        self._done += steps
+        state = self._state(self._done)
+        self._files.write("state", self._rank, self._done, value=state)
+        windows = [each.gradient_accumulation_steps or 1 for each in self._optimizers]
+        # Weights change at the end of a window.
+        if self._done >= max(self._steps, *(2 * w for w in windows if w > 1), 1):
             raise FinishedError
+
+    def digests(self, variables: Iterable[Any]) -> dict[str, str]:
+        """Return digests of the values of variables, by name."""
+        with tf.init_scope():
+            return {
+                name: digest(keras.ops.convert_to_numpy(variable))
+                for name, variable in self.names.by_name(variables).items()
+            }
 
     def _check_replicated(self) -> None:
         weights = [v for model in self._models for v in model.weights]
@@ -103,21 +135,40 @@ class StepRecorder:
             )
 
     def _state(self, step: int) -> State:
-        variables = [v for model in self._models for v in model.weights]
-        for optimizer in self._optimizers:
-            variables += [*optimizer._trainable_variables, *optimizer.variables]
-        measured = [metric for model in self._models for metric in model.metrics]
+        measured = [
+            metric
+            for model in self._models
+            for metric in model.metrics
+            if all(metrics.are_sums([metric]))
+        ]
         states = metrics.local_states(metrics.metric_variables(measured))
         return State(
-            variables=self._values(_named(variables)),
-            learning_rates={
-                each.name: float(each.learning_rate) for each in self._optimizers
-            },
+            variables=self._values(self.names.by_name(self._variables())),
+            learning_rates=self._learning_rates(),
             draws=dict(_draws(self._models)),
             metric_states=states,
             metrics=_comparable(metrics.results(measured, states)),
             metrics_of_ranks=self._metrics_of_ranks(measured, step),
         )
+
+    def _variables(self) -> Iterator[Any]:
+        if not self._has_variables:
+            return
+        for model in self._models:
+            yield from model.weights
+        for optimizer in self._optimizers:
+            yield from optimizer._trainable_variables
+            # Gradients are reduced at the end of a window.
+            local = {id(each) for each in accumulated_gradients(optimizer)}
+            yield from (each for each in optimizer.variables if id(each) not in local)
+
+    def _learning_rates(self) -> dict[str, float]:
+        rates: dict[str, float] = {}
+        for optimizer in self._optimizers:
+            number = sum(name.partition(" #")[0] == optimizer.name for name in rates)
+            name = f"{optimizer.name} #{number + 1}" if number else optimizer.name
+            rates[name] = float(optimizer.learning_rate)
+        return rates
 
     def _metrics_of_ranks(
         self, measured: Sequence[keras.Metric], step: int
@@ -147,10 +198,7 @@ class StepRecorder:
         layers = [layer for model in self._models for layer in model._flatten_layers()]
         return Facts(
             reductions=self.reductions,
-            has_dense_rows=self.has_dense_rows,
-            loss_reductions=[
-                str(loss.reduction) for loss in _existing(keras.losses.Loss)
-            ],
+            loss_reductions=_loss_reductions(),
             local_normalizations=_names(
                 layer for layer in layers if _normalizes_locally(layer)
             ),
@@ -169,14 +217,33 @@ def _comparable(results: dict[str, Any]) -> dict[str, Any]:
     The mean of losses over the batches is not, if a loss is a sum over the samples of a
     batch.
     """
-    if all(loss.reduction != "sum" for loss in _existing(keras.losses.Loss)):
+    if "sum" not in _loss_reductions():
         return results
     return {name: value for name, value in results.items() if "loss" not in name}
 
 
-def _existing(cls: type) -> list[Any]:
+def _loss_reductions() -> list[str]:
+    # The container that `compile` makes of the losses has a reduction of its own.
+    return [
+        str(loss.reduction)
+        for loss in _instances_of(keras.losses.Loss)
+        if type(loss).__name__ != "CompileLoss"
+    ]
+
+
+def _instances_of(cls: type) -> list[Any]:
     """Return all objects of a class; the script does not say which ones it uses."""
-    return [each for each in gc.get_objects() if isinstance(each, cls)]
+    # `isinstance` would ask a weak proxy for the class of an object that may be gone.
+    return [each for each in gc.get_objects() if issubclass(type(each), cls)]
+
+
+def _check_full_state(optimizer: Optimizer) -> None:
+    hook = get_hook(optimizer)
+    if hook and hook.sharded_state:
+        raise ValueError(
+            "Received shard_state=True; expected False: a verification compares full "
+            "optimizer state, and sharded state has the same updates."
+        )
 
 
 def _names(layers: Iterable[keras.layers.Layer]) -> list[str]:
@@ -190,16 +257,6 @@ def _normalizes_locally(layer: keras.layers.Layer) -> bool:
 
 
 _LOCAL_MOMENTS = keras.layers.BatchNormalization._moments
-
-
-def _named(variables: Iterable[Any]) -> dict[str, Any]:
-    """Return distinct variables by their paths, with a number where these are equal."""
-    named: dict[str, Any] = {}
-    for variable in {id(variable): variable for variable in variables}.values():
-        path = getattr(variable, "path", variable.name)
-        number = sum(name.partition(" #")[0] == path for name in named)
-        named[f"{path} #{number + 1}" if number else path] = variable
-    return named
 
 
 def _draws(models: Iterable[keras.Model]) -> Iterator[tuple[str, int]]:

@@ -18,11 +18,11 @@ class PhaseOptions:
     """What a phase of a verification does.
 
     Attributes:
-        phase: as the package describes them.
-        directory: of the files of all phases.
-        size: number of ranks of the phase "ranks".
-        steps: the script ends after so many.
-        dtype: of all computations; None for those of the script.
+        phase: one of the phases in the docstring of the package.
+        directory: the directory with the files of all phases.
+        size: the number of ranks of the phase "ranks".
+        steps: the script ends after this number of steps.
+        dtype: the dtype of all computations; None for the script's own dtypes.
     """
 
     phase: Phase
@@ -32,17 +32,35 @@ class PhaseOptions:
     dtype: str | None
 
 
+@dataclasses.dataclass(kw_only=True)
+class Reductions:
+    """How a script reduces gradients, noted while its first step is traced.
+
+    Attributes:
+        kinds: the operation and the compression of each reduction, such as ("Average",
+            "NoneCompressor").
+        has_dense_rows: whether `sparse_as_dense` made sparse gradients dense.
+        is_by_script: whether the script itself reduces tensors, by `hvd.allreduce`.
+        weights: digests of the weights before the first reduction, by name.
+    """
+
+    kinds: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    has_dense_rows: bool = False
+    is_by_script: bool = False
+    weights: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
     """The state of a training on one rank after a step.
 
     Attributes:
         variables: values of the weights and of the optimizers' variables by name, on
-            rank 0; their digests on the other ranks.
+            rank 0; their digests on the other ranks. Empty in the phase "alone".
         learning_rates: by the name of the optimizer.
         draws: how many random numbers a layer has drawn, by the path of its seed.
-        metric_states: values of the metrics' variables.
-        metrics: results of the metrics by name.
+        metric_states: values of the variables of metrics that are known to be sums.
+        metrics: results of these metrics by name.
         metrics_of_ranks: in the reference, the results over all ranks of the first
             phase; None elsewhere.
     """
@@ -60,16 +78,13 @@ class Facts:
     """What a script has built, when its first step is done.
 
     Attributes:
-        reductions: each reduction of gradients that was traced: its operation, such as
-            "Average", and its compression, such as "NoneCompressor".
-        has_dense_rows: whether `sparse_as_dense` made sparse gradients dense.
-        loss_reductions: of all losses of Keras.
+        reductions: of gradients.
+        loss_reductions: the reductions of all losses of Keras.
         local_normalizations: names of layers with moments of the local batch.
         masking_layers: names of layers that make masks.
     """
 
-    reductions: list[tuple[str, str]]
-    has_dense_rows: bool
+    reductions: Reductions
     loss_reductions: list[str]
     local_normalizations: list[str]
     masking_layers: list[str]

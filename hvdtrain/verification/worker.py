@@ -20,7 +20,7 @@ def main(options: PhaseOptions, command: list[str]) -> None:
     sys.argv = [script, *command[2 if is_module else 1 :]]
     # As Python itself does: the directory of a script, or the working directory.
     sys.path[0] = "" if is_module else os.path.dirname(os.path.abspath(script))
-    with recording.of_phase(options):
+    with recording.record_phase(options):
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:

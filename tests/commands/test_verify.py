@@ -1,11 +1,13 @@
 """A verification tells scripts with one fault apart, and passes those without."""
 
+import pathlib
 import re
 import signal
 import sys
 
 import pytest
 
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 VERIFY = [sys.executable, "-m", "hvdtrain.verify", "-np", "2"]
 
 FIT = """
@@ -92,6 +94,81 @@ callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
 model.fit(ids, labels, 16, callbacks=callbacks, verbose=0)
 """
 
+SHARDED = "x, y = x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]"
+# Every rank validates with the same samples, and rank 0 evaluates alone before.
+EVALUATED = FIT.replace(SHARDED, f"test = x[:32], y[:32]\n{SHARDED}").replace(
+    "model.fit(x, y, size, epochs=2,",
+    """
+if hvd.rank() == 0:
+    model.evaluate(*test, verbose=0)
+model.fit(x[:64], y[:64], size, epochs=3, validation_data=test,""",
+)
+GENERATED = FIT.replace(
+    "model.fit(x, y, size, epochs=2,",
+    """
+def generate():
+    for start in range(0, len(x), size):
+        yield {"a": x[start : start + size]}, y[start : start + size]
+
+a = keras.Input((8,), name="a")
+model = keras.Model({"a": a}, keras.layers.Dense(1)(dense(a)))
+model.compile(optimizer, loss="mse")
+model.fit(generate(),""",
+)
+# A model, and a copy that is updated after each step and gives the targets.
+TWO_MODELS = (
+    LOOP.replace(
+        "loss_of = ",
+        """target = keras.models.clone_model(model)
+target.build((None, 6))
+other = keras.optimizers.Adam(0.01 * hvd.size())
+loss_of = """,
+    )
+    .replace(
+        "    return hvd.allreduce(loss)",
+        """    with tf.GradientTape() as tape:
+        loss = keras.ops.mean((model(x) - target(x, training=True)) ** 2)
+    tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, target.trainable_variables)
+    other.apply_gradients(zip(gradients, target.trainable_variables))""",
+    )
+    .replace(
+        "for x, y in data:\n    step(x, y)",
+        """hvd.broadcast_variables(target.variables, root_rank=0)
+test = tf.data.Dataset.from_tensor_slices((ids[:64], labels[:64])).batch(32)
+for epoch in range(3):
+    for x, y in data.take(4):
+        step(x, y)
+    for x, y in test:
+        model(x)
+raise SystemExit(0)""",
+    )
+)
+ACCUMULATED = FIT.replace("(optimizer)", "(optimizer, backward_passes_per_step=6)")
+# A rate that is warmed up by samples, and a metric that is no sum.
+WARMED_UP = FIT.replace(
+    "Adam(0.01 * hvd.size())",
+    "SGD(keras.optimizers.schedules.CosineDecay(0.0, 100, "
+    "warmup_target=0.01 * hvd.size(), warmup_steps=16 // hvd.size()))",
+).replace(
+    'model.compile(optimizer, loss="mse", metrics=["mae"])',
+    """
+class Largest(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        largest = keras.ops.max(keras.ops.abs(y_pred))
+        self.value.assign(keras.ops.maximum(self.value, largest))
+
+    def result(self):
+        return self.value
+
+
+model.compile(optimizer, loss="mse", metrics=[Largest()])""",
+)
+
 # The name of a fault: the script, what is replaced in it, and what names the fault.
 FAULTS = {
     "no reduction": (
@@ -111,6 +188,29 @@ FAULTS = {
             "model.fit(x, y,": "model.fit(x[: 10 * size], y[: 10 * size],",
         },
         "24 and 16 samples",
+    ),
+    "broadcast after the first step": (
+        LOOP,
+        {
+            "hvd.broadcast_variables(model.variables, root_rank=0)\nfor": "for",
+            "    step(x, y)": "    step(x, y)\n"
+            "    hvd.broadcast_variables(model.variables, root_rank=0)\n"
+            "    hvd.broadcast_variables(optimizer.variables, root_rank=0)",
+        },
+        "their first gradients with different weights",
+    ),
+    "a sum that is divided": (
+        LOOP,
+        {
+            "    tape = hvd.DistributedGradientTape(tape)\n": "",
+            "model.trainable_variables)\n    optimizer": "model.trainable_variables)\n"
+            "    gradients = [\n"
+            "        hvd.allreduce(tf.convert_to_tensor(each), op=hvd.Sum) / 2\n"
+            "        for each in gradients\n"
+            "    ]\n"
+            "    optimizer",
+        },
+        "The script calls hvd.allreduce itself",
     ),
     "sum of losses": (
         FIT,
@@ -178,9 +278,62 @@ FAULTS = {
         "rounded by FP16Compressor",
     ),
 }
+# The name, the script, and a part of the only line that is printed as an error.
+REFUSED = {
+    "slices of arrays": (
+        LOOP.replace(
+            "for x, y in data:", "for x, y in [(ids[:16], labels[:16])] * 20:"
+        ),
+        "Received 20 steps of an optimizer with batches that cannot be seen",
+    ),
+    "a loop in a function": (
+        LOOP.replace(
+            "for x, y in data:\n    step(x, y)",
+            """
+@tf.function
+def train(data):
+    for x, y in data:
+        step(x, y)
+
+
+model(next(iter(data))[0])
+train(data)""",
+        ),
+        "batches that cannot be seen",
+    ),
+    "sharded state": (
+        FIT.replace("(optimizer)", "(optimizer, shard_state=True)"),
+        "Received shard_state=True; expected False",
+    ),
+    "names of each run": (
+        FIT.replace(
+            "keras.Sequential([keras",
+            "keras.Sequential(name=f'run-{time.time_ns()}', layers=[keras",
+        ).replace("import keras\n", "import time\n\nimport keras\n", 1),
+        "in one of two runs of the script",
+    ),
+    "lengths of each rank": (
+        LOOP.replace(
+            "ids, labels))",
+            "ids[:, : 6 - hvd.rank()], labels))",
+        ),
+        "expected shapes that differ in the first number only",
+    ),
+    "Horovod's own optimizer": (
+        FIT.replace(
+            "import hvdtrain.keras as hvd", "import horovod.tensorflow.keras as hvd"
+        ),
+        "Received an optimizer or a tape of horovod",
+    ),
+}
 CLEAN = {
     "fit": FIT,
     "loop": LOOP,
+    "evaluations": EVALUATED,
+    "a generator": GENERATED,
+    "two models": TWO_MODELS,
+    "accumulation": ACCUMULATED,
+    "warm-up": WARMED_UP,
     "train_on_batch": ON_BATCH,
     "moments of all ranks": FIT.replace(
         "keras.layers.Dropout(0.5)", "hvd.SyncBatchNormalization()"
@@ -217,7 +370,11 @@ def verify(run, tmp_path):
 def test_a_script_that_is_right(verify, name):
     job = verify(CLEAN[name])
     assert job.returncode == 0, job.text
-    assert re.search(r"^equal to \de-\d+ over \d+ steps", job.text, re.M), job.text
+    steps = 12 if name == "accumulation" else 10
+    assert re.search(rf"^equal to \de-\d+ over {steps} steps", job.text, re.M), job.text
+    assert "0.0% of them" in job.text or name in ("loop", "two models", "masks"), (
+        job.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,6 +397,41 @@ def test_a_script_with_a_fault(verify, name):
     assert job.text.find(expected) == min(places), job.text
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name == "slices of arrays" else pytest.mark.verify
+        )
+        for name in REFUSED
+    ],
+)
+def test_a_script_that_cannot_be_compared(verify, name):
+    text, expected = REFUSED[name]
+    assert text not in (FIT, LOOP)
+    job = verify(text)
+    assert job.returncode == 1, job.text
+    assert expected in job.text
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(
+    "name", ["custom_loop.py", "gan.py", "mnist_fit.py", "mixed_precision.py"]
+)
+def test_an_example(run, name, tmp_path):
+    """The examples compute what one process computes; GANs draw noise of their own."""
+    job = run(
+        [str(EXAMPLES / name)],
+        program=VERIFY,
+        environment={
+            "HVDTRAIN_MNIST_URLS": "http://127.0.0.1:1/",
+            "HVDTRAIN_CACHE_DIR": str(tmp_path),
+        },
+    )
+    assert job.returncode == 0, job.text
+    assert "over 10 steps" in job.text
+
+
 @pytest.mark.verify
 def test_a_module_with_flags_of_its_own(run, tmp_path):
     flags = ["--dataset=digits", f"--model_dir={tmp_path}", "--model=mlp"]
@@ -254,6 +446,7 @@ def test_a_module_with_flags_of_its_own(run, tmp_path):
         (["missing.py"], "Received missing.py; expected a Python script."),
         ([], "Received no script; expected one or more"),
         (["--np=1", "script.py"], "--np"),
+        (["--np=1", "-m", "hvdtrain.mnist"], "--np"),
     ],
 )
 def test_bad_input(run, arguments, expected):

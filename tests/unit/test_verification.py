@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from hvdtrain.job import JobError
 from hvdtrain.verification import comparison, phases, samples
 from hvdtrain.verification.trajectory import Directory, State
+from hvdtrain.verification.variable_names import VariableNames
 
 
 @pytest.fixture
@@ -12,10 +14,12 @@ def directories(tmp_path):
     return Directory(tmp_path, "ranks"), Directory(tmp_path, "reference")
 
 
-def write(directory, step, weight, *, metrics=None, metrics_of_ranks=None):
+def write(
+    directory, step, weight, *, name="w", rate=0.1, metrics=None, metrics_of_ranks=None
+):
     state = State(
-        variables={"w": np.asarray(weight)},
-        learning_rates={"sgd": 0.1},
+        variables={name: np.asarray(weight)},
+        learning_rates={"sgd": rate},
         draws={},
         metric_states=[],
         metrics=metrics or {},
@@ -60,6 +64,64 @@ def test_not_a_number_equals_itself_only(directories):
     assert compare(directories, numbers, numbers.copy()).first is None
     compared = compare(directories, numbers, np.array([1.0, 1.0]))
     assert compared.first.size == np.inf
+
+
+def test_a_variable_of_one_run_is_an_error(directories):
+    ranks, reference = directories
+    write(ranks, 1, 0.0, name="run-1/w")
+    write(reference, 1, 0.0, name="run-2/w")
+    with pytest.raises(JobError, match=r"run-1/w in one of two runs"):
+        comparison.compare(ranks, reference)
+
+
+def test_a_shape_that_depends_on_the_batch_is_an_error(directories):
+    ranks, reference = directories
+    write(ranks, 1, np.zeros(16))
+    write(reference, 1, np.zeros(32))
+    with pytest.raises(JobError, match=r"\(16,\) on two ranks and \(32,\)"):
+        comparison.compare(ranks, reference)
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        # With two ranks, a warm-up in half of the steps to twice the rate.
+        (lambda size, step: size * min(step / (8 / size), 1), 2),
+        # The same, in equally many steps.
+        (lambda size, step: size * min(step / 8, 1), 2),
+        (lambda size, step: 0.1, 1),
+        (lambda size, step: size**2, 4),
+    ],
+)
+def test_a_learning_rate_is_compared_after_equal_steps_and_samples(
+    tmp_path, rate, expected
+):
+    verification = phases.Verification(
+        command=["script.py"], directory=tmp_path, size=2, steps=10, dtype=None
+    )
+    for step in range(1, 11):
+        write(verification.files("ranks"), step, 0.0, rate=rate(2, step))
+    for step in range(1, 21):
+        write(verification.files("alone"), step, 0.0, rate=rate(1, step))
+    assert verification.scaling() == {"sgd": pytest.approx(expected)}
+
+
+class Variable:
+    def __init__(self, path):
+        self.path = path
+
+
+def test_variables_of_one_path_are_named_in_the_order_of_their_creation():
+    names = VariableNames()
+    first, other, second = map(Variable, ("a/kernel", "b/kernel", "a/kernel"))
+    for variable in (first, other, second):
+        names.add(variable)
+    assert names.by_name([second, other, first, second]) == {
+        "a/kernel #2": second,
+        "b/kernel": other,
+        "a/kernel": first,
+    }
+    assert names.place([second, other]) == 1
 
 
 def test_metrics_are_compared(directories):
