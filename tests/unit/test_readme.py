@@ -113,3 +113,21 @@ def test_calls_in_the_documents_fit_the_functions():
             pytest.fail(f"{page}: {name}: {error}")
         checked += 1
     assert checked > 20
+
+
+def classes(source):
+    """Return the methods of each class in `source`, without docstrings."""
+    return [
+        [ast.unparse(each) for each in node.body if isinstance(each, ast.FunctionDef)]
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def test_the_observer_of_the_page_is_the_one_of_the_example():
+    page = (ROOT / "docs/trackers.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.S)
+    example = (ROOT / "examples/trackers/mlflow_observer.py").read_text()
+    [methods] = classes(code)
+    assert len(methods) == 3
+    assert [methods] == classes(example)
