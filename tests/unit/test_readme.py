@@ -131,3 +131,20 @@ def test_the_observer_of_the_page_is_the_one_of_the_example():
     [methods] = classes(code)
     assert len(methods) == 3
     assert [methods] == classes(example)
+
+
+def test_the_readme_and_the_first_page_show_one_script():
+    scripts = [
+        re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
+        for name in ("README.md", "docs/index.md")
+    ]
+    assert scripts[0] == scripts[1]
+    assert len(scripts[0]) == 1
+
+
+def test_the_readme_has_the_figures_of_why():
+    rows = [
+        re.findall(r"^\|.*", (ROOT / name).read_text(), re.M)[:5]
+        for name in ("README.md", "docs/why.md")
+    ]
+    assert rows[0] == rows[1]
