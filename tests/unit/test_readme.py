@@ -64,6 +64,12 @@ def test_lines_are_short():
     assert not long
 
 
+def test_no_sentence_becomes_a_list():
+    """A line that begins with the number at the end of a sentence is an item."""
+    for page in DOCUMENTS:
+        assert not re.findall(r"^ *\d{2,}\. .*", page.read_text(), re.M), page.name
+
+
 def anchors(page):
     """Return the anchors of the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
