@@ -115,7 +115,11 @@ def _default(default: object) -> str:
 
 
 def _help(flag: Mapping[str, Any]) -> str:
-    text = _escaped(flag["help"])
+    text = flag["help"]
+    if flag["choices"]:
+        # absl begins the text with <the choices>.
+        text = text.removeprefix(f"<{'|'.join(flag['choices'])}>: ")
+    text = _escaped(text)
     if flag["choices"]:
         text += f" One of {', '.join(f'`{each}`' for each in flag['choices'])}."
     return text

@@ -10,8 +10,8 @@
 # oracle: only those that compare a training on two ranks with one process. keras: oracle,
 # and the unit tests that import Keras. oldest: keras, with the oldest Keras of setup.cfg,
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
-# example that logs to MLflow, which is downloaded. verify: python -m hvdtrain.verify on
-# scripts with one fault each.
+# example that logs to MLflow and to Weights & Biases, which are downloaded. verify:
+# python -m hvdtrain.verify on scripts with one fault each.
 #
 #     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail
@@ -141,9 +141,9 @@ nightly() { with_keras keras-nightly 3.; }
 
 trackers() {
   local overlay
-  download MLflow -r scripts/requirements_trackers.txt || return
+  download "MLflow, wandb" -r scripts/requirements_trackers.txt || return
   local -x PYTHONPATH=$overlay
-  run trackers 300 python -m pytest -q tests/commands/test_examples.py -k mlflow
+  run trackers 300 python -m pytest -q tests/commands/test_examples.py -k "mlflow or wandb"
 }
 
 # In two processes: most of the time is TensorFlow's import, which uses one core.

@@ -1,4 +1,4 @@
-"""Logs a job to one run of Weights & Biases."""
+"""Logs a job to one run of Weights & Biases; WANDB_MODE=offline needs no account."""
 
 import pathlib
 import uuid
@@ -15,11 +15,14 @@ class Observer:
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
         self.run = wandb.init(id=path.read_text(), resume="allow", dir=model_dir)
+        # The step is a value. As wandb's own step it could not decrease, and values
+        # that a continued job logs again from its checkpoint would be dropped.
+        self.run.define_metric("*", step_metric="step")
 
     def on_progress(self, progress):
         values = progress.metrics | {"learning_rate": progress.learning_rate}
-        self.run.log(values, step=progress.step)
+        self.run.log(values | {"step": progress.step})
 
     def on_evaluation(self, step, metrics):
         values = {f"test_{name}": value for name, value in metrics.items()}
-        self.run.log(values, step=step)
+        self.run.log(values | {"step": step})

@@ -100,7 +100,8 @@ class TrainSpec:
         input_fn: `input_fn(start_step, end_step)` returns a `tf.data.Dataset` of
             the batches of this rank for these steps. Batches after them are not read.
         max_steps: global steps of the whole job, over all its runs: batches that each
-            rank takes, which `optimizer.iterations` counts.
+            rank takes. `optimizer.iterations` counts the same without gradient
+            accumulation; with `gradient_accumulation_steps`, it counts updates.
         pass_steps: batches in a pass over the data, which is an epoch of `fit`.
         local_batch_size: samples in a batch of this rank. Where ranks have different
             numbers, each rank's gradient is weighted by its samples.

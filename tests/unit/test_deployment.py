@@ -202,3 +202,58 @@ def test_the_mpi_operator_knows_every_field():
 )
 def test_a_slip_in_a_field_is_found(slip):
     assert list(misfits(slip, SPEC))
+
+
+# How the scripts write the words of the README's commands.
+SPELLED = {'"$docker"': "docker", '"$name"': "hvdtrain", "--tag": "-t", "--file": "-f"}
+
+
+def lines(script):
+    """Return the lines of a script, in words; lines that continue are joined."""
+    joined = text(script).replace("\\\n", " ").splitlines()
+    return [[SPELLED.get(word, word) for word in line.split()] for line in joined]
+
+
+def is_run(command):
+    """Return whether a test script runs this command of the README."""
+    program, *words = command.split()
+    if program == "sbatch":
+        submitted = [
+            line for line in lines("scripts/slurm_test.sh") if "submit" in line
+        ]
+        return any({*words} <= {*line} for line in submitted)
+    docker = lines("scripts/docker_test.sh")
+    if words[0] == "build":
+        return any({program, *words} <= {*line} for line in docker)
+    # `run ARGUMENTS` is a function of the script: docker run ... hvdtrain ARGUMENTS.
+    image = words.index("hvdtrain")
+    [function] = [line for line in docker if line[-2:] == ["hvdtrain", '"$@"']]
+    calls = [
+        f" {' '.join(line)} ".rpartition(" run ")[2].split()
+        for line in docker
+        if "run" in line and "docker" not in line
+    ]
+    calls = [call[: call.index("|")] if "|" in call else call for call in calls]
+    return {program, *words[:image]} <= {*function} and words[image + 1 :] in calls
+
+
+def test_scripts_run_the_docker_and_sbatch_commands_of_the_readme():
+    commands = re.findall(
+        r"^((?:docker|sbatch) .*?) *(?:#.*)?$", text("README.md"), re.M
+    )
+    assert len(commands) == 4
+    assert [command for command in commands if not is_run(command)] == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "docker build -t hvdtrain -f docker/Dockerfile.gpu .",
+        "docker run --rm hvdtrain verify",
+        "docker run --rm --gpus=all hvdtrain",
+        "sbatch scripts/slurm/mnist_container.sbatch",
+        "sbatch --exclusive scripts/slurm/mnist.sbatch",
+    ],
+)
+def test_a_command_that_no_script_runs_is_found(command):
+    assert not is_run(command)

@@ -64,6 +64,12 @@ def test_lines_are_short():
     assert not long
 
 
+def test_no_sentence_becomes_a_list():
+    """A line that begins with the number at the end of a sentence is an item."""
+    for page in DOCUMENTS:
+        assert not re.findall(r"^ *\d{2,}\. .*", page.read_text(), re.M), page.name
+
+
 def anchors(page):
     """Return the anchors of the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
@@ -113,3 +119,38 @@ def test_calls_in_the_documents_fit_the_functions():
             pytest.fail(f"{page}: {name}: {error}")
         checked += 1
     assert checked > 20
+
+
+def classes(source):
+    """Return the methods of each class in `source`, without docstrings."""
+    return [
+        [ast.unparse(each) for each in node.body if isinstance(each, ast.FunctionDef)]
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def test_the_observer_of_the_page_is_the_one_of_the_example():
+    page = (ROOT / "docs/trackers.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.S)
+    example = (ROOT / "examples/trackers/mlflow_observer.py").read_text()
+    [methods] = classes(code)
+    assert len(methods) == 3
+    assert [methods] == classes(example)
+
+
+def test_the_readme_and_the_first_page_show_one_script():
+    scripts = [
+        re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S)
+        for name in ("README.md", "docs/index.md")
+    ]
+    assert scripts[0] == scripts[1]
+    assert len(scripts[0]) == 1
+
+
+def test_the_readme_has_the_figures_of_why():
+    rows = [
+        re.findall(r"^\|.*", (ROOT / name).read_text(), re.M)[:5]
+        for name in ("README.md", "docs/why.md")
+    ]
+    assert rows[0] == rows[1]

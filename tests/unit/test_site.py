@@ -43,6 +43,8 @@ def test_the_reference_has_all_flags_variables_and_exit_codes(site_pages):
     for name in {**environment.VARIABLES, **environment.HOROVOD_VARIABLES}:
         assert f"\n| `{name}` |" in text
     assert "\n| 75 |" in text
+    assert "\n| `--model` | `mlp` | The network. One of `mlp`, `cnn`. |" in text
+    assert "&lt;auto" not in text
     # A cell may not end at a | of its text.
     rows = re.findall(r"^\|.*", text, re.M)
     cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
