@@ -75,8 +75,8 @@ def _late_broadcast(evidence: Evidence) -> str:
     if all(other == first for other in others):
         return ""
     return (
-        "The ranks computed their first gradients with different weights: broadcast "
-        "the weights before the first step, not after it."
+        "The ranks computed their first gradients with different weights: build the "
+        "model, and broadcast the weights, before the first step."
     )
 
 

@@ -117,7 +117,10 @@ def _variables(
         if not value.size:
             continue
         other = found.variables[name]
-        before = start.get(name, np.zeros_like(value))
+        before = start.get(name)
+        # Slots start at zero. Weights that are made in the first step have no start.
+        if before is None or before.shape != value.shape:
+            before = np.zeros_like(value)
         change = _largest(value - before)
         scale = max(_largest(value), _largest(other))
         size = _largest_difference(other, value)

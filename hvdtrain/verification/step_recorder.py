@@ -87,7 +87,9 @@ class StepRecorder:
         recorded, _ = self._compared or (None, 0)
         values = recorded.read("start", 0, number) if recorded else None
         for name, value in (values or {}).items():
-            if name in weights:
+            # Weights that are made while a step is traced have no value yet. Those of
+            # rank 0 get the same one in both phases, from the same seed.
+            if name in weights and value.shape == tuple(weights[name].shape):
                 weights[name].assign(value)
 
     def record(self) -> None:
@@ -122,9 +124,15 @@ class StepRecorder:
         """Return digests of the values of variables, by name."""
         with tf.init_scope():
             return {
-                name: digest(keras.ops.convert_to_numpy(variable))
+                name: self._digest(variable)
                 for name, variable in self.names.by_name(variables).items()
             }
+
+    def _digest(self, variable: Any) -> str:
+        value = keras.ops.convert_to_numpy(variable)
+        # One that is made while a step is traced was not broadcast before this step.
+        has_value = value.shape == tuple(variable.shape)
+        return digest(value) if has_value else f"made on rank {self._rank}"
 
     def _check_replicated(self) -> None:
         weights = [v for model in self._models for v in model.weights]

@@ -192,6 +192,7 @@ FAULTS = {
     "broadcast after the first step": (
         LOOP,
         {
+            "model.build((None, 6))\n": "",
             "hvd.broadcast_variables(model.variables, root_rank=0)\nfor": "for",
             "    step(x, y)": "    step(x, y)\n"
             "    hvd.broadcast_variables(model.variables, root_rank=0)\n"
