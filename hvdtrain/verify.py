@@ -48,6 +48,7 @@ _NO_REASON = (
     'No reason was found. The documents list the conditions: "When N ranks equal one '
     'process".'
 )
+_CUT_SHORT = ": this model multiplies rounding, which is too large in later steps"
 _MAY_BE_ROUNDING = "It may be rounding: the comparison in float64 was not possible."
 
 
@@ -103,7 +104,8 @@ def _verify(verification: Verification) -> list[str]:
         return [*faults, _describe(compared.first), *reasons]
     faults += _check_scaling(verification)
     if not faults:
-        print(f"equal to {compared.largest:.0e} over {compared.steps[-1]} steps")
+        rest = _CUT_SHORT if compared.is_cut_short else ""
+        print(f"equal to {compared.largest:.0e} over {compared.steps[-1]} steps{rest}")
     return faults
 
 
@@ -186,5 +188,7 @@ def _set_operands_apart(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    # Flags after the script are the script's.
+    flags.FLAGS.set_gnu_getopt(False)
     sys.argv = _set_operands_apart(sys.argv)
     program.run(main, page=__doc__, operands="script")

@@ -268,6 +268,11 @@ def compute_in(dtype: str) -> None:
     keras.config.set_floatx(dtype)
     keras.config.set_dtype_policy(dtype)
     modules = (keras.config, keras.mixed_precision, keras.backend)
+    in_top_k = tf.math.in_top_k
+    # For the metrics of Keras that call it: it takes no float64.
+    tf.math.in_top_k = lambda targets, predictions, k: in_top_k(
+        targets, tf.cast(predictions, tf.float32), k
+    )
     compatible = (tf.keras.config, tf.keras.mixed_precision, tf.keras.backend)
     for module in (*modules, *compatible):
         for name in _POLICIES:

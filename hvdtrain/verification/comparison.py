@@ -14,6 +14,8 @@ _SHARE_OF_CHANGE = 1e-3
 # ... or this many units of rounding of its largest value, for each step.
 _ROUNDING_UNITS = 8
 _METRIC_TOLERANCE = 1e-4
+# Of float64: what one step of a deep model may lose, and what it cannot lose.
+_ROUNDING, _GROWN_ROUNDING = 2e-11, 2e-10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,15 +43,17 @@ class Comparison:
     """The result of a comparison.
 
     Attributes:
-        steps: the steps after which both have a state.
+        steps: the steps that were compared.
         largest: the largest difference of a variable or metric, in relation to its
             largest value, over all steps.
         first: the first difference that is not rounding, or None.
+        is_cut_short: whether rounding has grown too large for later steps.
     """
 
     steps: list[int]
     largest: float
     first: Difference | None
+    is_cut_short: bool = False
 
 
 def compare(ranks: Directory, reference: Directory) -> Comparison:
@@ -64,7 +68,7 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
         if reference.read("state", 0, step)
     ]
     start = dict(_start(reference))
-    largest = 0.0
+    largest_by_step: list[float] = []
     for number, step in enumerate(steps, start=1):
         found, state = (each.read("state", 0, step) for each in (ranks, reference))
         _check_comparable(found.variables, state.variables)
@@ -73,6 +77,12 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
             *_metrics(state, step=step),
         ]
         excessive = [each for excess, each in differences if excess > 1]
+        largest = max(largest_by_step, default=0.0)
+        if excessive and _has_grown(largest_by_step):
+            compared = steps[: number - 1]
+            return Comparison(
+                steps=compared, largest=largest, first=None, is_cut_short=True
+            )
         if excessive:
             # A weight says more than a slot of the optimizer.
             weights = [each for each in excessive if each.name in start]
@@ -81,8 +91,22 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
             )
             return Comparison(steps=steps, largest=largest, first=first)
         relative = (each.size / each.scale for _, each in differences if each.scale)
-        largest = max([largest, *relative])
-    return Comparison(steps=steps, largest=largest, first=None)
+        largest_by_step.append(max(relative, default=0.0))
+    return Comparison(
+        steps=steps, largest=max(largest_by_step, default=0.0), first=None
+    )
+
+
+def _has_grown(largest_by_step: list[float]) -> bool:
+    """Return whether the steps have multiplied rounding, in float64.
+
+    A fault that begins at some step makes a difference at once. Some models multiply
+    each difference in each step, such as deep ones with a normalization over few
+    values, until an activation is on the other side of a kink.
+    """
+    if not largest_by_step:
+        return False
+    return largest_by_step[0] < _ROUNDING < _GROWN_ROUNDING < largest_by_step[-1]
 
 
 def _check_comparable(

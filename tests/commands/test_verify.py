@@ -463,10 +463,13 @@ def test_a_script_without_steps(verify):
     assert "a script without a step" in job.text
 
 
-def test_a_script_that_fails(verify):
-    job = verify("raise ValueError('a reason')\n")
+def test_a_script_that_fails_with_its_own_flags(run, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nraise ValueError(sys.argv[1:])\n")
+    job = run(["--steps=3", str(script), "--steps=4", "-m", "x"], program=VERIFY)
     assert job.returncode == 1
-    assert "The script failed: ValueError: a reason" in job.text
+    expected = "The script failed: ValueError: ['--steps=4', '-m', 'x']"
+    assert expected in job.text
 
 
 def test_ctrl_c_ends_all_ranks(start, tmp_path):

@@ -66,6 +66,35 @@ def test_not_a_number_equals_itself_only(directories):
     assert compared.first.size == np.inf
 
 
+@pytest.mark.parametrize(
+    ("differences", "compared"),
+    [
+        ([1e-13, 1e-8, 0.5], 2),
+        # The last step is wrong.
+        ([1e-13, 1e-13, 0.5], None),
+        # float32, or a fault of the first step.
+        ([1e-7, 1e-6, 0.5], None),
+        ([0.5, 0.5, 0.5], None),
+    ],
+)
+def test_rounding_that_grows_ends_the_comparison(directories, differences, compared):
+    ranks, reference = directories
+    reference.write("start", 0, 0, value={"w": np.zeros(2)})
+    for step, difference in enumerate(differences, start=1):
+        expected = np.array([1.0, -0.5])
+        write(reference, step, expected)
+        write(ranks, step, expected * (1 + difference))
+    result = comparison.compare(ranks, reference)
+    assert result.is_cut_short == (compared is not None)
+    if compared:
+        assert result.steps == [1, 2]
+        assert result.first is None
+    else:
+        assert result.first.step == next(
+            step for step, each in enumerate(differences, start=1) if each == 0.5
+        )
+
+
 def test_a_variable_of_one_run_is_an_error(directories):
     ranks, reference = directories
     write(ranks, 1, 0.0, name="run-1/w")
