@@ -126,7 +126,7 @@ parallel() { launched shared_memory mpi 2 -m "not long" tests/parallel; }
 more_ranks() {
   launched shared_memory mpi 2 -m long tests/parallel
   run "unit and commands, long" 1500 \
-    python -m pytest -q -n 3 --dist loadgroup -m long tests/{unit,commands}
+    python -m pytest -q -n 3 --dist worksteal -m long tests/{unit,commands}
   launched horovod gloo 3 -m ranks tests/parallel
   launched shared_memory gloo 4 -m four_ranks tests/parallel
 }
@@ -178,7 +178,7 @@ trackers() {
 # ranks, a rank that does not come, or a signal that is answered.
 commands() {
   run commands 900 \
-    python -m pytest -q -n 3 --dist loadgroup -m "not long and not verify" tests/commands
+    python -m pytest -q -n 3 --dist worksteal -m "not long and not verify" tests/commands
 }
 
 verify() { run verify 900 python -m pytest -q -n 2 -m verify tests/commands; }

@@ -1,5 +1,6 @@
 """The real program, for a few steps, under each launcher."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -27,8 +28,23 @@ DIGITS = ["--dataset=digits", "--seed=7"]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Run one process on a terminal; return what it showed, and its home."""
-    home = tmp_path_factory.mktemp("home")
+    """Return what one process shows on a terminal, and its home.
+
+    The processes of pytest-xdist share the run: the first one starts it.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    home, shown = shared / "alone", shared / "alone.shown"
+    with (shared / "alone.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not shown.exists():
+            home.mkdir(exist_ok=True)
+            shown.write_bytes(train_on_a_terminal(home))
+    return shown.read_bytes(), home
+
+
+def train_on_a_terminal(home):
     flags = ["--learning_rate=0.2", "--max_steps=40", "--model_dir=~/run"]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
@@ -51,7 +67,7 @@ def alone(tmp_path_factory):
         limit.cancel()
         process.kill()
         os.close(ours)
-    return shown, home
+    return shown
 
 
 def read(terminal):
@@ -79,7 +95,6 @@ def weights(directory):
     return keras.models.load_model(directory / "model.keras").get_weights()
 
 
-@pytest.mark.xdist_group("alone")
 def test_bar_on_a_terminal(alone):
     shown, _ = alone
     assert b"100%|" in shown
@@ -87,7 +102,6 @@ def test_bar_on_a_terminal(alone):
     assert b"evaluation at step 40" in shown
 
 
-@pytest.mark.xdist_group("alone")
 def test_summary_and_files(alone):
     _, home = alone
     summary = json.loads((home / "run" / "summary.json").read_text())
@@ -117,7 +131,6 @@ def test_summary_and_files(alone):
 
 
 # horovodrun --mpi calls mpirun: the two compute the same bits.
-@pytest.mark.xdist_group("alone")
 @pytest.mark.parametrize(
     "launchers",
     [("gloo", "mpirun"), pytest.param(("mpi", "mpirun"), marks=pytest.mark.long)],
@@ -151,7 +164,6 @@ def test_every_launcher_computes_what_one_process_does(
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.xdist_group("alone")
 @pytest.mark.parametrize(
     ("ranks", "mesh", "flags"),
     [
@@ -202,7 +214,6 @@ def check_output(lines):
     assert words == ["evaluation", "checkpoint", "test", "written"]
 
 
-@pytest.mark.xdist_group("alone")
 def test_report_of_a_run(alone, run, tmp_path):
     _, home = alone
     # The table does not need it.
