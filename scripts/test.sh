@@ -60,12 +60,39 @@ run() {
   return "$status"
 }
 
-lint() {
+# beside FUNCTIONS...: at the same time; the output of each follows when it has ended.
+beside() {
+  local directory name status processes=() lines
+  directory=$(mktemp -d)
+  for name; do
+    (
+      summary=() failed=0
+      "$name"
+      printf '%s\n' "${summary[@]}" >"$directory/$name.summary"
+      exit "$failed"
+    ) >"$directory/$name.output" 2>&1 &
+    processes+=($!)
+  done
+  for name; do
+    status=0
+    wait "${processes[0]}" || status=$?
+    processes=("${processes[@]:1}")
+    ((status == 0)) || failed=1
+    cat "$directory/$name.output"
+    mapfile -t lines <"$directory/$name.summary"
+    summary+=("${lines[@]}")
+  done
+  rm -rf "$directory"
+}
+
+lint() { beside style types site; }
+
+style() {
   run "ruff check" 60 ruff check .
   run "ruff format" 60 ruff format --check .
-  run mypy 120 mypy
-  site
 }
+
+types() { run mypy 120 mypy; }
 
 # Broken links and anchors fail the build. Addresses outside of the site are not fetched.
 site() {
@@ -79,7 +106,7 @@ site() {
 
 # unit [FILES]; in two processes, one for each of two cores.
 unit() {
-  run unit 600 python -m pytest -q -n 2 --dist worksteal -m "not long" "${@:-tests/unit}"
+  run unit 500 python -m pytest -q -n 2 --dist worksteal -m "not long" "${@:-tests/unit}"
 }
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
@@ -98,7 +125,8 @@ parallel() { launched shared_memory mpi 2 -m "not long" tests/parallel; }
 # What the markers of pyproject.toml name.
 more_ranks() {
   launched shared_memory mpi 2 -m long tests/parallel
-  run "unit and commands, long" 900 python -m pytest -q -n 2 -m long tests/{unit,commands}
+  run "unit and commands, long" 1500 \
+    python -m pytest -q -n 3 --dist loadgroup -m long tests/{unit,commands}
   launched horovod gloo 3 -m ranks tests/parallel
   launched shared_memory gloo 4 -m four_ranks tests/parallel
 }
@@ -146,9 +174,11 @@ trackers() {
   run trackers 300 python -m pytest -q tests/commands/test_examples.py -k "mlflow or wandb"
 }
 
-# In two processes: most of the time is TensorFlow's import, which uses one core.
+# In three processes on two cores: many of these tests wait, for a launcher that ends its
+# ranks, a rank that does not come, or a signal that is answered.
 commands() {
-  run commands 1200 python -m pytest -q -n 2 --dist loadgroup -m "not long and not verify" tests/commands
+  run commands 900 \
+    python -m pytest -q -n 3 --dist worksteal -m "not long and not verify" tests/commands
 }
 
 verify() { run verify 900 python -m pytest -q -n 2 -m verify tests/commands; }

@@ -74,17 +74,20 @@ def test_wrong_flag_on_all_ranks_is_printed_once(start):
         assert len(job.lines) == 1, job.text
 
 
-def test_wrong_flag_on_one_rank_is_printed_with_its_rank(start):
+@pytest.mark.parametrize(
+    "launcher", ["gloo", pytest.param("mpi", marks=pytest.mark.long)]
+)
+def test_wrong_flag_on_one_rank_is_printed_with_its_rank(run, launcher):
     script = (
         f'[ "$HOROVOD_RANK$OMPI_COMM_WORLD_RANK" = 0 ] || set -- --batch_size=0; '
         f'exec {sys.executable} -m hvdtrain.mnist --dataset=digits "$@"'
     )
     program = ["sh", "-c", script]
-    for job in [start([], program=program, launcher=name) for name in ("gloo", "mpi")]:
-        assert job.wait().returncode == 2, job.text
-        reasons = [line for line in job.lines if "[1, " in line]
-        assert len(reasons) == 1, job.text
-        assert reasons[0].startswith(f"rank 1 on {socket.gethostname()}: "), job.text
+    job = run([], program=program, launcher=launcher)
+    assert job.returncode == 2, job.text
+    reasons = [line for line in job.lines if "[1, " in line]
+    assert len(reasons) == 1, job.text
+    assert reasons[0].startswith(f"rank 1 on {socket.gethostname()}: "), job.text
 
 
 def test_flags_that_differ_between_ranks(run):
@@ -250,7 +253,12 @@ def test_loss_that_is_not_a_number(run):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "name"), [("alone", "SIGINT"), ("gloo", "SIGTERM"), ("mpirun", "SIG")]
+    ("launcher", "name"),
+    [
+        ("alone", "SIGINT"),
+        ("gloo", "SIGTERM"),
+        pytest.param("mpirun", "SIG", marks=pytest.mark.long),
+    ],
 )
 def test_interrupt(start, launcher, name):
     job = start(ENDLESS, launcher=launcher)
@@ -261,21 +269,21 @@ def test_interrupt(start, launcher, name):
     assert launcher != "alone" or job.returncode == 130
 
 
-def test_killed_rank_ends_the_job(start, tmp_path):
+# test_faults.py has a rank that the guard kills under mpirun.
+@pytest.mark.parametrize(
+    "launcher", ["gloo", pytest.param("mpirun", marks=pytest.mark.long)]
+)
+def test_killed_rank_ends_the_job(start, tmp_path, launcher):
     # With a model_dir, the survivor takes the launcher's SIGTERM for a request to stop.
-    jobs = [
-        start([*ENDLESS, f"--model_dir={tmp_path / name}"], launcher=name)
-        for name in ("gloo", "mpirun")
-    ]
-    for job in jobs:
-        job.wait_for("samples/s")
-        job.ranks()[1].kill()
-        assert job.wait().returncode == 137
-        assert "Traceback" not in "\n".join(job.lines), job.text
-        assert "Another rank" not in job.text, job.text
-        # mpirun's last line is a ruler.
-        end = "\n".join(job.text.splitlines()[-2:])
-        assert re.search(rf"rank 1 .*\b{socket.gethostname()}\b.*(KILL|9)", end), end
+    job = start([*ENDLESS, f"--model_dir={tmp_path / 'run'}"], launcher=launcher)
+    job.wait_for("samples/s")
+    job.ranks()[1].kill()
+    assert job.wait().returncode == 137
+    assert "Traceback" not in "\n".join(job.lines), job.text
+    assert "Another rank" not in job.text, job.text
+    # mpirun's last line is a ruler.
+    end = "\n".join(job.text.splitlines()[-2:])
+    assert re.search(rf"rank 1 .*\b{socket.gethostname()}\b.*(KILL|9)", end), end
 
 
 def test_bug_on_one_rank_is_shown_with_its_rank(run):

@@ -140,6 +140,11 @@ def test_collectives(run, tmp_path, launcher):
         assert all(seconds > 0 for seconds in row["seconds"].values())
 
 
+def long(*values):
+    """A case that starts TensorFlow, of which one other is in the README's command."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("arguments", "launcher", "words"),
     [
@@ -151,12 +156,16 @@ def test_collectives(run, tmp_path, launcher):
             "alone",
             ["--steps_per_execution=2", "expected 1"],
         ),
-        (["--json=/dev/null/a.json"], "alone", ["/dev/null/a.json", "another --json"]),
-        (["--workload=no_module:make"], "alone", ["no_module", "module:function"]),
-        (["--workload=platform:node"], "alone", ["platform:node", "compiled Keras"]),
+        long(
+            ["--json=/dev/null/a.json"], "alone", ["/dev/null/a.json", "another --json"]
+        ),
+        long(["--workload=no_module:make"], "alone", ["no_module", "module:function"]),
+        long(
+            ["--workload=platform:node"], "alone", ["platform:node", "compiled Keras"]
+        ),
         (["--workload=os.path:join"], "alone", ["os.path:join raised TypeError"]),
-        (["--workload=sys:exit"], "alone", ["sys:exit raised SystemExit"]),
-        (["--dataset=custom"], "alone", ["custom", "data_dir"]),
+        long(["--workload=sys:exit"], "alone", ["sys:exit raised SystemExit"]),
+        long(["--dataset=custom"], "alone", ["custom", "data_dir"]),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(run, arguments, launcher, words):

@@ -31,8 +31,8 @@ OTHERS = {
     "trackers/train.py",
     "trackers/wandb_observer.py",
 }
-# Other tests train with a pipeline and in mixed precision.
-LONG = {"mixed_precision.py", "pipeline.py"}
+# Other tests train with a pipeline and in mixed precision, and run a script with fit.
+LONG = {"mixed_precision.py", "mnist_fit.py", "pipeline.py"}
 
 
 def command(name, number=0):
@@ -168,6 +168,8 @@ def test_tasks_of_a_slurm_array_share_a_study(shell, tmp_path):
         assert f"best of {task + 1}:" in text
 
 
+# What an observer is called with: tests/unit/test_observers.py.
+@pytest.mark.long
 def test_tensorboard(shell, tmp_path):
     text = shell(f"{command('trackers/train.py')} --model_dir={tmp_path}")
     assert number(r"evaluation at step .*accuracy ([\d.]+)", text) > 0.9

@@ -5,16 +5,21 @@ import re
 import signal
 
 import numpy as np
+import pytest
 
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
-# Some seconds on two ranks. Windows of three steps end at few checkpoints.
+# Some seconds on two ranks: the runs that are stopped and killed end long before the
+# last step. Windows of three steps end at few checkpoints.
+STEPS = 3_000
 FLAGS = [
-    *("--dataset=digits", "--max_steps=12000", "--optimizer=momentum"),
-    *("--accumulation_steps=3", "--save_every_steps=500"),
+    *("--dataset=digits", f"--max_steps={2 * STEPS}", "--optimizer=momentum"),
+    *("--accumulation_steps=3", "--save_every_steps=200"),
 ]
-STEPS = 6_000
 STOPPED = re.compile(rf"Stopped at step (\d+) of {STEPS} by (.+); start the job again")
+
+
+TIMED = ["--save_every_steps=0", "--save_every_seconds=0.2"]
 
 
 def to_rank_1(job):
@@ -25,34 +30,40 @@ def as_a_terminal(job):
     os.killpg(job.process.pid, signal.SIGINT)
 
 
-def test_a_job_that_is_stopped_and_killed_continues(start, run, tmp_path):
+# The launcher of the first run, how it is stopped, and what it prints. The launcher
+# sends SIGTERM to the ranks on Ctrl-C; test_bad_input.py does this without checkpoints.
+@pytest.mark.parametrize(
+    ("launcher", "stop", "cause"),
+    [
+        ("mpirun", to_rank_1, "SIGUSR1 on rank 1"),
+        pytest.param(
+            *("gloo", as_a_terminal, "SIGTERM on rank "), marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_job_that_is_stopped_and_killed_continues(
+    start, run, tmp_path, launcher, stop, cause
+):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     job = run([*FLAGS, f"--model_dir={whole}"], launcher="mpirun")
     assert job.returncode == 0, job.text
     files = CheckpointFiles(parts / "checkpoints")
-    before = 0
 
     def wait_for_checkpoint(job, after):
         job.wait_until(
             lambda: max(files.steps(), default=0) > after, "another checkpoint"
         )
 
-    for launcher, stop, cause in (
-        ("mpirun", to_rank_1, "SIGUSR1 on rank 1"),
-        ("gloo", as_a_terminal, "SIGTERM on rank "),
-    ):
-        job = start([*FLAGS, f"--model_dir={parts}"], launcher=launcher)
-        wait_for_checkpoint(job, after=before)
-        stop(job)
-        assert job.wait().returncode == 75, job.text
-        step, by = STOPPED.search(job.lines[-1]).groups()
-        assert by.startswith(cause)
-        assert before < int(step) < STEPS
-        before = files.steps()[0]
-        assert before == int(step)
-    timed = ["--save_every_steps=0", "--save_every_seconds=0.2"]
-    job = start([*FLAGS, *timed, f"--model_dir={parts}"], launcher="gloo")
-    wait_for_checkpoint(job, after=before)
+    job = start([*FLAGS, f"--model_dir={parts}"], launcher=launcher)
+    wait_for_checkpoint(job, after=0)
+    stop(job)
+    assert job.wait().returncode == 75, job.text
+    step, by = STOPPED.search(job.lines[-1]).groups()
+    assert by.startswith(cause)
+    assert 0 < int(step) < STEPS
+    assert files.steps()[0] == int(step)
+    job = start([*FLAGS, *TIMED, f"--model_dir={parts}"], launcher="gloo")
+    wait_for_checkpoint(job, after=int(step))
     job.kill()
     assert files.steps()[0] < STEPS
     job = run([*FLAGS, f"--model_dir={parts}"], launcher="mpirun")

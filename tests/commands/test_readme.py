@@ -33,27 +33,35 @@ def test_the_ways_to_run_it_are_in_the_readme():
     assert starts == ["horovodrun", "sbatch", *["docker"] * 3, "mpirun", "python"]
 
 
+# Other tests train under mpirun.
 @pytest.mark.usefixtures("_no_network")
-@pytest.mark.parametrize("command", PROGRAMS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(line, marks=pytest.mark.long if "mpirun" in line else ())
+        for line in PROGRAMS
+    ],
+)
 def test_a_way_to_run_it(run, command, tmp_path):
     command = command.replace("/tmp/digits", str(tmp_path))
     if "--epochs" not in command:
         # The default number of steps: test_mnist.py.
-        command += " --max_steps=400"
+        command += " --max_steps=40"
     job = run([], program=["sh", "-c", command])
     assert job.returncode == 0, job.text
     assert "test accuracy" in job.text
 
 
-def test_the_example(start, tmp_path):
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("alone", marks=pytest.mark.long), "gloo"]
+)
+def test_the_example(run, tmp_path, launcher):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
     script = tmp_path / "script.py"
     script.write_text(code)
-    program = [sys.executable, str(script)]
-    jobs = [start([], program=program, launcher=name) for name in ("alone", "gloo")]
-    for job in jobs:
-        assert job.wait().returncode == 0, job.text
-        assert "Epoch 2/2" in job.text
+    job = run([], program=[sys.executable, str(script)], launcher=launcher)
+    assert job.returncode == 0, job.text
+    assert "Epoch 2/2" in job.text
 
 
 def test_the_script_of_your_own(run, tmp_path):

@@ -158,20 +158,18 @@ THREADS_SCRIPT = """
 """
 
 
-def test_threads_without_an_order_are_refused_at_once(start, tmp_path):
-    program = write(tmp_path, HEAD, THREADS_SCRIPT)
-    jobs = [
-        start(
-            [],
-            program=program,
-            launcher="gloo",
-            environment={"HVDTRAIN_REDUCTION": reduction},
-        )
-        for reduction in ("shared_memory", "horovod")
-    ]
-    for job in jobs:
-        said = [line for line in job.wait().lines if "trainings" in line]
-        assert said == ["2 trainings, 2 refused"] * 2, job.text
+@pytest.mark.parametrize(
+    "reduction", ["shared_memory", pytest.param("horovod", marks=pytest.mark.long)]
+)
+def test_threads_without_an_order_are_refused_at_once(run, tmp_path, reduction):
+    job = run(
+        [],
+        program=write(tmp_path, HEAD, THREADS_SCRIPT),
+        launcher="gloo",
+        environment={"HVDTRAIN_REDUCTION": reduction},
+    )
+    said = [line for line in job.lines if "trainings" in line]
+    assert said == ["2 trainings, 2 refused"] * 2, job.text
 
 
 @pytest.mark.parametrize(

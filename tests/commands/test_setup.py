@@ -83,7 +83,14 @@ def test_set_up_again_does_nothing(tmp_path):
 
 
 @is_set_up
-@pytest.mark.parametrize("changed", ["mpi", "requirements", "installed"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "requirements",
+        pytest.param("mpi", marks=pytest.mark.long),
+        pytest.param("installed", marks=pytest.mark.long),
+    ],
+)
 def test_an_environment_for_other_inputs_is_made_again(clone, changed):
     """The record of a set-up that is complete, with one line changed."""
     venv = clone / ".venv"

@@ -42,6 +42,7 @@ def slice_of(variable, dense):
 
 def fit_replicas(mesh, model, inputs, labels, batch_size, callbacks=()):
     """`oracle.fit` of this rank's replica on its samples; returns its history."""
+    oracle.build_optimizer(model)
     mine = slice(mesh.data.index, None, mesh.data.size)
     return oracle.fit(
         *(model, inputs[mine], labels[mine], batch_size),

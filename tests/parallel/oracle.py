@@ -44,8 +44,19 @@ def fit_shard(model, inputs, labels, **options):
     return fit(model, shard(inputs), shard(labels), **options)
 
 
+def build_optimizer(model):
+    """Build the optimizer before `fit`, as `BroadcastGlobalVariablesCallback` does.
+
+    Otherwise the first trace of a step creates the optimizer's variables, and
+    `tf.function` traces the step a second time, which takes most of a short training.
+    """
+    if model.built:
+        model.optimizer.build(model.trainable_variables)
+
+
 def fit_big_batch(model, inputs, labels, **options):
     """`fit` on global batches, as one process."""
+    build_optimizer(model)
     return fit(model, inputs, labels, LOCAL_BATCH_SIZE * hvd.size(), **options)
 
 
@@ -59,6 +70,7 @@ def fit_on_one_process(make_model, *arguments, **options):
 
     def train():
         model = make_model()
+        build_optimizer(model)
         return fit(model, *arguments, **options).history, model.get_weights()
 
     return on_one_process(train)
@@ -92,11 +104,24 @@ class CustomStepModel(keras.Sequential):
 
 
 def train_by_fit(
-    optimizer, inputs, labels, batch_size, model_class=keras.Sequential, **compile_args
+    optimizer,
+    inputs,
+    labels,
+    batch_size,
+    model_class=keras.Sequential,
+    *,
+    is_built=True,
+    **compile_args,
 ):
-    """Trains one epoch under `fit`; returns the model."""
+    """Trains one epoch under `fit`; returns the model.
+
+    Args:
+        is_built: whether the optimizer is built before the first step is traced.
+    """
     model = build_model(model_class)
     model.compile(optimizer, LOSS, **compile_args)
+    if is_built:
+        build_optimizer(model)
     fit(model, inputs, labels, batch_size)
     return model
 

@@ -397,7 +397,14 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("way", COPIES)
+# Each of the other ways serializes the optimizer, or copies its attributes, too.
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=() if way in ("copy", "load") else pytest.mark.long)
+        for way in COPIES
+    ],
+)
 def test_a_copy_with_a_plain_optimizer_is_refused(way, tmp_path):
     copied = COPIES[way](trained_model(), tmp_path / "model.keras")
     before = weights_and_state(copied)
@@ -517,7 +524,9 @@ def sgd_model():
     return model
 
 
-@pytest.mark.parametrize("is_same_process", [False, True])
+@pytest.mark.parametrize(
+    "is_same_process", [False, pytest.param(True, marks=pytest.mark.long)]
+)
 def test_backup_and_restore_on_rank_0(is_same_process, tmp_path):
     uninterrupted = sgd_model()
     fit_with_backup(uninterrupted, tmp_path / "uninterrupted")

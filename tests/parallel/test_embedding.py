@@ -88,7 +88,7 @@ def gradients(layer, ids, factor):
         pytest.param("float32", "row", marks=[ranks, four_ranks]),
         pytest.param("float32", "column", marks=[ranks, four_ranks]),
         ("mixed_float16", "row"),
-        ("bfloat16", "column"),
+        pytest.param("bfloat16", "column", marks=long),
     ],
 )
 def test_rows_and_their_gradients_are_those_of_the_dense_table(mesh, slicing, dtype):

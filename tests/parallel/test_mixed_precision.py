@@ -47,7 +47,10 @@ def check_ranks_agree(model):
     oracle.assert_bitwise_equal_over_ranks(state)
 
 
-@pytest.mark.parametrize(("accumulation", "steps_per_execution"), [(None, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("accumulation", "steps_per_execution"),
+    [pytest.param(None, 1, marks=pytest.mark.long), (2, 4)],
+)
 def test_scale_made_by_compile(accumulation, steps_per_execution):
     keras.config.set_dtype_policy("mixed_float16")
     models = [

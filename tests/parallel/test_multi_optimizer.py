@@ -70,8 +70,9 @@ def test_fit_equals_the_big_batch(choice, scaled):
     expected = oracle.on_one_process(train)
     assert oracle.difference(weights, expected) <= 1e-6
     oracle.assert_bitwise_equal_over_ranks(weights)
-    # The oracle sees a missing reduction.
-    assert oracle.difference(weights_of_shard(make()), expected) > 1e-4
+    if scaled:
+        # The oracle sees a missing reduction.
+        assert oracle.difference(weights_of_shard(make()), expected) > 1e-4
 
 
 def elementwise_model():

@@ -73,7 +73,9 @@ def test_training_goes_on_where_it_was(tmp_path, extension, make):
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
 
 
-@pytest.mark.parametrize("extension", ["keras", "h5"])
+@pytest.mark.parametrize(
+    "extension", ["keras", pytest.param("h5", marks=pytest.mark.long)]
+)
 def test_classes_and_functions_of_a_users_own(tmp_path, extension):
     def make():
         return OwnMomentum(0.1, momentum=0.9)
@@ -90,7 +92,9 @@ def test_classes_and_functions_of_a_users_own(tmp_path, extension):
     assert oracle.difference(model.get_weights(), uninterrupted(make, own_loss)) < 1e-6
 
 
-@pytest.mark.parametrize("extension", ["keras", "h5"])
+@pytest.mark.parametrize(
+    "extension", ["keras", pytest.param("h5", marks=pytest.mark.long)]
+)
 def test_loss_scale_survives(tmp_path, extension):
     keras.config.set_dtype_policy("mixed_float16")
     path = tmp_path / f"{hvd.rank()}.{extension}"
@@ -138,7 +142,9 @@ def test_a_compressed_model(tmp_path):
     assert difference < 1e-4
 
 
-@pytest.mark.parametrize("extension", ["keras", "h5"])
+@pytest.mark.parametrize(
+    "extension", [pytest.param("keras", marks=pytest.mark.long), "h5"]
+)
 def test_arguments_of_the_distributed_optimizer(tmp_path, extension):
     path = tmp_path / f"{hvd.rank()}.{extension}"
     distribution = {"op": hvd.Sum, "groups": 2, "backward_passes_per_step": 2}

@@ -262,10 +262,18 @@ def one_layer(use_bias):
 @pytest.mark.parametrize(
     ("make", "make_optimizer", "shard_state"),
     [
-        (lambda: words(40, 8, 3), lambda: optimizers.SGD(0.1), True),
+        pytest.param(
+            *(lambda: words(40, 8, 3), lambda: optimizers.SGD(0.1), True),
+            marks=pytest.mark.long,
+        ),
         (lambda: words(5, 4, 99), lambda: optimizers.Adam(0.1), "slices"),
         (lambda: one_layer(SIZE > 2), lambda: optimizers.Adam(0.1), True),
-        (lambda: one_layer(False), lambda: optimizers.SGD(0.1), "slices_reducescatter"),
+        pytest.param(
+            lambda: one_layer(False),
+            lambda: optimizers.SGD(0.1),
+            "slices_reducescatter",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_fit_where_a_rank_has_no_part_of_a_bucket(make, make_optimizer, shard_state):

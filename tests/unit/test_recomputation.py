@@ -78,7 +78,11 @@ def assert_equal(results, expected):
     ("policy", "options"),
     [
         ("float32", {"accumulation": 2, "steps_per_execution": 2}),
-        ("float32", {"block_args": ("gelu", "l2"), "run_eagerly": True, "epochs": 1}),
+        pytest.param(
+            "float32",
+            {"block_args": ("gelu", "l2"), "run_eagerly": True, "epochs": 1},
+            marks=pytest.mark.long,
+        ),
         ("mixed_float16", {"run_eagerly": True, "epochs": 1}),
         pytest.param("mixed_float16", {}, marks=pytest.mark.long),
     ],

@@ -207,7 +207,9 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(tmp_path, nam
     assert len(result.history["loss"]) == 4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)]
+)
 def test_a_checkpoint_of_two_ranks_continues_on_one(tmp_path, dtype):
     def make_model(optimizer, *, units):
         keras.utils.set_random_seed(1)
@@ -826,7 +828,9 @@ def test_an_input_has_the_policy_of_the_main_thread(tmp_path):
     assert set(policies) == {"bfloat16"}
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    "run_eagerly", [False, pytest.param(True, marks=pytest.mark.long)]
+)
 def test_the_first_batch_does_not_stay_in_memory(tmp_path, run_eagerly):
     seen, kept = [], []
 
@@ -872,7 +876,7 @@ def test_a_test_set_without_end_is_refused_at_once():
     train(None, evaluation=spec, max_steps=2)
 
 
-@pytest.mark.parametrize("at", [6, 35])
+@pytest.mark.parametrize("at", [35, pytest.param(6, marks=pytest.mark.long)])
 def test_a_signal_stops_a_job_in_a_long_evaluation(tmp_path, at):
     """The job that continues evaluates there, also after the last step.
 
@@ -961,7 +965,7 @@ class StopAfter(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-@pytest.mark.parametrize("steps", [14, 18])
+@pytest.mark.parametrize("steps", [14, pytest.param(18, marks=pytest.mark.long)])
 def test_a_callback_ends_the_job_where_it_ends_the_uninterrupted_one(tmp_path, steps):
     spec = EvalSpec(input_fn=lambda: batches(0, 20))
     expected = train(None, callbacks=[StopAfter(steps)], evaluation=spec)

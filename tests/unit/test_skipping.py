@@ -96,9 +96,15 @@ def assert_same_state(model, expected):
 @pytest.mark.parametrize(
     ("make_optimizer", "options", "steps_per_execution"),
     [
-        (keras.optimizers.SGD, {"momentum": 0.9, "nesterov": True}, 1),
+        pytest.param(
+            *(keras.optimizers.SGD, {"momentum": 0.9, "nesterov": True}, 1),
+            marks=pytest.mark.long,
+        ),
         (keras.optimizers.SGD, {"gradient_accumulation_steps": 4}, 5),
-        (keras.optimizers.AdamW, {"global_clipnorm": 0.1}, 4),
+        pytest.param(
+            *(keras.optimizers.AdamW, {"global_clipnorm": 0.1}, 4),
+            marks=pytest.mark.long,
+        ),
         (keras.optimizers.Nadam, {"use_ema": True, "ema_momentum": 0.9}, 1),
     ],
 )
