@@ -217,6 +217,7 @@ def test_bad_data(run, tmp_path):
     assert len(job.lines) == 1, job.text
 
 
+@pytest.mark.long
 def test_damaged_file_on_one_node(run, tmp_path):
     save_npz(tmp_path / "data0")
     damaged = save_npz(tmp_path / "data1") / "data.npz"
@@ -246,6 +247,7 @@ def test_lonely_ranks(start):
     assert jobs[1].lines == []
 
 
+@pytest.mark.long
 def test_loss_that_is_not_a_number(run):
     job = run(["--dataset=digits", "--learning_rate=1e30"], launcher="mpirun")
     fails_with(job, "The loss became nan", "Lower the learning rate")
@@ -286,6 +288,7 @@ def test_killed_rank_ends_the_job(start, tmp_path, launcher):
     assert re.search(rf"rank 1 .*\b{socket.gethostname()}\b.*(KILL|9)", end), end
 
 
+@pytest.mark.long
 def test_bug_on_one_rank_is_shown_with_its_rank(run):
     program = [sys.executable, str(HERE / "broken_program.py")]
     job = run(["--on_rank=1"], program=program, launcher="gloo")

@@ -120,6 +120,7 @@ def test_a_model_of_ones_own(run, tmp_path):
         assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher", ["mpi", pytest.param("gloo", marks=pytest.mark.long)]
 )

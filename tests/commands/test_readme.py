@@ -83,6 +83,7 @@ def test_the_script_of_your_own(run, tmp_path):
     assert list((tmp_path / "run/checkpoints").glob("step-*.safetensors"))
 
 
+@pytest.mark.long
 def test_the_script_of_a_sharded_model(run, tmp_path):
     page = ROOT.joinpath("docs/parallelism/mesh.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)

@@ -391,15 +391,8 @@ def test_a_script_with_a_fault(verify, name):
     assert job.text.find(expected) == min(places), job.text
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=() if name == "slices of arrays" else pytest.mark.verify
-        )
-        for name in REFUSED
-    ],
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_script_that_cannot_be_compared(verify, name):
     text, expected = REFUSED[name]
     assert text not in (FIT, LOOP)
@@ -463,6 +456,7 @@ def test_a_script_that_fails_with_its_own_flags(run, tmp_path):
     assert expected in job.text
 
 
+@pytest.mark.verify
 def test_ctrl_c_ends_all_ranks(start, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOOP.replace("    step(x, y)", "    input()"))

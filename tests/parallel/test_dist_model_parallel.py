@@ -265,6 +265,7 @@ def test_a_combination_of_no_ids_is_zero(rows):
         np.testing.assert_array_equal(found, np.zeros((3, 2)))
 
 
+@pytest.mark.long
 def test_inputs_of_one_table_are_one_gradient_of_it():
     layer = dmp.DistributedEmbedding(
         tables(), dp_input=False, input_table_map=OPTIONS["input_table_map"]

@@ -109,6 +109,7 @@ def loss(predictions):
     return -np.log(predictions[np.arange(len(LABELS)), LABELS]).mean()
 
 
+@pytest.mark.long
 def test_what_is_exported_is_what_was_evaluated(tmp_path):
     model_dir = pathlib.Path(hvd.broadcast_object(str(tmp_path), name="model_dir"))
     weights = Weights(step=2)

@@ -67,6 +67,7 @@ def test_scale_made_by_compile(accumulation, steps_per_execution):
     check_one_more_step_was_skipped_by_all(*models)
 
 
+@pytest.mark.long
 def test_scale_made_by_the_user():
     keras.config.set_dtype_policy("mixed_float16")
 

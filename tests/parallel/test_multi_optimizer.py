@@ -95,6 +95,7 @@ def batches(start_step, end_step):
     return pairs.skip(start_step).take(end_step - start_step)
 
 
+@pytest.mark.long
 def test_an_update_that_is_not_finite_is_skipped_by_all_optimizers():
     result = training.train_and_evaluate(
         elementwise_model,

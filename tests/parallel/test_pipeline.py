@@ -132,6 +132,7 @@ def transformer(attention=None, column=None, row=None):
     return keras.Model(inputs, layers.Softmax()(x))
 
 
+@pytest.mark.long
 @four_ranks
 def test_stages_of_divided_layers_equal_the_dense_model():
     x, y, _ = samples(5 * 2 * BATCH)
@@ -235,6 +236,7 @@ def train_over_microbatches(model, x, y):
     return [w - g for w, g in zip(model.weights, totals, strict=True)]
 
 
+@pytest.mark.long
 def test_mixed_precision_skips_a_step_on_all_stages(mesh):
     keras.config.set_dtype_policy("mixed_float16")
     x, y, _ = samples(BATCH)
@@ -352,6 +354,7 @@ def test_different_samples_are_an_error_on_all_ranks(mesh):
         model.train_on_batch(x[-BATCH:], y[-BATCH:])
 
 
+@pytest.mark.long
 def test_the_stages_have_one_learning_rate(mesh):
     model = pipeline(mesh)
     optimizer = keras.optimizers.Nadam(0.1 + RANK)
@@ -398,14 +401,9 @@ def nested_block():
     return keras.Model(inputs, keras.layers.Dense(HIDDEN, "tanh", name="ffn")(inputs))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "block",
-    [
-        pytest.param(
-            partial(keras.layers.Dense, HIDDEN, "tanh"), marks=pytest.mark.long
-        ),
-        nested_block,
-    ],
+    "block", [partial(keras.layers.Dense, HIDDEN, "tanh"), nested_block]
 )
 def test_a_file_does_not_depend_on_names_of_layers(mesh, tmp_path, block):
     def automatic():

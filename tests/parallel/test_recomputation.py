@@ -97,6 +97,7 @@ def test_sharded_layers_are_equal_and_communicate_once():
     mesh.remove()
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_stages_of_a_pipeline_are_recomputed():
     mesh = parallel.Mesh(pipeline=SIZE)

@@ -161,9 +161,8 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
         assert [kinds.count(f"rank{rank}") for rank in range(SIZE)] == [7] * SIZE
 
 
-@pytest.mark.parametrize(
-    "version", [pytest.param("format_2", marks=pytest.mark.long), "format_3"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["format_2", "format_3"])
 def test_a_checkpoint_of_an_earlier_version_continues(directory, version):
     """In format 2, frozen weights are stored once for each rank."""
     copied = f"{directory}-copied"
@@ -252,6 +251,7 @@ def test_options_that_differ_are_an_error_on_all_ranks():
         train(model_fn=None, save_every_steps=1 + RANK)
 
 
+@pytest.mark.long
 def test_an_input_may_be_what_rank_0_has_found(directory, monkeypatch):
     # Ranks that wait for others exchange this at once.
     monkeypatch.setattr(agreement, "_POLL_SECONDS", 0.0)
@@ -363,6 +363,7 @@ def scaled_on_one_process(first_step, second_step):
     return network.get_weights(), losses, sizes
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks_with_unequal_shares_compute_what_one_process_computes():
     """A global batch that is no multiple of the number of ranks."""

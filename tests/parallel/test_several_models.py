@@ -232,6 +232,7 @@ def train_pair(optimizers, inputs, labels, batch_size, callbacks=()):
     return pair.get_weights()
 
 
+@pytest.mark.long
 def test_a_model_without_call_equals_the_big_batch():
     inputs, labels = oracle.samples(steps=5)
 

@@ -212,6 +212,7 @@ def fitted(shard_state):
     return model
 
 
+@pytest.mark.long
 def test_fit_saves_the_full_state(tmp_path):
     tolerance = {"rtol": 1e-5} if transport.reduction_path() == "Horovod" else {}
     expected = fitted(False)

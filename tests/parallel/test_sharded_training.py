@@ -122,6 +122,7 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(mesh, directo
     np.testing.assert_allclose(full.predict(X, verbose=0), outputs, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_job_continues_on_another_mesh(mesh, directory):
     expected = train(None)
     # Checkpoints of the full model, then of the sharded one.

@@ -187,6 +187,7 @@ def test_a_killed_job_ends_with_the_same_exports(whole, tmp_path):
         )
 
 
+@pytest.mark.long
 def test_a_job_that_a_callback_ends_after_its_evaluation_has_the_final_export(tmp_path):
     # Nothing is better by 1: the training ends with the second epoch.
     stop = keras.callbacks.EarlyStopping("val_loss", min_delta=1, patience=1)
@@ -199,6 +200,7 @@ def test_a_job_that_a_callback_ends_after_its_evaluation_has_the_final_export(tm
     assert steps == [10, 10, 20, 20, 30, 30, 40, 40, 40]
 
 
+@pytest.mark.long
 def test_a_finished_job_writes_what_is_missing(tmp_path):
     def break_final(step):
         if step == 30:
@@ -219,6 +221,7 @@ def test_a_finished_job_writes_what_is_missing(tmp_path):
     assert recorder.exports == []
 
 
+@pytest.mark.long
 def test_training_goes_on_after_a_failed_export(tmp_path):
     directory = tmp_path / "export" / "best"
 

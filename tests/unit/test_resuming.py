@@ -411,6 +411,7 @@ def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
         train(tmp_path, units=9)
 
 
+@pytest.mark.long
 def test_metrics_may_be_added_and_removed_within_an_epoch(tmp_path):
     def with_one_more(optimizer, *, units):
         model = network(optimizer, units=units)
@@ -437,6 +438,7 @@ def test_metrics_may_be_added_and_removed_within_an_epoch(tmp_path):
         assert result.history[name] == expected.history[name]
 
 
+@pytest.mark.long
 def test_another_learning_rate_is_taken_and_said(tmp_path):
     def slower():
         return keras.optimizers.SGD(0.01, momentum=0.9)
@@ -529,6 +531,7 @@ def test_a_job_that_a_callback_has_ended_stays_ended_with_another_batch():
     assert not start.is_finished(36, global_batch_size=8)
 
 
+@pytest.mark.long
 def test_a_limit_of_time_stops_the_job_with_a_checkpoint(tmp_path):
     expected = train(None)
     with pytest.raises(PreemptedError, match="Stopped at step") as caught:
@@ -540,6 +543,7 @@ def test_a_limit_of_time_stops_the_job_with_a_checkpoint(tmp_path):
     assert_equal(result, expected)
 
 
+@pytest.mark.long
 def test_a_signal_stops_a_job_whose_input_is_slow(tmp_path):
     """Within an execution; the job that continues computes the same bits."""
 
@@ -597,6 +601,7 @@ def test_a_number_that_is_no_integer(value):
         train(None, max_steps=value)
 
 
+@pytest.mark.long
 def test_numbers_of_numpy_are_integers(tmp_path):
     count = np.int64
     spec = EvalSpec(
@@ -723,6 +728,7 @@ def test_an_input_that_ends_early():
         train(None, input_fn=lambda start, end: batches(start, min(end, 23)))
 
 
+@pytest.mark.long
 def test_an_input_that_starts_again_where_it_ends(tmp_path):
     def one_pass(start, end):
         del start, end
@@ -744,6 +750,7 @@ def shuffled(**options):
     return pairs.repeat().batch(BATCH)
 
 
+@pytest.mark.long
 def test_a_seeded_shuffle_goes_on_where_it_was(tmp_path):
     def input_fn(start, end):
         return shuffled(seed=1).skip(start).take(end - start)
@@ -828,9 +835,8 @@ def test_an_input_has_the_policy_of_the_main_thread(tmp_path):
     assert set(policies) == {"bfloat16"}
 
 
-@pytest.mark.parametrize(
-    "run_eagerly", [False, pytest.param(True, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("run_eagerly", [False, True])
 def test_the_first_batch_does_not_stay_in_memory(tmp_path, run_eagerly):
     seen, kept = [], []
 
@@ -980,6 +986,7 @@ def test_a_callback_ends_the_job_where_it_ends_the_uninterrupted_one(tmp_path, s
     assert_equal(again, expected)
 
 
+@pytest.mark.long
 def test_a_scheduler_that_acts_at_the_start_of_an_epoch_acts_once(tmp_path):
     def scheduler():
         return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
@@ -1004,6 +1011,7 @@ def two_outputs(optimizer, *, units):
     return model
 
 
+@pytest.mark.long
 def test_a_model_with_several_losses(tmp_path):
     def pairs(start, end):
         return batches(start, end).map(lambda x, y: (x, (y, 1 - y)))
@@ -1045,6 +1053,7 @@ def test_an_input_without_end():
     assert int(result.model.optimizer.iterations) == 35
 
 
+@pytest.mark.long
 def test_a_longer_job_keeps_the_epochs_of_the_one_that_it_continues(tmp_path):
     train(tmp_path, max_steps=35)
     result = train(tmp_path, max_steps=40)
