@@ -181,7 +181,7 @@ commands() {
     python -m pytest -q -n 3 --dist worksteal -m "not long and not verify" tests/commands
 }
 
-verify() { run verify 1400 python -m pytest -q -n 2 -m verify tests/commands; }
+verify() { run verify 1400 python -m pytest -q -n 3 -m verify tests/commands; }
 
 for tier in "${tiers[@]}"; do "$tier"; done
 echo
