@@ -61,8 +61,15 @@ def main(command: list[str]) -> None:
         )
     if command[0] != "-m" and not pathlib.Path(command[0]).is_file():
         raise JobError(f"Received {command[0]}; expected a Python script.")
-    signals.subscribe((signal.SIGINT, signal.SIGTERM), _abort)
     directory = pathlib.Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
+
+    def abort(number: int) -> bool:
+        steps.abort()
+        shutil.rmtree(directory, ignore_errors=True)
+        # Not handled: the process ends as programs do.
+        return False
+
+    signals.subscribe((signal.SIGINT, signal.SIGTERM), abort)
     verification = Verification(
         command=command,
         directory=directory,
@@ -91,7 +98,7 @@ def _verify(verification: Verification) -> list[str]:
     compared = _run_and_compare(verification)
     rounding = []
     if compared.first and _may_be_rounding(verification, compared.first):
-        print(f"in the script's own dtypes: {_describe(compared.first)}")
+        print(f"may be rounding, repeated in float64: {_describe(compared.first)}")
         try:
             verification, compared = _repeat_in_float64(verification)
         except PhaseError as error:
@@ -99,8 +106,10 @@ def _verify(verification: Verification) -> list[str]:
             rounding = [_MAY_BE_ROUNDING]
     faults = _check_batches(verification.samples())
     if compared.first:
-        reasons = causes.find(verification.evidence(compared.first))
-        reasons = [*rounding, *reasons[:2]] or [_NO_REASON]
+        evidence = verification.evidence(compared.first)
+        # Beside a reason that is certain, others would only repeat the symptom.
+        number = 1 if causes.is_explained(evidence) else 2
+        reasons = [*rounding, *causes.find(evidence)[:number]] or [_NO_REASON]
         return [*faults, _describe(compared.first), *reasons]
     faults += _check_scaling(verification)
     if not faults:
@@ -165,12 +174,6 @@ def _check_scaling(verification: Verification) -> list[str]:
                 f"expected {verification.size} times at most: it is scaled twice."
             )
     return faults
-
-
-def _abort(number: int) -> bool:
-    steps.abort()
-    # Not handled: the process ends as programs do.
-    return False
 
 
 def _set_operands_apart(arguments: list[str]) -> list[str]:

@@ -198,9 +198,8 @@ def refuse_horovod() -> None:
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "Received an optimizer or a tape of horovod, which reduces no gradients of "
-            "Keras 3; expected one of hvdtrain: import hvdtrain.keras as hvd in every "
-            "file."
+            "Received an optimizer or a tape of horovod, which does not support Keras "
+            "3; expected one of hvdtrain: import hvdtrain.keras as hvd in every file."
         )
 
     for module in (horovod.tensorflow, horovod.tensorflow.keras):

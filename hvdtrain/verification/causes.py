@@ -85,7 +85,7 @@ def _rates_differ(evidence: Evidence) -> str:
     for name in rates[0]:
         values = [rate.get(name) for rate in rates]
         if len(set(values)) > 1:
-            listed = ", ".join(map(str, values))
+            listed = ", ".join(f"{value or 0:.6g}" for value in values)
             return (
                 f"The learning rate of {name!r} differs by rank: {listed}. Set it on "
                 "all ranks, also in callbacks."

@@ -77,7 +77,7 @@ class Verification:
             # Of several lines, the first has the exit code, or "timed out".
             reason = str(error).partition("\n")[0]
             if "timed out" not in reason:
-                reason = f"The script failed: {last_error(log)}"
+                reason = f"The script failed: {last_error(log).rstrip('.')}."
             raise PhaseError(reason, log) from None
 
     def files(self, phase: Phase) -> Directory:
