@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import metrics
-from hvdtrain.keras.variables import Optimizer, accumulated_gradients, get_hook
+from hvdtrain.keras.variables import Optimizer, get_hook, non_local_state
 from hvdtrain.sharding.shards import is_split_over_ranks
 from hvdtrain.verification.trajectory import (
     Directory,
@@ -115,9 +115,9 @@ class StepRecorder:
         self._done += steps
         state = self._state(self._done)
         self._files.write("state", self._rank, self._done, value=state)
-        windows = [each.gradient_accumulation_steps or 1 for each in self._optimizers]
         # Weights change at the end of a window.
-        if self._done >= max(self._steps, *(2 * w for w in windows if w > 1), 1):
+        windows = [each.gradient_accumulation_steps or 0 for each in self._optimizers]
+        if self._done >= max(self._steps, 2 * max(windows)):
             raise FinishedError
 
     def digests(self, variables: Iterable[Any]) -> dict[str, str]:
@@ -166,9 +166,7 @@ class StepRecorder:
             yield from model.weights
         for optimizer in self._optimizers:
             yield from optimizer._trainable_variables
-            # Gradients are reduced at the end of a window.
-            local = {id(each) for each in accumulated_gradients(optimizer)}
-            yield from (each for each in optimizer.variables if id(each) not in local)
+            yield from non_local_state(optimizer, optimizer._trainable_variables)
 
     def _learning_rates(self) -> dict[str, float]:
         rates: dict[str, float] = {}

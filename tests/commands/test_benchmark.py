@@ -121,9 +121,7 @@ def test_a_model_of_ones_own(run, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "launcher", ["mpi", pytest.param("gloo", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
 def test_collectives(run, tmp_path, launcher):
     path = tmp_path / "collectives.json"
     few = ["--rounds=2", "--seconds=0.01", "--max_bytes=64000"]
