@@ -140,6 +140,13 @@ has_summary() {
   found=$(summary "$1" "${@:3}") && [[ $found == "$2" ]] || ! echo "found $found"
 }
 
+is_close() {
+  local first="" second=""
+  first=$(summary "$1" test_loss) && second=$(summary "$2" test_loss) &&
+    awk "BEGIN { exit !(($first - $second) ^ 2 <= (1e-6 * $first) ^ 2) }" ||
+    ! echo "$1: $first, $2: $second"
+}
+
 same_model() {
   local first="" second=""
   first=$(summary "$1" size steps test_loss) &&
@@ -164,7 +171,8 @@ trains_by_srun() {
     --ntasks-per-node=1 --cpus-per-task=2 scripts/slurm/mnist_srun.sbatch "${quick[@]}"
   check "its ranks have the two cores that were asked for" \
     has_summary srun '{"n1": 1, "n2": 1} [2, 2]' hosts threads
-  check "srun computes what mpirun computes" same_model one srun
+  # To rounding: with two threads, sums have another order than with one.
+  check "srun computes what mpirun computes" is_close one srun
 }
 
 fails() {
