@@ -23,6 +23,7 @@ from hvdtrain.job.world import World
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import Commits, run_elastic
+from hvdtrain.training.fit_source import scaled
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan, fast_steps_per_execution
@@ -202,15 +203,7 @@ def _sampler(
     )
     check_warmup(options.warmup_epochs, epochs=epochs)
     if options.scale_batch:
-        # The job ends at the same sample, and takes another number of steps to it.
-        end = max_steps * sampler.global_batch_size
-        sampler = dataclasses.replace(
-            sampler,
-            global_batch_size=options.batch_size * replicas.size,
-            start_step=position.step,
-            start_sample=position.sample,
-        )
-        max_steps = sampler.steps_to(end)
+        return scaled(sampler, max_steps, position)
     return sampler, max_steps
 
 

@@ -1,20 +1,37 @@
-"""Data: the images, and which rank sees which of them at which step.
+"""Data: sources of samples, and which rank sees which of them at which step.
 
-A job does, in this order::
+A job of `training.fit` needs a source alone. Others do, in this order::
 
-    dataset, warning = loading.load_everywhere(world, "auto")
-    sampler = data.Sampler(num_samples=len(dataset.x_train), ...)
-    x, y = dataset.x_train, dataset.y_train
-    batches = streams.train_batches(x, y, sampler=sampler, ...)
+    sampler = data.Sampler(num_samples=len(source), ...)
+    batches = data.batches(source, sampler, start_step, end_step)
 
-Rank and size are arguments. `streams` (tf.data) and `loading` (collectives) load
-TensorFlow and are imported by name; importing this package loads NumPy only.
+Rank and size are arguments. Importing this package loads NumPy only: `batches`, the
+sources, `streams` (image batches) and `loading` (collectives) load TensorFlow or a
+library for their format when they are first used.
 """
 
-from hvdtrain import renamed
+from typing import TYPE_CHECKING
+
+from hvdtrain import lazy, renamed
 from hvdtrain.data.datasets import NAMES, Choice, Dataset, agree, load, prepare
 from hvdtrain.data.download import cached_mnist, default_cache_dir
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Sampler
+from hvdtrain.data.sources.source import Source
 
-__getattr__ = renamed.getattr_of(__name__, {"Shard": "Sampler"})
+if TYPE_CHECKING:
+    from hvdtrain.data.batching import batches, one_pass
+
+_MODULES = {
+    **dict.fromkeys(("batches", "one_pass"), "batching"),
+}
+__all__ = [
+    *("NAMES", "Choice", "DataError", "Dataset", "Sampler", "Source"),
+    *("agree", "cached_mnist", "default_cache_dir", "load", "prepare"),
+    *_MODULES,
+]
+__getattr__ = lazy.getattr_of(
+    __name__,
+    _MODULES,
+    otherwise=renamed.getattr_of(__name__, {"Shard": "Sampler"}),
+)

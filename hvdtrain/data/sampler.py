@@ -1,9 +1,9 @@
 """Which rank sees which sample at which step: a pure function.
 
 The training samples of a job are one endless sequence: the permutation of epoch 0,
-then the permutation of epoch 1, and so on, each drawn from (seed, epoch). Global batch
-`s` is positions `s * G` to `(s + 1) * G` of the sequence; rank `r` of `size` takes
-every `size`-th of these positions, from the `r`-th on. Hence:
+then the permutation of epoch 1, and so on, each a function of (seed, epoch). Global
+batch `s` is positions `s * G` to `(s + 1) * G` of the sequence; rank `r` of `size`
+takes every `size`-th of these positions, from the `r`-th on. Hence:
 
 - every global batch is full; where its size is a multiple of the number of ranks, the
   mean over ranks is the mean over the batch;
@@ -17,11 +17,16 @@ starts at position `p0 + (s - s0) * G`: no position is left out or repeated.
 
 import dataclasses
 import functools
+from typing import Literal, get_args
 
 import numpy as np
 
 from hvdtrain import renamed
 from hvdtrain.data.formats import DataError
+from hvdtrain.data.index_shuffle import index_shuffle
+
+# How the permutation of an epoch is computed. A checkpoint's header has the name.
+Order = Literal["permutation", "index_shuffle"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,8 @@ class Sampler:
         size: number of ranks, or of replicas of a sharded model.
         start_step: the step from which the global batch has this size.
         start_sample: position in the sequence of samples at that step.
+        order: "permutation" keeps the permutation of an epoch in memory, 8 bytes a
+            sample; "index_shuffle" computes it for each index, in constant memory.
 
     Raises:
         DataError: a number is out of range, or there are more ranks than samples.
@@ -48,6 +55,7 @@ class Sampler:
     size: int = 1
     start_step: int = 0
     start_sample: int = 0
+    order: Order = "permutation"
 
     def __post_init__(self) -> None:
         check_rank(self.rank, size=self.size, num_samples=self.num_samples)
@@ -64,6 +72,10 @@ class Sampler:
             raise DataError(
                 f"Received the start_step {self.start_step} and the start_sample "
                 f"{self.start_sample}; expected 0 or more."
+            )
+        if self.order not in (orders := get_args(Order)):
+            raise DataError(
+                f"Received the order {self.order}; expected {' or '.join(orders)}."
             )
 
     @property
@@ -85,12 +97,8 @@ class Sampler:
         left = max(0, position - self.start_sample)
         return self.start_step + -(-left // self.global_batch_size)
 
-    def indices(self, start_step: int, end_step: int) -> np.ndarray:
-        """Return sample numbers, int64 of shape (end_step - start_step, local batch).
-
-        Only permutations of the epochs that these steps touch are computed: a resumed
-        run does not replay the steps before.
-        """
+    def positions(self, start_step: int, end_step: int) -> np.ndarray:
+        """Return positions in the endless sequence, in the shape of `indices`."""
         if start_step < self.start_step:
             raise DataError(
                 f"Received the step {start_step}; expected {self.start_step} or more, "
@@ -98,16 +106,32 @@ class Sampler:
             )
         steps = np.arange(start_step, end_step) - self.start_step
         firsts = self.start_sample + steps * self.global_batch_size
-        positions = firsts[:, None] + np.arange(
-            self.rank, self.global_batch_size, self.size
-        )
+        in_batch = np.arange(self.rank, self.global_batch_size, self.size)
+        return firsts[:, None] + in_batch
+
+    def indices(self, start_step: int, end_step: int) -> np.ndarray:
+        """Return sample numbers, int64 of shape (end_step - start_step, local batch).
+
+        Only permutations of the epochs that these steps touch are computed: a resumed
+        run does not replay the steps before.
+        """
+        return self.shuffle(self.positions(start_step, end_step))
+
+    def shuffle(self, positions: np.ndarray) -> np.ndarray:
+        """Return the numbers of the samples at positions in the endless sequence."""
         epochs, offsets = np.divmod(positions, self.num_samples)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
-            order = _permutation(self.num_samples, seed=self.seed, epoch=int(epoch))
-            samples[in_epoch] = order[offsets[in_epoch]]
+            samples[in_epoch] = self._permute(offsets[in_epoch], epoch=int(epoch))
         return samples
+
+    def _permute(self, offsets: np.ndarray, *, epoch: int) -> np.ndarray:
+        if self.order == "permutation":
+            return _permutation(self.num_samples, seed=self.seed, epoch=epoch)[offsets]
+        return index_shuffle(
+            offsets, num_samples=self.num_samples, seed=self.seed, epoch=epoch
+        )
 
 
 # Two: a global batch may contain the end of one epoch and the start of the next.

@@ -75,7 +75,7 @@ def train_batches(
             labels=(None, sampler.local_batch_size),
         )
     )
-    if _has_spare_thread():
+    if has_spare_thread():
         batches = batches.prefetch(block_steps)
     steps = tf.data.experimental.assert_cardinality(end_step - start_step)
     return batches.apply(steps)
@@ -118,7 +118,7 @@ def read_batches(
         ]
         return tf.nest.pack_sequence_as(example, tensors)
 
-    batches = _untuned(tf.data.Dataset.range(start_step, end_step).map(load))
+    batches = untuned(tf.data.Dataset.range(start_step, end_step).map(load))
     return batches.prefetch(2)
 
 
@@ -186,7 +186,7 @@ def _scale(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.cast(x, tf.float32) / 255.0, y
 
 
-def _has_spare_thread() -> bool:
+def has_spare_thread() -> bool:
     """Return whether batches can be made while a step is computed.
 
     On a rank with one thread, a prefetching thread competes with it for the core and
@@ -216,10 +216,11 @@ def _load(
         return tf.ensure_shape(x, images), tf.ensure_shape(y, labels)
 
     numbers = tf.data.Dataset.range(firsts.start, firsts.stop, firsts.step)
-    return _untuned(numbers.map(load))
+    return untuned(numbers.map(load))
 
 
-def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return the dataset with a deterministic order, and without autotuning."""
     options = tf.data.Options()
     options.deterministic = True
     # No stage has a parallelism to tune; the tuning thread costs processor time.

@@ -1,6 +1,7 @@
 """The start of a job: environment, Horovod, cores, threads, device, seed."""
 
 import contextlib
+import dataclasses
 import gc
 import os
 import sys
@@ -64,7 +65,7 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
     if os.environ.get("HVDTRAIN_BIND") != "0":
         cores.bind(world.local_rank, world.local_size)
     backend.configure(world, threads=threads, seed=seed)
-    return world
+    return dataclasses.replace(world, seed=seed)
 
 
 @contextlib.contextmanager

@@ -25,12 +25,17 @@ class PreemptedError(SharedJobError):
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The position of this process in the job, and on its node; ranks count from 0."""
+    """The position of this process in the job, and on its node; ranks count from 0.
+
+    Attributes:
+        seed: of the job, the same on all ranks.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    seed: int = 0
 
     @property
     def is_chief(self) -> bool:

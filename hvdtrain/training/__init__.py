@@ -1,18 +1,50 @@
 """Training of a Keras model on all ranks, with exact numbers of steps.
 
-Importing this package loads TensorFlow. Positions in a run are global steps: batches
-that each rank has taken since the start. Only `plan` converts them to epochs of `fit`.
+Importing this package loads nothing: its names load TensorFlow when they are first
+used, which is after `job.start`. Positions in a run are global steps: batches that each
+rank has taken since the start. Only `plan` converts them to epochs of `fit`.
 """
 
-# First: it raises one line where the libraries do not fit each other.
-from hvdtrain import libraries  # isort: split
+from typing import TYPE_CHECKING
 
-from hvdtrain.training import observers, replicas, run_directory
-from hvdtrain.training.checkpoint.restoring import position
-from hvdtrain.training.elastic import run_elastic
-from hvdtrain.training.evaluation import evaluate
-from hvdtrain.training.exporting import BestExporter, FinalExporter, LatestExporter
-from hvdtrain.training.loop import train_and_evaluate
-from hvdtrain.training.observers import make_observers
-from hvdtrain.training.plan import Plan
-from hvdtrain.training.specs import EvalSpec, Position, Result, RunConfig, TrainSpec
+from hvdtrain import lazy
+
+if TYPE_CHECKING:
+    from hvdtrain.training import observers, replicas, run_directory
+    from hvdtrain.training.checkpoint.restoring import position
+    from hvdtrain.training.elastic import run_elastic
+    from hvdtrain.training.evaluation import evaluate
+    from hvdtrain.training.exporting import (
+        BestExporter,
+        FinalExporter,
+        LatestExporter,
+    )
+    from hvdtrain.training.fit_source import fit
+    from hvdtrain.training.loop import train_and_evaluate
+    from hvdtrain.training.observers import make_observers
+    from hvdtrain.training.plan import Plan
+    from hvdtrain.training.specs import (
+        EvalSpec,
+        Position,
+        Result,
+        RunConfig,
+        TrainSpec,
+    )
+
+_MODULES = {
+    **dict.fromkeys(("observers", "replicas", "run_directory"), ""),
+    "position": "checkpoint.restoring",
+    "run_elastic": "elastic",
+    "evaluate": "evaluation",
+    **dict.fromkeys(("BestExporter", "FinalExporter", "LatestExporter"), "exporting"),
+    "train_and_evaluate": "loop",
+    "make_observers": "observers",
+    "Plan": "plan",
+    "fit": "fit_source",
+    **dict.fromkeys(
+        ("EvalSpec", "Position", "Result", "RunConfig", "TrainSpec"), "specs"
+    ),
+}
+__all__ = list(_MODULES)
+# First: libraries raises one line where the libraries do not fit each other.
+__getattr__ = lazy.getattr_of(__name__, _MODULES, first="hvdtrain.libraries")

@@ -5,6 +5,7 @@ The state of the job is copied into the memory of every rank. When a worker is l
 others form a new job, and continue from the newest copy.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -103,6 +104,6 @@ def run_elastic(
 
     @hvd.elastic.run
     def run(state: State) -> Returned:
-        return train(backend.world(), commits)
+        return train(dataclasses.replace(backend.world(), seed=world.seed), commits)
 
     return run(commits._state)

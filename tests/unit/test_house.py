@@ -28,7 +28,7 @@ FLOORS = [
     ["native"],
     ["libraries"],
     ["installer"],
-    ["environment", "renamed"],
+    ["environment", "lazy", "renamed"],
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 MAX_LOCAL_IMPORTS = 5

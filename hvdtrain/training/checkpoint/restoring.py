@@ -104,7 +104,10 @@ def position(
             with contextlib.suppress(CheckpointError):
                 header = store.verify(step)
                 return Position(
-                    step=step, sample=header.sample, original_size=header.original_size
+                    step=step,
+                    sample=header.sample,
+                    original_size=header.original_size,
+                    unchanged=header.unchanged,
                 )
         return Position(step=0, sample=0, original_size=original_size)
 

@@ -1,0 +1,281 @@
+"""The batches of one rank from any source, as `tf.data` datasets."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.data.formats import DataError
+from hvdtrain.data.sampler import Sampler, check_rank
+from hvdtrain.data.sources.source import Source, as_source, count_bytes
+from hvdtrain.data.streams import has_spare_thread, untuned
+
+# Steps per call into Python, which holds the interpreter's lock.
+_MAX_BLOCK_STEPS = 64
+_MAX_BLOCK_BYTES = 1 << 20
+
+# transform(sample, seed): a function of the tensors of one sample.
+Transform = Callable[[Any, tf.Tensor], Any]
+
+
+def batches(
+    source: Any,
+    sampler: Sampler,
+    start_step: int,
+    end_step: int,
+    *,
+    transform: Transform | None = None,
+    workers: int | None = None,
+) -> tf.data.Dataset:
+    """Return the batches of one rank from `start_step` to before `end_step`.
+
+    A batch is a function of the sampler and of its step: neither the step at which a
+    job continues nor the time that a read takes changes it. The samples of a global
+    batch are the same for every number of ranks.
+
+    Args:
+        source: arrays, a dictionary or tuple of arrays, an object with `len` and `[i]`,
+            or a source such as `data.TFRecord`.
+        sampler: of as many samples as the source has.
+        transform: `transform(sample, seed)` returns the sample that is trained on. It
+            is a function of tensors, traced by tf.data. `seed` is an int64 tensor of
+            shape (2,), a function of the sampler's seed and of the position of the
+            sample, for `tf.random.stateless_uniform` and
+            `tf.image.stateless_random_crop`, for example.
+        workers: number of blocks that are read, and of samples that are transformed, at
+            the same time. By default as many as this rank has threads; a sequence is
+            then read by one thread.
+
+    Raises:
+        DataError: the sampler is for another number of samples, or a step is out of
+            range. A file that cannot be read fails the step that needs it.
+    """
+    source = as_source(source)
+    if sampler.num_samples != len(source):
+        raise DataError(
+            f"Received a sampler of {sampler.num_samples} samples for a source of "
+            f"{len(source)}; expected one number."
+        )
+    if not sampler.start_step <= start_step <= end_step:
+        raise DataError(
+            f"Received steps {start_step} to {end_step}; expected "
+            f"{sampler.start_step} <= start <= end."
+        )
+    deal = _deal_sorted if source.is_grouped else _deal
+    dataset = _Reader(source, functools.partial(deal, sampler, source), workers).read(
+        range(start_step, end_step),
+        local_batch_size=sampler.local_batch_size,
+        transform=transform and functools.partial(_seeded, transform, sampler.seed),
+    )
+    return dataset.apply(tf.data.experimental.assert_cardinality(end_step - start_step))
+
+
+def one_pass(
+    source: Any,
+    *,
+    rank: int,
+    size: int,
+    local_batch_size: int,
+    workers: int | None = None,
+) -> tf.data.Dataset:
+    """Return this rank's batches of one pass over a source, to evaluate a model.
+
+    Over all ranks each sample occurs exactly once, without an order of the batches
+    across ranks. The last batch may be smaller, and a rank may have one batch less than
+    another: sum the states of metrics over the ranks afterwards.
+
+    Args:
+        source: as for `batches`.
+        rank: 0 to `size - 1`.
+
+    Raises:
+        DataError: there are more ranks than samples, or a number is out of range.
+    """
+    source = as_source(source)
+    check_rank(rank, size=size, num_samples=len(source))
+    if local_batch_size < 1:
+        raise DataError(f"Received a batch of {local_batch_size}; expected 1 or more.")
+    # Contiguous shares: a file is read by few ranks.
+    start, end = (len(source) * number // size for number in (rank, rank + 1))
+
+    def deal(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        bounds = (min(start + step * local_batch_size, end) for step in (first, last))
+        numbers = np.arange(*bounds)
+        return numbers, numbers
+
+    return _Reader(source, deal, workers).read(
+        range(-(-(end - start) // local_batch_size)),
+        local_batch_size=local_batch_size,
+        is_exact=False,
+    )
+
+
+def _deal(
+    sampler: Sampler, source: Source, first: int, last: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return sample numbers and positions of this rank for some steps, in order."""
+    positions = sampler.positions(first, last).ravel()
+    return source.shuffle(sampler, positions), positions
+
+
+def _deal_sorted(
+    sampler: Sampler, source: Source, first: int, last: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Deal each global batch in the order of sample numbers, in contiguous shares."""
+    job = dataclasses.replace(sampler, rank=0, size=1)
+    positions = job.positions(first, last)
+    numbers = source.shuffle(job, positions)
+    order = np.argsort(numbers, axis=1, kind="stable")
+    ranks = range(sampler.rank + 1)
+    sizes = [dataclasses.replace(sampler, rank=r).local_batch_size for r in ranks]
+    share = order[:, sum(sizes[:-1]) : sum(sizes)]
+    numbers, positions = (
+        np.take_along_axis(values, share, axis=1).ravel()
+        for values in (numbers, positions)
+    )
+    return numbers, positions
+
+
+def _seeded(transform: Transform, seed: int, sample: Any, position: tf.Tensor) -> Any:
+    return transform(sample, tf.stack([tf.constant(seed, tf.int64), position]))
+
+
+class _Reader:
+    """Reads the samples that `deal(first, last)` deals to this rank for some steps.
+
+    `deal` returns their numbers and their positions, in the order of the steps.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        deal: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
+        workers: int | None,
+    ) -> None:
+        if workers is not None and workers < 1:
+            raise DataError(f"Received {workers} workers; expected 1 or more.")
+        self._source = source
+        self._deal = deal
+        threads = workers or tf.config.threading.get_intra_op_parallelism_threads()
+        # Without `workers`, a rank of one thread reads when it needs a batch: a thread
+        # that reads ahead would compete with the step for the core.
+        self._is_ahead = bool(workers) or has_spare_thread()
+        # 0 threads are as many as there are cores.
+        self._calls = (threads or os.cpu_count()) if self._is_ahead else None
+        is_parallel = workers or source.is_thread_safe
+        self._reading_calls = self._calls if is_parallel else None
+
+    def read(
+        self,
+        steps: range,
+        *,
+        local_batch_size: int,
+        transform: Transform | None = None,
+        is_exact: bool = True,
+    ) -> tf.data.Dataset:
+        """Return the batches of `steps`.
+
+        Args:
+            transform: `transform(sample, position)`.
+            is_exact: whether each step has `local_batch_size` samples.
+        """
+        numbers, _ = self._deal(steps.start, steps.start + 1)
+        # One sample: from it follow the structure, and how many steps make a block.
+        example = self._source.read(numbers[:1])
+        step_bytes = max(1, local_batch_size * count_bytes(example))
+        block_steps = min(_MAX_BLOCK_STEPS, max(1, _MAX_BLOCK_BYTES // step_bytes))
+        if not is_exact:
+            block_steps = 1
+        blocks = self._blocks(steps, block_steps, example)
+        if block_steps > 1 and not _has_shape(blocks):
+            # Samples that are padded to the longest of a block would depend on the
+            # step at which a job continues.
+            block_steps, blocks = 1, self._blocks(steps, 1, example)
+        if transform or self._source.decode:
+            ready = self._transformed(blocks, transform).batch(
+                local_batch_size, drop_remainder=is_exact
+            )
+        else:
+            ready = blocks.map(lambda samples, positions: samples)
+            if block_steps > 1:
+                ready = _split(ready, local_batch_size)
+        if self._is_ahead:
+            ready = ready.prefetch(max(2, block_steps))
+        return untuned(ready)
+
+    def _blocks(self, steps: range, block_steps: int, example: Any) -> tf.data.Dataset:
+        """Return samples and their positions for `block_steps` steps at a time."""
+        leaves = tf.nest.flatten(example)
+        dtypes = [tf.as_dtype(leaf.dtype) for leaf in leaves]
+
+        def read_block(first: np.int64) -> list[np.ndarray]:
+            last = min(int(first) + block_steps, steps.stop)
+            numbers, positions = self._deal(int(first), last)
+            return [*tf.nest.flatten(self._source.read(numbers)), positions]
+
+        def load(first: tf.Tensor) -> Any:
+            *tensors, positions = tf.numpy_function(
+                read_block, [first], [*dtypes, tf.int64]
+            )
+            # numpy_function loses the shapes, from which Keras builds layers.
+            tensors = [
+                tf.ensure_shape(tensor, (None, *leaf.shape[1:]))
+                for tensor, leaf in zip(tensors, leaves, strict=True)
+            ]
+            samples = tf.nest.pack_sequence_as(example, tensors)
+            return samples, tf.ensure_shape(positions, (None,))
+
+        firsts = tf.data.Dataset.range(steps.start, steps.stop, block_steps)
+        blocks = firsts.map(load, num_parallel_calls=self._reading_calls)
+        if parse := self._source.parse:
+            blocks = blocks.map(
+                lambda samples, positions: (parse(samples), positions),
+                num_parallel_calls=self._calls,
+            )
+        return blocks
+
+    def _transformed(
+        self, blocks: tf.data.Dataset, transform: Transform | None
+    ) -> tf.data.Dataset:
+        decode = self._source.decode
+
+        def apply(sample: Any, position: tf.Tensor) -> Any:
+            if decode:
+                sample = decode(sample)
+            return transform(sample, position) if transform else sample
+
+        return _slices(blocks).map(apply, num_parallel_calls=self._calls)
+
+
+def _split(blocks: tf.data.Dataset, local_batch_size: int) -> tf.data.Dataset:
+    """Return the batches of blocks of several steps."""
+
+    def by_step(*block: Any) -> Any:
+        return tf.nest.map_structure(
+            lambda values: tf.reshape(
+                values,
+                tf.concat([(-1, local_batch_size), tf.shape(values)[1:]], axis=0),
+            ),
+            block if len(block) > 1 else block[0],
+        )
+
+    return _slices(blocks.map(by_step))
+
+
+def _slices(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    # Equal to `unbatch`, with a fifth less processor time.
+    return dataset.flat_map(
+        lambda *values: tf.data.Dataset.from_tensor_slices(
+            values if len(values) > 1 else values[0]
+        )
+    )
+
+
+def _has_shape(blocks: tf.data.Dataset) -> bool:
+    """Return whether the shapes of all samples are known and equal."""
+    shapes = [spec.shape for spec in tf.nest.flatten(blocks.element_spec)]
+    return all(shape.rank and None not in shape[1:].as_list() for shape in shapes)

@@ -1,0 +1,254 @@
+"""What a source of samples is, and the sources in memory: arrays and sequences."""
+
+import collections.abc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain.data.formats import DataError
+from hvdtrain.data.sampler import Sampler
+
+# A function of TensorFlow tensors, traced by tf.data.
+TensorFunction = Callable[[Any], Any]
+
+
+class Source:
+    """Samples by number: a length, and a function that reads some of them.
+
+    A subclass has `__len__` and `read`. It may set the attributes, and override
+    `shuffle` where its samples cannot be read in any order at one speed.
+
+    Attributes:
+        parse: function of the nest that `read` returns, as tensors, that returns a nest
+            of dense tensors with as many samples; None for no parsing.
+        decode: function of one sample, as tensors, for formats that TensorFlow decodes
+            one by one, such as images; None for no decoding.
+        is_thread_safe: whether `read` may be called by several threads at a time.
+        is_grouped: whether neighbouring samples are read together. Each rank then reads
+            neighbours of a global batch.
+    """
+
+    parse: TensorFunction | None = None
+    decode: TensorFunction | None = None
+    is_thread_safe = True
+    is_grouped = False
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, indices: np.ndarray) -> Any:
+        """Return the samples at `indices` (int64, of shape (n,)), in this order.
+
+        Returns:
+            A nest of dictionaries and tuples of arrays of shape (n, ...).
+        """
+        raise NotImplementedError
+
+    def shuffle(self, sampler: Sampler, positions: np.ndarray) -> np.ndarray:
+        """Return the numbers of the samples at positions in the endless sequence.
+
+        A pure function of `sampler.seed` and the positions: another rank, or a job that
+        continues, computes the same.
+        """
+        return sampler.shuffle(positions)
+
+    def fingerprint(self) -> Any:
+        """Return what must be the same when a job continues, as values for JSON."""
+        return {"samples": len(self)}
+
+
+class ArraySource(Source):
+    """The rows of an array or of a memory map, such as `np.load(path, mmap_mode="r")`.
+
+    The array is referred to, not copied.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        if not array.ndim or not len(array):
+            raise DataError(
+                f"Received an array of shape {array.shape}; expected (samples, ...)."
+            )
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        # A plain array: an indexed memory map is one in memory.
+        return np.asarray(self._array[indices])
+
+    def fingerprint(self) -> Any:
+        array = self._array
+        return {"shape": list(array.shape), "dtype": array.dtype.name}
+
+
+class Readable(Protocol):
+    """A sequence: `len(sequence)` and `sequence[index]`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class SequenceSource(Source):
+    """Any object with `len` and `[i]`, such as a data set of Hugging Face or of Grain.
+
+    A sample is an array, a number, bytes, text, or a dictionary or tuple of these.
+    Where the object has `__getitems__`, a batch is read by one call of it.
+    """
+
+    # The object may keep a file position.
+    is_thread_safe = False
+
+    def __init__(self, sequence: Readable) -> None:
+        self._sequence = sequence
+        self._get_many: Callable[[list[int]], Sequence[Any]] = getattr(
+            sequence, "__getitems__", self._get_each
+        )
+        if not len(sequence):
+            raise DataError(
+                f"Received {type(sequence).__name__} without samples; expected some."
+            )
+
+    def __len__(self) -> int:
+        return len(self._sequence)
+
+    def read(self, indices: np.ndarray) -> Any:
+        return stack(self._get_many(indices.tolist()), indices)
+
+    def _get_each(self, indices: list[int]) -> list[Any]:
+        return [self._sequence[index] for index in indices]
+
+
+class ZippedSource(Source):
+    """A dictionary or tuple of sources of one length: a sample has one of each."""
+
+    def __init__(self, nest: Mapping[str, Any] | tuple[Any, ...]) -> None:
+        self._is_mapping = isinstance(nest, collections.abc.Mapping)
+        pairs = nest.items() if isinstance(nest, Mapping) else enumerate(nest)
+        self._sources = {key: as_source(value) for key, value in pairs}
+        lengths = {key: len(source) for key, source in self._sources.items()}
+        if len(set(lengths.values())) != 1:
+            text = ", ".join(f"{key}: {length}" for key, length in lengths.items())
+            raise DataError(
+                f"Received numbers of samples {{{text}}}; expected one number for all."
+            )
+        for source in self._sources.values():
+            if type(source).shuffle not in (Source.shuffle, ZippedSource.shuffle):
+                raise DataError(
+                    f"Received {type(source).__name__} with other sources; expected "
+                    "it alone, since its samples have an order of their own."
+                )
+        children = self._sources.values()
+        self.is_thread_safe = all(source.is_thread_safe for source in children)
+        if any(source.parse for source in children):
+            self.parse = self._parse
+        if any(source.decode for source in children):
+            self.decode = self._decode
+
+    def __len__(self) -> int:
+        return len(next(iter(self._sources.values())))
+
+    def read(self, indices: np.ndarray) -> Any:
+        return self._pack(source.read(indices) for source in self._sources.values())
+
+    def fingerprint(self) -> Any:
+        prints = {str(key): s.fingerprint() for key, s in self._sources.items()}
+        return prints if self._is_mapping else list(prints.values())
+
+    def _parse(self, values: Any) -> Any:
+        return self._apply([source.parse for source in self._sources.values()], values)
+
+    def _decode(self, values: Any) -> Any:
+        return self._apply([source.decode for source in self._sources.values()], values)
+
+    def _apply(self, functions: list[TensorFunction | None], values: Any) -> Any:
+        columns = values.values() if self._is_mapping else values
+        # tf.data sorts the keys of dictionaries.
+        if self._is_mapping:
+            columns = [values[key] for key in self._sources]
+        pairs = zip(functions, columns, strict=True)
+        return self._pack(function(v) if function else v for function, v in pairs)
+
+    def _pack(self, values: Iterator[Any]) -> Any:
+        if self._is_mapping:
+            return dict(zip(self._sources, values, strict=True))
+        return tuple(values)
+
+
+def as_source(data: Any) -> Source:
+    """Return a `Source` of arrays, of a nest of them, of a sequence, or itself.
+
+    Raises:
+        DataError: it is none of these.
+    """
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, np.ndarray):
+        return ArraySource(data)
+    if isinstance(data, dict | tuple) and data:
+        return ZippedSource(data)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return SequenceSource(data)
+    raise DataError(
+        f"Received {type(data).__name__} as samples; expected an object with len and "
+        "[i]: an array, a dictionary or tuple of arrays, a sequence, or a source such "
+        "as data.TFRecord."
+    )
+
+
+def stack(samples: Sequence[Any], indices: np.ndarray) -> Any:
+    """Return the nest of arrays of shape (n, ...) of `n` samples of one structure.
+
+    Args:
+        indices: the numbers of the samples, for errors.
+    """
+    first = samples[0]
+    try:
+        if isinstance(first, collections.abc.Mapping):
+            return {key: stack([s[key] for s in samples], indices) for key in first}
+        if isinstance(first, tuple):
+            columns = zip(*samples, strict=True)
+            return tuple(stack(column, indices) for column in columns)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"Received samples of other structure than sample {indices[0]}, {first!r}: "
+            f"{error!r}; expected one structure."
+        ) from None
+    return _stack_arrays(samples, indices)
+
+
+def _stack_arrays(values: Sequence[Any], indices: np.ndarray) -> np.ndarray:
+    if isinstance(values[0], bytes | str):
+        # NumPy's own type for bytes drops zeros at the end.
+        array = np.empty(len(values), object)
+        array[:] = values
+        return array
+    arrays = [np.asarray(value) for value in values]
+    for index, array in zip(indices, arrays, strict=True):
+        if array.shape != arrays[0].shape or array.dtype.kind == "O":
+            raise DataError(
+                f"Received sample {index} of shape {array.shape} and sample "
+                f"{indices[0]} of shape {arrays[0].shape}; expected arrays of one "
+                "shape: data.pad pads them, data.pack packs sequences of tokens."
+            )
+    stacked = np.stack(arrays)
+    # Python's numbers, as tf.data converts them.
+    if isinstance(values[0], float):
+        return stacked.astype(np.float32)
+    return stacked
+
+
+def count_bytes(nest: Any) -> int:
+    """Return the size of a nest of arrays in memory, an estimate for text."""
+    if isinstance(nest, collections.abc.Mapping):
+        return sum(map(count_bytes, nest.values()))
+    if isinstance(nest, tuple):
+        return sum(map(count_bytes, nest))
+    if nest.dtype == object:
+        return sum(len(value) for value in nest.flat)
+    return math.prod(nest.shape) * nest.dtype.itemsize
