@@ -103,6 +103,8 @@ def without_noise() -> Iterator[None]:
 # nodes after it.
 _EMBEDDED = re.compile(r"^Traceback \(most.*?(?=\n\s*\[\[\{\{|\Z)", re.S | re.M)
 _FRAME, _CODE = "  File ", "    "
+# The message of these is for users, without a traceback.
+_JOB_ERROR = re.compile(r"hvdtrain\.[\w.]*\.(?:Shared)?(?:Job|Data)Error: ")
 _NOT_OF_THE_USER = ("/tensorflow/python/", "__autograph_generated_file")
 
 
@@ -110,7 +112,8 @@ def describe(error: BaseException) -> tuple[str, str]:
     """Return the last lines and all lines of the text that Python prints of an error.
 
     If Python code that TensorFlow has called, such as an input function, raised it, the
-    lines describe the original exception with the user's frames.
+    lines describe the original exception with the user's frames; those of a `JobError`
+    are its message.
     """
     embedded = None
     if type(error).__module__.startswith("tensorflow."):
@@ -119,7 +122,10 @@ def describe(error: BaseException) -> tuple[str, str]:
         text = "".join(traceback.format_exception(error)).rstrip()
         return "".join(traceback.format_exception_only(error)).rstrip(), text
     lines = _without_library_frames(embedded[0].splitlines())
-    return "\n".join(_last_lines(lines)), "\n".join(lines)
+    last = "\n".join(_last_lines(lines))
+    if job_error := _JOB_ERROR.match(last):
+        return last[job_error.end() :], last[job_error.end() :]
+    return last, "\n".join(lines)
 
 
 def _last_lines(lines: list[str]) -> Iterable[str]:

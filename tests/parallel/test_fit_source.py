@@ -1,0 +1,161 @@
+"""`training.fit`: a training on a source, by all ranks and by one process."""
+
+import pathlib
+import tempfile
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import data, training
+from hvdtrain.job import JobError, World
+
+RANK, SIZE = hvd.rank(), hvd.size()
+WORLD = World(rank=RANK, size=SIZE, seed=5)
+SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS = 50, 2 * SIZE + 1, 2
+X = np.random.RandomState(0).normal(size=(SAMPLES, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+SOURCE = (X, Y)
+
+
+def make_model():
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+def add_noise(sample, seed):
+    x, y = sample
+    return x + tf.random.stateless_normal((4,), seed, stddev=0.1), y
+
+
+def fit(source=SOURCE, *, world=WORLD, **more):
+    more = {"epochs": EPOCHS, "validation": SOURCE, "observers": (), "seed": 1} | more
+    return training.fit(
+        make_model, source, global_batch_size=GLOBAL_BATCH_SIZE, world=world, **more
+    )
+
+
+@pytest.fixture
+def directory():
+    """One that rank 0 made; the others have its name only."""
+    with tempfile.TemporaryDirectory() as own:
+        yield hvd.broadcast_object(str(pathlib.Path(own) / "run"), name="directory")
+        hvd.allreduce(0, name="leave_directory")
+
+
+def on_one_process(order="index_shuffle", transform=None):
+    """Weights after the same samples in one process, without hvdtrain's loop."""
+    keras.utils.set_random_seed(1)
+    model = make_model()
+    sampler = data.Sampler(
+        num_samples=SAMPLES,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        seed=WORLD.seed,
+        order=order,
+    )
+    steps = sampler.steps(EPOCHS)
+    numbers, positions = sampler.indices(0, steps), sampler.positions(0, steps)
+    for batch, places in zip(numbers, positions, strict=True):
+        x = X[batch]
+        if transform:
+            seeds = [np.array([WORLD.seed, place]) for place in places]
+            pairs = zip(x, seeds, strict=True)
+            x = np.stack([transform((x, None), seed)[0] for x, seed in pairs])
+        model.train_on_batch(x, Y[batch])
+    return model.get_weights()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transform", [None, add_noise])
+def test_all_ranks_compute_what_one_process_computes(transform):
+    result = fit(transform=transform)
+    oracle.assert_bitwise_equal_over_ranks(result.model.get_weights())
+    expected = oracle.on_one_process(lambda: on_one_process(transform=transform))
+    for found, wanted in zip(result.model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    losses = oracle.on_one_process(
+        lambda: result.model.evaluate(X, Y, verbose=0, return_dict=True)
+    )
+    np.testing.assert_allclose(result.test_metrics["loss"], losses["loss"], rtol=1e-5)
+
+
+def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
+    common = {"transform": add_noise, "steps_per_execution": 1}
+    expected = fit(**common)
+    with pytest.raises(oracle.KilledError):
+        fit(
+            model_dir=directory,
+            save_every_steps=1,
+            callbacks=lambda plan: [oracle.killed_after(5)],
+            **common,
+        )
+    result = fit(model_dir=directory, **common)
+    assert 0 < result.start_step < result.step
+    pairs = zip(result.model.get_weights(), expected.model.get_weights(), strict=True)
+    for found, wanted in pairs:
+        np.testing.assert_array_equal(found, wanted)
+    assert result.history == expected.history
+
+
+def test_a_job_of_an_earlier_version_keeps_its_order(directory):
+    """Its samples were dealt by a `Sampler`, whose order is not in the checkpoint."""
+    sampler = data.Sampler(
+        num_samples=SAMPLES,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        seed=WORLD.seed,
+        rank=RANK,
+        size=SIZE,
+    )
+    with pytest.raises(oracle.KilledError):
+        training.train_and_evaluate(
+            make_model,
+            training.TrainSpec(
+                input_fn=lambda start, end: data.batches(SOURCE, sampler, start, end),
+                max_steps=sampler.steps(EPOCHS),
+                pass_steps=sampler.pass_steps,
+                local_batch_size=sampler.local_batch_size,
+                steps_per_execution=1,
+                callbacks=lambda plan: [oracle.killed_after(5)],
+            ),
+            training.EvalSpec(
+                input_fn=lambda: tf.data.Dataset.from_tensors(SOURCE), every_epochs=1
+            ),
+            training.RunConfig(model_dir=directory, save_every_steps=1, seed=1),
+            world=WORLD,
+        )
+    result = fit(model_dir=directory)
+    assert 0 < result.start_step < result.step
+    expected = oracle.on_one_process(lambda: on_one_process(order="permutation"))
+    for found, wanted in zip(result.model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    # And so do its later runs.
+    fit(model_dir=directory)
+    position = training.position(training.RunConfig(model_dir=directory), WORLD)
+    assert position.unchanged["order"] == "permutation"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source": (X[:40], Y[:40])}, "Received source="),
+        ({"world": World(rank=RANK, size=SIZE, seed=6)}, "Received seed=6"),
+    ],
+)
+def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
+    fit(model_dir=directory)
+    with pytest.raises(JobError, match=message):
+        fit(model_dir=directory, **change)
+
+
+def test_arguments_that_do_not_fit_are_one_clear_line():
+    with pytest.raises(JobError, match="epochs=2 and max_steps=3"):
+        fit(max_steps=3)
+    with pytest.raises(TypeError, match="Received batch_size; expected arguments"):
+        fit(batch_size=3)
+    with pytest.raises(JobError, match=r"source=.*expected the same on all ranks"):
+        fit((X[RANK:], Y[RANK:]))

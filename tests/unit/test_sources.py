@@ -1,0 +1,265 @@
+"""Sources in memory, their order, and the batches of all ranks."""
+
+import collections
+import itertools
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain import data
+from hvdtrain.data.index_shuffle import index_shuffle
+from hvdtrain.data.sources.source import as_source
+
+SAMPLES = 103
+X = np.arange(3 * SAMPLES, dtype=np.float32).reshape(SAMPLES, 3)
+Y = np.arange(SAMPLES)
+
+
+class Sequence:
+    """A sample is a dictionary of a number, of bytes with a zero, and of an array."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return {
+            "id": index,
+            "text": b"text %d\0" % index,
+            "x": (X[index], 0.5),
+        }
+
+
+class WithMany(Sequence):
+    """As data sets of Hugging Face and torch are read, a batch at a time."""
+
+    def __getitem__(self, index):
+        raise AssertionError("read one by one")
+
+    def __getitems__(self, indices):
+        return [Sequence()[index] for index in indices]
+
+
+def sampler(
+    size=1, rank=0, *, batch=12, order="index_shuffle", samples=SAMPLES, **more
+):
+    return data.Sampler(
+        num_samples=samples,
+        global_batch_size=batch,
+        seed=3,
+        rank=rank,
+        size=size,
+        order=order,
+        **more,
+    )
+
+
+def by_step(source, get_ids, *, size, start=0, end=20, order="index_shuffle", **more):
+    """Return the sorted ids of all ranks, by step."""
+    ids = [[] for _ in range(start, end)]
+    for rank in range(size):
+        own = sampler(size, rank, order=order, samples=len(as_source(source)))
+        batches = data.batches(source, own, start, end, **more)
+        assert batches.cardinality() == end - start
+        for step, batch in enumerate(batches.as_numpy_iterator()):
+            ids[step] += get_ids(batch).tolist()
+    return [sorted(of_step) for of_step in ids]
+
+
+@pytest.mark.parametrize(
+    ("source", "get_ids"),
+    [
+        (Y, lambda batch: batch),
+        ((X, Y), lambda batch: batch[1]),
+        ({"y": Y, "a": {"x": X}}, lambda batch: batch["y"]),
+        (Sequence(), lambda batch: batch["id"]),
+        (WithMany(), lambda batch: batch["id"]),
+        ((Sequence(), Y), lambda batch: batch[0]["id"]),
+        (list(range(SAMPLES)), lambda batch: batch),
+    ],
+)
+def test_a_job_on_other_ranks_continues_with_the_same_samples(source, get_ids):
+    check_other_ranks(source, get_ids)
+
+
+def test_so_does_one_with_the_order_of_an_earlier_version():
+    check_other_ranks(Y, lambda batch: batch, order="permutation")
+
+
+def check_other_ranks(source, get_ids, order="index_shuffle"):
+    whole = by_step(source, get_ids, size=1, order=order)
+    assert by_step(source, get_ids, size=4, end=7, order=order) == whole[:7]
+    assert by_step(source, get_ids, size=3, start=7, end=11, order=order) == whole[7:11]
+    assert by_step(source, get_ids, size=1, start=11, order=order) == whole[11:]
+    # 8 full batches, and 7 samples of the ninth, are the first epoch.
+    counts = collections.Counter(itertools.chain(*whole[:8]))
+    assert set(counts.values()) == {1}
+    assert set(itertools.chain(*whole[:9])) == set(range(SAMPLES))
+
+
+def test_samples_of_a_sequence_keep_their_structure_and_types():
+    batches = data.batches(Sequence(), sampler(), 0, 2)
+    shapes = batches.element_spec
+    assert shapes["text"] == tf.TensorSpec((12,), tf.string)
+    assert shapes["x"][0] == tf.TensorSpec((12, 3), tf.float32)
+    assert shapes["x"][1] == tf.TensorSpec((12,), tf.float32)
+    batch = next(batches.as_numpy_iterator())
+    # NumPy's own type for bytes drops the zero.
+    assert batch["text"].tolist() == [b"text %d\0" % i for i in batch["id"]]
+    np.testing.assert_array_equal(batch["x"][0], X[batch["id"]])
+
+
+def test_a_memory_map_is_read_by_its_rows(tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    plain = data.batches(X, sampler(), 3, 9)
+    for batch, again in zip(data.batches(mapped, sampler(), 3, 9), plain, strict=True):
+        np.testing.assert_array_equal(batch, again)
+
+
+def test_a_seed_belongs_to_the_position_of_a_sample():
+    def transform(sample, seed):
+        return {"id": sample, "random": tf.random.stateless_uniform((), seed)}
+
+    def draws(size, start, end):
+        drawn = [{} for _ in range(start, end)]
+        for rank in range(size):
+            batches = data.batches(
+                Y, sampler(size, rank), start, end, transform=transform, workers=3
+            )
+            for step, batch in enumerate(batches.as_numpy_iterator()):
+                drawn[step].update(zip(batch["id"], batch["random"], strict=True))
+        return drawn
+
+    whole = draws(1, 0, 20)
+    assert draws(3, 5, 12) == whole[5:12]
+    # The same sample in two epochs, and two samples, have other numbers.
+    values = [value for step in whole for value in step.values()]
+    assert len(set(values)) == len(values) == 240
+
+
+def test_batches_padded_to_their_longest_sample_do_not_depend_on_the_start():
+    class Padded(data.Source):
+        def __len__(self):
+            return SAMPLES
+
+        def read(self, indices):
+            return indices
+
+        @staticmethod
+        def parse(indices):
+            return tf.sequence_mask(indices)
+
+    def shapes(start):
+        return [b.shape for b in data.batches(Padded(), sampler(), start, 12)]
+
+    assert shapes(5) == shapes(0)[5:]
+    assert len(set(shapes(0))) > 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("batch", [1, 7, 200])
+def test_one_pass_reads_each_sample_once(size, batch):
+    read = [
+        ids
+        for rank in range(size)
+        for b in data.one_pass(
+            (X, Y), rank=rank, size=size, local_batch_size=batch
+        ).as_numpy_iterator()
+        for ids in b[1]
+    ]
+    assert read == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5, 10, 103, 1000, 4097])
+def test_index_shuffle_is_a_permutation(samples):
+    numbers = np.arange(samples)
+    orders = {
+        tuple(index_shuffle(numbers, num_samples=samples, seed=seed, epoch=epoch))
+        for seed in (0, 2**32 - 1)
+        for epoch in (0, 1, 10**6)
+    }
+    assert all(sorted(order) == list(numbers) for order in orders)
+    # Six of them, unless there are few.
+    assert samples < 10 or len(orders) == 6
+
+
+def test_index_shuffle_never_changes():
+    # A job that continues under another version reads the same samples.
+    shuffled = index_shuffle(np.arange(8), num_samples=8, seed=1, epoch=2)
+    assert shuffled.tolist() == [3, 6, 7, 5, 0, 4, 2, 1]
+    far = index_shuffle(np.array([0, 10**12 - 1]), num_samples=10**12, seed=7, epoch=0)
+    assert far.tolist() == [723135139437, 903067284395]
+
+
+def test_all_permutations_are_as_frequent():
+    draws = 6000
+    counts = collections.Counter(
+        tuple(index_shuffle(np.arange(5), num_samples=5, seed=seed, epoch=epoch))
+        for seed in range(60)
+        for epoch in range(draws // 60)
+    )
+    expected = draws / math.factorial(5)
+    orders = itertools.permutations(range(5))
+    chi_squared = sum((counts[o] - expected) ** 2 / expected for o in orders)
+    # 119 degrees of freedom: the 99.9th percentile is 173.6.
+    assert chi_squared < 173.6
+
+
+def test_the_order_takes_no_memory(tmp_path):
+    class Virtual(data.Source):
+        def __len__(self):
+            return 10**12
+
+        def read(self, indices):
+            return indices
+
+    batches = data.batches(Virtual(), sampler(samples=10**12), 10**6, 10**6 + 3)
+    ids = np.concatenate(list(batches.as_numpy_iterator()))
+    assert len(set(ids.tolist())) == 36
+    assert ids.max() > 10**11
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: np.float32(1), "Received float32 as samples"),
+        (lambda: np.zeros(()), r"shape \(\); expected \(samples, ...\)"),
+        (lambda: (X, Y[:5]), r"numbers of samples \{0: 103, 1: 5\}"),
+        (lambda: {"x": X, "y": []}, "Received list without samples"),
+    ],
+)
+def test_what_is_no_source_is_one_clear_line(make, message):
+    with pytest.raises(data.DataError, match=message) as caught:
+        as_source(make())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([np.zeros(3), np.zeros(4)], r"sample \d of shape \([34],\).*data\.pad"),
+        ([{"a": 1}, {"b": 1}], "of other structure"),
+        ([(1, 2), (1, 2, 3)], "of other structure"),
+    ],
+)
+def test_samples_of_other_structure_are_one_clear_line(samples, message):
+    source = as_source(samples)
+    with pytest.raises(data.DataError, match=message):
+        source.read(np.array([0, 1]))
+
+
+def test_arguments_that_do_not_fit_are_one_clear_line():
+    with pytest.raises(
+        data.DataError, match="sampler of 5 samples for a source of 103"
+    ):
+        data.batches(X, sampler(samples=5), 0, 1)
+    with pytest.raises(data.DataError, match="steps 3 to 2"):
+        data.batches(X, sampler(), 3, 2)
+    with pytest.raises(data.DataError, match="0 workers"):
+        data.batches(X, sampler(), 0, 1, workers=0)
+    with pytest.raises(data.DataError, match="the order other"):
+        sampler(order="other")
+    with pytest.raises(data.DataError, match="103 samples for 104 ranks"):
+        data.one_pass(X, rank=0, size=104, local_batch_size=1)
