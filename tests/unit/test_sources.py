@@ -263,3 +263,17 @@ def test_arguments_that_do_not_fit_are_one_clear_line():
         sampler(order="other")
     with pytest.raises(data.DataError, match="103 samples for 104 ranks"):
         data.one_pass(X, rank=0, size=104, local_batch_size=1)
+
+
+def test_mapped_samples_are_a_function_of_the_samples():
+    pairs = data.map_samples((X, Y), lambda sample: (sample[0] + 1, sample[1]))
+    twice = data.map_samples(pairs, lambda sample: {"x": sample[0], "y": sample[1]})
+    own = sampler(2, 1)
+    for mapped, plain in zip(
+        data.batches(twice, own, 2, 5).as_numpy_iterator(),
+        data.batches((X, Y), own, 2, 5).as_numpy_iterator(),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(mapped["x"], plain[0] + 1)
+        np.testing.assert_array_equal(mapped["y"], plain[1])
+    assert pairs.fingerprint() == as_source((X, Y)).fingerprint()

@@ -28,12 +28,14 @@ class Source:
         is_thread_safe: whether `read` may be called by several threads at a time.
         is_grouped: whether neighbouring samples are read together. Each rank then reads
             neighbours of a global batch.
+        has_order: whether `shuffle` differs from that of other sources.
     """
 
     parse: TensorFunction | None = None
     decode: TensorFunction | None = None
     is_thread_safe = True
     is_grouped = False
+    has_order = False
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -135,13 +137,13 @@ class ZippedSource(Source):
             raise DataError(
                 f"Received numbers of samples {{{text}}}; expected one number for all."
             )
-        for source in self._sources.values():
-            if type(source).shuffle not in (Source.shuffle, ZippedSource.shuffle):
+        children = self._sources.values()
+        for source in children:
+            if source.has_order:
                 raise DataError(
                     f"Received {type(source).__name__} with other sources; expected "
                     "it alone, since its samples have an order of their own."
                 )
-        children = self._sources.values()
         self.is_thread_safe = all(source.is_thread_safe for source in children)
         if any(source.parse for source in children):
             self.parse = self._parse
