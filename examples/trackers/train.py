@@ -28,20 +28,11 @@ def main():
     import keras
 
     from hvdtrain import data, training
-    from hvdtrain.data import streams
 
-    digits = data.load("digits")
-    sampler = data.Sampler(
-        num_samples=len(digits.x_train),
-        global_batch_size=32 * world.size,
-        seed=1,
-        rank=world.rank,
-        size=world.size,
-    )
-
-    def model_fn():
+    def make_model():
         model = keras.Sequential(
             [
+                keras.layers.Rescaling(1 / 255),
                 keras.layers.Flatten(),
                 keras.layers.Dense(128, "relu"),
                 keras.layers.Dense(10),
@@ -51,24 +42,6 @@ def main():
         optimizer = keras.optimizers.Adam(0.001 * world.size)
         model.compile(optimizer, loss, metrics=["accuracy"])
         return model
-
-    def train_input(start_step, end_step):
-        return streams.train_batches(
-            digits.x_train,
-            digits.y_train,
-            sampler=sampler,
-            start_step=start_step,
-            end_step=end_step,
-        )
-
-    def test_input():
-        return streams.evaluation_batches(
-            digits.x_test,
-            digits.y_test,
-            rank=world.rank,
-            size=world.size,
-            local_batch_size=100,
-        )
 
     observers = []
     if world.is_chief:
@@ -83,17 +56,16 @@ def main():
             *training.make_observers(sys.stdout),
             tracker.Observer(MODEL_DIR.value),
         ]
-    training.train_and_evaluate(
-        model_fn,
-        training.TrainSpec(
-            input_fn=train_input,
-            max_steps=sampler.steps(EPOCHS.value),
-            pass_steps=sampler.pass_steps,
-            local_batch_size=sampler.local_batch_size,
-        ),
-        training.EvalSpec(input_fn=test_input, every_epochs=1),
-        # seed: some trackers draw from Python's random numbers before the model does.
-        training.RunConfig(model_dir=MODEL_DIR.value, seed=1),
+    digits = data.load("digits")
+    training.fit(
+        make_model,
+        (digits.x_train, digits.y_train),
+        validation=(digits.x_test, digits.y_test),
+        global_batch_size=32 * world.size,
+        epochs=EPOCHS.value,
+        model_dir=MODEL_DIR.value,
+        # Some trackers draw from Python's random numbers before the model does.
+        seed=1,
         world=world,
         observers=observers,
     )

@@ -1,7 +1,8 @@
-"""The batches of one rank as `tf.data` datasets."""
+"""The batches of images of one rank, as `tf.data` datasets."""
 
 import ctypes
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import native, renamed
+from hvdtrain.data import batching
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Sampler, check_rank
+from hvdtrain.data.sources.source import Source
 
 # Steps per call into Python, which holds the interpreter's lock. Measured: larger
 # blocks are no faster.
@@ -75,7 +78,7 @@ def train_batches(
             labels=(None, sampler.local_batch_size),
         )
     )
-    if has_spare_thread():
+    if batching.has_spare_thread():
         batches = batches.prefetch(block_steps)
     steps = tf.data.experimental.assert_cardinality(end_step - start_step)
     return batches.apply(steps)
@@ -88,38 +91,27 @@ def read_batches(
     start_step: int,
     end_step: int,
 ) -> tf.data.Dataset:
-    """Return the batches of one rank from `start_step` to before `end_step`.
+    """Return `batches` of the source whose samples are `read(indices)`. Deprecated."""
+    warnings.warn(
+        "read_batches is deprecated, and is removed in the next version. Use "
+        "hvdtrain.data.batches.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    source = _FunctionSource(sampler.num_samples, read)
+    return batching.batches(source, sampler, start_step, end_step)
 
-    A few batches are in memory: the data set is not copied into the graph, and the
-    sample indices are computed step by step.
 
-    Args:
-        read: `read(indices)` returns the samples at these indices, an int64 array: a
-            nest of arrays, such as `(x[indices], y[indices])` of arrays or of memory
-            maps. It is called in a thread of tf.data.
-    """
+class _FunctionSource(Source):
+    def __init__(self, num_samples: int, read: Callable[[np.ndarray], Any]) -> None:
+        self._num_samples = num_samples
+        self._read = read
 
-    def read_step(step: int) -> Any:
-        return read(sampler.indices(int(step), int(step) + 1)[0])
+    def __len__(self) -> int:
+        return self._num_samples
 
-    example = tf.nest.map_structure(np.asarray, read_step(start_step))
-    arrays = tf.nest.flatten(example)
-
-    def load(step: tf.Tensor) -> Any:
-        tensors = tf.numpy_function(
-            lambda step: tf.nest.flatten(read_step(step)),
-            [step],
-            [tf.as_dtype(array.dtype) for array in arrays],
-        )
-        # numpy_function loses the shapes, from which Keras builds layers.
-        tensors = [
-            tf.ensure_shape(tensor, array.shape)
-            for tensor, array in zip(tensors, arrays, strict=True)
-        ]
-        return tf.nest.pack_sequence_as(example, tensors)
-
-    batches = untuned(tf.data.Dataset.range(start_step, end_step).map(load))
-    return batches.prefetch(2)
+    def read(self, indices: np.ndarray) -> Any:
+        return self._read(indices)
 
 
 def evaluation_batches(
@@ -186,16 +178,6 @@ def _scale(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.cast(x, tf.float32) / 255.0, y
 
 
-def has_spare_thread() -> bool:
-    """Return whether batches can be made while a step is computed.
-
-    On a rank with one thread, a prefetching thread competes with it for the core and
-    evicts its cache: this costs a tenth of the time of a small model's step.
-    """
-    threads = tf.config.threading.get_intra_op_parallelism_threads()
-    return threads != 1 or bool(tf.config.list_physical_devices("GPU"))
-
-
 def _load(
     firsts: range,
     read: Callable[[int], Pair],
@@ -216,16 +198,7 @@ def _load(
         return tf.ensure_shape(x, images), tf.ensure_shape(y, labels)
 
     numbers = tf.data.Dataset.range(firsts.start, firsts.stop, firsts.step)
-    return untuned(numbers.map(load))
-
-
-def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset with a deterministic order, and without autotuning."""
-    options = tf.data.Options()
-    options.deterministic = True
-    # No stage has a parallelism to tune; the tuning thread costs processor time.
-    options.autotune.enabled = False
-    return dataset.with_options(options)
+    return batching.untuned(numbers.map(load))
 
 
 def _check_lengths(x: np.ndarray, y: np.ndarray, *, num_samples: int) -> None:
