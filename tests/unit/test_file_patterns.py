@@ -1,0 +1,48 @@
+"""Which files a path or a pattern names, and the errors."""
+
+import os
+
+import pytest
+
+from hvdtrain.data.formats import DataError
+from hvdtrain.data.sources.file_patterns import find_files
+
+
+def test_patterns_are_expanded_and_sorted(tmp_path, monkeypatch):
+    names = ["b-1", "b-0", "a-0", "odd[1]", "odd1"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def found(patterns):
+        return [file.name for file in find_files(patterns)]
+
+    assert found("~/b-*") == ["b-0", "b-1"]
+    # The order of a list is the user's.
+    assert found([tmp_path / "b-*", str(tmp_path / "a-?")]) == ["b-0", "b-1", "a-0"]
+    assert found(tmp_path / "odd[1]") == ["odd[1]"]
+
+
+def test_errors_name_the_file_and_the_remedy(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    os.mkfifo(tmp_path / "pipe")
+    cases = {
+        str(tmp_path / "none-*"): "none-*, which matches no file; expected the path",
+        "gs://bucket/train-*": "Received gs://bucket/train-*; expected a path of a",
+        tmp_path: f"the directory {tmp_path}; expected files: name them by a pattern",
+        tmp_path / "pipe": "pipe; expected a regular file",
+    }
+    for pattern, text in cases.items():
+        with pytest.raises(DataError) as caught:
+            find_files(pattern)
+        assert text in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="Received no files"):
+        find_files([])
+    with pytest.raises(DataError, match="twice; expected each file once"):
+        find_files([file, tmp_path / "fil*"])
+    # Root may read every file.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(DataError, match="Permission denied; expected a file that"):
+        find_files(file)
