@@ -22,10 +22,12 @@ from hvdtrain.data.sources.source import Source
 if TYPE_CHECKING:
     from hvdtrain.data.batching import batches, one_pass
     from hvdtrain.data.sources.mapped import map_samples
+    from hvdtrain.data.sources.parquet import Parquet
 
 _MODULES = {
     **dict.fromkeys(("batches", "one_pass"), "batching"),
     "map_samples": "sources.mapped",
+    "Parquet": "sources.parquet",
 }
 __all__ = [
     *("NAMES", "Choice", "DataError", "Dataset", "Sampler", "Source"),

@@ -1,0 +1,246 @@
+"""Samples that are the rows of Parquet files."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.formats import DataError
+from hvdtrain.data.sampler import Sampler
+from hvdtrain.data.sources import optional
+from hvdtrain.data.sources.arrow_columns import SUPPORTED, ArrowColumns
+from hvdtrain.data.sources.file_patterns import Pattern, find_files
+from hvdtrain.data.sources.group_cache import GroupCache
+from hvdtrain.data.sources.source import Source, TensorFunction
+from hvdtrain.data.sources.windows import WindowedOrder
+from hvdtrain.job.files import one_line_errors
+
+_EXTRA = "parquet"
+
+
+@dataclasses.dataclass(frozen=True)
+class _ParquetFile:
+    """A file, and what shows whether it has changed since it was opened."""
+
+    path: pathlib.Path
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: pathlib.Path) -> "_ParquetFile":
+        stat = path.stat()
+        return cls(path, stat.st_size, stat.st_mtime_ns)
+
+
+class Parquet(Source):
+    """The rows of Parquet files, as dictionaries of columns.
+
+    Numbers and booleans keep their types. Text and binary columns are `tf.string`.
+    Lists of numbers, of one length in the whole column, are vectors. Keras trains on
+    pairs, which `parse` returns::
+
+        data.Parquet(
+            "train-*.parquet",
+            ["age", "income", "label"],
+            parse=lambda rows: ((rows["age"], rows["income"]), rows["label"]),
+        )
+
+    A row cannot be read alone, only its row group. The shuffle is therefore coarser
+    than that of arrays: in each epoch the row groups are permuted, each `window` of
+    them in this order form a window, and the rows are permuted inside of each window.
+    Rows of one batch are from one window, or from two where it ends in the batch. If
+    the rows of the files are sorted, by label for example, shuffle them once when they
+    are written, or take a larger window.
+
+    Each rank reads neighbouring rows of a global batch, and hence a part of the row
+    groups: of 4 ranks, each decodes about 2/3 of them with a window of 4, and 3/8 with
+    a window of 16. A rank keeps up to `2 * window` decoded row groups in memory, and
+    about 80 bytes for each row group of all files.
+
+    Args:
+        files: a path, a pattern such as "train-*.parquet", or a list of these.
+        columns: names of the columns that are read; by default all of the first file.
+        parse: function of the dictionary of some rows, as tensors of shape (rows, ...),
+            that returns a nest of dense tensors with as many rows.
+        window: number of row groups that are shuffled together.
+
+    Raises:
+        DataError: pyarrow is not installed, a file is not a readable Parquet file, the
+            files have different columns, a column does not exist or has an
+            unsupported type, or there are no rows.
+    """
+
+    is_grouped = True
+
+    def __init__(
+        self,
+        files: Pattern | Iterable[Pattern],
+        columns: Sequence[str] | None = None,
+        *,
+        parse: TensorFunction | None = None,
+        window: int = 4,
+    ) -> None:
+        if window < 1:
+            raise DataError(f"Received a window of {window}; expected 1 or more.")
+        self.parse = parse
+        self._window = window
+        self._arrow = ArrowColumns(_EXTRA)
+        self._parquet = optional.load("pyarrow.parquet", _EXTRA)
+        self._files: list[_ParquetFile] = []
+        # By column, the name of its type.
+        self._types: dict[str, str] = {}
+        # By row group with rows: its file, its number there, its rows.
+        groups: list[tuple[int, int, int]] = []
+        for path in find_files(files):
+            groups.extend(self._open_file(path, columns))
+        self._groups = np.array(groups, np.int64).reshape(-1, 3)
+        sizes = self._groups[:, 2]
+        if not len(sizes):
+            raise DataError(
+                f"Received {self._files[0].path} without rows in it or in the other "
+                f"{len(self._files) - 1} files; expected rows."
+            )
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._order = WindowedOrder(sizes, window)
+        # Two windows: batches at the end of one are read at the same time as batches of
+        # the next.
+        self._cache = GroupCache(self._load, capacity=2 * window)
+        # The footer of a file with many row groups takes longer to parse than a group.
+        self._metadata = functools.lru_cache(maxsize=2 * window)(self._read_metadata)
+        # By column, the shape of a row.
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def shuffle(self, sampler: Sampler, positions: np.ndarray) -> np.ndarray:
+        return self._order.shuffle(sampler, positions)
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        groups = np.searchsorted(self._starts, indices, side="right") - 1
+        # In the order in which they occur: the groups of the last window stay cached.
+        numbers, firsts = np.unique(groups, return_index=True)
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in self._types}
+        places = []
+        for number in numbers[np.argsort(firsts)]:
+            [place] = np.nonzero(groups == number)
+            rows = indices[place] - self._starts[number]
+            for name, values in self._cache.get(int(number)).items():
+                parts[name].append(self._arrow.take(values, rows))
+            places.append(place)
+        order = np.argsort(np.concatenate(places))
+        return {name: np.concatenate(part)[order] for name, part in parts.items()}
+
+    def fingerprint(self) -> Any:
+        digest = hashlib.sha256(self._groups.tobytes())
+        for file in self._files:
+            digest.update(file.path.name.encode() + b"\0")
+        return {
+            "samples": len(self),
+            "files": len(self._files),
+            "columns": self._types,
+            "window": self._window,
+            "digest": digest.hexdigest(),
+        }
+
+    def _open_file(
+        self, path: pathlib.Path, columns: Sequence[str] | None
+    ) -> list[tuple[int, int, int]]:
+        """Check the columns of a file, and return its row groups."""
+        with _reading(path):
+            file = _ParquetFile.of(path)
+            with self._parquet.ParquetFile(path) as contents:
+                metadata, schema = contents.metadata, contents.schema_arrow
+        names = list(columns or self._types or schema.names)
+        types = {name: self._type(schema, name, path) for name in names}
+        if not self._files:
+            self._types = types
+        first = self._files[0].path if self._files else path
+        extra = set(schema.names) - set(types) if columns is None else set()
+        if types != self._types or extra:
+            raise DataError(
+                f"Received {path} with {_differences(types, self._types, extra)} in "
+                f"{first}; expected one schema in all files: write the file again, or "
+                "name the columns that it shares."
+            )
+        self._files.append(file)
+        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        number = len(self._files) - 1
+        return [(number, i, count) for i, count in enumerate(rows) if count]
+
+    def _type(self, schema: Any, name: str, path: pathlib.Path) -> str:
+        if name not in schema.names:
+            raise DataError(
+                f"Received the column {name}, which {path} does not have; expected "
+                f"some of {', '.join(schema.names)}."
+            )
+        dtype = schema.field(name).type
+        if found := self._arrow.name_of_type(dtype):
+            return found
+        raise DataError(
+            f"Received the column {name} of type {dtype} in {path}; expected "
+            f"{SUPPORTED}: convert it, or name other columns."
+        )
+
+    def _load(self, number: int) -> dict[str, Any]:
+        """Return the decoded columns of a row group."""
+        file_number, group, _ = self._groups[number].tolist()
+        file = self._files[file_number]
+        with _reading(file.path, group):
+            if _ParquetFile.of(file.path) != file:
+                raise DataError(
+                    f"Received {file.path}, which has changed since it was opened; "
+                    "expected the same file for the whole job: start it again."
+                )
+            metadata = self._metadata(file_number)
+            with self._parquet.ParquetFile(file.path, metadata=metadata) as contents:
+                # No threads of its own: several row groups are read at a time.
+                table = contents.read_row_group(
+                    group, columns=list(self._types), use_threads=False
+                )
+        where = f"{file.path}, row group {group}"
+        return {name: self._column(table, name, where) for name in self._types}
+
+    def _column(self, table: Any, name: str, where: str) -> Any:
+        label = f"the column {name} of {where}"
+        values = self._arrow.convert(table.column(name), label=label)
+        if isinstance(values, np.ndarray):
+            shape = self._shapes.setdefault(name, values.shape[1:])
+            if values.shape[1:] != shape:
+                raise DataError(
+                    f"Received values of shape {values.shape[1:]} in {label}, and of "
+                    f"shape {shape} in another row group; expected one length for all "
+                    "rows: pad them, or leave the column out."
+                )
+        return values
+
+    def _read_metadata(self, file_number: int) -> Any:
+        return self._parquet.read_metadata(self._files[file_number].path)
+
+
+def _reading(
+    path: pathlib.Path, group: int | None = None
+) -> contextlib.AbstractContextManager[None]:
+    place = "" if group is None else f", row group {group}"
+    return one_line_errors(
+        f"read {path}{place}",
+        # pyarrow's exceptions are among them.
+        errors=(OSError, ValueError, NotImplementedError, MemoryError),
+        remedy="expected a complete Parquet file that this user may read: fetch or "
+        "write it again",
+        raises=DataError,
+    )
+
+
+def _differences(
+    types: dict[str, str], expected: dict[str, str], extra: set[str]
+) -> str:
+    if extra:
+        return f"the column {', '.join(sorted(extra))}, which is not"
+    name = next(name for name in expected if types[name] != expected[name])
+    return f"the column {name} of type {types[name]}, which is {expected[name]}"
