@@ -21,12 +21,14 @@ from hvdtrain.data.sources.source import Source
 
 if TYPE_CHECKING:
     from hvdtrain.data.batching import batches, one_pass
+    from hvdtrain.data.sources.image_folder import ImageFolder
     from hvdtrain.data.sources.mapped import map_samples
     from hvdtrain.data.sources.parquet import Parquet
 
 _MODULES = {
     **dict.fromkeys(("batches", "one_pass"), "batching"),
     "map_samples": "sources.mapped",
+    "ImageFolder": "sources.image_folder",
     "Parquet": "sources.parquet",
 }
 __all__ = [

@@ -1,0 +1,191 @@
+"""Samples that are image files in one directory for each class."""
+
+import bisect
+import dataclasses
+import hashlib
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.data.formats import DataError
+from hvdtrain.data.sources.source import Source
+from hvdtrain.job.files import local_path, one_line_errors
+
+_SUFFIXES = (b".jpg", b".jpeg", b".png")
+_JPEG = b"\xff\xd8\xff"
+_PNG = b"\x89PNG\r\n\x1a\n"
+# The last bytes of a complete file. Some cameras and programs write others after them.
+_ENDS = {_JPEG: b"\xff\xd9", _PNG: b"IEND"}
+_END_BYTES = 1024
+_READABLE = "expected a directory that this user may read: check its path"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeImage:
+    """A function of TensorFlow: (encoded bytes, label) to (image, label)."""
+
+    image_size: tuple[int, int] | None
+    channels: int
+
+    def __call__(self, sample: tuple[tf.Tensor, tf.Tensor]) -> Any:
+        content, label = sample
+        image = tf.io.decode_image(
+            content, channels=self.channels, expand_animations=False
+        )
+        image.set_shape((None, None, self.channels))
+        if self.image_size:
+            image = tf.image.resize(image, self.image_size)
+        return image, label
+
+
+class ImageFolder(Source):
+    """The images `directory/class/name.jpg`, with the number of their class.
+
+    Files with the suffixes jpg, jpeg and png are images, in upper or lower case; other
+    files, and names that begin with a dot, are ignored. The classes are numbered, and
+    the images of a class ordered, by the bytes of their names. A sample is a pair of an
+    image and an int32 label.
+
+    Without `image_size` the image is uint8. With it the image is resized, by bilinear
+    interpolation without antialiasing, and float32, as
+    `keras.utils.image_dataset_from_directory` does by default. Values are 0 to 255.
+
+    Each process lists the directories once, and keeps the names in memory: the length
+    of its name and 8 bytes for each image.
+
+    Args:
+        image_size: height and width of the images. None keeps those of the file: all
+            images must have one size then, unless a `transform` crops them.
+        channels: 1 for gray, 3 for colors, 4 with transparency.
+
+    Attributes:
+        class_names: names of the classes, by label.
+
+    Raises:
+        DataError: the directory or a class cannot be read, there are no classes, or a
+            class has no images.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        image_size: tuple[int, int] | None = None,
+        channels: int = 3,
+    ) -> None:
+        if channels not in (1, 3, 4):
+            raise DataError(f"Received channels={channels}; expected 1, 3 or 4.")
+        self.decode = DecodeImage(image_size and _checked(image_size), channels)
+        self._directory = pathlib.Path(local_path(directory))
+        self.class_names = _list_classes(self._directory)
+        # The number of the first image of each class, and the number of images.
+        self._class_starts = [0]
+        # One object of Python for each name would take several times the memory.
+        names, lengths = bytearray(), []
+        for class_name in self.class_names:
+            images = _list_images(self._directory / class_name)
+            self._class_starts.append(self._class_starts[-1] + len(images))
+            names += b"".join(images)
+            lengths.append(np.array([len(image) for image in images], np.int64))
+        self._names = bytes(names)
+        self._ends = np.cumsum(np.concatenate(lengths))
+
+    def __len__(self) -> int:
+        return self._class_starts[-1]
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        contents = np.empty(len(indices), object)
+        contents[:] = [_read_image(self._path(index)) for index in indices.tolist()]
+        return contents, self._labels(indices).astype(np.int32)
+
+    def fingerprint(self) -> Any:
+        digest = hashlib.sha256(self._names)
+        digest.update(self._ends.tobytes() + repr(self._class_starts).encode())
+        return {
+            "samples": len(self),
+            "classes": self.class_names,
+            "digest": digest.hexdigest(),
+        }
+
+    def _labels(self, indices: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._class_starts, indices, side="right") - 1
+
+    def _path(self, index: int) -> pathlib.Path:
+        label = bisect.bisect_right(self._class_starts, index) - 1
+        start = self._ends[index - 1] if index else 0
+        name = os.fsdecode(self._names[start : self._ends[index]])
+        return self._directory / self.class_names[label] / name
+
+
+def _checked(image_size: tuple[int, int]) -> tuple[int, int]:
+    if len(image_size) != 2 or min(image_size) < 1:
+        raise DataError(
+            f"Received image_size={image_size}; expected the height and the width."
+        )
+    height, width = image_size
+    return height, width
+
+
+def _list_classes(directory: pathlib.Path) -> list[str]:
+    with (
+        one_line_errors(f"list {directory}", remedy=_READABLE, raises=DataError),
+        os.scandir(directory) as entries,
+    ):
+        names = sorted(
+            os.fsencode(entry.name)
+            for entry in entries
+            if entry.is_dir() and not entry.name.startswith(".")
+        )
+    if not names:
+        raise DataError(
+            f"Received {directory} without directories; expected one directory of "
+            "images for each class."
+        )
+    return [os.fsdecode(name) for name in names]
+
+
+def _list_images(directory: pathlib.Path) -> list[bytes]:
+    with (
+        one_line_errors(f"list {directory}", remedy=_READABLE, raises=DataError),
+        os.scandir(os.fsencode(directory)) as entries,
+    ):
+        names = sorted(
+            entry.name
+            for entry in entries
+            if entry.name.lower().endswith(_SUFFIXES)
+            and not entry.name.startswith(b".")
+            and entry.is_file()
+        )
+    if not names:
+        raise DataError(
+            f"Received the class {directory} without images; expected files with the "
+            "suffix jpg, jpeg or png: add some, or remove the directory."
+        )
+    return names
+
+
+def _read_image(path: pathlib.Path) -> bytes:
+    with one_line_errors(
+        f"read {path}",
+        remedy="expected an image that this user may read: fetch it again, or change "
+        "its permissions",
+        raises=DataError,
+    ):
+        content = path.read_bytes()
+    if not content:
+        raise DataError(f"Received {path}, which is empty; expected a JPEG or PNG.")
+    kind = next((kind for kind in _ENDS if content.startswith(kind)), None)
+    if not kind:
+        raise DataError(
+            f"Received {path}, which begins with {content[:8]!r}; expected a JPEG or "
+            "PNG: convert it, or remove it."
+        )
+    if _ENDS[kind] not in content[-_END_BYTES:]:
+        raise DataError(
+            f"Received {path}, which is truncated after {len(content)} bytes; expected "
+            "a complete image: fetch it again, or remove it."
+        )
+    return content
