@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from hvdtrain.data.batching import batches, one_pass
     from hvdtrain.data.sources.image_folder import ImageFolder
     from hvdtrain.data.sources.mapped import map_samples
+    from hvdtrain.data.sources.mixture import mix
+    from hvdtrain.data.sources.packed import pack
+    from hvdtrain.data.sources.padded import pad
     from hvdtrain.data.sources.parquet import Parquet
 
 _MODULES = {
@@ -30,6 +33,9 @@ _MODULES = {
     "map_samples": "sources.mapped",
     "ImageFolder": "sources.image_folder",
     "Parquet": "sources.parquet",
+    "mix": "sources.mixture",
+    "pack": "sources.packed",
+    "pad": "sources.padded",
 }
 __all__ = [
     *("NAMES", "Choice", "DataError", "Dataset", "Sampler", "Source"),

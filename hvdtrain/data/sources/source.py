@@ -106,7 +106,7 @@ class SequenceSource(Source):
 
     def __init__(self, sequence: Readable) -> None:
         self._sequence = sequence
-        self._get_many: Callable[[list[int]], Sequence[Any]] = getattr(
+        self.get_many: Callable[[list[int]], Sequence[Any]] = getattr(
             sequence, "__getitems__", self._get_each
         )
         if not len(sequence):
@@ -118,7 +118,7 @@ class SequenceSource(Source):
         return len(self._sequence)
 
     def read(self, indices: np.ndarray) -> Any:
-        return stack(self._get_many(indices.tolist()), indices)
+        return stack(self.get_many(indices.tolist()), indices)
 
     def _get_each(self, indices: list[int]) -> list[Any]:
         return [self._sequence[index] for index in indices]
