@@ -7,6 +7,7 @@
 #include <exception>
 #include <string>
 
+#include "records.h"
 #include "reduction.h"
 #include "tensorflow/core/lib/monitoring/collection_registry.h"
 
@@ -62,7 +63,7 @@ extern "C" {
 
 // A number that changes with these functions and with the operations; also in
 // __init__.py.
-EXPORT int hvdtrain_interface() { return 9; }
+EXPORT int hvdtrain_interface() { return 10; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);
@@ -127,6 +128,12 @@ EXPORT int64_t hvdtrain_input_wait_microseconds() {
   int64_t total = 0;
   for (const auto& point : counter->second->points) total += point->int64_value;
   return total;
+}
+
+// Of records of a TFRecord file that is mapped at `base`; see records.h.
+EXPORT int64_t hvdtrain_check_records(const uint8_t* base, const int64_t* offsets,
+                                      const int64_t* lengths, int64_t count) {
+  return hvdtrain::FirstBadRecord(base, offsets, lengths, count);
 }
 
 // Ends the reductions of all ranks.
