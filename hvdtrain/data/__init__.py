@@ -21,12 +21,14 @@ from hvdtrain.data.sources.source import Source
 
 if TYPE_CHECKING:
     from hvdtrain.data.batching import batches, one_pass
+    from hvdtrain.data.sources.arrayrecord import ArrayRecord
     from hvdtrain.data.sources.image_folder import ImageFolder
     from hvdtrain.data.sources.mapped import map_samples
     from hvdtrain.data.sources.mixture import mix
     from hvdtrain.data.sources.packed import pack
     from hvdtrain.data.sources.padded import pad
     from hvdtrain.data.sources.parquet import Parquet
+    from hvdtrain.data.sources.tfrecord import TFRecord
 
 _MODULES = {
     **dict.fromkeys(("batches", "one_pass"), "batching"),
@@ -36,6 +38,8 @@ _MODULES = {
     "mix": "sources.mixture",
     "pack": "sources.packed",
     "pad": "sources.padded",
+    "ArrayRecord": "sources.arrayrecord",
+    "TFRecord": "sources.tfrecord",
 }
 __all__ = [
     *("NAMES", "Choice", "DataError", "Dataset", "Sampler", "Source"),

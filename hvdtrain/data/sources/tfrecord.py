@@ -1,0 +1,137 @@
+"""TFRecord files, read in any order by an index of their offsets."""
+
+import ctypes
+import dataclasses
+import functools
+import mmap
+import pathlib
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from hvdtrain import native
+from hvdtrain.data.formats import DataError
+from hvdtrain.data.sources.file_patterns import Pattern, find_files
+from hvdtrain.data.sources.record_files import (
+    FileVersion,
+    RecordFiles,
+    changed,
+    reading,
+)
+from hvdtrain.data.sources.record_index import (
+    FOOTER_BYTES,
+    HEADER_BYTES,
+    RecordIndex,
+)
+from hvdtrain.data.sources.source import TensorFunction
+
+# Returns the number of the first bad record, or -1: of the address of a mapped file,
+# the addresses of offsets and lengths (int64), and their number.
+_Check = Callable[[int, int, int, int], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _MappedFile:
+    """A TFRecord file in memory: its data, also as an array, and its offsets."""
+
+    data: mmap.mmap
+    content: np.ndarray
+    offsets: np.ndarray
+
+
+class TFRecord(RecordFiles[_MappedFile]):
+    """The records of TFRecord files, uncompressed.
+
+    Each file is scanned once, by one process of a node. The offsets of its records stay
+    in `default_cache_dir()/index`, 8 bytes a record, for as long as the file does not
+    change. Without a directory that can be written they are kept in memory.
+
+    The checksums of the data are checked where hvdtrain's native library is installed;
+    otherwise only those of the lengths, in the scan.
+    """
+
+    def __init__(
+        self,
+        files: Pattern | Iterable[Pattern],
+        parse: TensorFunction | None = None,
+    ) -> None:
+        """Find the files, and scan those without an index.
+
+        Args:
+            files: a path, a pattern such as "~/data/train-*.tfrecord", or a list of
+                these.
+            parse: function of the records of several samples, a string tensor of shape
+                (n,), that returns a nest of dense tensors of shape (n, ...), such as
+                `lambda records: tf.io.parse_example(records, features)`. None for the
+                serialized records.
+
+        Raises:
+            DataError: no file matches, or one cannot be read, is truncated, damaged,
+                compressed, or of another format.
+        """
+        versions = [FileVersion.of(path) for path in find_files(files)]
+        self._index = RecordIndex(versions)
+        super().__init__(versions, self._index.counts, self._map, parse)
+
+    def _map(self, file: FileVersion) -> _MappedFile:
+        file.check()
+        with reading(file.path), open(file.path, "rb") as opened:
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        offsets = self._index.offsets(file)
+        return _MappedFile(data, np.frombuffer(data, np.uint8), offsets)
+
+    def _read_records(
+        self, file: FileVersion, opened: _MappedFile, numbers: np.ndarray
+    ) -> list[bytes]:
+        data = opened.data
+        # The size as it is now: to read beyond the end would end the process.
+        if data.size() != file.size:
+            raise changed(file.path)
+        starts = opened.offsets[numbers]
+        ends = opened.offsets[numbers + 1]
+        _check(file.path, opened.content, starts, ends)
+        firsts, lasts = starts + HEADER_BYTES, ends - FOOTER_BYTES
+        return [
+            data[first:last]
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
+        ]
+
+
+def _check(
+    path: pathlib.Path, content: np.ndarray, starts: np.ndarray, ends: np.ndarray
+) -> None:
+    """Raise `DataError` unless the records are those of the index."""
+    lengths = ends - starts - (HEADER_BYTES + FOOTER_BYTES)
+    if check_records := _native_check():
+        # Without the interpreter's lock, which a page that is read from the disk would
+        # hold otherwise.
+        bad = check_records(
+            content.ctypes.data, starts.ctypes.data, lengths.ctypes.data, len(starts)
+        )
+        if bad < 0:
+            return
+    stored = content[starts[:, None] + np.arange(8)].view("<i8")[:, 0]
+    if (stored != lengths).any():
+        raise changed(path)
+    if check_records:
+        raise DataError(
+            f"Received {path} with a record at byte {starts[bad]} that does not have "
+            "its checksum; expected an undamaged file: fetch or write it again."
+        )
+
+
+@functools.cache
+def _native_check() -> _Check | None:
+    try:
+        check: _Check = bind_check(native.load().functions)
+    except OSError:
+        return None
+    return check
+
+
+def bind_check(functions: ctypes.CDLL) -> _Check:
+    """Return `hvdtrain_check_records` of a library, with its types."""
+    check = functions.hvdtrain_check_records
+    check.restype = ctypes.c_int64
+    check.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
+    return check
