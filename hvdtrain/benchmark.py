@@ -4,6 +4,7 @@ python -m hvdtrain.benchmark
 horovodrun -np 2 python -m hvdtrain.benchmark --workload=cnn --json=cnn.json
 mpirun -np 2 python -m hvdtrain.benchmark --collectives --plot=collectives.png
 mpirun -np 2 python -m hvdtrain.benchmark --workload=recommender
+python -m hvdtrain.benchmark --input
 python -m hvdtrain.benchmark --strategy=mirrored --workload=resnet18
 
 The default takes about a minute. docs/figures/benchmark.md describes the figures.

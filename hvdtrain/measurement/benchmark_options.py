@@ -54,6 +54,7 @@ _FUNCTION_DEFAULTS = Defaults(
 _COLLECTIVES_DEFAULTS = Defaults(
     batch_size=1, steps_per_execution=1, rounds=7, seconds=0.1
 )
+_INPUT_DEFAULTS = Defaults(batch_size=1000, steps_per_execution=1, rounds=5)
 _FIRST_BYTES, _FACTOR = 1000, 4
 STRATEGIES = ("horovod", "mirrored", "split", "single")
 
@@ -79,6 +80,10 @@ class BenchmarkOptions:
     devices: int = flag_field(2, "Devices of mirrored and split.", low=2, high=64)
     collectives: bool = flag_field(
         False, "Measure allreduce by itself, instead of a training."
+    )
+    input: bool = flag_field(
+        False,
+        "Measure how fast files of small samples are read, instead of a training.",
     )
     max_bytes: int = flag_field(
         256_000_000, "Largest message of --collectives.", low=4000, high=4_000_000_000
@@ -129,6 +134,8 @@ class BenchmarkOptions:
         defaults = WORKLOADS.get(self.workload, _FUNCTION_DEFAULTS)
         if self.collectives:
             defaults = _COLLECTIVES_DEFAULTS
+        if self.input:
+            defaults = _INPUT_DEFAULTS
         if self.strategy == "mirrored":
             # Keras' `fit` fails with more than one under this strategy.
             defaults = dataclasses.replace(defaults, steps_per_execution=1)
@@ -144,6 +151,11 @@ class BenchmarkOptions:
             raise SharedJobError(
                 "Received --collectives in a job of 1 rank; expected 2 or more: start "
                 "it by horovodrun -np 2 or mpirun -np 2."
+            )
+        if self.input and size > 1:
+            raise SharedJobError(
+                f"Received --input in a job of {size} ranks; expected one process: "
+                "start python -m hvdtrain.benchmark without a launcher."
             )
         if self.compares_parallelism and size == 1:
             raise SharedJobError(
@@ -166,7 +178,8 @@ class BenchmarkOptions:
     @property
     def compares_parallelism(self) -> bool:
         """Whether kinds of parallelism are compared, not the times within a step."""
-        return self.workload in _PARALLEL_WORKLOADS and not self.collectives
+        measures_less = self.collectives or self.input
+        return self.workload in _PARALLEL_WORKLOADS and not measures_less
 
     def mesh_shape(self, size: int) -> MeshShape | None:
         """Return the mesh, of `size` ranks, whose process sets `job.start` makes."""
@@ -200,6 +213,10 @@ def _are_numbers(texts: Sequence[str]) -> bool:
 
 
 CHECKS = (
+    FlagCheck(
+        lambda input, collectives, plot: not (input and (collectives or plot)),
+        "expected --input without --collectives and --plot",
+    ),
     FlagCheck(
         is_workload,
         f"expected {', '.join(WORKLOADS)}, or module:function",

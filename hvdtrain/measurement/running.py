@@ -15,6 +15,7 @@ from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.measurement import (
     allreduce_speed,
+    input_speed,
     parallelism,
     records,
     tables,
@@ -50,6 +51,14 @@ def run(
     if options.collectives:
         result["collectives"] = _collectives(options, world, mpi_seconds)
         return result, tables.collectives(result)
+    if options.input:
+        with fail_together(world):
+            result["input"] = input_speed.measure(
+                batch_size=options.batch_size,
+                rounds=options.rounds,
+                seconds=options.seconds,
+            )
+        return result, tables.input_speed(result)
     if options.compares_parallelism:
         result["parallelism"] = parallelism.measure(options, world)
         return result, tables.parallelism(result)

@@ -59,6 +59,23 @@ def collectives(result: Result) -> str:
     return "\n".join(lines)
 
 
+def input_speed(result: Result) -> str:
+    """Return the table of a result with `input`."""
+    pipelines = next(iter(result["input"].values()))["samples_per_second"]
+    lines = [
+        *_label(_environment(result)),
+        *_label(_doubts(result)),
+        "",
+        f"samples/s in batches of {result['flags']['batch_size']:,}, from files in the "
+        "page cache",
+        _line(f"{'':<12}", [*pipelines, "ratio"]),
+    ]
+    for name, speeds in result["input"].items():
+        cells = [number(speed) for speed in speeds["samples_per_second"].values()]
+        lines.append(_line(f"{name:<12}", [*cells, f"{speeds['ratio']:.2f}"]))
+    return "\n".join(lines)
+
+
 def parallelism(result: Result) -> str:
     """Return the table of a result with `parallelism`."""
     flags = result["flags"]

@@ -139,6 +139,19 @@ def test_collectives(run, tmp_path, launcher):
         assert all(seconds > 0 for seconds in row["seconds"].values())
 
 
+@pytest.mark.long
+def test_input(run, tmp_path):
+    path = tmp_path / "input.json"
+    few = ["--rounds=2", "--seconds=0.05", "--batch_size=100"]
+    job = run(["--input", *few, f"--json={path}"], program=BENCHMARK)
+    assert job.returncode == 0, job.text
+    result = json.loads(path.read_text())
+    assert result["flags"]["batch_size"] == 100
+    for name, speeds in result["input"].items():
+        assert any(line.startswith(name) for line in job.lines), job.text
+        assert list(speeds["samples_per_second"]) == ["data.batches", "tf.data"]
+
+
 def long(*values):
     """A case that starts TensorFlow, of which one other is in the README's command."""
     return pytest.param(*values, marks=pytest.mark.long)
@@ -149,6 +162,7 @@ def long(*values):
     [
         (["--collectives"], "alone", ["--collectives", "1 rank", "horovodrun -np 2"]),
         (["--workload=wide"], "alone", ["--workload=wide", "1 rank", "mpirun -np 2"]),
+        (["--input"], "gloo", ["2 ranks", "--input", "one process"]),
         (["--strategy=split"], "gloo", ["2 ranks", "--strategy=split", "one process"]),
         (
             ["--strategy=mirrored", "--steps_per_execution=2"],

@@ -15,6 +15,7 @@ import pytest
 from hvdtrain.job import JobError, World, launchers
 from hvdtrain.measurement import (
     figures,
+    input_speed,
     parallelism,
     records,
     simulated_device,
@@ -304,6 +305,7 @@ class TestOptions:
         assert options(batch_size=7).batch_size == 7
         assert options(strategy="mirrored").steps_per_execution == 1
         assert options().steps_per_execution == 20
+        assert options(input=True).batch_size == 1000
 
     def test_message_sizes(self):
         sizes = options(max_bytes=64_003).message_sizes
@@ -332,11 +334,12 @@ class TestOptions:
             ("--seconds=nan", ["expected numbers", "--seconds"]),
             ("--compare=", ["--compare", "expected files"]),
             ("--compare=a.json,", ["--compare", "expected files"]),
+            ("--input --plot=a.png", ["--input=True", "without --collectives and"]),
             ("--json=", ["--json", "expected a path"]),
         ],
     )
     def test_wrong_flags_are_one_line(self, argument, words):
-        command = [sys.executable, "-m", "hvdtrain.benchmark", argument]
+        command = [sys.executable, "-m", "hvdtrain.benchmark", *argument.split()]
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
         )
@@ -432,6 +435,43 @@ class TestFiles:
         assert len(list(tmp_path.iterdir())) == 3
 
 
+class TestInputSpeed:
+    def test_both_pipelines_of_each_format(self, monkeypatch):
+        monkeypatch.setenv("HVDTRAIN_CACHE_DIR", "")
+        measured = input_speed.measure(batch_size=8, rounds=2, seconds=0.01, samples=20)
+        assert measured["TFRecord"]
+        for speeds in measured.values():
+            pipelines = speeds["samples_per_second"]
+            assert list(pipelines) == ["data.batches", "tf.data"]
+            assert all(speed > 0 for speed in pipelines.values())
+            assert speeds["ratio"] > 0
+
+    def test_both_pipelines_read_the_samples_of_the_file(self, tmp_path):
+        for name, each in input_speed._formats().items():
+            path = str(tmp_path / name)
+            input_speed._write(each.open_writer(path), 12)
+            values = {}
+            for batches in (
+                input_speed._sampled(each, path, 4),
+                each.make_plain(path, 4),
+            ):
+                for batch in batches.take(6):
+                    assert batch["x"].shape == (4, 64)
+                    for x, y in zip(
+                        batch["x"].numpy(), batch["y"].numpy(), strict=True
+                    ):
+                        assert (values.setdefault(y, x) == x).all()
+            assert set(values) == set(range(12))
+
+    def test_the_order_is_reversed_in_every_other_round(self, monkeypatch):
+        order = []
+        monkeypatch.setattr(input_speed, "_time", lambda made, seconds: len(order))
+        pipelines = {name: lambda name=name: order.append(name) or [] for name in "ab"}
+        speeds = input_speed._run_rounds(pipelines, rounds=2, seconds=1)
+        assert order == ["a", "b", "b", "a"]
+        assert speeds == {"a": [1, 4], "b": [2, 3]}
+
+
 class TestTables:
     def test_of_a_training(self):
         text = " ".join(tables.training(result()).split())
@@ -444,6 +484,15 @@ class TestTables:
         # Neither a variant without reduction nor one with a constant batch.
         assert "communication - - not hidden" in text
         assert "input wait - - for the input" in text
+
+    def test_of_the_input(self):
+        speeds = {"data.batches": 300_000.0, "tf.data": 200_000.0}
+        measured = {"TFRecord": {"samples_per_second": speeds, "ratio": 1.5}}
+        found = {**result(), "input": measured}
+        found["flags"]["batch_size"] = 1000
+        text = " ".join(tables.input_speed(found).split())
+        assert "samples/s in batches of 1,000, from files in the page cache" in text
+        assert "data.batches tf.data ratio TFRecord 300,000 200,000 1.50" in text
 
     def test_doubts(self):
         found = result()
