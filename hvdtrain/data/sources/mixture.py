@@ -74,13 +74,17 @@ class MixedSource(Source):
     def read(self, indices: np.ndarray) -> Any:
         """Return what each source reads, and where each sample is in all of these."""
         owners = np.searchsorted(self._starts, indices, side="right") - 1
-        parts = []
-        pairs = zip(self._children, self._empty, strict=True)
-        for number, (child, empty) in enumerate(pairs):
-            own = indices[owners == number] - self._starts[number]
-            parts.append(child.read(own) if own.size else empty)
         places = np.empty_like(indices)
-        places[np.argsort(owners, kind="stable")] = np.arange(len(indices))
+        parts, start = [], 0
+        pairs = zip(self._children, self._examples, strict=True)
+        for number, (child, example) in enumerate(pairs):
+            mask = owners == number
+            own = indices[mask] - self._starts[number]
+            # A batch has the structure of all others. A sample that stays unused, since
+            # a `parse` may fail for no samples.
+            parts.append(child.read(own) if own.size else example)
+            places[mask] = start + np.arange(own.size)
+            start += max(1, own.size)
         return tuple(parts), places
 
     def shuffle(self, sampler: Sampler, positions: np.ndarray) -> np.ndarray:
@@ -116,11 +120,8 @@ class MixedSource(Source):
         return tf.nest.pack_sequence_as(parsed[0], merged)
 
     @functools.cached_property
-    def _empty(self) -> list[Any]:
-        """What each source returns for no samples; checks that all sources fit.
-
-        A batch without a sample of a source has the structure of all others.
-        """
+    def _examples(self) -> list[Any]:
+        """One sample of each source; checks that all sources fit."""
         examples = [child.read(np.zeros(1, np.int64)) for child in self._children]
         specs = [
             _parsed_spec(child, example)
@@ -133,8 +134,7 @@ class MixedSource(Source):
                     f"{_text(spec)} of source {number} of a mixture; expected the same "
                     "structure, types and shapes: give a source another `parse`."
                 )
-        # tf.nest: the values of a mixture are nested in tuples.
-        return [tf.nest.map_structure(lambda x: x[:0], nest) for nest in examples]
+        return examples
 
 
 @functools.lru_cache(maxsize=8)
