@@ -26,6 +26,7 @@ OTHERS = {
     "imagenet_resnet50.py",
     "optuna_slurm.py",
     "optuna_slurm.sbatch",
+    "resnet_images.py",
     "trackers/mlflow_observer.py",
     "trackers/tensorboard_observer.py",
     "trackers/train.py",
@@ -142,6 +143,20 @@ def test_the_lines_of_the_diff_are_in_the_imagenet_example():
     added = re.findall(r"^\+(.*)$", diff, re.M)
     assert len(added) > 10
     assert [line for line in added if line not in example.splitlines()] == []
+
+
+@pytest.mark.long
+def test_resnet_continues_after_a_signal(start, shell, tmp_path):
+    program = command("resnet_images.py").replace("=run", f"={tmp_path}/run")
+    program = program.replace("=digits", f"={tmp_path}/digits")
+    job = start([], program=["sh", "-c", program])
+    job.wait_for("evaluation at step 94")
+    job.ranks()[0].terminate()
+    assert job.wait().returncode == 75, job.text
+    text = shell(program)
+    assert "evaluation at step 94:" not in text
+    assert number(r"evaluation at step 281: .*accuracy ([\d.]+)", text) > 0.85, text
+    assert len([*tmp_path.glob("digits/*/*/*.png")]) == 1797
 
 
 @pytest.mark.long
