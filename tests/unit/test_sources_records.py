@@ -1,6 +1,8 @@
 """TFRecord and ArrayRecord files: which records are read, and the errors."""
 
 import ctypes
+import errno
+import gc
 import gzip
 import itertools
 import pathlib
@@ -114,7 +116,7 @@ def test_records_are_read_in_the_order_of_the_indices(source):
 
 
 def test_a_bounded_number_of_files_is_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_files, "_MAX_OPEN_FILES", 2)
+    monkeypatch.setattr(data.TFRecord, "max_open_files", 2)
     source = data.TFRecord(write(tmp_path, "TFRecord", counts=[2] * 6))
     assert list(source.read(np.arange(12))) == [record(n) for n in range(12)]
     assert source._open.cache_info().currsize == 2
@@ -172,7 +174,7 @@ def test_a_file_is_scanned_once_until_it_changes(tmp_path, scans, cache):
     files = write(tmp_path, "TFRecord")
     assert len(data.TFRecord(files)) == len(data.TFRecord(files)) == SAMPLES
     assert sorted(scans) == ["part-0", "part-1", "part-2"]
-    assert {path.suffix for path in cache.iterdir()} == {".npy"}
+    assert {path.suffix for path in cache.rglob("*.*")} == {".npy"}
     with tf.io.TFRecordWriter(str(tmp_path / "part-1")) as writer:
         writer.write(b"other")
     scans.clear()
@@ -181,10 +183,16 @@ def test_a_file_is_scanned_once_until_it_changes(tmp_path, scans, cache):
     assert source.read(np.array([17]))[0] == b"other"
 
 
-def test_the_index_is_memory_mapped(file):
+def test_the_index_is_memory_mapped(file, cache):
     index = data.TFRecord(file)._index
     version = record_files.FileVersion.of(file)
-    assert isinstance(index.offsets(version).base, np.memmap)
+    offsets = index.offsets(version)
+    [path] = cache.rglob("*.npy")
+    assert str(path) in pathlib.Path("/proc/self/maps").read_text()
+    # Freed with the last array.
+    del offsets
+    gc.collect()
+    assert str(path) not in pathlib.Path("/proc/self/maps").read_text()
 
 
 def test_without_a_cache_the_index_is_in_memory(file, monkeypatch, scans):
@@ -197,7 +205,7 @@ def test_without_a_cache_the_index_is_in_memory(file, monkeypatch, scans):
 @pytest.mark.parametrize("damage", ["removed", "truncated", "other"])
 def test_a_damaged_index_is_made_again(file, cache, scans, damage):
     data.TFRecord(file)
-    [index] = cache.glob("*.npy")
+    [index] = cache.rglob("*.npy")
     if damage == "removed":
         index.unlink()
     elif damage == "truncated":
@@ -232,6 +240,15 @@ def test_processes_share_the_scans(tmp_path, scans):
     thread.join(20)
     assert len(created[0]) == SAMPLES
     assert scans == []
+
+
+def test_a_cache_without_locks_keeps_the_index(file, monkeypatch, scans):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(record_index.fcntl, "flock", flock)
+    assert len(data.TFRecord(file)) == len(data.TFRecord(file)) == 5
+    assert scans == ["part-0"]
 
 
 def test_ranks_of_a_node_scan_at_the_same_time(tmp_path):

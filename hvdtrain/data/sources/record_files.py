@@ -15,9 +15,6 @@ from hvdtrain.data.formats import DataError
 from hvdtrain.data.sources.source import Source, TensorFunction
 from hvdtrain.job.files import one_line_errors
 
-# Each takes up to two of the 1,024 file descriptors that a process usually has.
-_MAX_OPEN_FILES = 256
-
 Opened = TypeVar("Opened")
 
 
@@ -45,7 +42,12 @@ class RecordFiles(Source, Generic[Opened]):
     """Records by their number over several files, of which a few are open at a time.
 
     A subclass has `_read_records`.
+
+    Attributes:
+        max_open_files: beyond it, the file that was not used for longest is freed.
     """
+
+    max_open_files = 256
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class RecordFiles(Source, Generic[Opened]):
         self._files = files
         self._counts = counts
         self._ends = np.cumsum(counts)
-        self._open = functools.lru_cache(_MAX_OPEN_FILES)(open_file)
+        self._open = functools.lru_cache(self.max_open_files)(open_file)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -9,7 +9,6 @@ import array
 import contextlib
 import fcntl
 import hashlib
-import mmap
 import os
 import pathlib
 import struct
@@ -19,6 +18,7 @@ import numpy as np
 
 from hvdtrain.data.download import default_cache_dir
 from hvdtrain.data.formats import DataError
+from hvdtrain.data.sources.mapped_file import map_file
 from hvdtrain.data.sources.record_files import FileVersion, reading
 from hvdtrain.job.files import atomic_write
 
@@ -27,6 +27,9 @@ FOOTER_BYTES = 4
 _FRAME_BYTES = HEADER_BYTES + FOOTER_BYTES
 # Bounds the memory of the vectorized check.
 _RECORDS_PER_CHECK = 1 << 16
+# Of an npy file: 8 bytes of magic and version, and the length of the header (2), whose
+# end is a multiple of 64.
+_NPY_PREFIX = 10
 _POLYNOMIAL = 0x82F63B78
 _ALL_BITS = np.uint32(0xFFFFFFFF)
 
@@ -86,7 +89,7 @@ class RecordIndex:
         except BlockingIOError:
             return False
         except OSError:
-            # The cache cannot be written, or its file system has no locks.
+            # The cache cannot be written.
             if file not in self._in_memory:
                 self._in_memory[file] = scan(file.path)
         return True
@@ -98,7 +101,14 @@ def _locked(path: pathlib.Path, *, blocking: bool) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock")
     with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:
+            # A file system without locks: several processes may scan this file, and
+            # the last rename counts.
+            pass
         yield
         # A process that still acquires the removed file finds the index.
         lock.unlink(missing_ok=True)
@@ -107,22 +117,22 @@ def _locked(path: pathlib.Path, *, blocking: bool) -> Iterator[None]:
 def _index_path(file: FileVersion) -> pathlib.Path:
     key = f"{os.path.abspath(file.path)}\0{file.size}\0{file.mtime_ns}"
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    return default_cache_dir() / "index" / f"{name}.npy"
+    # Directories of few files: `atomic_write` lists the directory.
+    return default_cache_dir() / "index" / name[:2] / f"{name[2:]}.npy"
 
 
 def _load(file: FileVersion) -> np.ndarray | None:
     """Return the mapped index of a file, or None without a complete one."""
+    # Not np.load: it takes a tenth of a millisecond, and keeps a file descriptor.
     try:
-        mapped = np.load(_index_path(file), mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError):
+        content = map_file(_index_path(file))
+    except OSError:
         return None
-    offsets = np.asarray(mapped)
-    is_complete = (
-        offsets.ndim == 1
-        and offsets.dtype == np.int64
-        and len(offsets) > 1
-        and (offsets[0], offsets[-1]) == (0, file.size)
-    )
+    start = _NPY_PREFIX + int.from_bytes(content[8:_NPY_PREFIX].tobytes(), "little")
+    if len(content) % 8 or len(content) < start + 16:
+        return None
+    offsets = content[start:].view(np.int64)
+    is_complete = (offsets[0], offsets[-1]) == (0, file.size)
     return offsets if is_complete else None
 
 
@@ -135,14 +145,14 @@ def scan(path: pathlib.Path) -> np.ndarray:
         DataError: the file is empty, truncated, damaged, compressed, or no TFRecord
             file.
     """
-    with reading(path), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if not size:
+    with reading(path):
+        if not path.stat().st_size:
             raise DataError(
                 f"Received {path} with 0 bytes; expected records: write it again, or "
                 "leave it out."
             )
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        content = map_file(path)
+    data, size = content.data, len(content)
     # 8 bytes a record; a list would take 40.
     starts = array.array("q")
     read_length = struct.Struct("<Q").unpack_from
@@ -150,7 +160,7 @@ def scan(path: pathlib.Path) -> np.ndarray:
     while position <= size - _FRAME_BYTES:
         starts.append(position)
         position += read_length(data, position)[0] + _FRAME_BYTES
-    _check_headers(path, data, np.frombuffer(starts, np.int64))
+    _check_headers(path, content, np.frombuffer(starts, np.int64))
     if position != size:
         cut = starts[-1] if position > size else position
         raise DataError(
@@ -162,18 +172,18 @@ def scan(path: pathlib.Path) -> np.ndarray:
     return np.frombuffer(starts, np.int64)
 
 
-def _check_headers(path: pathlib.Path, data: mmap.mmap, starts: np.ndarray) -> None:
+def _check_headers(path: pathlib.Path, content: np.ndarray, starts: np.ndarray) -> None:
     """Raise `DataError` unless each length has its checksum."""
-    content = np.frombuffer(data, np.uint8)
+    magic = content[:2].tobytes()
     for first in range(0, len(starts), _RECORDS_PER_CHECK):
         some = starts[first : first + _RECORDS_PER_CHECK]
         headers = content[some[:, None] + np.arange(HEADER_BYTES)]
         stored = headers[:, 8:].copy().view("<u4")[:, 0]
         [bad] = np.nonzero(stored != _masked_crcs(headers[:, :8]))
         if len(bad):
-            raise _other_format(path, data[:2], int(some[bad[0]]))
+            raise _other_format(path, magic, int(some[bad[0]]))
     if not len(starts):
-        raise _other_format(path, data[:2], 0)
+        raise _other_format(path, magic, 0)
 
 
 def _other_format(path: pathlib.Path, magic: bytes, position: int) -> DataError:

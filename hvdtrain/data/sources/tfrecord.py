@@ -3,7 +3,7 @@
 import ctypes
 import dataclasses
 import functools
-import mmap
+import os
 import pathlib
 from collections.abc import Callable, Iterable
 
@@ -12,6 +12,7 @@ import numpy as np
 from hvdtrain import native
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sources.file_patterns import Pattern, find_files
+from hvdtrain.data.sources.mapped_file import map_file
 from hvdtrain.data.sources.record_files import (
     FileVersion,
     RecordFiles,
@@ -25,6 +26,7 @@ from hvdtrain.data.sources.record_index import (
 )
 from hvdtrain.data.sources.source import TensorFunction
 
+_LENGTH_BYTES = np.arange(8)
 # Returns the number of the first bad record, or -1: of the address of a mapped file,
 # the addresses of offsets and lengths (int64), and their number.
 _Check = Callable[[int, int, int, int], int]
@@ -32,9 +34,8 @@ _Check = Callable[[int, int, int, int], int]
 
 @dataclasses.dataclass(frozen=True)
 class _MappedFile:
-    """A TFRecord file in memory: its data, also as an array, and its offsets."""
+    """A TFRecord file in memory (uint8), and the offsets of its records (int64)."""
 
-    data: mmap.mmap
     content: np.ndarray
     offsets: np.ndarray
 
@@ -49,6 +50,9 @@ class TFRecord(RecordFiles[_MappedFile]):
     The checksums of the data are checked where hvdtrain's native library is installed;
     otherwise only those of the lengths, in the scan.
     """
+
+    # Two mappings each, of the 65,530 that Linux allows a process.
+    max_open_files = 1 << 14
 
     def __init__(
         self,
@@ -75,26 +79,33 @@ class TFRecord(RecordFiles[_MappedFile]):
 
     def _map(self, file: FileVersion) -> _MappedFile:
         file.check()
-        with reading(file.path), open(file.path, "rb") as opened:
-            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        offsets = self._index.offsets(file)
-        return _MappedFile(data, np.frombuffer(data, np.uint8), offsets)
+        with reading(file.path):
+            content = map_file(file.path)
+        return _MappedFile(content, self._index.offsets(file))
 
     def _read_records(
         self, file: FileVersion, opened: _MappedFile, numbers: np.ndarray
     ) -> list[bytes]:
-        data = opened.data
-        # The size as it is now: to read beyond the end would end the process.
-        if data.size() != file.size:
+        # To read beyond the end of a file that was truncated would end the process.
+        if _size(file.path) != file.size:
             raise changed(file.path)
         starts = opened.offsets[numbers]
         ends = opened.offsets[numbers + 1]
         _check(file.path, opened.content, starts, ends)
         firsts, lasts = starts + HEADER_BYTES, ends - FOOTER_BYTES
+        data = opened.content.data
         return [
-            data[first:last]
+            data[first:last].tobytes()
             for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
         ]
+
+
+def _size(path: pathlib.Path) -> int | None:
+    # Not `reading`: a batch of 1,000 files would take a tenth longer.
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
 
 
 def _check(
@@ -110,7 +121,7 @@ def _check(
         )
         if bad < 0:
             return
-    stored = content[starts[:, None] + np.arange(8)].view("<i8")[:, 0]
+    stored = content[starts[:, None] + _LENGTH_BYTES].view("<i8")[:, 0]
     if (stored != lengths).any():
         raise changed(path)
     if check_records:
