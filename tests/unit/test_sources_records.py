@@ -181,6 +181,11 @@ def test_a_file_is_scanned_once_until_it_changes(tmp_path, scans, cache):
     source = data.TFRecord(files)
     assert (len(source), scans) == (17 + 1 + 21, ["part-1"])
     assert source.read(np.array([17]))[0] == b"other"
+    size = (tmp_path / "part-0").stat().st_size
+    with tf.io.TFRecordWriter(str(tmp_path / "part-0")) as writer:
+        writer.write(bytes(size - FRAME))
+    scans.clear()
+    assert (len(data.TFRecord(files)), scans) == (1 + 1 + 21, ["part-0"])
 
 
 def test_the_index_is_memory_mapped(file, cache):
