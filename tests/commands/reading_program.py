@@ -137,6 +137,8 @@ def main(arguments):
     def log(plan):
         path = directory / f"read-{hvd.size()}-{uuid.uuid4().hex}.jsonl"
         position = []
+        # In an elastic job, what a step has read that another rank did not complete.
+        _read.clear()
 
         def on_batch_end(batch, logs):
             [ids] = _read
