@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvdtrain import data
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sources import record_files, record_index, tfrecord
+from hvdtrain.data.sources import index_cache, record_files, record_index, tfrecord
 
 COUNTS = (17, 5, 21)
 SAMPLES = sum(COUNTS)
@@ -174,7 +174,7 @@ def test_a_file_is_scanned_once_until_it_changes(tmp_path, scans, cache):
     files = write(tmp_path, "TFRecord")
     assert len(data.TFRecord(files)) == len(data.TFRecord(files)) == SAMPLES
     assert sorted(scans) == ["part-0", "part-1", "part-2"]
-    assert {path.suffix for path in cache.rglob("*.*")} == {".npy"}
+    assert {path.suffix for path in cache.rglob("*.*")} == {".int64"}
     with tf.io.TFRecordWriter(str(tmp_path / "part-1")) as writer:
         writer.write(b"other")
     scans.clear()
@@ -192,7 +192,7 @@ def test_the_index_is_memory_mapped(file, cache):
     index = data.TFRecord(file)._index
     version = record_files.FileVersion.of(file)
     offsets = index.offsets(version)
-    [path] = cache.rglob("*.npy")
+    [path] = cache.rglob("*.int64")
     assert str(path) in pathlib.Path("/proc/self/maps").read_text()
     # Freed with the last array.
     del offsets
@@ -210,13 +210,13 @@ def test_without_a_cache_the_index_is_in_memory(file, monkeypatch, scans):
 @pytest.mark.parametrize("damage", ["removed", "truncated", "other"])
 def test_a_damaged_index_is_made_again(file, cache, scans, damage):
     data.TFRecord(file)
-    [index] = cache.rglob("*.npy")
+    [index] = cache.rglob("*.int64")
     if damage == "removed":
         index.unlink()
     elif damage == "truncated":
         index.write_bytes(index.read_bytes()[:-8])
     else:
-        np.save(index, np.arange(3))
+        np.array([2, 0, 3]).tofile(index)
     assert len(data.TFRecord(file)) == 5
     assert scans == ["part-0"] * 2
 
@@ -230,17 +230,18 @@ def test_an_index_that_is_removed_during_a_job_is_made_again(file, cache):
 def test_processes_share_the_scans(tmp_path, scans):
     files = write(tmp_path, "TFRecord")
     busy = record_files.FileVersion.of(tmp_path / "part-1")
-    path = record_index._index_path(busy)
+    path = index_cache._path(record_index._name(busy))
     created = []
     thread = threading.Thread(target=lambda: created.append(data.TFRecord(files)))
     # As another process: the lock belongs to the open file.
-    with record_index._locked(path, blocking=False):
+    with index_cache._locked(path, blocking=False):
         thread.start()
         thread.join(0.5)
         # The others are scanned meanwhile.
         assert sorted(scans) == ["part-0", "part-2"]
         assert thread.is_alive()
-        np.save(path, record_index.scan(busy.path))
+        offsets = record_index.scan(busy.path)
+        np.array([len(offsets), *offsets]).tofile(path)
         scans.clear()
     thread.join(20)
     assert len(created[0]) == SAMPLES
@@ -251,7 +252,7 @@ def test_a_cache_without_locks_keeps_the_index(file, monkeypatch, scans):
     def flock(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(record_index.fcntl, "flock", flock)
+    monkeypatch.setattr(index_cache.fcntl, "flock", flock)
     assert len(data.TFRecord(file)) == len(data.TFRecord(file)) == 5
     assert scans == ["part-0"]
 

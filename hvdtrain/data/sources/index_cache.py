@@ -5,53 +5,91 @@ import fcntl
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.download import default_cache_dir
+from hvdtrain.data.sources.mapped_file import map_file
 from hvdtrain.job.files import atomic_write
 
 
 def digest(*values: Any) -> str:
     """Return the name of an index: a digest of values for JSON on which it depends."""
     text = json.dumps(values, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def cached(name_digest: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array that `compute` returns, memory-mapped from the cache.
+def load(name: str) -> np.ndarray | None:
+    """Return an index from the cache, memory-mapped, or None without one: int64."""
+    try:
+        content = map_file(_path(name)).view(np.int64)
+    # ValueError: the number of bytes is no multiple of 8.
+    except (OSError, ValueError):
+        return None
+    # The first number is that of the others: a file system that is full, or a crash,
+    # may have truncated the file.
+    return content[1:] if content[0] == len(content) - 1 else None
 
-    Of the processes that share a cache, one computes it while the others block. Where
-    the cache cannot be written, each process keeps the array in memory.
+
+def cached(
+    name: str, compute: Callable[[], np.ndarray], *, blocking: bool = True
+) -> np.ndarray:
+    """Return an index from the cache, or compute and store it.
+
+    Of the processes that share a cache, one computes it. Where the cache cannot be
+    written, each process keeps the index in memory.
 
     Args:
-        name_digest: what `digest` returned for all that the array depends on.
+        name: what `digest` returned for all that the index depends on.
+        compute: returns the index, int64 of one dimension.
+        blocking: whether to block while another process computes it.
+
+    Raises:
+        BlockingIOError: another process computes it, and `blocking` is False.
     """
-    path = default_cache_dir() / "index" / f"{name_digest}.npy"
-    if (array := _load(path)) is not None:
-        return array
-    with contextlib.ExitStack() as stack:
+    if (index := load(name)) is not None:
+        return index
+    computed = None
+    try:
+        with _locked(_path(name), blocking=blocking):
+            # Another process may have written it before the lock was acquired.
+            if (index := load(name)) is None:
+                computed = compute()
+                with atomic_write(_path(name)) as path, open(path, "wb") as file:
+                    np.array([len(computed)]).tofile(file)
+                    computed.tofile(file)
+                index = load(name)
+    except BlockingIOError:
+        raise
+    except OSError:
+        # The cache cannot be written.
+        pass
+    if index is not None:
+        return index
+    return compute() if computed is None else computed
+
+
+def _path(name: str) -> pathlib.Path:
+    # Directories of few files: `atomic_write` lists the directory.
+    return default_cache_dir() / "index" / name[:2] / f"{name[2:]}.int64"
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path, *, blocking: bool) -> Iterator[None]:
+    """Hold the lock of an index, which ends with the process at the latest."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_suffix(".lock")
+    with open(lock, "w") as file:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.with_suffix(".lock").open("a"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
         except OSError:
-            return compute()
-        # Another process may have written it while this one was blocked.
-        if (array := _load(path)) is not None:
-            return array
-        array = compute()
-        with contextlib.suppress(OSError), atomic_write(path) as temporary:
-            np.save(temporary, array)
-    loaded = _load(path)
-    return array if loaded is None else loaded
-
-
-def _load(path: pathlib.Path) -> np.ndarray | None:
-    """Return the array in a file; None if there is none, or it is damaged."""
-    # ValueError: a file that is truncated, or is none of NumPy's.
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    return None
+            # A file system without locks: several processes may compute the index, and
+            # the last rename counts.
+            pass
+        yield
+        # A process that still acquires the removed file finds the index.
+        lock.unlink(missing_ok=True)

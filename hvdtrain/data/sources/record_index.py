@@ -6,30 +6,23 @@ each file is scanned once.
 """
 
 import array
-import contextlib
-import fcntl
-import hashlib
 import os
 import pathlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.data.download import default_cache_dir
 from hvdtrain.data.formats import DataError
+from hvdtrain.data.sources import index_cache
 from hvdtrain.data.sources.mapped_file import map_file
 from hvdtrain.data.sources.record_files import FileVersion, reading
-from hvdtrain.job.files import atomic_write
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
 _FRAME_BYTES = HEADER_BYTES + FOOTER_BYTES
 # Bounds the memory of the vectorized check.
 _RECORDS_PER_CHECK = 1 << 16
-# Of an npy file: 8 bytes of magic and version, and the length of the header (2), whose
-# end is a multiple of 64.
-_NPY_PREFIX = 10
 _POLYNOMIAL = 0x82F63B78
 _ALL_BITS = np.uint32(0xFFFFFFFF)
 
@@ -66,74 +59,30 @@ class RecordIndex:
         """
         offsets = self._in_memory.get(file)
         if offsets is None:
-            offsets = _load(file)
-        # The cache may have been emptied meanwhile.
-        if offsets is None:
+            offsets = index_cache.load(_name(file))
+        # The cache may have been emptied meanwhile, or be damaged.
+        if offsets is None or (offsets[0], offsets[-1]) != (0, file.size):
             file.check()
             offsets = self._in_memory[file] = scan(file.path)
         return offsets
 
     def _prepare(self, file: FileVersion, *, blocking: bool) -> bool:
         """Scan a file unless it has an index; return whether it has one now."""
-        if _load(file) is not None:
-            return True
-        path = _index_path(file)
+        name = _name(file)
         try:
-            with _locked(path, blocking=blocking):
-                # Another process may have written it before the lock was acquired.
-                if _load(file) is None:
-                    self._in_memory[file] = scan(file.path)
-                    with atomic_write(path) as temporary, open(temporary, "wb") as out:
-                        np.save(out, self._in_memory[file])
-                    del self._in_memory[file]
+            offsets = index_cache.cached(
+                name, lambda: scan(file.path), blocking=blocking
+            )
         except BlockingIOError:
             return False
-        except OSError:
-            # The cache cannot be written.
-            if file not in self._in_memory:
-                self._in_memory[file] = scan(file.path)
+        if index_cache.load(name) is None:
+            self._in_memory[file] = offsets
         return True
 
 
-@contextlib.contextmanager
-def _locked(path: pathlib.Path, *, blocking: bool) -> Iterator[None]:
-    """Hold the lock of an index, which ends with the process at the latest."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_suffix(".lock")
-    with open(lock, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise
-        except OSError:
-            # A file system without locks: several processes may scan this file, and
-            # the last rename counts.
-            pass
-        yield
-        # A process that still acquires the removed file finds the index.
-        lock.unlink(missing_ok=True)
-
-
-def _index_path(file: FileVersion) -> pathlib.Path:
-    key = f"{os.path.abspath(file.path)}\0{file.size}\0{file.mtime_ns}"
-    name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    # Directories of few files: `atomic_write` lists the directory.
-    return default_cache_dir() / "index" / name[:2] / f"{name[2:]}.npy"
-
-
-def _load(file: FileVersion) -> np.ndarray | None:
-    """Return the mapped index of a file, or None without a complete one."""
-    # Not np.load: it takes a tenth of a millisecond, and keeps a file descriptor.
-    try:
-        content = map_file(_index_path(file))
-    except OSError:
-        return None
-    start = _NPY_PREFIX + int.from_bytes(content[8:_NPY_PREFIX].tobytes(), "little")
-    if len(content) % 8 or len(content) < start + 16:
-        return None
-    offsets = content[start:].view(np.int64)
-    is_complete = (offsets[0], offsets[-1]) == (0, file.size)
-    return offsets if is_complete else None
+def _name(file: FileVersion) -> str:
+    path = os.path.abspath(file.path)
+    return index_cache.digest("tfrecord", path, file.size, file.mtime_ns)
 
 
 def scan(path: pathlib.Path) -> np.ndarray:
