@@ -2,7 +2,8 @@
 # Runs the tests, after scripts/setup.sh if needed.
 #
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
-#     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers] [verify]
+#     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers] [hub]
+#                     [verify]
 #
 # parallel: on two ranks. more_ranks: the tests that those leave out as long, then those of
 # the parallel tests that depend on the number of ranks, on three and on four, such as
@@ -10,8 +11,9 @@
 # oracle: only those that compare a training on two ranks with one process. keras: oracle,
 # and the unit tests that import Keras. oldest: keras, with the oldest Keras of setup.cfg,
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
-# example that logs to MLflow and to Weights & Biases, which are downloaded. verify:
-# python -m hvdtrain.verify on scripts with one fault each.
+# example that logs to MLflow and to Weights & Biases, which are downloaded. hub: models
+# of keras-hub, which is downloaded, on two ranks against one process, and the example that
+# trains one. verify: python -m hvdtrain.verify on scripts with one fault each.
 #
 #     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail
@@ -21,9 +23,9 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|verify)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|hub|verify)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "more_ranks, oracle, keras, oldest, nightly, trackers and verify" >&2
+      "more_ranks, oracle, keras, oldest, nightly, trackers, hub and verify" >&2
     exit 2
   }
 done
@@ -172,6 +174,15 @@ trackers() {
   download "MLflow, wandb" -r scripts/requirements_trackers.txt || return
   local -x PYTHONPATH=$overlay
   run trackers 300 python -m pytest -q tests/commands/test_examples.py -k "mlflow or wandb"
+}
+
+hub() {
+  local overlay
+  download keras-hub -r scripts/requirements_hub.txt || return
+  local -x PYTHONPATH=$overlay
+  launched auto mpi 2 tests/parallel/test_keras_hub.py
+  run "example of keras-hub" 300 \
+    python -m pytest -q tests/commands/test_examples.py -k gpt2
 }
 
 # In three processes on two cores: many of these tests wait, for a launcher that ends its
