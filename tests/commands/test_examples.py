@@ -24,6 +24,7 @@ ABOVE = {
 OTHERS = {
     "elastic.py",
     "gan.py",
+    "gpt2_text.py",
     "imagenet_resnet50.py",
     "optuna_slurm.py",
     "optuna_slurm.sbatch",
@@ -110,6 +111,12 @@ def test_gan(shell):
     text = shell(command("gan.py"))
     assert number(r"distance of the mean images ([\d.]+)", text) < 0.12, text
     assert number(r"spread: generated ([\d.]+)", text) > 0.15, text
+
+
+@needs("keras_hub", "scripts/test.sh hub")
+def test_gpt2_text(shell):
+    text = shell(command("gpt2_text.py"), PYTHONPATH=search_path("keras_hub"))
+    assert number(r"evaluation at step 300: loss ([\d.]+)", text) < 2.7, text
 
 
 @pytest.mark.long
