@@ -4,6 +4,7 @@ import dataclasses
 import multiprocessing
 import pathlib
 import re
+import time
 
 import numpy as np
 import pytest
@@ -572,6 +573,8 @@ def test_one_process_computes(cache):
 
     def compute():
         count.value += 1
+        # Without a lock, the other processes start to compute meanwhile.
+        time.sleep(0.2)
         return np.arange(3)
 
     def use():
