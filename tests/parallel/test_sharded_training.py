@@ -11,14 +11,12 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel, training
-from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World
-from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
-from hvdtrain.training.replicas import Replicas
+from hvdtrain.training import EvalSpec, TrainSpec
 
 RANK, SIZE = hvd.rank(), hvd.size()
 WORLD = World(rank=RANK, size=SIZE)
-STEPS, EPOCH_STEPS, GLOBAL_BATCH_SIZE = 12, 5, 8
+STEPS, GLOBAL_BATCH_SIZE = 12, 8
 X = np.random.RandomState(0).normal(size=(48, 5)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
@@ -63,38 +61,24 @@ def model(mesh, rate):
 
 
 def train(mesh, *, rate=0.0, directory=None, callbacks=(), network=None, inputs=X):
-    replicas = Replicas.of(WORLD, mesh)
-    sampler = Sampler(
-        num_samples=len(X),
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        seed=0,
-        rank=replicas.index,
-        size=replicas.size,
-    )
-
-    def batches(start_step, end_step):
-        places = sampler.indices(start_step, end_step)
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        pairs = tf.data.Dataset.from_tensor_slices((inputs[places], Y[places]))
-        return pairs.with_options(options)
-
-    return training.train_and_evaluate(
+    return training.fit(
         network or (lambda: model(mesh, rate)),
-        TrainSpec(
-            input_fn=batches,
-            max_steps=STEPS,
-            pass_steps=EPOCH_STEPS,
-            local_batch_size=sampler.local_batch_size,
-            steps_per_execution=1,
-            callbacks=lambda plan: [
-                *callbacks,
-                hvd.callbacks.ConsistencyCheckCallback(5),
-            ],
-        ),
-        EvalSpec(input_fn=lambda: batches(0, 3)),
-        RunConfig(model_dir=directory, save_every_steps=1, seed=1),
+        (inputs, Y),
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        max_steps=STEPS,
+        validation=(inputs[:24], Y[:24]),
+        every_epochs=0,
+        steps_per_execution=1,
+        callbacks=lambda plan: [
+            *callbacks,
+            hvd.callbacks.ConsistencyCheckCallback(5),
+        ],
+        model_dir=directory,
+        save_every_steps=1,
+        seed=1,
+        mesh=mesh,
         world=WORLD,
+        observers=(),
     )
 
 
