@@ -23,7 +23,7 @@ from hvdtrain.job.world import World
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import Commits, run_elastic
-from hvdtrain.training.fit_source import scaled
+from hvdtrain.training.fit_source import deal
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan, fast_steps_per_execution
@@ -188,8 +188,6 @@ def _sampler(
         num_samples=len(dataset.x_train),
         global_batch_size=options.batch_size * position.original_size,
         seed=options.seed,
-        rank=replicas.index,
-        size=replicas.size,
     )
     max_steps = count_steps(
         sampler,
@@ -202,9 +200,7 @@ def _sampler(
         options.epochs or max_steps * sampler.global_batch_size / sampler.num_samples
     )
     check_warmup(options.warmup_epochs, epochs=epochs)
-    if options.scale_batch:
-        return scaled(sampler, max_steps, position)
-    return sampler, max_steps
+    return deal(sampler, max_steps, position, replicas, scale_batch=options.scale_batch)
 
 
 def _train_spec(

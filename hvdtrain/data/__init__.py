@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from hvdtrain.data.batching import batches, one_pass
     from hvdtrain.data.sources.arrayrecord import ArrayRecord
     from hvdtrain.data.sources.image_folder import ImageFolder
-    from hvdtrain.data.sources.mapped import map_samples
     from hvdtrain.data.sources.mixture import mix
     from hvdtrain.data.sources.packed import pack
     from hvdtrain.data.sources.padded import pad
     from hvdtrain.data.sources.parquet import Parquet
+    from hvdtrain.data.sources.source import map_samples
     from hvdtrain.data.sources.tfrecord import TFRecord
 
 _MODULES = {
     **dict.fromkeys(("batches", "one_pass"), "batching"),
-    "map_samples": "sources.mapped",
+    "map_samples": "sources.source",
     "ImageFolder": "sources.image_folder",
     "Parquet": "sources.parquet",
     "mix": "sources.mixture",

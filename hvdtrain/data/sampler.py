@@ -17,6 +17,7 @@ starts at position `p0 + (s - s0) * G`: no position is left out or repeated.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
@@ -119,19 +120,28 @@ class Sampler:
 
     def shuffle(self, positions: np.ndarray) -> np.ndarray:
         """Return the numbers of the samples at positions in the endless sequence."""
-        epochs, offsets = np.divmod(positions, self.num_samples)
-        samples = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            in_epoch = epochs == epoch
-            samples[in_epoch] = self._permute(offsets[in_epoch], epoch=int(epoch))
-        return samples
+        return by_epoch(positions, self.num_samples, self._permute)
 
-    def _permute(self, offsets: np.ndarray, *, epoch: int) -> np.ndarray:
+    def _permute(self, offsets: np.ndarray, epoch: int) -> np.ndarray:
         if self.order == "permutation":
             return _permutation(self.num_samples, seed=self.seed, epoch=epoch)[offsets]
         return index_shuffle(
             offsets, num_samples=self.num_samples, seed=self.seed, epoch=epoch
         )
+
+
+def by_epoch(
+    positions: np.ndarray,
+    num_samples: int,
+    permute: Callable[[np.ndarray, int], np.ndarray],
+) -> np.ndarray:
+    """Return `permute(offsets, epoch)` for positions in the endless sequence."""
+    epochs, offsets = np.divmod(positions, num_samples)
+    samples = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        in_epoch = epochs == epoch
+        samples[in_epoch] = permute(offsets[in_epoch], int(epoch))
+    return samples
 
 
 # Two: a global batch may contain the end of one epoch and the start of the next.

@@ -103,6 +103,8 @@ def read_batches(
 
 
 class _FunctionSource(Source):
+    is_thread_safe = False
+
     def __init__(self, num_samples: int, read: Callable[[np.ndarray], Any]) -> None:
         self._num_samples = num_samples
         self._read = read

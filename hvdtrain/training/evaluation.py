@@ -135,15 +135,25 @@ def evaluate_finished(
             evaluation stays due.
         SharedJobError: on all ranks, if the loss is not finite.
     """
-    rounds = Rounds(requests, world)
     try:
         with evaluated_weights(model, steps=None):
-            results = evaluate(model, spec.batches(), steps=spec.steps, rounds=rounds)
+            results = _evaluate_spec(model, spec, requests, world)
     except InterruptedEvaluationError:
         raise_preempted(requests, world, step=step, max_steps=max_steps)
     if "loss" in results:
         check_loss(results["loss"], step)
     return results
+
+
+def _evaluate_spec(
+    model: keras.Model, spec: EvalSpec, requests: Requests, world: World
+) -> dict:
+    """Return the metrics, by name; none where the spec has no input."""
+    batches = spec.batches()
+    if batches is None:
+        return {}
+    rounds = Rounds(requests, world)
+    return evaluate(model, batches, steps=spec.steps, rounds=rounds)
 
 
 @contextlib.contextmanager
@@ -287,15 +297,14 @@ class EvaluationCallback(StepCallback):
                 self._exports.write_missing(self.model, self._results)
 
     def _evaluate(self, is_end: bool) -> None:
-        batches = self._spec.batches()
-        rounds = Rounds(self._requests, self._world)
-        results = evaluate(self.model, batches, steps=self._spec.steps, rounds=rounds)
+        results = _evaluate_spec(self.model, self._spec, self._requests, self._world)
         # The loss of a training step is computed before its update: if an update of the
         # last steps has broken the weights, no training loss shows it.
         if "loss" in results:
             check_loss(results["loss"], self.step)
         self._results.append({"step": self.step, "metrics": results})
-        notify(self._observers, "on_evaluation", self.step, scalars(results))
+        if self._spec.input_fn:
+            notify(self._observers, "on_evaluation", self.step, scalars(results))
         if self._exports:
             self._exports.write(self.model, self._results, is_last=is_end)
 

@@ -1,6 +1,7 @@
 """`fit`: train a model on a source of samples, with exact resume, in one call."""
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,11 +19,29 @@ from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
+from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.specs import EvalSpec, Position, Result, RunConfig, TrainSpec
 
-# What `fit` computes for the specs.
-_COMPUTED = {"input_fn", "pass_steps", "local_batch_size", "scale_from"}
+Callbacks = (
+    Sequence[keras.callbacks.Callback]
+    | Callable[[Plan], Sequence[keras.callbacks.Callback]]
+)
+
+# What `fit` computes for the specs, or takes by another name.
+_COMPUTED = {
+    *("input_fn", "pass_steps", "local_batch_size", "scale_from", "repeat"),
+    *("max_steps", "callbacks", "steps", "seed"),
+}
+# Arguments of `keras.Model.fit`, and what to use here.
+_OF_KERAS = {
+    "batch_size": "global_batch_size",
+    "initial_epoch": "model_dir, from which a job continues",
+    "steps_per_epoch": "max_steps, of the whole job",
+    "validation_data": "validation",
+    "validation_freq": "every_epochs",
+    "x": "source",
+}
 # The key of `RunConfig.unchanged` that names the order of the samples. Checkpoints of
 # earlier versions have none.
 _ORDER = "order"
@@ -33,17 +52,21 @@ def fit(
     source: Any,
     *,
     global_batch_size: int,
-    validation: Any,
     world: World,
     epochs: int | None = None,
+    max_steps: int | None = None,
+    validation: Any = None,
+    validation_steps: int | None = None,
     transform: Transform | None = None,
     workers: int | None = None,
+    callbacks: Callbacks = (),
+    seed: int | None = None,
     mesh: parallel.Mesh | None = None,
     scale_batch: bool = False,
     observers: Sequence[object] | None = None,
     **options: Any,
 ) -> Result:
-    """Train a model on a source of samples, then evaluate it. A collective.
+    """Train a model on a source of samples, and evaluate it. A collective.
 
     With a `model_dir`, a job that was stopped or killed continues from its newest
     checkpoint, on any number of ranks, with the samples that it has not read. In an
@@ -55,19 +78,26 @@ def fit(
             `global_batch_size`.
         source: training samples, as for `data.batches`: pairs of inputs and targets,
             with weights if any, as for `keras.Model.fit`.
-        global_batch_size: samples of a step, of all ranks together.
-        validation: samples to evaluate on, after each epoch and at the end.
+        global_batch_size: samples of a step of all ranks together, as many as there are
+            ranks or more.
         world: what `job.start` returned.
-        epochs: passes over `source`; or give `max_steps`.
+        epochs: passes over `source`; or give `max_steps`, of the whole job.
+        validation: source of samples to evaluate on after each epoch and at the end, as
+            many as there are ranks or more. None for no evaluation.
+        validation_steps: batches of each rank that are evaluated, None for all.
         transform: see `data.batches`. It is applied to training samples only.
         workers: see `data.batches`.
+        callbacks: Keras callbacks of this rank; or a function of the `Plan` that
+            returns them. Their own attributes are not in checkpoints.
+        seed: of the order of samples, of initial weights and of random layers; None for
+            the seed of `job.start`.
         mesh: over which the model is sharded; None for data parallelism alone.
         scale_batch: when the number of ranks changes, keep the batch of each rank. The
             global batch and the learning rate follow it. By default the global batch
             is kept, and the job computes the same on any number of ranks.
         observers: see `train_and_evaluate`; by default `make_observers`, which print
             the progress, and write logs to `model_dir`.
-        options: fields of `TrainSpec` (`max_steps`, `callbacks` ...), of `EvalSpec`
+        options: other fields of `TrainSpec` (`steps_per_execution` ...), of `EvalSpec`
             (`every_epochs`, `exporters` ...) and of `RunConfig` (`model_dir`,
             `save_every_seconds` ...).
 
@@ -79,26 +109,34 @@ def fit(
             from the one with which the job was started.
         TypeError: an option is not a field of these classes.
     """
-    training = _SourceTraining(
+    samples = _Samples(
         source=as_source(source),
-        validation=as_source(validation),
+        validation=None if validation is None else as_source(validation),
         global_batch_size=global_batch_size,
-        epochs=epochs,
+        seed=world.seed if seed is None else seed,
+        scale_batch=scale_batch,
         transform=transform,
         workers=workers,
-        mesh=mesh,
-        scale_batch=scale_batch,
-        seed=world.seed,
-        options=_Options.of(options),
     )
+    of_train, of_evaluation, of_run = _options(options)
+    of_train["callbacks"] = _as_function(callbacks)
 
     # In an elastic job this function is called again after each change of the ranks.
     def train(world: World, commits: Commits | None) -> Result:
-        specs = training.specs(world, commits)
+        config = RunConfig(**of_run, seed=seed)
+        replicas = Replicas.of(world, mesh)
+        position, order = samples.agree(world, replicas, config, commits, epochs)
         watching: Sequence[object] = observers or ()
         with fail_together(world):
+            specs = (
+                samples.train_spec(
+                    replicas, position, order, epochs, max_steps, of_train
+                ),
+                samples.eval_spec(replicas, steps=validation_steps, **of_evaluation),
+                samples.with_unchanged(config, order),
+            )
             if observers is None and world.is_chief:
-                watching = _default_observers(specs[-1])
+                watching = _default_observers(config)
         return train_and_evaluate(
             make_model, *specs, world=world, observers=watching, commits=commits
         )
@@ -106,30 +144,44 @@ def fit(
     return run_elastic(train, world)
 
 
-def scaled(sampler: Sampler, max_steps: int, position: Position) -> tuple[Sampler, int]:
-    """Return a sampler whose batch follows the number of ranks, and its last step.
-
-    The job ends at the same sample, and takes another number of steps to it.
+def deal(
+    sampler: Sampler,
+    max_steps: int,
+    position: Position,
+    replicas: Replicas,
+    *,
+    scale_batch: bool,
+) -> tuple[Sampler, int]:
+    """Return the sampler of this rank, and the last step of the job.
 
     Args:
-        sampler: with the global batch of `position.original_size` replicas.
+        sampler: of one rank, with the global batch of `position.original_size`
+            replicas.
+        max_steps: the last step with this batch.
         position: from which the job continues.
+        scale_batch: whether the batch follows the number of ranks. The job then ends at
+            the same sample, and takes another number of steps to it.
     """
-    local_batch_size, rest = divmod(sampler.global_batch_size, position.original_size)
-    if rest:
-        raise JobError(
-            f"Received a global batch of {sampler.global_batch_size} for "
-            f"{position.original_size} ranks in a job that scales its batch; expected "
-            f"a multiple of {position.original_size}."
+    if scale_batch:
+        original_size = position.original_size
+        local_batch_size, rest = divmod(sampler.global_batch_size, original_size)
+        if rest:
+            raise JobError(
+                f"Received a global batch of {sampler.global_batch_size} for "
+                f"{original_size} ranks in a job that scales its batch; expected a "
+                f"multiple of {original_size}."
+            )
+        end = max_steps * sampler.global_batch_size
+        sampler = dataclasses.replace(
+            sampler,
+            global_batch_size=local_batch_size * replicas.size,
+            start_step=position.step,
+            start_sample=position.sample,
         )
-    end = max_steps * sampler.global_batch_size
-    sampler = dataclasses.replace(
-        sampler,
-        global_batch_size=local_batch_size * sampler.size,
-        start_step=position.step,
-        start_sample=position.sample,
-    )
-    return sampler, sampler.steps_to(end)
+        max_steps = sampler.steps_to(end)
+    return dataclasses.replace(
+        sampler, rank=replicas.index, size=replicas.size
+    ), max_steps
 
 
 def _default_observers(config: RunConfig) -> Sequence[object]:
@@ -138,99 +190,104 @@ def _default_observers(config: RunConfig) -> Sequence[object]:
     return make_observers(sys.stdout, model_dir=config.model_dir)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The fields of the specs that a user has given, by spec."""
+def _as_function(
+    callbacks: Callbacks,
+) -> Callable[[Plan], Sequence[keras.callbacks.Callback]] | None:
+    if callable(callbacks):
+        return callbacks
+    # None: without callbacks, executions may have several steps.
+    return (lambda plan: callbacks) if callbacks else None
 
-    train: Mapping[str, Any]
-    evaluation: Mapping[str, Any]
-    run: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "_Options":
-        names = [
-            [field.name for field in dataclasses.fields(spec)]
-            for spec in (TrainSpec, EvalSpec, RunConfig)
-        ]
-        known = {name for fields in names for name in fields} - _COMPUTED
-        if unknown := options.keys() - known:
-            raise TypeError(
-                f"Received {', '.join(sorted(unknown))}; expected arguments of fit, or "
-                f"of these: {', '.join(sorted(known))}."
-            )
-        train, evaluation, run = (
-            {name: options[name] for name in fields if name in options}
-            for fields in names
+def _options(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields of `TrainSpec`, `EvalSpec` and `RunConfig` among options."""
+    names = [
+        {field.name for field in dataclasses.fields(spec)} - _COMPUTED
+        for spec in (TrainSpec, EvalSpec, RunConfig)
+    ]
+    for name in options.keys() - set().union(*names):
+        if equivalent := _OF_KERAS.get(name):
+            raise TypeError(f"Received {name}; expected {equivalent}.")
+        own = [name for name in inspect.signature(fit).parameters if name != "options"]
+        raise TypeError(
+            f"Received {name}; expected {', '.join(own)}, or one of "
+            f"{', '.join(sorted(set().union(*names)))}."
         )
-        return cls(train, {"every_epochs": 1} | evaluation, run)
+    return [{name: options[name] for name in options if name in of} for of in names]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _SourceTraining:
-    """The arguments of `fit` from which the specs follow; see there."""
+class _Samples:
+    """The arguments of `fit` by which samples are dealt to the ranks; see there."""
 
     source: Source
-    validation: Source
+    validation: Source | None
     global_batch_size: int
-    epochs: int | None
+    seed: int
+    scale_batch: bool
     transform: Transform | None
     workers: int | None
-    mesh: parallel.Mesh | None
-    scale_batch: bool
-    seed: int
-    options: _Options
 
-    def specs(
-        self, world: World, commits: Commits | None
-    ) -> tuple[TrainSpec, EvalSpec, RunConfig]:
-        """Return the arguments of `train_and_evaluate`. A collective."""
+    def agree(
+        self,
+        world: World,
+        replicas: Replicas,
+        config: RunConfig,
+        commits: Commits | None,
+        epochs: int | None,
+    ) -> tuple[Position, Order]:
+        """Return from where the job continues, in which order. A collective."""
+        validation = self.validation and self.validation.fingerprint()
         check_same(
             world,
             {
                 "source": self.source.fingerprint(),
-                "validation": self.validation.fingerprint(),
+                "validation": validation,
                 "global_batch_size": self.global_batch_size,
-                "epochs": self.epochs,
+                "epochs": epochs,
                 "scale_batch": self.scale_batch,
                 "seed": self.seed,
             },
         )
-        config = RunConfig(**self.options.run)
-        replicas = Replicas.of(world, self.mesh)
         position = restoring.position(config, world, commits, replicas=replicas)
         # A job that was started with the permutation of an earlier version keeps it.
         first_order = "permutation" if position.step else "index_shuffle"
-        order = position.unchanged.get(_ORDER, first_order)
-        with fail_together(world):
-            return (
-                self._train_spec(replicas, position, order),
-                self._eval_spec(replicas),
-                dataclasses.replace(config, unchanged=self._unchanged(config, order)),
-            )
+        return position, position.unchanged.get(_ORDER, first_order)
 
-    def _unchanged(self, config: RunConfig, order: Order) -> dict[str, Any]:
-        return {
+    def with_unchanged(self, config: RunConfig, order: Order) -> RunConfig:
+        """Return the config with what a job that continues must not change."""
+        own = {
             "source": self.source.fingerprint(),
             "seed": self.seed,
             _ORDER: order,
-            **config.unchanged,
         }
+        if given := own.keys() & config.unchanged.keys():
+            raise JobError(
+                f"Received unchanged with {', '.join(sorted(given))}; expected other "
+                "keys: fit has values for these."
+            )
+        return dataclasses.replace(config, unchanged=own | config.unchanged)
 
-    def _train_spec(
-        self, replicas: Replicas, position: Position, order: Order
+    def train_spec(
+        self,
+        replicas: Replicas,
+        position: Position,
+        order: Order,
+        epochs: int | None,
+        max_steps: int | None,
+        options: Mapping[str, Any],
     ) -> TrainSpec:
+        """Return the spec, for which `options` has other fields."""
         sampler = Sampler(
             num_samples=len(self.source),
             global_batch_size=self.global_batch_size,
             seed=self.seed,
-            rank=replicas.index,
-            size=replicas.size,
             order=order,
         )
-        options = dict(self.options.train)
-        max_steps = self._max_steps(sampler, options.pop("max_steps", None))
-        if self.scale_batch:
-            sampler, max_steps = scaled(sampler, max_steps, position)
+        steps = _count_steps(sampler, epochs, max_steps)
+        sampler, steps = deal(
+            sampler, steps, position, replicas, scale_batch=self.scale_batch
+        )
         return TrainSpec(
             input_fn=lambda start_step, end_step: batches(
                 self.source,
@@ -240,29 +297,39 @@ class _SourceTraining:
                 transform=self.transform,
                 workers=self.workers,
             ),
-            max_steps=max_steps,
+            max_steps=steps,
             pass_steps=sampler.pass_steps,
             local_batch_size=sampler.local_batch_size,
             scale_from=position if self.scale_batch else None,
             **options,
         )
 
-    def _max_steps(self, sampler: Sampler, max_steps: int | None) -> int:
-        if (self.epochs is None) == (max_steps is None):
-            raise JobError(
-                f"Received epochs={self.epochs} and max_steps={max_steps}; expected "
-                "one of them."
-            )
-        return max_steps or sampler.steps(self.epochs or 0)
-
-    def _eval_spec(self, replicas: Replicas) -> EvalSpec:
+    def eval_spec(
+        self, replicas: Replicas, *, every_epochs: int = 1, **options: Any
+    ) -> EvalSpec:
+        """Return the spec, for which `options` has other fields."""
+        validation = self.validation
+        if validation is None:
+            return EvalSpec(input_fn=None, **options)
         return EvalSpec(
             input_fn=lambda: one_pass(
-                self.validation,
+                validation,
                 rank=replicas.index,
                 size=replicas.size,
                 local_batch_size=max(1, self.global_batch_size // replicas.size),
                 workers=self.workers,
             ),
-            **self.options.evaluation,
+            every_epochs=every_epochs,
+            **options,
         )
+
+
+def _count_steps(sampler: Sampler, epochs: int | None, max_steps: int | None) -> int:
+    if (epochs is None) == (max_steps is None):
+        raise JobError(
+            f"Received epochs={epochs} and max_steps={max_steps}; expected one of them."
+        )
+    for name, value in (("epochs", epochs), ("max_steps", max_steps)):
+        if value is not None and value < 1:
+            raise JobError(f"Received {name}={value}; expected 1 or more.")
+    return max_steps or sampler.steps(epochs or 0)

@@ -156,7 +156,8 @@ class EvalSpec:
 
     Attributes:
         input_fn: returns a `tf.data.Dataset` of this rank's samples of the test set.
-            Each sample of the test set is on one rank.
+            Each sample of the test set is on one rank. None for no evaluation:
+            `Result.test_metrics` is empty then.
         steps: batches of each rank that are evaluated, None for all.
         every_epochs: evaluate also after so many epochs of `fit`, 0 for never.
         throttle_steps: evaluate also after so many steps, 0 for never.
@@ -165,7 +166,7 @@ class EvalSpec:
             `RunConfig.model_dir`.
     """
 
-    input_fn: Callable[[], tf.data.Dataset]
+    input_fn: Callable[[], tf.data.Dataset] | None
     steps: int | None = None
     every_epochs: int = 0
     throttle_steps: int = 0
@@ -176,7 +177,9 @@ class EvalSpec:
         _check_integers(self, steps=1, every_epochs=0, throttle_steps=0)
         _check_numbers(self, throttle_seconds=0)
 
-    def batches(self) -> tf.data.Dataset:
+    def batches(self) -> tf.data.Dataset | None:
+        if self.input_fn is None:
+            return None
         dataset = _check_dataset(self, self.input_fn())
         is_infinite = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
         if is_infinite and self.steps is None:

@@ -14,7 +14,7 @@ from hvdtrain import data, training
 from hvdtrain.job import JobError, World
 
 RANK, SIZE = hvd.rank(), hvd.size()
-WORLD = World(rank=RANK, size=SIZE, seed=5)
+WORLD = World(rank=RANK, size=SIZE, seed=1)
 SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS = 50, 2 * SIZE + 1, 2
 X = np.random.RandomState(0).normal(size=(SAMPLES, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -34,6 +34,7 @@ def add_noise(sample, seed):
 
 
 def fit(source=SOURCE, *, world=WORLD, **more):
+    # The seed of `job.start` was another one.
     more = {"epochs": EPOCHS, "validation": SOURCE, "observers": (), "seed": 1} | more
     return training.fit(
         make_model, source, global_batch_size=GLOBAL_BATCH_SIZE, world=world, **more
@@ -143,7 +144,7 @@ def test_a_job_of_an_earlier_version_keeps_its_order(directory):
     ("change", "message"),
     [
         ({"source": (X[:40], Y[:40])}, "Received source="),
-        ({"world": World(rank=RANK, size=SIZE, seed=6)}, "Received seed=6"),
+        ({"seed": 6}, "Received seed=6"),
     ],
 )
 def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
@@ -152,10 +153,61 @@ def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
         fit(model_dir=directory, **change)
 
 
+def test_without_validation_there_is_no_evaluation(directory):
+    seen = []
+    callback = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(sorted(logs))
+    )
+    options = {"validation": None, "callbacks": [callback], "model_dir": directory}
+    first = fit(**options)
+    # And none is missing when the job is started again.
+    again = fit(**options)
+    assert seen == [["loss", "mae"]] * EPOCHS
+    assert first.test_metrics == again.test_metrics == {}
+    assert (again.start_step, again.step) == (first.step, first.step)
+
+
+@pytest.mark.ranks
+def test_a_job_that_scales_its_batch_may_get_more_ranks(directory):
+    """From one rank, with batches of one sample, to all."""
+
+    def fit_scaled(world, directory, **more):
+        return training.fit(
+            make_model,
+            SOURCE,
+            global_batch_size=1,
+            epochs=1,
+            world=world,
+            scale_batch=True,
+            model_dir=directory,
+            observers=(),
+            **more,
+        )
+
+    # Each rank trains alone, and all compute the same: averages change nothing.
+    kill = {"callbacks": [oracle.killed_after(3)], "save_every_steps": 1}
+    with pytest.raises(oracle.KilledError):
+        fit_scaled(World(), f"{directory}-{RANK}", **kill)
+    hvd.allreduce(0, name="written")
+    result = fit_scaled(World(rank=RANK, size=SIZE), f"{directory}-0")
+    taken = result.start_step
+    assert 0 < taken <= 3
+    assert result.step == taken + -(-(SAMPLES - taken) // SIZE)
+
+
 def test_arguments_that_do_not_fit_are_one_clear_line():
     with pytest.raises(JobError, match="epochs=2 and max_steps=3"):
         fit(max_steps=3)
-    with pytest.raises(TypeError, match="Received batch_size; expected arguments"):
+    with pytest.raises(JobError, match="epochs=0; expected 1 or more"):
+        fit(epochs=0)
+    with pytest.raises(TypeError, match="batch_size; expected global_batch_size"):
         fit(batch_size=3)
+    with pytest.raises(TypeError, match=r"shuffle; expected make_model, .*max_minutes"):
+        fit(shuffle=True)
+    with pytest.raises(JobError, match="unchanged with seed; expected other keys"):
+        fit(unchanged={"seed": 3})
+    if SIZE > 1:
+        with pytest.raises(JobError, match=f"batch of 1 for {SIZE} ranks"):
+            training.fit(make_model, SOURCE, global_batch_size=1, epochs=1, world=WORLD)
     with pytest.raises(JobError, match=r"source=.*expected the same on all ranks"):
         fit((X[RANK:], Y[RANK:]))

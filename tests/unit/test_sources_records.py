@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvdtrain import data
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sources import index_cache, record_files, record_index, tfrecord
+from hvdtrain.data.sources import data_files, index_cache, record_index, tfrecord
 
 COUNTS = (17, 5, 21)
 SAMPLES = sum(COUNTS)
@@ -119,7 +119,7 @@ def test_a_bounded_number_of_files_is_open(tmp_path, monkeypatch):
     monkeypatch.setattr(data.TFRecord, "max_open_files", 2)
     source = data.TFRecord(write(tmp_path, "TFRecord", counts=[2] * 6))
     assert list(source.read(np.arange(12))) == [record(n) for n in range(12)]
-    assert source._open.cache_info().currsize == 2
+    assert source._get_open.cache_info().currsize == 2
 
 
 def test_parse_receives_all_records_of_a_block(tmp_path):
@@ -190,7 +190,7 @@ def test_a_file_is_scanned_once_until_it_changes(tmp_path, scans, cache):
 
 def test_the_index_is_memory_mapped(file, cache):
     index = data.TFRecord(file)._index
-    version = record_files.FileVersion.of(file)
+    version = data_files.FileVersion.of(file)
     offsets = index.offsets(version)
     [path] = cache.rglob("*.int64")
     assert str(path) in pathlib.Path("/proc/self/maps").read_text()
@@ -229,7 +229,7 @@ def test_an_index_that_is_removed_during_a_job_is_made_again(file, cache):
 
 def test_processes_share_the_scans(tmp_path, scans):
     files = write(tmp_path, "TFRecord")
-    busy = record_files.FileVersion.of(tmp_path / "part-1")
+    busy = data_files.FileVersion.of(tmp_path / "part-1")
     path = index_cache._path(record_index._name(busy))
     created = []
     thread = threading.Thread(target=lambda: created.append(data.TFRecord(files)))
@@ -261,7 +261,7 @@ def test_ranks_of_a_node_scan_at_the_same_time(tmp_path):
     files = write(tmp_path, "TFRecord", counts=[50] * 8)
     code = (
         "import sys; from hvdtrain.data.sources import record_index as r;"
-        "from hvdtrain.data.sources.file_patterns import find_files;"
+        "from hvdtrain.data.sources.data_files import find_files;"
         "v = [r.FileVersion.of(p) for p in find_files(sys.argv[1])];"
         "print(sum(r.RecordIndex(v).counts))"
     )
@@ -412,7 +412,7 @@ def test_damaged_arrayrecord_data(tmp_path):
     content[place] ^= 1
     with open(tmp_path / "part-0", "r+b") as opened:
         opened.write(content)
-    source._open.cache_clear()
+    source._get_open.cache_clear()
     with pytest.raises(DataError, match=r"part-0.*(Cannot|Corrupted|changed)"):
         source.read(np.array([3]))
 
@@ -436,7 +436,7 @@ def test_threads_share_a_reader(tmp_path):
     assert not failures
 
 
-def test_a_missing_library_is_one_line(tmp_path, monkeypatch):
+def test_a_missing_library_is_one_line(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
     with pytest.raises(DataError, match=r"pip install 'hvdtrain\[arrayrecord\]'\.$"):
-        data.ArrayRecord(tmp_path)
+        data.ArrayRecord(file)

@@ -1,15 +1,14 @@
 """ArrayRecord files, read by the library `array_record`."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sources import optional
-from hvdtrain.data.sources.file_patterns import Pattern, find_files
-from hvdtrain.data.sources.record_files import FileVersion, RecordFiles
-from hvdtrain.data.sources.source import TensorFunction
+from hvdtrain.data.sources.data_files import FileVersion
+from hvdtrain.data.sources.record_files import RecordFiles
 from hvdtrain.job.files import one_line_errors
 
 # Without buffers and threads for sequential reading. Measured with 300-byte records:
@@ -26,31 +25,23 @@ class ArrayRecord(RecordFiles[Any]):
     keeps the index of each open file in memory. Files that were written with the option
     `group_size:1` are read fastest: of a larger group, all records are decompressed to
     read one.
+
+    Args:
+        files: as for `TFRecord`.
+        parse: as for `TFRecord`.
+
+    Raises:
+        DataError: the library is not installed, no file matches, or one cannot be
+            read, is truncated or of another format.
     """
 
-    def __init__(
-        self,
-        files: Pattern | Iterable[Pattern],
-        parse: TensorFunction | None = None,
-    ) -> None:
-        """Find the files, and count their records.
-
-        Args:
-            files: as for `TFRecord`.
-            parse: as for `TFRecord`.
-
-        Raises:
-            DataError: the library is not installed, no file matches, or one cannot be
-                read, is truncated or of another format.
-        """
+    def _count_records(self, files: Sequence[FileVersion]) -> Sequence[int]:
         module = optional.load("array_record.python.array_record_module", "arrayrecord")
         self._reader_class = module.ArrayRecordReader
-        versions = [FileVersion.of(path) for path in find_files(files)]
-        counts = [self._count(file) for file in versions]
-        super().__init__(versions, counts, self._open_reader, parse)
+        return [self._count(file) for file in files]
 
     def _count(self, file: FileVersion) -> int:
-        count = self._open_reader(file).num_records()
+        count = self._open(file).num_records()
         if not count:
             raise DataError(
                 f"Received {file.path} without records; expected some: write it again, "
@@ -58,7 +49,7 @@ class ArrayRecord(RecordFiles[Any]):
             )
         return count
 
-    def _open_reader(self, file: FileVersion) -> Any:
+    def _open(self, file: FileVersion) -> Any:
         file.check()
         with _reading(file):
             reader = self._reader_class(

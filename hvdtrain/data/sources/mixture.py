@@ -52,6 +52,8 @@ class MixedSource(Source):
     Sample numbers are those of the sources, one source after the other.
     """
 
+    has_order = True
+
     def __init__(self, children: list[Source], weights: tuple[int, ...]) -> None:
         self._children = children
         self._weights = weights
@@ -96,6 +98,17 @@ class MixedSource(Source):
                 own = _sampler(sampler, child, number)
                 numbers[mask] = child.shuffle(own, counts[mask]) + self._starts[number]
         return numbers
+
+    def sort(self, indices: np.ndarray) -> np.ndarray:
+        # Each rank gets an equal share of each source: contiguous shares of all sample
+        # numbers would give one rank the samples of one source.
+        owners = np.searchsorted(self._starts, indices, side="right") - 1
+        shares = np.empty(len(indices))
+        for number, child in enumerate(self._children):
+            [places] = np.nonzero(owners == number)
+            order = child.sort(indices[places] - self._starts[number])
+            shares[places[order]] = (np.arange(len(places)) + 0.5) / len(places)
+        return np.argsort(shares, kind="stable")
 
     def fingerprint(self) -> Any:
         prints = [child.fingerprint() for child in self._children]

@@ -9,19 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.download import default_cache_dir
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sources import index_cache
 from hvdtrain.data.sources.source import (
     ArraySource,
     SequenceSource,
     Source,
-    ZippedSource,
     as_source,
 )
 
 # Sequences that are read at a time to measure their lengths.
 _CHUNK = 1024
+_MAX_TOKEN = 2**31 - 1
 
 
 def pack(
@@ -43,9 +42,12 @@ def pack(
     for attention masks and for embeddings of positions. A sequence that does not fit
     is continued in the next row. The last row is dropped unless it is full.
 
-    The lengths of sequences are measured once. Those of record files are kept in
-    `data.default_cache_dir()`, one process of a node measures them, and all map them
-    into memory.
+    All sequences are read once, at the start, to measure them: 8 bytes are kept for
+    each. Those of record files are kept in `data.default_cache_dir()`, where one
+    process of a node measures them; those of others in the memory of each rank.
+
+    A row reads the sequences that it contains as a whole. Write records of at most some
+    rows, or one array of all tokens.
 
     Args:
         sequences: a 1-D array of tokens, such as `np.memmap("train.bin", "uint16")`:
@@ -120,10 +122,10 @@ class PackedSequences(Source):
         dtype: str | np.dtype | None,
         separator: int | None,
     ) -> None:
-        if source.parse or source.decode or isinstance(source, ZippedSource):
+        if source.parse or source.decode:
             raise DataError(
-                f"Received {type(source).__name__} to pack, with `parse`, `decode` or "
-                "several arrays; expected a source whose samples are tokens alone."
+                f"Received {type(source).__name__} to pack, with `parse` or functions; "
+                "expected a source whose samples are tokens alone."
             )
         self.is_thread_safe = source.is_thread_safe
         self._length = length
@@ -155,15 +157,17 @@ class PackedSequences(Source):
         return _sample(tokens, segments, positions, self._shift)
 
     def fingerprint(self) -> Any:
-        return {**self._identity(), "length": self._length, "shift": self._shift}
-
-    def _identity(self) -> dict[str, Any]:
-        """Return on what the starts of the sequences depend."""
         return {
             "pack": self._source.fingerprint(),
-            "dtype": self._dtype and self._dtype.name,
+            "dtype": self._dtype_name,
             "separator": self._separator,
+            "length": self._length,
+            "shift": self._shift,
         }
+
+    @property
+    def _dtype_name(self) -> str | None:
+        return self._dtype and self._dtype.name
 
     def _cut(
         self, span: np.ndarray, sequences: list[np.ndarray], begin: int
@@ -191,12 +195,10 @@ class PackedSequences(Source):
 
     def _load_starts(self) -> np.ndarray:
         """Return where each sequence starts in the stream, and where the last ends."""
-        # In memory, or with a fingerprint that does not identify what is in it.
-        if isinstance(self._source, ArraySource | SequenceSource) or (
-            type(self._source).fingerprint is Source.fingerprint
-        ):
+        version = self._source.version()
+        if version is None:
             return self._measure()
-        name = index_cache.digest("pack", self._identity())
+        name = index_cache.digest("pack", version, self._dtype_name, self._separator)
         return index_cache.cached(name, self._measure)
 
     def _measure(self) -> np.ndarray:
@@ -213,8 +215,13 @@ class PackedSequences(Source):
             is_known: whether to compare the lengths with those that were measured.
         """
         sequences = []
-        pairs = zip(numbers.tolist(), self._get_many(numbers), strict=True)
-        for number, values in pairs:
+        read = self._get_many(numbers)
+        if isinstance(read, dict | tuple):
+            raise DataError(
+                f"Received {type(self._source).__name__} to pack, with several arrays; "
+                "expected a source whose samples are tokens alone."
+            )
+        for number, values in zip(numbers.tolist(), read, strict=True):
             tokens = self._as_tokens(values, number)
             if is_known:
                 self._check_length(tokens, number)
@@ -233,7 +240,7 @@ class PackedSequences(Source):
             tokens = tokens.astype(np.int32)
         if self._separator is None:
             return tokens
-        return np.append(tokens.astype(np.int32), np.int32(self._separator))
+        return np.append(tokens.astype(np.int64), self._separator)
 
     def _decoded(self, values: Any, number: int) -> np.ndarray:
         if not isinstance(values, bytes):
@@ -256,8 +263,8 @@ class PackedSequences(Source):
         if len(tokens) != expected:
             raise DataError(
                 f"Received sequence {number} of {len(tokens)} tokens; expected "
-                f"{expected}, as when its length was measured: start the job again; if "
-                f"that fails, remove {default_cache_dir() / 'index'}."
+                f"{expected}, as when its length was measured: the source has changed, "
+                "start the job again."
             )
 
 
@@ -280,6 +287,11 @@ def _count_rows(tokens: int, length: int, shift: bool) -> int:
 def _sample(
     tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray, shift: bool
 ) -> Any:
+    if not np.can_cast(tokens.dtype, np.int32) and tokens.max() > _MAX_TOKEN:
+        raise DataError(
+            f"Received the token {tokens.max()}; expected {_MAX_TOKEN} or less, as an "
+            "int32."
+        )
     row = {
         "tokens": tokens[:, :-1] if shift else tokens,
         "segments": segments,

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sources.source import Readable, SequenceSource, Source, stack
+from hvdtrain.data.sources.source import (
+    Readable,
+    SequenceSource,
+    Source,
+    as_array,
+    stack,
+)
 
 # Of a key of a dictionary, or of a place in a tuple.
 Key = str | int
@@ -166,12 +172,9 @@ def _as_array(values: Any) -> np.ndarray | None:
     if not isinstance(values, list) and not hasattr(values, "__array__"):
         return None
     try:
-        array = np.asarray(values)
-    except ValueError:
+        array = as_array(values)
+    except DataError:
         return None
-    # Python's numbers, as tf.data converts them.
-    if isinstance(values, list) and array.dtype == np.float64:
-        array = array.astype(np.float32)
     return array if array.dtype.kind in "biuf" else None
 
 

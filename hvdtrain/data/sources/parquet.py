@@ -1,12 +1,14 @@
 """Samples that are the rows of Parquet files."""
 
+import collections
+import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -14,27 +16,14 @@ from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Sampler
 from hvdtrain.data.sources import optional
 from hvdtrain.data.sources.arrow_columns import SUPPORTED, ArrowColumns
-from hvdtrain.data.sources.file_patterns import Pattern, find_files
-from hvdtrain.data.sources.group_cache import GroupCache
+from hvdtrain.data.sources.data_files import FileVersion, Pattern, find_files
 from hvdtrain.data.sources.source import Source, TensorFunction
 from hvdtrain.data.sources.windows import WindowedOrder
 from hvdtrain.job.files import one_line_errors
 
 _EXTRA = "parquet"
 
-
-@dataclasses.dataclass(frozen=True)
-class _ParquetFile:
-    """A file, and what shows whether it has changed since it was opened."""
-
-    path: pathlib.Path
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, path: pathlib.Path) -> "_ParquetFile":
-        stat = path.stat()
-        return cls(path, stat.st_size, stat.st_mtime_ns)
+Group = TypeVar("Group")
 
 
 class Parquet(Source):
@@ -76,6 +65,7 @@ class Parquet(Source):
     """
 
     is_grouped = True
+    has_order = True
 
     def __init__(
         self,
@@ -91,7 +81,7 @@ class Parquet(Source):
         self._window = window
         self._arrow = ArrowColumns(_EXTRA)
         self._parquet = optional.load("pyarrow.parquet", _EXTRA)
-        self._files: list[_ParquetFile] = []
+        self._files: list[FileVersion] = []
         # By column, the name of its type.
         self._types: dict[str, str] = {}
         # By row group with rows: its file, its number there, its rows.
@@ -153,7 +143,7 @@ class Parquet(Source):
     ) -> list[tuple[int, int, int]]:
         """Check the columns of a file, and return its row groups."""
         with _reading(path):
-            file = _ParquetFile.of(path)
+            file = FileVersion.of(path)
             with self._parquet.ParquetFile(path) as contents:
                 metadata, schema = contents.metadata, contents.schema_arrow
         names = list(columns or self._types or schema.names)
@@ -192,11 +182,7 @@ class Parquet(Source):
         file_number, group, _ = self._groups[number].tolist()
         file = self._files[file_number]
         with _reading(file.path, group):
-            if _ParquetFile.of(file.path) != file:
-                raise DataError(
-                    f"Received {file.path}, which has changed since it was opened; "
-                    "expected the same file for the whole job: start it again."
-                )
+            file.check()
             metadata = self._metadata(file_number)
             with self._parquet.ParquetFile(file.path, metadata=metadata) as contents:
                 # No threads of its own: several row groups are read at a time.
@@ -221,6 +207,43 @@ class Parquet(Source):
 
     def _read_metadata(self, file_number: int) -> Any:
         return self._parquet.read_metadata(self._files[file_number].path)
+
+
+class GroupCache(Generic[Group]):
+    """The row groups that several threads have used last.
+
+    A group that they need at the same time is loaded by one of them.
+
+    Args:
+        capacity: number of groups that are kept.
+    """
+
+    def __init__(self, load: Callable[[int], Group], *, capacity: int) -> None:
+        self._load = load
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._futures: collections.OrderedDict[
+            int, concurrent.futures.Future[Group]
+        ] = collections.OrderedDict()
+
+    def get(self, number: int) -> Group:
+        """Return a group. Raises what `load` raises, in each thread that needs it."""
+        with self._lock:
+            is_new = number not in self._futures
+            future = self._futures.setdefault(number, concurrent.futures.Future())
+            self._futures.move_to_end(number)
+            if len(self._futures) > self._capacity:
+                self._futures.popitem(last=False)
+        if is_new:
+            try:
+                future.set_result(self._load(number))
+            except BaseException as error:
+                # The next call tries again.
+                with self._lock:
+                    if self._futures.get(number) is future:
+                        del self._futures[number]
+                future.set_exception(error)
+        return future.result()
 
 
 def _reading(

@@ -15,8 +15,8 @@ import numpy as np
 
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sources import index_cache
+from hvdtrain.data.sources.data_files import FileVersion, reading
 from hvdtrain.data.sources.mapped_file import map_file
-from hvdtrain.data.sources.record_files import FileVersion, reading
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4

@@ -1,6 +1,7 @@
 """What a source of samples is, and the sources in memory: arrays and sequences."""
 
 import collections.abc
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,8 +18,8 @@ TensorFunction = Callable[[Any], Any]
 class Source:
     """Samples by number: a length, and a function that reads some of them.
 
-    A subclass has `__len__` and `read`. It may set the attributes, and override
-    `shuffle` where its samples cannot be read in any order at one speed.
+    A subclass has `__len__` and `read`. It may set the attributes. Where samples cannot
+    be read in any order at one speed, it overrides `shuffle`, and sets `has_order`.
 
     Attributes:
         parse: function of the nest that `read` returns, as tensors, that returns a nest
@@ -27,8 +28,8 @@ class Source:
             one by one, such as images; None for no decoding.
         is_thread_safe: whether `read` may be called by several threads at a time.
         is_grouped: whether neighbouring samples are read together. Each rank then reads
-            neighbours of a global batch.
-        has_order: whether `shuffle` differs from that of other sources.
+            neighbours of a global batch: a contiguous share of it, sorted by `sort`.
+        has_order: whether the source overrides `shuffle`.
     """
 
     parse: TensorFunction | None = None
@@ -56,9 +57,21 @@ class Source:
         """
         return sampler.shuffle(positions)
 
+    def sort(self, indices: np.ndarray) -> np.ndarray:
+        """Return the places of the samples of a batch, neighbours side by side."""
+        return np.argsort(indices, kind="stable")
+
     def fingerprint(self) -> Any:
         """Return what must be the same when a job continues, as values for JSON."""
         return {"samples": len(self)}
+
+    def version(self) -> Any:
+        """Return what identifies the content on this machine, as values for JSON.
+
+        An index of the source is kept in the cache under it. None if nothing
+        identifies the content.
+        """
+        return None
 
 
 class ArraySource(Source):
@@ -180,6 +193,56 @@ class ZippedSource(Source):
         return tuple(values)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Composition:
+    """`second(first(sample))`. Equal to another one of the same functions."""
+
+    first: TensorFunction | None
+    second: TensorFunction
+
+    def __call__(self, sample: Any) -> Any:
+        return self.second(self.first(sample) if self.first else sample)
+
+
+class MappedSource(Source):
+    """The samples of a source after a function; see `map_samples`."""
+
+    def __init__(self, source: Source, function: TensorFunction) -> None:
+        self._source = source
+        self.parse = source.parse
+        self.decode = _Composition(source.decode, function)
+        self.is_thread_safe = source.is_thread_safe
+        self.is_grouped = source.is_grouped
+        self.has_order = source.has_order
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, indices: np.ndarray) -> Any:
+        return self._source.read(indices)
+
+    def shuffle(self, sampler: Sampler, positions: np.ndarray) -> np.ndarray:
+        return self._source.shuffle(sampler, positions)
+
+    def sort(self, indices: np.ndarray) -> np.ndarray:
+        return self._source.sort(indices)
+
+    def fingerprint(self) -> Any:
+        return self._source.fingerprint()
+
+
+def map_samples(source: Any, function: TensorFunction) -> Source:
+    """Return a source whose samples are `function(sample)`.
+
+    Args:
+        source: as for `batches`.
+        function: a function of the tensors of one sample, traced by tf.data, such as
+            one that returns the pair of input and target that `training.fit` needs.
+            Random numbers belong into the `transform` of `batches`, which has a seed.
+    """
+    return MappedSource(as_source(source), function)
+
+
 def as_source(data: Any) -> Source:
     """Return a `Source` of arrays, of a nest of them, of a sequence, or itself.
 
@@ -190,15 +253,30 @@ def as_source(data: Any) -> Source:
         return data
     if isinstance(data, np.ndarray):
         return ArraySource(data)
+    if _is_list_of_columns(data):
+        raise DataError(
+            f"Received a list of {len(data)} arrays of {len(data[0])} samples; "
+            "expected a tuple: the elements of a list are samples."
+        )
     if isinstance(data, dict | tuple) and data:
         return ZippedSource(data)
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if is_sequence and not isinstance(data, str | bytes):
         return SequenceSource(data)
     raise DataError(
         f"Received {type(data).__name__} as samples; expected an object with len and "
         "[i]: an array, a dictionary or tuple of arrays, a sequence, or a source such "
         "as data.TFRecord."
     )
+
+
+def _is_list_of_columns(data: Any) -> bool:
+    """Return whether a list has the inputs and targets of a data set, as for Keras."""
+    if not isinstance(data, list) or not 1 < len(data) <= 3:
+        return False
+    lengths = {len(v) for v in data if isinstance(v, np.ndarray) and v.ndim}
+    is_all = all(isinstance(value, np.ndarray) and value.ndim for value in data)
+    return is_all and len(lengths) == 1 and lengths.pop() > len(data)
 
 
 def stack(samples: Sequence[Any], indices: np.ndarray) -> Any:
@@ -230,19 +308,33 @@ def _stack_arrays(values: Sequence[Any], indices: np.ndarray) -> np.ndarray:
         array = np.empty(len(values), object)
         array[:] = values
         return array
-    arrays = [np.asarray(value) for value in values]
+    arrays = [as_array(value) for value in values]
     for index, array in zip(indices, arrays, strict=True):
-        if array.shape != arrays[0].shape or array.dtype.kind == "O":
+        if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
+            raise DataError(
+                f"Received sample {index} with {values[0]!r:.80}; expected numbers, "
+                "text, bytes, or arrays, dictionaries or tuples of them."
+            )
+        if array.shape != arrays[0].shape:
             raise DataError(
                 f"Received sample {index} of shape {array.shape} and sample "
                 f"{indices[0]} of shape {arrays[0].shape}; expected arrays of one "
                 "shape: data.pad pads them, data.pack packs sequences of tokens."
             )
-    stacked = np.stack(arrays)
-    # Python's numbers, as tf.data converts them.
-    if isinstance(values[0], float):
-        return stacked.astype(np.float32)
-    return stacked
+    return np.stack(arrays)
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Return an array of a value: Python's floats become float32, as in tf.data."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(
+            f"Received {value!r:.80} as an array: {error}; expected numbers of one "
+            "shape: data.pad pads sequences."
+        ) from None
+    is_python = not isinstance(value, np.ndarray | np.generic)
+    return array.astype(np.float32) if is_python and array.dtype == float else array
 
 
 def count_bytes(nest: Any) -> int:

@@ -5,26 +5,20 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hvdtrain import native
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sources.file_patterns import Pattern, find_files
+from hvdtrain.data.sources.data_files import FileVersion, changed, reading
 from hvdtrain.data.sources.mapped_file import map_file
-from hvdtrain.data.sources.record_files import (
-    FileVersion,
-    RecordFiles,
-    changed,
-    reading,
-)
+from hvdtrain.data.sources.record_files import RecordFiles
 from hvdtrain.data.sources.record_index import (
     FOOTER_BYTES,
     HEADER_BYTES,
     RecordIndex,
 )
-from hvdtrain.data.sources.source import TensorFunction
 
 _LENGTH_BYTES = np.arange(8)
 # Returns the number of the first bad record, or -1: of the address of a mapped file,
@@ -49,35 +43,27 @@ class TFRecord(RecordFiles[_MappedFile]):
 
     The checksums of the data are checked where hvdtrain's native library is installed;
     otherwise only those of the lengths, in the scan.
+
+    Args:
+        files: a path, a pattern such as "~/data/train-*.tfrecord", or a list of these.
+        parse: function of the records of several samples, a string tensor of shape
+            (n,), that returns a nest of dense tensors of shape (n, ...), such as
+            `lambda records: tf.io.parse_example(records, features)`. None for the
+            serialized records.
+
+    Raises:
+        DataError: no file matches, or one cannot be read, is truncated, damaged,
+            compressed, or of another format.
     """
 
     # Two mappings each, of the 65,530 that Linux allows a process.
     max_open_files = 1 << 14
 
-    def __init__(
-        self,
-        files: Pattern | Iterable[Pattern],
-        parse: TensorFunction | None = None,
-    ) -> None:
-        """Find the files, and scan those without an index.
+    def _count_records(self, files: Sequence[FileVersion]) -> Sequence[int]:
+        self._index = RecordIndex(files)
+        return self._index.counts
 
-        Args:
-            files: a path, a pattern such as "~/data/train-*.tfrecord", or a list of
-                these.
-            parse: function of the records of several samples, a string tensor of shape
-                (n,), that returns a nest of dense tensors of shape (n, ...), such as
-                `lambda records: tf.io.parse_example(records, features)`. None for the
-                serialized records.
-
-        Raises:
-            DataError: no file matches, or one cannot be read, is truncated, damaged,
-                compressed, or of another format.
-        """
-        versions = [FileVersion.of(path) for path in find_files(files)]
-        self._index = RecordIndex(versions)
-        super().__init__(versions, self._index.counts, self._map, parse)
-
-    def _map(self, file: FileVersion) -> _MappedFile:
+    def _open(self, file: FileVersion) -> _MappedFile:
         file.check()
         with reading(file.path):
             content = map_file(file.path)

@@ -12,7 +12,7 @@ import functools
 import numpy as np
 
 from hvdtrain.data.index_shuffle import index_shuffle
-from hvdtrain.data.sampler import Sampler
+from hvdtrain.data.sampler import Sampler, by_epoch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +48,10 @@ class WindowedOrder:
 
     def shuffle(self, sampler: Sampler, positions: np.ndarray) -> np.ndarray:
         """Return the numbers of the samples at positions in the endless sequence."""
-        epochs, offsets = np.divmod(positions, sampler.num_samples)
-        samples = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            in_epoch = epochs == epoch
-            samples[in_epoch] = self._permute(
-                offsets[in_epoch], seed=sampler.seed, epoch=int(epoch)
-            )
-        return samples
+        permute = functools.partial(self._permute, seed=sampler.seed)
+        return by_epoch(positions, sampler.num_samples, permute)
 
-    def _permute(self, offsets: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+    def _permute(self, offsets: np.ndarray, epoch: int, *, seed: int) -> np.ndarray:
         order = self._epoch(seed, epoch)
         windows = np.searchsorted(order.windows, offsets, side="right") - 1
         shuffled = np.empty_like(offsets)

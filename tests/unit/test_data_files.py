@@ -5,7 +5,7 @@ import os
 import pytest
 
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sources.file_patterns import find_files
+from hvdtrain.data.sources.data_files import find_files
 
 
 def test_patterns_are_expanded_and_sorted(tmp_path, monkeypatch):

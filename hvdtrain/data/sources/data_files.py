@@ -1,12 +1,13 @@
-"""The files of a source, from paths and glob patterns."""
+"""The files of a source: from glob patterns, and whether they have changed."""
 
 import glob
 import os
 import pathlib
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from hvdtrain.data.formats import DataError
-from hvdtrain.job.files import local_path
+from hvdtrain.job.files import local_path, one_line_errors
 from hvdtrain.job.world import JobError
 
 Pattern = str | os.PathLike[str]
@@ -72,3 +73,42 @@ def _check(file: pathlib.Path) -> None:
             f"Cannot read {file}: Permission denied; expected a file that this user "
             "may read: change its permissions."
         )
+
+
+class FileVersion(NamedTuple):
+    """A file, with what changes when it is written again."""
+
+    path: pathlib.Path
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: pathlib.Path) -> "FileVersion":
+        """Return the version of a file as it is now."""
+        with reading(path):
+            stat = path.stat()
+        return cls(path, stat.st_size, stat.st_mtime_ns)
+
+    def check(self) -> None:
+        """Raise `DataError` if the file has changed."""
+        if self != FileVersion.of(self.path):
+            raise changed(self.path)
+
+
+def reading(path: str | os.PathLike[str]) -> Any:
+    """Apply `one_line_errors` to reading a file."""
+    return one_line_errors(
+        f"read {path}",
+        errors=(OSError, ValueError),
+        remedy="expected a file that this user may read: fetch it again, or change "
+        "its permissions",
+        raises=DataError,
+    )
+
+
+def changed(path: pathlib.Path) -> DataError:
+    """Return the error of a file that was written to after the source was created."""
+    return DataError(
+        f"Received {path}, which has changed since the job has started; expected files "
+        "that stay the same: start the job again."
+    )
