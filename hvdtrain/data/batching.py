@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Sampler, check_rank
+from hvdtrain.data.sources.parsing import parse
 from hvdtrain.data.sources.source import Source, as_source, count_bytes
 
 # Steps per call into Python, which holds the interpreter's lock.
@@ -240,9 +241,12 @@ class _Reader:
 
         firsts = tf.data.Dataset.range(steps.start, steps.stop, block_steps)
         blocks = firsts.map(load, num_parallel_calls=self._reading_calls)
-        if parse := self._source.parse:
+        if self._source.parse:
             blocks = blocks.map(
-                lambda samples, positions: (parse(samples), positions),
+                lambda raw, positions: (
+                    parse(self._source, raw, tf.shape(positions)[0]),
+                    positions,
+                ),
                 num_parallel_calls=self._calls,
             )
         return blocks

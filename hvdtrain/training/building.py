@@ -97,6 +97,11 @@ def _build_with(
     # `call` nor `compute_loss`.
     has_call = type(model).call is not keras.Model.call
     has_step = type(model).train_step is not keras.Model.train_step
+    if y is None and model.loss is not None and not has_step:
+        raise JobError(
+            "Received batches without targets for a model with a loss; expected pairs "
+            "of inputs and targets."
+        )
     if has_call or not has_step:
         predictions = model(x)
         # With several losses, Keras builds a metric for each here.

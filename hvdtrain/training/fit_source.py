@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain import parallel
 from hvdtrain.data.batching import Transform, batches, one_pass
@@ -21,6 +22,7 @@ from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
+from hvdtrain.training.source_checks import check_validation, digest_of_sample
 from hvdtrain.training.specs import EvalSpec, Position, Result, RunConfig, TrainSpec
 
 Callbacks = (
@@ -36,6 +38,7 @@ _COMPUTED = {
 # Arguments of `keras.Model.fit`, and what to use here.
 _OF_KERAS = {
     "batch_size": "global_batch_size",
+    "class_weight": "sample weights, as the third element of a sample",
     "initial_epoch": "model_dir, from which a job continues",
     "steps_per_epoch": "max_steps, of the whole job",
     "validation_data": "validation",
@@ -109,6 +112,8 @@ def fit(
             from the one with which the job was started.
         TypeError: an option is not a field of these classes.
     """
+    numbers = {"epochs": epochs, "max_steps": max_steps}
+    _check_integers({"global_batch_size": global_batch_size} | numbers)
     samples = _Samples(
         source=as_source(source),
         validation=None if validation is None else as_source(validation),
@@ -125,7 +130,14 @@ def fit(
     def train(world: World, commits: Commits | None) -> Result:
         config = RunConfig(**of_run, seed=seed)
         replicas = Replicas.of(world, mesh)
-        position, order = samples.agree(world, replicas, config, commits, epochs)
+        position, order = samples.agree(
+            world,
+            replicas,
+            config,
+            commits,
+            epochs,
+            is_checked=of_train.get("check_input", True),
+        )
         watching: Sequence[object] = observers or ()
         with fail_together(world):
             specs = (
@@ -135,6 +147,7 @@ def fit(
                 samples.eval_spec(replicas, steps=validation_steps, **of_evaluation),
                 samples.with_unchanged(config, order),
             )
+            check_validation(*specs[:2])
             if observers is None and world.is_chief:
                 watching = _default_observers(config)
         return train_and_evaluate(
@@ -182,6 +195,13 @@ def deal(
     return dataclasses.replace(
         sampler, rank=replicas.index, size=replicas.size
     ), max_steps
+
+
+def _check_integers(numbers: Mapping[str, Any]) -> None:
+    for name, value in numbers.items():
+        is_integer = isinstance(value, int | np.integer)
+        if value is not None and not (is_integer and value > 0):
+            raise JobError(f"Received {name}={value}; expected 1 or more, an integer.")
 
 
 def _default_observers(config: RunConfig) -> Sequence[object]:
@@ -235,9 +255,13 @@ class _Samples:
         config: RunConfig,
         commits: Commits | None,
         epochs: int | None,
+        *,
+        is_checked: bool,
     ) -> tuple[Position, Order]:
         """Return from where the job continues, in which order. A collective."""
         validation = self.validation and self.validation.fingerprint()
+        with fail_together(world):
+            sample = digest_of_sample(self.source)
         check_same(
             world,
             {
@@ -247,6 +271,7 @@ class _Samples:
                 "epochs": epochs,
                 "scale_batch": self.scale_batch,
                 "seed": self.seed,
+                "the digest of a sample": sample if is_checked else None,
             },
         )
         position = restoring.position(config, world, commits, replicas=replicas)
@@ -329,7 +354,4 @@ def _count_steps(sampler: Sampler, epochs: int | None, max_steps: int | None) ->
         raise JobError(
             f"Received epochs={epochs} and max_steps={max_steps}; expected one of them."
         )
-    for name, value in (("epochs", epochs), ("max_steps", max_steps)):
-        if value is not None and value < 1:
-            raise JobError(f"Received {name}={value}; expected 1 or more.")
     return max_steps or sampler.steps(epochs or 0)

@@ -21,10 +21,10 @@ Y = X.sum(axis=1, keepdims=True)
 SOURCE = (X, Y)
 
 
-def make_model():
+def make_model(rate=0.05):
     layers = [keras.layers.Dense(8, "relu"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers])
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse", metrics=["mae"])
     return model
 
 
@@ -173,7 +173,7 @@ def test_a_job_that_scales_its_batch_may_get_more_ranks(directory):
 
     def fit_scaled(world, directory, **more):
         return training.fit(
-            make_model,
+            lambda: make_model(0.001),
             SOURCE,
             global_batch_size=1,
             epochs=1,
@@ -209,5 +209,17 @@ def test_arguments_that_do_not_fit_are_one_clear_line():
     if SIZE > 1:
         with pytest.raises(JobError, match=f"batch of 1 for {SIZE} ranks"):
             training.fit(make_model, SOURCE, global_batch_size=1, epochs=1, world=WORLD)
-    with pytest.raises(JobError, match=r"source=.*expected the same on all ranks"):
-        fit((X[RANK:], Y[RANK:]))
+    with pytest.raises(JobError, match=r"epochs=1\.5; expected 1 or more, an integer"):
+        fit(epochs=1.5)
+    with pytest.raises(JobError, match="without targets for a model with a loss"):
+        fit(X, validation=None)
+    message = r"to evaluate of float32 \(3,\); expected float32 \(4,\)"
+    with pytest.raises(JobError, match=message):
+        fit(validation=(X[:, :3], Y))
+    if SIZE > 1:
+        with pytest.raises(JobError, match=r"source=.*expected the same on all ranks"):
+            fit((X[RANK:], Y[RANK:]))
+        # As a script of Horovod shards its arrays.
+        shard = slice(RANK, SAMPLES // SIZE * SIZE, SIZE)
+        with pytest.raises(JobError, match=r"sample=.*expected the same on all ranks"):
+            fit((X[shard], Y[shard]))

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import hashlib
+import operator
 import os
 import pathlib
 from typing import Any
@@ -121,11 +122,14 @@ class ImageFolder(Source):
 
 
 def _checked(image_size: tuple[int, int]) -> tuple[int, int]:
-    if len(image_size) != 2 or min(image_size) < 1:
+    try:
+        height, width = map(operator.index, image_size)
+    except (TypeError, ValueError):
+        height = width = 0
+    if min(height, width) < 1:
         raise DataError(
             f"Received image_size={image_size}; expected the height and the width."
         )
-    height, width = image_size
     return height, width
 
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.index_shuffle import index_shuffle
 from hvdtrain.data.sampler import Sampler
+from hvdtrain.data.sources.parsing import parse
 from hvdtrain.data.sources.source import Source, as_source
 
 # Positions within a block are shuffled: with a regular pattern, such as 1, 2, 1, 2, the
@@ -42,6 +43,10 @@ def mix(sources: Iterable[tuple[Any, float]]) -> Source:
             differ in structure, type or shape.
     """
     pairs = list(sources)
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise DataError(
+            f"Received {pairs!r:.80} to mix; expected pairs of a source and a weight."
+        )
     children = [as_source(source) for source, _ in pairs]
     return MixedSource(children, _integers([weight for _, weight in pairs]))
 
@@ -126,8 +131,12 @@ class MixedSource(Source):
 
     def _parse(self, raw: Any) -> Any:
         parts, places = raw
-        pairs = zip(self._children, parts, strict=True)
-        parsed = [child.parse(p) if child.parse else p for child, p in pairs]
+        parsed = [
+            parse(child, part, tf.shape(tf.nest.flatten(part)[-1])[0])
+            if child.parse
+            else part
+            for child, part in zip(self._children, parts, strict=True)
+        ]
         columns = zip(*map(tf.nest.flatten, parsed), strict=True)
         merged = [tf.gather(tf.concat(column, axis=0), places) for column in columns]
         return tf.nest.pack_sequence_as(parsed[0], merged)
@@ -230,12 +239,8 @@ def _parsed_spec(child: Source, example: Any) -> Any:
     specs = tf.nest.map_structure(spec, example)
     if not child.parse:
         return specs
-    parse = child.parse
-    return (
-        tf.function(lambda raw: parse(raw))
-        .get_concrete_function(specs)
-        .structured_outputs
-    )
+    traced = tf.function(child.parse).get_concrete_function(specs)
+    return traced.structured_outputs
 
 
 def _fits(spec: Any, other: Any) -> bool:

@@ -269,7 +269,8 @@ class PackedSequences(Source):
 
 
 def _getter(source: Source) -> Callable[[np.ndarray], Sequence[Any]]:
-    if isinstance(source, SequenceSource):
+    # Sequences differ in length: `read` would stack them. A subclass pads them.
+    if type(source) is SequenceSource:
         get_many = source.get_many
         return lambda numbers: get_many(numbers.tolist())
     return source.read

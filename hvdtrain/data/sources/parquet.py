@@ -77,6 +77,10 @@ class Parquet(Source):
     ) -> None:
         if window < 1:
             raise DataError(f"Received a window of {window}; expected 1 or more.")
+        if isinstance(columns, str) or (columns is not None and not columns):
+            raise DataError(
+                f"Received columns={columns!r}; expected a list of names, or None."
+            )
         self.parse = parse
         self._window = window
         self._arrow = ArrowColumns(_EXTRA)
@@ -129,7 +133,7 @@ class Parquet(Source):
     def fingerprint(self) -> Any:
         digest = hashlib.sha256(self._groups.tobytes())
         for file in self._files:
-            digest.update(file.path.name.encode() + b"\0")
+            digest.update(f"{file.path.name}\0{file.size}\0".encode())
         return {
             "samples": len(self),
             "files": len(self._files),

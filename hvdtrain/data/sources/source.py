@@ -85,6 +85,16 @@ class ArraySource(Source):
             raise DataError(
                 f"Received an array of shape {array.shape}; expected (samples, ...)."
             )
+        if np.ma.isMaskedArray(array):
+            raise DataError(
+                "Received a masked array, whose mask would be lost; expected a plain "
+                "one: fill it."
+            )
+        if array.dtype.kind in "MmV" and array.dtype.name != "bfloat16":
+            raise DataError(
+                f"Received an array of {array.dtype}; expected numbers, booleans, text "
+                "or bytes: convert it."
+            )
         self._array = array
 
     def __len__(self) -> int:
@@ -92,7 +102,9 @@ class ArraySource(Source):
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         # A plain array: an indexed memory map is one in memory.
-        return np.asarray(self._array[indices])
+        values = np.asarray(self._array[indices])
+        # TensorFlow takes text of NumPy's own type in ASCII only.
+        return values.astype(object) if values.dtype.kind == "U" else values
 
     def fingerprint(self) -> Any:
         array = self._array
@@ -288,7 +300,9 @@ def stack(samples: Sequence[Any], indices: np.ndarray) -> Any:
     first = samples[0]
     try:
         if isinstance(first, collections.abc.Mapping):
-            return {key: stack([s[key] for s in samples], indices) for key in first}
+            # In the order of the first; KeyError for a key that only some have.
+            keys = dict.fromkeys(key for sample in samples for key in sample)
+            return {key: stack([s[key] for s in samples], indices) for key in keys}
         if isinstance(first, tuple):
             columns = zip(*samples, strict=True)
             return tuple(stack(column, indices) for column in columns)
