@@ -242,14 +242,13 @@ class _Reader:
         firsts = tf.data.Dataset.range(steps.start, steps.stop, block_steps)
         blocks = firsts.map(load, num_parallel_calls=self._reading_calls)
         if self._source.parse:
-            blocks = blocks.map(
-                lambda raw, positions: (
-                    parse(self._source, raw, tf.shape(positions)[0]),
-                    positions,
-                ),
-                num_parallel_calls=self._calls,
-            )
+            blocks = blocks.map(self._parse, num_parallel_calls=self._calls)
         return blocks
+
+    # AutoGraph would replace a `DataError` by an error of its own.
+    @tf.autograph.experimental.do_not_convert
+    def _parse(self, raw: Any, positions: tf.Tensor) -> Any:
+        return parse(self._source, raw, tf.shape(positions)[0]), positions
 
     def _transformed(
         self, blocks: tf.data.Dataset, transform: Transform | None

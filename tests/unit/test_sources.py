@@ -3,6 +3,8 @@
 import collections
 import itertools
 import math
+import re
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import tensorflow as tf
 from hvdtrain import data
 from hvdtrain.data.index_shuffle import index_shuffle
 from hvdtrain.data.sources.source import as_source
+from hvdtrain.job.output import describe
 
 SAMPLES = 103
 X = np.arange(3 * SAMPLES, dtype=np.float32).reshape(SAMPLES, 3)
@@ -229,6 +232,13 @@ def test_any_sample_of_a_million_million_is_found():
         (lambda: np.zeros(()), r"shape \(\); expected \(samples, ...\)"),
         (lambda: (X, Y[:5]), r"numbers of samples \{0: 103, 1: 5\}"),
         (lambda: {"x": X, "y": []}, "Received list without samples"),
+        (lambda: "train.tfrecord", "Received str as samples"),
+        (
+            lambda: [X, Y],
+            "Received a list of 2 arrays of 103 samples; expected a tuple",
+        ),
+        (lambda: np.ma.masked_equal(X, 0), "Received a masked array"),
+        (lambda: np.zeros(3, "datetime64[s]"), "an array of datetime64"),
     ],
 )
 def test_what_is_no_source_is_one_clear_line(make, message):
@@ -242,6 +252,10 @@ def test_what_is_no_source_is_one_clear_line(make, message):
     [
         ([np.zeros(3), np.zeros(4)], r"sample \d of shape \([34],\).*data\.pad"),
         ([{"a": 1}, {"b": 1}], "of other structure"),
+        ([{"a": 1}, {"a": 1, "b": 1}], "of other structure"),
+        ([None, None], "sample 0 with None; expected numbers, text"),
+        ([["a"], ["b"]], r"sample 0 with \['a'\]; expected numbers, text"),
+        ([[1], [[1], 2]], r"Received \[\[1\], 2\] as an array"),
         ([(1, 2), (1, 2, 3)], "of other structure"),
     ],
 )
@@ -278,3 +292,110 @@ def test_mapped_samples_are_a_function_of_the_samples():
         np.testing.assert_array_equal(mapped["x"], plain[0] + 1)
         np.testing.assert_array_equal(mapped["y"], plain[1])
     assert pairs.fingerprint() == as_source((X, Y)).fingerprint()
+
+
+def test_a_tuple_of_one_array_stays_a_tuple():
+    # Small samples are read in blocks of steps, large ones step by step.
+    for x in (X, np.zeros((SAMPLES, 2**16), np.float32)):
+        spec = data.batches((x,), sampler(), 0, 3).element_spec
+        assert spec == (tf.TensorSpec((12, x.shape[1]), tf.float32),)
+
+
+def test_shapes_do_not_depend_on_the_step():
+    texts = [b"x" * (1 if i % 2 else 10**6) for i in range(SAMPLES)]
+    specs = {data.batches(texts, sampler(), step, 9).element_spec for step in range(8)}
+    assert specs == {tf.TensorSpec((12,), tf.string)}
+
+
+class Parsed(data.Source):
+    def __init__(self, parse):
+        self.parse = parse
+
+    def __len__(self):
+        return SAMPLES
+
+    def read(self, indices):
+        return indices
+
+
+@pytest.mark.parametrize("how", ["batches", "one_pass", "mix"])
+def test_a_parse_that_drops_samples_is_refused(how):
+    source = Parsed(lambda indices: tf.boolean_mask(indices, indices != 50))
+    if how == "one_pass":
+        read = data.one_pass(source, rank=0, size=1, local_batch_size=12)
+    else:
+        source = data.mix([(source, 1), (Y, 1)]) if how == "mix" else source
+        read = data.batches(source, sampler(samples=len(source)), 0, 20)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        list(read)
+    last, whole = describe(caught.value)
+    assert last == whole
+    assert re.match(r"Received \d+ samples from parse for \d+; expected as many", last)
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [
+        lambda indices: tf.RaggedTensor.from_tensor(indices[:, None]),
+        lambda indices: (indices, tf.sparse.from_dense(indices[:, None])),
+        tf.reduce_sum,
+        lambda indices: None,
+    ],
+)
+def test_a_parse_that_returns_no_dense_samples_is_refused(parse):
+    with pytest.raises(data.DataError, match="from parse; expected dense tensors"):
+        data.batches(Parsed(parse), sampler(), 0, 1)
+
+
+def test_a_sequence_is_read_by_one_thread_at_a_time():
+    """Also while an evaluation reads the same object."""
+
+    class Exclusive:
+        is_read = False
+
+        def __len__(self):
+            return SAMPLES
+
+        def __getitem__(self, index):
+            assert not self.is_read
+            self.is_read = True
+            time.sleep(1e-5)
+            self.is_read = False
+            return index
+
+    shared = Exclusive()
+    training = data.batches(shared, sampler(), 0, 100).as_numpy_iterator()
+    for batch, _ in zip(training, range(5), strict=False):
+        assert len(batch) == 12
+        list(data.one_pass(shared, rank=0, size=1, local_batch_size=5))
+
+
+def test_text_is_utf_8():
+    for texts in (np.array(["a", "ü€"] * 6), ["a", "ü€"] * 6):
+        read = next(
+            data.one_pass(
+                texts, rank=0, size=1, local_batch_size=12
+            ).as_numpy_iterator()
+        )
+        assert read.tolist() == [b"a", "ü€".encode()] * 6
+
+
+def test_numbers_of_python_are_as_in_tf_data():
+    for value, dtype in [
+        (0.5, tf.float32),
+        ([0.5, 1.0], tf.float32),
+        (np.float64(0.5), tf.float64),
+        (np.ones(2), tf.float64),
+        (True, tf.bool),
+    ]:
+        read = data.one_pass([value] * 3, rank=0, size=1, local_batch_size=3)
+        assert read.element_spec.dtype == dtype
+
+
+@pytest.mark.parametrize("ordered", ["mixture", "mapped mixture"])
+def test_a_source_with_an_order_of_its_own_stands_alone(ordered):
+    mixture = data.mix([(Y, 9), (Y, 1)])
+    if ordered == "mapped mixture":
+        mixture = data.map_samples(mixture, lambda sample: sample)
+    with pytest.raises(data.DataError, match="since its samples have an order"):
+        as_source((mixture, np.arange(2 * SAMPLES)))

@@ -602,3 +602,27 @@ def test_the_seed_and_the_source_select_the_order():
     assert (orders[0] != orders[1]).any()
     own = [orders[0][orders[0] < 50][:10], orders[0][orders[0] >= 50][:10] - 50]
     assert (own[0] != own[1]).any()
+
+
+def test_padded_sequences_are_packed_with_their_padding():
+    packed = data.pack(data.pad([[1, 2], [3]], 3, value=7), 6)
+    assert packed.read(np.array([0]))["tokens"].tolist() == [[1, 2, 7, 3, 7, 7]]
+
+
+def test_tokens_beyond_int32_are_refused():
+    for sequences in (np.array([1, 2**31]), [[1, 2**31]]):
+        with pytest.raises(data.DataError, match="the token 2147483648; expected"):
+            data.pack(sequences, 2).read(np.array([0]))
+
+
+def test_each_rank_has_its_share_of_each_source_of_a_grouped_mixture():
+    """Contiguous shares of the sample numbers would give a rank one source."""
+    sources = Encoded(0, 500, is_grouped=True), Encoded(500, 1000, is_grouped=True)
+    mixture = data.mix([(sources[0], 3), (sources[1], 1)])
+    counts = []
+    for rank in range(2):
+        own = sampler(mixture, rank=rank, size=2, global_batch_size=64)
+        batches = data.batches(mixture, own, 0, 20).as_numpy_iterator()
+        counts.append([np.sum(batch >= 500) for batch in batches])
+    assert np.abs(np.subtract(*counts)).max() <= 1
+    assert min(counts[0]) > 0

@@ -20,7 +20,8 @@ def parse(source: Source, raw: Any, count: tf.Tensor) -> Any:
             there are more or fewer samples: they could not be numbered.
     """
     assert source.parse
-    parsed = source.parse(raw)
+    # A function of its own, which AutoGraph converts.
+    parsed = tf.function(source.parse)(raw)
     leaves = tf.nest.flatten(parsed)
     for leaf in leaves:
         if not isinstance(leaf, tf.Tensor) or leaf.shape.rank == 0:
