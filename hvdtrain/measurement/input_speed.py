@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -62,8 +63,11 @@ def measure(
         "data.batches" and "tf.data", and the median `ratio` of both over rounds.
     """
     result = {}
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["HVDTRAIN_CACHE_DIR"] = directory
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        # No index of a temporary file stays in the cache.
+        mock.patch.dict(os.environ, HVDTRAIN_CACHE_DIR=directory),
+    ):
         for name, each in _formats().items():
             path = str(pathlib.Path(directory, name))
             _write(each.open_writer(path), samples)

@@ -59,7 +59,7 @@ class ImageFolder(Source):
 
     Args:
         image_size: height and width of the images. None keeps those of the file: all
-            images must have one size then, unless a `transform` crops them.
+            images must have one size then, unless `map_samples` crops them.
         channels: 1 for gray, 3 for colors, 4 with transparency.
 
     Attributes:
