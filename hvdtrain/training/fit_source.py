@@ -33,7 +33,7 @@ Callbacks = (
 # What `fit` computes for the specs, or takes by another name.
 _COMPUTED = {
     *("input_fn", "pass_steps", "local_batch_size", "scale_from", "repeat"),
-    *("max_steps", "callbacks", "steps", "seed"),
+    *("max_steps", "callbacks", "steps", "model_dir", "seed"),
 }
 # Arguments of `keras.Model.fit`, and what to use here.
 _OF_KERAS = {
@@ -60,6 +60,7 @@ def fit(
     max_steps: int | None = None,
     validation: Any = None,
     validation_steps: int | None = None,
+    model_dir: str | None = None,
     transform: Transform | None = None,
     workers: int | None = None,
     callbacks: Callbacks = (),
@@ -88,6 +89,8 @@ def fit(
         validation: source of samples to evaluate on after each epoch and at the end, as
             many as there are ranks or more. None for no evaluation.
         validation_steps: batches of each rank that are evaluated, None for all.
+        model_dir: directory of checkpoints and logs, from which the job continues; see
+            `RunConfig`. None for none.
         transform: see `data.batches`. It is applied to training samples only.
         workers: see `data.batches`.
         callbacks: Keras callbacks of this rank; or a function of the `Plan` that
@@ -101,8 +104,8 @@ def fit(
         observers: see `train_and_evaluate`; by default `make_observers`, which print
             the progress, and write logs to `model_dir`.
         options: other fields of `TrainSpec` (`steps_per_execution` ...), of `EvalSpec`
-            (`every_epochs`, `exporters` ...) and of `RunConfig` (`model_dir`,
-            `save_every_seconds` ...).
+            (`every_epochs`, `exporters` ...) and of `RunConfig` (`save_every_seconds`,
+            `keep_max` ...).
 
     Returns:
         The `Result`, the same on all ranks except for the times.
@@ -128,7 +131,7 @@ def fit(
 
     # In an elastic job this function is called again after each change of the ranks.
     def train(world: World, commits: Commits | None) -> Result:
-        config = RunConfig(**of_run, seed=seed)
+        config = RunConfig(**of_run, model_dir=model_dir, seed=seed)
         replicas = Replicas.of(world, mesh)
         position, order = samples.agree(
             world,
