@@ -129,6 +129,7 @@ def test_training_and_validation_logs_equal_those_of_the_big_batch():
     )
 
 
+@pytest.mark.long
 def test_validation_on_rank_0_alone_reaches_every_rank():
     data, validation = one_hot_samples(2, seed=1), one_hot_samples(2, seed=2)
     model = compiled_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))

@@ -72,7 +72,9 @@ def on_one_process(order="index_shuffle", transform=None):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("transform", [None, add_noise])
+@pytest.mark.parametrize(
+    "transform", [pytest.param(None, marks=pytest.mark.long), add_noise]
+)
 def test_all_ranks_compute_what_one_process_computes(transform):
     result = fit(transform=transform)
     oracle.assert_bitwise_equal_over_ranks(result.model.get_weights())
@@ -144,7 +146,7 @@ def test_a_job_of_an_earlier_version_keeps_its_order(directory):
     ("change", "message"),
     [
         ({"source": (X[:40], Y[:40])}, "Received source="),
-        ({"seed": 6}, "Received seed=6"),
+        pytest.param({"seed": 6}, "Received seed=6", marks=pytest.mark.long),
     ],
 )
 def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
@@ -167,6 +169,7 @@ def test_without_validation_there_is_no_evaluation(directory):
     assert (again.start_step, again.step) == (first.step, first.step)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_job_that_scales_its_batch_may_get_more_ranks(directory):
     """From one rank, with batches of one sample, to all."""

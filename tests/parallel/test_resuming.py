@@ -311,6 +311,7 @@ def stopped_position(world, directory):
     return training.position(RunConfig(model_dir=directory), world)
 
 
+@pytest.mark.long
 def test_a_scaled_job_takes_every_sample_once_with_the_rates_of_its_ranks(directory):
     first = stopped_position(WORLD, directory)
     # Each rank goes on alone, and all compute the same: its averages change nothing.
