@@ -22,7 +22,7 @@ from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.source_checks import check_validation, digest_of_sample
+from hvdtrain.training.source_checks import check_source, check_validation
 from hvdtrain.training.specs import EvalSpec, Position, Result, RunConfig, TrainSpec
 
 Callbacks = (
@@ -263,8 +263,6 @@ class _Samples:
     ) -> tuple[Position, Order]:
         """Return from where the job continues, in which order. A collective."""
         validation = self.validation and self.validation.fingerprint()
-        with fail_together(world):
-            sample = digest_of_sample(self.source)
         check_same(
             world,
             {
@@ -274,9 +272,10 @@ class _Samples:
                 "epochs": epochs,
                 "scale_batch": self.scale_batch,
                 "seed": self.seed,
-                "the digest of a sample": sample if is_checked else None,
             },
         )
+        if is_checked:
+            check_source(self.source, world)
         position = restoring.position(config, world, commits, replicas=replicas)
         # A job that was started with the permutation of an earlier version keeps it.
         first_order = "permutation" if position.step else "index_shuffle"
