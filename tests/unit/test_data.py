@@ -157,7 +157,7 @@ def test_steps_cover_the_epochs(epochs, steps):
 
 def test_another_process_deals_the_same():
     program = (
-        "import sys; from hvdtrain import data; "
+        "import sys; from hvdtrain import data, job, program, training; "
         "s = data.Sampler(num_samples=100, global_batch_size=9, seed=5, "
         "rank=2, size=3); "
         "print(s.indices(30, 40).tolist()); assert 'tensorflow' not in sys.modules"
