@@ -3,8 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +19,6 @@ from hvdtrain.data.sources.source import Source, as_source, count_bytes
 # Steps per call into Python, which holds the interpreter's lock.
 _MAX_BLOCK_STEPS = 64
 _MAX_BLOCK_BYTES = 1 << 20
-# Held while a source is read that several threads may not read at a time.
-_SERIAL = threading.Lock()
 
 # transform(sample, seed): a function of the tensors of one sample.
 Transform = Callable[[Any, tf.Tensor], Any]
@@ -134,9 +132,10 @@ def _deal_sorted(
     positions = job.positions(first, last)
     numbers = source.shuffle(job, positions)
     order = np.stack([source.sort(of_step) for of_step in numbers])
-    ranks = range(sampler.rank + 1)
-    sizes = [dataclasses.replace(sampler, rank=r).local_batch_size for r in ranks]
-    share = order[:, sum(sizes[:-1]) : sum(sizes)]
+    # The first ranks have the rest, as by stride.
+    size, rest = divmod(sampler.global_batch_size, sampler.size)
+    start = sampler.rank * size + min(sampler.rank, rest)
+    share = order[:, start : start + sampler.local_batch_size]
     numbers, positions = (
         np.take_along_axis(values, share, axis=1).ravel()
         for values in (numbers, positions)
@@ -171,10 +170,9 @@ class _Reader:
         # that reads ahead would compete with the step for the core.
         self._is_ahead = bool(workers) or has_spare_thread()
         self._calls = threads if self._is_ahead else None
-        is_parallel = workers or source.is_thread_safe
-        self._reading_calls = self._calls if is_parallel else None
         # An evaluation may read the same object while batches are read ahead.
-        self._lock = contextlib.nullcontext() if is_parallel else _SERIAL
+        self._locks = [] if (workers or 0) > 1 else source.locks
+        self._reading_calls = None if self._locks else self._calls
 
     def read(
         self,
@@ -192,16 +190,19 @@ class _Reader:
         """
         numbers, _ = self._deal(steps.start, steps.start + 1)
         # One sample: from it follow the structure, and how many steps make a block.
-        example = self._source.read(numbers[:1])
+        example = self._read_samples(numbers[:1])
         step_bytes = max(1, local_batch_size * count_bytes(example))
         block_steps = min(_MAX_BLOCK_STEPS, max(1, _MAX_BLOCK_BYTES // step_bytes))
         if not is_exact:
             block_steps = 1
         blocks = self._blocks(steps, block_steps, example)
-        if block_steps > 1 and not _has_shape(blocks):
-            # Samples that are padded to the longest of a block would depend on the
-            # step at which a job continues.
-            block_steps, blocks = 1, self._blocks(steps, 1, example)
+        # Samples that are padded to the longest of a block would depend on the step at
+        # which a job continues. Parsed samples may be larger than what was read.
+        parsed_bytes = max(1, local_batch_size * _count_parsed_bytes(blocks))
+        parsed_steps = max(1, int(_MAX_BLOCK_BYTES / parsed_bytes))
+        if parsed_steps < block_steps:
+            block_steps = parsed_steps
+            blocks = self._blocks(steps, block_steps, example)
         if transform or self._source.decode:
             # What is decoded may be much larger than what is read.
             block_steps = 1
@@ -214,6 +215,13 @@ class _Reader:
             ready = ready.prefetch(max(2, block_steps))
         return untuned(ready)
 
+    def _read_samples(self, numbers: np.ndarray) -> Any:
+        with contextlib.ExitStack() as stack:
+            # In one order: two sources may share some of the objects.
+            for lock in sorted(self._locks, key=id):
+                stack.enter_context(lock)
+            return self._source.read(numbers)
+
     def _blocks(self, steps: range, block_steps: int, example: Any) -> tf.data.Dataset:
         """Return samples and their positions for `block_steps` steps at a time."""
         leaves = tf.nest.flatten(example)
@@ -222,10 +230,11 @@ class _Reader:
         def read_block(first: np.int64) -> list[np.ndarray]:
             last = min(int(first) + block_steps, steps.stop)
             numbers, positions = self._deal(int(first), last)
-            with self._lock:
-                values = tf.nest.flatten(self._source.read(numbers))
-            _check_leaves(values, leaves, numbers)
-            return [*values, positions]
+            samples = self._read_samples(numbers)
+            # What is parsed is counted later.
+            count = None if self._source.parse else len(numbers)
+            _check_samples(samples, example, numbers[0], count)
+            return [*tf.nest.flatten(samples), positions]
 
         def load(first: tf.Tensor) -> Any:
             *tensors, positions = tf.numpy_function(
@@ -286,28 +295,47 @@ def _split(blocks: tf.data.Dataset, local_batch_size: int | None) -> tf.data.Dat
     )
 
 
-def _check_leaves(
-    values: list[np.ndarray], examples: list[np.ndarray], numbers: np.ndarray
-) -> None:
-    """Raise `DataError` unless the arrays that were read have the types of one sample.
+def _check_samples(samples: Any, example: Any, number: int, count: int | None) -> None:
+    """Raise `DataError` unless samples have the structure and types of one sample.
 
     TensorFlow's error would name neither the samples nor the types.
+
+    Args:
+        number: of the first sample.
+        count: of the samples; None if it is not known.
     """
-    for value, example in zip(values, examples, strict=True):
+    try:
+        tf.nest.assert_same_structure(samples, example)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"Received a batch from sample {number} on of other structure than the "
+            f"first sample that was read: {str(error).splitlines()[0]}"
+        ) from None
+    leaves = zip(tf.nest.flatten(samples), tf.nest.flatten(example), strict=True)
+    for value, expected in leaves:
         # Text has types of NumPy that depend on its length.
-        dtypes = tf.as_dtype(value.dtype), tf.as_dtype(example.dtype)
-        if dtypes[0] != dtypes[1] or value.shape[1:] != example.shape[1:]:
+        dtypes = tf.as_dtype(value.dtype), tf.as_dtype(expected.dtype)
+        shape = value.shape[:1] if count is None else (count,)
+        shape += expected.shape[1:]
+        if dtypes[0] != dtypes[1] or value.shape != shape:
             raise DataError(
-                f"Received values of type {dtypes[0].name} and shape {value.shape[1:]} "
-                f"in the batch of sample {numbers[0]}; expected {dtypes[1].name} and "
-                f"{example.shape[1:]}, as of the first sample that was read."
+                f"Received {dtypes[0].name} of shape {value.shape} for the samples "
+                f"from {number} on; expected {dtypes[1].name} of shape {shape}, by the "
+                "first sample that was read."
             )
 
 
-def _has_shape(blocks: tf.data.Dataset) -> bool:
-    """Return whether the shapes of all samples are known and equal."""
-    shapes = [spec.shape for spec in tf.nest.flatten(blocks.element_spec)]
-    return all(shape.rank and None not in shape[1:].as_list() for shape in shapes)
+def _count_parsed_bytes(blocks: tf.data.Dataset) -> float:
+    """Return the bytes of a sample in a dataset of blocks; infinity if not known."""
+    samples, _ = blocks.element_spec
+    shapes = [spec.shape[1:] for spec in tf.nest.flatten(samples)]
+    if not all(shape.is_fully_defined() for shape in shapes):
+        return math.inf
+    sizes = [spec.dtype.size for spec in tf.nest.flatten(samples)]
+    # The size of text is not known: 0 here.
+    return sum(
+        shape.num_elements() * size for shape, size in zip(shapes, sizes, strict=True)
+    )
 
 
 def has_spare_thread() -> bool:

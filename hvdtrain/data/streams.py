@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -103,11 +104,10 @@ def read_batches(
 
 
 class _FunctionSource(Source):
-    is_thread_safe = False
-
     def __init__(self, num_samples: int, read: Callable[[np.ndarray], Any]) -> None:
         self._num_samples = num_samples
         self._read = read
+        self.locks = [threading.Lock()]
 
     def __len__(self) -> int:
         return self._num_samples

@@ -12,17 +12,18 @@ import numpy as np
 from hvdtrain import parallel
 from hvdtrain.data.batching import Transform, batches, one_pass
 from hvdtrain.data.sampler import Order, Sampler
-from hvdtrain.data.sources.source import Source, as_source
+from hvdtrain.data.sources.source import Source
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.training import run_directory
 from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import Commits, run_elastic
+from hvdtrain.training.exporting import BestExporter
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.source_checks import check_source, check_validation
+from hvdtrain.training.source_checks import as_samples, check_source
 from hvdtrain.training.specs import EvalSpec, Position, Result, RunConfig, TrainSpec
 
 Callbacks = (
@@ -118,8 +119,8 @@ def fit(
     numbers = {"epochs": epochs, "max_steps": max_steps}
     _check_integers({"global_batch_size": global_batch_size} | numbers)
     samples = _Samples(
-        source=as_source(source),
-        validation=None if validation is None else as_source(validation),
+        source=as_samples(source),
+        validation=None if validation is None else as_samples(validation),
         global_batch_size=global_batch_size,
         seed=world.seed if seed is None else seed,
         scale_batch=scale_batch,
@@ -150,7 +151,6 @@ def fit(
                 samples.eval_spec(replicas, steps=validation_steps, **of_evaluation),
                 samples.with_unchanged(config, order),
             )
-            check_validation(*specs[:2])
             if observers is None and world.is_chief:
                 watching = _default_observers(config)
         return train_and_evaluate(
@@ -202,7 +202,7 @@ def deal(
 
 def _check_integers(numbers: Mapping[str, Any]) -> None:
     for name, value in numbers.items():
-        is_integer = isinstance(value, int | np.integer)
+        is_integer = isinstance(value, int | np.integer) and value is not True
         if value is not None and not (is_integer and value > 0):
             raise JobError(f"Received {name}={value}; expected 1 or more, an integer.")
 
@@ -262,7 +262,9 @@ class _Samples:
         is_checked: bool,
     ) -> tuple[Position, Order]:
         """Return from where the job continues, in which order. A collective."""
-        validation = self.validation and self.validation.fingerprint()
+        validation = None
+        if self.validation is not None:
+            validation = self.validation.fingerprint()
         check_same(
             world,
             {
@@ -272,6 +274,7 @@ class _Samples:
                 "epochs": epochs,
                 "scale_batch": self.scale_batch,
                 "seed": self.seed,
+                "check_input": is_checked,
             },
         )
         if is_checked:
@@ -332,21 +335,28 @@ class _Samples:
         )
 
     def eval_spec(
-        self, replicas: Replicas, *, every_epochs: int = 1, **options: Any
+        self, replicas: Replicas, *, every_epochs: int | None = None, **options: Any
     ) -> EvalSpec:
         """Return the spec, for which `options` has other fields."""
-        validation = self.validation
-        if validation is None:
-            return EvalSpec(input_fn=None, **options)
+        exporters = options.get("exporters", ())
+        if self.validation is None:
+            if any(isinstance(exporter, BestExporter) for exporter in exporters):
+                raise JobError(
+                    "Received a BestExporter without validation; expected samples by "
+                    "which the best model is known."
+                )
+            return EvalSpec(input_fn=None, every_epochs=every_epochs or 0, **options)
+        # Made once: TensorFlow keeps the Python functions of each dataset.
+        batches_of_rank = one_pass(
+            self.validation,
+            rank=replicas.index,
+            size=replicas.size,
+            local_batch_size=max(1, self.global_batch_size // replicas.size),
+            workers=self.workers,
+        )
         return EvalSpec(
-            input_fn=lambda: one_pass(
-                validation,
-                rank=replicas.index,
-                size=replicas.size,
-                local_batch_size=max(1, self.global_batch_size // replicas.size),
-                workers=self.workers,
-            ),
-            every_epochs=every_epochs,
+            input_fn=lambda: batches_of_rank,
+            every_epochs=1 if every_epochs is None else every_epochs,
             **options,
         )
 

@@ -52,9 +52,9 @@ def first_batch(
             raise JobError(
                 "Received no batch from input_fn; expected one for each step."
             )
-        digests = list(map(_digest, first_two)) if is_checked else []
+        digests = list(map(digest, first_two)) if is_checked else []
         if second is not None and len(first_two) == 2:
-            _check_second(step, digests, list(map(_digest, second)))
+            _check_second(step, digests, list(map(digest, second)))
         return first_two[0], digests[0] if digests else None
 
     # A rank that reads its input from the start, and skips, may take long.
@@ -102,11 +102,11 @@ def _check_second(step: int, digests: list[str], again: list[str]) -> None:
     )
 
 
-def _digest(batch: Any) -> str:
+def digest(batch: Any) -> str:
     """Return a digest of the bytes of all tensors."""
-    digest = hashlib.sha256()
+    hashed = hashlib.sha256()
     for tensor in tf.nest.flatten(batch, expand_composites=True):
-        digest.update(f"{tensor.dtype.name}{tensor.shape}".encode())
+        hashed.update(f"{tensor.dtype.name}{tensor.shape}".encode())
         # The bytes of a NumPy array of strings are pointers.
-        digest.update(tf.io.serialize_tensor(tensor).numpy())
-    return digest.hexdigest()
+        hashed.update(tf.io.serialize_tensor(tensor).numpy())
+    return hashed.hexdigest()

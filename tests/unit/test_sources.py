@@ -233,10 +233,6 @@ def test_any_sample_of_a_million_million_is_found():
         (lambda: (X, Y[:5]), r"numbers of samples \{0: 103, 1: 5\}"),
         (lambda: {"x": X, "y": []}, "Received list without samples"),
         (lambda: "train.tfrecord", "Received str as samples"),
-        (
-            lambda: [X, Y],
-            "Received a list of 2 arrays of 103 samples; expected a tuple",
-        ),
         (lambda: np.ma.masked_equal(X, 0), "Received a masked array"),
         (lambda: np.zeros(3, "datetime64[s]"), "an array of datetime64"),
     ],
@@ -368,6 +364,53 @@ def test_a_sequence_is_read_by_one_thread_at_a_time():
     for batch, _ in zip(training, range(5), strict=False):
         assert len(batch) == 12
         list(data.one_pass(shared, rank=0, size=1, local_batch_size=5))
+
+
+def test_a_source_that_reads_another_number_of_samples_is_refused():
+    class Short(data.Source):
+        def __len__(self):
+            return 40
+
+        def read(self, indices):
+            return indices[: (len(indices) + 1) // 2]
+
+    read = data.one_pass(Short(), rank=0, size=1, local_batch_size=10)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"expected int64 of shape"
+    ):
+        list(read)
+
+
+def test_keys_that_change_between_batches_are_refused():
+    samples = [{"a": 0, "b" if number < 12 else "c": 1} for number in range(24)]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="of other structure than"):
+        list(data.one_pass(samples, rank=0, size=1, local_batch_size=12))
+
+
+def test_parsed_samples_that_are_large_are_read_step_by_step():
+    calls = []
+
+    class Counted(Parsed):
+        def read(self, indices):
+            calls.append(len(indices))
+            return indices
+
+    source = Counted(lambda indices: tf.one_hot(indices, 50_000))
+    batches = data.batches(source, sampler(), 0, 5)
+    assert next(batches.as_numpy_iterator()).shape == (12, 50_000)
+    # One to see the structure.
+    assert set(calls) == {1, 12}
+
+
+def test_mixed_columns_have_equal_functions():
+    def add(sample):
+        return sample + 1
+
+    pairs = [(data.map_samples(X, add), Y), (data.map_samples(X + 1, add), Y)]
+    mixture = data.mix([(pair, 1) for pair in pairs])
+    own = sampler(samples=len(mixture))
+    x, y = next(data.batches(mixture, own, 0, 1).as_numpy_iterator())
+    assert set(x[:, 0] - 3 * y) == {1, 2}
 
 
 def test_text_is_utf_8():

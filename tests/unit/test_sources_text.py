@@ -275,8 +275,9 @@ def test_sources_with_different_decode():
 
 
 def test_a_mixture_is_read_by_threads_if_all_sources_are():
-    assert data.mix([(np.zeros(3), 1), (np.ones(3), 1)]).is_thread_safe
-    assert not data.mix([(np.zeros(3), 1), ([1.0, 2.0], 1)]).is_thread_safe
+    assert not data.mix([(np.zeros(3), 1), (np.ones(3), 1)]).locks
+    values = [1.0, 2.0]
+    assert len(data.mix([(values, 1), (values, 1), ([3.0], 1)]).locks) == 2
     assert isinstance(data.mix([(np.zeros(3), 1)]), MixedSource)
 
 

@@ -105,9 +105,10 @@ class ImageFolder(Source):
     def fingerprint(self) -> Any:
         digest = hashlib.sha256(self._names)
         digest.update(self._ends.tobytes() + repr(self._class_starts).encode())
+        digest.update(repr(self.class_names).encode())
         return {
             "samples": len(self),
-            "classes": self.class_names,
+            "classes": len(self.class_names),
             "digest": digest.hexdigest(),
         }
 

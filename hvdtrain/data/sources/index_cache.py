@@ -90,6 +90,8 @@ def _locked(path: pathlib.Path, *, blocking: bool) -> Iterator[None]:
             # A file system without locks: several processes may compute the index, and
             # the last rename counts.
             pass
-        yield
-        # A process that still acquires the removed file finds the index.
-        lock.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            # A process that still acquires the removed file finds the index.
+            lock.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from hvdtrain.data.formats import DataError
 from hvdtrain.data.index_shuffle import index_shuffle
 from hvdtrain.data.sampler import Sampler
 from hvdtrain.data.sources.parsing import parse
-from hvdtrain.data.sources.source import Source, as_source
+from hvdtrain.data.sources.source import Source, all_locks, as_source
 
 # Positions within a block are shuffled: with a regular pattern, such as 1, 2, 1, 2, the
 # even ranks would read one source and the odd ranks the other.
@@ -63,7 +63,7 @@ class MixedSource(Source):
         self._children = children
         self._weights = weights
         self._starts = np.cumsum([0, *map(len, children)])
-        self.is_thread_safe = all(child.is_thread_safe for child in children)
+        self.locks = all_locks(children)
         self.is_grouped = any(child.is_grouped for child in children)
         first, *others = children
         for number, child in enumerate(others, 1):
@@ -73,7 +73,8 @@ class MixedSource(Source):
                     "`decode`; expected the same function for all."
                 )
         self.decode = first.decode
-        self.parse = self._parse
+        # AutoGraph would replace a `DataError` by an error of its own.
+        self.parse = tf.autograph.experimental.do_not_convert(self._parse)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -111,7 +112,9 @@ class MixedSource(Source):
         shares = np.empty(len(indices))
         for number, child in enumerate(self._children):
             [places] = np.nonzero(owners == number)
-            order = child.sort(indices[places] - self._starts[number])
+            order = np.arange(len(places))
+            if child.is_grouped:
+                order = child.sort(indices[places] - self._starts[number])
             shares[places[order]] = (np.arange(len(places)) + 0.5) / len(places)
         return np.argsort(shares, kind="stable")
 
@@ -132,6 +135,7 @@ class MixedSource(Source):
     def _parse(self, raw: Any) -> Any:
         parts, places = raw
         parsed = [
+            # The last array of a mixture's raw samples has one number for each.
             parse(child, part, tf.shape(tf.nest.flatten(part)[-1])[0])
             if child.parse
             else part
@@ -149,7 +153,13 @@ class MixedSource(Source):
             _parsed_spec(child, example)
             for child, example in zip(self._children, examples, strict=True)
         ]
-        for number, spec in enumerate(specs[1:], 1):
+        for number, spec in enumerate(specs):
+            if not _is_static(spec):
+                raise DataError(
+                    f"Received samples of unknown shape from source {number} of a "
+                    "mixture; expected static shapes: let parse return "
+                    "ragged.to_tensor(shape=(None, 128)), or use tf.ensure_shape."
+                )
             if not _fits(spec, specs[0]):
                 raise DataError(
                     f"Received samples {_text(specs[0])} of source 0 and "
@@ -241,6 +251,11 @@ def _parsed_spec(child: Source, example: Any) -> Any:
         return specs
     traced = tf.function(child.parse).get_concrete_function(specs)
     return traced.structured_outputs
+
+
+def _is_static(spec: Any) -> bool:
+    shapes = [leaf.shape for leaf in tf.nest.flatten(spec)]
+    return all(shape.rank and shape[1:].is_fully_defined() for shape in shapes)
 
 
 def _fits(spec: Any, other: Any) -> bool:

@@ -66,6 +66,9 @@ def pack(
         DataError: there are fewer tokens than a row has, or a sequence is not of one
             dimension or not of integers.
     """
+    for name, value in {"length": length, "separator": separator}.items():
+        if value is not None and not isinstance(value, int | np.integer):
+            raise DataError(f"Received {name}={value!r}; expected an integer.")
     if length < 1:
         raise DataError(f"Received the length {length}; expected 1 or more.")
     if isinstance(sequences, np.ndarray) and sequences.ndim == 1:
@@ -127,11 +130,11 @@ class PackedSequences(Source):
                 f"Received {type(source).__name__} to pack, with `parse` or functions; "
                 "expected a source whose samples are tokens alone."
             )
-        self.is_thread_safe = source.is_thread_safe
+        self.locks = source.locks
         self._length = length
         self._shift = shift
         self._dtype = None if dtype is None else np.dtype(dtype)
-        self._separator = separator
+        self._separator = None if separator is None else int(separator)
         self._source = source
         self._get_many = _getter(source)
         self._starts = self._load_starts()

@@ -1,9 +1,11 @@
 """What a source of samples is, and the sources in memory: arrays and sequences."""
 
+import collections
 import collections.abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +15,10 @@ from hvdtrain.data.sampler import Sampler
 
 # A function of TensorFlow tensors, traced by tf.data.
 TensorFunction = Callable[[Any], Any]
+
+
+# By the object that is read, which several sources may have.
+_locks: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)
 
 
 class Source:
@@ -26,7 +32,8 @@ class Source:
             of dense tensors with as many samples; None for no parsing.
         decode: function of one sample, as tensors, for formats that TensorFlow decodes
             one by one, such as images; None for no decoding.
-        is_thread_safe: whether `read` may be called by several threads at a time.
+        locks: held while samples are read, unless `workers` are asked for; none where
+            several threads may call `read` at a time.
         is_grouped: whether neighbouring samples are read together. Each rank then reads
             neighbours of a global batch: a contiguous share of it, sorted by `sort`.
         has_order: whether the source overrides `shuffle`.
@@ -34,7 +41,7 @@ class Source:
 
     parse: TensorFunction | None = None
     decode: TensorFunction | None = None
-    is_thread_safe = True
+    locks: Sequence[threading.Lock] = ()
     is_grouped = False
     has_order = False
 
@@ -126,11 +133,10 @@ class SequenceSource(Source):
     Where the object has `__getitems__`, a batch is read by one call of it.
     """
 
-    # The object may keep a file position.
-    is_thread_safe = False
-
     def __init__(self, sequence: Readable) -> None:
         self._sequence = sequence
+        # The object may keep a file position, and be read by an evaluation meanwhile.
+        self.locks = [_locks[id(sequence)]]
         self.get_many: Callable[[list[int]], Sequence[Any]] = getattr(
             sequence, "__getitems__", self._get_each
         )
@@ -169,11 +175,11 @@ class ZippedSource(Source):
                     f"Received {type(source).__name__} with other sources; expected "
                     "it alone, since its samples have an order of their own."
                 )
-        self.is_thread_safe = all(source.is_thread_safe for source in children)
+        self.locks = all_locks(children)
         if any(source.parse for source in children):
-            self.parse = self._parse
+            self.parse = self._by_column(source.parse for source in children)
         if any(source.decode for source in children):
-            self.decode = self._decode
+            self.decode = self._by_column(source.decode for source in children)
 
     def __len__(self) -> int:
         return len(next(iter(self._sources.values())))
@@ -185,24 +191,30 @@ class ZippedSource(Source):
         prints = {str(key): s.fingerprint() for key, s in self._sources.items()}
         return prints if self._is_mapping else list(prints.values())
 
-    def _parse(self, values: Any) -> Any:
-        return self._apply([source.parse for source in self._sources.values()], values)
-
-    def _decode(self, values: Any) -> Any:
-        return self._apply([source.decode for source in self._sources.values()], values)
-
-    def _apply(self, functions: list[TensorFunction | None], values: Any) -> Any:
-        columns = values.values() if self._is_mapping else values
-        # tf.data sorts the keys of dictionaries.
-        if self._is_mapping:
-            columns = [values[key] for key in self._sources]
-        pairs = zip(functions, columns, strict=True)
-        return self._pack(function(v) if function else v for function, v in pairs)
+    def _by_column(self, functions: Iterable[TensorFunction | None]) -> "_ByColumn":
+        return _ByColumn(tuple(self._sources), tuple(functions), self._is_mapping)
 
     def _pack(self, values: Iterator[Any]) -> Any:
         if self._is_mapping:
             return dict(zip(self._sources, values, strict=True))
         return tuple(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByColumn:
+    """A function for each column. Equal to another one of the same functions."""
+
+    keys: tuple[Any, ...]
+    functions: tuple[TensorFunction | None, ...]
+    is_mapping: bool
+
+    def __call__(self, values: Any) -> Any:
+        # By key: tf.data sorts the keys of dictionaries.
+        columns = {
+            key: function(values[key]) if function else values[key]
+            for key, function in zip(self.keys, self.functions, strict=True)
+        }
+        return columns if self.is_mapping else tuple(columns.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +235,7 @@ class MappedSource(Source):
         self._source = source
         self.parse = source.parse
         self.decode = _Composition(source.decode, function)
-        self.is_thread_safe = source.is_thread_safe
+        self.locks = source.locks
         self.is_grouped = source.is_grouped
         self.has_order = source.has_order
 
@@ -265,11 +277,6 @@ def as_source(data: Any) -> Source:
         return data
     if isinstance(data, np.ndarray):
         return ArraySource(data)
-    if _is_list_of_columns(data):
-        raise DataError(
-            f"Received a list of {len(data)} arrays of {len(data[0])} samples; "
-            "expected a tuple: the elements of a list are samples."
-        )
     if isinstance(data, dict | tuple) and data:
         return ZippedSource(data)
     is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
@@ -282,13 +289,9 @@ def as_source(data: Any) -> Source:
     )
 
 
-def _is_list_of_columns(data: Any) -> bool:
-    """Return whether a list has the inputs and targets of a data set, as for Keras."""
-    if not isinstance(data, list) or not 1 < len(data) <= 3:
-        return False
-    lengths = {len(v) for v in data if isinstance(v, np.ndarray) and v.ndim}
-    is_all = all(isinstance(value, np.ndarray) and value.ndim for value in data)
-    return is_all and len(lengths) == 1 and lengths.pop() > len(data)
+def all_locks(sources: Iterable[Source]) -> list[threading.Lock]:
+    """Return the locks of several sources, each once."""
+    return list(dict.fromkeys(lock for source in sources for lock in source.locks))
 
 
 def stack(samples: Sequence[Any], indices: np.ndarray) -> Any:
