@@ -122,6 +122,8 @@ def fit(
         source=as_samples(source),
         validation=None if validation is None else as_samples(validation),
         global_batch_size=global_batch_size,
+        epochs=epochs,
+        max_steps=max_steps,
         seed=world.seed if seed is None else seed,
         scale_batch=scale_batch,
         transform=transform,
@@ -139,15 +141,12 @@ def fit(
             replicas,
             config,
             commits,
-            epochs,
             is_checked=of_train.get("check_input", True),
         )
         watching: Sequence[object] = observers or ()
         with fail_together(world):
             specs = (
-                samples.train_spec(
-                    replicas, position, order, epochs, max_steps, of_train
-                ),
+                samples.train_spec(replicas, position, order, of_train),
                 samples.eval_spec(replicas, steps=validation_steps, **of_evaluation),
                 samples.with_unchanged(config, order),
             )
@@ -246,6 +245,8 @@ class _Samples:
     source: Source
     validation: Source | None
     global_batch_size: int
+    epochs: int | None
+    max_steps: int | None
     seed: int
     scale_batch: bool
     transform: Transform | None
@@ -257,7 +258,6 @@ class _Samples:
         replicas: Replicas,
         config: RunConfig,
         commits: Commits | None,
-        epochs: int | None,
         *,
         is_checked: bool,
     ) -> tuple[Position, Order]:
@@ -271,7 +271,7 @@ class _Samples:
                 "source": self.source.fingerprint(),
                 "validation": validation,
                 "global_batch_size": self.global_batch_size,
-                "epochs": epochs,
+                "epochs": self.epochs,
                 "scale_batch": self.scale_batch,
                 "seed": self.seed,
                 "check_input": is_checked,
@@ -303,8 +303,6 @@ class _Samples:
         replicas: Replicas,
         position: Position,
         order: Order,
-        epochs: int | None,
-        max_steps: int | None,
         options: Mapping[str, Any],
     ) -> TrainSpec:
         """Return the spec, for which `options` has other fields."""
@@ -314,9 +312,12 @@ class _Samples:
             seed=self.seed,
             order=order,
         )
-        steps = _count_steps(sampler, epochs, max_steps)
-        sampler, steps = deal(
-            sampler, steps, position, replicas, scale_batch=self.scale_batch
+        sampler, max_steps = deal(
+            sampler,
+            self._count_steps(sampler),
+            position,
+            replicas,
+            scale_batch=self.scale_batch,
         )
         return TrainSpec(
             input_fn=lambda start_step, end_step: batches(
@@ -327,7 +328,7 @@ class _Samples:
                 transform=self.transform,
                 workers=self.workers,
             ),
-            max_steps=steps,
+            max_steps=max_steps,
             pass_steps=sampler.pass_steps,
             local_batch_size=sampler.local_batch_size,
             scale_from=position if self.scale_batch else None,
@@ -360,10 +361,10 @@ class _Samples:
             **options,
         )
 
-
-def _count_steps(sampler: Sampler, epochs: int | None, max_steps: int | None) -> int:
-    if (epochs is None) == (max_steps is None):
-        raise JobError(
-            f"Received epochs={epochs} and max_steps={max_steps}; expected one of them."
-        )
-    return max_steps or sampler.steps(epochs or 0)
+    def _count_steps(self, sampler: Sampler) -> int:
+        if (self.epochs is None) == (self.max_steps is None):
+            raise JobError(
+                f"Received epochs={self.epochs} and max_steps={self.max_steps}; "
+                "expected one of them."
+            )
+        return self.max_steps or sampler.steps(self.epochs or 0)
