@@ -14,7 +14,7 @@ STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
     "HVDTRAIN_BIND": "0: ranks are not bound to their share of the cores of the node.",
-    "HVDTRAIN_CACHE_DIR": "Directory of built wheels and of downloaded data; by "
+    "HVDTRAIN_CACHE_DIR": "Directory of built wheels, data and indexes of files; by "
     "default hvdtrain in XDG_CACHE_HOME, or ~/.cache/hvdtrain.",
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",
