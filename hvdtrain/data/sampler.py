@@ -98,6 +98,14 @@ class Sampler:
         left = max(0, position - self.start_sample)
         return self.start_step + -(-left // self.global_batch_size)
 
+    def check_steps(self, start_step: int, end_step: int) -> None:
+        """Raise `DataError` unless the global batch has this size in these steps."""
+        if not self.start_step <= start_step <= end_step:
+            raise DataError(
+                f"Received steps {start_step} to {end_step}; expected "
+                f"{self.start_step} <= start <= end."
+            )
+
     def positions(self, start_step: int, end_step: int) -> np.ndarray:
         """Return positions in the endless sequence, in the shape of `indices`."""
         if start_step < self.start_step:

@@ -16,11 +16,6 @@ from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Sampler, check_rank
 from hvdtrain.data.sources.source import Source
 
-# Steps per call into Python, which holds the interpreter's lock. Measured: larger
-# blocks are no faster.
-_MAX_BLOCK_STEPS = 64
-_MAX_BLOCK_BYTES = 1 << 20
-
 # Images and labels, of a block of steps or of one batch.
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -59,13 +54,8 @@ def train_batches(
         timing.
     """
     _check_lengths(x, y, num_samples=sampler.num_samples)
-    if not sampler.start_step <= start_step <= end_step:
-        raise DataError(
-            f"Received steps {start_step} to {end_step}; expected "
-            f"{sampler.start_step} <= start <= end."
-        )
-    step_bytes = sampler.local_batch_size * x[0].size
-    block_steps = min(_MAX_BLOCK_STEPS, max(1, _MAX_BLOCK_BYTES // step_bytes))
+    sampler.check_steps(start_step, end_step)
+    block_steps = batching.count_block_steps(sampler.local_batch_size * x[0].size)
 
     def read_block(first: int) -> Pair:
         steps = sampler.indices(first, min(first + block_steps, end_step))
