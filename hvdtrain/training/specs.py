@@ -15,7 +15,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import libraries  # isort: split  # noqa: F401
 from hvdtrain.job import JobError
 from hvdtrain.job.files import local_path
 
