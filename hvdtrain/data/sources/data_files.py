@@ -89,6 +89,10 @@ class FileVersion(NamedTuple):
             stat = path.stat()
         return cls(path, stat.st_size, stat.st_mtime_ns)
 
+    def identity(self) -> tuple[str, int, int]:
+        """Return what names the content on this machine, as values for JSON."""
+        return os.path.abspath(self.path), self.size, self.mtime_ns
+
     def check(self) -> None:
         """Raise `DataError` if the file has changed."""
         if self != FileVersion.of(self.path):

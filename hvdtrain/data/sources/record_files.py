@@ -4,7 +4,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -65,10 +64,7 @@ class RecordFiles(Source, Generic[Opened]):
         return {"samples": len(self), "files": len(files), "digest": digest[:16]}
 
     def version(self) -> Any:
-        return [
-            (os.path.abspath(file.path), file.size, file.mtime_ns)
-            for file in self._files
-        ]
+        return [file.identity() for file in self._files]
 
     def _count_records(self, files: Sequence[FileVersion]) -> Sequence[int]:
         """Return the number of records of each file."""

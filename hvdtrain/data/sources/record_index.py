@@ -81,8 +81,7 @@ class RecordIndex:
 
 
 def _name(file: FileVersion) -> str:
-    path = os.path.abspath(file.path)
-    return index_cache.digest("tfrecord", path, file.size, file.mtime_ns)
+    return index_cache.digest("tfrecord", *file.identity())
 
 
 def scan(path: pathlib.Path) -> np.ndarray:
