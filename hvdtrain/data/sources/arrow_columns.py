@@ -29,13 +29,9 @@ class ArrowColumns:
 
     def name_of_type(self, dtype: Any) -> str | None:
         """Return the name of a type of Arrow; None if columns of it cannot be read."""
-        types = self._pa.types
-        if any(
-            is_kind(dtype)
-            for is_kind in (types.is_boolean, types.is_integer, types.is_floating)
-        ):
+        if self._is(dtype, "boolean", "integer", "floating"):
             return str(dtype)
-        if types.is_dictionary(dtype):
+        if self._is(dtype, "dictionary"):
             return self.name_of_type(dtype.value_type)
         if self._is_bytes(dtype):
             return "bytes"
@@ -99,19 +95,17 @@ class ArrowColumns:
         return np.diff(array.offsets.to_numpy())
 
     def _is_bytes(self, dtype: Any) -> bool:
-        types = self._pa.types
-        return (
-            types.is_string(dtype)
-            or types.is_binary(dtype)
-            or types.is_large_string(dtype)
-            or types.is_large_binary(dtype)
-            or types.is_fixed_size_binary(dtype)
+        return self._is(
+            dtype,
+            "string",
+            "binary",
+            "large_string",
+            "large_binary",
+            "fixed_size_binary",
         )
 
     def _is_list(self, dtype: Any) -> bool:
-        types = self._pa.types
-        return (
-            types.is_list(dtype)
-            or types.is_large_list(dtype)
-            or types.is_fixed_size_list(dtype)
-        )
+        return self._is(dtype, "list", "large_list", "fixed_size_list")
+
+    def _is(self, dtype: Any, *kinds: str) -> bool:
+        return any(getattr(self._pa.types, f"is_{kind}")(dtype) for kind in kinds)
