@@ -1,6 +1,7 @@
 """`fit`: train a model on a source of samples, with exact resume, in one call."""
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -227,13 +228,14 @@ def _options(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         {field.name for field in dataclasses.fields(spec)} - _COMPUTED
         for spec in (TrainSpec, EvalSpec, RunConfig)
     ]
-    for name in options.keys() - set().union(*names):
+    known = set().union(*names)
+    for name in options.keys() - known:
         if equivalent := _OF_KERAS.get(name):
             raise TypeError(f"Received {name}; expected {equivalent}.")
         own = [name for name in inspect.signature(fit).parameters if name != "options"]
         raise TypeError(
             f"Received {name}; expected {', '.join(own)}, or one of "
-            f"{', '.join(sorted(set().union(*names)))}."
+            f"{', '.join(sorted(known))}."
         )
     return [{name: options[name] for name in options if name in of} for of in names]
 
@@ -252,6 +254,11 @@ class _Samples:
     transform: Transform | None
     workers: int | None
 
+    @functools.cached_property
+    def fingerprint(self) -> Any:
+        """The source's, for which all names of files may be hashed."""
+        return self.source.fingerprint()
+
     def agree(
         self,
         world: World,
@@ -268,7 +275,7 @@ class _Samples:
         check_same(
             world,
             {
-                "source": self.source.fingerprint(),
+                "source": self.fingerprint,
                 "validation": validation,
                 "global_batch_size": self.global_batch_size,
                 "epochs": self.epochs,
@@ -287,7 +294,7 @@ class _Samples:
     def with_unchanged(self, config: RunConfig, order: Order) -> RunConfig:
         """Return the config with what a job that continues must not change."""
         own = {
-            "source": self.source.fingerprint(),
+            "source": self.fingerprint,
             "seed": self.seed,
             _ORDER: order,
         }
