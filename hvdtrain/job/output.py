@@ -112,7 +112,7 @@ def describe(error: BaseException) -> tuple[str, str]:
     """Return the last lines and all lines of the text that Python prints of an error.
 
     If Python code that TensorFlow has called, such as an input function, raised it, the
-    lines describe the original exception with the user's frames; those of a `JobError`
+    lines describe the original exception with the user's frames. For a `JobError` they
     are its message.
     """
     embedded = None

@@ -19,7 +19,7 @@ _BUFFER_BYTES = 1 << 15
 
 
 class ArrayRecord(RecordFiles[Any]):
-    """The records of ArrayRecord files, such as those of TensorFlow Datasets and Grain.
+    """The records of ArrayRecord files, which TensorFlow Datasets and Grain write.
 
     Needs `pip install 'hvdtrain[arrayrecord]'`. The library checks the records, and
     keeps the index of each open file in memory. Files that were written with the option

@@ -58,7 +58,7 @@ class ImageFolder(Source):
     of its name and 8 bytes for each image.
 
     Args:
-        image_size: height and width of the images. None keeps those of the file: all
+        image_size: height and width of the images. None keeps the size in the file: all
             images must have one size then, unless `map_samples` crops them.
         channels: 1 for gray, 3 for colors, 4 with transparency.
 

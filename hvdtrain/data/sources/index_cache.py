@@ -28,8 +28,8 @@ def load(name: str) -> np.ndarray | None:
     # ValueError: the number of bytes is no multiple of 8.
     except (OSError, ValueError):
         return None
-    # The first number is that of the others: a file system that is full, or a crash,
-    # may have truncated the file.
+    # The first number counts the others: a file system that is full, or a crash, may
+    # have truncated the file.
     return content[1:] if content[0] == len(content) - 1 else None
 
 

@@ -54,7 +54,7 @@ def mix(sources: Iterable[tuple[Any, float]]) -> Source:
 class MixedSource(Source):
     """Sources, and how often each is read. See `mix`.
 
-    Sample numbers are those of the sources, one source after the other.
+    Sample numbers count through the sources, one source after the other.
     """
 
     has_order = True

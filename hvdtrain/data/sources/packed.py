@@ -43,8 +43,8 @@ def pack(
     is continued in the next row. The last row is dropped unless it is full.
 
     All sequences are read once, at the start, to measure them: 8 bytes are kept for
-    each. Those of record files are kept in `data.default_cache_dir()`, where one
-    process of a node measures them; those of others in the memory of each rank.
+    each. The lengths of records are kept in `data.default_cache_dir()`, and one process
+    of a node measures them; each rank keeps the lengths of other sequences in memory.
 
     A row reads the sequences that it contains as a whole. Write records of at most some
     rows, or one array of all tokens.
@@ -58,8 +58,8 @@ def pack(
         separator: a token that is appended to each sequence, such as end of text. It
             belongs to the segment of the sequence.
         shift: whether a sample is `(row, targets)`, in which `targets`, int32 of shape
-            (length,), are the tokens that follow those of the row: what
-            `training.fit` takes to predict the next token. At the end of a segment
+            (length,), has for each token of the row the next token: what
+            `training.fit` takes to predict it. At the end of a segment
             the target is the first token of the next one.
 
     Raises:

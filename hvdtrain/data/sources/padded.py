@@ -37,7 +37,7 @@ def pad(
             numbers, or a dictionary or tuple with such.
         length: of every 1-D array of a sample. Other arrays and numbers are left as
             they are. With a mapping, such as `{"tokens": 128}`, or `{0: 128}` for
-            tuples, those of these keys only are padded.
+            tuples, only the arrays of these keys are padded.
         value: number that is appended, or a mapping such as `{"labels": -100}`, in
             which 0 is the number of keys that are missing.
         truncate: whether a longer array loses its end. By default it is an error.

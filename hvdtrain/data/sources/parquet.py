@@ -40,7 +40,7 @@ class Parquet(Source):
         )
 
     A row cannot be read alone, only its row group. The shuffle is therefore coarser
-    than that of arrays: in each epoch the row groups are permuted, each `window` of
+    than for arrays: in each epoch the row groups are permuted, each `window` of
     them in this order form a window, and the rows are permuted inside of each window.
     Rows of one batch are from one window, or from two where it ends in the batch. If
     the rows of the files are sorted, by label for example, shuffle them once when they

@@ -42,7 +42,7 @@ class TFRecord(RecordFiles[_MappedFile]):
     change. Without a directory that can be written they are kept in memory.
 
     The checksums of the data are checked where hvdtrain's native library is installed;
-    otherwise only those of the lengths, in the scan.
+    otherwise only the checksums of the lengths, in the scan.
 
     Args:
         files: a path, a pattern such as "~/data/train-*.tfrecord", or a list of these.
@@ -97,7 +97,7 @@ def _size(path: pathlib.Path) -> int | None:
 def _check(
     path: pathlib.Path, content: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> None:
-    """Raise `DataError` unless the records are those of the index."""
+    """Raise `DataError` unless the records have the offsets in the index."""
     lengths = ends - starts - (HEADER_BYTES + FOOTER_BYTES)
     if check_records := _native_check():
         # Without the interpreter's lock, which a page that is read from the disk would
