@@ -1,11 +1,13 @@
 """Sources in memory, their order, and the batches of all ranks."""
 
 import collections
+import functools
 import itertools
 import math
 import re
 import time
 
+import dealing
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -60,14 +62,15 @@ def sampler(
 
 def by_step(source, get_ids, *, size, start=0, end=20, order="index_shuffle", **more):
     """Return the sorted ids of all ranks, by step."""
-    ids = [[] for _ in range(start, end)]
-    for rank in range(size):
-        own = sampler(size, rank, order=order, samples=len(as_source(source)))
-        batches = data.batches(source, own, start, end, **more)
-        assert batches.cardinality() == end - start
-        for step, batch in enumerate(batches.as_numpy_iterator()):
-            ids[step] += get_ids(batch).tolist()
-    return [sorted(of_step) for of_step in ids]
+    samples = len(as_source(source))
+    return dealing.by_step(
+        source,
+        functools.partial(sampler, order=order, samples=samples),
+        range(start, end),
+        size=size,
+        ids_of=lambda batch: get_ids(batch).tolist(),
+        **more,
+    )
 
 
 @pytest.mark.parametrize(

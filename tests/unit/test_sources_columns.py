@@ -1,11 +1,13 @@
 """Parquet files: their order, which row groups are read, and their errors."""
 
 import collections
+import functools
 import gzip
 import os
 import sys
 import threading
 
+import dealing
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -90,18 +92,13 @@ def sampler(source, rank=0, size=1, batch=BATCH, seed=3):
 
 def ids_by_step(source, size, steps, *, batch=BATCH):
     """Return the sorted ids of all ranks by step."""
-    ranks = [
-        [
-            values["id"].numpy()
-            for values in data.batches(
-                source, sampler(source, rank, size, batch), steps.start, steps.stop
-            )
-        ]
-        for rank in range(size)
-    ]
-    return [
-        sorted(np.concatenate(parts).tolist()) for parts in zip(*ranks, strict=True)
-    ]
+    return dealing.by_step(
+        source,
+        functools.partial(sampler, source, batch=batch),
+        steps,
+        size=size,
+        ids_of=lambda values: values["id"].tolist(),
+    )
 
 
 def test_values(files):

@@ -1,7 +1,9 @@
 """Folders of images: labels, decoding, augmentation, and their errors."""
 
+import functools
 import os
 
+import dealing
 import keras
 import numpy as np
 import pytest
@@ -60,19 +62,20 @@ def augment(sample, seed):
 
 def images_by_step(source, size, steps, *, transform=None):
     """Return the images of all ranks by step, as sorted bytes."""
-    found = [[] for _ in steps]
-    for rank in range(size):
-        batches = data.batches(
-            source,
-            sampler(source, rank, size),
-            steps.start,
-            steps.stop,
-            transform=transform,
-        )
-        for step, (images, labels) in zip(found, batches, strict=True):
-            pairs = zip(images.numpy(), labels.numpy(), strict=True)
-            step.extend((image.tobytes(), int(label)) for image, label in pairs)
-    return [sorted(step) for step in found]
+
+    def pairs(batch):
+        images, labels = batch
+        contents = [image.tobytes() for image in images]
+        return list(zip(contents, labels.tolist(), strict=True))
+
+    return dealing.by_step(
+        source,
+        functools.partial(sampler, source),
+        steps,
+        size=size,
+        ids_of=pairs,
+        transform=transform,
+    )
 
 
 def test_images_and_labels(folder):

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import functools
 import gc
 import gzip
 import itertools
@@ -12,6 +13,7 @@ import sys
 import threading
 import zlib
 
+import dealing
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -73,19 +75,20 @@ def file(tmp_path):
 
 def steps(source, first, last, size):
     """Return the sorted numbers of the samples of each step, over all ranks."""
-    ranks = []
-    for rank in range(size):
-        sampler = data.Sampler(
-            num_samples=SAMPLES,
-            global_batch_size=BATCH,
-            seed=3,
-            rank=rank,
-            size=size,
-            order="index_shuffle",
-        )
-        batches = data.batches(source, sampler, first, last)
-        ranks.append([[number_of(text) for text in b.numpy()] for b in batches])
-    return [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
+    sampler = functools.partial(
+        data.Sampler,
+        num_samples=SAMPLES,
+        global_batch_size=BATCH,
+        seed=3,
+        order="index_shuffle",
+    )
+    return dealing.by_step(
+        source,
+        sampler,
+        range(first, last),
+        size=size,
+        ids_of=lambda texts: [number_of(text) for text in texts],
+    )
 
 
 def test_steps_are_the_same_on_any_number_of_ranks(source):

@@ -1,11 +1,13 @@
 """Mixtures, padding and packing compute what one rank without a restart computes."""
 
 import dataclasses
+import functools
 import multiprocessing
 import pathlib
 import re
 import time
 
+import dealing
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -39,14 +41,14 @@ def sampler(source, **options):
 
 def by_step(source, start, end, size, key):
     """Return the sorted keys of the samples of each step, of all ranks together."""
-    steps = [[] for _ in range(start, end)]
-    for rank in range(size):
-        batches = data.batches(
-            source, sampler(source, rank=rank, size=size), start, end, workers=1
-        )
-        for step, batch in zip(steps, batches.as_numpy_iterator(), strict=True):
-            step += [key(sample) for sample in unstacked(batch)]
-    return [sorted(step) for step in steps]
+    return dealing.by_step(
+        source,
+        functools.partial(sampler, source),
+        range(start, end),
+        size=size,
+        ids_of=lambda batch: [key(sample) for sample in unstacked(batch)],
+        workers=1,
+    )
 
 
 def unstacked(batch):
