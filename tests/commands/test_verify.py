@@ -342,6 +342,20 @@ CLEAN = {
 }
 
 
+# A case of each kind is in the README's command, or in the long tests. All others are
+# in the tier verify.
+SHORT = {"fit", "no broadcast"}
+LONG = {"loop", "mixed precision", "no reduction", "rate scaled twice"}
+LONG |= {"custom_loop.py"}
+
+
+def in_tiers(names):
+    """Return the names, each with the mark of its tier."""
+    for name in names:
+        mark = pytest.mark.long if name in LONG else pytest.mark.verify
+        yield pytest.param(name, marks=() if name in SHORT else mark)
+
+
 @pytest.fixture
 def verify(run, tmp_path):
     """Return `verify(text, ...)`: the job that verifies a script of this text."""
@@ -354,13 +368,7 @@ def verify(run, tmp_path):
     return verify
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "fit" else pytest.mark.verify)
-        for name in CLEAN
-    ],
-)
+@pytest.mark.parametrize("name", in_tiers(CLEAN))
 def test_a_script_that_is_right(verify, name):
     job = verify(CLEAN[name])
     assert job.returncode == 0, job.text
@@ -371,13 +379,7 @@ def test_a_script_that_is_right(verify, name):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "no broadcast" else pytest.mark.verify)
-        for name in FAULTS
-    ],
-)
+@pytest.mark.parametrize("name", in_tiers(FAULTS))
 def test_a_script_with_a_fault(verify, name):
     text, replacements, expected = FAULTS[name]
     for old, new in replacements.items():
@@ -401,8 +403,9 @@ def test_a_script_that_cannot_be_compared(verify, name):
     assert expected in job.text
 
 
-@pytest.mark.verify
-@pytest.mark.parametrize("name", ["custom_loop.py", "gan.py", "mixed_precision.py"])
+@pytest.mark.parametrize(
+    "name", in_tiers(["custom_loop.py", "gan.py", "mixed_precision.py"])
+)
 def test_an_example(run, name, tmp_path):
     """The examples compute what one process computes; GANs draw noise of their own."""
     job = run(
@@ -456,7 +459,7 @@ def test_a_script_that_fails_with_its_own_flags(run, tmp_path):
     assert expected in job.text
 
 
-@pytest.mark.verify
+@pytest.mark.long
 def test_ctrl_c_ends_all_ranks(start, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOOP.replace("    step(x, y)", "    input()"))
