@@ -50,8 +50,6 @@ class Job:
         except subprocess.TimeoutExpired:
             pytest.fail(f"no end after {TIMEOUT_SECONDS} s:\n{self.text}")
         _, alive = psutil.wait_procs(self.processes(), timeout=20)
-        # A zombie has ended: the init process of a container may be slow to reap it.
-        alive = [process for process in alive if _is_running(process)]
         assert not alive, f"left behind: {alive}\n{self.text}"
         return self
 
@@ -108,13 +106,6 @@ class Job:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait(TIMEOUT_SECONDS)
-
-
-def _is_running(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _mark_of(process):
