@@ -26,7 +26,7 @@ _RETRY = re.compile(r"Retrying \(Retry\(total=[1-9]")
 _BUILD_DIRECTORY = re.compile(r"\S*/build-horovod\.[^/]*/")
 _MAX_WIDTH = 300
 
-# Process groups of the commands that run.
+# Sessions of the commands that run.
 _running: set[int] = set()
 _is_aborted = threading.Event()
 
@@ -90,7 +90,7 @@ class Steps:
         """Return the exit code, or the reason why there is none."""
         with self._log.open("ab") as log:
             try:
-                # A process group of its own: all its processes are killed together.
+                # A session of its own: all its processes are killed together.
                 done = subprocess.Popen(
                     command,
                     env=environment,
@@ -98,7 +98,7 @@ class Steps:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    process_group=0,
+                    start_new_session=True,
                 )
             except OSError as error:
                 log.write(f"error: {error}\n".encode())
@@ -129,13 +129,35 @@ class Steps:
 def abort() -> None:
     """Kill the commands that run, with all their processes, and those that start."""
     _is_aborted.set()
-    for group in tuple(_running):
-        _kill(group)
+    for session in tuple(_running):
+        _kill(session)
 
 
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def _kill(session: int) -> None:
+    """Kill all processes of a session.
+
+    Not a process group: mpirun gives each rank one of its own.
+    """
+    killed: set[int] = set()
+    # Until there is no other one: a process may start another before it is killed.
+    while found := _processes(session) - killed:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def _processes(session: int) -> set[int]:
+    found = set()
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        # A process may end meanwhile.
+        with contextlib.suppress(OSError):
+            # After the name of the program, which may contain spaces: state, parent,
+            # process group, session.
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                found.add(int(path.parent.name))
+    return found
 
 
 class _Ticker:

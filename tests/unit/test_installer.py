@@ -267,11 +267,13 @@ def test_a_failed_step_names_the_cause_and_the_log(tmp_path, capsys):
         Steps(log).run("building", [str(tmp_path / "nothing")])
 
 
-def test_a_step_that_hangs_is_ended_with_its_children(tmp_path):
-    script = "sleep 600 & echo $! >child; wait"
+# With `set -m`, the child has a process group of its own, as a rank of mpirun has.
+@pytest.mark.parametrize("start", ["", "set -m; "])
+def test_a_step_that_hangs_is_ended_with_its_children(tmp_path, start):
+    script = f"{start}sleep 600 & echo $! >child; wait"
     with pytest.raises(InstallError, match="timed out after 4 s"):
         Steps(tmp_path / "log").run(
-            "hanging", ["sh", "-c", script], directory=tmp_path, timeout_seconds=4
+            "hanging", ["bash", "-c", script], directory=tmp_path, timeout_seconds=4
         )
     child = int((tmp_path / "child").read_text())
     with contextlib.suppress(ProcessLookupError):
