@@ -342,11 +342,13 @@ CLEAN = {
 }
 
 
-# A case of each kind is in the README's command, or in the long tests. All others are
-# in the tier verify.
+# These are in the README's command, and in the long tests. All others are in the tier
+# verify.
 SHORT = {"fit", "no broadcast"}
-LONG = {"loop", "mixed precision", "no reduction", "rate scaled twice"}
-LONG |= {"custom_loop.py"}
+LONG = {
+    *("loop", "mixed precision", "no reduction", "rate scaled twice"),
+    "custom_loop.py",
+}
 
 
 def in_tiers(names):
