@@ -6,8 +6,10 @@ prune one whose result is unused. Other ranks take part in each of them: an oper
 that one rank reorders or leaves out is a deadlock on the others.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import tensorflow as tf
@@ -15,6 +17,7 @@ from tensorflow.python.ops import control_flow_util
 
 from hvdtrain.collectives import threads
 from hvdtrain.collectives.process_sets import ProcessSet
+from hvdtrain.native import recorder
 
 # A nest of tensors.
 Nest = TypeVar("Nest")
@@ -24,8 +27,79 @@ Nest = TypeVar("Nest")
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A collective as it is recorded.
+
+    Attributes:
+        operation: the kind of the collective, such as "broadcast".
+        tensors: what this rank sends: it arrives when they are computed.
+    """
+
+    name: str
+    operation: str
+    tensors: Sequence[tf.Tensor | tf.IndexedSlices | tf.Variable]
+    process_set: ProcessSet
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """Return a context that records the collective in eager execution."""
+        return recorder.collective(
+            self.name,
+            self.operation,
+            size_bytes=self._size_bytes(),
+            is_of_all_ranks=self._is_of_all_ranks(),
+        )
+
+    def enter(self) -> list[tf.Tensor]:
+        """Return a tensor of the graph that records the arrival, in a list.
+
+        The list is empty without the native library.
+        """
+        operations = recorder.operations()
+        if not operations:
+            return []
+        sent = [t for t in self.tensors if not isinstance(t, tf.Variable)]
+        with (
+            tf.control_dependencies(_tensors(sent)),
+            tf.device("CPU"),
+        ):
+            record = operations.hvdtrain_enter_collective(
+                token=order_token().handle,
+                collective=self.name,
+                operation=self.operation,
+                bytes=self._size_bytes(),
+                of_all_ranks=self._is_of_all_ranks(),
+            )
+        return [record]
+
+    def leave(self, records: list[tf.Tensor]) -> list[tf.Operation]:
+        """Return an operation that records the end, given the result of `enter`."""
+        operations = recorder.operations()
+        with tf.device("CPU"):
+            return [
+                operations.hvdtrain_leave_collective(
+                    record=record, token=order_token().handle
+                )
+                for record in records
+                if operations
+            ]
+
+    def _is_of_all_ranks(self) -> bool:
+        # A rank that has joined takes part in the collectives of the others.
+        return self.process_set.process_set_id == 0 and self.operation != "join"
+
+    def _size_bytes(self) -> int:
+        sizes = [
+            (tensor.shape.num_elements() or 0) * tensor.dtype.size
+            for tensor in self.tensors
+            if not isinstance(tensor, tf.IndexedSlices)
+        ]
+        return sum(sizes)
+
+
 def serialize(
     exchange: Callable[[], Nest],
+    call: Call,
     *,
     guard: Callable[[], list[tf.Tensor] | tf.Operation] | None = None,
 ) -> Nest:
@@ -38,11 +112,11 @@ def serialize(
     the token, that the previous one has written. TensorFlow orders the reads and
     writes of a variable across functions, branches and loops, where control
     dependencies alone end at the function's boundary. The operations that `guard`
-    returns run before the exchange.
+    returns run before the exchange. `call` describes the exchange in the record.
     """
     token = order_token()
     if tf.executing_eagerly():
-        with threads.in_call():
+        with threads.in_call(), call.recorded():
             if guard:
                 guard()
             results = exchange()
@@ -53,16 +127,24 @@ def serialize(
     # automatic control dependencies: a second order within one graph.
     previous = getattr(graph, "_hvdtrain_previous", [])
     with tf.control_dependencies([*previous, token.read_value()]):
-        guards = tf.nest.flatten(guard()) if guard else []
-        with tf.control_dependencies(guards):
+        records = call.enter()
+        with tf.control_dependencies(records):
+            guards = tf.nest.flatten(guard()) if guard else []
+        with tf.control_dependencies([*records, *guards]):
             results = exchange()
-    with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+    with tf.control_dependencies(_tensors(results)):
+        left = call.leave(records)
+    with tf.control_dependencies([*left, *_tensors(results)]):
         written = token.assign_add(1)
     graph._hvdtrain_previous = [written]
     # A result is released after the write: whatever depends on it, also another
     # collective, starts later than the next reader of the token may.
     with tf.control_dependencies([written]):
         return tf.nest.map_structure(tf.identity, results, expand_composites=True)
+
+
+def _tensors(nest: object) -> list[tf.Tensor]:
+    return tf.nest.flatten(nest, expand_composites=True)
 
 
 def number_of_collectives() -> int:
@@ -91,7 +173,7 @@ def prevent_pruning(result: tf.Tensor | tf.IndexedSlices) -> None:
     """
     if tf.executing_eagerly():
         return
-    tensors = tf.nest.flatten(result, expand_composites=True)
+    tensors = _tensors(result)
     # One element is enough: an Assert copies its data from a GPU.
     data = [tf.reshape(tensor, [-1])[:1] for tensor in tensors]
     tf.raw_ops.Assert(condition=_unknown_true(), data=data)

@@ -20,6 +20,7 @@ from hvdtrain.job import launchers
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
 from hvdtrain.job.world import JobError, MeshShape, SharedJobError, World
+from hvdtrain.native import recorder
 
 
 def init(*args: object, **kwargs: object) -> None:
@@ -35,6 +36,7 @@ def init(*args: object, **kwargs: object) -> None:
     _skip_destructors_in_forks()
     launchers.locate()
     hvd.init(*args, **kwargs)
+    recorder.open_ring()
     if hvd.rank() == 0:
         is_gloo = hvd.size() > 1 and hvd.gloo_enabled() and not hvd.mpi_enabled()
         libraries.warn_of_doubts(is_stall_limit_needed=is_gloo)

@@ -12,6 +12,7 @@ from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.keras.variables import get_process_set
+from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.exporting import Evaluation, Exports
 from hvdtrain.training.observers import notify, scalars
@@ -281,6 +282,7 @@ class EvaluationCallback(StepCallback):
         # At the end of an epoch the moving statistics are equal already.
         self._run(steps=None, is_end=True)
 
+    @recorder.phase("evaluation")
     def _run(self, *, steps: int | None, is_end: bool) -> None:
         self._is_pending = False
         with self._left_out(), evaluated_weights(self.model, steps=steps):

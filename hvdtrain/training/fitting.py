@@ -15,6 +15,7 @@ from hvdtrain.job.agreement import on_all
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import optimizers_inside
+from hvdtrain.native import recorder
 from hvdtrain.training.plan import Plan
 
 # The error of `assert_cardinality`.
@@ -50,6 +51,7 @@ def fit(
     batches = batches.take(steps)
     batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
     iterator = iter(batches)
+    recorder.set_step(start_step)
     try:
         training = _Training(
             callbacks,
@@ -135,7 +137,9 @@ def _steps_function(
 def _take_eagerly(step: Callable, batches: _Batches, steps: int) -> dict:
     for _ in range(steps):
         first = batches.take_first()
+        recorder.mark_phase("input", begins_step=True)
         batch = first.get_value() if first.has_value() else next(batches.iterator)
+        recorder.mark_phase("compute")
         logs = step(batch)
     return logs
 
@@ -158,7 +162,13 @@ def _compiled_steps(
         first: tf.experimental.Optional, is_first: bool | tf.Tensor
     ) -> tf.Tensor | tuple:
         is_first = tf.logical_and(is_first, first.has_value())
-        return tf.cond(is_first, first.get_value, iterator.get_next)
+        with tf.control_dependencies(recorder.mark_phase("input", begins_step=True)):
+            batch = tf.cond(is_first, first.get_value, iterator.get_next)
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            computes = recorder.mark_phase("compute")
+        # The step reads the batch after the mark.
+        with tf.control_dependencies(computes):
+            return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
 
     @tf.function(autograph=False)
     def one_step(first: tf.experimental.Optional, steps: tf.Tensor) -> dict:
@@ -241,6 +251,7 @@ class _Training(keras.callbacks.CallbackList):
         self._step = end
         return logs
 
+    @recorder.phase("callbacks")
     def on_train_begin(self, logs: dict | None = None) -> None:
         super().on_train_begin(logs)
         # After the callbacks, which may replace the model's `train_step`.
@@ -248,6 +259,11 @@ class _Training(keras.callbacks.CallbackList):
             self.model, self._batches, self._plan.steps_per_execution
         )
 
+    @recorder.phase("callbacks")
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+
+    @recorder.phase("callbacks")
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch_start = self._plan.step(epoch)
         self._epoch_end = self._plan.step(epoch + 1)
@@ -261,6 +277,7 @@ class _Training(keras.callbacks.CallbackList):
         for variable, value in kept:
             variable.assign(value)
 
+    @recorder.phase("callbacks")
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         """Call the callbacks at the beginning of an execution only."""
         execution = self._plan.execution(self._step)
@@ -268,6 +285,7 @@ class _Training(keras.callbacks.CallbackList):
             self._execution = execution
             super().on_train_batch_begin(execution[0] - self._epoch_start, logs)
 
+    @recorder.phase("callbacks")
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         # Keras counts calls of `train_function`, and callbacks count batches.
         batch = self._step - self._epoch_start - 1

@@ -7,6 +7,7 @@ import keras
 
 from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
+from hvdtrain.native import recorder
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.building import Batches, agree_on_batches, build
 from hvdtrain.training.checkpoint.header import Header
@@ -18,6 +19,7 @@ from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Result, RunConfig, TrainSpec
 
 
+@recorder.phase("start")
 def train_and_evaluate(
     model_fn: Callable[[], keras.Model],
     train_spec: TrainSpec,

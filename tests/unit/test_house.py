@@ -28,6 +28,7 @@ FLOORS = [
     ["native"],
     ["libraries"],
     ["installer"],
+    ["flight"],
     ["environment", "lazy", "renamed"],
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}

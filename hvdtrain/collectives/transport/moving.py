@@ -144,6 +144,7 @@ def run(
     ranks if their signatures differ. A guard precedes it unless `is_compared`: then the
     first of its own operations compares the ranks.
     """
+    call = graph.Call(name, signature.operation, signature.tensors, process_set)
     # Called in any case: it connects the ranks in their first collective.
     is_native = shared_memory.takes_part(process_set)
 
@@ -154,7 +155,7 @@ def run(
         return exchange_guard(signature, f"{name}_0", process_set)
 
     with _explained_mismatch(signature, process_set):
-        return graph.serialize(exchange, guard=None if is_compared else guard)
+        return graph.serialize(exchange, call, guard=None if is_compared else guard)
 
 
 def compares_itself(process_set: ProcessSet) -> bool:
@@ -325,7 +326,8 @@ def join() -> tf.Tensor:
     """Block until every rank has called it; return the last rank that did."""
     with tf.init_scope():
         connection.connect()
-    return graph.serialize(lambda: tf.py_function(_join, [], tf.int32))
+    call = graph.Call("join", "join", [], global_process_set)
+    return graph.serialize(lambda: tf.py_function(_join, [], tf.int32), call)
 
 
 def _join() -> int | tf.Tensor:

@@ -32,6 +32,13 @@ class Signature:
     tensors: Sequence[tf.Tensor | tf.IndexedSlices]
     has_free_rows: bool = False
 
+    @property
+    def operation(self) -> str:
+        """The collective without its options, such as "broadcast"."""
+        word = self.kind.replace(",", " ").split()[0]
+        # The kind of an allreduce is the name of what it computes, such as "Sum".
+        return word if word.islower() else "allreduce"
+
     def guard(self, dtype: tf.DType) -> tf.Tensor:
         """Return the guard: an empty tensor of `dtype`, compared by its shape.
 

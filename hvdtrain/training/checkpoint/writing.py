@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from hvdtrain.job import World, agreement
+from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.header import Checkpoint, Header
 from hvdtrain.training.checkpoint.snapshot import capture, check_finite
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
@@ -223,8 +224,10 @@ class CheckpointCallback(StepCallback):
     def _wait_for_writer(self) -> None:
         # Commits are in memory at once. All ranks have one, or none has.
         if isinstance(self._writer, BackgroundWriter | None):
-            wait_for_writer(self._world, self._writer)
+            with recorder.phase("saving"):
+                wait_for_writer(self._world, self._writer)
 
+    @recorder.phase("saving")
     def _save(self, is_finished: bool, logs: dict | None = None) -> None:
         start = time.perf_counter()
         check_finite(self.model, self._world, self.step)

@@ -1,0 +1,162 @@
+"""The last collectives and phases of a rank, read from the file that it maps.
+
+native/recorder.h has the same layout. A rank overwrites its oldest record: a record
+whose sequence number changes while it is read is left out.
+"""
+
+import dataclasses
+import os
+import pathlib
+import struct
+
+# The first one is code outside of the others, as in a script that calls `hvd.init`.
+PHASES = (
+    *("script", "start", "input", "compute", "callbacks"),
+    *("evaluation", "saving"),
+)
+RECORDS, HEADER_BYTES, RECORD_BYTES = 1024, 4096, 128
+FORMAT = 0x6876647400000001
+_PHASE, _COLLECTIVE = 1, 2
+_HEADER = struct.Struct("<QQQqqQqQqQ8Q")
+_RECORD = struct.Struct("<QqqQQQII48s24s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a rank.
+
+    Attributes:
+        number: among the collectives of all ranks, from 1; 0 for a process set.
+        bytes: of the tensors; 0 if the shapes were not known in the graph.
+        entered: in seconds of the host's monotonic clock.
+        left: the same; 0 while the rank is in it.
+    """
+
+    number: int
+    name: str
+    operation: str
+    bytes: int
+    step: int
+    entered: float
+    left: float
+
+    def __str__(self) -> str:
+        number = f" {self.number:,}" if self.number else ""
+        return f"{self.operation}{number} ({self.name})"
+
+    def is_like(self, other: "Collective") -> bool:
+        """Return whether two ranks' records are of one collective."""
+        own, others = (
+            (each.name, each.operation, each.bytes) for each in (self, other)
+        )
+        return own == others
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """A rank's records.
+
+    Attributes:
+        phase: the present one, of `PHASES`.
+        phase_entered: in seconds of the host's monotonic clock.
+        step: the step that the rank takes, from 1; 0 where nothing counts steps.
+        number: of the last collective of all ranks that it has entered.
+        collectives: the last ones, the oldest first.
+    """
+
+    phase: str
+    phase_entered: float
+    step: int
+    step_entered: float
+    number: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def in_flight(self) -> Collective | None:
+        """The collective that the rank is in."""
+        return next((c for c in reversed(self.collectives) if not c.left), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What changes in a ring as long as its rank makes progress.
+
+    Attributes:
+        entered: the time of the last collective if the rank is in it, else None.
+    """
+
+    phase: str
+    step: int
+    step_entered: float
+    entered: float | None
+
+
+def read(path: str | os.PathLike) -> Ring | None:
+    """Return the ring in a file; None if it has none that can be read."""
+    data = _bytes(path)
+    if data is None:
+        return None
+    fields = _HEADER.unpack_from(data)
+    records = [
+        _RECORD.unpack_from(data, HEADER_BYTES + number * RECORD_BYTES)
+        for number in range(RECORDS)
+    ]
+    newest = fields[1]
+    kept = sorted(
+        record
+        for record in records
+        if newest - RECORDS < record[0] <= newest and record[0] > 0
+    )
+    return Ring(
+        phase=PHASES[fields[7]],
+        phase_entered=fields[8] * 1e-9,
+        step=fields[5],
+        step_entered=fields[6] * 1e-9,
+        number=fields[2],
+        collectives=tuple(map(_collective, _of_kind(kept, _COLLECTIVE))),
+    )
+
+
+def read_moment(path: str | os.PathLike) -> Moment | None:
+    """Return the `Moment` of a ring, which costs less than all of its records."""
+    data = _bytes(path, HEADER_BYTES)
+    if data is None:
+        return None
+    fields = _HEADER.unpack_from(data)
+    return Moment(
+        phase=PHASES[fields[7]],
+        step=fields[5],
+        step_entered=fields[6] * 1e-9,
+        entered=fields[4] * 1e-9 if fields[3] > 0 else None,
+    )
+
+
+def _bytes(path: str | os.PathLike, count: int = -1) -> bytes | None:
+    try:
+        with pathlib.Path(path).open("rb") as file:
+            data = file.read(count)
+    except OSError:
+        return None
+    is_complete = len(data) >= HEADER_BYTES
+    return data if is_complete and _HEADER.unpack_from(data)[0] == FORMAT else None
+
+
+def _of_kind(records: list[tuple], kind: int) -> list[tuple]:
+    return [record for record in records if record[6] == kind]
+
+
+def _collective(record: tuple) -> Collective:
+    _, entered, left, step, number, size, _, _, name, operation = record
+    return Collective(
+        number=number,
+        name=_text(name),
+        operation=_text(operation),
+        bytes=size,
+        step=step,
+        entered=entered * 1e-9,
+        left=left * 1e-9,
+    )
+
+
+def _text(data: bytes) -> str:
+    return data.partition(b"\0")[0].decode(errors="replace")
