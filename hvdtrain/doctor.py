@@ -3,8 +3,12 @@
 python -m hvdtrain.doctor
 python -m hvdtrain.doctor --hosts=node1,node2
 python -m hvdtrain.doctor --json
+python -m hvdtrain.doctor --job=MODEL_DIR
 
 Takes half a minute. The exit code is 1 if something is broken.
+
+With --job, prints where each rank of a job is that runs, or was when it ended, and the
+first collective on which its ranks differ.
 """
 
 import dataclasses
@@ -15,7 +19,7 @@ from collections.abc import Callable
 from absl import flags
 
 from hvdtrain import __version__, program
-from hvdtrain.diagnosis import cluster, installation, machine, ranks
+from hvdtrain.diagnosis import cluster, installation, machine, ranks, roll
 from hvdtrain.diagnosis.finding import Finding
 from hvdtrain.job import JobError, launchers
 
@@ -24,6 +28,12 @@ _SSH_PORT = flags.DEFINE_integer(
     "ssh_port", 22, "The port of their sshd.", lower_bound=1, upper_bound=65535
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the findings as JSON.")
+_JOB = flags.DEFINE_string(
+    "job",
+    None,
+    "The model_dir of a job that hangs or has lost a rank, or the directory with its "
+    "records that it has printed. Prints what its ranks do; checks nothing else.",
+)
 _VERSION = flags.DEFINE_bool("version", False, "Print hvdtrain's version alone.")
 
 _MARKS = {"fine": "   ", "warning": " ? ", "broken": "!! "}
@@ -34,6 +44,9 @@ def main() -> None:
     """Print the findings; raise `JobError` if something is broken."""
     if _VERSION.value:
         print(__version__)
+        return
+    if _JOB.value is not None:
+        print(roll.report(_JOB.value))
         return
     launched = launchers.launch()
     if launched.size > 1:

@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 
 from absl import flags
 
+from hvdtrain.flight import member
 from hvdtrain.job import JobError, output, signals
 from hvdtrain.job.launchers import launch
 from hvdtrain.job.start import stop
-from hvdtrain.job.world import SharedJobError
+from hvdtrain.job.world import PreemptedError, SharedJobError
 
 # By exit code, for users: the site has them as a table.
 EXIT_CODES = {
@@ -120,13 +121,13 @@ def _leave_after_bug(error: Exception) -> NoReturn:
         # prints a reason only if the launcher sends none.
         _exit_codes.append(1)
         if signals.seconds_since_last() < _SIGNAL_OF_LAUNCHER_SECONDS:
-            os._exit(1)
+            _end(1)
         time.sleep(_PATIENCE_SECONDS)
-        _leave(
+        reason = (
             "Another rank has left the job, or has not called a collective within "
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS.",
-            code=1,
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS."
         )
+        _leave(f"{reason}\n{member.conclusion()}".rstrip(), code=1)
     if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
         _leave(f"Cannot write the output: {error.strerror}.", code=1)
     _leave(output.describe(error)[1], code=1)
@@ -159,6 +160,12 @@ def _leave(text: str, *, code: int, is_shared: bool = False) -> NoReturn:
             sys.stdout.flush()
         _write_reason(text, timeout_seconds=_WRITE_SECONDS)
     stop(timeout_seconds=_PATIENCE_SECONDS)
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    # The guard reports a process that ends without this, or by a failure.
+    member.leave(0 if code == PreemptedError.exit_code else code)
     os._exit(code)
 
 
@@ -172,13 +179,13 @@ def _report_signal(number: int) -> NoReturn:
     # Without a flush of stdout: the main thread may be blocked in a write to a full
     # pipe, and holds the lock of the stream.
     if _exit_codes:
-        os._exit(_exit_codes[0])
+        _end(_exit_codes[0])
     # On Ctrl-C launchers send SIGTERM or SIGUSR1 to all ranks: one prints a line.
     prints = launch().rank == 0 or number == signal.SIGINT
     if prints and not _is_collective_failure(_handled_exception()):
         reason = f"Stopped by {signal.Signals(number).name}."
         _write_reason(reason, timeout_seconds=_SIGNAL_WRITE_SECONDS)
-    os._exit(128 + number)
+    _end(128 + number)
 
 
 def _handled_exception() -> BaseException | None:

@@ -16,8 +16,8 @@ PHASES = (
 )
 RECORDS, HEADER_BYTES, RECORD_BYTES = 1024, 4096, 128
 FORMAT = 0x6876647400000001
-_PHASE, _COLLECTIVE = 1, 2
-_HEADER = struct.Struct("<QQQqqQqQqQ8Q")
+_COLLECTIVE = 2
+_HEADER = struct.Struct("<QQQQqQqQq8Q8Q")
 _RECORD = struct.Struct("<QqqQQQII48s24s")
 
 
@@ -41,15 +41,7 @@ class Collective:
     left: float
 
     def __str__(self) -> str:
-        number = f" {self.number:,}" if self.number else ""
-        return f"{self.operation}{number} ({self.name})"
-
-    def is_like(self, other: "Collective") -> bool:
-        """Return whether two ranks' records are of one collective."""
-        own, others = (
-            (each.name, each.operation, each.bytes) for each in (self, other)
-        )
-        return own == others
+        return f"{self.operation} {self.number:,}" if self.number else self.operation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +54,7 @@ class Ring:
         step: the step that the rank takes, from 1; 0 where nothing counts steps.
         number: of the last collective of all ranks that it has entered.
         collectives: the last ones, the oldest first.
+        in_flight: the collective that it is in.
     """
 
     phase: str
@@ -70,11 +63,7 @@ class Ring:
     step_entered: float
     number: int
     collectives: tuple[Collective, ...]
-
-    @property
-    def in_flight(self) -> Collective | None:
-        """The collective that the rank is in."""
-        return next((c for c in reversed(self.collectives) if not c.left), None)
+    in_flight: Collective | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +71,7 @@ class Moment:
     """What changes in a ring as long as its rank makes progress.
 
     Attributes:
-        entered: the time of the last collective if the rank is in it, else None.
+        entered: when it entered the collective that it is in; None if it is in none.
     """
 
     phase: str
@@ -113,7 +102,8 @@ def read(path: str | os.PathLike) -> Ring | None:
         step=fields[5],
         step_entered=fields[6] * 1e-9,
         number=fields[2],
-        collectives=tuple(map(_collective, _of_kind(kept, _COLLECTIVE))),
+        collectives=tuple(_collective(r) for r in kept if r[6] == _COLLECTIVE),
+        in_flight=next((_collective(r) for r in kept if r[0] == fields[3]), None),
     )
 
 
@@ -139,10 +129,6 @@ def _bytes(path: str | os.PathLike, count: int = -1) -> bytes | None:
         return None
     is_complete = len(data) >= HEADER_BYTES
     return data if is_complete and _HEADER.unpack_from(data)[0] == FORMAT else None
-
-
-def _of_kind(records: list[tuple], kind: int) -> list[tuple]:
-    return [record for record in records if record[6] == kind]
 
 
 def _collective(record: tuple) -> Collective:

@@ -16,7 +16,8 @@ import tensorflow as tf
 from hvdtrain import environment
 from hvdtrain.collectives import transport
 from hvdtrain.environment import is_elastic
-from hvdtrain.job import launchers
+from hvdtrain.flight import member
+from hvdtrain.job import launchers, membership
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
 from hvdtrain.job.world import JobError, MeshShape, SharedJobError, World
@@ -35,8 +36,15 @@ def init(*args: object, **kwargs: object) -> None:
     explain_failed_collectives()
     _skip_destructors_in_forks()
     launchers.locate()
+    launched = launchers.launch()
+    if launched.launcher:
+        # Before Horovod starts, which may block.
+        membership.join(rank=launched.rank, size=launched.size)
     hvd.init(*args, **kwargs)
-    recorder.open_ring()
+    if launched.launcher:
+        membership.join(rank=hvd.rank(), size=hvd.size())
+    member.record_fatal_errors()
+    recorder.open_ring(member.ring_path())
     if hvd.rank() == 0:
         is_gloo = hvd.size() > 1 and hvd.gloo_enabled() and not hvd.mpi_enabled()
         libraries.warn_of_doubts(is_stall_limit_needed=is_gloo)

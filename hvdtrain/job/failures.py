@@ -14,6 +14,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 import hvdtrain
 from hvdtrain.environment import STALL_SHUTDOWN
+from hvdtrain.flight import member
 from hvdtrain.job.launchers import launch
 
 # The native library begins the reason with this text: kernel.cc.
@@ -116,5 +117,6 @@ def _report(error: BaseException, trace: TracebackType | None) -> str:
             cause,
             *traceback.format_list(frames),
             f"{type(error).__name__}: {reason}\n",
+            f"{conclusion}\n" if (conclusion := member.conclusion()) else "",
         ]
     )

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+from hvdtrain.flight import member
 from hvdtrain.job import output
 
 Callback = Callable[[int], bool]
@@ -116,6 +117,7 @@ def _deliver(reader: int) -> None:
             continue
         _received_seconds = time.monotonic()
         if not _is_handled(number):
+            member.leave(128 + number)
             os._exit(128 + number)
 
 

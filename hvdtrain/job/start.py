@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from hvdtrain import environment
 from hvdtrain.installer.misfits import MisfitError
-from hvdtrain.job import cores, guard, launchers, output
+from hvdtrain.job import cores, launchers, membership, output
 from hvdtrain.job.world import JobError, MeshShape, World
 
 _ENVIRONMENT = {
@@ -27,9 +27,9 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
     """Start Horovod and TensorFlow for this rank.
 
     Called once, before TensorFlow is imported. Sets environment variables that the
-    user has not set, starts the `guard` of a rank under a launcher, calls `hvd.init`,
-    sizes TensorFlow's thread pools by `cores.usable`, binds the rank to its share of
-    the node unless `HVDTRAIN_BIND=0`, selects the GPU and seeds Keras.
+    user has not set, starts the guard of a rank under a launcher (`hvdtrain.flight`),
+    calls `hvd.init`, sizes TensorFlow's thread pools by `cores.usable`, binds the rank
+    to its share of the node unless `HVDTRAIN_BIND=0`, selects the GPU and seeds Keras.
 
     Args:
         seed: 0 to 2**32 - 1, the same on all ranks.
@@ -45,7 +45,8 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
     if is_alone:
         launchers.check_one_job(launched, size=1)
     else:
-        guard.start(launched.rank, stall_seconds=_stall_seconds())
+        _check_limits()
+        membership.join(rank=launched.rank, size=launched.size)
     with output.without_noise(), _excluded_from_garbage_collection():
         # Not at the top: TensorFlow and Horovod read the environment at their import.
         try:
@@ -86,14 +87,13 @@ def _excluded_from_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _stall_seconds() -> float:
-    text = os.environ[environment.STALL_SHUTDOWN]
-    try:
-        return float(text)
-    except ValueError:
-        raise JobError(
-            f"Received {environment.STALL_SHUTDOWN}={text}; expected seconds."
-        ) from None
+def _check_limits() -> None:
+    for name in (environment.STALL_CHECK, environment.STALL_SHUTDOWN):
+        text = os.environ[name]
+        try:
+            float(text)
+        except ValueError:
+            raise JobError(f"Received {name}={text}; expected seconds.") from None
 
 
 def _set_environment(launched: launchers.Launch) -> None:

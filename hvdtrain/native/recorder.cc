@@ -56,20 +56,23 @@ uint64_t EnterCollective(const char* name, const char* operation, uint64_t bytes
   Copy(record.name, name, sizeof(record.name));
   Copy(record.operation, operation, sizeof(record.operation));
   record.sequence.store(sequence, std::memory_order_release);
-  header->last_entered.store(record.entered, std::memory_order_relaxed);
-  header->in_flight.fetch_add(1);
+  header->current_entered.store(record.entered, std::memory_order_relaxed);
+  header->current.store(sequence, std::memory_order_release);
   return sequence;
 }
 
 void LeaveCollective(uint64_t sequence) {
   RingHeader* const header = ring.load(std::memory_order_acquire);
   if (header == nullptr || sequence == 0) return;
-  header->in_flight.fetch_sub(1);
+  // Ranks call one collective after the other. One that has failed is not left: it is
+  // replaced by the next.
+  uint64_t expected = sequence;
+  header->current.compare_exchange_strong(expected, 0);
   Record& record = Records(header)[(sequence - 1) % kRecords];
   if (record.sequence.load(std::memory_order_acquire) != sequence) return;
   const int64_t now = Now();
   record.left.store(now, std::memory_order_release);
-  header->collective_nanoseconds.fetch_add(now - record.entered);
+  header->collective_nanoseconds[record.phase].fetch_add(now - record.entered);
 }
 
 uint32_t EnterPhase(uint32_t phase, bool begins_step) {
@@ -125,7 +128,7 @@ EXPORT int hvdtrain_open_ring(const char* path) {
 // Numbers the collectives of all ranks from 1 again: ranks have left or joined.
 EXPORT void hvdtrain_renumber_collectives() {
   auto* const header = hvdtrain::ring.load();
-  if (header != nullptr) header->collectives = 0;
+  if (header != nullptr) header->collectives = header->current = 0;
 }
 
 EXPORT uint64_t hvdtrain_enter_collective(const char* name, const char* operation,

@@ -37,14 +37,14 @@ struct RingHeader {
   uint64_t format;
   std::atomic<uint64_t> records;      // written so far
   std::atomic<uint64_t> collectives;  // of all ranks, entered so far
-  std::atomic<int64_t> in_flight;     // collectives entered and not left
-  std::atomic<int64_t> last_entered;
+  std::atomic<uint64_t> current;      // record of the collective in flight, or 0
+  std::atomic<int64_t> current_entered;
   std::atomic<uint64_t> step;
   std::atomic<int64_t> step_entered;
   std::atomic<uint64_t> phase;
   std::atomic<int64_t> phase_entered;
-  std::atomic<uint64_t> collective_nanoseconds;
   std::atomic<uint64_t> phase_nanoseconds[kPhases];
+  std::atomic<uint64_t> collective_nanoseconds[kPhases];  // by phase
 };
 static_assert(sizeof(RingHeader) <= kHeaderBytes);
 

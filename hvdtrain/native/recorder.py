@@ -20,8 +20,8 @@ import tensorflow as tf
 from hvdtrain import native
 from hvdtrain.flight import ring
 
-# Indices of the header's 64-bit fields.
-_COLLECTIVE_NANOSECONDS, _FIRST_PHASE = 9, 10
+# Of the header's 64-bit fields: nanoseconds by phase, and those in collectives.
+_IN_PHASES, _IN_COLLECTIVES = slice(9, 17), slice(17, 25)
 _RECORD = np.dtype(
     [
         *(("sequence", "u8"), ("entered", "i8"), ("left", "i8")),
@@ -167,19 +167,19 @@ def seconds_in_collectives() -> float:
     NaN where nothing is recorded.
     """
     fields = _fields()
-    return math.nan if fields is None else 1e-9 * int(fields[_COLLECTIVE_NANOSECONDS])
+    return math.nan if fields is None else 1e-9 * int(fields[_IN_COLLECTIVES].sum())
 
 
 def seconds_by_phase() -> dict[str, float]:
     """Return the seconds of this process in each phase; empty without records.
 
-    The present phase counts to its beginning.
+    Without the time in collectives. The present phase counts to its beginning.
     """
     fields = _fields()
     if fields is None:
         return {}
-    totals = fields[_FIRST_PHASE : _FIRST_PHASE + len(ring.PHASES)]
-    return dict(zip(ring.PHASES, (1e-9 * totals).tolist(), strict=True))
+    totals = fields[_IN_PHASES].astype(float) - fields[_IN_COLLECTIVES].astype(float)
+    return dict(zip(ring.PHASES, (1e-9 * totals).tolist(), strict=False))
 
 
 def recent_waits(count: int = 64) -> tuple[int, np.ndarray]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 
+from hvdtrain.flight import member
 from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.native import recorder
@@ -61,6 +62,8 @@ def train_and_evaluate(
             with fail_together(world):
                 if world.is_chief:
                     stack.enter_context(run_directory.locked(config.model_dir))
+                    member.clear(config.model_dir)
+            member.meet_in(config.model_dir)
             stack.enter_context(run_directory.recorded(config.model_dir, world))
         return _train_and_evaluate(
             model_fn,

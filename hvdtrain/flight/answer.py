@@ -1,0 +1,131 @@
+"""What one rank does at the moment of a roll call, or did when its process ended."""
+
+import dataclasses
+import os
+import pathlib
+import socket
+import time
+from typing import Any
+
+from hvdtrain.flight import ring
+from hvdtrain.flight.ring import Collective
+from hvdtrain.flight.stacks import Place, find_place
+
+# A collective takes less than this where no rank is late.
+WAIT_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A process of the job, as its guard announces it.
+
+    Attributes:
+        ring: path of its ring, on its host.
+    """
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    ring: str
+
+    @property
+    def name(self) -> str:
+        """The part of the names of its files."""
+        return f"{self.host}-{self.pid}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process can read the ring."""
+        return self.host == socket.gethostname() and os.path.exists(self.ring)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a rank does.
+
+    Attributes:
+        state: "running"; "stopped", as by SIGSTOP; "silent", where the process exists
+            and its stacks cannot be read; "left", by Python's exit; "ended" otherwise.
+        cause: why it has left or ended, in words that follow "rank 1 on host".
+        phase: of `ring.PHASES`, empty without a ring.
+        seconds: in the collective that it is in, or else in its phase.
+        step: that it takes, from 1; 0 where nothing counts steps.
+        number: of the last collective of all ranks that it has entered.
+        in_flight: the collective that it is in.
+        stacks: of all threads, as `faulthandler` writes them.
+        collectives: the last ones, the oldest first; their times are those of its host.
+    """
+
+    member: Member
+    state: str
+    cause: str = ""
+    phase: str = ""
+    seconds: float = 0.0
+    step: int = 0
+    number: int = 0
+    in_flight: Collective | None = None
+    stacks: str = ""
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has been in a collective for longer than a collective takes."""
+        return self.in_flight is not None and self.seconds >= WAIT_SECONDS
+
+    @property
+    def place(self) -> Place | None:
+        """Where it is in the user's code."""
+        return find_place(self.stacks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold; see `from_dict`."""
+        return dataclasses.asdict(self)
+
+
+def from_dict(values: dict[str, Any]) -> Answer:
+    """Return the answer that `Answer.as_dict` has converted.
+
+    Raises:
+        TypeError: the values are not those of an answer.
+    """
+    in_flight = values["in_flight"]
+    return Answer(
+        **values
+        | {
+            "member": Member(**values["member"]),
+            "in_flight": Collective(**in_flight) if in_flight else None,
+            "collectives": tuple(Collective(**each) for each in values["collectives"]),
+        }
+    )
+
+
+def observe(
+    member: Member, *, state: str, cause: str = "", stack_text: str = ""
+) -> Answer:
+    """Return the answer of a rank of this host, with what its ring holds."""
+    answer = Answer(member, state, cause, stacks=stack_text)
+    records = ring.read(member.ring)
+    if not records:
+        return answer
+    in_flight = records.in_flight
+    since = in_flight.entered if in_flight else records.phase_entered
+    return dataclasses.replace(
+        answer,
+        phase=records.phase,
+        seconds=max(0.0, time.monotonic() - since),
+        step=records.step,
+        number=records.number,
+        in_flight=in_flight,
+        collectives=records.collectives,
+    )
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of the state of a process in /proc; empty if it has ended."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # After the name of the program, which may contain spaces.
+    return stat.rpartition(")")[2].split()[0]

@@ -1,0 +1,200 @@
+"""Which rank holds up the others, and where it is: from the answers of a roll call."""
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+
+from hvdtrain.flight.answer import Answer
+from hvdtrain.flight.ring import Collective
+
+# Ranks that are described one by one; the others are counted.
+_SHOWN = 3
+_PHASE_TEXTS = {
+    "": "",
+    "script": "",
+    "start": "its start",
+    "input": "its input",
+    "compute": "its compute",
+    "callbacks": "a callback",
+    "evaluation": "its evaluation",
+    "saving": "saving",
+}
+
+
+def conclude(answers: Sequence[Answer]) -> str:
+    """Return one line or two: which ranks are late for what, and where they are."""
+    ended = [answer for answer in answers if answer.state == "ended"]
+    alive = [answer for answer in answers if answer.state not in ("ended", "left")]
+    lines = [f"{_name(a)} {a.cause}. {_last_words(a)}" for a in ended[:_SHOWN]]
+    if alive:
+        lines.append(_describe(alive))
+    return "\n".join(lines)
+
+
+def suspects(answers: Sequence[Answer]) -> list[Answer]:
+    """Return the ranks that others wait for, or all if none can be told apart."""
+    late = [answer for answer in answers if not _waits(answer)]
+    return late if late and len(late) < len(answers) else list(answers)
+
+
+def first_difference(answers: Sequence[Answer]) -> str:
+    """Return a line for the first collective that is not equal on all ranks."""
+    by_rank = {
+        answer.member.rank: {c.number: c for c in answer.collectives if c.number}
+        for answer in answers
+    }
+    if len(by_rank) < 2 or not all(by_rank.values()):
+        return "The records have no collectives of all ranks to compare."
+    # Older records were overwritten on some of the ranks.
+    first = max(min(records) for records in by_rank.values())
+    last = max(max(records) for records in by_rank.values())
+    for number in range(first, last + 1):
+        entered = {rank: records.get(number) for rank, records in by_rank.items()}
+        texts = {rank: _record(record) for rank, record in entered.items()}
+        if len(set(texts.values())) > 1:
+            groups = _by_text(texts.items())
+            listed = "; ".join(f"{ranks}: {text}" for text, ranks in groups)
+            return f"The records differ first in collective {number:,}. {listed}."
+    return f"The records of all ranks agree up to collective {last:,}."
+
+
+def _record(record: Collective | None) -> str:
+    if not record:
+        return "not entered"
+    size = f" of {record.bytes:,} bytes" if record.bytes else ""
+    return f"{record.operation} {record.name}{size}"
+
+
+def _describe(answers: Sequence[Answer]) -> str:
+    late = [answer for answer in answers if not _waits(answer)]
+    waiting = [answer for answer in answers if _waits(answer)]
+    if not late:
+        return _describe_waiting(waiting)
+    if not waiting:
+        return _where_all_are(late)
+    # The one that most ranks wait in, if they wait in several.
+    awaited = max(waiting, key=lambda answer: (answer.number, answer.seconds))
+    assert awaited.in_flight is not None
+    step = f", step {awaited.step:,}" if awaited.step else ""
+    name = awaited.in_flight.name
+    lines = [
+        f"{_names(late)} did not enter {awaited.in_flight} ({name}{step}) "
+        f"for {awaited.seconds:.0f} s. {_where(late)}; {_others(waiting)}."
+    ]
+    return "\n".join(lines)
+
+
+def _describe_waiting(waiting: Sequence[Answer]) -> str:
+    # A rank that has joined takes part in what the others call.
+    waiting = [a for a in waiting if not _has_joined(a)] or waiting
+    kinds = {(a.in_flight.name, a.in_flight.operation) for a in waiting if a.in_flight}
+    seconds = min(answer.seconds for answer in waiting)
+    if len(kinds) == 1:
+        return (
+            f"All {len(waiting)} ranks have been in {_in(waiting[0])} for "
+            f"{seconds:.0f} s: none is late, and the communication does not end."
+        )
+    groups = _by_text((a.member.rank, f"in {_in(a)}{_at(a)}") for a in waiting)
+    listed = "; ".join(f"{ranks} {text}" for text, ranks in groups)
+    return (
+        f"Deadlock: for {seconds:.0f} s the ranks wait in different collectives, which "
+        f"they call in different orders: {listed}."
+    )
+
+
+def _where_all_are(answers: Sequence[Answer]) -> str:
+    groups = _by_text((a.member.rank, _is_in(a)) for a in answers)
+    return "; ".join(f"{ranks} {text}" for text, ranks in groups) + "."
+
+
+def _where(late: Sequence[Answer]) -> str:
+    if len(late) == 1:
+        return f"It {_is_in(late[0])}"
+    groups = _by_text((a.member.rank, _is_in(a)) for a in late)
+    return "; ".join(f"{ranks} {text}" for text, ranks in groups).capitalize()
+
+
+def _others(waiting: Sequence[Answer]) -> str:
+    count = "rank" if len(waiting) == 1 else f"{len(waiting)} ranks"
+    verb = "waits" if len(waiting) == 1 else "wait"
+    return f"the other {count} {verb} for it{_at(waiting[0])}"
+
+
+def _is_in(answer: Answer) -> str:
+    """Return what a rank does, in words that follow "rank 1"."""
+    if answer.state == "stopped":
+        return "is stopped, as by SIGSTOP"
+    if answer.state == "silent":
+        return "does not respond: its process is blocked in the kernel"
+    place = answer.place
+    # The phase that the stack shows is the code of the moment.
+    phase = (place.phase if place else "") or answer.phase
+    inside = _in(answer) if answer.in_flight else _PHASE_TEXTS.get(phase, phase)
+    where = ", ".join(filter(None, (inside, str(place.frame) if place else "")))
+    return f"is in {where}" if where else "runs, at an unknown place"
+
+
+def _last_words(answer: Answer) -> str:
+    place = answer.place
+    phase = _PHASE_TEXTS.get(answer.phase, answer.phase)
+    inside = _in(answer) if answer.in_flight else phase
+    step = f"step {answer.step:,}" if answer.step else ""
+    last = f"its last collective was number {answer.number:,}" if answer.number else ""
+    said = [step, inside, str(place.frame) if place else "", last]
+    return f"It was in {', '.join(filter(None, said))}." if any(said[:3]) else ""
+
+
+def _in(answer: Answer) -> str:
+    assert answer.in_flight is not None
+    return f"{answer.in_flight} ({answer.in_flight.name})"
+
+
+def _at(answer: Answer) -> str:
+    return f", {place.frame}" if (place := answer.place) else ""
+
+
+def _has_joined(answer: Answer) -> bool:
+    return answer.in_flight is not None and answer.in_flight.operation == "join"
+
+
+def _waits(answer: Answer) -> bool:
+    return answer.is_waiting and answer.state != "stopped"
+
+
+def _name(answer: Answer) -> str:
+    return f"rank {answer.member.rank} on {answer.member.host}"
+
+
+def _names(answers: Sequence[Answer]) -> str:
+    if len(answers) == 1:
+        return _name(answers[0])
+    return _ranks([answer.member.rank for answer in answers])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:-1][:_SHOWN]))
+    rest = len(ranks) - min(len(ranks) - 1, _SHOWN)
+    return f"ranks {shown} and " + (f"{ranks[-1]}" if rest == 1 else f"{rest} more")
+
+
+def _by_text(pairs: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
+    """Return each text with the ranks that it is of, by the first rank."""
+    ordered = sorted(pairs, key=lambda pair: pair[1])
+    groups = [
+        (text, sorted(rank for rank, _ in group))
+        for text, group in itertools.groupby(ordered, key=lambda pair: pair[1])
+    ]
+    groups.sort(key=lambda group: group[1])
+    return [(text, _ranks(ranks)) for text, ranks in groups]
+
+
+def stacks_text(answers: Sequence[Answer]) -> str:
+    """Return the stacks of ranks, each below a line with rank, host and process."""
+    blocks = [
+        f"{_name(answer)}, process {answer.member.pid}: {_is_in(answer)}{os.linesep}"
+        f"{answer.stacks.rstrip()}{os.linesep}"
+        for answer in answers
+    ]
+    return os.linesep.join(blocks)

@@ -1,0 +1,111 @@
+"""Why a process has ended without Python's exit, as far as the machine tells."""
+
+import contextlib
+import os
+import pathlib
+import re
+import time
+from collections.abc import Iterator
+
+# What `faulthandler` writes first when it handles a fatal signal.
+_FATAL = re.compile(r"^Fatal Python error: (.*)$", re.M)
+_CGROUPS = pathlib.Path("/sys/fs/cgroup")
+# The kernel writes its line just before, and the counter just after the kill.
+_SECONDS_FOR_EVIDENCE = 1.0
+_POLL_SECONDS = 0.05
+
+
+class OutOfMemoryKills:
+    """Kills by the out-of-memory killer since this object was made.
+
+    Its words are in the kernel's log, which only root may read on most machines, and a
+    counter of the control group that had the limit.
+    """
+
+    def __init__(self, membership: str | os.PathLike = "/proc/self/cgroup") -> None:
+        self._counters = list(_counters(membership))
+        self._before = [_count(path) for path in self._counters]
+
+    def words_for(self, pid: int) -> str:
+        """Return the evidence that the killer has ended `pid`; empty without any."""
+        deadline = time.monotonic() + _SECONDS_FOR_EVIDENCE
+        while True:
+            words = _kernel_line(pid) or self._counted()
+            if words or time.monotonic() > deadline:
+                return words
+            time.sleep(_POLL_SECONDS)
+
+    def _counted(self) -> str:
+        for path, before in zip(self._counters, self._before, strict=True):
+            if (now := _count(path)) > before:
+                return f"oom_kill of {path} rose from {before} to {now}"
+        return ""
+
+
+def cause(pid: int, *, fatal_error: str, kills: OutOfMemoryKills) -> str:
+    """Return why `pid` has ended, in words that follow "rank 1 on host".
+
+    Args:
+        fatal_error: what `faulthandler` has written when the process ended.
+    """
+    if fatal := _FATAL.search(fatal_error):
+        return f"died in native code: {fatal[1]}"
+    if words := kills.words_for(pid):
+        return f"was killed by the out-of-memory killer ({words})"
+    return "was killed by a signal such as SIGKILL, or has called os._exit"
+
+
+def is_fatal(text: str) -> bool:
+    """Return whether `faulthandler` has handled a fatal signal in this text."""
+    return bool(_FATAL.search(text))
+
+
+def _kernel_line(pid: int) -> str:
+    """Return the kernel's line on the kill of a process, without its numbers."""
+    killed = re.compile(rf"(?:[Oo]ut of memory)[^\n]*: Killed process {pid} \([^\n]*")
+    with contextlib.suppress(OSError):
+        file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            for record in _records(file):
+                if found := killed.search(record):
+                    return f"kernel: {found[0].strip()}"
+        finally:
+            os.close(file)
+    return ""
+
+
+def _records(file: int) -> Iterator[str]:
+    while True:
+        try:
+            yield os.read(file, 8192).decode(errors="replace")
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            # The kernel has overwritten the record that was next.
+            continue
+
+
+def _counters(membership: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """Yield the files that count kills in this process' control groups, v1 and v2."""
+    try:
+        lines = pathlib.Path(membership).read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        name = "memory.oom_control" if controllers else "memory.events"
+        base = _CGROUPS / ("memory" if controllers else "")
+        inside = pathlib.PurePath(path.lstrip("/"))
+        # In a container the group is mounted at the root.
+        for folder in (inside, *inside.parents):
+            if (file := base / folder / name).exists():
+                yield file
+
+
+def _count(path: pathlib.Path) -> int:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.M):
+            return int(found[1])
+    return 0

@@ -1,0 +1,308 @@
+"""The program of a process beside each rank, which sees it when it does not respond.
+
+A rank that is blocked in MPI, in TensorFlow, or by a thread that holds the GIL runs no
+Python. A rank that was killed runs nothing. So this process watches it from outside: it
+reads the rank's ring, its state in /proc, and the stacks that `faulthandler` writes on
+SIGQUIT. It makes a roll call when the rank waits in a collective for longer than the
+limit, takes many times the usual time for a step, or received SIGQUIT from a person. It
+answers the roll calls of other guards. When the rank ends without Python's exit, it
+says why. A rank that is stopped for long is killed: the others wait for it, under MPI
+without limit.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import select
+import signal
+import statistics
+import sys
+import time
+from collections import deque
+
+from hvdtrain.flight import answer as answers
+from hvdtrain.flight import conclusion, deaths, ring
+from hvdtrain.flight.answer import Answer, Member
+from hvdtrain.flight.meeting import Meeting
+
+# Less than the stall limit, so that this reason is printed before the other ranks fail.
+_SHARE_OF_STALL_LIMIT = 0.5
+_MAX_PERIOD_SECONDS = 1.0
+# `faulthandler` writes all threads within this, unless the process is blocked.
+_STACK_SECONDS = 3.0
+# It writes in one go: a gap is the end.
+_QUIET_SECONDS = 0.2
+# A step is slow if it takes this many times the median of the steps before.
+_SLOW_FACTOR, _KNOWN_STEPS = 20, 5
+# Exit codes from here on are those of a process that a signal has ended.
+_OF_A_SIGNAL = 128
+_STDIN, _STDERR = 0, 2
+# A signal to the whole job must not end this process before the rank has ended.
+_IGNORED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a rank tells its guard at its start, as JSON.
+
+    Attributes:
+        directory: where the ranks of this host meet.
+        stacks: file descriptor from which the guard reads what `faulthandler` writes.
+        check_seconds: in a collective until a roll call; 0 for none.
+        shutdown_seconds: in a collective until it fails; 0 for never.
+    """
+
+    member: Member
+    directory: str
+    stacks: int
+    check_seconds: float
+    shutdown_seconds: float
+
+    def as_text(self) -> str:
+        """Return the task as JSON; see `from_text`."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Task":
+        values = json.loads(text)
+        return cls(**values | {"member": Member(**values["member"])})
+
+
+class Guard:
+    """Watches the parent process until it ends."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._member = task.member
+        self._meeting = Meeting(pathlib.Path(task.directory))
+        self._kills = deaths.OutOfMemoryKills()
+        self._steps = _Steps(task.check_seconds)
+        self._stop_seconds = _SHARE_OF_STALL_LIMIT * task.shutdown_seconds
+        limits = [s for s in (task.check_seconds, self._stop_seconds) if s > 0]
+        self._period = min([_MAX_PERIOD_SECONDS, *(limit / 10 for limit in limits)])
+        self._commands = ""
+        self._stack_text = ""
+        self._stopped_periods = 0
+        self._called_for: float | None = None
+        self._answered = ""
+        # Of a rank that is about to end by Python's exit.
+        self._exit_code: int | None = None
+
+    def run(self) -> None:
+        """Watch until the rank ends or leaves."""
+        with contextlib.suppress(OSError):
+            self._meeting.announce(self._member)
+        while self._exit_code is None and os.getppid() == self._member.pid:
+            self._read(self._period)
+            self._check_stopped()
+            self._check_progress()
+            self._answer_call()
+        # What it wrote before it ended.
+        self._read(0.0)
+        if self._exit_code is None:
+            self._report_death()
+        elif 0 < self._exit_code < _OF_A_SIGNAL or self._has_failed():
+            self._keep_records("left", f"has ended with exit code {self._exit_code}")
+        else:
+            self._meeting.leave(self._member)
+        with contextlib.suppress(OSError):
+            os.unlink(self._member.ring)
+
+    def _read(self, timeout_seconds: float) -> None:
+        """Read what the rank has sent."""
+        sources = [_STDIN, self._task.stacks]
+        ready = select.select(sources, [], [], timeout_seconds)[0]
+        if self._task.stacks in ready:
+            # Not replaced at the end of the pipe, which follows a fatal error.
+            self._stack_text += self._read_stacks()
+            if self._stack_text and not deaths.is_fatal(self._stack_text):
+                self._call()
+        if _STDIN in ready and not self._read_commands():
+            # The input ends before the process does: do not spin.
+            time.sleep(timeout_seconds)
+
+    def _read_commands(self) -> bool:
+        data = os.read(_STDIN, 1 << 16).decode()
+        *lines, self._commands = (self._commands + data).split("\n")
+        for line in lines:
+            command, _, value = line.partition(" ")
+            if command == "leave":
+                self._exit_code = int(value)
+            elif command == "rank":
+                rank, size = map(int, value.split())
+                self._join(dataclasses.replace(self._member, rank=rank, size=size))
+            elif command == "meet":
+                self._move(Meeting(pathlib.Path(json.loads(value))))
+        return bool(data)
+
+    def _join(self, member: Member) -> None:
+        self._member = member
+        with contextlib.suppress(OSError):
+            self._meeting.announce(member)
+
+    def _move(self, meeting: Meeting) -> None:
+        """Meet in a directory that ranks of other hosts may see, if this one does."""
+        if not meeting.directory.parent.is_dir():
+            return
+        with contextlib.suppress(OSError):
+            meeting.announce(self._member)
+            self._meeting.leave(self._member)
+            self._meeting = meeting
+
+    def _check_stopped(self) -> None:
+        # Count periods instead of seconds: a scheduler that suspends all processes
+        # suspends this one, too. The state of a debugger is another one.
+        is_stopped = answers.process_state(self._member.pid) == "T"
+        self._stopped_periods = self._stopped_periods + 1 if is_stopped else 0
+        if not self._stop_seconds or not is_stopped:
+            return
+        if self._stopped_periods * self._period >= self._stop_seconds:
+            _print(
+                f"{self._name}: was stopped, as by SIGSTOP, for {self._stop_seconds:g}"
+                " s, and is killed, since the other ranks wait for it.\n"
+            )
+            self._stop_seconds = 0
+            os.kill(self._member.pid, signal.SIGKILL)
+
+    def _check_progress(self) -> None:
+        moment = ring.read_moment(self._member.ring)
+        if not moment or not self._task.check_seconds:
+            return
+        now = time.monotonic()
+        since = moment.entered if moment.entered else self._steps.slow(moment, now)
+        if since is None or since == self._called_for:
+            return
+        if now - since >= self._task.check_seconds:
+            self._called_for = since
+            self._call()
+
+    def _call(self) -> None:
+        """Make a roll call, unless one is open, and print what it shows."""
+        call = self._meeting.call()
+        if not call:
+            return
+        try:
+            self._answer(call)
+            given = self._meeting.wait_for_answers(call)
+        finally:
+            self._meeting.close_call()
+        text = conclusion.conclude(given)
+        self._meeting.conclude(text)
+        _print(f"{text}\n{self._write_stacks(given)}")
+
+    def _write_stacks(self, given: list[Answer]) -> str:
+        """Write the stacks to a file of the model_dir, or return the suspects'."""
+        suspects = conclusion.suspects(given)
+        folder = self._meeting.directory.parent / "errors"
+        if str(self._meeting.directory) != self._task.directory:
+            step = max(answer.step for answer in given)
+            path = folder / f"stacks-step-{step}.txt"
+            with contextlib.suppress(OSError):
+                folder.mkdir(exist_ok=True)
+                path.write_text(conclusion.stacks_text(given))
+                return f"Stacks of all ranks: {path}\n"
+        return conclusion.stacks_text(suspects[:1])
+
+    def _answer_call(self) -> None:
+        call = self._meeting.open_call()
+        if call and call != self._answered:
+            self._answer(call)
+            # The same wait is no reason for a call of its own.
+            moment = ring.read_moment(self._member.ring)
+            if moment and moment.entered:
+                self._called_for = moment.entered
+
+    def _answer(self, call: str) -> None:
+        self._answered = call
+        state, text = "running", self._stack_text
+        if answers.process_state(self._member.pid) == "T":
+            state = "stopped"
+        elif not text:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._member.pid, signal.SIGQUIT)
+            text = self._read_stacks()
+            state = "running" if text else "silent"
+        self._stack_text = ""
+        given = answers.observe(self._member, state=state, stack_text=text)
+        self._meeting.answer(call, given)
+
+    def _read_stacks(self) -> str:
+        data = b""
+        timeout = _STACK_SECONDS
+        while select.select([self._task.stacks], [], [], timeout)[0]:
+            received = os.read(self._task.stacks, 1 << 16)
+            if not received:
+                break
+            data += received
+            timeout = _QUIET_SECONDS
+        return data.decode(errors="replace")
+
+    def _report_death(self) -> None:
+        cause = deaths.cause(
+            self._member.pid, fatal_error=self._stack_text, kills=self._kills
+        )
+        is_first = not any(
+            a.state in ("ended", "left") for a in self._meeting.answers()
+        )
+        given = self._keep_records("ended", cause)
+        if is_first:
+            text = conclusion.conclude([given])
+            self._meeting.conclude(text)
+            stack = f"{self._stack_text.rstrip()}\n" if self._stack_text else ""
+            _print(f"{stack}{text}\nRecords: {self._meeting.directory}\n")
+
+    def _has_failed(self) -> bool:
+        """Return whether a rank of the job has ended, or left with an error."""
+        return any(a.state in ("ended", "left") for a in self._meeting.answers())
+
+    def _keep_records(self, state: str, cause: str) -> Answer:
+        given = answers.observe(
+            self._member, state=state, cause=cause, stack_text=self._stack_text
+        )
+        self._meeting.answer("", given)
+        return given
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self._member.rank} on {self._member.host}"
+
+
+class _Steps:
+    """The durations of steps, by which a step is slow."""
+
+    def __init__(self, least_seconds: float) -> None:
+        self._least_seconds = least_seconds
+        self._durations: deque[float] = deque(maxlen=64)
+        self._last: ring.Moment | None = None
+
+    def slow(self, moment: ring.Moment, now: float) -> float | None:
+        """Return since when a step that is slow has run; None for any other step."""
+        last = self._last
+        if not last or moment.step != last.step:
+            if last and moment.step > last.step > 0:
+                seconds = moment.step_entered - last.step_entered
+                self._durations.append(seconds / (moment.step - last.step))
+            self._last = moment
+        is_training = moment.phase in ("input", "compute", "callbacks")
+        if not is_training or len(self._durations) < _KNOWN_STEPS:
+            return None
+        limit = _SLOW_FACTOR * statistics.median(self._durations)
+        is_slow = now - moment.step_entered >= max(limit, self._least_seconds)
+        return moment.step_entered if is_slow else None
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(_STDERR, text.encode(errors="replace"))
+
+
+def main() -> None:
+    """Guard the parent process."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    Guard(Task.from_text(sys.argv[1])).run()

@@ -1,0 +1,155 @@
+"""A directory in which the guards of a job's ranks announce themselves and answer.
+
+The ranks of one host meet in a directory of that host. With a `model_dir`, all ranks
+that see it meet there. Files are renamed into place: a reader sees none half written.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from hvdtrain.flight import answer as answers
+from hvdtrain.flight.answer import Answer, Member
+
+# Of a directory that a job has for its guards.
+FOLDER = "flight"
+_CALL, _CONCLUSION = "call.json", "conclusion.json"
+_MEMBER, _ANSWER = "member-", "answer-"
+# A call is older than this only if the process that made it was killed.
+_CALL_SECONDS = 30.0
+# A guard looks for calls every second, and waits for the stacks for three; a network
+# file system may show a new file late.
+_ANSWER_SECONDS, _POLL_SECONDS = 8.0, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """The files of a directory, which other processes change meanwhile."""
+
+    directory: pathlib.Path
+
+    def announce(self, member: Member) -> None:
+        """Add a member, or replace its rank.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._write(f"{_MEMBER}{member.name}.json", dataclasses.asdict(member))
+
+    def members(self) -> list[Member]:
+        """Return the members by rank."""
+        members = [Member(**values) for _, values in self._read_all(_MEMBER)]
+        return sorted(members, key=lambda member: member.rank)
+
+    def leave(self, member: Member) -> None:
+        """Remove a member, its answer, and the directory after the last member."""
+        for prefix in (_MEMBER, _ANSWER):
+            self._remove(f"{prefix}{member.name}.json")
+        if self.members():
+            return
+        for name in (_CALL, _CONCLUSION):
+            self._remove(name)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+
+    def call(self) -> str | None:
+        """Make a call that all guards answer; None if another one is open."""
+        self.open_call()
+        identity = uuid.uuid4().hex
+        path = self.directory / _CALL
+        with self._temporary(identity) as temporary:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return None
+        return identity
+
+    def open_call(self) -> str | None:
+        """Return the call that is to be answered, if there is one."""
+        path = self.directory / _CALL
+        try:
+            if time.time() - path.stat().st_mtime > _CALL_SECONDS:
+                path.unlink()
+            return json.loads(path.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def wait_for_answers(self, call: str) -> list[Answer]:
+        """Return the answers of all members by rank, also of those that are silent."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while True:
+            given = self.answers(call)
+            heard = {answer.member for answer in given}
+            silent = [Answer(m, "silent") for m in self.members() if m not in heard]
+            if not silent or time.monotonic() > deadline:
+                return sorted([*given, *silent], key=lambda answer: answer.member.rank)
+            time.sleep(_POLL_SECONDS)
+
+    def close_call(self) -> None:
+        """End the call of this process."""
+        self._remove(_CALL)
+
+    def answer(self, call: str, given: Answer) -> None:
+        """Write a rank's answer to a call; "" without one, when its process ends."""
+        name = f"{_ANSWER}{given.member.name}.json"
+        with contextlib.suppress(OSError):
+            self._write(name, {"call": call, "answer": given.as_dict()})
+
+    def answers(self, call: str | None = None) -> list[Answer]:
+        """Return the answers to a call and those of ranks that have ended, by rank.
+
+        Without a call, return the newest of each rank.
+        """
+        given = []
+        for _, values in self._read_all(_ANSWER):
+            if call is None or values["call"] in ("", call):
+                given.append(answers.from_dict(values["answer"]))
+        return sorted(given, key=lambda answer: answer.member.rank)
+
+    def conclude(self, text: str) -> None:
+        """Keep a conclusion, for the message with which ranks fail."""
+        with contextlib.suppress(OSError):
+            self._write(_CONCLUSION, {"seconds": time.time(), "text": text})
+
+    def conclusion(self, *, within_seconds: float) -> str:
+        """Return the conclusion of the last seconds; empty if there is none."""
+        for _, values in self._read_all(_CONCLUSION):
+            if time.time() - values["seconds"] <= within_seconds:
+                return values["text"]
+        return ""
+
+    def clear(self) -> None:
+        """Remove all files of an earlier run of the job."""
+        for prefix in (_MEMBER, _ANSWER, _CALL, _CONCLUSION):
+            for path in self.directory.glob(f"{prefix}*"):
+                self._remove(path.name)
+
+    def _read_all(self, prefix: str) -> Iterator[tuple[str, Any]]:
+        for path in sorted(self.directory.glob(f"{prefix}*")):
+            # It may have been removed since.
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                yield path.name, json.loads(path.read_text())
+
+    def _write(self, name: str, values: object) -> None:
+        with self._temporary(values) as temporary:
+            temporary.replace(self.directory / name)
+
+    @contextlib.contextmanager
+    def _temporary(self, values: object) -> Iterator[pathlib.Path]:
+        path = self.directory / f".{uuid.uuid4().hex}"
+        try:
+            path.write_text(json.dumps(values))
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            (self.directory / name).unlink(missing_ok=True)

@@ -1,0 +1,178 @@
+"""This process as a member of its job: its guard, and what it tells the guard."""
+
+import atexit
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+from hvdtrain.flight.answer import Member
+from hvdtrain.flight.guard import Task
+from hvdtrain.flight.meeting import FOLDER, Meeting
+
+_PACKAGE = pathlib.Path(__file__).parents[2]
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from hvdtrain.flight import guard; guard.main()"
+)
+_REPORT_SECONDS = 30.0
+_PREFIX = "hvdtrain-"
+_KEPT_SECONDS = 7 * 24 * 3600
+# Stacks of a hundred threads: `faulthandler` must not block in a full pipe.
+_PIPE_BYTES = 1 << 20
+
+
+class _Membership:
+    """The guard of this process.
+
+    Attributes:
+        writer: file descriptor of the pipe to which `faulthandler` writes.
+        meetings: the one of this host, then the one of the job.
+    """
+
+    def __init__(self, process: subprocess.Popen, task: Task, writer: int) -> None:
+        self.process = process
+        self.task = task
+        self.writer = writer
+        self.meetings = [Meeting(pathlib.Path(task.directory))]
+
+    def tell(self, line: str) -> None:
+        # A fork has the pipe as well, and is another process.
+        if os.getpid() != self.task.member.pid or self.process.stdin is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(f"{line}\n".encode())
+            self.process.stdin.flush()
+
+
+class _Present:
+    membership: _Membership | None = None
+
+
+def join(
+    rank: int, size: int, *, job: str, check_seconds: float, shutdown_seconds: float
+) -> None:
+    """Start the guard of this process; later calls tell it the rank and the size.
+
+    SIGQUIT is handled from now on: `faulthandler` writes the stacks of all threads, and
+    the guard makes a roll call.
+
+    Args:
+        job: the same text in all processes of the job on this host, in no other job.
+        check_seconds: in a collective until a roll call; 0 for none.
+        shutdown_seconds: in a collective until it fails; 0 for never.
+    """
+    if _Present.membership:
+        _Present.membership.tell(f"rank {rank} {size}")
+        return
+    _remove_old()
+    name = f"{_PREFIX}{os.getuid()}-{job}"
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    pid = os.getpid()
+    host = socket.gethostname()
+    task = Task(
+        member=Member(
+            rank, size, host, pid, str(_ring_folder() / f"{name}-{pid}.ring")
+        ),
+        directory=str(pathlib.Path(tempfile.gettempdir(), name)),
+        stacks=reader,
+        check_seconds=check_seconds,
+        shutdown_seconds=shutdown_seconds,
+    )
+    faulthandler.register(signal.SIGQUIT, file=writer, all_threads=True)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _PROGRAM, str(_PACKAGE), task.as_text()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[reader],
+        # Launchers signal the group of a rank, also when they end it.
+        start_new_session=True,
+    )
+    os.close(reader)
+    _Present.membership = _Membership(process, task, writer)
+    atexit.register(leave)
+
+
+def _remove_old() -> None:
+    """Remove the records of jobs of this user that failed long ago."""
+    for folder in {_ring_folder(), pathlib.Path(tempfile.gettempdir())}:
+        for path in folder.glob(f"{_PREFIX}{os.getuid()}-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime < _KEPT_SECONDS:
+                    continue
+                if path.is_file():
+                    path.unlink()
+                else:
+                    Meeting(path).clear()
+                    path.rmdir()
+
+
+def _ring_folder() -> pathlib.Path:
+    # In memory: writing pages back to a disk would delay a rank that writes to them.
+    shared = pathlib.Path("/dev/shm")
+    is_writable = shared.is_dir() and os.access(shared, os.W_OK)
+    return shared if is_writable else pathlib.Path(tempfile.gettempdir())
+
+
+def ring_path() -> str | None:
+    """Return where the guard reads the ring; None without a guard."""
+    membership = _Present.membership
+    return membership.task.member.ring if membership else None
+
+
+def record_fatal_errors() -> None:
+    """Let `faulthandler` write the stacks to the guard when native code fails.
+
+    To be called after `hvd.init`: Open MPI installs handlers of its own.
+    """
+    if _Present.membership and not faulthandler.is_enabled():
+        faulthandler.enable(file=_Present.membership.writer, all_threads=True)
+
+
+def meet_in(model_dir: str | os.PathLike) -> None:
+    """Let the guards of all ranks that see `model_dir` meet in its directory `flight`.
+
+    The directory has no files of an earlier run: see `clear`.
+    """
+    if membership := _Present.membership:
+        meeting = Meeting(pathlib.Path(model_dir).absolute() / FOLDER)
+        membership.meetings.append(meeting)
+        membership.tell(f"meet {json.dumps(str(meeting.directory))}")
+
+
+def clear(model_dir: str | os.PathLike) -> None:
+    """Remove what an earlier run of the job has left in `model_dir`."""
+    Meeting(pathlib.Path(model_dir) / FOLDER).clear()
+
+
+def leave(exit_code: int | None = None) -> None:
+    """Tell the guard that this process is about to end by itself.
+
+    By default the exit code is 1 after an uncaught exception, else 0.
+    """
+    if membership := _Present.membership:
+        if exit_code is None:
+            exit_code = int(hasattr(sys, "last_value"))
+        membership.tell(f"leave {exit_code}")
+
+
+def conclusion() -> str:
+    """Return what the guards have found since a collective stalled, or nothing."""
+    membership = _Present.membership
+    if not membership:
+        return ""
+    # Drawn when the collective stalled; it fails at the limit, and is reported soon.
+    seconds = membership.task.shutdown_seconds + _REPORT_SECONDS
+    texts = [m.conclusion(within_seconds=seconds) for m in membership.meetings]
+    return next(filter(None, reversed(texts)), "")
