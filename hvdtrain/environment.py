@@ -6,6 +6,7 @@ Importing this module loads no TensorFlow.
 import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 STALL_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
@@ -90,11 +91,22 @@ def quotas(
     membership: str | os.PathLike = "/proc/self/cgroup",
 ) -> list[float]:
     """Return the CPU quotas, in cores, of this process' control groups, v1 or v2."""
+    groups = control_groups(root, membership)
+    return [quota for directory in groups for quota in _quota(directory)]
+
+
+def control_groups(
+    root: str | os.PathLike = "/sys/fs/cgroup",
+    membership: str | os.PathLike = "/proc/self/cgroup",
+) -> Iterator[pathlib.Path]:
+    """Yield the directories of this process' groups of the controller cpu, v1 or v2.
+
+    Not all of them exist.
+    """
     try:
         lines = pathlib.Path(membership).read_text().splitlines()
     except OSError:
-        return []
-    limits: list[float] = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -104,8 +116,7 @@ def quotas(
         # In a container the path may be the host's, which does not exist here. The
         # group of the container is then mounted at the root.
         for directory in (inside, *inside.parents):
-            limits += _quota(base / directory)
-    return limits
+            yield base / directory
 
 
 def _quota(directory: pathlib.Path) -> list[float]:

@@ -1,0 +1,203 @@
+"""Find the rank that delays the others, from the times of all ranks.
+
+A collective ends on all ranks at the same moment. Its duration on each rank therefore
+compares their arrivals, and no clocks are compared: the rank with the shortest wait has
+arrived last, and it came by (median of the others' waits - its wait) later.
+
+    waits of ranks 0 to 2     rank 2 arrived last, and 20 ms late:
+    0.021  0.019  0.000       median(0.021, 0.019) - 0.000
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hvdtrain.training.rank_times import CAUSES, COLUMNS, column
+
+OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """The rank that has delayed the others most since the last report.
+
+    A rank is late by the time from the median arrival of the others to its arrival. It
+    is late in the collectives in which it is the last.
+
+    Attributes:
+        rank: of it.
+        host: name of its node.
+        last_share: share of the collectives in which it arrived last.
+        late_seconds: in each step.
+        delay: share of the time by which it was late.
+        delay_by_cause: `delay`, by what took longer on this rank than on the median of
+            the others: names of `rank_times.CAUSES`, and "other". Without zeros.
+        cause: the largest of `delay_by_cause`.
+        cause_seconds: of this rank in each step. NaN for "other".
+        others_seconds: the median of the others.
+        waiting: share of the time in which ranks waited for the last one, the mean over
+            the ranks. Other ranks than this one may have been the last.
+        late_seconds_by_rank: in each step, after the first rank.
+    """
+
+    rank: int
+    host: str
+    last_share: float
+    late_seconds: float
+    delay: float
+    delay_by_cause: dict[str, float]
+    cause: str
+    cause_seconds: float
+    others_seconds: float
+    waiting: float
+    late_seconds_by_rank: list[float]
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank} on {self.host} delays the others by {self.delay:.0%}"
+        if self.cause == OTHER:
+            return text
+        verb = "take" if self.cause == "callbacks" else "takes"
+        return (
+            f"{text}: its {self.cause} {verb} {_milliseconds(self.cause_seconds)} a "
+            f"step, theirs {_milliseconds(self.others_seconds)}"
+        )
+
+
+def find_straggler(
+    rows: np.ndarray, *, steps: int, hosts: Sequence[str]
+) -> Straggler | None:
+    """Return the rank that is late most; None where no arrivals were measured.
+
+    Args:
+        rows: of `RankTimes` of all ranks, by rank.
+        steps: since the last report.
+        hosts: names of the nodes, by rank.
+    """
+    waits = align_waits(rows)
+    seconds = float(np.median(column(rows, "seconds")))
+    if len(rows) < 2 or not waits.size or seconds <= 0:
+        return None
+    last, late = find_last(waits)
+    # The waits may be of the last collectives only.
+    scale = float(column(rows, "collectives").min()) / waits.shape[1]
+    late_seconds = scale * np.bincount(last, weights=late, minlength=len(rows))
+    rank = int(late_seconds.argmax())
+    parts = split(float(late_seconds[rank]), _excess(rows, rank))
+    cause = max(parts, key=parts.__getitem__)
+    own, others = _own_and_others(rows, rank, cause)
+    arrivals = scale / steps * (waits.max(axis=0) - waits).sum(axis=1)
+    return Straggler(
+        rank=rank,
+        host=hosts[rank],
+        last_share=float((last == rank).mean()),
+        late_seconds=float(late_seconds[rank]) / steps,
+        delay=float(late_seconds[rank]) / seconds,
+        delay_by_cause={name: s / seconds for name, s in parts.items() if s},
+        cause=cause,
+        cause_seconds=own / steps,
+        others_seconds=others / steps,
+        waiting=scale * float((waits - waits.min(axis=0)).mean(axis=0).sum()) / seconds,
+        late_seconds_by_rank=arrivals.tolist(),
+    )
+
+
+def align_waits(rows: np.ndarray) -> np.ndarray:
+    """Return the waits of all ranks in the collectives that all rows have.
+
+    One rank may have read its times a collective later than another.
+
+    Returns:
+        An array of (ranks, collectives), the newest collective last.
+    """
+    # A sum over ranks that was divided may be just below an integer.
+    newest = np.rint(column(rows, "newest")).astype(int)
+    all_waits = rows[:, len(COLUMNS) :]
+    count = all_waits.shape[1] - int(newest.max() - newest.min())
+    if count <= 0:
+        return np.empty((len(rows), 0))
+    ends = all_waits.shape[1] - (newest - newest.min())
+    pairs = zip(all_waits, ends, strict=True)
+    waits = np.stack([row[end - count : end] for row, end in pairs])
+    return waits[:, np.isfinite(waits).all(axis=0)]
+
+
+def find_last(waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rank that arrived last in each collective, and how late it came."""
+    last = waits.argmin(axis=0)
+    pairs = zip(waits.T, last, strict=True)
+    late = [_median_of_others(one, rank) - one[rank] for one, rank in pairs]
+    return last, np.array(late)
+
+
+def split(late_seconds: float, excess: dict[str, float]) -> dict[str, float]:
+    """Split lateness into causes, which add up to it.
+
+    Each cause of `rank_times.CAUSES` explains as much as its excess over the other
+    ranks, as far as the causes before it have left.
+    """
+    parts, left = {}, late_seconds
+    for cause in CAUSES:
+        parts[cause] = min(max(excess[cause], 0.0), left)
+        left -= parts[cause]
+    return parts | {OTHER: left}
+
+
+def _excess(rows: np.ndarray, rank: int) -> dict[str, float]:
+    pairs = {cause: _own_and_others(rows, rank, cause) for cause in CAUSES}
+    return {cause: own - others for cause, (own, others) in pairs.items()}
+
+
+def _own_and_others(rows: np.ndarray, rank: int, cause: str) -> tuple[float, float]:
+    if cause == OTHER:
+        return np.nan, np.nan
+    values = column(rows, cause)
+    return float(values[rank]), _median_of_others(values, rank)
+
+
+def _median_of_others(values: np.ndarray, rank: int) -> float:
+    return float(np.median(np.delete(values, rank)))
+
+
+def _milliseconds(seconds: float) -> str:
+    value = 1000 * seconds
+    return f"{value:,.0f} ms" if value >= 10 else f"{value:.2g} ms"
+
+
+class StragglerNotice:
+    """Returns a text once one rank has delayed the others long enough.
+
+    Args:
+        delay: the mean share of the time that is too much.
+        seconds: over which the mean is taken.
+    """
+
+    def __init__(
+        self,
+        *,
+        delay: float = 0.1,
+        seconds: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._delay = delay
+        self._seconds = seconds
+        self._clock = clock
+        self._last: tuple[int, str] | None = None
+        self._recent: collections.deque[tuple[float, Straggler]] = collections.deque()
+
+    def __call__(self, straggler: Straggler) -> str:
+        """Return the text of a rank and a cause once, then the empty text."""
+        now, recent = self._clock(), self._recent
+        recent.append((now, straggler))
+        # Keep one report that is old enough, so that the others span the seconds.
+        while len(recent) > 1 and recent[1][0] <= now - self._seconds:
+            recent.popleft()
+        found = (straggler.rank, straggler.cause)
+        delays = [s.delay for _, s in recent if (s.rank, s.cause) == found]
+        is_long = now - recent[0][0] >= self._seconds
+        if not is_long or sum(delays) <= self._delay * len(recent):
+            return ""
+        is_new, self._last = found != self._last, found
+        return str(straggler) if is_new else ""
