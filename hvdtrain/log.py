@@ -1,15 +1,24 @@
 """log.jsonl: the course of a training, one JSON object per line.
 
     {"event": "start", "seconds": 1.5e9, "step": 0, "max_steps": 5000, "ranks": 2,
-     "global_batch_size": 128}
+     "global_batch_size": 128, "process_seconds": 4.2}
     {"event": "progress", "seconds": 1.5e9, "step": 40, "metrics": {"loss": 0.99},
      "learning_rate": 0.2, "communication": 0.1, "input_wait": 0.02,
-     "samples_per_second": 106668.1, "skipped_updates": 0}
+     "samples_per_second": 106668.1, "skipped_updates": 0,
+     "evaluation_seconds": 0.0, "saving_seconds": 0.0, "straggler": {"rank": 1,
+     "host": "node1", "last_share": 0.9, "late_seconds": 0.02, "delay": 0.18,
+     "delay_by_cause": {"input": 0.17, "other": 0.01}, "cause": "input",
+     "cause_seconds": 0.03, "others_seconds": 0.01, "waiting": 0.1,
+     "late_seconds_by_rank": [0.0, 0.02]}}
     {"event": "evaluation", "seconds": 1.5e9, "step": 5000, "metrics": {"loss": 0.07}}
     {"event": "checkpoint", "seconds": 1.5e9, "step": 5000, "text":
      "copied in 0.002 s, written in 0.1 s"}
+    {"event": "end", "seconds": 1.5e9, "step": 5000, "evaluation_seconds": 0.3,
+     "saving_seconds": 0.1}
 
-Lines of the event export have the fields of checkpoints. `seconds` is the time since
+Lines of the event export have the fields of checkpoints. `training.stragglers` has the
+fields of a straggler, which is null where it is not measured; old logs lack it, and the
+seconds of the process, of evaluation and of saving. `seconds` is the time since
 the epoch. A number that is not finite is null. All runs of a job append to the file,
 and lines are never changed: a start at step s supersedes the lines of later steps above
 it, and of several lines of an event and a step the last is valid. Readers skip lines
@@ -35,26 +44,36 @@ from hvdtrain.job import JobError
 from hvdtrain.job.files import one_line_errors
 
 if TYPE_CHECKING:
-    from hvdtrain.training.observers import Progress, RunStart
+    from hvdtrain.training.observers import Progress, RunEnd, RunStart
+    from hvdtrain.training.stragglers import Straggler
 
 NAME = "log.jsonl"
 Line = dict[str, Any]
 Metrics = dict[str, float | None]
 
 _NUMBER = (int, float)
+_NULLABLE = (*_NUMBER, type(None))
 _COMMON: dict[str, Any] = {"event": str, "seconds": _NUMBER, "step": int}
 _FIELDS: dict[str, dict[str, Any]] = {
     "start": {"max_steps": int, "ranks": int, "global_batch_size": int},
     "progress": {
         "metrics": dict,
-        "learning_rate": (*_NUMBER, type(None)),
-        "communication": (*_NUMBER, type(None)),
-        "input_wait": (*_NUMBER, type(None)),
-        "samples_per_second": (*_NUMBER, type(None)),
+        "learning_rate": _NULLABLE,
+        "communication": _NULLABLE,
+        "input_wait": _NULLABLE,
+        "samples_per_second": _NULLABLE,
     },
     "evaluation": {"metrics": dict},
     "checkpoint": {"text": str},
     "export": {"text": str},
+    "end": {},
+}
+# Lines of earlier versions lack these.
+_OPTIONAL: dict[str, Any] = {
+    "process_seconds": _NULLABLE,
+    "evaluation_seconds": _NULLABLE,
+    "saving_seconds": _NULLABLE,
+    "straggler": (dict, type(None)),
 }
 
 
@@ -129,6 +148,9 @@ class JsonLog:
             input_wait=_finite(progress.input_wait),
             samples_per_second=_finite(progress.samples_per_second),
             skipped_updates=progress.skipped_updates,
+            evaluation_seconds=_finite(progress.evaluation_seconds),
+            saving_seconds=_finite(progress.saving_seconds),
+            straggler=progress.straggler and _finite_fields(progress.straggler),
         )
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -139,6 +161,9 @@ class JsonLog:
 
     def on_export(self, step: int, text: str) -> None:
         self._append("export", step=step, text=text)
+
+    def on_end(self, end: "RunEnd") -> None:
+        self._append("end", **_finite_fields(end))
 
     def _append(self, event: str, **values: Any) -> None:
         values = {"event": event, "seconds": self._clock(), **values}
@@ -207,16 +232,22 @@ def _parse(text: str) -> Line | None:
     if not isinstance(line, dict):
         return None
     fields = _COMMON | _FIELDS.get(str(line.get("event")), {"event": type(None)})
+    fields = fields | {name: kind for name, kind in _OPTIONAL.items() if name in line}
     if not all(isinstance(line.get(name), kind) for name, kind in fields.items()):
         return None
     metrics = line.get("metrics", {}).values()
-    if not all(isinstance(value, (*_NUMBER, type(None))) for value in metrics):
+    if not all(isinstance(value, _NULLABLE) for value in metrics):
         return None
     return line
 
 
 def _finite_values(metrics: Mapping[str, float]) -> Metrics:
     return {name: _finite(value) for name, value in metrics.items()}
+
+
+def _finite_fields(value: "Straggler | RunEnd") -> dict[str, Any]:
+    fields = dataclasses.asdict(value).items()
+    return {n: _finite(v) if isinstance(v, float) else v for n, v in fields}
 
 
 def _finite(value: float) -> float | None:

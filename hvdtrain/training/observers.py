@@ -20,16 +20,38 @@ import tqdm
 from hvdtrain.job import launchers
 from hvdtrain.job.files import local_path, one_line_errors
 from hvdtrain.log import JsonLog, WarnOnce
+from hvdtrain.training.rank_times import CAUSES
+from hvdtrain.training.stragglers import OTHER, Straggler, StragglerNotice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """The start of a run of a job, at `step`: 0 for a new job."""
+    """The start of a run of a job, at `step`: 0 for a new job.
+
+    Attributes:
+        process_seconds: since the start of the chief's process.
+    """
 
     step: int
     max_steps: int
     ranks: int
     global_batch_size: int
+    process_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """The end of a run that was neither stopped nor killed.
+
+    Attributes:
+        evaluation_seconds: of the chief, since the last report of progress. NaN without
+            the native library.
+        saving_seconds: in which training stopped for checkpoints, in the same time.
+    """
+
+    step: int
+    evaluation_seconds: float
+    saving_seconds: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +72,11 @@ class Progress:
         samples_per_second: of all ranks since the last report.
         skipped_updates: updates of the job that were left out, since their gradients
             were not finite.
+        straggler: the rank that has delayed the others most since the last report. None
+            on one rank, and where arrivals at collectives are not measured.
+        evaluation_seconds: of the chief, since the last report. NaN without the native
+            library.
+        saving_seconds: in which training stopped for checkpoints, in the same time.
     """
 
     step: int
@@ -61,6 +88,9 @@ class Progress:
     samples_per_second: float
     seconds_left: float
     skipped_updates: int = 0
+    straggler: Straggler | None = None
+    evaluation_seconds: float = math.nan
+    saving_seconds: float = math.nan
 
 
 def notify(observers: Sequence, method: str, *arguments: object) -> None:
@@ -116,8 +146,26 @@ class Console:
         self._clock = clock
         self._last_seconds = -math.inf
         self._bar: tqdm.tqdm | None = None
+        self._notice = StragglerNotice(clock=clock)
 
     def on_progress(self, progress: Progress) -> None:
+        self._write_progress(progress)
+        if progress.straggler and (text := self._notice(progress.straggler)):
+            self._write(text)
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write(f"evaluation at step {step}: {metrics_text(metrics)}")
+
+    def on_checkpoint(self, step: int, text: str) -> None:
+        self._write(f"checkpoint at step {step} {text}")
+
+    def on_export(self, step: int, text: str) -> None:
+        self._write(f"export at step {step} {text}")
+
+    def warn(self, text: str) -> None:
+        self._write(f"WARNING: {text}")
+
+    def _write_progress(self, progress: Progress) -> None:
         if self._has_bar:
             self._draw(progress)
             return
@@ -134,18 +182,6 @@ class Console:
             f"{_duration(progress.seconds_left)} left"
             f"{f'  {skipped:,} updates left out' if skipped else ''}"
         )
-
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._write(f"evaluation at step {step}: {metrics_text(metrics)}")
-
-    def on_checkpoint(self, step: int, text: str) -> None:
-        self._write(f"checkpoint at step {step} {text}")
-
-    def on_export(self, step: int, text: str) -> None:
-        self._write(f"export at step {step} {text}")
-
-    def warn(self, text: str) -> None:
-        self._write(f"WARNING: {text}")
 
     def _draw(self, progress: Progress) -> None:
         if self._bar is None:
@@ -218,6 +254,8 @@ class EventLog:
                 values[name] = share
         if progress.skipped_updates:
             values["skipped_updates"] = progress.skipped_updates
+        if progress.straggler:
+            values |= _straggler_values(progress.straggler)
         self._write("train", progress.step, values)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -269,6 +307,18 @@ def error_reason(error: tf.errors.OpError | OSError) -> str | None:
         return error.strerror
     text = _GRAPH_NAMES.sub("", error.message.splitlines()[0])
     return text.rpartition("; ")[2]
+
+
+def _straggler_values(straggler: Straggler) -> dict[str, float]:
+    values = {
+        f"straggler/{name}": float(getattr(straggler, name))
+        for name in ("rank", "delay", "last_share", "late_seconds", "waiting")
+    }
+    # Zeros as well: TensorBoard would draw a line across a gap.
+    return values | {
+        f"straggler/delay_by_cause/{cause}": straggler.delay_by_cause.get(cause, 0.0)
+        for cause in (*CAUSES, OTHER)
+    }
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from hvdtrain.collectives import transport
 from hvdtrain.data.streams import input_wait_seconds
+from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce
 from hvdtrain.keras.metrics import (
@@ -24,14 +26,16 @@ from hvdtrain.keras.metrics import (
 )
 from hvdtrain.keras.variables import get_process_set, optimizers_inside
 from hvdtrain.training.checkpoint.snapshot import check_finite
-from hvdtrain.training.observers import Progress, RunStart, notify, scalars
+from hvdtrain.training.observers import Progress, RunEnd, RunStart, notify, scalars
 from hvdtrain.training.plan import Plan
+from hvdtrain.training.rank_times import RankTimes, column, process_seconds
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping
+from hvdtrain.training.stragglers import Straggler, find_straggler
 
 _REPORT_SECONDS = 1.0
 # Objects, since they are keys beside names of metrics, which may be any text.
-_COMMUNICATION, _INPUT_WAIT = object(), object()
+_COMMUNICATION, _INPUT_WAIT, _TIMES = object(), object(), object()
 
 
 def check_loss(loss: float, step: int) -> None:
@@ -56,6 +60,7 @@ class ProgressCallback(keras.callbacks.Callback):
         batch_before: samples of a step before `start_step`, by default as many.
         reduction_seconds: returns the seconds that this rank has spent in reductions.
         input_seconds: returns the seconds in which it has waited for input.
+        times: None to find no straggler.
     """
 
     # See `fitting.fit`.
@@ -76,6 +81,7 @@ class ProgressCallback(keras.callbacks.Callback):
         clock: Callable[[], float] = time.perf_counter,
         reduction_seconds: Callable[[], float] = transport.reduction_seconds,
         input_seconds: Callable[[], float] = input_wait_seconds,
+        times: RankTimes | None = None,
     ) -> None:
         super().__init__()
         self._requests = requests or Requests()
@@ -95,6 +101,8 @@ class ProgressCallback(keras.callbacks.Callback):
         self._reduction = _EpochClock(
             reduction_seconds if world.size > 1 else lambda: math.nan
         )
+        self._times = times
+        self._hosts = [""] * world.size
         self._clocks = (self._time, self._input, self._reduction)
         self._first_steps: int | None = None
         self._steps = self._reported_steps = start_step
@@ -119,8 +127,20 @@ class ProgressCallback(keras.callbacks.Callback):
             max_steps=self._plan.max_steps,
             ranks=self._world.size,
             global_batch_size=self._global_batch_size,
+            process_seconds=process_seconds(),
         )
         notify(self._observers, "on_start", start)
+        if self._times:
+            self._hosts = gather(self._world, socket.gethostname())
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        own = self._read_times()
+        end = RunEnd(
+            step=self._steps,
+            evaluation_seconds=_seconds(own, "evaluation"),
+            saving_seconds=_seconds(own, "saving"),
+        )
+        notify(self._observers, "on_end", end)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._epoch = epoch
@@ -158,6 +178,7 @@ class ProgressCallback(keras.callbacks.Callback):
         if self._first_steps is None:
             self._first_steps, self._first_seconds = self._steps, self._time.total
             self._input.read()
+            self._read_times()
             self._note_report()
         elif self._world.is_chief and self._is_report_due():
             self._requests.ask(REPORT)
@@ -177,16 +198,30 @@ class ProgressCallback(keras.callbacks.Callback):
         sent |= self._recent.arrays(logs)
         sent[_COMMUNICATION] = self._share(self._reduction)
         sent[_INPUT_WAIT] = self._share(self._input)
+        # A sum in which each rank fills its own row gathers them.
+        own = self._read_times()
+        rows = np.zeros((self._world.size, len(own)))
+        rows[self._world.rank] = own
+        sent[_TIMES] = rows
         # One reduction for all of them: the cost is latency.
         means = _averaged(sent, self._world)
         recent = {name: float(means[name]) for name in logs}
         recent |= self._recent.results(means)
         self._check(recent)
         if self._observers:
-            shares = float(means[_COMMUNICATION]), float(means[_INPUT_WAIT])
-            progress = self._progress(recent, *shares)
+            progress = self._progress(recent, means, own)
             notify(self._observers, "on_progress", progress)
         self._note_report()
+
+    def _read_times(self) -> np.ndarray:
+        return self._times.read() if self._times else np.empty(0)
+
+    def _find_straggler(self, rows: np.ndarray) -> Straggler | None:
+        steps = self._steps - self._reported_steps
+        # A run of a single execution has no times without its tracing.
+        if not self._times or not steps:
+            return None
+        return find_straggler(rows, steps=steps, hosts=self._hosts)
 
     def _check(self, means: Mapping[str, float]) -> None:
         """Raise an error if the training has diverged. A collective."""
@@ -213,7 +248,7 @@ class ProgressCallback(keras.callbacks.Callback):
         return (clock.total - start) / (self._time.total - start_seconds)
 
     def _progress(
-        self, metrics: dict[str, float], communication: float, input_wait: float
+        self, metrics: dict[str, float], means: Mapping[object, Any], own: np.ndarray
     ) -> Progress:
         samples_left = (self._plan.max_steps - self._steps) * self._global_batch_size
         speed = self._steps_per_second(self._reported_steps, self._time.reported)
@@ -225,11 +260,14 @@ class ProgressCallback(keras.callbacks.Callback):
             learning_rate=float(
                 optimizers_inside(self.model.optimizer)[0].learning_rate
             ),
-            communication=communication,
-            input_wait=input_wait,
+            communication=float(means[_COMMUNICATION]),
+            input_wait=float(means[_INPUT_WAIT]),
             samples_per_second=speed * self._global_batch_size,
             seconds_left=samples_left / self.samples_per_second,
             skipped_updates=self._skipping.count,
+            straggler=self._find_straggler(means[_TIMES] * self._world.size),
+            evaluation_seconds=_seconds(own, "evaluation"),
+            saving_seconds=_seconds(own, "saving"),
         )
 
     def _steps_per_second(self, first_steps: int, first_seconds: float) -> float:
@@ -323,6 +361,10 @@ class _RecentMetrics:
         return {
             n: float(v) for n, v in recent.items() if means.get((n, "is_result")) == 1
         }
+
+
+def _seconds(row: np.ndarray, phase: str) -> float:
+    return float(column(row, phase)) if row.size else math.nan
 
 
 def _as_dtype(value: np.ndarray, dtype: np.dtype) -> np.ndarray:

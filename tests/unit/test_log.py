@@ -8,11 +8,33 @@ import pytest
 
 from hvdtrain import log
 from hvdtrain.job import JobError
-from hvdtrain.training.observers import Progress, RunStart
+from hvdtrain.training.observers import Progress, RunEnd, RunStart
+from hvdtrain.training.stragglers import Straggler
 
 
 def start(step, *, ranks=2):
-    return RunStart(step=step, max_steps=100, ranks=ranks, global_batch_size=8)
+    return RunStart(
+        step=step,
+        max_steps=100,
+        ranks=ranks,
+        global_batch_size=8,
+        process_seconds=4.5,
+    )
+
+
+STRAGGLER = Straggler(
+    rank=1,
+    host="node1",
+    last_share=0.75,
+    late_seconds=0.02,
+    delay=0.25,
+    delay_by_cause={"other": 0.25},
+    cause="other",
+    cause_seconds=math.nan,
+    others_seconds=math.nan,
+    waiting=0.125,
+    late_seconds_by_rank=[0.0, 0.02],
+)
 
 
 def progress(step, loss):
@@ -25,6 +47,8 @@ def progress(step, loss):
         input_wait=0.125,
         samples_per_second=16.0,
         seconds_left=1.0,
+        straggler=STRAGGLER,
+        evaluation_seconds=0.5,
     )
 
 
@@ -41,6 +65,7 @@ def test_lines_are_as_documented(make, tmp_path):
     writer.on_progress(progress(40, 0.25))
     writer.on_evaluation(100, {"loss": 0.125, "f1": math.nan})
     writer.on_checkpoint(100, "written in 0.1 s")
+    writer.on_end(RunEnd(step=100, evaluation_seconds=0.5, saving_seconds=math.nan))
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert (
         [json.loads(line) for line in lines]
@@ -53,6 +78,7 @@ def test_lines_are_as_documented(make, tmp_path):
                 "max_steps": 100,
                 "ranks": 2,
                 "global_batch_size": 8,
+                "process_seconds": 4.5,
             },
             {
                 "event": "progress",
@@ -64,6 +90,21 @@ def test_lines_are_as_documented(make, tmp_path):
                 "input_wait": 0.125,
                 "samples_per_second": 16.0,
                 "skipped_updates": 0,
+                "evaluation_seconds": 0.5,
+                "saving_seconds": None,
+                "straggler": {
+                    "rank": 1,
+                    "host": "node1",
+                    "last_share": 0.75,
+                    "late_seconds": 0.02,
+                    "delay": 0.25,
+                    "delay_by_cause": {"other": 0.25},
+                    "cause": "other",
+                    "cause_seconds": None,
+                    "others_seconds": None,
+                    "waiting": 0.125,
+                    "late_seconds_by_rank": [0.0, 0.02],
+                },
             },
             {
                 "event": "evaluation",
@@ -76,6 +117,13 @@ def test_lines_are_as_documented(make, tmp_path):
                 "seconds": 1003,
                 "step": 100,
                 "text": "written in 0.1 s",
+            },
+            {
+                "event": "end",
+                "seconds": 1004,
+                "step": 100,
+                "evaluation_seconds": 0.5,
+                "saving_seconds": None,
             },
         ]
     )
@@ -119,6 +167,7 @@ def test_lines_of_other_programs_are_skipped(make, tmp_path):
     with (tmp_path / "log.jsonl").open("ab") as file:
         file.write(b'\0\0\xff\n7\n[]\n{"event": []}\n{"event": "progress"}\n\n')
         file.write(b'{"event": "evaluation", "seconds": 1, "step": 1, "metrics": 7}\n')
+        file.write(b'{"event": "end", "seconds": 1, "step": 1, "saving_seconds": ""}\n')
         file.write(b'{"event": "x", "seconds": 1, "step": 1}\n')
     assert [line["event"] for line in log.read(tmp_path)] == ["start"]
 

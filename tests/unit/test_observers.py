@@ -13,6 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hvdtrain.job import JobError
 from hvdtrain.training.observers import Console, EventLog, Progress, make_observers
+from hvdtrain.training.rank_times import CAUSES
+from hvdtrain.training.stragglers import OTHER, Straggler
 
 
 def progress(step, **changes):
@@ -35,6 +37,32 @@ def test_a_line_of_progress():
     assert file.getvalue() == (
         "step 100/1000  loss 1.2500  accuracy 0.5000  12,346 samples/s  1:02 left\n"
     )
+
+
+STRAGGLER = Straggler(
+    rank=5,
+    host="node3",
+    last_share=0.75,
+    late_seconds=0.032,
+    delay=0.18,
+    delay_by_cause={"input": 0.16, "other": 0.02},
+    cause="input",
+    cause_seconds=0.041,
+    others_seconds=0.009,
+    waiting=0.15,
+    late_seconds_by_rank=[0.0] * 5 + [0.032],
+)
+
+
+def test_a_line_when_a_rank_is_late_for_a_minute():
+    file, seconds = io.StringIO(), iter(range(0, 1000, 15))
+    console = Console(file, has_bar=False, every_seconds=900, clock=seconds.__next__)
+    for step in range(8):
+        console.on_progress(progress(step, straggler=STRAGGLER))
+    assert file.getvalue().splitlines()[1:] == [
+        "rank 5 on node3 delays the others by 18%: its input takes 41 ms a step, "
+        "theirs 9 ms"
+    ]
 
 
 def test_hours():
@@ -116,7 +144,12 @@ def test_tensorboard_reads_the_event_log(tmp_path):
     metrics = {"loss": 0.5, "accuracy": 1.0}
     log.on_progress(
         progress(
-            200, metrics=metrics, communication=0.25, input_wait=0.5, skipped_updates=3
+            200,
+            metrics=metrics,
+            communication=0.25,
+            input_wait=0.5,
+            skipped_updates=3,
+            straggler=STRAGGLER,
         )
     )
     log.on_evaluation(200, {"loss": 0.75})
@@ -126,7 +159,12 @@ def test_tensorboard_reads_the_event_log(tmp_path):
         *("loss", "accuracy"),
         *("learning_rate", "communication", "input_wait", "samples_per_second"),
         "skipped_updates",
+        *(f"straggler/{name}" for name in ("rank", "delay", "last_share", "waiting")),
+        "straggler/late_seconds",
+        *(f"straggler/delay_by_cause/{cause}" for cause in (*CAUSES, OTHER)),
     }
+    (event,) = train.Tensors("straggler/delay_by_cause/input")
+    assert number(event) == pytest.approx(0.16)
     read = [(event.step, number(event)) for event in train.Tensors("loss")]
     assert read == [(100, 1.25), (200, 0.5)]
     assert number(test.Tensors("loss")[0]) == pytest.approx(0.75)

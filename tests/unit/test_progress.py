@@ -11,6 +11,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.progress import ProgressCallback
+from hvdtrain.training.rank_times import RankTimes
 from hvdtrain.training.skipping import Skipping
 
 
@@ -218,6 +219,23 @@ def test_communication_and_input_wait_are_shares_of_the_time(clock, monkeypatch)
     shares = np.array([0.25, 0.0625, 0.5, 0.1875, 0])
     assert [p.communication for p in keeper] == pytest.approx(shares)
     assert [p.input_wait for p in keeper] == pytest.approx(shares / 2)
+
+
+def test_times_of_evaluation_and_saving(clock):
+    keeper, phases = Keeper(), {"evaluation": 5.0, "saving": 1.0}
+    keeper.on_end = keeper.append
+    times = RankTimes(lambda: phases, lambda count: (0, np.empty(0)))
+    callback = make(clock, keeper=keeper, max_steps=20, times=times)
+    callback.on_train_begin()
+    callback.on_epoch_begin(0)
+    run(callback, clock, [1.0])
+    phases["evaluation"], phases["saving"] = 5.5, 1.25
+    run(callback, clock, [1.0], first=10)
+    phases["evaluation"] = 7.5
+    callback.on_train_end()
+    found = [(value.evaluation_seconds, value.saving_seconds) for value in keeper]
+    assert found == [(0.5, 0.25), (2.0, 0.0)]
+    assert keeper[0].straggler is None
 
 
 def test_communication_of_one_rank_is_not_measured(clock):
