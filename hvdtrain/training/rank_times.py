@@ -6,6 +6,7 @@ this process are read in reports only, so a step costs nothing.
 
 import functools
 import gc
+import math
 import os
 import pathlib
 import time
@@ -32,6 +33,7 @@ class RankTimes:
 
     Args:
         seconds_by_phase: returns the seconds of this process in each phase.
+        collective_seconds: returns its seconds in collectives.
         recent_waits: `recent_waits(count)` returns the number of the newest collective
             of all ranks, and the seconds that this rank spent in each of the last ones.
         system_seconds: returns seconds of this process by the first three causes.
@@ -40,19 +42,24 @@ class RankTimes:
     def __init__(
         self,
         seconds_by_phase: Callable[[], Mapping[str, float]],
+        collective_seconds: Callable[[], float],
         recent_waits: Callable[[int], tuple[int, np.ndarray]],
         *,
         system_seconds: Callable[[], Mapping[str, float]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._seconds_by_phase = seconds_by_phase
+        self._collective_seconds = collective_seconds
         self._recent_waits = recent_waits
         self._system_seconds = system_seconds or measure_system
         self._clock = clock
         self._totals, _ = self._read_totals()
 
     def read(self) -> np.ndarray:
-        """Return the row since the last call, of a length that never changes."""
+        """Return the row since the last call, of a length that never changes.
+
+        What is not measured is NaN.
+        """
         before = self._totals
         self._totals, waits = self._read_totals()
         # The counters of a thread that has ended are gone.
@@ -66,9 +73,11 @@ class RankTimes:
         newest, waits = self._recent_waits(WAITS)
         totals = {**self._seconds_by_phase(), **self._system_seconds()}
         totals |= {"seconds": self._clock(), "newest": newest, "collectives": newest}
-        row = np.array([totals.get(name, 0.0) for name in COLUMNS], "float64")
-        # What is not measured is no cause.
-        return np.nan_to_num(row), waits
+        if "compute" in totals:
+            # The step waits in them for other ranks, which are the slow ones then.
+            totals["compute"] -= self._collective_seconds()
+        row = [totals.get(name, math.nan) for name in COLUMNS]
+        return np.array(row, "float64"), waits
 
 
 def column(rows: np.ndarray, name: str) -> np.ndarray:

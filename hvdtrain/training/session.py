@@ -42,6 +42,7 @@ import numpy as np
 import hvdtrain.keras as hvd
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
+from hvdtrain.native import recorder
 from hvdtrain.training.building import Batches
 from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.checkpoint.restoring import (
@@ -67,6 +68,7 @@ from hvdtrain.training.inputs import warn_if_changed
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
+from hvdtrain.training.rank_times import RankTimes
 from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Interval, Requests, Votes
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Result, RunConfig, TrainSpec
@@ -147,6 +149,11 @@ class Session:
             skipping=run.skipping,
             start_step=start.step,
             batch_before=start.header.global_batch_size,
+            times=RankTimes(
+                recorder.seconds_by_phase,
+                recorder.seconds_in_collectives,
+                recorder.recent_waits,
+            ),
         )
         self._history = keras.callbacks.History()
         self._history.history = dict(start.header.history)

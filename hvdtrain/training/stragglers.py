@@ -153,7 +153,8 @@ def _excess(rows: np.ndarray, rank: int) -> dict[str, float]:
 def _own_and_others(rows: np.ndarray, rank: int, cause: str) -> tuple[float, float]:
     if cause == OTHER:
         return np.nan, np.nan
-    values = column(rows, cause)
+    # What is not measured is no cause.
+    values = np.nan_to_num(column(rows, cause))
     return float(values[rank]), _median_of_others(values, rank)
 
 

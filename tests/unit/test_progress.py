@@ -224,7 +224,7 @@ def test_communication_and_input_wait_are_shares_of_the_time(clock, monkeypatch)
 def test_times_of_evaluation_and_saving(clock):
     keeper, phases = Keeper(), {"evaluation": 5.0, "saving": 1.0}
     keeper.on_end = keeper.append
-    times = RankTimes(lambda: phases, lambda count: (0, np.empty(0)))
+    times = RankTimes(lambda: phases, lambda: 0.0, lambda count: (0, np.empty(0)))
     callback = make(clock, keeper=keeper, max_steps=20, times=times)
     callback.on_train_begin()
     callback.on_epoch_begin(0)
