@@ -8,7 +8,12 @@ only read, also while their jobs run. The picture needs matplotlib.
 
 The table counts all starts of a job. wall time: from each start to the last line of the
 log, with evaluation and checkpoints. samples/s: the mean over it. steps repeated: taken
-again after a restart from a checkpoint. best: the evaluation with the lowest loss.
+again after a restart from a checkpoint. late rank: the rank that delayed the others
+most, and by which share of the time for which cause. best: the evaluation with the
+lowest loss.
+
+The line "productive" divides the wall time of all starts by cause, with the start of
+the first process, and the time between a kill and the next start.
 """
 
 import importlib
@@ -19,7 +24,7 @@ from hvdtrain import program
 from hvdtrain.flag_fields import PathParser
 from hvdtrain.job.files import atomic_write, writing_output
 from hvdtrain.measurement.records import check_plot
-from hvdtrain.reporting import runs, table
+from hvdtrain.reporting import goodput, runs, table
 
 _OUTPUT = flags.DEFINE(
     PathParser(), "output", "report.png", "PNG file to draw the curves in."
@@ -30,6 +35,10 @@ def main(directories: list[str]) -> None:
     """Print the table, then draw the picture."""
     logged_runs = runs.read(directories)
     print(table.table(logged_runs), flush=True)
+    print()
+    for run in logged_runs:
+        text = goodput.goodput_text(goodput.compute_goodput(run.lines))
+        print(f"{run.name}: {text}" if len(logged_runs) > 1 else text, flush=True)
     path = _OUTPUT.value
     check_plot(path, "output")
     # Not at the top: it loads matplotlib, an extra that the table does not need.

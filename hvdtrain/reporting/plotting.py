@@ -1,5 +1,6 @@
 """A PNG file of runs. Importing this module loads matplotlib, an extra."""
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
+from hvdtrain.log import Line
+from hvdtrain.reporting import goodput
 from hvdtrain.reporting.runs import LoggedRun
 
 Series = tuple[list[int], list[float]]
@@ -23,6 +26,13 @@ _SHARES = {
     "communication, share of the time": "communication",
     "input wait, share of the time": "input_wait",
 }
+_ARRIVAL = "arrival at collectives, ms a step after the first rank: "
+_MAX_NAMED_RANKS = 8
+# By cause; gray is time that no step took.
+_CAUSE_COLORS = (
+    *("tab:green", "tab:blue", "tab:red", "tab:brown", "tab:purple"),
+    *("tab:cyan", "tab:orange", "tab:pink", "tab:gray"),
+)
 # Values of a loss, and the largest learning rates of the runs, that differ by a larger
 # factor have a logarithmic axis.
 _LINEAR_FACTOR = 30
@@ -42,21 +52,25 @@ def draw(runs: Sequence[LoggedRun], path: str | os.PathLike) -> None:
     for title in _SHARES:
         if any(math.isfinite(y) for run in runs for y in _share(run, title)[1]):
             panels.append(title)
+    panels += [_ARRIVAL + run.name for run in runs if any(map(_arrivals, run.lines))]
     rows = math.ceil(len(panels) / _COLUMNS)
+    heights = [3.1] * rows + [0.8 + 0.3 * len(runs)]
     # Not `pyplot`: it needs a display, or the choice of a backend.
-    figure = Figure(figsize=(11, 3.1 * rows + 0.8), layout="constrained")
-    grid = figure.subplots(rows, _COLUMNS, sharex=True, squeeze=False)
-    axes = list(grid.flat)
+    figure = Figure(figsize=(11, sum(heights) + 0.8), layout="constrained")
+    grid = figure.add_gridspec(rows + 1, _COLUMNS, height_ratios=heights)
+    axes: list[Axes] = []
+    for number in range(len(panels)):
+        place = grid[divmod(number, _COLUMNS)]
+        axes.append(figure.add_subplot(place, sharex=axes[0] if axes else None))
+    _draw_goodput(figure.add_subplot(grid[rows, :]), runs)
     colors = _colors(len(runs))
-    for name, ax in zip(panels, axes, strict=False):
+    for name, ax in zip(panels, axes, strict=True):
         for run, color in zip(runs, colors, strict=True):
             _draw_run(ax, name, run, color)
         _finish(ax, name, is_lowest=axes.index(ax) + _COLUMNS >= len(panels))
         for run, color in zip(runs, colors, strict=True):
             for step in run.restarts:
                 ax.axvline(step, color=color, **_RESTART)
-    for ax in axes[len(panels) :]:
-        ax.remove()
     _add_legends(figure, runs, colors)
     figure.savefig(path, format="png", dpi=120)
 
@@ -74,6 +88,9 @@ def _draw_run(ax: Axes, name: str, run: LoggedRun, color: Color) -> None:
         ax.plot(*series, color=color)
     elif name in _SHARES:
         ax.plot(*_share(run, name), color=color, linewidth=1)
+    elif name.startswith(_ARRIVAL):
+        if name == _ARRIVAL + run.name:
+            _draw_arrivals(ax, run)
     elif name == "samples/s":
         series = run.series("progress", lambda line: line.get("samples_per_second"))
         ax.plot(*series, color=color, linewidth=1)
@@ -91,6 +108,48 @@ def _share(run: LoggedRun, title: str) -> Series:
     return run.series("progress", lambda line: line.get(_SHARES[title]))
 
 
+def _draw_arrivals(ax: Axes, run: LoggedRun) -> None:
+    ranks = max(len(_arrivals(line)) for line in run.lines)
+    for rank, color in enumerate(_colors(ranks)):
+        series = run.series("progress", functools.partial(_milliseconds_late, rank))
+        ax.plot(*series, color=color, linewidth=1, label=f"rank {rank}")
+    if ranks <= _MAX_NAMED_RANKS:
+        ax.legend(fontsize=8, frameon=False)
+
+
+def _arrivals(line: Line) -> list[float]:
+    return (line.get("straggler") or {}).get("late_seconds_by_rank") or []
+
+
+def _milliseconds_late(rank: int, line: Line) -> float | None:
+    arrivals = _arrivals(line)
+    # A job may continue with fewer ranks.
+    return 1000 * arrivals[rank] if rank < len(arrivals) else None
+
+
+def _draw_goodput(ax: Axes, runs: Sequence[LoggedRun]) -> None:
+    """Draw a bar for each run, stacked from the shares of its wall time."""
+    totals = [goodput.compute_goodput(run.lines) for run in runs]
+    starts = np.zeros(len(runs))
+    for cause, color in zip(goodput.CAUSES, _CAUSE_COLORS, strict=True):
+        # A run that has only just started has no time.
+        parts = np.array([t[cause] / (sum(t.values()) or 1.0) for t in totals])
+        if parts.any():
+            ax.barh(range(len(runs)), parts, left=starts, color=color, label=cause)
+        starts += parts
+    ax.set_title("wall time by cause", fontsize=11)
+    ax.set_yticks(range(len(runs)), [run.name for run in runs])
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1)
+    ax.xaxis.set_major_formatter(PercentFormatter(1))
+    ax.spines[["top", "right"]].set_visible(False)
+    if starts.any():
+        below = (0.5, -0.25)
+        ax.legend(
+            loc="upper center", bbox_to_anchor=below, ncols=5, fontsize=9, frameon=False
+        )
+
+
 def _finish(ax: Axes, name: str, *, is_lowest: bool) -> None:
     ax.set_title(name.replace("_", " "), fontsize=11)
     ax.grid(alpha=0.25)
@@ -104,7 +163,7 @@ def _finish(ax: Axes, name: str, *, is_lowest: bool) -> None:
         ax.yaxis.set_major_formatter(EngFormatter(sep=""))
     if name in _SHARES:
         ax.yaxis.set_major_formatter(PercentFormatter(1))
-    if name in ("learning rate", "samples/s", *_SHARES):
+    if name in ("learning rate", "samples/s", *_SHARES) or name.startswith(_ARRIVAL):
         ax.set_ylim(bottom=0)
     arrays = [np.asarray(line.get_ydata(), float) for line in ax.lines]
     curves = [array[~np.isnan(array)].tolist() for array in arrays]

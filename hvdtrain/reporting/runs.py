@@ -1,5 +1,6 @@
 """Runs, read from their directories, and their costs."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -108,7 +109,7 @@ def read(directories: Sequence[str | os.PathLike]) -> list[LoggedRun]:
 
 def compute_costs(lines: Sequence[Line]) -> Costs:
     """Return the costs of all lines of a run, superseded ones as well."""
-    lines_by_start = _split_at_starts(lines)
+    lines_by_start = split_at_starts(lines)
     starts = [lines[0] for lines in lines_by_start]
     reached = [max(line["step"] for line in lines) for lines in lines_by_start]
     return Costs(
@@ -132,11 +133,44 @@ def compute_costs(lines: Sequence[Line]) -> Costs:
     )
 
 
+def compute_delays(lines: Sequence[Line]) -> dict[int, dict[str, float]]:
+    """Return by rank the share of the steps' time by which it was late, by cause.
+
+    Only reports in which arrivals were measured count; superseded ones do as well.
+    """
+    total = 0.0
+    delays: dict[int, collections.Counter] = collections.defaultdict(
+        collections.Counter
+    )
+    for one_start in split_at_starts(lines):
+        before = start = one_start[0]
+        for line in one_start:
+            if line["event"] == "progress" and line.get("straggler"):
+                seconds = seconds_of_steps(start, before, line)
+                total += seconds
+                straggler = line["straggler"]
+                for cause, delay in straggler["delay_by_cause"].items():
+                    delays[straggler["rank"]][cause] += delay * seconds
+            before = line if line["event"] == "progress" else before
+    return {
+        rank: {cause: s / total for cause, s in by_cause.most_common() if total}
+        for rank, by_cause in delays.items()
+    }
+
+
+def seconds_of_steps(start: Line, before: Line, line: Line) -> float:
+    """Return the seconds of the steps to a report, by the speed without tracing."""
+    speed = line["samples_per_second"]
+    samples = max(0, line["step"] - before["step"]) * start["global_batch_size"]
+    return samples / speed if speed else 0.0
+
+
 def _valid_lines(lines: Sequence[Line], event: str) -> list[Line]:
     return [line for line in log.drop_superseded(lines) if line["event"] == event]
 
 
-def _split_at_starts(lines: Sequence[Line]) -> list[list[Line]]:
+def split_at_starts(lines: Sequence[Line]) -> list[list[Line]]:
+    """Return the lines of each start of a run, which begin with its line."""
     lines_by_start: list[list[Line]] = []
     for line in lines:
         if line["event"] == "start":
@@ -162,3 +196,10 @@ def _summary(directory: str | os.PathLike) -> dict[str, Any]:
         if isinstance(summary, dict):
             return summary
     return {}
+
+
+def duration_text(seconds: float) -> str:
+    """Return hours, minutes and seconds, rounded down to tenths."""
+    minutes, seconds = divmod(math.floor(10 * max(0, seconds)) / 10, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02}:{seconds:04.1f}"

@@ -1,14 +1,19 @@
 """A table of the costs of runs, with a column for each run."""
 
-import math
 from collections.abc import Sequence
 
 from hvdtrain.log import Line
-from hvdtrain.reporting.runs import LoggedRun, compute_costs
+from hvdtrain.reporting.runs import (
+    LoggedRun,
+    compute_costs,
+    compute_delays,
+    duration_text,
+)
 
 _NONE = "-"
 _GAP = 2
 _MAX_WIDTH = 100
+_MAX_CAUSES = 3
 
 
 def table(runs: Sequence[LoggedRun]) -> str:
@@ -49,13 +54,25 @@ def _column(run: LoggedRun) -> dict[str, str]:
         "global batch": f"{cost.global_batch_size:,}",
         "steps": f"{cost.step:,} of {cost.max_steps:,}",
         "samples": f"{cost.samples:,}",
-        "wall time": _duration(cost.seconds),
+        "wall time": duration_text(cost.seconds),
         "samples/s": f"{cost.samples_per_second:,.0f}",
         "starts": f"{cost.starts:,}",
         "steps repeated": f"{cost.repeated_steps:,}",
+        "late rank": _late_rank(run),
         **_evaluation("last", cost.evaluations[-1] if cost.evaluations else None),
         **_evaluation("best", cost.best_evaluation),
     }
+
+
+def _late_rank(run: LoggedRun) -> str:
+    """Return the rank that was late most, and the share of the time by cause."""
+    delays = compute_delays(run.lines)
+    if not delays:
+        return _NONE
+    rank = max(delays, key=lambda rank: sum(delays[rank].values()))
+    causes = list(delays[rank].items())[:_MAX_CAUSES]
+    shares = ", ".join(f"{cause} {100 * share:.1f} %" for cause, share in causes)
+    return f"{rank}: {shares}" if shares else _NONE
 
 
 def _evaluation(which: str, line: Line | None) -> dict[str, str]:
@@ -73,9 +90,3 @@ def _evaluation(which: str, line: Line | None) -> dict[str, str]:
 
 def _number(value: float | None) -> str:
     return _NONE if value is None else f"{value:.4f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(math.floor(10 * max(0, seconds)) / 10, 60)
-    hours, minutes = divmod(int(minutes), 60)
-    return f"{hours}:{minutes:02}:{seconds:04.1f}"

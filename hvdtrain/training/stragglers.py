@@ -56,7 +56,8 @@ class Straggler:
     late_seconds_by_rank: list[float]
 
     def __str__(self) -> str:
-        text = f"rank {self.rank} on {self.host} delays the others by {self.delay:.0%}"
+        delay = f"{100 * self.delay:.0f} %"
+        text = f"rank {self.rank} on {self.host} delays the others by {delay}"
         if self.cause == OTHER:
             return text
         verb = "take" if self.cause == "callbacks" else "takes"

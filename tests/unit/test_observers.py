@@ -60,7 +60,7 @@ def test_a_line_when_a_rank_is_late_for_a_minute():
     for step in range(8):
         console.on_progress(progress(step, straggler=STRAGGLER))
     assert file.getvalue().splitlines()[1:] == [
-        "rank 5 on node3 delays the others by 18%: its input takes 41 ms a step, "
+        "rank 5 on node3 delays the others by 18 %: its input takes 41 ms a step, "
         "theirs 9 ms"
     ]
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hvdtrain.job import JobError
-from hvdtrain.reporting import runs
+from hvdtrain.reporting import goodput, runs
 from hvdtrain.reporting.table import table
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -94,6 +94,96 @@ def test_a_start_before_the_first_report_repeats_no_more():
     assert costs.samples == 300 * 8 + 50 * 8
 
 
+def straggler(rank, waiting, *, late=(0.0, 0.0), **delay_by_cause):
+    values = {"rank": rank, "waiting": waiting, "late_seconds_by_rank": list(late)}
+    return {"straggler": values | {"delay_by_cause": delay_by_cause}}
+
+
+# 80 samples/s are 10 steps/s. The first process starts at 90 s and is killed after
+# 126 s, the second one starts at 150 s, and continues from step 150.
+MEASURED = [
+    start(100, 0) | {"process_seconds": 10.0},
+    progress(112, 100) | {"input_wait": 0.25, "evaluation_seconds": 0.0},
+    progress(124, 200) | {"evaluation_seconds": 1.0, "saving_seconds": 1.0},
+    {"event": "checkpoint", "seconds": 126, "step": 200, "text": "written in 0.1 s"},
+    start(160, 150) | {"process_seconds": 10.0},
+    progress(175, 250) | straggler(1, 0.125, late=(0, 0.004), input=0.5, other=0.25),
+    progress(185, 350) | straggler(0, 0.25, late=(0.001, 0), compute=0.25),
+    progress(205, 550) | straggler(1, 0.25, late=(0, 0.004), input=0.25),
+    evaluation(208, 550, loss=1.0),
+    {"event": "end", "seconds": 210, "step": 550, "evaluation_seconds": 4.0},
+    {"event": "checkpoint", "seconds": 211, "step": 550, "text": "written in 0.1 s"},
+]
+
+
+def test_goodput_adds_up_to_the_wall_time():
+    seconds = goodput.compute_goodput(MEASURED)
+    assert sum(seconds.values()) == pytest.approx(211 - 90)
+    repeated = 10 / 2
+    slowest = 0.125 * 10 + 0.25 * 10 + 0.25 * 20
+    assert seconds == pytest.approx(
+        {
+            # 12 s and 15 s for 100 steps, which take 10 s without tracing.
+            "start-up and tracing": 10 + 2 + 10 + 5,
+            # The half of 100 steps.
+            "repeated steps": repeated,
+            "between kill and start": 150 - 126,
+            "saving": 1 + 1,
+            "evaluation": 1 + 4,
+            "input wait": 0.25 * 10,
+            "waiting for the slowest rank": slowest,
+            # After the last reports.
+            "other": 2 + 1,
+            "productive": 10 + 10 + 40 - 0.25 * 10 - repeated - slowest,
+        }
+    )
+    assert goodput.goodput_text(seconds) == (
+        "productive 36.2 % of 0:02:01.0, start-up and tracing 22.3 %, repeated steps "
+        "4.1 %, between kill and start 19.8 %, saving 1.7 %, evaluation 4.1 %, input "
+        "wait 2.1 %, waiting for the slowest rank 7.2 %, other 2.5 %"
+    )
+
+
+def test_goodput_of_an_old_log():
+    # 100 steps would take longer than the log has: nothing is left for tracing.
+    seconds = {c: s for c, s in goodput.compute_goodput(CONTINUED).items() if s}
+    assert seconds == pytest.approx(
+        {
+            "productive": 1 + 0.75 + 3,
+            "repeated steps": 0.75,
+            "between kill and start": 397,
+            "other": 0.5 + 2,
+        }
+    )
+
+
+def test_goodput_of_a_run_that_has_only_started():
+    seconds = goodput.compute_goodput([start(100, 0)])
+    assert goodput.goodput_text(seconds) == "productive: no time is recorded yet"
+
+
+def test_an_elastic_start_has_no_new_process():
+    seconds = goodput.compute_goodput(
+        [*MEASURED, start(215, 550) | {"process_seconds": 65.0}]
+    )
+    assert seconds["start-up and tracing"] == pytest.approx(27 + 4)
+    assert sum(seconds.values()) == pytest.approx(215 - 90)
+
+
+def test_rounded_shares_add_up():
+    assert goodput.round_shares([1 / 3, 1 / 3, 1 / 3], 1000) == [334, 333, 333]
+    assert goodput.round_shares([0.9996, 0.0004, 0.0], 1000) == [1000, 0, 0]
+
+
+def test_delays_by_rank_and_cause(tmp_path):
+    # Of 40 s, rank 1 costs half of 10 s and a quarter of 20 s by its input.
+    delays = runs.compute_delays(MEASURED)
+    assert delays[0] == pytest.approx({"compute": 2.5 / 40})
+    assert delays[1] == pytest.approx({"input": 10 / 40, "other": 2.5 / 40})
+    text = table(runs.read([write(tmp_path / "a", MEASURED)]))
+    assert "1: input 25.0 %, other 6.2 %" in text
+
+
 def test_curves_have_no_superseded_points(tmp_path):
     (run,) = runs.read([write(tmp_path / "a", CONTINUED)])
     loss = run.series("progress", lambda line: line["metrics"]["loss"])
@@ -117,6 +207,7 @@ def test_table(tmp_path):
         ["samples/s", "1,100", "800"],
         ["starts", "2", "1"],
         ["steps repeated", "100", "0"],
+        ["late rank", "-", "-"],
         ["last evaluation, step", "1,000", "300"],
         ["last loss", "0.3750", "0.1250"],
         ["last accuracy", "0.9375", "0.5000"],
@@ -165,6 +256,7 @@ def test_a_picture(tmp_path, count):
     directories = [write(tmp_path / str(n), CONTINUED) for n in range(count)]
     # No metric, and one that exists in no line of progress.
     directories.append(write(tmp_path / "new", [start(0, 0)]))
+    directories.append(write(tmp_path / "late", MEASURED))
     plotting.draw(runs.read(directories), tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 

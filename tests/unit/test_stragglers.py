@@ -69,7 +69,7 @@ def test_who_how_often_by_how_much_and_why():
     # Means of 160, 120, 80 and 40 ms over three ranks.
     assert found.waiting == pytest.approx(0.4 / 3)
     assert str(found) == (
-        "rank 1 on node1 delays the others by 18%: its input takes 40 ms a step, "
+        "rank 1 on node1 delays the others by 18 %: its input takes 40 ms a step, "
         "theirs 7.5 ms"
     )
 
@@ -80,7 +80,7 @@ def test_the_last_collectives_stand_for_all():
     assert found.delay == pytest.approx(0.128)
     assert found.late_seconds == pytest.approx(0.001)
     assert found.cause == "other"
-    assert str(found) == "rank 1 on node1 delays the others by 13%"
+    assert str(found) == "rank 1 on node1 delays the others by 13 %"
 
 
 def test_no_arrivals_no_straggler():
@@ -113,7 +113,7 @@ def test_a_notice_after_a_minute_and_once():
     # At 60 s the mean is 17.5 %.
     assert [bool(text) for text in texts] == [False, False, False, True, False, False]
     assert texts[3] == (
-        "rank 1 on node1 delays the others by 20%: its callbacks take 125 ms a step, "
+        "rank 1 on node1 delays the others by 20 %: its callbacks take 125 ms a step, "
         "theirs 0 ms"
     )
 
