@@ -26,7 +26,7 @@ _SHARES = {
     "communication, share of the time": "communication",
     "input wait, share of the time": "input_wait",
 }
-_ARRIVAL = "arrival at collectives, ms a step after the first rank: "
+_ARRIVAL = "arrival, ms a step after the first rank: "
 _MAX_NAMED_RANKS = 8
 # By cause; gray is time that no step took.
 _CAUSE_COLORS = (
@@ -151,7 +151,9 @@ def _draw_goodput(ax: Axes, runs: Sequence[LoggedRun]) -> None:
 
 
 def _finish(ax: Axes, name: str, *, is_lowest: bool) -> None:
-    ax.set_title(name.replace("_", " "), fontsize=11)
+    # Not in the name of a run.
+    title = name if name.startswith(_ARRIVAL) else name.replace("_", " ")
+    ax.set_title(title, fontsize=11)
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
