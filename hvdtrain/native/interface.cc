@@ -15,7 +15,6 @@ namespace hvdtrain {
 
 std::mutex reduction_mutex;
 std::atomic<uint64_t> caller{0};
-std::atomic<uint64_t> reduction_nanoseconds{0};
 
 namespace {
 
@@ -110,10 +109,6 @@ EXPORT const char* hvdtrain_join(int* last) {
   // No rank may write to its member again before all have read the members.
   const std::string lost = shared->Barrier("join");
   return lost.empty() ? nullptr : hvdtrain::Failed(lost);
-}
-
-EXPORT uint64_t hvdtrain_reduction_nanoseconds() {
-  return hvdtrain::reduction_nanoseconds;
 }
 
 // Of all iterators of this process in GetNext, which tf.data counts; 0 before the

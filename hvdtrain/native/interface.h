@@ -26,9 +26,6 @@ extern std::atomic<uint64_t> caller;
 // The same as the beginning of a text.
 std::string CallerText();
 
-// Of this process in reductions, with the wait for other ranks.
-extern std::atomic<uint64_t> reduction_nanoseconds;
-
 }  // namespace hvdtrain
 
 #endif  // HVDTRAIN_INTERFACE_H_

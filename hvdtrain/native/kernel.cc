@@ -1,7 +1,6 @@
 // The TensorFlow operations HvdtrainAllreduce, HvdtrainReducescatter,
 // HvdtrainAllgather and HvdtrainCompare.
 
-#include <chrono>
 #include <memory>
 #include <string>
 #include <utility>
@@ -64,11 +63,7 @@ class Collective : public OpKernel {
     arguments.describe = [describe = std::move(arguments.describe)] {
       return CallerText() + describe();
     };
-    const auto start = std::chrono::steady_clock::now();
     const Report report = exchange(*shared, arguments);
-    reduction_nanoseconds += std::chrono::nanoseconds(std::chrono::steady_clock::now() -
-                                                      start)
-                                 .count();
     OP_REQUIRES(context, report.outcome != Outcome::kMismatch,
                 absl::FailedPreconditionError(
                     "Mismatched collectives. Sent by " + report.reason +

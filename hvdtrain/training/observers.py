@@ -63,10 +63,10 @@ class Progress:
             the epoch. A user's metric with states of its own is over the steps since
             the epoch began.
         learning_rate: at this step; if a schedule of Keras computes it, at the next.
-        communication: share of the time since the last report in which ranks reduced
-            gradients, or waited for another rank to do so: the mean over the ranks.
-            Their computation may go on meanwhile. NaN where it is not measured: on one
-            rank, and where Horovod reduces.
+        communication: share of the time since the last report that ranks spent in
+            collectives, with the wait for the other ranks: the mean over the ranks.
+            Their computation may go on meanwhile. NaN on one rank, and without the
+            native library.
         input_wait: share of the same time in which ranks waited for a batch: the mean
             over the ranks. NaN without the native library.
         samples_per_second: of all ranks since the last report.

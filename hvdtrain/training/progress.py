@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.collectives import transport
 from hvdtrain.data.streams import input_wait_seconds
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import SharedJobError, World
@@ -25,6 +24,7 @@ from hvdtrain.keras.metrics import (
     results,
 )
 from hvdtrain.keras.variables import get_process_set, optimizers_inside
+from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.snapshot import check_finite
 from hvdtrain.training.observers import Progress, RunEnd, RunStart, notify, scalars
 from hvdtrain.training.plan import Plan
@@ -58,7 +58,7 @@ class ProgressCallback(keras.callbacks.Callback):
         global_batch_size: samples of a step of the whole job.
         skipping: by default nothing is left out.
         batch_before: samples of a step before `start_step`, by default as many.
-        reduction_seconds: returns the seconds that this rank has spent in reductions.
+        collective_seconds: returns the seconds that this rank has spent in collectives.
         input_seconds: returns the seconds in which it has waited for input.
         times: None to find no straggler.
     """
@@ -79,7 +79,7 @@ class ProgressCallback(keras.callbacks.Callback):
         start_step: int = 0,
         batch_before: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        reduction_seconds: Callable[[], float] = transport.reduction_seconds,
+        collective_seconds: Callable[[], float] = recorder.seconds_in_collectives,
         input_seconds: Callable[[], float] = input_wait_seconds,
         times: RankTimes | None = None,
     ) -> None:
@@ -98,12 +98,12 @@ class ProgressCallback(keras.callbacks.Callback):
         self._clock = clock
         self._time = _EpochClock(clock)
         self._input = _EpochClock(input_seconds)
-        self._reduction = _EpochClock(
-            reduction_seconds if world.size > 1 else lambda: math.nan
+        self._collectives = _EpochClock(
+            collective_seconds if world.size > 1 else lambda: math.nan
         )
         self._times = times
         self._hosts = [""] * world.size
-        self._clocks = (self._time, self._input, self._reduction)
+        self._clocks = (self._time, self._input, self._collectives)
         self._first_steps: int | None = None
         self._steps = self._reported_steps = start_step
         self._first_seconds = 0.0
@@ -174,7 +174,7 @@ class ProgressCallback(keras.callbacks.Callback):
         # The clock of input is read in reports only: reading it takes longer than all
         # Python code of a short step.
         self._time.read()
-        self._reduction.read()
+        self._collectives.read()
         if self._first_steps is None:
             self._first_steps, self._first_seconds = self._steps, self._time.total
             self._input.read()
@@ -196,7 +196,7 @@ class ProgressCallback(keras.callbacks.Callback):
         self._input.read()
         sent: dict[Any, float | np.ndarray] = {**self._since_report(logs)}
         sent |= self._recent.arrays(logs)
-        sent[_COMMUNICATION] = self._share(self._reduction)
+        sent[_COMMUNICATION] = self._share(self._collectives)
         sent[_INPUT_WAIT] = self._share(self._input)
         # A sum in which each rank fills its own row gathers them.
         own = self._read_times()

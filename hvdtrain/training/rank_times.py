@@ -32,8 +32,8 @@ class RankTimes:
     """The times of this rank since the last report.
 
     Args:
-        seconds_by_phase: returns the seconds of this process in each phase.
-        collective_seconds: returns its seconds in collectives.
+        seconds_by_phase: returns the seconds of this process in each phase, without the
+            waits in collectives for other ranks, which are the slow ones then.
         recent_waits: `recent_waits(count)` returns the number of the newest collective
             of all ranks, and the seconds that this rank spent in each of the last ones.
         system_seconds: returns seconds of this process by the first three causes.
@@ -42,14 +42,12 @@ class RankTimes:
     def __init__(
         self,
         seconds_by_phase: Callable[[], Mapping[str, float]],
-        collective_seconds: Callable[[], float],
         recent_waits: Callable[[int], tuple[int, np.ndarray]],
         *,
         system_seconds: Callable[[], Mapping[str, float]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._seconds_by_phase = seconds_by_phase
-        self._collective_seconds = collective_seconds
         self._recent_waits = recent_waits
         self._system_seconds = system_seconds or measure_system
         self._clock = clock
@@ -73,9 +71,6 @@ class RankTimes:
         newest, waits = self._recent_waits(WAITS)
         totals = {**self._seconds_by_phase(), **self._system_seconds()}
         totals |= {"seconds": self._clock(), "newest": newest, "collectives": newest}
-        if "compute" in totals:
-            # The step waits in them for other ranks, which are the slow ones then.
-            totals["compute"] -= self._collective_seconds()
         row = [totals.get(name, math.nan) for name in COLUMNS]
         return np.array(row, "float64"), waits
 

@@ -151,7 +151,6 @@ class Session:
             batch_before=start.header.global_batch_size,
             times=RankTimes(
                 recorder.seconds_by_phase,
-                recorder.seconds_in_collectives,
                 recorder.recent_waits,
             ),
         )

@@ -1,13 +1,16 @@
 """A job that hangs, or loses a rank in native code, names the rank and its line.
 
-All faults under each launcher are 33 launches. By default a few of them run;
+All faults under each launcher are 42 launches. By default a few of them run;
 HVDTRAIN_HANG_TABLE=FILE runs all, and writes the table of docs/troubleshooting.md.
 """
 
+import contextlib
 import itertools
+import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import sys
 import time
@@ -52,7 +55,8 @@ def expected(fault):
         return rf"{rank}did not enter allreduce.*is stopped, as by SIGSTOP; the other"
     if fault == "order":
         return (
-            rf"Deadlock: .*rank 0 in allreduce 1 \(first\), {line('order of rank 0')}.*; "
+            rf"Deadlock: .*rank 0 in allreduce 1 \(first\), "
+            rf"{line('order of rank 0')}.*; "
             rf"rank 1 in allreduce 1 \(second\), {line('order of rank 1')}"
         )
     if fault == "skip":
@@ -74,6 +78,8 @@ def expected(fault):
 
 @pytest.mark.parametrize(("fault", "launcher"), ALL if TABLE else FEW)
 def test_a_hang_names_its_rank_and_line(start, memory_group, fault, launcher):
+    if fault == "memory" and not memory_group:
+        pytest.skip("needs a control group of its own, as root has")
     job = start(
         [fault, *([str(memory_group)] if fault == "memory" else [])],
         program=PROGRAM,
@@ -104,22 +110,104 @@ def note(fault, launcher, seconds, job):
         file.write(f"| {fault} | {launcher} | {seconds:.1f} s | {shown} |\n")
 
 
-@pytest.fixture
-def memory_group(tmp_path):
-    """Return a control group with a limit of memory, or None where none can be made."""
-    for root, limit in (
-        ("/sys/fs/cgroup", "memory.max"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-    ):
-        group = pathlib.Path(root, f"hvdtrain-{tmp_path.name}-{os.getpid()}")
-        if not pathlib.Path(root, "cgroup.procs").exists():
-            continue
+# The cause that is named for each reason, and the share of the time from which on.
+CAUSES = {"sleep": "callbacks", "input": "input", "throttling": "throttling"}
+SLOW = list(itertools.product(CAUSES, LAUNCHERS))
+
+
+@pytest.mark.parametrize(
+    ("reason", "launcher"), SLOW if TABLE else [("throttling", "gloo")]
+)
+def test_a_slow_rank_is_named_with_its_cause(
+    start, tmp_path, cpu_group, reason, launcher
+):
+    if reason == "throttling" and not cpu_group:
+        pytest.skip("needs a control group of its own, as root has")
+    job = start(
+        [f"--reason={reason}", f"--model_dir={tmp_path}", f"--group={cpu_group}"],
+        program=[sys.executable, str(PATH.with_name("slow_program.py"))],
+        launcher=launcher,
+    ).wait()
+    assert job.returncode == 0, job.text
+    lines = [json.loads(text) for text in (tmp_path / "log.jsonl").open()]
+    found = [line["straggler"] for line in lines if line.get("straggler")]
+    # The largest delay: the first report has the start in it.
+    worst = max(found, key=lambda straggler: straggler["delay"])
+    assert (worst["rank"], worst["cause"]) == (1, CAUSES[reason]), found
+    assert worst["delay"] > 0.1
+    if TABLE:
+        with pathlib.Path(TABLE).open("a") as file:
+            file.write(f"| {reason} | {launcher} | {worst} |\n")
+
+
+def test_a_person_asks_where_the_ranks_are(start, run, tmp_path):
+    model_dir = tmp_path / "run"
+    job = start(
+        [
+            "--model=mlp",
+            "--epochs=1000",
+            "--dataset=synthetic",
+            f"--model_dir={model_dir}",
+        ],
+        launcher="gloo",
+    )
+    job.wait_for("samples/s")
+    job.process.send_signal(signal.SIGQUIT)
+    job.wait_for(f"Stacks of all ranks: {model_dir}/errors/stacks-step-")
+    [stacks] = (model_dir / "errors").glob("stacks-step-*.txt")
+    assert re.findall(
+        r"^rank (\d) on .*, process \d+: is in ", stacks.read_text(), re.M
+    )
+    doctor = [sys.executable, "-m", "hvdtrain.doctor", f"--job={model_dir}"]
+    asked = run([], program=doctor)
+    assert asked.returncode == 0
+    assert re.search(r"rank 0 on .*, process \d+: is in .*\n.*Thread 0x", asked.text)
+    ranks = job.ranks()
+    ranks[1].kill()
+    job.wait()
+    killed = rf"rank 1 on {HOST} was killed by a signal such as SIGKILL"
+    assert re.search(killed, job.text)
+    asked = run([], program=doctor)
+    assert re.search(killed, asked.text)
+    assert "The records of all ranks agree" in asked.text or "differ" in asked.text
+
+
+def control_group(tmp_path, controller, limits):
+    """Yield a new control group, or None where none can be made."""
+    roots = [pathlib.Path("/sys/fs/cgroup"), pathlib.Path("/sys/fs/cgroup", controller)]
+    for root, files in zip(roots, limits, strict=True):
+        group = root / f"hvdtrain-{tmp_path.name}-{os.getpid()}"
         try:
             group.mkdir()
-            (group / limit).write_text(str(1 << 30))
         except OSError:
             continue
-        yield group
-        group.rmdir()
-        return
+        try:
+            if all((group / name).exists() for name in files):
+                for name, text in files.items():
+                    (group / name).write_text(text)
+                yield group
+                return
+        except OSError:
+            continue
+        finally:
+            # Processes of a test that has failed are killed later.
+            with contextlib.suppress(OSError):
+                group.rmdir()
     yield None
+
+
+@pytest.fixture
+def memory_group(tmp_path):
+    limit = str(1 << 30)
+    limits = ({"memory.max": limit}, {"memory.limit_in_bytes": limit})
+    yield from control_group(tmp_path, "memory", limits)
+
+
+@pytest.fixture
+def cpu_group(tmp_path):
+    # A fifth of a core.
+    limits = (
+        {"cpu.max": "20000 100000"},
+        {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "20000"},
+    )
+    yield from control_group(tmp_path, "cpu", limits)

@@ -17,7 +17,7 @@ from hvdtrain.training.skipping import Skipping
 
 class Clock:
     seconds = 0.0
-    reduction_seconds = 1000.0
+    collective_seconds = 1000.0
     input_seconds = 2000.0
 
     def __call__(self):
@@ -46,7 +46,7 @@ def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1, **options
         World(size=size),
         [keeper],
         clock=clock,
-        reduction_seconds=lambda: clock.reduction_seconds,
+        collective_seconds=lambda: clock.collective_seconds,
         input_seconds=lambda: clock.input_seconds,
         **options,
     )
@@ -205,12 +205,12 @@ def test_communication_and_input_wait_are_shares_of_the_time(clock, monkeypatch)
     for epoch in (0, 1):
         callback.on_epoch_begin(epoch)
         for number, seconds in enumerate((0.5, 0.25, 0.125, 0.0)):
-            clock.reduction_seconds += seconds
+            clock.collective_seconds += seconds
             clock.input_seconds += seconds / 2
             run(callback, clock, [1.0], first=10 * number)
         # An evaluation.
         clock.seconds += 100
-        clock.reduction_seconds += 100
+        clock.collective_seconds += 100
         clock.input_seconds += 100
     # The evaluation makes the next report come sooner.
     assert [p.step for p in keeper] == [20, 40, 50, 70, 80]
@@ -224,7 +224,7 @@ def test_communication_and_input_wait_are_shares_of_the_time(clock, monkeypatch)
 def test_times_of_evaluation_and_saving(clock):
     keeper, phases = Keeper(), {"evaluation": 5.0, "saving": 1.0}
     keeper.on_end = keeper.append
-    times = RankTimes(lambda: phases, lambda: 0.0, lambda count: (0, np.empty(0)))
+    times = RankTimes(lambda: phases, lambda count: (0, np.empty(0)))
     callback = make(clock, keeper=keeper, max_steps=20, times=times)
     callback.on_train_begin()
     callback.on_epoch_begin(0)

@@ -127,12 +127,10 @@ def test_no_notice_of_less_or_shorter_delays(delays):
 
 def test_a_row_is_since_the_last_one():
     seconds = {"input": 1.0, "compute": 5.0}
-    collectives = iter([1.0, 1.5, 1.5])
     waits = [7, np.array([9.0] * 7)]
     clock = iter([100.0, 102.0, 103.0])
     times = RankTimes(
         lambda: seconds,
-        lambda: next(collectives),
         lambda count: tuple(waits),
         system_seconds=lambda: dict.fromkeys((THROTTLING, STOLEN, GARBAGE), 4.0),
         clock=lambda: next(clock),
@@ -140,9 +138,8 @@ def test_a_row_is_since_the_last_one():
     seconds |= {"input": 1.5, "compute": 5.75}
     waits[:] = 9, np.array([9.0] * 7 + [0.25, 0.5])
     unknown = dict.fromkeys(("callbacks", "evaluation", "saving"), math.nan)
-    # The waits of the collectives are no compute.
     expected = row(
-        [0.25, 0.5], newest=9, seconds=2.0, input=0.5, compute=0.25, **unknown
+        [0.25, 0.5], newest=9, seconds=2.0, input=0.5, compute=0.75, **unknown
     )
     np.testing.assert_array_equal(times.read(), expected)
     expected = row([], newest=9, seconds=1.0, **unknown)

@@ -35,4 +35,3 @@ from hvdtrain.collectives.transport.reduction import (
     check_compression,
     op_name,
 )
-from hvdtrain.collectives.transport.shared_memory import reduction_seconds

@@ -9,7 +9,6 @@ whether this is possible.
 
 import ctypes
 import itertools
-import math
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -135,18 +134,6 @@ def join() -> int | None:
     if reason:
         raise tf.errors.AbortedError(None, None, reason.decode())
     return last.value
-
-
-def reduction_seconds() -> float:
-    """Return the seconds of this process in reductions, waits for other ranks included.
-
-    NaN where Horovod reduces, which does not measure them.
-    """
-    functions = connect().functions
-    if not functions:
-        return math.nan
-    functions.hvdtrain_reduction_nanoseconds.restype = ctypes.c_uint64
-    return 1e-9 * functions.hvdtrain_reduction_nanoseconds()
 
 
 def _operations() -> ModuleType:
