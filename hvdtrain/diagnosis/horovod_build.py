@@ -25,6 +25,7 @@ LOSSES: Mapping[tuple[int, ...], str] = {
     (18,): "a rank without work takes a third of a core",
     (26,): "Horovod may need the processor on which it was built",
     (27,): "horovodrun needs ssh or rsh, also for ranks on one host",
+    (30,): "SIGQUIT ends horovodrun, and no rank prints where it is",
 }
 BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28, 29)
 

@@ -20,7 +20,6 @@ from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Result, RunConfig, TrainSpec
 
 
-@recorder.phase("start")
 def train_and_evaluate(
     model_fn: Callable[[], keras.Model],
     train_spec: TrainSpec,
@@ -58,6 +57,7 @@ def train_and_evaluate(
     config = config or RunConfig()
     _check_alike(train_spec, eval_spec, config, world)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(recorder.phase("start"))
         if config.model_dir:
             with fail_together(world):
                 if world.is_chief:
