@@ -17,7 +17,6 @@ import os
 import pathlib
 import select
 import signal
-import statistics
 import sys
 import time
 from collections import deque
@@ -106,7 +105,7 @@ class Guard:
         self._read(0.0)
         if self._exit_code is None:
             self._report_death()
-        elif 0 < self._exit_code < _OF_A_SIGNAL or self._has_failed():
+        elif self._leaves_records():
             self._keep_records("left", f"has ended with exit code {self._exit_code}")
         else:
             self._meeting.leave(self._member)
@@ -256,6 +255,15 @@ class Guard:
             stack = f"{self._stack_text.rstrip()}\n" if self._stack_text else ""
             _print(f"{stack}{text}\nRecords: {self._meeting.directory}\n")
 
+    def _leaves_records(self) -> bool:
+        """Return whether a rank that leaves has taken part in a job that fails.
+
+        A signal of the launcher ends the ranks after the one that has failed.
+        """
+        records = ring.read(self._member.ring)
+        is_failure = 0 < (self._exit_code or 0) < _OF_A_SIGNAL
+        return bool(records and records.number and (is_failure or self._has_failed()))
+
     def _has_failed(self) -> bool:
         """Return whether a rank of the job has ended, or left with an error."""
         return any(a.state in ("ended", "left") for a in self._meeting.answers())
@@ -291,7 +299,7 @@ class _Steps:
         is_training = moment.phase in ("input", "compute", "callbacks")
         if not is_training or len(self._durations) < _KNOWN_STEPS:
             return None
-        limit = _SLOW_FACTOR * statistics.median(self._durations)
+        limit = _SLOW_FACTOR * sorted(self._durations)[len(self._durations) // 2]
         is_slow = now - moment.step_entered >= max(limit, self._least_seconds)
         return moment.step_entered if is_slow else None
 

@@ -9,8 +9,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import socket
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +62,7 @@ class Meeting:
     def call(self) -> str | None:
         """Make a call that all guards answer; None if another one is open."""
         self.open_call()
-        identity = uuid.uuid4().hex
+        identity = _unique()
         path = self.directory / _CALL
         with self._temporary(identity) as temporary:
             try:
@@ -143,7 +143,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def _temporary(self, values: object) -> Iterator[pathlib.Path]:
-        path = self.directory / f".{uuid.uuid4().hex}"
+        path = self.directory / f".{_unique()}"
         try:
             path.write_text(json.dumps(values))
             yield path
@@ -153,3 +153,7 @@ class Meeting:
     def _remove(self, name: str) -> None:
         with contextlib.suppress(OSError):
             (self.directory / name).unlink(missing_ok=True)
+
+
+def _unique() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"

@@ -85,7 +85,7 @@ def join(
         member=Member(
             rank, size, host, pid, str(_ring_folder() / f"{name}-{pid}.ring")
         ),
-        directory=str(pathlib.Path(tempfile.gettempdir(), name)),
+        directory=_make_directory(pathlib.Path(tempfile.gettempdir(), name)),
         stacks=reader,
         check_seconds=check_seconds,
         shutdown_seconds=shutdown_seconds,
@@ -116,6 +116,16 @@ def _remove_old() -> None:
                 else:
                     Meeting(path).clear()
                     path.rmdir()
+
+
+def _make_directory(path: pathlib.Path) -> str:
+    """Make the directory of this job's ranks on this host; return its path."""
+    with contextlib.suppress(OSError):
+        path.mkdir(mode=0o700, exist_ok=True)
+        # Anyone can make a directory of this name before.
+        if path.stat().st_uid == os.getuid():
+            return str(path)
+    return tempfile.mkdtemp(prefix=f"{path.name}-")
 
 
 def _ring_folder() -> pathlib.Path:
