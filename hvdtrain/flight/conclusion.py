@@ -25,7 +25,7 @@ def conclude(answers: Sequence[Answer]) -> str:
     """Return one line or two: which ranks are late for what, and where they are."""
     ended = [answer for answer in answers if answer.state == "ended"]
     alive = [answer for answer in answers if answer.state not in ("ended", "left")]
-    lines = [f"{_name(a)} {a.cause}. {_last_words(a)}" for a in ended[:_SHOWN]]
+    lines = [f"{_name(a)} {a.cause}. {_last_words(a)}".rstrip() for a in ended[:_SHOWN]]
     if alive:
         lines.append(_describe(alive))
     return "\n".join(lines)
@@ -79,7 +79,7 @@ def _describe(answers: Sequence[Answer]) -> str:
     name = awaited.in_flight.name
     lines = [
         f"{_names(late)} did not enter {awaited.in_flight} ({name}{step}) "
-        f"for {awaited.seconds:.0f} s. {_where(late)}; {_others(waiting)}."
+        f"for {awaited.seconds:.0f} s. {_where(late)}; {_others(waiting, late)}."
     ]
     return "\n".join(lines)
 
@@ -111,13 +111,15 @@ def _where(late: Sequence[Answer]) -> str:
     if len(late) == 1:
         return f"It {_is_in(late[0])}"
     groups = _by_text((a.member.rank, _is_in(a)) for a in late)
-    return "; ".join(f"{ranks} {text}" for text, ranks in groups).capitalize()
+    listed = "; ".join(f"{ranks} {text}" for text, ranks in groups)
+    return f"R{listed[1:]}"
 
 
-def _others(waiting: Sequence[Answer]) -> str:
+def _others(waiting: Sequence[Answer], late: Sequence[Answer]) -> str:
     count = "rank" if len(waiting) == 1 else f"{len(waiting)} ranks"
     verb = "waits" if len(waiting) == 1 else "wait"
-    return f"the other {count} {verb} for it{_at(waiting[0])}"
+    awaited = "it" if len(late) == 1 else "them"
+    return f"the other {count} {verb} for {awaited}{_at(waiting[0])}"
 
 
 def _is_in(answer: Answer) -> str:

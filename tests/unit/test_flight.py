@@ -1,0 +1,405 @@
+"""What guards find out about ranks that hang or have ended, and what they print."""
+
+import dataclasses
+import faulthandler
+import json
+import os
+import pathlib
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import psutil
+import pytest
+
+from hvdtrain.diagnosis import roll
+from hvdtrain.flight import conclusion, deaths, guard, ring
+from hvdtrain.flight.answer import Answer, Member
+from hvdtrain.flight.meeting import Meeting
+from hvdtrain.flight.ring import Collective, Moment
+from hvdtrain.flight.stacks import Frame, Place, find_place
+from hvdtrain.job import JobError
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = "/venv/lib/python3.11/site-packages"
+NO_PROCESS = 1 << 30
+LIMIT_SECONDS = 60
+
+
+def until(condition):
+    """Return what `condition` returns as soon as it is true."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "the condition is still false"
+        time.sleep(0.02)
+    return result
+
+
+def stack(*frames, thread="Current thread"):
+    lines = [f'  File "{file}", line {line} in {name}' for file, line, name in frames]
+    return "\n".join([f"{thread} 0x00007f12 (most recent call first):", *lines, ""])
+
+
+LOAD = ("/home/me/Train.py", 12, "load")
+FIT = (f"{PACKAGES}/keras/src/backend/tensorflow/trainer.py", 320, "fit")
+MAIN = ("/home/me/Train.py", 40, "<module>")
+
+
+def test_a_dump_of_two_threads_shows_where_the_main_thread_is():
+    entered, end = threading.Event(), threading.Event()
+
+    def block():
+        entered.set()
+        end.wait(LIMIT_SECONDS)
+
+    def dump():
+        line = sys._getframe().f_lineno + 1
+        faulthandler.dump_traceback(file, all_threads=True)
+        return line
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    try:
+        assert entered.wait(LIMIT_SECONDS)
+        with tempfile.TemporaryFile("w+") as file:
+            line = dump()
+            file.seek(0)
+            text = file.read()
+    finally:
+        end.set()
+        thread.join()
+    assert "in block" in text
+    assert find_place(text) == Place(Frame(__file__, line, "dump"))
+
+
+def test_python_code_that_tensorflow_calls_is_preferred_to_the_main_thread():
+    tensorflow = f"{PACKAGES}/tensorflow/python"
+    called = stack(
+        (f"{PACKAGES}/numpy/lib/npyio.py", 3, "read"),
+        LOAD,
+        (f"{tensorflow}/data/ops/from_generator_op.py", 200, "generator_py_func"),
+        (f"{tensorflow}/ops/script_ops.py", 150, "__call__"),
+        thread="Thread",
+    )
+    other = stack(("/home/me/logs.py", 1, "run"), thread="Thread")
+    place = find_place(f"{called}\n{other}\n{stack(FIT, MAIN)}")
+    assert place == Place(Frame(*LOAD), "input")
+    assert str(place.frame) == "Train.py:12 in load"
+
+
+def test_the_frame_of_the_user_is_the_innermost_one():
+    callback_list = f"{PACKAGES}/keras/src/callbacks/callback_list.py"
+    frames = [("<frozen runpy>", 1, "run"), LOAD, (callback_list, 9, "call"), FIT, MAIN]
+    assert find_place(stack(*frames)) == Place(Frame(*LOAD), "callbacks")
+    assert find_place(stack(FIT, MAIN)) == Place(Frame(*MAIN))
+
+
+def test_a_frame_of_a_library_where_there_is_no_other():
+    installed = (f"{PACKAGES}/pandas/io.py", 7, "read")
+    assert find_place(stack(FIT, installed)) == Place(Frame(*installed))
+    ours = (str(ROOT / "hvdtrain/mnist.py"), 5, "main")
+    assert find_place(stack(FIT, ours)) == Place(Frame(*ours))
+
+
+@pytest.mark.parametrize("text", ["", "Extension modules: numpy (total: 1)\n", stack()])
+def test_no_place_without_frames(text):
+    assert find_place(text) is None
+
+
+def collective(number, name="gradients", operation="allreduce", size=8):
+    return Collective(number, name, operation, size, step=3, entered=1.0, left=2.0)
+
+
+def member(rank, size=3, **changes):
+    made = Member(rank, size, f"node{rank}", NO_PROCESS + rank, "/no.ring")
+    return dataclasses.replace(made, **changes)
+
+
+def given(rank, state="running", **fields):
+    return Answer(member(rank), state, **fields)
+
+
+def waiting(rank, in_flight=None, **fields):
+    in_flight = in_flight or collective(7)
+    values = {"seconds": 40.0, "step": 3, "number": in_flight.number}
+    return given(rank, in_flight=in_flight, **values | fields)
+
+
+DEAD = given(
+    1,
+    "ended",
+    cause="was killed",
+    step=3,
+    phase="callbacks",
+    number=7,
+    stacks=stack(LOAD),
+)
+LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        (
+            [
+                waiting(0),
+                given(1, phase="input", stacks=stack(LOAD)),
+                waiting(2, seconds=41.0),
+            ],
+            f"rank 1 on node1 {LATE} It is in its input, Train.py:12 in load; the other"
+            " 2 ranks wait for it.",
+        ),
+        (
+            [
+                waiting(0, seconds=41.0, stacks=stack(MAIN)),
+                given(1, "stopped", phase="compute"),
+                given(2, phase="saving", stacks=stack(LOAD)),
+            ],
+            f"ranks 1 and 2 {LATE} Rank 1 is stopped, as by SIGSTOP; rank 2 is in "
+            "saving, Train.py:12 in load; the other rank waits for them, "
+            "Train.py:40 in <module>.",
+        ),
+        (
+            [waiting(0, seconds=41.0), given(1, "silent", phase="input")],
+            f"rank 1 on node1 {LATE} It does not respond: its process is blocked in the"
+            " kernel; the other rank waits for it.",
+        ),
+        (
+            [
+                waiting(0, stacks=stack(LOAD)),
+                waiting(1, collective(7, "weights", "broadcast"), stacks=stack(MAIN)),
+            ],
+            "Deadlock: for 40 s the ranks wait in different collectives, which they "
+            "call in different orders: rank 0 in allreduce 7 (gradients), Train.py:12 "
+            "in load; rank 1 in broadcast 7 (weights), Train.py:40 in <module>.",
+        ),
+        (
+            [waiting(0), waiting(1, seconds=39.0)],
+            "All 2 ranks have been in allreduce 7 (gradients) for 39 s: none is late, "
+            "and the communication does not end.",
+        ),
+        (
+            [waiting(0, collective(0, "end", "join")), waiting(1), waiting(2)],
+            "All 2 ranks have been in allreduce 7 (gradients) for 40 s: none is late, "
+            "and the communication does not end.",
+        ),
+        (
+            [given(0, phase="compute"), waiting(1, seconds=0.5), given(2)],
+            "rank 0 is in its compute; rank 1 is in allreduce 7 (gradients); rank 2 "
+            "runs, at an unknown place.",
+        ),
+        (
+            [given(0, phase="start"), DEAD, given(2, "left")],
+            "rank 1 on node1 was killed. It was in step 3, a callback, Train.py:12 in "
+            "load, its last collective was number 7.\nrank 0 is in its start.",
+        ),
+        ([given(1, "ended", cause="was killed")], "rank 1 on node1 was killed."),
+    ],
+)
+def test_conclusion(answers, text):
+    assert conclusion.conclude(answers) == text
+
+
+@pytest.mark.parametrize(
+    ("late", "names"),
+    [
+        ([1, 2, 3, 4], "ranks 1, 2, 3 and 4 did"),
+        ([1, 2, 3, 4, 5, 6], "ranks 1, 2, 3 and 3 more did"),
+    ],
+)
+def test_many_ranks_are_listed_shortly(late, names):
+    text = conclusion.conclude([waiting(0), *map(given, late)])
+    assert text.startswith(f"{names} not enter allreduce 7 ")
+
+
+def test_suspects_are_the_ranks_that_others_wait_for():
+    stopped = dataclasses.replace(waiting(2), state="stopped")
+    late = [given(1), stopped]
+    assert conclusion.suspects([waiting(0), *late]) == late
+    for alike in ([waiting(0), waiting(1)], [given(0), given(1)]):
+        assert conclusion.suspects(alike) == alike
+
+
+def first_difference(*names_by_rank, first=(5, 5, 5)):
+    return conclusion.first_difference(
+        [
+            given(
+                rank,
+                collectives=tuple(
+                    collective(first[rank] + i, name) for i, name in enumerate(names)
+                ),
+            )
+            for rank, names in enumerate(names_by_rank)
+        ]
+    )
+
+
+def test_the_first_collective_that_differs():
+    differs = "The records differ first in collective"
+    a, b, c = (f"allreduce {name} of 8 bytes" for name in "abc")
+    assert first_difference("abc", "ac", "abc") == (
+        f"{differs} 6. ranks 0 and 2: {b}; rank 1: {c}."
+    )
+    assert first_difference("ab", "ba") == f"{differs} 5. rank 0: {a}; rank 1: {b}."
+    assert (
+        first_difference("ab", "a") == f"{differs} 6. rank 0: {b}; rank 1: not entered."
+    )
+
+
+def test_records_that_agree():
+    agree = "The records of all ranks agree up to collective"
+    assert first_difference("abc", "abc") == f"{agree} 7."
+    # Rank 1 has overwritten the records of 1,000 and 1,001.
+    assert first_difference("abcd", "cd", first=(1000, 1002)) == f"{agree} 1,003."
+    nothing = "The records have no collectives of all ranks to compare."
+    assert first_difference("ab") == first_difference("ab", "") == nothing
+
+
+RECORDING = """
+import signal, sys
+from hvdtrain.native import recorder
+recorder.open_ring(sys.argv[1])
+recorder.set_step(3)
+for _ in range(1101):
+    with recorder.collective("g", "allreduce", size_bytes=8, is_of_all_ranks=True):
+        pass
+with recorder.collective("part", "allreduce", size_bytes=0, is_of_all_ranks=False):
+    pass
+with recorder.phase("evaluation"):
+    with recorder.collective("m", "allgather", size_bytes=16, is_of_all_ranks=True):
+        print("entered", flush=True)
+        signal.pause()
+"""
+
+
+def test_the_ring_of_a_process_that_was_killed_in_a_collective(tmp_path):
+    path = tmp_path / "ring"
+    command = [sys.executable, "-c", RECORDING, path]
+    before = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        timer = threading.Timer(2 * LIMIT_SECONDS, process.kill)
+        timer.start()
+        assert process.stdout.readline() == b"entered\n"
+        process.kill()
+        timer.cancel()
+    found = ring.read(path)
+    assert (found.phase, found.step, found.number) == ("evaluation", 3, 1102)
+    last = found.in_flight
+    assert (last.number, last.name, last.operation) == (1102, "m", "allgather")
+    assert (last.bytes, last.step, last.left) == (16, 3, 0.0)
+    assert before < found.phase_entered <= last.entered < time.monotonic()
+    # The last 1,024 of 1,104 records, of which one is a phase.
+    numbers = [each.number for each in found.collectives]
+    assert numbers == [*range(81, 1102), 0, 1102]
+    assert all(each.entered <= each.left for each in found.collectives[:-1])
+    moment = ring.read_moment(path)
+    assert (moment.phase, moment.step, moment.entered) == (
+        "evaluation",
+        3,
+        last.entered,
+    )
+
+
+@pytest.mark.parametrize("content", [None, b"", b"text" * 2000])
+def test_a_file_that_is_no_ring(tmp_path, content):
+    path = tmp_path / "ring"
+    if content is not None:
+        path.write_bytes(content)
+    assert ring.read(path) is ring.read_moment(path) is None
+
+
+@pytest.fixture
+def meeting(tmp_path):
+    """A meeting of ranks 0 and 1."""
+    made = Meeting(tmp_path / "job")
+    for rank in (1, 0):
+        made.announce(member(rank))
+    return made
+
+
+def test_the_last_member_removes_the_directory(meeting):
+    assert meeting.members() == [member(0), member(1)]
+    meeting.announce(member(1, size=5))
+    assert [each.size for each in meeting.members()] == [3, 5]
+    meeting.answer("", DEAD)
+    meeting.conclude("text")
+    meeting.leave(member(1))
+    assert (meeting.members(), meeting.answers()) == ([member(0)], [])
+    meeting.leave(member(0))
+    assert not meeting.directory.exists()
+
+
+def test_one_call_at_a_time(meeting):
+    call = meeting.call()
+    assert meeting.open_call() == call
+    assert meeting.call() is None
+    meeting.close_call()
+    assert meeting.open_call() is None
+    assert meeting.call() not in (None, call)
+
+
+def test_a_call_of_a_process_that_was_killed_is_replaced(meeting):
+    stale = meeting.call()
+    past = time.time() - 31
+    os.utime(meeting.directory / "call.json", (past, past))
+    assert meeting.call() not in (None, stale)
+
+
+def test_ranks_that_have_ended_answer_every_call(meeting):
+    meeting.answer("first", waiting(0))
+    meeting.answer("", DEAD)
+    assert meeting.answers("first") == [waiting(0), DEAD]
+    assert meeting.answers("second") == [DEAD]
+    assert meeting.wait_for_answers("first") == [waiting(0), DEAD]
+
+
+def test_a_truncated_file_is_skipped(meeting):
+    for name in ("member-x.json", "answer-x.json", "conclusion.json", "call.json"):
+        (meeting.directory / name).write_text('{"rank": 1, "si')
+    assert meeting.members() == [member(0), member(1)]
+    assert meeting.answers() == []
+    assert not meeting.conclusion(within_seconds=60)
+    assert meeting.open_call() is None
+
+
+def test_a_conclusion_counts_for_some_seconds(meeting):
+    meeting.conclude("rank 1 is late")
+    assert meeting.conclusion(within_seconds=LIMIT_SECONDS) == "rank 1 is late"
+    assert meeting.conclusion(within_seconds=-1) == ""
+
+
+def cause(kills, fatal_error=""):
+    return deaths.cause(NO_PROCESS, fatal_error=fatal_error, kills=kills)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("0::/job/rank", "job/memory.events"),
+        ("4:memory:/job", "memory/job/memory.oom_control"),
+    ],
+)
+def test_causes_of_death(monkeypatch, tmp_path, line, name):
+    monkeypatch.setattr(deaths, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(deaths, "_SECONDS_FOR_EVIDENCE", 0.0)
+    (tmp_path / "cgroup").write_text(f"{line}\n3:cpu:/job\n")
+    counter = tmp_path / name
+    counter.parent.mkdir(parents=True)
+    counter.write_text("low 0\noom_kill 2\n")
+    kills = deaths.OutOfMemoryKills(tmp_path / "cgroup")
+    killed = "was killed by a signal such as SIGKILL, or has called os._exit"
+    assert cause(kills) == killed
+    counter.write_text("low 0\noom_kill 3\n")
+    assert cause(kills) == (
+        f"was killed by the out-of-memory killer (oom_kill of {counter} rose from 2 to "
+        "3)"
+    )
+    fatal = f"Fatal Python error: Aborted\n\n{stack(LOAD)}"
+    assert cause(kills, fatal) == "died in native code: Aborted"
+    assert deaths.is_fatal(fatal)
+    assert not deaths.is_fatal(stack(LOAD))
