@@ -42,8 +42,9 @@ def train_and_evaluate(
         observers: objects whose methods are called on the chief, each as far as it has
             them: `on_start(start)` with a `RunStart`, `on_progress(progress)` with a
             `Progress` every second, `on_evaluation(step, metrics)` after an evaluation,
-            `on_checkpoint(step, text)` when a checkpoint was written, or was not, and
-            `on_export(step, text)` for exports.
+            `on_checkpoint(step, text)` when a checkpoint was written, or was not,
+            `on_export(step, text)` for exports, and `on_end(end)` with a `RunEnd` after
+            a run that was neither stopped nor killed.
         commits: in an elastic job, what `run_elastic` passes.
 
     Raises:
