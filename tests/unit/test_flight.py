@@ -2,28 +2,21 @@
 
 import dataclasses
 import faulthandler
-import json
 import os
 import pathlib
-import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 
-import psutil
 import pytest
 
-from hvdtrain.diagnosis import roll
-from hvdtrain.flight import conclusion, deaths, guard, ring
+from hvdtrain.flight import conclusion, deaths, ring
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.meeting import Meeting
-from hvdtrain.flight.ring import Collective, Moment
+from hvdtrain.flight.ring import Collective
 from hvdtrain.flight.stacks import Frame, Place, find_place
-from hvdtrain.job import JobError
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = "/venv/lib/python3.11/site-packages"

@@ -1,0 +1,260 @@
+"""The process beside a rank: what it prints, what it keeps, and that it ends."""
+
+import os
+import pathlib
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from hvdtrain.diagnosis import roll
+from hvdtrain.flight import ring
+from hvdtrain.flight.answer import Answer, Member
+from hvdtrain.flight.guard import _Steps
+from hvdtrain.flight.meeting import Meeting
+from hvdtrain.flight.ring import Moment
+from hvdtrain.job import JobError
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOST = socket.gethostname()
+LIMIT_SECONDS = 60
+KILLED = "was killed by a signal such as SIGKILL, or has called os._exit."
+# Line 7 is the one that a stack shows.
+SCRIPT = """\
+import faulthandler, os, signal, sys, time
+from hvdtrain.flight import member
+
+def load(seconds=120):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        signal.sigtimedwait([], 1.0)
+
+job, rank, size, check, stop, ending = sys.argv[1:]
+limits = {"check_seconds": float(check), "shutdown_seconds": float(stop)}
+member.join(int(rank), int(size), job=job, **limits)
+member.record_fatal_errors()
+print(member.ring_path(), flush=True)
+if ending:
+    sys.stdin.readline()
+    exec(ending)
+else:
+    load()
+"""
+
+
+def until(condition):
+    """Return what `condition` returns as soon as it is true."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "the condition is still false"
+        time.sleep(0.02)
+    return result
+
+
+class Rank:
+    """A process with a guard, in a job of its own in a temporary directory."""
+
+    def __init__(self, folder, ending="", *, rank=0, size=1, check=0.0, stop=0.0):
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        self.errors = folder / f"errors-{rank}"
+        job = f"{folder.parent.name}-{folder.name}"
+        arguments = [job, *map(str, (rank, size, check, stop)), ending]
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, script, *arguments],
+                env=os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.ring = pathlib.Path(self.process.stdout.readline().strip())
+        (self.guard,) = psutil.Process(self.process.pid).children()
+        self.meeting = Meeting(folder / f"hvdtrain-{os.getuid()}-{job}")
+        until(lambda: self.process.pid in {m.pid for m in self.meeting.members()})
+
+    def end(self):
+        """Wait for both processes, and return what they have printed."""
+        self.process.communicate("\n", timeout=LIMIT_SECONDS)
+        self.guard.wait(LIMIT_SECONDS)
+        return self.printed
+
+    @property
+    def printed(self):
+        return self.errors.read_text()
+
+    def close(self):
+        self.process.kill()
+        self.process.communicate()
+        self.ring.unlink(missing_ok=True)
+        try:
+            self.guard.wait(LIMIT_SECONDS)
+        except psutil.TimeoutExpired:
+            self.guard.kill()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts ranks that have ended when the test has."""
+    ranks = []
+
+    def start(*args, **kwargs):
+        ranks.append(Rank(tmp_path, *args, **kwargs))
+        return ranks[-1]
+
+    yield start
+    for rank in ranks:
+        rank.close()
+
+
+def write_ring(path, *, seconds):
+    """Write a ring whose rank has been in a collective for some time, in step 3."""
+    entered = time.monotonic_ns() - int(seconds * 1e9)
+    # One record, one collective of all ranks, the record in flight; phase "compute".
+    header = struct.pack("<QQQQqQqQq", ring.FORMAT, 1, 1, 1, entered, 3, 0, 3, entered)
+    record = struct.pack(
+        "<QqqQQQII48s24s", 1, entered, 0, 3, 1, 8, 2, 3, b"gradients", b"allreduce"
+    )
+    data = header.ljust(ring.HEADER_BYTES, b"\0") + record
+    data = data.ljust(ring.HEADER_BYTES + ring.RECORDS * ring.RECORD_BYTES, b"\0")
+    new = path.with_suffix(".new")
+    new.write_bytes(data)
+    new.replace(path)
+
+
+def test_the_records_of_a_killed_rank_are_kept(start):
+    rank = start()
+    write_ring(rank.ring, seconds=5)
+    rank.process.kill()
+    assert rank.end() == (
+        f"rank 0 on {HOST} {KILLED} It was in step 3, allreduce 1 (gradients), its last"
+        f" collective was number 1.\nRecords: {rank.meeting.directory}\n"
+    )
+    (answer,) = rank.meeting.answers()
+    assert (answer.state, answer.step, answer.phase) == ("ended", 3, "compute")
+    assert answer.in_flight == answer.collectives[0]
+    assert not rank.ring.exists()
+    report = roll.report(str(rank.meeting.directory))
+    assert report.startswith(f"rank 0 on {HOST} {KILLED} It was in step 3")
+
+
+def test_nothing_is_left_of_a_rank_that_exits(start):
+    rank = start("pass")
+    assert rank.end() == ""
+    assert not rank.meeting.directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("member.leave(3); os._exit(3)", 3), ("raise ValueError('broken')", 1)],
+)
+def test_the_records_of_a_rank_that_fails_are_kept(start, ending, code):
+    rank = start(ending)
+    printed = rank.end()
+    assert rank.process.returncode == code
+    assert ("ValueError: broken" in printed) == (code == 1)
+    assert "rank 0" not in printed
+    (answer,) = rank.meeting.answers()
+    assert answer.state == "left"
+    assert answer.cause == f"has ended with exit code {code}"
+
+
+def test_a_fatal_error_is_printed_with_its_stack(start):
+    rank = start("os.abort()")
+    printed = rank.end()
+    assert printed.startswith("Fatal Python error: Aborted")
+    assert f"rank 0 on {HOST} died in native code: Aborted. It was in " in printed
+
+
+def test_a_rank_that_is_stopped_is_killed(start):
+    rank = start(stop=2.0)
+    rank.process.send_signal(signal.SIGSTOP)
+    printed = rank.end()
+    assert rank.process.returncode == -signal.SIGKILL
+    stopped, killed, _ = printed.splitlines()
+    assert stopped == (
+        f"rank 0 on {HOST}: was stopped, as by SIGSTOP, for 1 s, and is killed, since "
+        "the other ranks wait for it."
+    )
+    assert killed == f"rank 0 on {HOST} {KILLED}"
+
+
+def test_sigquit_makes_a_roll_call(start):
+    rank = start()
+    # The guard announces itself before the process is in `load`.
+    until(lambda: psutil.Process(rank.process.pid).status() == psutil.STATUS_SLEEPING)
+    rank.process.send_signal(signal.SIGQUIT)
+    until(lambda: "line 7 in load" in rank.printed)
+    place = "is in script.py:7 in load"
+    lines = rank.printed.splitlines()
+    assert lines[0] == f"rank 0 {place}."
+    assert lines[1] == f"rank 0 on {HOST}, process {rank.process.pid}: {place}"
+    assert rank.meeting.conclusion(within_seconds=LIMIT_SECONDS) == lines[0]
+    assert rank.process.poll() is None
+
+
+def test_a_long_wait_in_a_collective_makes_a_roll_call(start):
+    waits, late = (start(rank=rank, size=2, check=2.0) for rank in (0, 1))
+    write_ring(waits.ring, seconds=5)
+    until(lambda: "line 7 in load" in waits.printed)
+    first = waits.printed.splitlines()[0]
+    assert first.startswith(
+        f"rank 1 on {HOST} did not enter allreduce 1 (gradients, step 3) for "
+    )
+    assert first.endswith(
+        " s. It is in script.py:7 in load; the other rank waits for it, "
+        "script.py:7 in load."
+    )
+    assert late.printed == ""
+    late.process.kill()
+    assert f"rank 1 on {HOST} {KILLED}" in late.end()
+
+
+def test_a_step_is_slow_by_the_steps_before():
+    def moment(step, phase="compute"):
+        return Moment(phase, step, step_entered=100.0 + step, entered=None)
+
+    def after_steps(count, *, least_seconds=10.0):
+        steps = _Steps(least_seconds)
+        for step in range(1, count + 1):
+            assert steps.slow(moment(step), 100.0 + step) is None
+        return steps
+
+    # Five steps of 1 s: the sixth one, of 106 s, is slow from 20 s on.
+    steps = after_steps(6)
+    assert steps.slow(moment(6), 125.9) is None
+    assert steps.slow(moment(6), 126.0) == 106.0
+    assert steps.slow(moment(6, "evaluation"), 126.0) is None
+    assert after_steps(5).slow(moment(5), 1000.0) is None
+    least = after_steps(6, least_seconds=60.0)
+    assert least.slow(moment(6), 165.9) is None
+    assert least.slow(moment(6), 166.0) == 106.0
+
+
+def test_the_report_of_a_job_that_has_ended(tmp_path):
+    meeting = Meeting(tmp_path / "flight")
+    member = Member(1, 2, "node1", 1 << 30, "/no.ring")
+    stacks = 'Thread 0x1 (most recent call first):\n  File "a.py", line 5 in f\n'
+    meeting.announce(member)
+    meeting.answer("", Answer(member, "ended", "was killed", step=3, stacks=stacks))
+    assert roll.report(str(tmp_path)) == (
+        "rank 1 on node1 was killed. It was in step 3, a.py:5 in f.\n"
+        "The records have no collectives of all ranks to compare.\n"
+        "No records here of rank 0.\n"
+        f"rank 1 on node1, process {1 << 30}: is in a.py:5 in f\n{stacks.rstrip()}"
+    )
+
+
+def test_a_directory_without_records_is_an_error(tmp_path):
+    with pytest.raises(JobError) as error:
+        roll.report(str(tmp_path))
+    assert str(error.value) == (
+        f"Received --job={tmp_path}; expected the model_dir of a job that runs under a "
+        "launcher or has failed, or the directory that it has printed."
+    )
