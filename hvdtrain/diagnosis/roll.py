@@ -1,5 +1,6 @@
 """A roll call of a job that runs, or the records of one that has ended."""
 
+import math
 import pathlib
 
 from hvdtrain.flight import answer as answers
@@ -25,11 +26,15 @@ def report(directory: str) -> str:
             f"Received --job={directory}; expected the model_dir of a job that runs "
             "under a launcher or has failed, or the directory that it has printed."
         )
-    given = _call(meeting) if _has_guards(meeting) else _last(meeting)
+    has_guards = _has_guards(meeting)
+    given = _call(meeting) if has_guards else _last(meeting)
     size = max(member.size for member in members)
     heard = {answer.member.rank for answer in given}
     missing = sorted(set(range(size)) - heard)
     lines = [conclusion.conclude(given), conclusion.first_difference(given)]
+    kept = meeting.conclusion(within_seconds=math.inf)
+    if kept and not has_guards:
+        lines.insert(0, kept)
     if missing:
         lines.append(f"No records here of rank {', '.join(map(str, missing))}.")
     stacks = [answer for answer in given if answer.stacks]

@@ -1,7 +1,6 @@
 """Which rank holds up the others, and where it is: from the answers of a roll call."""
 
 import itertools
-import os
 from collections.abc import Iterable, Sequence
 
 from hvdtrain.flight.answer import Answer
@@ -9,6 +8,8 @@ from hvdtrain.flight.ring import Collective
 
 # Ranks that are described one by one; the others are counted.
 _SHOWN = 3
+# States of ranks whose process has ended.
+_LOST = ("ended", "left")
 _PHASE_TEXTS = {
     "": "",
     "script": "",
@@ -22,11 +23,14 @@ _PHASE_TEXTS = {
 
 
 def conclude(answers: Sequence[Answer]) -> str:
-    """Return one line or two: which ranks are late for what, and where they are."""
-    ended = [answer for answer in answers if answer.state == "ended"]
-    alive = [answer for answer in answers if answer.state not in ("ended", "left")]
-    lines = [f"{_name(a)} {a.cause}. {_last_words(a)}".rstrip() for a in ended[:_SHOWN]]
-    if alive:
+    """Return one line or more: which ranks are late for what, and where they are."""
+    lost = [answer for answer in answers if answer.state in _LOST]
+    alive = [answer for answer in answers if answer.state not in _LOST]
+    lines = [_describe_lost(answer) for answer in lost[:_SHOWN]]
+    if alive and all(map(_waits, alive)) and lost:
+        groups = _by_text((a.member.rank, f"in {_in(a)}{_at(a)}") for a in alive)
+        lines += [f"{ranks} {_verb(ranks)} for it {text}." for text, ranks in groups]
+    elif alive:
         lines.append(_describe(alive))
     return "\n".join(lines)
 
@@ -47,21 +51,33 @@ def first_difference(answers: Sequence[Answer]) -> str:
         return "The records have no collectives of all ranks to compare."
     # Older records were overwritten on some of the ranks.
     first = max(min(records) for records in by_rank.values())
-    last = max(max(records) for records in by_rank.values())
+    last = min(max(records) for records in by_rank.values())
     for number in range(first, last + 1):
-        entered = {rank: records.get(number) for rank, records in by_rank.items()}
-        texts = {rank: _record(record) for rank, record in entered.items()}
+        texts = {
+            rank: _record(records[number])
+            for rank, records in by_rank.items()
+            # A record that was being written is left out.
+            if number in records
+        }
         if len(set(texts.values())) > 1:
             groups = _by_text(texts.items())
             listed = "; ".join(f"{ranks}: {text}" for text, ranks in groups)
             return f"The records differ first in collective {number:,}. {listed}."
-    return f"The records of all ranks agree up to collective {last:,}."
+    ahead = [rank for rank, records in by_rank.items() if max(records) > last]
+    if not ahead:
+        return f"The records of all ranks agree up to collective {last:,}."
+    behind = _ranks(sorted(by_rank.keys() - set(ahead)))
+    following = by_rank[ahead[0]][last + 1]
+    return (
+        f"The records of all ranks agree up to collective {last:,}. {behind} did not "
+        f"enter {following} ({following.name}) yet, which {_ranks(ahead)} entered."
+    )
 
 
-def _record(record: Collective | None) -> str:
-    if not record:
-        return "not entered"
-    size = f" of {record.bytes:,} bytes" if record.bytes else ""
+def _record(record: Collective) -> str:
+    # The ranks may send different numbers of rows.
+    has_one_size = record.operation not in ("allgather", "alltoall")
+    size = f" of {record.bytes:,} bytes" if record.bytes and has_one_size else ""
     return f"{record.operation} {record.name}{size}"
 
 
@@ -85,14 +101,21 @@ def _describe(answers: Sequence[Answer]) -> str:
 
 
 def _describe_waiting(waiting: Sequence[Answer]) -> str:
+    count = len(waiting)
     # A rank that has joined takes part in what the others call.
     waiting = [a for a in waiting if not _has_joined(a)] or waiting
     kinds = {(a.in_flight.name, a.in_flight.operation) for a in waiting if a.in_flight}
     seconds = min(answer.seconds for answer in waiting)
+    if len(kinds) == 1 and count < waiting[0].member.size:
+        return (
+            f"{_ranks([a.member.rank for a in waiting])} have been in "
+            f"{_in(waiting[0])} for {seconds:.0f} s{_at(waiting[0])}. The other ranks "
+            "are on other hosts: one of them is late."
+        )
     if len(kinds) == 1:
         return (
             f"All {len(waiting)} ranks have been in {_in(waiting[0])} for "
-            f"{seconds:.0f} s: none is late, and the communication does not end."
+            f"{seconds:.0f} s: none is late, and the communication does not complete."
         )
     groups = _by_text((a.member.rank, f"in {_in(a)}{_at(a)}") for a in waiting)
     listed = "; ".join(f"{ranks} {text}" for text, ranks in groups)
@@ -127,7 +150,7 @@ def _is_in(answer: Answer) -> str:
     if answer.state == "stopped":
         return "is stopped, as by SIGSTOP"
     if answer.state == "silent":
-        return "does not respond: its process is blocked in the kernel"
+        return "does not respond: it is blocked in the kernel, or handles SIGQUIT"
     place = answer.place
     # The phase that the stack shows is the code of the moment.
     phase = (place.phase if place else "") or answer.phase
@@ -136,14 +159,23 @@ def _is_in(answer: Answer) -> str:
     return f"is in {where}" if where else "runs, at an unknown place"
 
 
-def _last_words(answer: Answer) -> str:
-    place = answer.place
-    phase = _PHASE_TEXTS.get(answer.phase, answer.phase)
-    inside = _in(answer) if answer.in_flight else phase
+def _describe_lost(answer: Answer) -> str:
+    """Return why a process has ended, and what it did last."""
+    text = f"{_name(answer)} {answer.cause}."
+    if answer.state == "left":
+        return text
+    inside = _in(answer) if answer.in_flight else _PHASE_TEXTS.get(answer.phase, "")
     step = f"step {answer.step:,}" if answer.step else ""
-    last = f"its last collective was number {answer.number:,}" if answer.number else ""
-    said = [step, inside, str(place.frame) if place else "", last]
-    return f"It was in {', '.join(filter(None, said))}." if any(said[:3]) else ""
+    place = str(answer.place.frame) if answer.place else ""
+    if was := ", ".join(filter(None, (step, inside, place))):
+        text += f" It was in {was}."
+    if answer.number and not answer.in_flight:
+        text += f" Its last collective was number {answer.number:,}."
+    return text
+
+
+def _verb(ranks: str) -> str:
+    return "wait" if ranks.startswith("ranks") else "waits"
 
 
 def _in(answer: Answer) -> str:
@@ -195,8 +227,9 @@ def _by_text(pairs: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
 def stacks_text(answers: Sequence[Answer]) -> str:
     """Return the stacks of ranks, each below a line with rank, host and process."""
     blocks = [
-        f"{_name(answer)}, process {answer.member.pid}: {_is_in(answer)}{os.linesep}"
-        f"{answer.stacks.rstrip()}{os.linesep}"
+        f"{_name(answer)}, process {answer.member.pid}: "
+        f"{answer.cause or _is_in(answer)}\n{answer.stacks.rstrip()}\n"
         for answer in answers
+        if answer.stacks
     ]
-    return os.linesep.join(blocks)
+    return "\n".join(blocks)

@@ -89,6 +89,8 @@ class Guard:
         self._stopped_periods = 0
         self._called_for: float | None = None
         self._answered = ""
+        # Why this process has killed the rank.
+        self._killed = ""
         # Of a rank that is about to end by Python's exit.
         self._exit_code: int | None = None
 
@@ -166,6 +168,7 @@ class Guard:
                 " s, and is killed, since the other ranks wait for it.\n"
             )
             self._stop_seconds = 0
+            self._killed = "was stopped, as by SIGSTOP, for long, and was killed"
             os.kill(self._member.pid, signal.SIGKILL)
 
     def _check_progress(self) -> None:
@@ -242,17 +245,16 @@ class Guard:
         return data.decode(errors="replace")
 
     def _report_death(self) -> None:
-        cause = deaths.cause(
+        cause = self._killed or deaths.cause(
             self._member.pid, fatal_error=self._stack_text, kills=self._kills
         )
-        is_first = not any(
-            a.state in ("ended", "left") for a in self._meeting.answers()
-        )
+        is_first = not self._has_failed()
         given = self._keep_records("ended", cause)
         if is_first:
             text = conclusion.conclude([given])
             self._meeting.conclude(text)
             stack = f"{self._stack_text.rstrip()}\n" if self._stack_text else ""
+        if is_first and not self._killed:
             _print(f"{stack}{text}\nRecords: {self._meeting.directory}\n")
 
     def _leaves_records(self) -> bool:

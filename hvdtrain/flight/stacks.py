@@ -23,6 +23,8 @@ _PYTHON_CALL = "/tensorflow/python/ops/script_ops.py"
 # Frames of a later kind are named only where a thread has none of an earlier kind.
 _USERS, _INSTALLED, _OURS, _STANDARD = range(4)
 _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
+# Which collective it is, the record says: the caller's frame says more.
+_COLLECTIVES = _PACKAGE + "collectives" + os.sep
 _FRAMEWORKS = re.compile(r"/(?:site|dist)-packages/(?:tensorflow|keras|horovod)/")
 
 
@@ -40,6 +42,8 @@ class Frame:
     @property
     def kind(self) -> int:
         """Whose code it is: see `_USERS` and the others."""
+        if self.file.startswith(_COLLECTIVES):
+            return _STANDARD
         if self.file.startswith(_PACKAGE):
             return _OURS
         if self.file.startswith("<") or _FRAMEWORKS.search(self.file):

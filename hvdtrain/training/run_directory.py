@@ -144,13 +144,15 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
     """Write an error file of this rank, if the block raises an exception.
 
     The file `errors/rank-1.json` has rank, host, time, the error, and its traceback.
-    The chief first deletes the error files of an earlier run. A rank that does not see
-    the directory, or cannot write, leaves no file; the block's exception is raised.
+    The chief first deletes the error files and stacks of an earlier run. A rank that
+    does not see the directory, or cannot write, leaves no file; the block's exception
+    is raised.
     """
     directory = pathlib.Path(model_dir) / _ERRORS
     if world.is_chief:
-        for path in directory.glob("rank-*.json"):
-            path.unlink(missing_ok=True)
+        for pattern in ("rank-*.json", "stacks-step-*.txt"):
+            for path in directory.glob(pattern):
+                path.unlink(missing_ok=True)
     try:
         yield
     except PreemptedError:

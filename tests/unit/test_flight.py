@@ -159,8 +159,8 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
         ),
         (
             [waiting(0, seconds=41.0), given(1, "silent", phase="input")],
-            f"rank 1 on node1 {LATE} It does not respond: its process is blocked in the"
-            " kernel; the other rank waits for it.",
+            f"rank 1 on node1 {LATE} It does not respond: it is blocked in the kernel, or "
+            "handles SIGQUIT; the other rank waits for it.",
         ),
         (
             [
@@ -172,14 +172,25 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
             "in load; rank 1 in broadcast 7 (weights), Train.py:40 in <module>.",
         ),
         (
-            [waiting(0), waiting(1, seconds=39.0)],
-            "All 2 ranks have been in allreduce 7 (gradients) for 39 s: none is late, "
-            "and the communication does not end.",
+            [waiting(0), waiting(1, seconds=39.0), waiting(2)],
+            "All 3 ranks have been in allreduce 7 (gradients) for 39 s: none is late, "
+            "and the communication does not complete.",
+        ),
+        (
+            [waiting(0, stacks=stack(LOAD)), waiting(1)],
+            "ranks 0 and 1 have been in allreduce 7 (gradients) for 40 s, Train.py:12 "
+            "in load. The other ranks are on other hosts: one of them is late.",
+        ),
+        (
+            [waiting(0), DEAD],
+            "rank 1 on node1 was killed. It was in step 3, a callback, Train.py:12 in "
+            "load. Its last collective was number 7.\nrank 0 waits for it in allreduce 7 "
+            "(gradients).",
         ),
         (
             [waiting(0, collective(0, "end", "join")), waiting(1), waiting(2)],
             "All 2 ranks have been in allreduce 7 (gradients) for 40 s: none is late, "
-            "and the communication does not end.",
+            "and the communication does not complete.",
         ),
         (
             [given(0, phase="compute"), waiting(1, seconds=0.5), given(2)],
@@ -187,9 +198,10 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
             "runs, at an unknown place.",
         ),
         (
-            [given(0, phase="start"), DEAD, given(2, "left")],
+            [given(0, phase="start"), DEAD, given(2, "left", cause="has ended")],
             "rank 1 on node1 was killed. It was in step 3, a callback, Train.py:12 in "
-            "load, its last collective was number 7.\nrank 0 is in its start.",
+            "load. Its last collective was number 7.\nrank 2 on node2 has ended.\n"
+            "rank 0 is in its start.",
         ),
         ([given(1, "ended", cause="was killed")], "rank 1 on node1 was killed."),
     ],
@@ -239,8 +251,9 @@ def test_the_first_collective_that_differs():
         f"{differs} 6. ranks 0 and 2: {b}; rank 1: {c}."
     )
     assert first_difference("ab", "ba") == f"{differs} 5. rank 0: {a}; rank 1: {b}."
-    assert (
-        first_difference("ab", "a") == f"{differs} 6. rank 0: {b}; rank 1: not entered."
+    assert first_difference("ab", "a") == (
+        "The records of all ranks agree up to collective 5. rank 1 did not enter "
+        "allreduce 6 (b) yet, which rank 0 entered."
     )
 
 
