@@ -159,8 +159,8 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
         ),
         (
             [waiting(0, seconds=41.0), given(1, "silent", phase="input")],
-            f"rank 1 on node1 {LATE} It does not respond: it is blocked in the kernel, or "
-            "handles SIGQUIT; the other rank waits for it.",
+            f"rank 1 on node1 {LATE} It does not respond: it is blocked in the kernel, "
+            "or handles SIGQUIT; the other rank waits for it.",
         ),
         (
             [
@@ -184,8 +184,8 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
         (
             [waiting(0), DEAD],
             "rank 1 on node1 was killed. It was in step 3, a callback, Train.py:12 in "
-            "load. Its last collective was number 7.\nrank 0 waits for it in allreduce 7 "
-            "(gradients).",
+            "load. Its last collective was number 7.\n"
+            "rank 0 waits for it in allreduce 7 (gradients).",
         ),
         (
             [waiting(0, collective(0, "end", "join")), waiting(1), waiting(2)],
