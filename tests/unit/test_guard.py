@@ -156,6 +156,7 @@ def test_nothing_is_left_of_a_rank_that_exits(start):
 )
 def test_the_records_of_a_rank_that_fails_are_kept(start, ending, code):
     rank = start(ending)
+    write_ring(rank.ring, seconds=5)
     printed = rank.end()
     assert rank.process.returncode == code
     assert ("ValueError: broken" in printed) == (code == 1)
@@ -163,6 +164,12 @@ def test_the_records_of_a_rank_that_fails_are_kept(start, ending, code):
     (answer,) = rank.meeting.answers()
     assert answer.state == "left"
     assert answer.cause == f"has ended with exit code {code}"
+
+
+def test_nothing_is_left_of_a_rank_that_fails_before_any_collective(start):
+    rank = start("member.leave(3); os._exit(3)")
+    assert rank.end() == ""
+    assert not rank.meeting.directory.exists()
 
 
 def test_a_fatal_error_is_printed_with_its_stack(start):
