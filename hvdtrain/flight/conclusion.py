@@ -27,6 +27,8 @@ def conclude(answers: Sequence[Answer]) -> str:
     lost = [answer for answer in answers if answer.state in _LOST]
     alive = [answer for answer in answers if answer.state not in _LOST]
     lines = [_describe_lost(answer) for answer in lost[:_SHOWN]]
+    if len(lost) > _SHOWN:
+        lines.append(f"{len(lost) - _SHOWN} more ranks have ended.")
     if alive and all(map(_waits, alive)) and lost:
         groups = _by_text((a.member.rank, f"in {_in(a)}{_at(a)}") for a in alive)
         lines += [f"{ranks} {_verb(ranks)} for it {text}." for text, ranks in groups]
@@ -88,16 +90,18 @@ def _describe(answers: Sequence[Answer]) -> str:
         return _describe_waiting(waiting)
     if not waiting:
         return _where_all_are(late)
-    # The one that most ranks wait in, if they wait in several.
+    # The newest one, if they wait in several.
     awaited = max(waiting, key=lambda answer: (answer.number, answer.seconds))
     assert awaited.in_flight is not None
     step = f", step {awaited.step:,}" if awaited.step else ""
     name = awaited.in_flight.name
-    lines = [
-        f"{_names(late)} did not enter {awaited.in_flight} ({name}{step}) "
-        f"for {awaited.seconds:.0f} s. {_where(late)}; {_others(waiting, late)}."
-    ]
-    return "\n".join(lines)
+    # A rank may be stopped in the collective, or have just entered it.
+    has_entered = all(answer.number >= awaited.number > 0 for answer in late)
+    verb = "complete" if has_entered else "enter"
+    return (
+        f"{_names(late)} did not {verb} {awaited.in_flight} ({name}{step}) for "
+        f"{awaited.seconds:.0f} s. {_where(late)}; {_others(waiting, late)}."
+    )
 
 
 def _describe_waiting(waiting: Sequence[Answer]) -> str:
@@ -127,15 +131,23 @@ def _describe_waiting(waiting: Sequence[Answer]) -> str:
 
 def _where_all_are(answers: Sequence[Answer]) -> str:
     groups = _by_text((a.member.rank, _is_in(a)) for a in answers)
-    return "; ".join(f"{ranks} {text}" for text, ranks in groups) + "."
+    return "; ".join(map(_sentence, groups)) + "."
 
 
 def _where(late: Sequence[Answer]) -> str:
     if len(late) == 1:
         return f"It {_is_in(late[0])}"
     groups = _by_text((a.member.rank, _is_in(a)) for a in late)
-    listed = "; ".join(f"{ranks} {text}" for text, ranks in groups)
-    return f"R{listed[1:]}"
+    return f"R{'; '.join(map(_sentence, groups))[1:]}"
+
+
+def _sentence(group: tuple[str, str]) -> str:
+    text, ranks = group
+    if ranks.startswith("ranks"):
+        verbs = {"is": "are", "does": "do", "runs,": "run,"}
+        verb, _, rest = text.partition(" ")
+        text = f"{verbs.get(verb, verb)} {rest}"
+    return f"{ranks} {text}"
 
 
 def _others(waiting: Sequence[Answer], late: Sequence[Answer]) -> str:

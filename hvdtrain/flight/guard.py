@@ -89,6 +89,8 @@ class Guard:
         self._stopped_periods = 0
         self._called_for: float | None = None
         self._answered = ""
+        # Whether the rank has not written the stacks that a roll call asked for.
+        self._awaits_stacks = False
         # Why this process has killed the rank.
         self._killed = ""
         # Of a rank that is about to end by Python's exit.
@@ -119,9 +121,14 @@ class Guard:
         sources = [_STDIN, self._task.stacks]
         ready = select.select(sources, [], [], timeout_seconds)[0]
         if self._task.stacks in ready:
+            text = self._read_stacks()
+            if self._awaits_stacks and not deaths.is_fatal(text):
+                # The stacks of an earlier roll call, of which nobody asks any more.
+                text = ""
+            self._awaits_stacks = False
             # Not replaced at the end of the pipe, which follows a fatal error.
-            self._stack_text += self._read_stacks()
-            if self._stack_text and not deaths.is_fatal(self._stack_text):
+            self._stack_text += text
+            if text and not deaths.is_fatal(text):
                 self._call()
         if _STDIN in ready and not self._read_commands():
             # The input ends before the process does: do not spin.
@@ -133,7 +140,9 @@ class Guard:
         for line in lines:
             command, _, value = line.partition(" ")
             if command == "leave":
-                self._exit_code = int(value)
+                # The first is explicit; another follows when Python exits.
+                if self._exit_code is None:
+                    self._exit_code = int(value)
             elif command == "rank":
                 rank, size = map(int, value.split())
                 self._join(dataclasses.replace(self._member, rank=rank, size=size))
@@ -229,6 +238,7 @@ class Guard:
                 os.kill(self._member.pid, signal.SIGQUIT)
             text = self._read_stacks()
             state = "running" if text else "silent"
+            self._awaits_stacks = not text
         self._stack_text = ""
         given = answers.observe(self._member, state=state, stack_text=text)
         self._meeting.answer(call, given)
@@ -302,8 +312,10 @@ class _Steps:
         if not is_training or len(self._durations) < _KNOWN_STEPS:
             return None
         limit = _SLOW_FACTOR * sorted(self._durations)[len(self._durations) // 2]
-        is_slow = now - moment.step_entered >= max(limit, self._least_seconds)
-        return moment.step_entered if is_slow else None
+        # The step may have had an evaluation in it.
+        since = max(moment.step_entered, moment.phase_entered)
+        is_slow = now - since >= max(limit, self._least_seconds)
+        return since if is_slow else None
 
 
 def _print(text: str) -> None:

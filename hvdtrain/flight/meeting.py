@@ -11,12 +11,13 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from hvdtrain.flight import answer as answers
 from hvdtrain.flight.answer import Answer, Member
 
+T = TypeVar("T")
 # Of a directory that a job has for its guards.
 FOLDER = "flight"
 _CALL, _CONCLUSION = "call.json", "conclusion.json"
@@ -45,7 +46,7 @@ class Meeting:
 
     def members(self) -> list[Member]:
         """Return the members by rank."""
-        members = [Member(**values) for _, values in self._read_all(_MEMBER)]
+        members = self._read_all(_MEMBER, lambda values: Member(**values))
         return sorted(members, key=lambda member: member.rank)
 
     def leave(self, member: Member) -> None:
@@ -63,13 +64,11 @@ class Meeting:
         """Make a call that all guards answer; None if another one is open."""
         self.open_call()
         identity = _unique()
-        path = self.directory / _CALL
-        with self._temporary(identity) as temporary:
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                return None
-        return identity
+        # The directory may be full, or gone.
+        with contextlib.suppress(OSError), self._temporary(identity) as temporary:
+            os.link(temporary, self.directory / _CALL)
+            return identity
+        return None
 
     def open_call(self) -> str | None:
         """Return the call that is to be answered, if there is one."""
@@ -107,10 +106,10 @@ class Meeting:
 
         Without a call, return the newest of each rank.
         """
-        given = []
-        for _, values in self._read_all(_ANSWER):
-            if call is None or values["call"] in ("", call):
-                given.append(answers.from_dict(values["answer"]))
+        read = self._read_all(
+            _ANSWER, lambda v: (v["call"], answers.from_dict(v["answer"]))
+        )
+        given = [answer for to, answer in read if call is None or to in ("", call)]
         return sorted(given, key=lambda answer: answer.member.rank)
 
     def conclude(self, text: str) -> None:
@@ -120,9 +119,10 @@ class Meeting:
 
     def conclusion(self, *, within_seconds: float) -> str:
         """Return the conclusion of the last seconds; empty if there is none."""
-        for _, values in self._read_all(_CONCLUSION):
-            if time.time() - values["seconds"] <= within_seconds:
-                return values["text"]
+        read = self._read_all(_CONCLUSION, lambda v: (v["seconds"], v["text"]))
+        for seconds, text in read:
+            if time.time() - seconds <= within_seconds:
+                return text
         return ""
 
     def clear(self) -> None:
@@ -131,11 +131,14 @@ class Meeting:
             for path in self.directory.glob(f"{prefix}*"):
                 self._remove(path.name)
 
-    def _read_all(self, prefix: str) -> Iterator[tuple[str, Any]]:
+    def _read_all(self, prefix: str, convert: Callable[[Any], T]) -> Iterator[T]:
         for path in sorted(self.directory.glob(f"{prefix}*")):
-            # It may have been removed since.
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                yield path.name, json.loads(path.read_text())
+            # It may have been removed since, or be of another version.
+            try:
+                value = convert(json.loads(path.read_text()))
+            except (OSError, ValueError, TypeError, KeyError):
+                continue
+            yield value
 
     def _write(self, name: str, values: object) -> None:
         with self._temporary(values) as temporary:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from hvdtrain.flight.answer import Member
+from hvdtrain.flight.answer import Member, process_state
 from hvdtrain.flight.guard import Task
 from hvdtrain.flight.meeting import FOLDER, Meeting
 
@@ -108,14 +108,23 @@ def _remove_old() -> None:
     """Remove the records of jobs of this user that failed long ago."""
     for folder in {_ring_folder(), pathlib.Path(tempfile.gettempdir())}:
         for path in folder.glob(f"{_PREFIX}{os.getuid()}-*"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime < _KEPT_SECONDS:
+            with contextlib.suppress(OSError, ValueError):
+                is_new = time.time() - path.stat().st_mtime < _KEPT_SECONDS
+                # A job that has run for long changes neither of its files.
+                if is_new or any(map(process_state, _processes(path))):
                     continue
                 if path.is_file():
                     path.unlink()
                 else:
                     Meeting(path).clear()
                     path.rmdir()
+
+
+def _processes(path: pathlib.Path) -> list[int]:
+    """Return the processes whose ring or records a path has."""
+    if path.is_dir():
+        return [member.pid for member in Meeting(path).members()]
+    return [int(path.stem.rpartition("-")[2])]
 
 
 def _make_directory(path: pathlib.Path) -> str:

@@ -5,6 +5,7 @@ whose sequence number changes while it is read is left out.
 """
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import struct
@@ -75,6 +76,7 @@ class Moment:
     """
 
     phase: str
+    phase_entered: float
     step: int
     step_entered: float
     entered: float | None
@@ -82,7 +84,7 @@ class Moment:
 
 def read(path: str | os.PathLike) -> Ring | None:
     """Return the ring in a file; None if it has none that can be read."""
-    data = _bytes(path)
+    data = _bytes(path, HEADER_BYTES + RECORDS * RECORD_BYTES)
     if data is None:
         return None
     fields = _HEADER.unpack_from(data)
@@ -102,9 +104,18 @@ def read(path: str | os.PathLike) -> Ring | None:
         step=fields[5],
         step_entered=fields[6] * 1e-9,
         number=fields[2],
-        collectives=tuple(_collective(r) for r in kept if r[6] == _COLLECTIVE),
+        collectives=_since_reset([_collective(r) for r in kept if r[6] == _COLLECTIVE]),
         in_flight=next((_collective(r) for r in kept if r[0] == fields[3]), None),
     )
+
+
+def _since_reset(collectives: list[Collective]) -> tuple[Collective, ...]:
+    """Return those since the ranks of an elastic job began to count from 1 again."""
+    first = 0
+    for index, (before, after) in enumerate(itertools.pairwise(collectives), 1):
+        if 0 < after.number < before.number:
+            first = index
+    return tuple(collectives[first:])
 
 
 def read_moment(path: str | os.PathLike) -> Moment | None:
@@ -115,19 +126,20 @@ def read_moment(path: str | os.PathLike) -> Moment | None:
     fields = _HEADER.unpack_from(data)
     return Moment(
         phase=PHASES[fields[7]],
+        phase_entered=fields[8] * 1e-9,
         step=fields[5],
         step_entered=fields[6] * 1e-9,
         entered=fields[4] * 1e-9 if fields[3] > 0 else None,
     )
 
 
-def _bytes(path: str | os.PathLike, count: int = -1) -> bytes | None:
+def _bytes(path: str | os.PathLike, count: int) -> bytes | None:
     try:
         with pathlib.Path(path).open("rb") as file:
             data = file.read(count)
     except OSError:
         return None
-    is_complete = len(data) >= HEADER_BYTES
+    is_complete = len(data) == count
     return data if is_complete and _HEADER.unpack_from(data)[0] == FORMAT else None
 
 

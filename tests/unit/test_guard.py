@@ -133,8 +133,8 @@ def test_the_records_of_a_killed_rank_are_kept(start):
     write_ring(rank.ring, seconds=5)
     rank.process.kill()
     assert rank.end() == (
-        f"rank 0 on {HOST} {KILLED} It was in step 3, allreduce 1 (gradients), its last"
-        f" collective was number 1.\nRecords: {rank.meeting.directory}\n"
+        f"rank 0 on {HOST} {KILLED} It was in step 3, allreduce 1 (gradients).\n"
+        f"Records: {rank.meeting.directory}\n"
     )
     (answer,) = rank.meeting.answers()
     assert (answer.state, answer.step, answer.phase) == ("ended", 3, "compute")
@@ -184,12 +184,10 @@ def test_a_rank_that_is_stopped_is_killed(start):
     rank.process.send_signal(signal.SIGSTOP)
     printed = rank.end()
     assert rank.process.returncode == -signal.SIGKILL
-    stopped, killed, _ = printed.splitlines()
-    assert stopped == (
+    assert printed == (
         f"rank 0 on {HOST}: was stopped, as by SIGSTOP, for 1 s, and is killed, since "
-        "the other ranks wait for it."
+        "the other ranks wait for it.\n"
     )
-    assert killed == f"rank 0 on {HOST} {KILLED}"
 
 
 def test_sigquit_makes_a_roll_call(start):
@@ -224,8 +222,15 @@ def test_a_long_wait_in_a_collective_makes_a_roll_call(start):
 
 
 def test_a_step_is_slow_by_the_steps_before():
-    def moment(step, phase="compute"):
-        return Moment(phase, step, step_entered=100.0 + step, entered=None)
+    def moment(step, phase="compute", phase_seconds=0.0):
+        entered = 100.0 + step
+        return Moment(
+            phase=phase,
+            phase_entered=entered + phase_seconds,
+            step=step,
+            step_entered=entered,
+            entered=None,
+        )
 
     def after_steps(count, *, least_seconds=10.0):
         steps = _Steps(least_seconds)
@@ -238,6 +243,9 @@ def test_a_step_is_slow_by_the_steps_before():
     assert steps.slow(moment(6), 125.9) is None
     assert steps.slow(moment(6), 126.0) == 106.0
     assert steps.slow(moment(6, "evaluation"), 126.0) is None
+    # An evaluation of 50 s in the step is no reason.
+    assert steps.slow(moment(6, "callbacks", 50.0), 175.9) is None
+    assert steps.slow(moment(6, "callbacks", 50.0), 176.0) == 156.0
     assert after_steps(5).slow(moment(5), 1000.0) is None
     least = after_steps(6, least_seconds=60.0)
     assert least.slow(moment(6), 165.9) is None
@@ -254,7 +262,7 @@ def test_the_report_of_a_job_that_has_ended(tmp_path):
         "rank 1 on node1 was killed. It was in step 3, a.py:5 in f.\n"
         "The records have no collectives of all ranks to compare.\n"
         "No records here of rank 0.\n"
-        f"rank 1 on node1, process {1 << 30}: is in a.py:5 in f\n{stacks.rstrip()}"
+        f"rank 1 on node1, process {1 << 30}: was killed\n{stacks.rstrip()}"
     )
 
 
