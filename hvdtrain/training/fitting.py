@@ -164,11 +164,10 @@ def _compiled_steps(
         is_first = tf.logical_and(is_first, first.has_value())
         with tf.control_dependencies(recorder.mark_phase("input", begins_step=True)):
             batch = tf.cond(is_first, first.get_value, iterator.get_next)
+        # The step does not wait for this operation, which would lengthen it.
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            computes = recorder.mark_phase("compute")
-        # The step reads the batch after the mark.
-        with tf.control_dependencies(computes):
-            return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
+            recorder.mark_phase("compute")
+        return batch
 
     @tf.function(autograph=False)
     def one_step(first: tf.experimental.Optional, steps: tf.Tensor) -> dict:
