@@ -24,6 +24,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
+from hvdtrain.native import recorder
 
 _END_SECONDS = 5.0
 # A length of an axis, for Horovod as for TensorFlow.
@@ -113,7 +114,12 @@ def watch(token: tf.Variable, prepare: Callable[[], None]) -> None:
             return call_function(name, inputs, num_outputs)
         prepare()
         with in_call():
-            return call_function(name, inputs, num_outputs)
+            try:
+                return call_function(name, inputs, num_outputs)
+            except Exception:
+                # The operation that would record the end has not run.
+                recorder.abandon_collective()
+                raise
 
     runtime.call_function = watched
 

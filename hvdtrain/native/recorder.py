@@ -20,7 +20,9 @@ import tensorflow as tf
 from hvdtrain import native
 from hvdtrain.flight import ring
 
-# Of the header's 64-bit fields: nanoseconds by phase, and those in collectives.
+# Of the header's 64-bit fields: the record of the collective in flight, nanoseconds by
+# phase, and those in collectives.
+_CURRENT = 3
 _IN_PHASES, _IN_COLLECTIVES = slice(9, 17), slice(17, 25)
 _RECORD = np.dtype(
     [
@@ -116,6 +118,13 @@ def collective(
         yield
     finally:
         library.functions.hvdtrain_leave_collective(record)
+
+
+def abandon_collective() -> None:
+    """Record that this process is in no collective: a graph has failed in it."""
+    fields = _fields()
+    if fields is not None:
+        fields[_CURRENT] = 0
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives import transport
+from hvdtrain.flight import member, ring
 from hvdtrain.native import recorder
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -48,6 +49,13 @@ def test_ranks_of_one_host_share_memory():
     files = [name for name in os.listdir("/dev/shm") if name.startswith("hvdtrain-")]
     # Each rank has the ring of its records.
     assert all(name.endswith(".ring") for name in files)
+
+
+def test_a_collective_that_has_failed_is_not_in_flight():
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched"):
+        tf.function(lambda: hvd.allreduce(tf.ones([1 + RANK])))()
+    # A roll call would name it.
+    assert ring.read_moment(member.ring_path()).entered is None
 
 
 def test_waiting_for_another_rank_is_time_in_collectives():
