@@ -99,7 +99,7 @@ TAIL = """
 """
 
 LONELY_SCRIPT = """
-    import signal, sys
+    import sys, time
     import tensorflow as tf
     import {module} as hvd
 
@@ -111,7 +111,8 @@ LONELY_SCRIPT = """
     graph = tf.function(eager)
     graph()
     if hvd.rank() != int(sys.argv[1]):
-        signal.pause()
+        # Not signal.pause, which returns on the SIGQUIT of a roll call.
+        time.sleep(600)
     elif sys.argv[2] == "graph":
         graph()
     else:

@@ -287,9 +287,10 @@ def test_function_of_an_earlier_job_is_connected_anew():
         # This rank connects before it calls the function.
         assert transport.reduction_path() == "shared memory"
     assert total(tf.constant(2.0)) == 2 * SIZE
-    # The memory of the earlier job is gone.
-    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
-    assert sum("/hvdtrain-" in line for line in lines) == 1
+    # The memory of the earlier job is gone; the records stay.
+    mapped = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    names = [line for line in mapped if "/hvdtrain-" in line and ".ring" not in line]
+    assert len(names) == 1
 
 
 def test_forked_process_does_not_leave_the_job_for_its_rank():
