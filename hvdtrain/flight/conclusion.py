@@ -66,7 +66,9 @@ def first_difference(answers: Sequence[Answer]) -> str:
             listed = "; ".join(f"{ranks}: {text}" for text, ranks in groups)
             return f"The records differ first in collective {number:,}. {listed}."
     ahead = [rank for rank, records in by_rank.items() if max(records) > last]
-    if not ahead:
+    # In a job that runs, the ranks are read at different times.
+    is_over = any(answer.state in _LOST or _waits(answer) for answer in answers)
+    if not ahead or not is_over:
         return f"The records of all ranks agree up to collective {last:,}."
     behind = _ranks(sorted(by_rank.keys() - set(ahead)))
     following = by_rank[ahead[0]][last + 1]
@@ -111,10 +113,11 @@ def _describe_waiting(waiting: Sequence[Answer]) -> str:
     kinds = {(a.in_flight.name, a.in_flight.operation) for a in waiting if a.in_flight}
     seconds = min(answer.seconds for answer in waiting)
     if len(kinds) == 1 and count < waiting[0].member.size:
+        has = "has" if len(waiting) == 1 else "have"
         return (
-            f"{_ranks([a.member.rank for a in waiting])} have been in "
-            f"{_in(waiting[0])} for {seconds:.0f} s{_at(waiting[0])}. The other ranks "
-            "are on other hosts: one of them is late."
+            f"{_ranks([a.member.rank for a in waiting])} {has} been in "
+            f"{_in(waiting[0])} for {seconds:.0f} s{_at(waiting[0])}. A rank that is "
+            "late is on another host, or has not started."
         )
     if len(kinds) == 1:
         return (
@@ -162,7 +165,10 @@ def _is_in(answer: Answer) -> str:
     if answer.state == "stopped":
         return "is stopped, as by SIGSTOP"
     if answer.state == "silent":
-        return "does not respond: it is blocked in the kernel, or handles SIGQUIT"
+        return (
+            "does not respond: it is blocked in the kernel, handles SIGQUIT itself, or "
+            "its guard has been killed"
+        )
     place = answer.place
     # The phase that the stack shows is the code of the moment.
     phase = (place.phase if place else "") or answer.phase

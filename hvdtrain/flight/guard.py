@@ -208,7 +208,6 @@ class Guard:
 
     def _write_stacks(self, given: list[Answer]) -> str:
         """Write the stacks to a file of the model_dir, or return the suspects'."""
-        suspects = conclusion.suspects(given)
         folder = self._meeting.directory.parent / "errors"
         if str(self._meeting.directory) != self._task.directory:
             step = max(answer.step for answer in given)
@@ -217,6 +216,10 @@ class Guard:
                 folder.mkdir(exist_ok=True)
                 path.write_text(conclusion.stacks_text(given))
                 return f"Stacks of all ranks: {path}\n"
+        suspects = conclusion.suspects(given)
+        if len(suspects) == len(given):
+            # None is late: show the rank that was asked.
+            suspects = [a for a in given if a.member.rank == self._member.rank]
         return conclusion.stacks_text(suspects[:1])
 
     def _answer_call(self) -> None:

@@ -40,11 +40,12 @@ def init(*args: object, **kwargs: object) -> None:
     if launched.launcher:
         # Before Horovod starts, which may block.
         membership.join(rank=launched.rank, size=launched.size)
-    hvd.init(*args, **kwargs)
+    recorder.open_ring(member.ring_path())
+    with recorder.collective("hvd.init", "init", size_bytes=0, is_of_all_ranks=False):
+        hvd.init(*args, **kwargs)
     if launched.launcher:
         membership.join(rank=hvd.rank(), size=hvd.size())
     member.record_fatal_errors()
-    recorder.open_ring(member.ring_path())
     if hvd.rank() == 0:
         is_gloo = hvd.size() > 1 and hvd.gloo_enabled() and not hvd.mpi_enabled()
         libraries.warn_of_doubts(is_stall_limit_needed=is_gloo)

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 
 import pytest
 
@@ -55,15 +56,15 @@ def expected(fault):
         return rf"{rank}did not enter allreduce.*is stopped, as by SIGSTOP; the other"
     if fault == "order":
         return (
-            rf"Deadlock: .*rank 0 in allreduce 1 \(first\), "
+            rf"Deadlock: .*rank 0 in allreduce \d+ \(first\), "
             rf"{line('order of rank 0')}.*; "
-            rf"rank 1 in allreduce 1 \(second\), {line('order of rank 1')}"
+            rf"rank 1 in allreduce \d+ \(second\), {line('order of rank 1')}"
         )
     if fault == "skip":
         return (
-            rf"Deadlock: .*rank 0 in allreduce 2 \(second\), "
+            rf"Deadlock: .*rank 0 in allreduce \d+ \(second\), "
             rf"{line('skipped by rank 1')}.*; "
-            rf"rank 1 in allreduce 2 \(third\), {line('after the skip')}"
+            rf"rank 1 in allreduce \d+ \(third\), {line('after the skip')}"
         )
     if fault == "segfault":
         return rf"{rank}died in native code: Segmentation.*{line('segfault')}die_in"
@@ -131,13 +132,16 @@ def test_a_slow_rank_is_named_with_its_cause(
     assert job.returncode == 0, job.text
     lines = [json.loads(text) for text in (tmp_path / "log.jsonl").open()]
     found = [line["straggler"] for line in lines if line.get("straggler")]
-    # The largest delay: the first report has the start in it.
-    worst = max(found, key=lambda straggler: straggler["delay"])
-    assert (worst["rank"], worst["cause"]) == (1, CAUSES[reason]), found
-    assert worst["delay"] > 0.1
+    # A report may see another cause, where other processes use the machine.
+    delay_by_cause = Counter()
+    for straggler in found:
+        delay_by_cause[straggler["rank"], straggler["cause"]] += straggler["delay"]
+    [(worst, delay)] = delay_by_cause.most_common(1)
+    assert worst == (1, CAUSES[reason]), found
+    assert delay > 0.1
     if TABLE:
         with pathlib.Path(TABLE).open("a") as file:
-            file.write(f"| {reason} | {launcher} | {worst} |\n")
+            file.write(f"| {reason} | {launcher} | {worst} | {delay:.2f} |\n")
 
 
 def test_a_person_asks_where_the_ranks_are(start, run, tmp_path):

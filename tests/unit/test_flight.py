@@ -160,7 +160,8 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
         (
             [waiting(0, seconds=41.0), given(1, "silent", phase="input")],
             f"rank 1 on node1 {LATE} It does not respond: it is blocked in the kernel, "
-            "or handles SIGQUIT; the other rank waits for it.",
+            "handles SIGQUIT itself, or its guard has been killed; the other rank "
+            "waits for it.",
         ),
         (
             [
@@ -179,7 +180,12 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
         (
             [waiting(0, stacks=stack(LOAD)), waiting(1)],
             "ranks 0 and 1 have been in allreduce 7 (gradients) for 40 s, Train.py:12 "
-            "in load. The other ranks are on other hosts: one of them is late.",
+            "in load. A rank that is late is on another host, or has not started.",
+        ),
+        (
+            [waiting(0)],
+            "rank 0 has been in allreduce 7 (gradients) for 40 s. A rank that is late "
+            "is on another host, or has not started.",
         ),
         (
             [waiting(0), DEAD],
@@ -230,10 +236,10 @@ def test_suspects_are_the_ranks_that_others_wait_for():
         assert conclusion.suspects(alike) == alike
 
 
-def first_difference(*names_by_rank, first=(5, 5, 5)):
+def first_difference(*names_by_rank, first=(5, 5, 5), is_waiting=True):
     return conclusion.first_difference(
         [
-            given(
+            (waiting if is_waiting else given)(
                 rank,
                 collectives=tuple(
                     collective(first[rank] + i, name) for i, name in enumerate(names)
@@ -255,6 +261,9 @@ def test_the_first_collective_that_differs():
         "The records of all ranks agree up to collective 5. rank 1 did not enter "
         "allreduce 6 (b) yet, which rank 0 entered."
     )
+    # A job that runs is read at different times.
+    running = first_difference("ab", "a", is_waiting=False)
+    assert running == "The records of all ranks agree up to collective 5."
 
 
 def test_records_that_agree():

@@ -27,6 +27,7 @@ import tensorflow as tf
 from hvdtrain import native
 from hvdtrain.collectives import dtypes, graph, threads
 from hvdtrain.environment import is_elastic, quotas, stall_limits
+from hvdtrain.native import recorder
 
 _CHOICES = ("auto", "shared_memory", "horovod")
 # A chunk of each rank: larger ones leave the second-level cache, smaller ones need more
@@ -220,8 +221,11 @@ def _warn_of_library(obstacle: str) -> None:
 def _gather(value: Any) -> list[Any]:
     """Return the values of all ranks, each of which JSON can hold. A collective."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = hvd.allgather(tf.constant([len(text)]), name="Connect_lengths")
-    texts = hvd.allgather(tf.constant(text), name="Connect")
+    with recorder.collective(
+        "Connect", "allgather", size_bytes=len(text), is_of_all_ranks=True
+    ):
+        lengths = hvd.allgather(tf.constant([len(text)]), name="Connect_lengths")
+        texts = hvd.allgather(tf.constant(text), name="Connect")
     return list(map(json.loads, dtypes.split_bytes(texts, lengths)))
 
 
