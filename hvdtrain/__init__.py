@@ -1,11 +1,33 @@
 """Horovod training on Keras 3, where N ranks compute what the N-times batch does.
 
-`hvdtrain.keras` is the drop-in for `horovod.tensorflow.keras`. Importing `hvdtrain`
-itself loads no TensorFlow.
+`hvdtrain.keras` is the drop-in for `horovod.tensorflow.keras`; `hvdtrain.run` calls a
+function on the ranks of a new job. Importing `hvdtrain` itself loads no TensorFlow.
 """
 
-from hvdtrain import renamed
+from typing import TYPE_CHECKING
+
+from hvdtrain import lazy, renamed
+
+if TYPE_CHECKING:
+    from hvdtrain.runner.driver import LostRankError as LostRankError
+    from hvdtrain.runner.driver import RankError as RankError
+    from hvdtrain.runner.engine import RunError as RunError
+    from hvdtrain.runner.launch import run as run
+    from hvdtrain.runner.ray import Ray as Ray
+    from hvdtrain.runner.spark import Spark as Spark
 
 __version__ = "0.1.0"
+
+__getattr__ = lazy.getattr_of(
+    __name__,
+    {
+        "run": "runner.launch",
+        "Ray": "runner.ray",
+        "Spark": "runner.spark",
+        "RunError": "runner.engine",
+        "RankError": "runner.driver",
+        "LostRankError": "runner.driver",
+    },
+)
 
 renamed.install()

@@ -3,7 +3,7 @@
 #
 #     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
 #     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers] [hub]
-#                     [verify]
+#                     [verify] [engines]
 #
 # parallel: on two ranks. more_ranks: the tests that those leave out as long, then those of
 # the parallel tests that depend on the number of ranks, on three and on four, such as
@@ -13,7 +13,8 @@
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
 # example that logs to MLflow and to Weights & Biases, which are downloaded. hub: models
 # of keras-hub, which is downloaded, on two ranks against one process, and the example that
-# trains one. verify: python -m hvdtrain.verify on scripts with one fault each.
+# trains one. verify: python -m hvdtrain.verify on scripts with one fault each. engines:
+# hvdtrain.run on Ray and on Spark, which are downloaded; Spark needs Java.
 #
 #     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail
@@ -23,9 +24,9 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|hub|verify)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|hub|verify|engines)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "more_ranks, oracle, keras, oldest, nightly, trackers, hub and verify" >&2
+      "more_ranks, oracle, keras, oldest, nightly, trackers, hub, verify and engines" >&2
     exit 2
   }
 done
@@ -147,7 +148,7 @@ download() {
   overlay=$(mktemp -d)
   overlays+=("$overlay")
   trap 'rm -rf "${overlays[@]}"' EXIT
-  run "$1" 120 python -m pip install --quiet --no-deps --target "$overlay" "${@:2}"
+  run "$1" 300 python -m pip install --quiet --no-deps --target "$overlay" "${@:2}"
 }
 
 # with_keras PACKAGE START: with another Keras, whose version has this start.
@@ -189,10 +190,18 @@ hub() {
 # ranks, a rank that does not come, or a signal that is answered.
 commands() {
   run commands 900 \
-    python -m pytest -q -n 3 --dist worksteal -m "not long and not verify" tests/commands
+    python -m pytest -q -n 3 --dist worksteal \
+    -m "not long and not verify and not engines" tests/commands
 }
 
 verify() { run verify 1400 python -m pytest -q -n 3 -m verify tests/commands; }
+
+engines() {
+  local overlay
+  download "Ray, Spark" -r scripts/requirements_engines.txt || return
+  local -x PYTHONPATH=$overlay
+  run engines 900 python -m pytest -q -n 2 -m engines tests/commands
+}
 
 for tier in "${tiers[@]}"; do "$tier"; done
 echo

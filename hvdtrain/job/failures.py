@@ -106,7 +106,7 @@ def _report(error: BaseException, trace: TracebackType | None) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
-        if not frame.filename.startswith(_PACKAGES)
+        if not frame.filename.startswith(("<frozen ", *_PACKAGES))
     ]
     lines = str(error).splitlines() or [""]
     signs = ("Horovod", NATIVE_FAILURE)

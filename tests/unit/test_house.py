@@ -23,6 +23,7 @@ FLOORS = [
     ["parallel"],
     ["keras"],
     ["sharding"],
+    ["runner"],
     ["job"],
     ["collectives"],
     ["native"],

@@ -1,0 +1,244 @@
+"""An agent: the process that an engine places, which starts and ends ranks.
+
+The ranks are processes of their own. They can be killed while they are blocked in
+native code, and leave nothing in the engine's process, which may be used again.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import IO
+
+from horovod.runner.common.util.host_hash import host_hash
+
+from hvdtrain.job import launchers
+from hvdtrain.runner import channel
+
+_CONNECT_SECONDS = 60.0
+_POLL_SECONDS = 0.1
+_READ_BYTES = 1 << 16
+# As horovodrun: from SIGTERM to SIGKILL.
+_GRACE_SECONDS = 5.0
+# Of the guard of a process that was killed.
+_LAST_LINES_SECONDS = 5.0
+_LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
+_REMOVED = (
+    f"hvdtrain.run: {_LEGACY_KERAS} is removed from the environment of the ranks: they "
+    "train with Keras 3.\n"
+)
+
+
+def serve(address: channel.Address, slots: int = 1) -> None:
+    """Start the ranks that the caller assigns, until they have ended or it has.
+
+    Args:
+        slots: number of ranks that this agent can start.
+
+    Raises:
+        OSError: the caller is not reached within a minute.
+    """
+    connection, caller, interface = channel.connect(
+        address, timeout_seconds=_CONNECT_SECONDS
+    )
+    host = socket.gethostname()
+    with connection, contextlib.suppress(EOFError, OSError):
+        connection.send(channel.Hello(host_hash(), host, slots, caller, interface))
+        start = connection.recv()
+        if start is not None:
+            _run_ranks(connection, start)
+            # Of a job that has ended, or is ended.
+            connection.recv()
+
+
+def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        selector.register(connection, selectors.EVENT_READ)
+        running = []
+        for environment in start.environments:
+            rank = stack.enter_context(contextlib.closing(_Rank(start, environment)))
+            running.append(rank)
+            for stream in rank.streams:
+                selector.register(stream.file, selectors.EVENT_READ, (rank, stream))
+        if running and os.environ.get(_LEGACY_KERAS, "0") != "0":
+            _send(connection, channel.Output(running[0].rank, 2, _REMOVED))
+        deadline = float("inf")
+        while running and time.monotonic() < deadline:
+            for key, _ in selector.select(_POLL_SECONDS):
+                if key.data:
+                    _forward(connection, selector, *key.data)
+                    continue
+                # The caller has ended, or ends the job.
+                selector.unregister(connection)
+                deadline = time.monotonic() + _GRACE_SECONDS
+                for rank in running:
+                    rank.signal(signal.SIGTERM)
+            for rank in [rank for rank in running if rank.is_over()]:
+                running.remove(rank)
+                for stream in rank.streams:
+                    _send(connection, rank.output(stream, stream.read_rest()))
+                _send(connection, rank.ended())
+
+
+def _forward(
+    connection: Connection,
+    selector: selectors.BaseSelector,
+    rank: "_Rank",
+    stream: "_Stream",
+) -> None:
+    text = stream.read()
+    if not stream.is_open:
+        selector.unregister(stream.file)
+    if text:
+        _send(connection, rank.output(stream, text))
+
+
+def _send(connection: Connection, message: object) -> None:
+    # To a caller that has ended: the ranks still have their time to end.
+    with contextlib.suppress(OSError):
+        connection.send(message)
+
+
+@dataclasses.dataclass
+class _Stream:
+    """The read end of a pipe, whose text is forwarded in complete lines."""
+
+    number: int
+    file: IO[bytes]
+    rest: bytes = b""
+    is_open: bool = True
+
+    def read(self) -> str:
+        """Return the lines that are complete."""
+        data = os.read(self.file.fileno(), _READ_BYTES)
+        self.is_open = bool(data)
+        data = self.rest + data
+        end = data.rfind(b"\n") + 1
+        # A line of a progress bar has no end, and may be long.
+        if not self.is_open or len(data) > 2 * _READ_BYTES:
+            end = len(data)
+        self.rest = data[end:]
+        return data[:end].decode(errors="replace")
+
+    def read_rest(self) -> str:
+        """Return what has been written, without waiting for the pipe's end."""
+        os.set_blocking(self.file.fileno(), False)
+        texts = []
+        with contextlib.suppress(BlockingIOError):
+            while self.is_open:
+                texts.append(self.read())
+        rest, self.rest = self.rest, b""
+        return "".join([*texts, rest.decode(errors="replace")])
+
+
+class _Rank:
+    """A process that calls the function."""
+
+    def __init__(self, start: channel.StartRanks, environment: dict[str, str]) -> None:
+        self.rank = int(environment["HOROVOD_RANK"])
+        self._payload = _memory_file(start.payload)
+        self._outcome = _memory_file(b"")
+        files = (self._payload, self._outcome)
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "hvdtrain.runner.rank"),
+                *map(str, (os.getpid(), *files)),
+            ],
+            env=_base_environment() | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=files,
+            # Ctrl-C of the caller's terminal reaches the caller, which ends the ranks.
+            start_new_session=True,
+        )
+        assert self.process.stdout
+        assert self.process.stderr
+        self.streams = (
+            _Stream(1, self.process.stdout),
+            _Stream(2, self.process.stderr),
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the rank."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def is_over(self) -> bool:
+        """Return whether the process has ended and has written its last lines."""
+        if self.process.returncode is None and not self._reap(os.WNOHANG):
+            return False
+        # The guard prints by what the process was killed.
+        is_quiet = not any(stream.is_open for stream in self.streams)
+        is_late = time.monotonic() - self._ended >= _LAST_LINES_SECONDS
+        return self.process.returncode >= 0 or is_quiet or is_late
+
+    def _reap(self, options: int = 0) -> bool:
+        """Reap the process if it has ended, and kill what it has left behind."""
+        options |= os.WEXITED | os.WNOWAIT
+        if not os.waitid(os.P_PID, self.process.pid, options):
+            return False
+        # Before the PID is free, which is also the number of the group.
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        self._ended = time.monotonic()
+        return True
+
+    def output(self, stream: _Stream, text: str) -> channel.Output:
+        """Return the message with what was read."""
+        return channel.Output(self.rank, stream.number, text)
+
+    def ended(self) -> channel.Ended:
+        """Return the exit code and the outcome of a process that has ended."""
+        with open(self._outcome, "rb", closefd=False) as file:
+            file.seek(0)
+            return channel.Ended(self.rank, self.process.returncode, file.read())
+
+    def close(self) -> None:
+        """Kill the process if it runs, and close the files."""
+        if self.process.returncode is None:
+            self.signal(signal.SIGKILL)
+            self._reap()
+        for stream in self.streams:
+            stream.file.close()
+        os.close(self._payload)
+        os.close(self._outcome)
+
+
+def _memory_file(data: bytes) -> int:
+    file = os.memfd_create("hvdtrain-run", os.MFD_CLOEXEC)
+    with open(file, "wb", closefd=False) as opened:
+        opened.write(data)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _base_environment() -> dict[str, str]:
+    """Return this process' environment, without another job's and another Keras."""
+    environment = launchers.without_launch(os.environ)
+    environment.pop(_LEGACY_KERAS, None)
+    # The function's modules are found as in this process.
+    environment["PYTHONPATH"] = os.pathsep.join(
+        path or os.getcwd() for path in sys.path
+    )
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment
+
+
+def main() -> None:
+    """Read an address and the number of slots from stdin, and work."""
+    with os.fdopen(0, "rb", closefd=False) as stdin:
+        address, slots = pickle.load(stdin)
+    serve(address, slots)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""The caller's side of a job: assigns ranks to agents, and collects their results."""
+
+import contextlib
+import dataclasses
+import itertools
+import pickle
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+from horovod.runner.gloo_run import create_slot_env_vars
+from horovod.runner.http.http_server import RendezvousServer
+
+from hvdtrain.runner import channel
+from hvdtrain.runner.engine import Engine, PlacedAgents, RunError
+from hvdtrain.runner.rank import Outcome
+
+# After a collective has failed: the rank that is the cause may end later.
+_CAUSE_SECONDS = 10.0
+# More than an agent takes to end its ranks.
+_STOP_SECONDS = 15.0
+_POLL_SECONDS = 0.5
+_STREAMS = {1: "stdout", 2: "stderr"}
+
+
+class RankError(RunError):
+    """The function has raised an exception on a rank; it is `__cause__` if possible.
+
+    Attributes:
+        rank: the first one that failed by itself.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class LostRankError(RankError):
+    """The process of a rank, or its agent, has ended without a result."""
+
+
+def run_once(
+    engine: Engine, payload: bytes, size: int, *, start_timeout_seconds: float
+) -> list[Any]:
+    """Start a job and return the results by rank."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(
+            contextlib.closing(channel.Listener(is_local=engine.is_local))
+        )
+        agents: list[_Agent] = []
+        placement = stack.enter_context(engine.place(listener.address, size))
+        stack.callback(_stop, agents)
+        for agent in _accept(listener, placement, engine, start_timeout_seconds):
+            agents.append(agent)
+        port = stack.enter_context(_rendezvous(agents, placement.size))
+        for agent in agents:
+            agent.start(payload, port)
+        return _Job(agents, placement.size).results()
+
+
+@dataclasses.dataclass(eq=False)
+class _Agent:
+    connection: Connection
+    hello: channel.Hello
+    slots: list[Any] = dataclasses.field(default_factory=list)
+
+    def start(self, payload: bytes, port: int) -> None:
+        environments = tuple(
+            create_slot_env_vars(slot)
+            | {
+                "HOROVOD_CONTROLLER": "gloo",
+                "HOROVOD_CPU_OPERATIONS": "gloo",
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": self.hello.caller,
+                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+                "HOROVOD_GLOO_IFACE": self.hello.interface,
+            }
+            for slot in self.slots
+        )
+        self.connection.send(channel.StartRanks(payload, environments))
+
+
+def _accept(
+    listener: channel.Listener,
+    placement: PlacedAgents,
+    engine: Engine,
+    timeout_seconds: float,
+) -> Iterator[_Agent]:
+    """Yield agents until their slots are as many as the ranks."""
+    deadline = time.monotonic() + timeout_seconds
+    size = missing = placement.size
+    while missing > 0:
+        if wait([listener.socket], _POLL_SECONDS):
+            if accepted := listener.accept():
+                agent = _Agent(*accepted)
+                missing -= agent.hello.slots
+                yield agent
+            continue
+        reason = placement.failure()
+        if not reason and time.monotonic() > deadline:
+            late = f"no more have connected within {timeout_seconds:g} s"
+            reason = f"{late}. {placement.advice}".strip()
+        if reason:
+            raise RunError(
+                f"Received {size - missing} of {size} ranks from {engine}: "
+                f"{reason.rstrip('.')}."
+            )
+
+
+class _Rendezvous(RendezvousServer):
+    def stop(self) -> None:
+        super().stop()
+        self._httpd.server_close()
+
+
+@contextlib.contextmanager
+def _rendezvous(agents: Sequence[_Agent], size: int) -> Iterator[int]:
+    """Assign the ranks, and serve Horovod's rendezvous; yield its port."""
+    # Ranks of one host are consecutive; sorted, so that a host has the same ranks in
+    # the next run.
+    ordered = sorted(agents, key=lambda agent: agent.hello.host_hash)
+    groups = itertools.groupby(ordered, key=lambda agent: agent.hello.host_hash)
+    hosts = [
+        HostInfo(name, sum(agent.hello.slots for agent in group))
+        for name, group in groups
+    ]
+    slots = get_host_assignments(hosts, size, size)
+    remaining = iter(slots)
+    for agent in ordered:
+        agent.slots = list(itertools.islice(remaining, agent.hello.slots))
+    server = _Rendezvous()
+    port = server.start()
+    try:
+        server.init(slots)
+        yield port
+    finally:
+        server.stop()
+
+
+def _stop(agents: Sequence[_Agent]) -> None:
+    """Let the agents end their ranks, and wait until they have."""
+    remaining = list(agents)
+    for agent in remaining:
+        with contextlib.suppress(OSError):
+            agent.connection.send(None)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while remaining and (seconds := deadline - time.monotonic()) > 0:
+        for agent in _ready(remaining, seconds):
+            try:
+                _print(agent.connection.recv())
+            except (EOFError, OSError):
+                remaining.remove(agent)
+    for agent in agents:
+        agent.connection.close()
+
+
+def _ready(agents: Iterable[_Agent], seconds: float) -> list[_Agent]:
+    """Return the agents of which a message or the end can be read."""
+    by_connection = {id(agent.connection): agent for agent in agents}
+    connections = [agent.connection for agent in by_connection.values()]
+    return [by_connection[id(ready)] for ready in wait(connections, seconds)]
+
+
+def _print(message: object) -> None:
+    if isinstance(message, channel.Output):
+        tag = f"[{message.rank}]<{_STREAMS[message.stream]}>:"
+        file = sys.stdout if message.stream == 1 else sys.stderr
+        lines = message.text.splitlines()
+        file.write("".join(f"{tag}{line}\n" for line in lines))
+        file.flush()
+
+
+class _Job:
+    """Ranks that run."""
+
+    def __init__(self, agents: Sequence[_Agent], size: int) -> None:
+        self._running = {slot.rank: agent for agent in agents for slot in agent.slots}
+        self._results: list[Any] = [None] * size
+        self._errors: list[_Error] = []
+
+    def results(self) -> list[Any]:
+        """Return the results by rank, or raise the error that is the cause."""
+        deadline = float("inf")
+        while self._running and time.monotonic() < deadline:
+            for agent in _ready(set(self._running.values()), _POLL_SECONDS):
+                self._receive(agent)
+            if any(not error.outcome.is_consequence for error in self._errors):
+                break
+            if self._errors and deadline == float("inf"):
+                deadline = time.monotonic() + _CAUSE_SECONDS
+        if self._errors:
+            # The first one in time that is not the consequence of another.
+            raise min(self._errors, key=lambda e: e.outcome.is_consequence).exception()
+        return self._results
+
+    def _receive(self, agent: _Agent) -> None:
+        try:
+            message = agent.connection.recv()
+        except (EOFError, OSError):
+            for rank in [r for r, w in self._running.items() if w is agent]:
+                del self._running[rank]
+                self._lose(rank, agent, "its agent has ended")
+            return
+        _print(message)
+        if isinstance(message, channel.Ended):
+            del self._running[message.rank]
+            self._finish(message, agent)
+
+    def _finish(self, ended: channel.Ended, agent: _Agent) -> None:
+        try:
+            outcome = pickle.loads(ended.outcome)
+        except (EOFError, pickle.UnpicklingError):
+            cause = f"has ended with exit code {ended.exit_code}"
+            if ended.exit_code < 0:
+                cause = f"was killed by signal {-ended.exit_code}"
+            self._lose(ended.rank, agent, cause)
+            return
+        if outcome.summary:
+            self._errors.append(_Error(ended.rank, agent.hello.host, outcome))
+        else:
+            self._results[ended.rank] = cloudpickle.loads(outcome.value)
+
+    def _lose(self, rank: int, agent: _Agent, cause: str) -> None:
+        outcome = Outcome(summary=cause)
+        self._errors.append(_Error(rank, agent.hello.host, outcome, is_lost=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Error:
+    rank: int
+    host: str
+    outcome: Outcome
+    is_lost: bool = False
+
+    def exception(self) -> RankError:
+        name = f"rank {self.rank} on {self.host}"
+        if self.is_lost:
+            return LostRankError(f"{name} {self.outcome.summary}", rank=self.rank)
+        text = f"{name}: {self.outcome.summary}\n\n{self.outcome.traceback}"
+        error = RankError(text, rank=self.rank)
+        if self.outcome.value:
+            # Only now: this imports the modules of its type.
+            error.__cause__ = cloudpickle.loads(self.outcome.value)
+        return error

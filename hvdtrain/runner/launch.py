@@ -1,0 +1,62 @@
+"""`hvdtrain.run`: calls a function on every rank of a new job."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from hvdtrain.runner.driver import LostRankError, run_once
+from hvdtrain.runner.engine import Engine, Local
+
+
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int,
+    on: Engine | None = None,
+    max_restarts: int = 0,
+    start_timeout_seconds: float = 600.0,
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` on `np` ranks and return the results by rank.
+
+    The function starts Horovod itself, by `hvd.init()` or `job.start()`, as a script
+    under `horovodrun --gloo` does, and imports TensorFlow inside. What the ranks print
+    is printed here, with the rank in front. When a rank fails, or the caller ends, the
+    others are ended by SIGTERM, and by SIGKILL after 5 s.
+
+    Args:
+        function: cloudpickle pickles it, and what it refers to in a notebook or script.
+            Modules that it imports must be importable by the ranks.
+        np: number of ranks.
+        on: engine that places the ranks; by default processes on this machine.
+        max_restarts: how often the job is started again after a rank was lost. A
+            function that trains with a `model_dir` continues from the last checkpoint.
+        start_timeout_seconds: within which the engine must have placed all ranks.
+
+    Raises:
+        RankError: the function has raised an exception on a rank.
+        LostRankError: the process of a rank has ended without a result.
+        RunError: the ranks were not placed in time.
+    """
+    if np < 1:
+        raise ValueError(f"Received np={np}; expected 1 or more.")
+    payload = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+    engine = on or Local()
+    for restarts in range(max_restarts + 1):
+        try:
+            return run_once(
+                engine, payload, np, start_timeout_seconds=start_timeout_seconds
+            )
+        except LostRankError as error:
+            if restarts == max_restarts:
+                raise
+            print(
+                f"hvdtrain.run: {error}. Starting restart {restarts + 1} of "
+                f"{max_restarts}.",
+                file=sys.stderr,
+                flush=True,
+            )
+    raise AssertionError("unreachable")

@@ -1,0 +1,106 @@
+"""Agents as tasks of Ray, in a placement group."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hvdtrain.runner import agent
+from hvdtrain.runner.channel import Address
+from hvdtrain.runner.engine import PlacedAgents, RunError
+
+_END_SECONDS = 20
+# For a placement group, where fewer agents are accepted.
+_READY_SECONDS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Ray:
+    """Tasks of Ray, one per rank, which are placed at once or not at all.
+
+    `ray.init` may be called before, as for a cluster; else Ray starts on this machine.
+
+    Attributes:
+        resources: of each rank.
+        min_workers: the job starts with as few ranks if the cluster has no room for
+            `np`; by default it waits for all.
+        runtime_env: of Ray's tasks.
+    """
+
+    resources: Mapping[str, float] = dataclasses.field(
+        default_factory=lambda: {"CPU": 1}
+    )
+    min_workers: int | None = None
+    runtime_env: Mapping[str, Any] | None = None
+
+    is_local = False
+
+    @contextlib.contextmanager
+    def place(self, address: Address, size: int) -> Iterator[PlacedAgents]:
+        """Start a task for each rank; see `Engine.place`."""
+        group = self._reserve(size)
+        size = len(group.bundle_specs)
+        references = []
+        try:
+            for index in range(size):
+                task = ray.remote(agent.serve).options(**self._options(group, index))
+                references.append(task.remote(address))
+            advice = f"Each rank needs {dict(self.resources)}; {self._free()}."
+            yield PlacedAgents(size, lambda: _failure(references), advice)
+            ray.wait(references, num_returns=size, timeout=_END_SECONDS)
+        finally:
+            # Ends tasks that still run, and those that have not started.
+            ray.util.remove_placement_group(group)
+
+    def _reserve(self, size: int) -> Any:
+        smallest = size if self.min_workers is None else self.min_workers
+        if not 1 <= smallest <= size:
+            raise ValueError(
+                f"Received min_workers={self.min_workers} with np={size}; expected "
+                f"between 1 and {size}."
+            )
+        for count in range(size, smallest - 1, -1):
+            bundles = [dict(self.resources)] * count
+            group = ray.util.placement_group(bundles, strategy="PACK")
+            if smallest == size or group.wait(timeout_seconds=_READY_SECONDS):
+                return group
+            ray.util.remove_placement_group(group)
+        raise RunError(
+            f"Received a job of {smallest} ranks or more with {dict(self.resources)} "
+            f"each; {self._free()}."
+        )
+
+    def _free(self) -> str:
+        free = ray.available_resources()
+        amounts = {name: free.get(name, 0) for name in self.resources}
+        return f"the Ray cluster has {amounts} free"
+
+    def _options(self, group: Any, index: int) -> dict[str, Any]:
+        resources = dict(self.resources)
+        return {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "memory": resources.pop("memory", None),
+            "resources": resources,
+            "max_retries": 0,
+            "runtime_env": dict(self.runtime_env) if self.runtime_env else None,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
+        }
+
+    def __str__(self) -> str:
+        """Return the name of the engine in messages."""
+        return "Ray"
+
+
+def _failure(references: list[Any]) -> str:
+    ended, _ = ray.wait(references, num_returns=1, timeout=0)
+    for reference in ended:
+        try:
+            ray.get(reference)
+        except ray.exceptions.RayError as error:
+            return f"a task has failed: {str(error).strip().splitlines()[-1]}"
+        return "a task has ended"
+    return ""

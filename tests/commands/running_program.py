@@ -1,0 +1,167 @@
+"""Calls `hvdtrain.run` on an engine: python running_program.py ENGINE CASE FOLDER.
+
+Under a launcher, trains as the function of the case "digits" does.
+"""
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import psutil
+
+import hvdtrain
+from hvdtrain.job import launchers
+
+RANKS = 2
+RUNS = 20
+
+
+def train(folder, epochs=2, at_step=None):
+    """Train on the digits of the package; write what rank 0 has."""
+    from hvdtrain import data, job
+
+    world = job.start(seed=1)
+    import keras
+    import numpy as np
+
+    from hvdtrain import training
+
+    class Faults(keras.callbacks.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.steps += 1
+            marker = pathlib.Path(folder, "was_killed")
+            if self.steps == at_step and world.rank == 1 and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def make_model():
+        model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(10)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.002), loss, metrics=["accuracy"])
+        return model
+
+    digits = data.load("digits")
+    result = training.fit(
+        make_model,
+        (digits.x_train / np.float32(255), digits.y_train),
+        global_batch_size=64,
+        epochs=epochs,
+        model_dir=f"{folder}/model" if at_step else None,
+        save_every_steps=5,
+        callbacks=[Faults()],
+        world=world,
+    )
+    if world.is_chief:
+        np.savez(f"{folder}/weights.npz", *result.model.get_weights())
+    return world.rank, result.start_step, result.step
+
+
+def fail():
+    """Raise on rank 1, while rank 0 waits for it."""
+    import hvdtrain.keras as hvd
+
+    hvd.init()
+    if hvd.rank() == 1:
+        raise KeyError("no such column")
+    return float(hvd.allreduce(1.0))
+
+
+def wait(folder):
+    """Wait in a collective that rank 1 does not call."""
+    import hvdtrain.keras as hvd
+
+    hvd.init()
+    pathlib.Path(folder, f"rank-{hvd.rank()}").touch()
+    if hvd.rank() == 1:
+        time.sleep(3600)
+    hvd.allreduce(1.0)
+
+
+def rank_and_size(factor):
+    launched = launchers.launch()
+    return launched.rank * factor, launched.size
+
+
+@contextlib.contextmanager
+def engine(name):
+    if name == "local":
+        yield None
+    elif name == "ray":
+        import ray
+
+        ray.init(num_cpus=RANKS, include_dashboard=False)
+        try:
+            yield hvdtrain.Ray()
+        finally:
+            ray.shutdown()
+    else:
+        from pyspark.sql import SparkSession
+
+        builder = SparkSession.builder.master(name).config("spark.ui.enabled", "false")
+        spark = builder.getOrCreate()
+        try:
+            yield hvdtrain.Spark(spark)
+        finally:
+            spark.stop()
+
+
+def run(*arguments, **options):
+    return hvdtrain.run(*arguments, np=RANKS, **options)
+
+
+def resources():
+    return (
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        len(psutil.Process().children(recursive=True)),
+    )
+
+
+def run_often(on):
+    # The first one starts what an engine keeps.
+    results = [run(rank_and_size, [1], on=on)]
+    before = resources()
+    results += [run(rank_and_size, [i], on=on) for i in range(RUNS - 1)]
+    print("results", results[0], results[-1], flush=True)
+    # An engine's processes end some time after their task.
+    deadline = time.monotonic() + 60
+    while (after := resources()) > before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    print("descriptors, threads, processes:", before, after, flush=True)
+
+
+def main(name, case, folder):
+    with engine(name) as on:
+        if case == "digits":
+            print("results", run(train, [folder], on=on), flush=True)
+        elif case == "killed":
+            results = run(train, [folder], {"at_step": 17}, on=on, max_restarts=1)
+            print("results", results, flush=True)
+        elif case == "lost":
+            run(train, [folder], {"at_step": 17}, on=on)
+        elif case == "raised":
+            try:
+                run(fail, on=on)
+            except hvdtrain.RankError as error:
+                print("caught", error.rank, repr(error.__cause__), flush=True)
+        elif case == "waits":
+            run(wait, [folder], on=on)
+        elif case == "often":
+            run_often(on)
+        elif case == "full":
+            hvdtrain.run(
+                rank_and_size, [1], np=RANKS + 1, on=on, start_timeout_seconds=5
+            )
+
+
+if __name__ == "__main__":
+    if launchers.launch().launcher:
+        train(sys.argv[3])
+    else:
+        main(*sys.argv[1:])

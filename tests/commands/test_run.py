@@ -1,0 +1,170 @@
+"""`hvdtrain.run` on this machine, and on real engines: Ray and Spark.
+
+Spark's `local-cluster` has executors in processes of their own.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import sys
+
+import numpy as np
+import psutil
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM = [sys.executable, str(ROOT / "tests" / "commands" / "running_program.py")]
+SPARK = pytest.mark.skipif(not shutil.which("java"), reason="Spark needs Java")
+ENGINES = [
+    "local",
+    pytest.param("ray", marks=pytest.mark.engines),
+    *(
+        pytest.param(name, marks=[pytest.mark.engines, SPARK])
+        for name in ("local[2]", "local-cluster[2,1,1024]")
+    ),
+]
+CAUSE = "KeyError('no such column')"
+
+
+@pytest.fixture
+def case(start, tmp_path):
+    """Return `case(engine, name)`: starts the program."""
+
+    def case(engine, name, **environment):
+        arguments = [engine, name, str(tmp_path)]
+        # Of this process, which has found the engine's package.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        # Ray would write a token to the home directory.
+        environment["RAY_AUTH_MODE"] = "disabled"
+        return start(arguments, program=PROGRAM, environment=environment)
+
+    return case
+
+
+def results_of(job):
+    assert job.returncode == 0, job.text
+    [line] = [line for line in job.lines if line.startswith("results ")]
+    return line.removeprefix("results ")
+
+
+def weights_in(folder):
+    with np.load(folder / "weights.npz") as file:
+        return list(file.values())
+
+
+def assert_equal_weights(folder, other):
+    for found, expected in zip(weights_in(folder), weights_in(other), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_training_is_that_of_horovodrun(case, run, tmp_path, engine):
+    folder = tmp_path / "horovodrun"
+    folder.mkdir()
+    arguments = ["horovodrun", "digits", str(folder)]
+    expected = run(arguments, program=PROGRAM, launcher="gloo")
+    assert expected.returncode == 0, expected.text
+    # Ray sets it on its workers.
+    job = case(engine, "digits", TF_USE_LEGACY_KERAS="1").wait()
+    assert results_of(job) == "[(0, 0, 47), (1, 0, 47)]"
+    assert "TF_USE_LEGACY_KERAS is removed" in job.text
+    assert_equal_weights(tmp_path, folder)
+
+
+def example():
+    page = (ROOT / "docs" / "python.md").read_text()
+    return re.search(r"```python\n(.*?)```", page, re.S)[1]
+
+
+def test_the_example(run, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(example())
+    job = run([], program=[sys.executable, str(script)])
+    assert job.lines[-1] == "[47, 47]", job.text
+
+
+@pytest.mark.engines
+def test_the_example_in_a_notebook(monkeypatch):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    monkeypatch.setenv("PYTHONPATH", paths)
+    cells = [nbformat.v4.new_code_cell(text) for text in example().split("if __name__")]
+    cells[1]["source"] = "print(hvdtrain.run(train, args=[0.002], np=2))"
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    text = "".join(output.get("text", "") for output in notebook.cells[1].outputs)
+    assert text.splitlines()[-1] == "[47, 47]"
+    assert "[0]<stdout>:step 47/47" in text
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exception_of_a_rank_is_raised_in_the_caller(case, engine):
+    job = case(engine, "raised").wait()
+    assert job.returncode == 0, job.text
+    assert f"caught 1 {CAUSE}" in job.lines
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_job_continues_after_a_rank_was_killed(case, run, tmp_path, engine):
+    job = case(engine, "killed").wait()
+    # The last checkpoint before the kill is that of step 15.
+    assert results_of(job) == "[(0, 15, 47), (1, 15, 47)]"
+    assert re.search(r"rank 1 on .* was killed by signal 9. .*restart 1 of 1", job.text)
+    folder = tmp_path / "horovodrun"
+    folder.mkdir()
+    run(["horovodrun", "digits", str(folder)], program=PROGRAM, launcher="gloo")
+    assert_equal_weights(tmp_path, folder)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_that_was_killed_is_an_error(case, engine):
+    job = case(engine, "lost").wait()
+    assert job.returncode != 0
+    assert re.search(r"LostRankError: rank 1 on .* was killed by signal 9", job.text)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_the_caller_ends_the_ranks(case, tmp_path, engine, number):
+    job = case(engine, "waits")
+    # Rank 0 waits in native code.
+    files = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    job.wait_until(lambda: all(file.exists() for file in files), "a rank")
+    program = "hvdtrain.runner.rank"
+    ranks = [process for process in job.processes() if program in process.cmdline()]
+    assert len(ranks) == 2
+    job.process.send_signal(number)
+    assert job.process.wait(60) != 0
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive
+    # Ray's own processes end later.
+    if engine == "local":
+        job.wait()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_many_runs_of_one_caller_leave_nothing_behind(case, engine):
+    job = case(engine, "often").wait()
+    assert results_of(job) == "[(0, 2), (1, 2)] [(0, 2), (18, 2)]"
+    found = re.search(r"processes: (\(.*\)) (\(.*\))$", job.text, re.M)
+    assert found[1] == found[2]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("engine", "advice"),
+    [
+        ("ray", "cluster has {'CPU'"),
+        pytest.param("local[2]", "free core", marks=SPARK),
+    ],
+)
+def test_an_engine_without_room_is_one_line(case, engine, advice):
+    job = case(engine, "full").wait()
+    assert job.returncode != 0
+    assert re.search(
+        rf"RunError: Received 0 of 3 ranks from \w+: .* within 5 s\. .*{advice}",
+        job.text,
+    )
