@@ -98,8 +98,10 @@ def quotas(
 def control_groups(
     root: str | os.PathLike = "/sys/fs/cgroup",
     membership: str | os.PathLike = "/proc/self/cgroup",
+    *,
+    controller: str = "cpu",
 ) -> Iterator[pathlib.Path]:
-    """Yield the directories of this process' groups of the controller cpu, v1 or v2.
+    """Yield the directories of this process' groups of a controller, v1 or v2.
 
     Not all of them exist.
     """
@@ -109,9 +111,9 @@ def control_groups(
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base = pathlib.Path(root) / ("cpu" if controllers else "")
+        base = pathlib.Path(root) / (controller if controllers else "")
         inside = pathlib.PurePath(path.lstrip("/"))
         # In a container the path may be the host's, which does not exist here. The
         # group of the container is then mounted at the root.

@@ -129,3 +129,13 @@ def process_state(pid: int) -> str:
         return ""
     # After the name of the program, which may contain spaces.
     return stat.rpartition(")")[2].split()[0]
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    try:
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

@@ -98,7 +98,9 @@ def _describe(answers: Sequence[Answer]) -> str:
     step = f", step {awaited.step:,}" if awaited.step else ""
     name = awaited.in_flight.name
     # A rank may be stopped in the collective, or have just entered it.
-    has_entered = all(answer.number >= awaited.number > 0 for answer in late)
+    # Collectives of a process set have no number.
+    number = awaited.in_flight.number
+    has_entered = all(answer.number >= number > 0 for answer in late)
     verb = "complete" if has_entered else "enter"
     return (
         f"{_names(late)} did not {verb} {awaited.in_flight} ({name}{step}) for "
@@ -126,6 +128,8 @@ def _describe_waiting(waiting: Sequence[Answer]) -> str:
         )
     groups = _by_text((a.member.rank, f"in {_in(a)}{_at(a)}") for a in waiting)
     listed = "; ".join(f"{ranks} {text}" for text, ranks in groups)
+    if count < waiting[0].member.size:
+        return f"For {seconds:.0f} s: {listed}. The other ranks are not visible here."
     return (
         f"Deadlock: for {seconds:.0f} s the ranks wait in different collectives, which "
         f"they call in different orders: {listed}."
@@ -147,7 +151,7 @@ def _where(late: Sequence[Answer]) -> str:
 def _sentence(group: tuple[str, str]) -> str:
     text, ranks = group
     if ranks.startswith("ranks"):
-        verbs = {"is": "are", "does": "do", "runs,": "run,"}
+        verbs = {"is": "are", "does": "do"}
         verb, _, rest = text.partition(" ")
         text = f"{verbs.get(verb, verb)} {rest}"
     return f"{ranks} {text}"
@@ -174,7 +178,7 @@ def _is_in(answer: Answer) -> str:
     phase = (place.phase if place else "") or answer.phase
     inside = _in(answer) if answer.in_flight else _PHASE_TEXTS.get(phase, phase)
     where = ", ".join(filter(None, (inside, str(place.frame) if place else "")))
-    return f"is in {where}" if where else "runs, at an unknown place"
+    return f"is in {where}" if where else "is running; its stack has no Python frame"
 
 
 def _describe_lost(answer: Answer) -> str:

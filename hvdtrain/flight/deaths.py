@@ -7,30 +7,45 @@ import re
 import time
 from collections.abc import Iterator
 
+from hvdtrain.environment import control_groups
+
 # What `faulthandler` writes first when it handles a fatal signal.
 _FATAL = re.compile(r"^Fatal Python error: (.*)$", re.M)
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 # The kernel writes its line just before, and the counter just after the kill.
 _SECONDS_FOR_EVIDENCE = 1.0
 _POLL_SECONDS = 0.05
+# PROC_PID_INIT_INO of the kernel.
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+# The clock of the log is not exactly the monotonic one.
+_SLACK_SECONDS = 1.0
 
 
 class OutOfMemoryKills:
-    """Kills by the out-of-memory killer since this object was made.
+    """Kills by the out-of-memory killer.
 
-    Its words are in the kernel's log, which only root may read on most machines, and a
-    counter of the control group that had the limit.
+    Evidence is a line in the kernel's log, which only root can read on most machines,
+    and the counter `oom_kill` of the control group that had the limit.
     """
 
     def __init__(self, membership: str | os.PathLike = "/proc/self/cgroup") -> None:
+        self._start = time.monotonic()
         self._counters = list(_counters(membership))
-        self._before = [_count(path) for path in self._counters]
+        self._before = self._last = [_count(path) for path in self._counters]
+
+    def renew(self) -> None:
+        """Count kills from the last call of this method on.
+
+        The present ones may be of a process that has not ended yet.
+        """
+        self._before = self._last
+        self._last = [_count(path) for path in self._counters]
 
     def words_for(self, pid: int) -> str:
         """Return the evidence that the killer has ended `pid`; empty without any."""
         deadline = time.monotonic() + _SECONDS_FOR_EVIDENCE
         while True:
-            words = _kernel_line(pid) or self._counted()
+            words = _kernel_line(pid, since=self._start) or self._counted()
             if words or time.monotonic() > deadline:
                 return words
             time.sleep(_POLL_SECONDS)
@@ -60,14 +75,24 @@ def is_fatal(text: str) -> bool:
     return bool(_FATAL.search(text))
 
 
-def _kernel_line(pid: int) -> str:
-    """Return the kernel's line on the kill of a process, without its numbers."""
+def _kernel_line(pid: int, *, since: float) -> str:
+    """Return the kernel's line on the kill of a process, without its numbers.
+
+    Args:
+        since: seconds of the monotonic clock. Earlier lines may be of another process
+            with this PID.
+    """
+    if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
+        # In a container, PIDs in the log are other ones.
+        return ""
     killed = re.compile(rf"(?:[Oo]ut of memory)[^\n]*: Killed process {pid} \([^\n]*")
     with contextlib.suppress(OSError):
         file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         try:
             for record in _records(file):
-                if found := killed.search(record):
+                found = killed.search(record)
+                # "priority,number,microseconds,flags;text"
+                if found and int(record.split(",")[2]) * 1e-6 >= since - _SLACK_SECONDS:
                     return f"kernel: {found[0].strip()}"
         finally:
             os.close(file)
@@ -87,20 +112,9 @@ def _records(file: int) -> Iterator[str]:
 
 def _counters(membership: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Yield the files that count kills in this process' control groups, v1 and v2."""
-    try:
-        lines = pathlib.Path(membership).read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        name = "memory.oom_control" if controllers else "memory.events"
-        base = _CGROUPS / ("memory" if controllers else "")
-        inside = pathlib.PurePath(path.lstrip("/"))
-        # In a container the group is mounted at the root.
-        for folder in (inside, *inside.parents):
-            if (file := base / folder / name).exists():
+    for directory in control_groups(_CGROUPS, membership, controller="memory"):
+        for name in ("memory.oom_control", "memory.events"):
+            if (file := directory / name).exists():
                 yield file
 
 

@@ -1,13 +1,12 @@
-"""The program of a process beside each rank, which sees it when it does not respond.
+"""The guard: a process beside each rank that observes the rank from outside.
 
 A rank that is blocked in MPI, in TensorFlow, or by a thread that holds the GIL runs no
-Python. A rank that was killed runs nothing. So this process watches it from outside: it
-reads the rank's ring, its state in /proc, and the stacks that `faulthandler` writes on
-SIGQUIT. It makes a roll call when the rank waits in a collective for longer than the
-limit, takes many times the usual time for a step, or received SIGQUIT from a person. It
-answers the roll calls of other guards. When the rank ends without Python's exit, it
-says why. A rank that is stopped for long is killed: the others wait for it, under MPI
-without limit.
+Python. A rank that was killed runs nothing. The guard reads the rank's ring, its state
+in /proc, and the stacks that `faulthandler` writes on SIGQUIT. It makes a roll call
+when the rank waits in a collective for longer than the limit, takes many times the
+usual time for a step, or received SIGQUIT from a person. It answers the roll calls of
+other guards. When the rank ends without Python's exit, it says why. A rank that is
+stopped for long is killed: the others wait for it, under MPI without limit.
 """
 
 import contextlib
@@ -31,10 +30,11 @@ _SHARE_OF_STALL_LIMIT = 0.5
 _MAX_PERIOD_SECONDS = 1.0
 # `faulthandler` writes all threads within this, unless the process is blocked.
 _STACK_SECONDS = 3.0
-# It writes in one go: a gap is the end.
+# A dump has no pauses: silence of this length ends it.
 _QUIET_SECONDS = 0.2
 # A step is slow if it takes this many times the median of the steps before.
 _SLOW_FACTOR, _KNOWN_STEPS = 20, 5
+_END_POLL_SECONDS = 0.01
 # Exit codes from here on are those of a process that a signal has ended.
 _OF_A_SIGNAL = 128
 _STDIN, _STDERR = 0, 2
@@ -88,6 +88,8 @@ class Guard:
         self._stack_text = ""
         self._stopped_periods = 0
         self._called_for: float | None = None
+        # Whether the last roll call of this process was for a wait, and has text.
+        self._has_concluded = False
         self._answered = ""
         # Whether the rank has not written the stacks that a roll call asked for.
         self._awaits_stacks = False
@@ -105,6 +107,10 @@ class Guard:
             self._check_stopped()
             self._check_progress()
             self._answer_call()
+            self._kills.renew()
+            if not deaths.is_fatal(self._stack_text):
+                # The rank has moved on before the next roll call.
+                self._stack_text = ""
         # What it wrote before it ended.
         self._read(0.0)
         if self._exit_code is None:
@@ -129,10 +135,15 @@ class Guard:
             # Not replaced at the end of the pipe, which follows a fatal error.
             self._stack_text += text
             if text and not deaths.is_fatal(text):
-                self._call()
+                self._call(has_stalled=False)
         if _STDIN in ready and not self._read_commands():
-            # The input ends before the process does: do not spin.
-            time.sleep(timeout_seconds)
+            self._wait_for_end(timeout_seconds)
+
+    def _wait_for_end(self, timeout_seconds: float) -> None:
+        """Wait for the end of the process, whose files the kernel closes before."""
+        deadline = time.monotonic() + timeout_seconds
+        while os.getppid() == self._member.pid and time.monotonic() < deadline:
+            time.sleep(_END_POLL_SECONDS)
 
     def _read_commands(self) -> bool:
         data = os.read(_STDIN, 1 << 16).decode()
@@ -152,6 +163,8 @@ class Guard:
 
     def _join(self, member: Member) -> None:
         self._member = member
+        # The job continues without the ranks that it has lost.
+        self._meeting.forget_lost()
         with contextlib.suppress(OSError):
             self._meeting.announce(member)
 
@@ -161,8 +174,10 @@ class Guard:
             return
         with contextlib.suppress(OSError):
             meeting.announce(self._member)
-            self._meeting.leave(self._member)
-            self._meeting = meeting
+            # The same one where a process trains twice in a directory.
+            if meeting != self._meeting:
+                self._meeting.leave(self._member)
+                self._meeting = meeting
 
     def _check_stopped(self) -> None:
         # Count periods instead of seconds: a scheduler that suspends all processes
@@ -176,8 +191,11 @@ class Guard:
                 f"{self._name}: was stopped, as by SIGSTOP, for {self._stop_seconds:g}"
                 " s, and is killed, since the other ranks wait for it.\n"
             )
+            self._killed = (
+                f"was stopped, as by SIGSTOP, for {self._stop_seconds:g} s, and its "
+                "guard killed it"
+            )
             self._stop_seconds = 0
-            self._killed = "was stopped, as by SIGSTOP, for long, and was killed"
             os.kill(self._member.pid, signal.SIGKILL)
 
     def _check_progress(self) -> None:
@@ -186,31 +204,42 @@ class Guard:
             return
         now = time.monotonic()
         since = moment.entered if moment.entered else self._steps.slow(moment, now)
+        if self._has_concluded and moment.entered not in (None, self._called_for):
+            # The job goes on: a later failure has another cause.
+            self._has_concluded = False
+            self._meeting.conclude("")
         if since is None or since == self._called_for:
             return
         if now - since >= self._task.check_seconds:
             self._called_for = since
-            self._call()
+            self._call(has_stalled=True)
 
-    def _call(self) -> None:
+    def _call(self, *, has_stalled: bool) -> None:
         """Make a roll call, unless one is open, and print what it shows."""
-        call = self._meeting.call()
-        if not call:
-            return
         try:
-            self._answer(call)
-            given = self._meeting.wait_for_answers(call)
-        finally:
-            self._meeting.close_call()
+            call = self._meeting.call()
+        except OSError:
+            # Without files: what this process sees of its own rank.
+            given = [self._look()]
+        else:
+            if not call:
+                return
+            try:
+                self._answer(call)
+                given = self._meeting.wait_for_answers(call)
+            finally:
+                self._meeting.close_call()
         text = conclusion.conclude(given)
-        self._meeting.conclude(text)
+        if has_stalled:
+            self._has_concluded = True
+            self._meeting.conclude(text)
         _print(f"{text}\n{self._write_stacks(given)}")
 
     def _write_stacks(self, given: list[Answer]) -> str:
         """Write the stacks to a file of the model_dir, or return the suspects'."""
         folder = self._meeting.directory.parent / "errors"
         if str(self._meeting.directory) != self._task.directory:
-            step = max(answer.step for answer in given)
+            step = max((answer.step for answer in given), default=0)
             path = folder / f"stacks-step-{step}.txt"
             with contextlib.suppress(OSError):
                 folder.mkdir(exist_ok=True)
@@ -226,16 +255,23 @@ class Guard:
         call = self._meeting.open_call()
         if call and call != self._answered:
             self._answer(call)
-            # The same wait is no reason for a call of its own.
+            # Do not make a second roll call for the same wait.
             moment = ring.read_moment(self._member.ring)
             if moment and moment.entered:
                 self._called_for = moment.entered
 
     def _answer(self, call: str) -> None:
         self._answered = call
+        self._meeting.answer(call, self._look())
+
+    def _look(self) -> Answer:
+        """Return where the rank is."""
         state, text = "running", self._stack_text
         if answers.process_state(self._member.pid) == "T":
             state = "stopped"
+        elif not text and not answers.handles(self._member.pid, signal.SIGQUIT):
+            # Its default action would end the rank.
+            state = "silent"
         elif not text:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._member.pid, signal.SIGQUIT)
@@ -243,8 +279,7 @@ class Guard:
             state = "running" if text else "silent"
             self._awaits_stacks = not text
         self._stack_text = ""
-        given = answers.observe(self._member, state=state, stack_text=text)
-        self._meeting.answer(call, given)
+        return answers.observe(self._member, state=state, stack_text=text)
 
     def _read_stacks(self) -> str:
         data = b""
@@ -258,16 +293,19 @@ class Guard:
         return data.decode(errors="replace")
 
     def _report_death(self) -> None:
+        # Before the search for the cause, which takes a second: other ranks fail now.
+        is_first = not self._has_failed()
+        self._keep_records("ended", "has ended")
         cause = self._killed or deaths.cause(
             self._member.pid, fatal_error=self._stack_text, kills=self._kills
         )
-        is_first = not self._has_failed()
         given = self._keep_records("ended", cause)
-        if is_first:
-            text = conclusion.conclude([given])
-            self._meeting.conclude(text)
-            stack = f"{self._stack_text.rstrip()}\n" if self._stack_text else ""
-        if is_first and not self._killed:
+        if not is_first:
+            return
+        text = conclusion.conclude([given])
+        self._meeting.conclude(text)
+        stack = f"{self._stack_text.rstrip()}\n" if self._stack_text else ""
+        if not self._killed:
             _print(f"{stack}{text}\nRecords: {self._meeting.directory}\n")
 
     def _leaves_records(self) -> bool:

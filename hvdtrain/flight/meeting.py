@@ -61,22 +61,29 @@ class Meeting:
             self.directory.rmdir()
 
     def call(self) -> str | None:
-        """Make a call that all guards answer; None if another one is open."""
-        self.open_call()
+        """Make a call that all guards answer; None if another one is open.
+
+        Raises:
+            OSError: the directory is full, gone, or cannot be written.
+        """
         identity = _unique()
-        # The directory may be full, or gone.
-        with contextlib.suppress(OSError), self._temporary(identity) as temporary:
-            os.link(temporary, self.directory / _CALL)
+        path = self.directory / _CALL
+        with self._temporary(identity) as temporary:
+            # By the clock of the file system.
+            now = temporary.stat().st_mtime
+            with contextlib.suppress(FileNotFoundError):
+                if now - path.stat().st_mtime > _CALL_SECONDS:
+                    path.unlink()
+        with contextlib.suppress(FileExistsError), path.open("x") as file:
+            # Readers skip a file that is not complete. Some file systems have no links.
+            json.dump(identity, file)
             return identity
         return None
 
     def open_call(self) -> str | None:
         """Return the call that is to be answered, if there is one."""
-        path = self.directory / _CALL
         try:
-            if time.time() - path.stat().st_mtime > _CALL_SECONDS:
-                path.unlink()
-            return json.loads(path.read_text())
+            return json.loads((self.directory / _CALL).read_text())
         except (OSError, ValueError):
             return None
 
@@ -113,7 +120,10 @@ class Meeting:
         return sorted(given, key=lambda answer: answer.member.rank)
 
     def conclude(self, text: str) -> None:
-        """Keep a conclusion, for the message with which ranks fail."""
+        """Keep a conclusion, for the message with which ranks fail; "" removes it."""
+        if not text:
+            self._remove(_CONCLUSION)
+            return
         with contextlib.suppress(OSError):
             self._write(_CONCLUSION, {"seconds": time.time(), "text": text})
 
@@ -125,9 +135,15 @@ class Meeting:
                 return text
         return ""
 
+    def forget_lost(self) -> None:
+        """Remove the answers of ranks that have ended."""
+        for answer in self.answers(""):
+            self._remove(f"{_ANSWER}{answer.member.name}.json")
+            self._remove(f"{_MEMBER}{answer.member.name}.json")
+
     def clear(self) -> None:
         """Remove all files of an earlier run of the job."""
-        for prefix in (_MEMBER, _ANSWER, _CALL, _CONCLUSION):
+        for prefix in (_MEMBER, _ANSWER, _CALL, _CONCLUSION, "."):
             for path in self.directory.glob(f"{prefix}*"):
                 self._remove(path.name)
 

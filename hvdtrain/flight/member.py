@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 
 from hvdtrain.flight.answer import Member, process_state
 from hvdtrain.flight.guard import Task
@@ -45,9 +46,7 @@ class _Membership:
         self.meetings = [Meeting(pathlib.Path(task.directory))]
 
     def tell(self, line: str) -> None:
-        # A fork has the pipe as well, and is another process.
-        if os.getpid() != self.task.member.pid or self.process.stdin is None:
-            return
+        assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
@@ -90,18 +89,43 @@ def join(
         check_seconds=check_seconds,
         shutdown_seconds=shutdown_seconds,
     )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, str(_PACKAGE), task.as_text()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[reader],
+            # Launchers signal the group of a rank, also when they end it.
+            start_new_session=True,
+        )
+    except OSError as error:
+        os.close(writer)
+        warnings.warn(
+            f"A hang of rank {rank} will not be explained: its guard cannot be started "
+            f"({error}).",
+            stacklevel=2,
+        )
+        return
+    finally:
+        os.close(reader)
     faulthandler.register(signal.SIGQUIT, file=writer, all_threads=True)
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _PROGRAM, str(_PACKAGE), task.as_text()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[reader],
-        # Launchers signal the group of a rank, also when they end it.
-        start_new_session=True,
-    )
-    os.close(reader)
     _Present.membership = _Membership(process, task, writer)
     atexit.register(leave)
+    os.register_at_fork(after_in_child=_leave_in_fork)
+
+
+def _leave_in_fork() -> None:
+    """Keep the errors of a forked process out of what its parent's guard reads."""
+    membership = _Present.membership
+    if membership:
+        faulthandler.disable()
+        faulthandler.unregister(signal.SIGQUIT)
+        # To the whole group of a rank: it is no reason for this process to end.
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+        os.close(membership.writer)
+        assert membership.process.stdin is not None
+        membership.process.stdin.close()
+        _Present.membership = None
 
 
 def _remove_old() -> None:
@@ -166,7 +190,7 @@ def meet_in(model_dir: str | os.PathLike) -> None:
     """
     if membership := _Present.membership:
         meeting = Meeting(pathlib.Path(model_dir).absolute() / FOLDER)
-        membership.meetings.append(meeting)
+        membership.meetings[1:] = [meeting]
         membership.tell(f"meet {json.dumps(str(meeting.directory))}")
 
 

@@ -9,6 +9,7 @@ import itertools
 import os
 import pathlib
 import struct
+from collections.abc import Iterator
 
 # The first one is code outside of the others, as in a script that calls `hvd.init`.
 PHASES = (
@@ -88,15 +89,12 @@ def read(path: str | os.PathLike) -> Ring | None:
     if data is None:
         return None
     fields = _HEADER.unpack_from(data)
-    records = [
-        _RECORD.unpack_from(data, HEADER_BYTES + number * RECORD_BYTES)
-        for number in range(RECORDS)
-    ]
-    newest = fields[1]
+    # A record that was overwritten while the file was read has another sequence now.
+    again = _bytes(path, HEADER_BYTES + RECORDS * RECORD_BYTES) or data
     kept = sorted(
         record
-        for record in records
-        if newest - RECORDS < record[0] <= newest and record[0] > 0
+        for record, later in zip(_records(data), _records(again), strict=True)
+        if record[0] == later[0] > 0
     )
     return Ring(
         phase=PHASES[fields[7]],
@@ -109,11 +107,15 @@ def read(path: str | os.PathLike) -> Ring | None:
     )
 
 
+def _records(data: bytes) -> Iterator[tuple]:
+    return _RECORD.iter_unpack(data[HEADER_BYTES:])
+
+
 def _since_reset(collectives: list[Collective]) -> tuple[Collective, ...]:
-    """Return those since the ranks of an elastic job began to count from 1 again."""
+    """Return those since the ranks began to count from 1 again."""
     first = 0
     for index, (before, after) in enumerate(itertools.pairwise(collectives), 1):
-        if 0 < after.number < before.number:
+        if 0 < after.number <= before.number:
             first = index
     return tuple(collectives[first:])
 

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import os
 import socket
+import warnings
 
 # First: it raises one line where the libraries do not fit each other.
 from hvdtrain import libraries  # isort: split
@@ -40,7 +41,7 @@ def init(*args: object, **kwargs: object) -> None:
     if launched.launcher:
         # Before Horovod starts, which may block.
         membership.join(rank=launched.rank, size=launched.size)
-    recorder.open_ring(member.ring_path())
+    _record()
     with recorder.collective("hvd.init", "init", size_bytes=0, is_of_all_ranks=False):
         hvd.init(*args, **kwargs)
     if launched.launcher:
@@ -49,6 +50,15 @@ def init(*args: object, **kwargs: object) -> None:
     if hvd.rank() == 0:
         is_gloo = hvd.size() > 1 and hvd.gloo_enabled() and not hvd.mpi_enabled()
         libraries.warn_of_doubts(is_stall_limit_needed=is_gloo)
+
+
+def _record() -> None:
+    try:
+        recorder.open_ring(member.ring_path())
+    except OSError as error:
+        warnings.warn(
+            f"A hang of this rank will not be explained: {error}.", stacklevel=3
+        )
 
 
 @functools.cache

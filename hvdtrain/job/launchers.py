@@ -21,6 +21,8 @@ _LAUNCHERS = (
 # Prefixes of the variables by which the ranks of a job find each other.
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 _RANK = ("HOROVOD_RANK", "HOROVOD_SIZE")
+# Variables with the address at which the ranks of a job under Gloo find each other.
+GLOO_RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 # Variable that is set in a job of the scheduler.
 SCHEDULERS = {
     "Slurm": "SLURM_JOB_ID",
@@ -93,7 +95,7 @@ def has_rendezvous(environ: Mapping[str, str]) -> bool:
 
 def is_gloo(environ: Mapping[str, str]) -> bool:
     """Return whether horovodrun has chosen Gloo as the controller."""
-    return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ
+    return all(name in environ for name in GLOO_RENDEZVOUS)
 
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:

@@ -31,5 +31,8 @@ def _job() -> str:
     for name, pid, start in launchers.ancestors():
         if name in launchers.PROCESSES:
             return f"{pid}-{start * 100:.0f}"
+    # On a host to which horovodrun connects once for each rank, and in an engine.
+    if launchers.is_gloo(os.environ):
+        return "-".join(os.environ[name] for name in launchers.GLOO_RENDEZVOUS)
     parent = os.getppid()
     return f"{parent}-{launchers.process(parent)[2] * 100:.0f}"

@@ -11,8 +11,8 @@
 namespace hvdtrain {
 namespace {
 
-// Never unmapped: an operation may still write when Python exits, and elastic jobs
-// continue with the ring that they have.
+// Never unmapped: an operation may still write while Python exits. Elastic jobs keep
+// their ring.
 std::atomic<RingHeader*> ring{nullptr};
 
 Record* Records(RingHeader* header) {
@@ -34,7 +34,9 @@ void Copy(char* to, const char* from, size_t bytes) {
 Record& Claim(RingHeader* header, uint64_t* sequence) {
   *sequence = header->records.fetch_add(1, std::memory_order_relaxed) + 1;
   Record& record = Records(header)[(*sequence - 1) % kRecords];
-  record.sequence.store(0, std::memory_order_release);
+  record.sequence.store(0, std::memory_order_relaxed);
+  // Before the fields: a reader never sees new fields with the old sequence.
+  std::atomic_thread_fence(std::memory_order_release);
   return record;
 }
 
@@ -146,7 +148,9 @@ EXPORT uint32_t hvdtrain_enter_phase(uint32_t phase) {
 
 EXPORT void hvdtrain_set_step(uint64_t step) {
   auto* const header = hvdtrain::ring.load();
-  if (header != nullptr) header->step = step;
+  if (header == nullptr) return;
+  header->step = step;
+  header->step_entered = hvdtrain::Now();
 }
 
 }  // extern "C"

@@ -70,7 +70,7 @@ def open_ring(path: str | os.PathLike | None = None) -> None:
     if not library:
         return
     if _OpenRing.memory:
-        library.functions.hvdtrain_renumber_collectives()
+        renumber_collectives()
         return
     with _new_file(path) as file:
         count = library.functions.hvdtrain_ring_bytes()
@@ -81,6 +81,12 @@ def open_ring(path: str | os.PathLike | None = None) -> None:
         if error := library.functions.hvdtrain_open_ring(name.encode()):
             _OpenRing.memory = None
             raise OSError(error, os.strerror(error))
+
+
+def renumber_collectives() -> None:
+    """Number the next collective of all ranks 1; to be called on all ranks."""
+    if library := _library():
+        library.functions.hvdtrain_renumber_collectives()
 
 
 @contextlib.contextmanager
@@ -203,12 +209,14 @@ def recent_waits(count: int = 64) -> tuple[int, np.ndarray]:
         return 0, np.zeros(0)
     records = np.frombuffer(_OpenRing.memory, _RECORD, offset=ring.HEADER_BYTES).copy()
     # Numbers start again in an elastic job, sequences do not.
-    complete = records[(records["number"] > 0) & (records["left"] > 0)]
-    records = np.sort(complete, order="sequence")[-count:]
+    is_written = (records["sequence"] > 0) & (records["left"] > 0)
+    complete = records[is_written & (records["number"] > 0)]
+    records = np.sort(complete, order="sequence")
     if not len(records):
         return 0, np.zeros(0)
-    seconds = 1e-9 * (records["left"] - records["entered"])
-    return int(records["number"][-1]), seconds
+    newest = int(records["number"][-1])
+    records = records[-min(count, newest) :]
+    return newest, 1e-9 * (records["left"] - records["entered"])
 
 
 def _fields() -> np.ndarray | None:

@@ -145,4 +145,6 @@ class _Stretch:
         rest *= kept / self._steps
         yield INPUT, rest * (self.line.get("input_wait") or 0.0)
         straggler = self.line.get("straggler") or {}
-        yield SLOWEST, rest * (straggler.get("waiting") or 0.0)
+        # A share of the whole time, evaluation and saving included.
+        waiting = seconds * (straggler.get("waiting") or 0.0)
+        yield SLOWEST, waiting * kept / self._steps

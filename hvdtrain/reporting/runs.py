@@ -160,7 +160,8 @@ def compute_delays(lines: Sequence[Line]) -> dict[int, dict[str, float]]:
 
 def seconds_of_steps(start: Line, before: Line, line: Line) -> float:
     """Return the seconds of the steps to a report, by the speed without tracing."""
-    speed = line["samples_per_second"]
+    # The line "end" has none.
+    speed = line.get("samples_per_second")
     samples = max(0, line["step"] - before["step"]) * start["global_batch_size"]
     return samples / speed if speed else 0.0
 

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -13,7 +14,7 @@ from typing import Any
 import cloudpickle
 from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from horovod.runner.gloo_run import create_slot_env_vars
-from horovod.runner.http.http_server import RendezvousServer
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from hvdtrain.runner import channel
 from hvdtrain.runner.engine import Engine, PlacedAgents, RunError
@@ -110,12 +111,6 @@ def _accept(
             )
 
 
-class _Rendezvous(RendezvousServer):
-    def stop(self) -> None:
-        super().stop()
-        self._httpd.server_close()
-
-
 @contextlib.contextmanager
 def _rendezvous(agents: Sequence[_Agent], size: int) -> Iterator[int]:
     """Assign the ranks, and serve Horovod's rendezvous; yield its port."""
@@ -131,13 +126,16 @@ def _rendezvous(agents: Sequence[_Agent], size: int) -> Iterator[int]:
     remaining = iter(slots)
     for agent in ordered:
         agent.slots = list(itertools.islice(remaining, agent.hello.slots))
-    server = _Rendezvous()
-    port = server.start()
+    server = RendezvousHTTPServer(("", 0), RendezvousHandler, 0)
+    server.init(slots)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     try:
-        server.init(slots)
-        yield port
+        yield server.server_port
     finally:
-        server.stop()
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def _stop(agents: Sequence[_Agent]) -> None:

@@ -168,9 +168,28 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
                 waiting(0, stacks=stack(LOAD)),
                 waiting(1, collective(7, "weights", "broadcast"), stacks=stack(MAIN)),
             ],
+            "For 40 s: rank 0 in allreduce 7 (gradients), Train.py:12 in load; rank 1 "
+            "in broadcast 7 (weights), Train.py:40 in <module>. The other ranks are "
+            "not visible here.",
+        ),
+        (
+            [
+                waiting(0, stacks=stack(LOAD)),
+                waiting(1, collective(7, "weights", "broadcast")),
+                waiting(2, collective(7, "weights", "broadcast")),
+            ],
             "Deadlock: for 40 s the ranks wait in different collectives, which they "
             "call in different orders: rank 0 in allreduce 7 (gradients), Train.py:12 "
-            "in load; rank 1 in broadcast 7 (weights), Train.py:40 in <module>.",
+            "in load; ranks 1 and 2 in broadcast 7 (weights).",
+        ),
+        (
+            # A collective of a process set, after 7 of all ranks.
+            [
+                waiting(0, collective(0, "g"), number=7, seconds=41.0),
+                given(1, phase="input", number=7, stacks=stack(LOAD)),
+            ],
+            "rank 1 on node1 did not enter allreduce (g, step 3) for 41 s. It is in "
+            "its input, Train.py:12 in load; the other rank waits for it.",
         ),
         (
             [waiting(0), waiting(1, seconds=39.0), waiting(2)],
@@ -201,7 +220,7 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
         (
             [given(0, phase="compute"), waiting(1, seconds=0.5), given(2)],
             "rank 0 is in its compute; rank 1 is in allreduce 7 (gradients); rank 2 "
-            "runs, at an unknown place.",
+            "is running; its stack has no Python frame.",
         ),
         (
             [given(0, phase="start"), DEAD, given(2, "left", cause="has ended")],
@@ -343,6 +362,8 @@ def test_the_last_member_removes_the_directory(meeting):
     assert [each.size for each in meeting.members()] == [3, 5]
     meeting.answer("", DEAD)
     meeting.conclude("text")
+    meeting.conclude("")
+    assert not meeting.conclusion(within_seconds=LIMIT_SECONDS)
     meeting.leave(member(1))
     assert (meeting.members(), meeting.answers()) == ([member(0)], [])
     meeting.leave(member(0))
@@ -371,6 +392,19 @@ def test_ranks_that_have_ended_answer_every_call(meeting):
     assert meeting.answers("first") == [waiting(0), DEAD]
     assert meeting.answers("second") == [DEAD]
     assert meeting.wait_for_answers("first") == [waiting(0), DEAD]
+
+
+def test_a_job_that_continues_forgets_the_ranks_that_it_has_lost(meeting):
+    meeting.answer("first", waiting(0))
+    meeting.answer("", DEAD)
+    meeting.forget_lost()
+    assert meeting.members() == [member(0)]
+    assert meeting.answers() == [waiting(0)]
+
+
+def test_a_directory_without_room_for_a_call_is_an_error(meeting):
+    with pytest.raises(OSError, match="No such file"):
+        Meeting(meeting.directory / "gone").call()
 
 
 def test_a_truncated_file_is_skipped(meeting):
@@ -414,6 +448,11 @@ def test_causes_of_death(monkeypatch, tmp_path, line, name):
         f"was killed by the out-of-memory killer (oom_kill of {counter} rose from 2 to "
         "3)"
     )
+    # The kill of another process, before.
+    kills.renew()
+    assert "oom_kill" in cause(kills)
+    kills.renew()
+    assert cause(kills) == killed
     fatal = f"Fatal Python error: Aborted\n\n{stack(LOAD)}"
     assert cause(kills, fatal) == "died in native code: Aborted"
     assert deaths.is_fatal(fatal)

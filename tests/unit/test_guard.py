@@ -14,7 +14,7 @@ import pytest
 
 from hvdtrain.diagnosis import roll
 from hvdtrain.flight import ring
-from hvdtrain.flight.answer import Answer, Member
+from hvdtrain.flight.answer import Answer, Member, handles
 from hvdtrain.flight.guard import _Steps
 from hvdtrain.flight.meeting import Meeting
 from hvdtrain.flight.ring import Moment
@@ -179,6 +179,54 @@ def test_a_fatal_error_is_printed_with_its_stack(start):
     assert f"rank 0 on {HOST} died in native code: Aborted. It was in " in printed
 
 
+def test_a_rank_that_was_killed_is_reported_before_those_that_fail_by_it(start):
+    killed, fails = (
+        start("time.sleep(0.3); member.leave(1); os._exit(1)", rank=rank, size=2)
+        for rank in (0, 1)
+    )
+    for rank in (killed, fails):
+        write_ring(rank.ring, seconds=5)
+    killed.process.kill()
+    # Less than the search for the cause takes.
+    assert fails.end() == ""
+    assert killed.end().startswith(f"rank 0 on {HOST} {KILLED}")
+
+
+def test_a_forked_process_is_not_taken_for_the_rank(start):
+    fork = "child = os.fork(); child or os.abort(); os.waitpid(child, 0)"
+    rank = start(f"{fork}; os.kill(os.getpid(), signal.SIGKILL)")
+    assert rank.end().startswith(f"rank 0 on {HOST} {KILLED}")
+
+
+def test_a_rank_meets_twice_in_a_directory(start, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    meet = f"member.meet_in('{folder}'); member.meet_in('{folder}')"
+    rank = start(f"{meet}; print('met', flush=True); load()")
+    rank.process.stdin.write("\n")
+    rank.process.stdin.flush()
+    assert rank.process.stdout.readline() == "met\n"
+    meeting = Meeting(folder / "flight")
+    until(lambda: not rank.meeting.directory.exists())
+    until(lambda: psutil.Process(rank.process.pid).status() == psutil.STATUS_SLEEPING)
+    rank.process.send_signal(signal.SIGQUIT)
+    stacks = folder / "errors" / "stacks-step-0.txt"
+    until(lambda: "Stacks of all ranks" in rank.printed)
+    assert "line 7 in load" in stacks.read_text()
+    assert [member.pid for member in meeting.members()] == [rank.process.pid]
+
+
+def test_a_roll_call_does_not_end_a_rank_without_a_handler(start):
+    end = "signal.signal(signal.SIGQUIT, signal.SIG_DFL); print('now'); load()"
+    waits, late = start(rank=0, size=2, check=2.0), start(end, rank=1, size=2)
+    late.process.stdin.write("\n")
+    late.process.stdin.flush()
+    until(lambda: not handles(late.process.pid, signal.SIGQUIT))
+    write_ring(waits.ring, seconds=5)
+    until(lambda: "It does not respond" in waits.printed)
+    assert late.process.poll() is None
+
+
 def test_a_rank_that_is_stopped_is_killed(start):
     rank = start(stop=2.0)
     rank.process.send_signal(signal.SIGSTOP)
@@ -200,7 +248,8 @@ def test_sigquit_makes_a_roll_call(start):
     lines = rank.printed.splitlines()
     assert lines[0] == f"rank 0 {place}."
     assert lines[1] == f"rank 0 on {HOST}, process {rank.process.pid}: {place}"
-    assert rank.meeting.conclusion(within_seconds=LIMIT_SECONDS) == lines[0]
+    # Kept only if a rank was late.
+    assert rank.meeting.conclusion(within_seconds=LIMIT_SECONDS) == ""
     assert rank.process.poll() is None
 
 

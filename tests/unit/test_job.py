@@ -100,6 +100,7 @@ def test_a_lone_collective_does_not_wait_for_ever(monkeypatch, given, expected):
     environ = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": given} if given else {}
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(backend.hvd, "init", mock.Mock())
+    monkeypatch.setattr(backend.hvd, "rank", lambda: 1)
     backend.init()
     assert environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == expected
     assert backend.hvd.init.called

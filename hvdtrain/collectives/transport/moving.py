@@ -20,6 +20,7 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.collectives.transport import connection, shared_memory
 from hvdtrain.collectives.transport.reduction import Reduction, Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
+from hvdtrain.native import recorder
 
 
 def allgather(
@@ -339,6 +340,8 @@ def _join() -> int | tf.Tensor:
         # folding). Hence each call traces a graph of its own, inside a py_function,
         # which is stateful. A concrete function is not counted as retracing.
         last = tf.function(hvd.join, autograph=False).get_concrete_function()()
+    # A rank that has joined has not counted the collectives that it served.
+    recorder.renumber_collectives()
     # A native reduction does not wait for a cycle of Horovod, which may therefore
     # receive the calls of the ranks in another order.
     return last if last_native.result() is None else last_native.result()
