@@ -17,12 +17,12 @@
      "saving_seconds": 0.1}
 
 Lines of the event export have the fields of checkpoints. `training.stragglers` has the
-fields of a straggler, which is null where it is not measured; old logs lack it, and the
-seconds of the process, of evaluation and of saving. `seconds` is the time since
-the epoch. A number that is not finite is null. All runs of a job append to the file,
-and lines are never changed: a start at step s supersedes the lines of later steps above
-it, and of several lines of an event and a step the last is valid. Readers skip lines
-that are not JSON: a killed process truncated them.
+fields of a straggler, which is null where it is not measured. Logs of earlier versions
+lack `straggler`, `process_seconds`, `evaluation_seconds` and `saving_seconds`.
+`seconds` is the time since the epoch. A number that is not finite is null. All runs of
+a job append to the file, and lines are never changed: a start at step s supersedes the
+lines of later steps above it, and of several lines of an event and a step the last is
+valid. Readers skip lines that are not JSON: a killed process truncated them.
 
 Importing this module loads no TensorFlow.
 """

@@ -6,7 +6,7 @@ import pathlib
 from hvdtrain.flight import answer as answers
 from hvdtrain.flight import conclusion
 from hvdtrain.flight.answer import Answer
-from hvdtrain.flight.meeting import FOLDER, Meeting
+from hvdtrain.flight.shared_directory import FOLDER, SharedDirectory
 from hvdtrain.job import JobError
 
 
@@ -19,20 +19,20 @@ def report(directory: str) -> str:
     Raises:
         JobError: it has no records, or another roll call is going on.
     """
-    meeting = _meeting(pathlib.Path(directory))
-    members = meeting.members()
+    shared = _shared_directory(pathlib.Path(directory))
+    members = shared.members()
     if not members:
         raise JobError(
             f"Received --job={directory}; expected the model_dir of a job that runs "
             "under a launcher or has failed, or the directory that it has printed."
         )
-    has_guards = _has_guards(meeting)
-    given = _call(meeting) if has_guards else _last(meeting)
+    has_guards = _has_guards(shared)
+    given = _call(shared) if has_guards else _last(shared)
     size = max(member.size for member in members)
     heard = {answer.member.rank for answer in given}
     missing = sorted(set(range(size)) - heard)
     lines = [conclusion.conclude(given), conclusion.first_difference(given)]
-    kept = meeting.conclusion(within_seconds=math.inf)
+    kept = shared.conclusion(within_seconds=math.inf)
     if kept and not has_guards:
         lines.insert(0, kept)
     if missing:
@@ -41,31 +41,34 @@ def report(directory: str) -> str:
     return "\n".join([*filter(None, lines), conclusion.stacks_text(stacks)]).rstrip()
 
 
-def _meeting(directory: pathlib.Path) -> Meeting:
+def _shared_directory(directory: pathlib.Path) -> SharedDirectory:
     inside = directory / FOLDER
-    return Meeting(inside if inside.is_dir() else directory)
+    return SharedDirectory(inside if inside.is_dir() else directory)
 
 
-def _has_guards(meeting: Meeting) -> bool:
-    ended = {answer.member for answer in meeting.answers("")}
-    return any(member not in ended for member in meeting.members())
+def _has_guards(shared: SharedDirectory) -> bool:
+    ended = {answer.member for answer in shared.answers("")}
+    return any(member not in ended for member in shared.members())
 
 
-def _call(meeting: Meeting) -> list[Answer]:
-    call = meeting.call()
+def _call(shared: SharedDirectory) -> list[Answer]:
+    try:
+        call = shared.start_roll_call()
+    except OSError as error:
+        raise JobError(f"Cannot make a roll call: {error}.") from error
     if not call:
         raise JobError(
-            f"Another roll call is going on in {meeting.directory}: try again in some "
+            f"Another roll call is going on in {shared.directory}: try again in some "
             "seconds."
         )
     try:
-        return [_by_ring(answer) for answer in meeting.wait_for_answers(call)]
+        return [_by_ring(answer) for answer in shared.wait_for_answers(call)]
     finally:
-        meeting.close_call()
+        shared.end_roll_call()
 
 
-def _last(meeting: Meeting) -> list[Answer]:
-    return [answer for answer in meeting.answers() if answer.state in ("ended", "left")]
+def _last(shared: SharedDirectory) -> list[Answer]:
+    return [answer for answer in shared.answers() if answer.state in ("ended", "left")]
 
 
 def _by_ring(answer: Answer) -> Answer:

@@ -17,7 +17,7 @@ WAIT_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A process of the job, as its guard announces it.
+    """A process of the job, as its guard describes it.
 
     Attributes:
         ring: path of its ring, on its host.

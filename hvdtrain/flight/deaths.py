@@ -1,4 +1,4 @@
-"""Why a process has ended without Python's exit, as far as the machine tells."""
+"""Why a process has ended without Python's exit, as far as the machine shows it."""
 
 import contextlib
 import os

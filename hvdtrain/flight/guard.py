@@ -23,7 +23,7 @@ from collections import deque
 from hvdtrain.flight import answer as answers
 from hvdtrain.flight import conclusion, deaths, ring
 from hvdtrain.flight.answer import Answer, Member
-from hvdtrain.flight.meeting import Meeting
+from hvdtrain.flight.shared_directory import SharedDirectory
 
 # Less than the stall limit, so that this reason is printed before the other ranks fail.
 _SHARE_OF_STALL_LIMIT = 0.5
@@ -47,10 +47,10 @@ _IGNORED = (
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a rank tells its guard at its start, as JSON.
+    """What a rank passes to its guard at its start, as JSON.
 
     Attributes:
-        directory: where the ranks of this host meet.
+        directory: shared by the guards of this host.
         stacks: file descriptor from which the guard reads what `faulthandler` writes.
         check_seconds: in a collective until a roll call; 0 for none.
         shutdown_seconds: in a collective until it fails; 0 for never.
@@ -78,7 +78,7 @@ class Guard:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._member = task.member
-        self._meeting = Meeting(pathlib.Path(task.directory))
+        self._shared = SharedDirectory(pathlib.Path(task.directory))
         self._kills = deaths.OutOfMemoryKills()
         self._steps = _Steps(task.check_seconds)
         self._stop_seconds = _SHARE_OF_STALL_LIMIT * task.shutdown_seconds
@@ -101,7 +101,7 @@ class Guard:
     def run(self) -> None:
         """Watch until the rank ends or leaves."""
         with contextlib.suppress(OSError):
-            self._meeting.announce(self._member)
+            self._shared.add(self._member)
         while self._exit_code is None and os.getppid() == self._member.pid:
             self._read(self._period)
             self._check_stopped()
@@ -118,7 +118,7 @@ class Guard:
         elif self._leaves_records():
             self._keep_records("left", f"has ended with exit code {self._exit_code}")
         else:
-            self._meeting.leave(self._member)
+            self._shared.remove(self._member)
         with contextlib.suppress(OSError):
             os.unlink(self._member.ring)
 
@@ -135,7 +135,7 @@ class Guard:
             # Not replaced at the end of the pipe, which follows a fatal error.
             self._stack_text += text
             if text and not deaths.is_fatal(text):
-                self._call(has_stalled=False)
+                self._make_roll_call(has_stalled=False)
         if _STDIN in ready and not self._read_commands():
             self._wait_for_end(timeout_seconds)
 
@@ -157,27 +157,27 @@ class Guard:
             elif command == "rank":
                 rank, size = map(int, value.split())
                 self._join(dataclasses.replace(self._member, rank=rank, size=size))
-            elif command == "meet":
-                self._move(Meeting(pathlib.Path(json.loads(value))))
+            elif command == "directory":
+                self._move(SharedDirectory(pathlib.Path(json.loads(value))))
         return bool(data)
 
     def _join(self, member: Member) -> None:
         self._member = member
         # The job continues without the ranks that it has lost.
-        self._meeting.forget_lost()
+        self._shared.remove_lost()
         with contextlib.suppress(OSError):
-            self._meeting.announce(member)
+            self._shared.add(member)
 
-    def _move(self, meeting: Meeting) -> None:
-        """Meet in a directory that ranks of other hosts may see, if this one does."""
-        if not meeting.directory.parent.is_dir():
+    def _move(self, shared: SharedDirectory) -> None:
+        """Use a directory that ranks of other hosts may see, if this one does."""
+        if not shared.directory.parent.is_dir():
             return
         with contextlib.suppress(OSError):
-            meeting.announce(self._member)
+            shared.add(self._member)
             # The same one where a process trains twice in a directory.
-            if meeting != self._meeting:
-                self._meeting.leave(self._member)
-                self._meeting = meeting
+            if shared != self._shared:
+                self._shared.remove(self._member)
+                self._shared = shared
 
     def _check_stopped(self) -> None:
         # Count periods instead of seconds: a scheduler that suspends all processes
@@ -207,17 +207,17 @@ class Guard:
         if self._has_concluded and moment.entered not in (None, self._called_for):
             # The job goes on: a later failure has another cause.
             self._has_concluded = False
-            self._meeting.conclude("")
+            self._shared.write_conclusion("")
         if since is None or since == self._called_for:
             return
         if now - since >= self._task.check_seconds:
             self._called_for = since
-            self._call(has_stalled=True)
+            self._make_roll_call(has_stalled=True)
 
-    def _call(self, *, has_stalled: bool) -> None:
+    def _make_roll_call(self, *, has_stalled: bool) -> None:
         """Make a roll call, unless one is open, and print what it shows."""
         try:
-            call = self._meeting.call()
+            call = self._shared.start_roll_call()
         except OSError:
             # Without files: what this process sees of its own rank.
             given = [self._look()]
@@ -226,19 +226,19 @@ class Guard:
                 return
             try:
                 self._answer(call)
-                given = self._meeting.wait_for_answers(call)
+                given = self._shared.wait_for_answers(call)
             finally:
-                self._meeting.close_call()
+                self._shared.end_roll_call()
         text = conclusion.conclude(given)
         if has_stalled:
             self._has_concluded = True
-            self._meeting.conclude(text)
+            self._shared.write_conclusion(text)
         _print(f"{text}\n{self._write_stacks(given)}")
 
     def _write_stacks(self, given: list[Answer]) -> str:
         """Write the stacks to a file of the model_dir, or return the suspects'."""
-        folder = self._meeting.directory.parent / "errors"
-        if str(self._meeting.directory) != self._task.directory:
+        folder = self._shared.directory.parent / "errors"
+        if str(self._shared.directory) != self._task.directory:
             step = max((answer.step for answer in given), default=0)
             path = folder / f"stacks-step-{step}.txt"
             with contextlib.suppress(OSError):
@@ -252,7 +252,7 @@ class Guard:
         return conclusion.stacks_text(suspects[:1])
 
     def _answer_call(self) -> None:
-        call = self._meeting.open_call()
+        call = self._shared.current_roll_call()
         if call and call != self._answered:
             self._answer(call)
             # Do not make a second roll call for the same wait.
@@ -262,7 +262,7 @@ class Guard:
 
     def _answer(self, call: str) -> None:
         self._answered = call
-        self._meeting.answer(call, self._look())
+        self._shared.write_answer(call, self._look())
 
     def _look(self) -> Answer:
         """Return where the rank is."""
@@ -303,10 +303,10 @@ class Guard:
         if not is_first:
             return
         text = conclusion.conclude([given])
-        self._meeting.conclude(text)
+        self._shared.write_conclusion(text)
         stack = f"{self._stack_text.rstrip()}\n" if self._stack_text else ""
         if not self._killed:
-            _print(f"{stack}{text}\nRecords: {self._meeting.directory}\n")
+            _print(f"{stack}{text}\nRecords: {self._shared.directory}\n")
 
     def _leaves_records(self) -> bool:
         """Return whether a rank that leaves has taken part in a job that fails.
@@ -319,13 +319,13 @@ class Guard:
 
     def _has_failed(self) -> bool:
         """Return whether a rank of the job has ended, or left with an error."""
-        return any(a.state in ("ended", "left") for a in self._meeting.answers())
+        return any(a.state in ("ended", "left") for a in self._shared.answers())
 
     def _keep_records(self, state: str, cause: str) -> Answer:
         given = answers.observe(
             self._member, state=state, cause=cause, stack_text=self._stack_text
         )
-        self._meeting.answer("", given)
+        self._shared.write_answer("", given)
         return given
 
     @property

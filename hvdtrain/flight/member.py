@@ -1,4 +1,4 @@
-"""This process as a member of its job: its guard, and what it tells the guard."""
+"""This process as a member of its job: its guard, and what it sends to the guard."""
 
 import atexit
 import contextlib
@@ -17,7 +17,7 @@ import warnings
 
 from hvdtrain.flight.answer import Member, process_state
 from hvdtrain.flight.guard import Task
-from hvdtrain.flight.meeting import FOLDER, Meeting
+from hvdtrain.flight.shared_directory import FOLDER, SharedDirectory
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
 _PROGRAM = (
@@ -36,16 +36,16 @@ class _Membership:
 
     Attributes:
         writer: file descriptor of the pipe to which `faulthandler` writes.
-        meetings: the one of this host, then the one of the job.
+        directories: the one of this host, then the one of the job.
     """
 
     def __init__(self, process: subprocess.Popen, task: Task, writer: int) -> None:
         self.process = process
         self.task = task
         self.writer = writer
-        self.meetings = [Meeting(pathlib.Path(task.directory))]
+        self.directories = [SharedDirectory(pathlib.Path(task.directory))]
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(f"{line}\n".encode())
@@ -59,7 +59,7 @@ class _Present:
 def join(
     rank: int, size: int, *, job: str, check_seconds: float, shutdown_seconds: float
 ) -> None:
-    """Start the guard of this process; later calls tell it the rank and the size.
+    """Start the guard of this process; later calls send it the rank and the size.
 
     SIGQUIT is handled from now on: `faulthandler` writes the stacks of all threads, and
     the guard makes a roll call.
@@ -70,7 +70,7 @@ def join(
         shutdown_seconds: in a collective until it fails; 0 for never.
     """
     if _Present.membership:
-        _Present.membership.tell(f"rank {rank} {size}")
+        _Present.membership.send(f"rank {rank} {size}")
         return
     _remove_old()
     name = f"{_PREFIX}{os.getuid()}-{job}"
@@ -140,14 +140,14 @@ def _remove_old() -> None:
                 if path.is_file():
                     path.unlink()
                 else:
-                    Meeting(path).clear()
+                    SharedDirectory(path).clear()
                     path.rmdir()
 
 
 def _processes(path: pathlib.Path) -> list[int]:
     """Return the processes whose ring or records a path has."""
     if path.is_dir():
-        return [member.pid for member in Meeting(path).members()]
+        return [member.pid for member in SharedDirectory(path).members()]
     return [int(path.stem.rpartition("-")[2])]
 
 
@@ -183,20 +183,20 @@ def record_fatal_errors() -> None:
         faulthandler.enable(file=_Present.membership.writer, all_threads=True)
 
 
-def meet_in(model_dir: str | os.PathLike) -> None:
-    """Let the guards of all ranks that see `model_dir` meet in its directory `flight`.
+def use_directory(model_dir: str | os.PathLike) -> None:
+    """Let the guards of all ranks that see `model_dir` use its directory `flight`.
 
     The directory has no files of an earlier run: see `clear`.
     """
     if membership := _Present.membership:
-        meeting = Meeting(pathlib.Path(model_dir).absolute() / FOLDER)
-        membership.meetings[1:] = [meeting]
-        membership.tell(f"meet {json.dumps(str(meeting.directory))}")
+        shared = SharedDirectory(pathlib.Path(model_dir).absolute() / FOLDER)
+        membership.directories[1:] = [shared]
+        membership.send(f"directory {json.dumps(str(shared.directory))}")
 
 
 def clear(model_dir: str | os.PathLike) -> None:
     """Remove what an earlier run of the job has left in `model_dir`."""
-    Meeting(pathlib.Path(model_dir) / FOLDER).clear()
+    SharedDirectory(pathlib.Path(model_dir) / FOLDER).clear()
 
 
 def leave(exit_code: int | None = None) -> None:
@@ -207,7 +207,7 @@ def leave(exit_code: int | None = None) -> None:
     if membership := _Present.membership:
         if exit_code is None:
             exit_code = int(hasattr(sys, "last_value"))
-        membership.tell(f"leave {exit_code}")
+        membership.send(f"leave {exit_code}")
 
 
 def conclusion() -> str:
@@ -217,5 +217,5 @@ def conclusion() -> str:
         return ""
     # Drawn when the collective stalled; it fails at the limit, and is reported soon.
     seconds = membership.task.shutdown_seconds + _REPORT_SECONDS
-    texts = [m.conclusion(within_seconds=seconds) for m in membership.meetings]
+    texts = [m.conclusion(within_seconds=seconds) for m in membership.directories]
     return next(filter(None, reversed(texts)), "")

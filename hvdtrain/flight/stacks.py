@@ -23,7 +23,7 @@ _PYTHON_CALL = "/tensorflow/python/ops/script_ops.py"
 # Frames of a later kind are named only where a thread has none of an earlier kind.
 _USERS, _INSTALLED, _OURS, _STANDARD = range(4)
 _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
-# Which collective it is, the record says: the caller's frame says more.
+# The record names the collective. Prefer the frame that called it.
 _COLLECTIVES = _PACKAGE + "collectives" + os.sep
 _FRAMEWORKS = re.compile(r"/(?:site|dist)-packages/(?:tensorflow|keras|horovod)/")
 

@@ -8,7 +8,7 @@ from hvdtrain.job import launchers
 
 
 def join(*, rank: int, size: int) -> None:
-    """Start the guard of a rank under a launcher; later, tell it the rank and the size.
+    """Start the guard of a rank under a launcher; later, send it the rank and the size.
 
     See `flight.member.join`.
     """

@@ -64,7 +64,7 @@ def train_and_evaluate(
                 if world.is_chief:
                     stack.enter_context(run_directory.locked(config.model_dir))
                     member.clear(config.model_dir)
-            member.meet_in(config.model_dir)
+            member.use_directory(config.model_dir)
             stack.enter_context(run_directory.recorded(config.model_dir, world))
         return _train_and_evaluate(
             model_fn,

@@ -28,7 +28,7 @@ class Straggler:
     is late in the collectives in which it is the last.
 
     Attributes:
-        rank: of it.
+        rank: the late rank.
         host: name of its node.
         last_share: share of the collectives in which it arrived last.
         late_seconds: in each step.

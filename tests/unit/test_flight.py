@@ -14,8 +14,8 @@ import pytest
 
 from hvdtrain.flight import conclusion, deaths, ring
 from hvdtrain.flight.answer import Answer, Member
-from hvdtrain.flight.meeting import Meeting
 from hvdtrain.flight.ring import Collective
+from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.flight.stacks import Frame, Place, find_place
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -348,78 +348,78 @@ def test_a_file_that_is_no_ring(tmp_path, content):
 
 
 @pytest.fixture
-def meeting(tmp_path):
-    """A meeting of ranks 0 and 1."""
-    made = Meeting(tmp_path / "job")
+def shared(tmp_path):
+    """A shared of ranks 0 and 1."""
+    made = SharedDirectory(tmp_path / "job")
     for rank in (1, 0):
-        made.announce(member(rank))
+        made.add(member(rank))
     return made
 
 
-def test_the_last_member_removes_the_directory(meeting):
-    assert meeting.members() == [member(0), member(1)]
-    meeting.announce(member(1, size=5))
-    assert [each.size for each in meeting.members()] == [3, 5]
-    meeting.answer("", DEAD)
-    meeting.conclude("text")
-    meeting.conclude("")
-    assert not meeting.conclusion(within_seconds=LIMIT_SECONDS)
-    meeting.leave(member(1))
-    assert (meeting.members(), meeting.answers()) == ([member(0)], [])
-    meeting.leave(member(0))
-    assert not meeting.directory.exists()
+def test_the_last_member_removes_the_directory(shared):
+    assert shared.members() == [member(0), member(1)]
+    shared.add(member(1, size=5))
+    assert [each.size for each in shared.members()] == [3, 5]
+    shared.write_answer("", DEAD)
+    shared.write_conclusion("text")
+    shared.write_conclusion("")
+    assert not shared.conclusion(within_seconds=LIMIT_SECONDS)
+    shared.remove(member(1))
+    assert (shared.members(), shared.answers()) == ([member(0)], [])
+    shared.remove(member(0))
+    assert not shared.directory.exists()
 
 
-def test_one_call_at_a_time(meeting):
-    call = meeting.call()
-    assert meeting.open_call() == call
-    assert meeting.call() is None
-    meeting.close_call()
-    assert meeting.open_call() is None
-    assert meeting.call() not in (None, call)
+def test_one_call_at_a_time(shared):
+    call = shared.start_roll_call()
+    assert shared.current_roll_call() == call
+    assert shared.start_roll_call() is None
+    shared.end_roll_call()
+    assert shared.current_roll_call() is None
+    assert shared.start_roll_call() not in (None, call)
 
 
-def test_a_call_of_a_process_that_was_killed_is_replaced(meeting):
-    stale = meeting.call()
+def test_a_call_of_a_process_that_was_killed_is_replaced(shared):
+    stale = shared.start_roll_call()
     past = time.time() - 31
-    os.utime(meeting.directory / "call.json", (past, past))
-    assert meeting.call() not in (None, stale)
+    os.utime(shared.directory / "call.json", (past, past))
+    assert shared.start_roll_call() not in (None, stale)
 
 
-def test_ranks_that_have_ended_answer_every_call(meeting):
-    meeting.answer("first", waiting(0))
-    meeting.answer("", DEAD)
-    assert meeting.answers("first") == [waiting(0), DEAD]
-    assert meeting.answers("second") == [DEAD]
-    assert meeting.wait_for_answers("first") == [waiting(0), DEAD]
+def test_ranks_that_have_ended_answer_every_call(shared):
+    shared.write_answer("first", waiting(0))
+    shared.write_answer("", DEAD)
+    assert shared.answers("first") == [waiting(0), DEAD]
+    assert shared.answers("second") == [DEAD]
+    assert shared.wait_for_answers("first") == [waiting(0), DEAD]
 
 
-def test_a_job_that_continues_forgets_the_ranks_that_it_has_lost(meeting):
-    meeting.answer("first", waiting(0))
-    meeting.answer("", DEAD)
-    meeting.forget_lost()
-    assert meeting.members() == [member(0)]
-    assert meeting.answers() == [waiting(0)]
+def test_a_job_that_continues_forgets_the_ranks_that_it_has_lost(shared):
+    shared.write_answer("first", waiting(0))
+    shared.write_answer("", DEAD)
+    shared.remove_lost()
+    assert shared.members() == [member(0)]
+    assert shared.answers() == [waiting(0)]
 
 
-def test_a_directory_without_room_for_a_call_is_an_error(meeting):
+def test_a_directory_without_room_for_a_call_is_an_error(shared):
     with pytest.raises(OSError, match="No such file"):
-        Meeting(meeting.directory / "gone").call()
+        SharedDirectory(shared.directory / "gone").start_roll_call()
 
 
-def test_a_truncated_file_is_skipped(meeting):
+def test_a_truncated_file_is_skipped(shared):
     for name in ("member-x.json", "answer-x.json", "conclusion.json", "call.json"):
-        (meeting.directory / name).write_text('{"rank": 1, "si')
-    assert meeting.members() == [member(0), member(1)]
-    assert meeting.answers() == []
-    assert not meeting.conclusion(within_seconds=60)
-    assert meeting.open_call() is None
+        (shared.directory / name).write_text('{"rank": 1, "si')
+    assert shared.members() == [member(0), member(1)]
+    assert shared.answers() == []
+    assert not shared.conclusion(within_seconds=60)
+    assert shared.current_roll_call() is None
 
 
-def test_a_conclusion_counts_for_some_seconds(meeting):
-    meeting.conclude("rank 1 is late")
-    assert meeting.conclusion(within_seconds=LIMIT_SECONDS) == "rank 1 is late"
-    assert meeting.conclusion(within_seconds=-1) == ""
+def test_a_conclusion_counts_for_some_seconds(shared):
+    shared.write_conclusion("rank 1 is late")
+    assert shared.conclusion(within_seconds=LIMIT_SECONDS) == "rank 1 is late"
+    assert shared.conclusion(within_seconds=-1) == ""
 
 
 def cause(kills, fatal_error=""):

@@ -16,8 +16,8 @@ from hvdtrain.diagnosis import roll
 from hvdtrain.flight import ring
 from hvdtrain.flight.answer import Answer, Member, handles
 from hvdtrain.flight.guard import _Steps
-from hvdtrain.flight.meeting import Meeting
 from hvdtrain.flight.ring import Moment
+from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.job import JobError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -76,8 +76,8 @@ class Rank:
             )
         self.ring = pathlib.Path(self.process.stdout.readline().strip())
         (self.guard,) = psutil.Process(self.process.pid).children()
-        self.meeting = Meeting(folder / f"hvdtrain-{os.getuid()}-{job}")
-        until(lambda: self.process.pid in {m.pid for m in self.meeting.members()})
+        self.shared = SharedDirectory(folder / f"hvdtrain-{os.getuid()}-{job}")
+        until(lambda: self.process.pid in {m.pid for m in self.shared.members()})
 
     def end(self):
         """Wait for both processes, and return what they have printed."""
@@ -134,20 +134,20 @@ def test_the_records_of_a_killed_rank_are_kept(start):
     rank.process.kill()
     assert rank.end() == (
         f"rank 0 on {HOST} {KILLED} It was in step 3, allreduce 1 (gradients).\n"
-        f"Records: {rank.meeting.directory}\n"
+        f"Records: {rank.shared.directory}\n"
     )
-    (answer,) = rank.meeting.answers()
+    (answer,) = rank.shared.answers()
     assert (answer.state, answer.step, answer.phase) == ("ended", 3, "compute")
     assert answer.in_flight == answer.collectives[0]
     assert not rank.ring.exists()
-    report = roll.report(str(rank.meeting.directory))
+    report = roll.report(str(rank.shared.directory))
     assert report.startswith(f"rank 0 on {HOST} {KILLED} It was in step 3")
 
 
 def test_nothing_is_left_of_a_rank_that_exits(start):
     rank = start("pass")
     assert rank.end() == ""
-    assert not rank.meeting.directory.exists()
+    assert not rank.shared.directory.exists()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_the_records_of_a_rank_that_fails_are_kept(start, ending, code):
     assert rank.process.returncode == code
     assert ("ValueError: broken" in printed) == (code == 1)
     assert "rank 0" not in printed
-    (answer,) = rank.meeting.answers()
+    (answer,) = rank.shared.answers()
     assert answer.state == "left"
     assert answer.cause == f"has ended with exit code {code}"
 
@@ -169,7 +169,7 @@ def test_the_records_of_a_rank_that_fails_are_kept(start, ending, code):
 def test_nothing_is_left_of_a_rank_that_fails_before_any_collective(start):
     rank = start("member.leave(3); os._exit(3)")
     assert rank.end() == ""
-    assert not rank.meeting.directory.exists()
+    assert not rank.shared.directory.exists()
 
 
 def test_a_fatal_error_is_printed_with_its_stack(start):
@@ -198,22 +198,22 @@ def test_a_forked_process_is_not_taken_for_the_rank(start):
     assert rank.end().startswith(f"rank 0 on {HOST} {KILLED}")
 
 
-def test_a_rank_meets_twice_in_a_directory(start, tmp_path):
+def test_a_rank_uses_a_directory_twice(start, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    meet = f"member.meet_in('{folder}'); member.meet_in('{folder}')"
-    rank = start(f"{meet}; print('met', flush=True); load()")
+    use = f"member.use_directory('{folder}')"
+    rank = start(f"{use}; {use}; print('used', flush=True); load()")
     rank.process.stdin.write("\n")
     rank.process.stdin.flush()
-    assert rank.process.stdout.readline() == "met\n"
-    meeting = Meeting(folder / "flight")
-    until(lambda: not rank.meeting.directory.exists())
+    assert rank.process.stdout.readline() == "used\n"
+    shared = SharedDirectory(folder / "flight")
+    until(lambda: not rank.shared.directory.exists())
     until(lambda: psutil.Process(rank.process.pid).status() == psutil.STATUS_SLEEPING)
     rank.process.send_signal(signal.SIGQUIT)
     stacks = folder / "errors" / "stacks-step-0.txt"
     until(lambda: "Stacks of all ranks" in rank.printed)
     assert "line 7 in load" in stacks.read_text()
-    assert [member.pid for member in meeting.members()] == [rank.process.pid]
+    assert [member.pid for member in shared.members()] == [rank.process.pid]
 
 
 def test_a_roll_call_does_not_end_a_rank_without_a_handler(start):
@@ -240,7 +240,7 @@ def test_a_rank_that_is_stopped_is_killed(start):
 
 def test_sigquit_makes_a_roll_call(start):
     rank = start()
-    # The guard announces itself before the process is in `load`.
+    # The guard adds its rank before the process is in `load`.
     until(lambda: psutil.Process(rank.process.pid).status() == psutil.STATUS_SLEEPING)
     rank.process.send_signal(signal.SIGQUIT)
     until(lambda: "line 7 in load" in rank.printed)
@@ -249,7 +249,7 @@ def test_sigquit_makes_a_roll_call(start):
     assert lines[0] == f"rank 0 {place}."
     assert lines[1] == f"rank 0 on {HOST}, process {rank.process.pid}: {place}"
     # Kept only if a rank was late.
-    assert rank.meeting.conclusion(within_seconds=LIMIT_SECONDS) == ""
+    assert rank.shared.conclusion(within_seconds=LIMIT_SECONDS) == ""
     assert rank.process.poll() is None
 
 
@@ -302,11 +302,13 @@ def test_a_step_is_slow_by_the_steps_before():
 
 
 def test_the_report_of_a_job_that_has_ended(tmp_path):
-    meeting = Meeting(tmp_path / "flight")
+    shared = SharedDirectory(tmp_path / "flight")
     member = Member(1, 2, "node1", 1 << 30, "/no.ring")
     stacks = 'Thread 0x1 (most recent call first):\n  File "a.py", line 5 in f\n'
-    meeting.announce(member)
-    meeting.answer("", Answer(member, "ended", "was killed", step=3, stacks=stacks))
+    shared.add(member)
+    shared.write_answer(
+        "", Answer(member, "ended", "was killed", step=3, stacks=stacks)
+    )
     assert roll.report(str(tmp_path)) == (
         "rank 1 on node1 was killed. It was in step 3, a.py:5 in f.\n"
         "The records have no collectives of all ranks to compare.\n"

@@ -1,7 +1,8 @@
-"""A directory in which the guards of a job's ranks announce themselves and answer.
+"""A directory by which the guards of a job's ranks find each other and make roll calls.
 
-The ranks of one host meet in a directory of that host. With a `model_dir`, all ranks
-that see it meet there. Files are renamed into place: a reader sees none half written.
+The guards of one host share a directory of that host. With a `model_dir`, the guards of
+all ranks that see it share one in it. Files are renamed into place: a reader sees none
+half written.
 """
 
 import contextlib
@@ -30,12 +31,12 @@ _ANSWER_SECONDS, _POLL_SECONDS = 8.0, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class SharedDirectory:
     """The files of a directory, which other processes change meanwhile."""
 
     directory: pathlib.Path
 
-    def announce(self, member: Member) -> None:
+    def add(self, member: Member) -> None:
         """Add a member, or replace its rank.
 
         Raises:
@@ -49,7 +50,7 @@ class Meeting:
         members = self._read_all(_MEMBER, lambda values: Member(**values))
         return sorted(members, key=lambda member: member.rank)
 
-    def leave(self, member: Member) -> None:
+    def remove(self, member: Member) -> None:
         """Remove a member, its answer, and the directory after the last member."""
         for prefix in (_MEMBER, _ANSWER):
             self._remove(f"{prefix}{member.name}.json")
@@ -60,7 +61,7 @@ class Meeting:
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
-    def call(self) -> str | None:
+    def start_roll_call(self) -> str | None:
         """Make a call that all guards answer; None if another one is open.
 
         Raises:
@@ -80,7 +81,7 @@ class Meeting:
             return identity
         return None
 
-    def open_call(self) -> str | None:
+    def current_roll_call(self) -> str | None:
         """Return the call that is to be answered, if there is one."""
         try:
             return json.loads((self.directory / _CALL).read_text())
@@ -98,11 +99,11 @@ class Meeting:
                 return sorted([*given, *silent], key=lambda answer: answer.member.rank)
             time.sleep(_POLL_SECONDS)
 
-    def close_call(self) -> None:
+    def end_roll_call(self) -> None:
         """End the call of this process."""
         self._remove(_CALL)
 
-    def answer(self, call: str, given: Answer) -> None:
+    def write_answer(self, call: str, given: Answer) -> None:
         """Write a rank's answer to a call; "" without one, when its process ends."""
         name = f"{_ANSWER}{given.member.name}.json"
         with contextlib.suppress(OSError):
@@ -119,7 +120,7 @@ class Meeting:
         given = [answer for to, answer in read if call is None or to in ("", call)]
         return sorted(given, key=lambda answer: answer.member.rank)
 
-    def conclude(self, text: str) -> None:
+    def write_conclusion(self, text: str) -> None:
         """Keep a conclusion, for the message with which ranks fail; "" removes it."""
         if not text:
             self._remove(_CONCLUSION)
@@ -135,7 +136,7 @@ class Meeting:
                 return text
         return ""
 
-    def forget_lost(self) -> None:
+    def remove_lost(self) -> None:
         """Remove the answers of ranks that have ended."""
         for answer in self.answers(""):
             self._remove(f"{_ANSWER}{answer.member.name}.json")
