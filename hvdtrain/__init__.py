@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hvdtrain import lazy, renamed
 
 if TYPE_CHECKING:
-    from hvdtrain.runner.driver import LostRankError as LostRankError
-    from hvdtrain.runner.driver import RankError as RankError
+    from hvdtrain.runner.caller import LostRankError as LostRankError
+    from hvdtrain.runner.caller import RankError as RankError
     from hvdtrain.runner.engine import RunError as RunError
     from hvdtrain.runner.launch import run as run
     from hvdtrain.runner.ray import Ray as Ray
@@ -25,8 +25,8 @@ __getattr__ = lazy.getattr_of(
         "Ray": "runner.ray",
         "Spark": "runner.spark",
         "RunError": "runner.engine",
-        "RankError": "runner.driver",
-        "LostRankError": "runner.driver",
+        "RankError": "runner.caller",
+        "LostRankError": "runner.caller",
     },
 )
 

@@ -28,11 +28,12 @@ def _job() -> str:
     PIDs are used again: the start of the launcher, in hundredths of a second since the
     boot, is part of the text.
     """
+    # First: an engine's job may run inside of another launcher's, and horovodrun starts
+    # the ranks of another host one by one.
+    if launchers.is_gloo(os.environ):
+        return "-".join(os.environ[name] for name in launchers.GLOO_RENDEZVOUS)
     for name, pid, start in launchers.ancestors():
         if name in launchers.PROCESSES:
             return f"{pid}-{start * 100:.0f}"
-    # On a host to which horovodrun connects once for each rank, and in an engine.
-    if launchers.is_gloo(os.environ):
-        return "-".join(os.environ[name] for name in launchers.GLOO_RENDEZVOUS)
     parent = os.getppid()
     return f"{parent}-{launchers.process(parent)[2] * 100:.0f}"

@@ -7,6 +7,7 @@ native code, and leave nothing in the engine's process, which may be used again.
 import contextlib
 import dataclasses
 import os
+import pathlib
 import pickle
 import selectors
 import signal
@@ -27,8 +28,10 @@ _POLL_SECONDS = 0.1
 _READ_BYTES = 1 << 16
 # As horovodrun: from SIGTERM to SIGKILL.
 _GRACE_SECONDS = 5.0
-# Of the guard of a process that was killed.
+# Time for the guard of a killed process to print why.
 _LAST_LINES_SECONDS = 5.0
+# Time for a process to end after its function has returned.
+_EXIT_SECONDS = 60.0
 _LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 _REMOVED = (
     f"hvdtrain.run: {_LEGACY_KERAS} is removed from the environment of the ranks: they "
@@ -37,7 +40,7 @@ _REMOVED = (
 
 
 def serve(address: channel.Address, slots: int = 1) -> None:
-    """Start the ranks that the caller assigns, until they have ended or it has.
+    """Start the ranks that the caller assigns; return when the job has ended.
 
     Args:
         slots: number of ranks that this agent can start.
@@ -45,17 +48,22 @@ def serve(address: channel.Address, slots: int = 1) -> None:
     Raises:
         OSError: the caller is not reached within a minute.
     """
-    connection, caller, interface = channel.connect(
-        address, timeout_seconds=_CONNECT_SECONDS
-    )
+    connection, interfaces = channel.connect(address, timeout_seconds=_CONNECT_SECONDS)
+    # Hosts may have one name; a host has another identity after each boot.
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
     host = socket.gethostname()
-    with connection, contextlib.suppress(EOFError, OSError):
-        connection.send(channel.Hello(host_hash(), host, slots, caller, interface))
-        start = connection.recv()
-        if start is not None:
+    hello = channel.Hello(host_hash(salt=boot), host, slots, interfaces)
+    with connection:
+        _send(connection, hello)
+        start = _receive(connection)
+        if start is None:
+            return
+        try:
             _run_ranks(connection, start)
-            # Of a job that has ended, or is ended.
-            connection.recv()
+        except OSError as error:
+            _send(connection, channel.Failed(str(error)))
+        # Block until the caller ends the job or closes the connection.
+        _receive(connection)
 
 
 def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
@@ -102,9 +110,16 @@ def _forward(
 
 
 def _send(connection: Connection, message: object) -> None:
-    # To a caller that has ended: the ranks still have their time to end.
+    # Ignore a closed connection: the ranks still get the time until SIGKILL.
     with contextlib.suppress(OSError):
         connection.send(message)
+
+
+def _receive(connection: Connection) -> channel.StartRanks | None:
+    """Return a message of the caller; None if it ends the job or has ended."""
+    with contextlib.suppress(EOFError, OSError):
+        return connection.recv()
+    return None
 
 
 @dataclasses.dataclass
@@ -146,11 +161,13 @@ class _Rank:
         self.rank = int(environment["HOROVOD_RANK"])
         self._payload = _memory_file(start.payload)
         self._outcome = _memory_file(b"")
+        self._returned = self._ended = 0.0
         files = (self._payload, self._outcome)
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "hvdtrain.runner.rank"),
                 *map(str, (os.getpid(), *files)),
+                os.environ.get("PYTHONPATH", ""),
             ],
             env=_base_environment() | environment,
             stdin=subprocess.DEVNULL,
@@ -169,20 +186,31 @@ class _Rank:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the rank."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        # Only while the process is not reaped: its PID is that of the group.
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def is_over(self) -> bool:
         """Return whether the process has ended and has written its last lines."""
         if self.process.returncode is None and not self._reap(os.WNOHANG):
+            self._limit_exit()
             return False
         # The guard prints by what the process was killed.
         is_quiet = not any(stream.is_open for stream in self.streams)
         is_late = time.monotonic() - self._ended >= _LAST_LINES_SECONDS
         return self.process.returncode >= 0 or is_quiet or is_late
 
+    def _limit_exit(self) -> None:
+        """Kill a process that does not end although its function has: a thread runs."""
+        if not os.fstat(self._outcome).st_size:
+            return
+        self._returned = self._returned or time.monotonic()
+        if time.monotonic() - self._returned >= _EXIT_SECONDS:
+            self.signal(signal.SIGKILL)
+
     def _reap(self, options: int = 0) -> bool:
-        """Reap the process if it has ended, and kill what it has left behind."""
+        """Reap the process if it has ended, and kill the rest of its group."""
         options |= os.WEXITED | os.WNOWAIT
         if not os.waitid(os.P_PID, self.process.pid, options):
             return False
@@ -221,20 +249,21 @@ def _memory_file(data: bytes) -> int:
     return file
 
 
+def search_path() -> str:
+    """Return a PYTHONPATH with which modules are found as in this process."""
+    return os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
+
+
 def _base_environment() -> dict[str, str]:
     """Return this process' environment, without another job's and another Keras."""
     environment = launchers.without_launch(os.environ)
-    environment.pop(_LEGACY_KERAS, None)
-    # The function's modules are found as in this process.
-    environment["PYTHONPATH"] = os.pathsep.join(
-        path or os.getcwd() for path in sys.path
-    )
-    environment["PYTHONUNBUFFERED"] = "1"
-    return environment
+    for name in (_LEGACY_KERAS, "HOROVOD_ELASTIC", "TF_CONFIG"):
+        environment.pop(name, None)
+    return environment | {"PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1"}
 
 
 def main() -> None:
-    """Read an address and the number of slots from stdin, and work."""
+    """Read an address and the number of slots from stdin, and serve."""
     with os.fdopen(0, "rb", closefd=False) as stdin:
         address, slots = pickle.load(stdin)
     serve(address, slots)

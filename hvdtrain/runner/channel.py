@@ -1,6 +1,6 @@
 """Connections between the caller of `hvdtrain.run` and the agents of an engine.
 
-Both ends prove that they know the job's key before an object is unpickled.
+Both ends authenticate with the job's key before anything is unpickled.
 """
 
 import contextlib
@@ -14,14 +14,17 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 import psutil
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _HANDSHAKE_SECONDS = 10
 _RETRY_SECONDS = 0.2
-# A host that is lost without a packet is noticed after 30 s of silence and 3 probes.
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 30),
-    (socket.TCP_KEEPINTVL, 10),
+_CONNECT_SECONDS = 2.0
+# A host that is lost without a packet is noticed within 25 s, and within 60 s where
+# data is on the way.
+_TCP_OPTIONS = (
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 60_000),
 )
 
 
@@ -36,7 +39,7 @@ class Address:
 
     hosts: tuple[str, ...]
     port: int
-    key: bytes
+    key: bytes = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +50,19 @@ class Hello:
         host_hash: equal for the agents that share memory.
         host: name of the agent's host.
         slots: number of ranks that the agent can start.
-        caller: address by which the agent has reached the caller.
-        interface: name of the network interface of this connection.
+        interfaces: by each address of the caller that the agent can reach, the name of
+            its network interface to it.
     """
 
     host_hash: str
     host: str
     slots: int
-    caller: str
-    interface: str
+    interfaces: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class StartRanks:
-    """Tells an agent to start a rank for each of `environments`.
+    """Request to start a rank for each of `environments`.
 
     Attributes:
         payload: pickled function and arguments.
@@ -89,18 +91,42 @@ class Ended:
     outcome: bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """An agent cannot start its ranks, for a reason of its system."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the function has returned or raised on a rank.
+
+    Attributes:
+        value: pickled result, or pickled exception; empty if it cannot be pickled.
+        summary: last line of the traceback; empty if the function has returned.
+        traceback: of the exception, as Python prints it.
+        is_consequence: whether a collective has failed because of another rank.
+    """
+
+    value: bytes = b""
+    summary: str = ""
+    traceback: str = ""
+    is_consequence: bool = False
+
+
 class Listener:
-    """Accepts connections of agents that know the key of `address`."""
+    """Accepts connections of agents that authenticate with the key of `address`."""
 
     def __init__(self, *, is_local: bool) -> None:
         """Listen on the loopback interface if `is_local`, else on all interfaces."""
-        self.socket = socket.create_server((_LOOPBACK if is_local else "", 0))
-        hosts = (_LOOPBACK,) if is_local else _addresses()
+        self.socket = socket.create_server((LOOPBACK if is_local else "", 0))
+        hosts = (LOOPBACK,) if is_local else _addresses()
         port = self.socket.getsockname()[1]
         self.address = Address(hosts, port, secrets.token_bytes(32))
 
     def accept(self) -> tuple[Connection, Hello] | None:
-        """Return the connection and first message of an agent; None for a stranger."""
+        """Return the connection and first message; None without authentication."""
         accepted, _ = self.socket.accept()
         with contextlib.suppress(OSError, EOFError, AuthenticationError):
             made = _authenticate(accepted, self.address.key, is_caller=True)
@@ -114,23 +140,28 @@ class Listener:
         self.socket.close()
 
 
-def connect(address: Address, *, timeout_seconds: float) -> tuple[Connection, str, str]:
+def connect(
+    address: Address, *, timeout_seconds: float
+) -> tuple[Connection, dict[str, str]]:
     """Connect an agent to the caller.
 
     Returns:
-        The connection, the address of the caller, and the name of the interface.
+        The connection, and `Hello.interfaces`.
 
     Raises:
         OSError: the caller is not reached within `timeout_seconds`.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
+        made, interfaces = None, {}
         for host in address.hosts:
             with contextlib.suppress(OSError, EOFError, AuthenticationError):
-                connected = socket.create_connection((host, address.port), timeout=5)
-                own, _ = connected.getsockname()
-                made = _authenticate(connected, address.key, is_caller=False)
-                return made, host, _interface(own)
+                connection, interfaces[host] = _connect(host, address)
+                if made:
+                    connection.close()
+                made = made or connection
+        if made:
+            return made, interfaces
         if time.monotonic() > deadline:
             raise OSError(
                 f"{socket.gethostname()} cannot connect to the caller of hvdtrain.run "
@@ -138,6 +169,13 @@ def connect(address: Address, *, timeout_seconds: float) -> tuple[Connection, st
                 f"{timeout_seconds:g} s: it has ended, or a firewall is between them."
             )
         time.sleep(_RETRY_SECONDS)
+
+
+def _connect(host: str, address: Address) -> tuple[Connection, str]:
+    connected = socket.create_connection((host, address.port), _CONNECT_SECONDS)
+    own, _ = connected.getsockname()
+    interface = _interface(own)
+    return _authenticate(connected, address.key, is_caller=False), interface
 
 
 def _authenticate(
@@ -148,7 +186,7 @@ def _authenticate(
     limit = struct.pack("ll", _HANDSHAKE_SECONDS, 0)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
+    for option, value in _TCP_OPTIONS:
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
     shared = connected.dup()
     with contextlib.ExitStack() as stack:
@@ -174,7 +212,7 @@ def _addresses() -> tuple[str, ...]:
         if address.family == socket.AF_INET
     ]
     outer = [address for address in found if not address.startswith("127.")]
-    return tuple(outer or [_LOOPBACK])
+    return tuple(outer or [LOOPBACK])
 
 
 def _interface(own: str) -> str:

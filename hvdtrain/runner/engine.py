@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from hvdtrain.runner.agent import search_path
 from hvdtrain.runner.channel import Address
 
 _END_SECONDS = 20
@@ -22,12 +23,12 @@ class PlacedAgents:
         size: number of slots of all agents.
         failure: returns why agents that have not connected will not do so, or an empty
             text.
-        advice: a sentence for the case that they do not connect in time.
+        advice: returns a sentence for the case that they do not connect in time.
     """
 
     size: int
     failure: Callable[[], str]
-    advice: str = ""
+    advice: Callable[[], str] = str
 
 
 class Engine(Protocol):
@@ -61,10 +62,9 @@ class Local:
     @contextlib.contextmanager
     def place(self, address: Address, size: int) -> Iterator[PlacedAgents]:
         """Start one agent; see `Engine.place`."""
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with subprocess.Popen(
             [sys.executable, "-P", "-m", "hvdtrain.runner.agent"],
-            env=os.environ | {"PYTHONPATH": paths},
+            env=os.environ | {"PYTHONPATH": search_path()},
             stdin=subprocess.PIPE,
             # Ctrl-C of the caller's terminal reaches the caller, which ends the ranks.
             start_new_session=True,

@@ -6,7 +6,7 @@ from typing import Any
 
 import cloudpickle
 
-from hvdtrain.runner.driver import LostRankError, run_once
+from hvdtrain.runner.caller import LostRankError, run_once
 from hvdtrain.runner.engine import Engine, Local
 
 
@@ -34,18 +34,23 @@ def run(
         on: engine that places the ranks; by default processes on this machine.
         max_restarts: how often the job is started again after a rank was lost. A
             function that trains with a `model_dir` continues from the last checkpoint.
-        start_timeout_seconds: within which the engine must have placed all ranks.
+        start_timeout_seconds: how long to wait until the engine has placed all ranks; a
+            longer wait raises `RunError`.
 
     Raises:
         RankError: the function has raised an exception on a rank.
         LostRankError: the process of a rank has ended without a result.
         RunError: the ranks were not placed in time.
     """
-    if np < 1:
-        raise ValueError(f"Received np={np}; expected 1 or more.")
+    if np < 1 or max_restarts < 0:
+        raise ValueError(
+            f"Received np={np} and max_restarts={max_restarts}; expected 1 rank or "
+            "more, and 0 restarts or more."
+        )
     payload = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
     engine = on or Local()
-    for restarts in range(max_restarts + 1):
+    restarts = 0
+    while True:
         try:
             return run_once(
                 engine, payload, np, start_timeout_seconds=start_timeout_seconds
@@ -53,10 +58,10 @@ def run(
         except LostRankError as error:
             if restarts == max_restarts:
                 raise
+            restarts += 1
             print(
-                f"hvdtrain.run: {error}. Starting restart {restarts + 1} of "
+                f"hvdtrain.run: {error}. Starting restart {restarts} of "
                 f"{max_restarts}.",
                 file=sys.stderr,
                 flush=True,
             )
-    raise AssertionError("unreachable")

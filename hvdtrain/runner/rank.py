@@ -1,49 +1,37 @@
 """The program of a rank: calls the function that the caller has pickled."""
 
 import ctypes
-import dataclasses
+import importlib
 import os
+import pickle
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
+from hvdtrain.flight import member
 from hvdtrain.job import output
+from hvdtrain.job.start import stop
+from hvdtrain.runner.channel import Outcome
 
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What the function has returned or raised.
-
-    Attributes:
-        value: pickled result, or pickled exception; empty if it cannot be pickled.
-        summary: last line of the traceback; empty if the function has returned.
-        traceback: of the exception, as Python prints it.
-        is_consequence: whether a collective has failed because of another rank.
-    """
-
-    value: bytes = b""
-    summary: str = ""
-    traceback: str = ""
-    is_consequence: bool = False
+_STOP_SECONDS = 5.0
 
 
 def main() -> None:
     """Call the function, and write the `Outcome` to a file."""
     agent, payload, outcome = map(int, sys.argv[1:4])
     _end_with(agent)
+    _restore_search_path(sys.argv[4])
     sys.argv[1:] = []
     try:
         function, args, kwargs = cloudpickle.loads(_read(payload))
-        returned = function(*args, **kwargs)
+        returned = _call(function, args, kwargs)
         _write(outcome, Outcome(value=_pickle_result(returned)))
     except BaseException as error:
         _write(outcome, _failure(error))
-        # Python prints it, with the cause of a collective that has failed.
-        raise
+        _end_with_error(error)
 
 
 def _end_with(agent: int) -> None:
@@ -54,6 +42,38 @@ def _end_with(agent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _restore_search_path(given: str) -> None:
+    """Restore the PYTHONPATH of the agent, for programs that the function starts.
+
+    In this process it was the agent's whole `sys.path`.
+    """
+    if given:
+        os.environ["PYTHONPATH"] = given
+    else:
+        del os.environ["PYTHONPATH"]
+
+
+def _call(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except SystemExit as error:
+        # As a script that ends with exit code 0.
+        if error.code:
+            raise
+        return None
+
+
+def _end_with_error(error: BaseException) -> NoReturn:
+    """Print the error as Python does, and end without waiting for threads."""
+    member.leave(1)
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Ends the collectives that the other ranks are blocked in.
+    stop(timeout_seconds=_STOP_SECONDS)
+    os._exit(1)
+
+
 def _read(file: int) -> bytes:
     with open(file, "rb") as opened:
         return opened.read()
@@ -61,7 +81,7 @@ def _read(file: int) -> bytes:
 
 def _write(file: int, outcome: Outcome) -> None:
     with open(file, "wb", closefd=False) as opened:
-        opened.write(cloudpickle.dumps(outcome))
+        opened.write(pickle.dumps(outcome))
 
 
 def _pickle_result(result: Any) -> bytes:
@@ -85,10 +105,17 @@ def _failure(error: BaseException) -> Outcome:
     return Outcome(value, summary, text, _is_consequence(error))
 
 
-def _is_consequence(error: BaseException) -> bool:
-    # A function that has called no collective need not have loaded TensorFlow.
-    failures = sys.modules.get("hvdtrain.job.failures")
-    return failures is not None and failures.is_collective_failure(error)
+def _is_consequence(error: BaseException | None) -> bool:
+    """Return whether a collective has failed, also if the function wraps the error."""
+    if "horovod.tensorflow" not in sys.modules:
+        return False
+    # Not at the top: a function need not load TensorFlow.
+    failures = importlib.import_module("hvdtrain.job.failures")
+    while error is not None:
+        if failures.is_collective_failure(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

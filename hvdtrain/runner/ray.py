@@ -13,8 +13,8 @@ from hvdtrain.runner.channel import Address
 from hvdtrain.runner.engine import PlacedAgents, RunError
 
 _END_SECONDS = 20
-# For a placement group, where fewer agents are accepted.
-_READY_SECONDS = 10
+# Until a placement group is ready, where fewer ranks are accepted.
+_READY_SECONDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Ray:
     `ray.init` may be called before, as for a cluster; else Ray starts on this machine.
 
     Attributes:
-        resources: of each rank.
-        min_workers: the job starts with as few ranks if the cluster has no room for
+        resources: that Ray reserves for each rank.
+        min_workers: with how few ranks the job starts if the cluster has no room for
             `np`; by default it waits for all.
-        runtime_env: of Ray's tasks.
+        runtime_env: the runtime environment of the tasks.
     """
 
     resources: Mapping[str, float] = dataclasses.field(
@@ -48,8 +48,7 @@ class Ray:
             for index in range(size):
                 task = ray.remote(agent.serve).options(**self._options(group, index))
                 references.append(task.remote(address))
-            advice = f"Each rank needs {dict(self.resources)}; {self._free()}."
-            yield PlacedAgents(size, lambda: _failure(references), advice)
+            yield PlacedAgents(size, lambda: _failure(references), self._advice)
             ray.wait(references, num_returns=size, timeout=_END_SECONDS)
         finally:
             # Ends tasks that still run, and those that have not started.
@@ -62,21 +61,36 @@ class Ray:
                 f"Received min_workers={self.min_workers} with np={size}; expected "
                 f"between 1 and {size}."
             )
-        for count in range(size, smallest - 1, -1):
-            bundles = [dict(self.resources)] * count
-            group = ray.util.placement_group(bundles, strategy="PACK")
-            if smallest == size or group.wait(timeout_seconds=_READY_SECONDS):
+        if smallest == size:
+            return self._group(size)
+        free = self._free()
+        fitting = min(int(free[name] // self.resources[name]) for name in free)
+        # A rank needs its resources on one node: fewer may fit.
+        for count in range(min(size, fitting), smallest - 1, -1):
+            group = self._group(count)
+            try:
+                is_ready = group.wait(timeout_seconds=_READY_SECONDS)
+            except BaseException:
+                ray.util.remove_placement_group(group)
+                raise
+            if is_ready:
                 return group
             ray.util.remove_placement_group(group)
         raise RunError(
-            f"Received a job of {smallest} ranks or more with {dict(self.resources)} "
-            f"each; {self._free()}."
+            f"Received a job of {smallest} ranks or more from Ray. {self._advice()}."
         )
 
-    def _free(self) -> str:
+    def _group(self, count: int) -> Any:
+        bundles = [dict(self.resources)] * count
+        return ray.util.placement_group(bundles, strategy="PACK")
+
+    def _advice(self) -> str:
+        needs = dict(self.resources)
+        return f"Each rank needs {needs}; the Ray cluster has {self._free()} free"
+
+    def _free(self) -> dict[str, float]:
         free = ray.available_resources()
-        amounts = {name: free.get(name, 0) for name in self.resources}
-        return f"the Ray cluster has {amounts} free"
+        return {name: free.get(name, 0) for name in self.resources}
 
     def _options(self, group: Any, index: int) -> dict[str, Any]:
         resources = dict(self.resources)

@@ -35,10 +35,10 @@ class Spark:
         stage = _Stage(self._context(), address, size)
         advice = (
             "A barrier stage needs a free core of Spark for each rank, and no dynamic "
-            "allocation."
+            "allocation"
         )
         try:
-            yield PlacedAgents(size, stage.failure, advice)
+            yield PlacedAgents(size, stage.failure, lambda: advice)
             stage.join()
         finally:
             stage.cancel()
@@ -49,8 +49,7 @@ class Spark:
         except Exception as error:
             raise RunError(
                 "Received a session of Spark Connect, which has no barrier stages of "
-                "RDDs; expected one of the driver, as SparkSession.builder.getOrCreate "
-                "returns."
+                "RDDs; expected a classic session, which has a SparkContext."
             ) from error
 
     def __str__(self) -> str:
@@ -82,7 +81,8 @@ class _Stage:
             self._error = "the stage has ended"
         except Exception as error:
             cause = getattr(error, "java_exception", None) or error
-            self._error = str(cause).strip().splitlines()[0]
+            lines = str(cause).strip().splitlines()
+            self._error = lines[0] if lines else type(error).__name__
 
     def failure(self) -> str:
         """Return why the stage has ended, or an empty text."""

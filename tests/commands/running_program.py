@@ -68,6 +68,9 @@ def fail():
 
     hvd.init()
     if hvd.rank() == 1:
+        # A thread that does not end: Python would wait for it.
+        threading.Thread(target=time.sleep, args=[3600]).start()
+        os.write(1, "a caller whose stdout is ASCII: é\n".encode())
         raise KeyError("no such column")
     return float(hvd.allreduce(1.0))
 

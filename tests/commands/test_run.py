@@ -5,6 +5,7 @@ Spark's `local-cluster` has executors in processes of their own.
 
 import os
 import pathlib
+import pickle
 import re
 import shutil
 import signal
@@ -13,6 +14,8 @@ import sys
 import numpy as np
 import psutil
 import pytest
+
+import hvdtrain
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = [sys.executable, str(ROOT / "tests" / "commands" / "running_program.py")]
@@ -102,9 +105,16 @@ def test_the_example_in_a_notebook(monkeypatch):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_exception_of_a_rank_is_raised_in_the_caller(case, engine):
-    job = case(engine, "raised").wait()
+    job = case(engine, "raised", PYTHONIOENCODING="ascii").wait()
     assert job.returncode == 0, job.text
+    assert "a caller whose stdout is ASCII: ?" in job.lines
     assert f"caught 1 {CAUSE}" in job.lines
+
+
+def test_an_error_of_a_rank_can_be_pickled():
+    # As one that is raised in a process of an executor.
+    error = pickle.loads(pickle.dumps(hvdtrain.LostRankError("text", rank=3)))
+    assert (str(error), error.rank) == ("text", 3)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -9,19 +9,19 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
-from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from hvdtrain.runner import channel
+from hvdtrain.runner.channel import Outcome
 from hvdtrain.runner.engine import Engine, PlacedAgents, RunError
-from hvdtrain.runner.rank import Outcome
 
 # After a collective has failed: the rank that is the cause may end later.
-_CAUSE_SECONDS = 10.0
+_CAUSE_SECONDS = 30.0
 # More than an agent takes to end its ranks.
 _STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.5
@@ -35,9 +35,13 @@ class RankError(RunError):
         rank: the first one that failed by itself.
     """
 
-    def __init__(self, message: str, *, rank: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, rank: int) -> None:
+        # Both are arguments of the exception, so that it can be pickled.
+        super().__init__(message, rank)
         self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class LostRankError(RankError):
@@ -57,9 +61,11 @@ def run_once(
         stack.callback(_stop, agents)
         for agent in _accept(listener, placement, engine, start_timeout_seconds):
             agents.append(agent)
-        port = stack.enter_context(_rendezvous(agents, placement.size))
+        plan = _assign(agents, placement.size)
+        address = _common_address(agents, listener.address.hosts)
+        port = stack.enter_context(_rendezvous(plan, is_local=engine.is_local))
         for agent in agents:
-            agent.start(payload, port)
+            agent.start(payload, address, port)
         return _Job(agents, placement.size).results()
 
 
@@ -69,19 +75,26 @@ class _Agent:
     hello: channel.Hello
     slots: list[Any] = dataclasses.field(default_factory=list)
 
-    def start(self, payload: bytes, port: int) -> None:
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def start(self, payload: bytes, address: str, port: int) -> None:
+        interface = self.hello.interfaces[address]
         environments = tuple(
             create_slot_env_vars(slot)
             | {
                 "HOROVOD_CONTROLLER": "gloo",
                 "HOROVOD_CPU_OPERATIONS": "gloo",
-                "HOROVOD_GLOO_RENDEZVOUS_ADDR": self.hello.caller,
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
                 "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-                "HOROVOD_GLOO_IFACE": self.hello.interface,
+                "HOROVOD_GLOO_IFACE": interface,
+                "NCCL_SOCKET_IFNAME": interface,
             }
             for slot in self.slots
         )
-        self.connection.send(channel.StartRanks(payload, environments))
+        # An agent that has ended since is seen by `_Job`.
+        with contextlib.suppress(OSError):
+            self.connection.send(channel.StartRanks(payload, environments))
 
 
 def _accept(
@@ -94,16 +107,16 @@ def _accept(
     deadline = time.monotonic() + timeout_seconds
     size = missing = placement.size
     while missing > 0:
-        if wait([listener.socket], _POLL_SECONDS):
-            if accepted := listener.accept():
-                agent = _Agent(*accepted)
-                missing -= agent.hello.slots
-                yield agent
+        is_waiting = not wait([listener.socket], _POLL_SECONDS)
+        if not is_waiting and (accepted := listener.accept()):
+            agent = _Agent(*accepted)
+            missing -= agent.hello.slots
+            yield agent
             continue
         reason = placement.failure()
         if not reason and time.monotonic() > deadline:
             late = f"no more have connected within {timeout_seconds:g} s"
-            reason = f"{late}. {placement.advice}".strip()
+            reason = f"{late}. {placement.advice()}".strip()
         if reason:
             raise RunError(
                 f"Received {size - missing} of {size} ranks from {engine}: "
@@ -111,9 +124,8 @@ def _accept(
             )
 
 
-@contextlib.contextmanager
-def _rendezvous(agents: Sequence[_Agent], size: int) -> Iterator[int]:
-    """Assign the ranks, and serve Horovod's rendezvous; yield its port."""
+def _assign(agents: Sequence[_Agent], size: int) -> list[SlotInfo]:
+    """Assign the ranks to the agents, and return Horovod's plan of hosts."""
     # Ranks of one host are consecutive; sorted, so that a host has the same ranks in
     # the next run.
     ordered = sorted(agents, key=lambda agent: agent.hello.host_hash)
@@ -122,12 +134,42 @@ def _rendezvous(agents: Sequence[_Agent], size: int) -> Iterator[int]:
         HostInfo(name, sum(agent.hello.slots for agent in group))
         for name, group in groups
     ]
-    slots = get_host_assignments(hosts, size, size)
-    remaining = iter(slots)
+    plan = get_host_assignments(hosts, size, size)
+    remaining = iter(plan)
     for agent in ordered:
         agent.slots = list(itertools.islice(remaining, agent.hello.slots))
-    server = RendezvousHTTPServer(("", 0), RendezvousHandler, 0)
-    server.init(slots)
+    return plan
+
+
+def _common_address(agents: Sequence[_Agent], hosts: Sequence[str]) -> str:
+    """Return the first address of the caller that all agents reach.
+
+    The interfaces to it are in one network, in which the ranks reach each other.
+    """
+    for host in hosts:
+        if all(host in agent.hello.interfaces for agent in agents):
+            return host
+    reached = "; ".join(
+        f"{agent.hello.host}: {', '.join(agent.hello.interfaces)}" for agent in agents
+    )
+    raise RunError(
+        f"Received hosts that reach the caller at different addresses ({reached}); "
+        "expected one network that connects all of them."
+    )
+
+
+class _Handler(RendezvousHandler):
+    def do_HEAD(self) -> None:  # noqa: N802
+        # The base class would answer with files of the working directory.
+        self.send_error(501)
+
+
+@contextlib.contextmanager
+def _rendezvous(plan: list[SlotInfo], *, is_local: bool) -> Iterator[int]:
+    """Serve Horovod's rendezvous, and yield its port."""
+    host = channel.LOOPBACK if is_local else ""
+    server = RendezvousHTTPServer((host, 0), _Handler, 0)
+    server.init(plan)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -157,17 +199,18 @@ def _stop(agents: Sequence[_Agent]) -> None:
 
 def _ready(agents: Iterable[_Agent], seconds: float) -> list[_Agent]:
     """Return the agents of which a message or the end can be read."""
-    by_connection = {id(agent.connection): agent for agent in agents}
-    connections = [agent.connection for agent in by_connection.values()]
-    return [by_connection[id(ready)] for ready in wait(connections, seconds)]
+    return cast(list[_Agent], wait(cast(Any, list(agents)), seconds))
 
 
 def _print(message: object) -> None:
     if isinstance(message, channel.Output):
         tag = f"[{message.rank}]<{_STREAMS[message.stream]}>:"
         file = sys.stdout if message.stream == 1 else sys.stderr
-        lines = message.text.splitlines()
-        file.write("".join(f"{tag}{line}\n" for line in lines))
+        lines = message.text.removesuffix("\n").split("\n")
+        text = "".join(f"{tag}{line}\n" for line in lines)
+        # A notebook's stream has no encoding; a terminal's may lack characters.
+        encoding = getattr(file, "encoding", None) or "utf-8"
+        file.write(text.encode(encoding, "replace").decode(encoding))
         file.flush()
 
 
@@ -198,14 +241,19 @@ class _Job:
         try:
             message = agent.connection.recv()
         except (EOFError, OSError):
-            for rank in [r for r, w in self._running.items() if w is agent]:
-                del self._running[rank]
-                self._lose(rank, agent, "its agent has ended")
+            self._lose_all(agent, "was lost: its agent has ended")
             return
         _print(message)
+        if isinstance(message, channel.Failed):
+            self._lose_all(agent, f"cannot be started: {message.reason}")
         if isinstance(message, channel.Ended):
             del self._running[message.rank]
             self._finish(message, agent)
+
+    def _lose_all(self, agent: _Agent, cause: str) -> None:
+        for rank in [r for r, other in self._running.items() if other is agent]:
+            del self._running[rank]
+            self._lose(rank, agent, cause)
 
     def _finish(self, ended: channel.Ended, agent: _Agent) -> None:
         try:
@@ -216,10 +264,15 @@ class _Job:
                 cause = f"was killed by signal {-ended.exit_code}"
             self._lose(ended.rank, agent, cause)
             return
-        if outcome.summary:
-            self._errors.append(_Error(ended.rank, agent.hello.host, outcome))
-        else:
-            self._results[ended.rank] = cloudpickle.loads(outcome.value)
+        if not outcome.summary:
+            try:
+                self._results[ended.rank] = cloudpickle.loads(outcome.value)
+                return
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                text = f"returned a value that the caller cannot unpickle: {reason}"
+                outcome = Outcome(summary=text)
+        self._errors.append(_Error(ended.rank, agent.hello.host, outcome))
 
     def _lose(self, rank: int, agent: _Agent, cause: str) -> None:
         outcome = Outcome(summary=cause)
@@ -237,9 +290,10 @@ class _Error:
         name = f"rank {self.rank} on {self.host}"
         if self.is_lost:
             return LostRankError(f"{name} {self.outcome.summary}", rank=self.rank)
-        text = f"{name}: {self.outcome.summary}\n\n{self.outcome.traceback}"
+        text = f"{name}: {self.outcome.summary}\n\n{self.outcome.traceback}".rstrip()
         error = RankError(text, rank=self.rank)
         if self.outcome.value:
-            # Only now: this imports the modules of its type.
-            error.__cause__ = cloudpickle.loads(self.outcome.value)
+            # Only now, and if the caller has it: this imports the module of its type.
+            with contextlib.suppress(Exception):
+                error.__cause__ = cloudpickle.loads(self.outcome.value)
         return error
