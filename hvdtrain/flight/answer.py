@@ -54,7 +54,7 @@ class Answer:
         number: of the last collective of all ranks that it has entered.
         in_flight: the collective that it is in.
         stacks: of all threads, as `faulthandler` writes them.
-        collectives: the last ones, the oldest first; their times are those of its host.
+        collectives: the last ones, the oldest first, timed by its host's clock.
     """
 
     member: Member
@@ -87,7 +87,7 @@ def from_dict(values: dict[str, Any]) -> Answer:
     """Return the answer that `Answer.as_dict` has converted.
 
     Raises:
-        TypeError: the values are not those of an answer.
+        TypeError: `values` has other fields than an answer.
     """
     in_flight = values["in_flight"]
     return Answer(

@@ -38,7 +38,7 @@ def conclude(answers: Sequence[Answer]) -> str:
 
 
 def suspects(answers: Sequence[Answer]) -> list[Answer]:
-    """Return the ranks that others wait for, or all if none can be told apart."""
+    """Return the ranks that others wait for; all ranks if none or all are late."""
     late = [answer for answer in answers if not _waits(answer)]
     return late if late and len(late) < len(answers) else list(answers)
 

@@ -35,7 +35,7 @@ _QUIET_SECONDS = 0.2
 # A step is slow if it takes this many times the median of the steps before.
 _SLOW_FACTOR, _KNOWN_STEPS = 20, 5
 _END_POLL_SECONDS = 0.01
-# Exit codes from here on are those of a process that a signal has ended.
+# A process that signal N has ended is reported with exit code 128 + N.
 _OF_A_SIGNAL = 128
 _STDIN, _STDERR = 0, 2
 # A signal to the whole job must not end this process before the rank has ended.
@@ -207,7 +207,7 @@ class Guard:
         if self._has_concluded and moment.entered not in (None, self._called_for):
             # The job goes on: a later failure has another cause.
             self._has_concluded = False
-            self._shared.write_conclusion("")
+            self._shared.remove_conclusion()
         if since is None or since == self._called_for:
             return
         if now - since >= self._task.check_seconds:

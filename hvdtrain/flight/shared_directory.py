@@ -110,7 +110,7 @@ class SharedDirectory:
             self._write(name, {"call": call, "answer": given.as_dict()})
 
     def answers(self, call: str | None = None) -> list[Answer]:
-        """Return the answers to a call and those of ranks that have ended, by rank.
+        """Return the answers to a call and the last ones of ended ranks, by rank.
 
         Without a call, return the newest of each rank.
         """
@@ -121,12 +121,13 @@ class SharedDirectory:
         return sorted(given, key=lambda answer: answer.member.rank)
 
     def write_conclusion(self, text: str) -> None:
-        """Keep a conclusion, for the message with which ranks fail; "" removes it."""
-        if not text:
-            self._remove(_CONCLUSION)
-            return
+        """Keep a conclusion, for the message with which ranks fail."""
         with contextlib.suppress(OSError):
             self._write(_CONCLUSION, {"seconds": time.time(), "text": text})
+
+    def remove_conclusion(self) -> None:
+        """Keep no conclusion: the job goes on."""
+        self._remove(_CONCLUSION)
 
     def conclusion(self, *, within_seconds: float) -> str:
         """Return the conclusion of the last seconds; empty if there is none."""

@@ -186,7 +186,7 @@ class _Rank:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the rank."""
-        # Only while the process is not reaped: its PID is that of the group.
+        # The number of the group is the PID, which is free once the process is reaped.
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)

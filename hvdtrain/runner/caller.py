@@ -73,7 +73,7 @@ def run_once(
 class _Agent:
     connection: Connection
     hello: channel.Hello
-    slots: list[Any] = dataclasses.field(default_factory=list)
+    slots: list[SlotInfo] = dataclasses.field(default_factory=list)
 
     def fileno(self) -> int:
         return self.connection.fileno()

@@ -362,7 +362,7 @@ def test_the_last_member_removes_the_directory(shared):
     assert [each.size for each in shared.members()] == [3, 5]
     shared.write_answer("", DEAD)
     shared.write_conclusion("text")
-    shared.write_conclusion("")
+    shared.remove_conclusion()
     assert not shared.conclusion(within_seconds=LIMIT_SECONDS)
     shared.remove(member(1))
     assert (shared.members(), shared.answers()) == ([member(0)], [])
