@@ -2,7 +2,9 @@
 
 import pathlib
 import re
+import shutil
 import subprocess
+import sys
 
 import pytest
 import yaml
@@ -107,6 +109,24 @@ def test_what_a_dockerfile_copies_is_not_ignored():
                     path = pathlib.PurePath(source)
                     inside = (path, *path.parents[:-1])
                     assert any(part.match(p) for part in inside for p in allowed)
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
+def test_the_installer_needs_no_other_module_than_the_images_copy(dockerfile, tmp_path):
+    for sources, target in re.findall(
+        r"^COPY (hvdtrain/.*) /build/(\S+)$", text(dockerfile), re.MULTILINE
+    ):
+        for source in sources.split():
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / target)
+            else:
+                (tmp_path / target).mkdir(exist_ok=True)
+                shutil.copy(ROOT / source, tmp_path / target)
+    [program] = re.findall(r"-c \\\n\s+'(.*)'", text(dockerfile))
+    imports = program[: program.index("; install(")]
+    subprocess.run(
+        [sys.executable, "-c", imports], cwd=tmp_path, check=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES)
