@@ -92,7 +92,8 @@ def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
             for rank in [rank for rank in running if rank.is_over()]:
                 running.remove(rank)
                 for stream in rank.streams:
-                    _send(connection, rank.output(stream, stream.read_rest()))
+                    if text := stream.read_rest():
+                        _send(connection, rank.output(stream, text))
                 _send(connection, rank.ended())
 
 

@@ -73,6 +73,7 @@ def test_a_training_is_that_of_horovodrun(case, run, tmp_path, engine):
     job = case(engine, "digits", TF_USE_LEGACY_KERAS="1").wait()
     assert results_of(job) == "[(0, 0, 47), (1, 0, 47)]"
     assert "TF_USE_LEGACY_KERAS is removed" in job.text
+    assert not re.search(r"^\[\d\]<std...>:$", job.text, re.M), job.text
     assert_equal_weights(tmp_path, folder)
 
 
