@@ -1,9 +1,11 @@
-"""Calls `hvdtrain.run` on an engine: python running_program.py ENGINE CASE FOLDER.
+"""Calls `hvdtrain.run`: python running_program.py ENGINE CASE FOLDER [OPTIONS].
 
-Under a launcher, trains as the function of the case "digits" does.
+OPTIONS are those of the engine, as JSON. ENGINE "horovodrun" is for ranks that this
+launcher has started: they train as in the case "digits".
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -20,11 +22,30 @@ RANKS = 2
 RUNS = 20
 
 
-def train(folder, epochs=2, at_step=None):
+def victim(name):
+    """Return the PID of what a test kills: this rank, or what has started it."""
+    rank = psutil.Process()
+    if name == "executor":
+        return next(each.pid for each in rank.parents() if each.name() == "java")
+    return rank.pid if name == "rank" else rank.ppid()
+
+
+def check_earlier_rank(file):
+    """Fail if a rank of the job before this one still runs; note this one."""
+    if file.exists():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # Its parent may have been killed, and nobody reaps it.
+            status = psutil.Process(int(file.read_text())).status()
+            assert status == psutil.STATUS_ZOMBIE, f"{file.name} is {status}"
+    file.write_text(str(os.getpid()))
+
+
+def train(folder, epochs=2, at_step=None, killed="rank"):
     """Train on the digits of the package; write what rank 0 has."""
     from hvdtrain import data, job
 
     world = job.start(seed=1)
+    check_earlier_rank(pathlib.Path(folder, f"pid-{world.rank}"))
     import keras
     import numpy as np
 
@@ -36,9 +57,14 @@ def train(folder, epochs=2, at_step=None):
         def on_train_batch_end(self, batch, logs=None):
             self.steps += 1
             marker = pathlib.Path(folder, "was_killed")
+            saved = pathlib.Path(folder, "model/checkpoints/step-00000015.json")
             if self.steps == at_step and world.rank == 1 and not marker.exists():
+                # A thread of rank 0 writes it.
+                while not saved.exists():
+                    time.sleep(0.02)
                 marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(victim(killed), signal.SIGKILL)
+                time.sleep(3600)
 
     def make_model():
         model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(10)])
@@ -92,7 +118,7 @@ def rank_and_size(factor):
 
 
 @contextlib.contextmanager
-def engine(name):
+def engine(name, options):
     if name == "local":
         yield None
     elif name == "ray":
@@ -100,7 +126,7 @@ def engine(name):
 
         ray.init(num_cpus=RANKS, include_dashboard=False)
         try:
-            yield hvdtrain.Ray()
+            yield hvdtrain.Ray(**options)
         finally:
             ray.shutdown()
     else:
@@ -139,12 +165,13 @@ def run_often(on):
     print("descriptors, threads, processes:", before, after, flush=True)
 
 
-def main(name, case, folder):
-    with engine(name) as on:
+def main(name, case, folder, options="{}"):
+    with engine(name, json.loads(options)) as on:
         if case == "digits":
             print("results", run(train, [folder], on=on), flush=True)
-        elif case == "killed":
-            results = run(train, [folder], {"at_step": 17}, on=on, max_restarts=1)
+        elif case.startswith("killed_"):
+            options = {"at_step": 17, "killed": case.removeprefix("killed_")}
+            results = run(train, [folder], options, on=on, max_restarts=1)
             print("results", results, flush=True)
         elif case == "lost":
             run(train, [folder], {"at_step": 17}, on=on)
@@ -164,7 +191,7 @@ def main(name, case, folder):
 
 
 if __name__ == "__main__":
-    if launchers.launch().launcher:
+    if sys.argv[1] == "horovodrun":
         train(sys.argv[3])
     else:
         main(*sys.argv[1:])

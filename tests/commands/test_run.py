@@ -20,12 +20,13 @@ import hvdtrain
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = [sys.executable, str(ROOT / "tests" / "commands" / "running_program.py")]
 SPARK = pytest.mark.skipif(not shutil.which("java"), reason="Spark needs Java")
+EXECUTORS = "local-cluster[2,1,1024]"
 ENGINES = [
     "local",
     pytest.param("ray", marks=pytest.mark.engines),
     *(
         pytest.param(name, marks=[pytest.mark.engines, SPARK])
-        for name in ("local[2]", "local-cluster[2,1,1024]")
+        for name in ("local[2]", EXECUTORS)
     ),
 ]
 CAUSE = "KeyError('no such column')"
@@ -57,24 +58,39 @@ def weights_in(folder):
         return list(file.values())
 
 
-def assert_equal_weights(folder, other):
-    for found, expected in zip(weights_in(folder), weights_in(other), strict=True):
-        np.testing.assert_array_equal(found, expected)
+@pytest.fixture(scope="module")
+def weights():
+    """Return the weights of `expected`, which are computed once."""
+    return []
+
+
+@pytest.fixture
+def expected(run, tmp_path, weights):
+    """Return the weights that horovodrun computes."""
+    if not weights:
+        folder = tmp_path / "horovodrun"
+        folder.mkdir()
+        job = run(
+            ["horovodrun", "digits", str(folder)], program=PROGRAM, launcher="gloo"
+        )
+        assert job.returncode == 0, job.text
+        weights += weights_in(folder)
+    return weights
+
+
+def assert_equal_weights(folder, expected):
+    for found, weight in zip(weights_in(folder), expected, strict=True):
+        np.testing.assert_array_equal(found, weight)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_training_is_that_of_horovodrun(case, run, tmp_path, engine):
-    folder = tmp_path / "horovodrun"
-    folder.mkdir()
-    arguments = ["horovodrun", "digits", str(folder)]
-    expected = run(arguments, program=PROGRAM, launcher="gloo")
-    assert expected.returncode == 0, expected.text
+def test_a_training_is_that_of_horovodrun(case, expected, tmp_path, engine):
     # Ray sets it on its workers.
     job = case(engine, "digits", TF_USE_LEGACY_KERAS="1").wait()
     assert results_of(job) == "[(0, 0, 47), (1, 0, 47)]"
     assert "TF_USE_LEGACY_KERAS is removed" in job.text
     assert not re.search(r"^\[\d\]<std...>:$", job.text, re.M), job.text
-    assert_equal_weights(tmp_path, folder)
+    assert_equal_weights(tmp_path, expected)
 
 
 def example():
@@ -118,16 +134,32 @@ def test_an_error_of_a_rank_can_be_pickled():
     assert (str(error), error.rank) == ("text", 3)
 
 
+KILLED = "rank 1 on .* was killed by signal 9"
+ENDED = "rank [01] on .* was lost: its agent has ended"
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_job_continues_after_a_rank_was_killed(case, run, tmp_path, engine):
-    job = case(engine, "killed").wait()
-    # The last checkpoint before the kill is that of step 15.
+def test_a_job_continues_after_a_rank_was_killed(case, expected, tmp_path, engine):
+    check_a_kill(case, expected, tmp_path, engine, "rank", KILLED)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:3])
+def test_a_job_continues_after_an_agent_was_killed(case, expected, tmp_path, engine):
+    check_a_kill(case, expected, tmp_path, engine, "agent", ENDED)
+
+
+@pytest.mark.engines
+@SPARK
+def test_a_job_continues_after_an_executor_was_killed(case, expected, tmp_path):
+    check_a_kill(case, expected, tmp_path, EXECUTORS, "executor", ENDED)
+
+
+def check_a_kill(case, expected, tmp_path, engine, killed, error):
+    job = case(engine, f"killed_{killed}").wait()
+    # The last checkpoint before the kill.
     assert results_of(job) == "[(0, 15, 47), (1, 15, 47)]"
-    assert re.search(r"rank 1 on .* was killed by signal 9. .*restart 1 of 1", job.text)
-    folder = tmp_path / "horovodrun"
-    folder.mkdir()
-    run(["horovodrun", "digits", str(folder)], program=PROGRAM, launcher="gloo")
-    assert_equal_weights(tmp_path, folder)
+    assert re.search(rf"^hvdtrain.run: {error}\. .*restart 1 of 1", job.text, re.M)
+    assert_equal_weights(tmp_path, expected)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
