@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hvdtrain.runner.engine import RunError as RunError
     from hvdtrain.runner.launch import run as run
     from hvdtrain.runner.ray import Ray as Ray
+    from hvdtrain.runner.slurm import Slurm as Slurm
     from hvdtrain.runner.spark import Spark as Spark
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __getattr__ = lazy.getattr_of(
     {
         "run": "runner.launch",
         "Ray": "runner.ray",
+        "Slurm": "runner.slurm",
         "Spark": "runner.spark",
         "RunError": "runner.engine",
         "RankError": "runner.caller",

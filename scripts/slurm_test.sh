@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Starts a temporary Slurm of two nodes and submits the real job scripts to it.
+# Starts a temporary Slurm of two nodes, submits the real job scripts to it, and calls
+# hvdtrain.run on it.
 #
 #     scripts/slurm_test.sh [--install]
 #
@@ -105,7 +106,7 @@ has_nodes() { [[ $(sinfo -h -t idle -o %D) == 2 ]]; }
 # A directory like the clone, so that logs and results stay out of it.
 make_clone() {
   mkdir "$work/clone"
-  ln -s "$root"/{examples,hvdtrain,scripts,.venv} "$work/clone"
+  ln -s "$root"/{examples,hvdtrain,scripts,tests,.venv} "$work/clone"
   cd "$work/clone"
   logs=$work/clone
 }
@@ -263,6 +264,77 @@ shares_a_study() {
     test "$(grep -ho '^trial [01]:' study-[12].log | sort | tr -d '\n')" == 'trial 0:trial 1:'
 }
 
+# calls CASE [OPTIONS of hvdtrain.Slurm]: hvdtrain.run, in the program of the tests, by
+# `launcher` if it is set. The output is CASE.log.
+launcher=()
+calls() {
+  mkdir -p "$1"
+  # The shell lets its background jobs ignore SIGINT.
+  timeout 180 "${launcher[@]}" env --default-signal=INT .venv/bin/python \
+    tests/commands/running_program.py slurm "$1" "$PWD/$1" "${@:2}" >"$1.log" 2>&1
+}
+
+# returns TEXT CASE [OPTIONS]: the program ends with 0, and one of its lines is TEXT.
+returns() { calls "${@:2}" && grep -xF "$1" "$2.log"; }
+
+# raises TEXT CASE [OPTIONS]: the program fails, and its last line contains TEXT.
+raises() { ! calls "${@:2}" && tail -n 1 "$2.log" | grep -F "$1"; }
+
+is_called_from_python() {
+  local nodes='{"nodes": 2}'
+  check "hvdtrain.run trains on two nodes" \
+    returns 'results [(0, 0, 47), (1, 0, 47)]' digits "$nodes"
+  mkdir horovodrun
+  check "so does horovodrun on one" .venv/bin/horovodrun -np 2 --gloo .venv/bin/python \
+    tests/commands/running_program.py horovodrun digits "$PWD/horovodrun"
+  check "both compute the same" cmp {digits,horovodrun}/weights.npz
+  check "each rank has the cores of its task" \
+    returns "results [('n1', 2), ('n2', 2)]" cores '{"cpus_per_task": 2}'
+  launcher=(srun --quiet --ntasks=1)
+  check "a caller inside of a job gets the exception of a rank" \
+    returns "caught 1 KeyError('no such column')" raised "$nodes"
+  launcher=()
+  check "a second job continues after a rank was killed" \
+    returns 'results [(0, 15, 47), (1, 15, 47)]' killed_rank "$nodes"
+  check "it computes the same, too" cmp {killed_rank,horovodrun}/weights.npz
+  check "a job that is signalled before its time limit saves a checkpoint" is_signalled
+}
+
+is_signalled() {
+  local caller
+  calls signalled '{"nodes": 2}' &
+  caller=$!
+  wait_for 60 grep 'samples/s' signalled.log || return
+  scancel --signal=USR2 --name=hvdtrain.run
+  ! wait "$caller" && grep 'Stopped at step' signalled.log && ls signalled/model/checkpoints
+}
+
+refuses_calls() {
+  check "a job that Slurm rejects is one line" \
+    raises 'did not accept the job: Batch job submission failed: Invalid partition' \
+    full '{"partition": "none"}'
+  check "so is a job that does not start" \
+    raises ' is PENDING (BeginTime); ' full '{"additional_parameters": {"begin": "now+1hour"}}'
+  check "and one that ends before its ranks start" \
+    raises ' has ended: no such module. Logs: ' cores \
+    '{"setup": ["echo no such module >&2", "exit 3"]}'
+  check "Ctrl-C ends the job" ends_with INT
+  check "the death of the caller ends it, too" ends_with KILL
+}
+
+# ends_with SIGNAL: sends it to the caller while its ranks run.
+ends_with() {
+  local caller
+  rm -rf waits
+  calls waits '{"nodes": 2}' &
+  caller=$!
+  wait_for 60 test -e waits/rank-0 -a -e waits/rank-1 || return
+  pkill "-$1" -P "$(pgrep -P "$caller" timeout)" || return
+  ! wait "$caller" && wait_for 30 is_queue_empty
+}
+
+is_queue_empty() { [[ -z $(squeue -h) ]]; }
+
 main() {
   work=$1
   quick=(--dataset=digits --max_steps=200)
@@ -277,6 +349,8 @@ main() {
   is_an_array
   shares_a_study
   is_preempted
+  is_called_from_python
+  refuses_calls
   report
 }
 

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ import time
 import psutil
 
 import hvdtrain
-from hvdtrain.job import launchers
+from hvdtrain.job import cores, launchers
 
 RANKS = 2
 RUNS = 20
@@ -117,9 +118,17 @@ def rank_and_size(factor):
     return launched.rank * factor, launched.size
 
 
+def host_and_cores():
+    """Return where this rank runs, and on how many cores."""
+    local_size = int(os.environ["HOROVOD_LOCAL_SIZE"])
+    return socket.gethostname(), cores.usable(local_size)
+
+
 @contextlib.contextmanager
-def engine(name, options):
-    if name == "local":
+def engine(name, folder, options):
+    if name == "slurm":
+        yield hvdtrain.Slurm(folder=f"{folder}/slurm", **options)
+    elif name == "local":
         yield None
     elif name == "ray":
         import ray
@@ -166,13 +175,17 @@ def run_often(on):
 
 
 def main(name, case, folder, options="{}"):
-    with engine(name, json.loads(options)) as on:
+    with engine(name, folder, json.loads(options)) as on:
         if case == "digits":
             print("results", run(train, [folder], on=on), flush=True)
         elif case.startswith("killed_"):
             options = {"at_step": 17, "killed": case.removeprefix("killed_")}
             results = run(train, [folder], options, on=on, max_restarts=1)
             print("results", results, flush=True)
+        elif case == "signalled":
+            run(train, [folder, 1000, 10**6], on=on)
+        elif case == "cores":
+            print("results", run(host_and_cores, on=on), flush=True)
         elif case == "lost":
             run(train, [folder], {"at_step": 17}, on=on)
         elif case == "raised":
