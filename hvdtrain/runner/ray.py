@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,11 +11,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hvdtrain.runner import agent
 from hvdtrain.runner.channel import Address
-from hvdtrain.runner.engine import PlacedAgents, RunError
+from hvdtrain.runner.engine import PlacedAgents
 
 _END_SECONDS = 20
 # Until a placement group is ready, where fewer ranks are accepted.
 _READY_SECONDS = 5
+_POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Ray:
 
     Attributes:
         resources: that Ray reserves for each rank.
-        min_workers: with how few ranks the job starts if the cluster has no room for
-            `np`; by default it waits for all.
+        min_workers: with how few ranks the job starts, or starts again, if the cluster
+            has no room for `np`; by default it waits for all.
         runtime_env: the runtime environment of the tasks.
     """
 
@@ -63,10 +65,8 @@ class Ray:
             )
         if smallest == size:
             return self._group(size)
-        free = self._free()
-        fitting = min(int(free[name] // self.resources[name]) for name in free)
         # A rank needs its resources on one node: fewer may fit.
-        for count in range(min(size, fitting), smallest - 1, -1):
+        for count in range(self._fitting(size), smallest, -1):
             group = self._group(count)
             try:
                 is_ready = group.wait(timeout_seconds=_READY_SECONDS)
@@ -76,9 +76,19 @@ class Ray:
             if is_ready:
                 return group
             ray.util.remove_placement_group(group)
-        raise RunError(
-            f"Received a job of {smallest} ranks or more from Ray. {self._advice()}."
-        )
+        return self._group(smallest)
+
+    def _fitting(self, size: int) -> int:
+        """Return how many ranks the free resources are enough for, up to `size`."""
+        deadline = time.monotonic() + _READY_SECONDS
+        while True:
+            free = self._free()
+            count = min(int(free[name] // self.resources[name]) for name in free)
+            # Ray reports the resources of a job that has ended some time later: wait,
+            # or a restart would find none.
+            if count >= size or time.monotonic() > deadline:
+                return min(count, size)
+            time.sleep(_POLL_SECONDS)
 
     def _group(self, count: int) -> Any:
         bundles = [dict(self.resources)] * count

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import pathlib
-import signal
 import socket
 import sys
 import threading
@@ -23,12 +22,16 @@ RANKS = 2
 RUNS = 20
 
 
-def victim(name):
-    """Return the PID of what a test kills: this rank, or what has started it."""
-    rank = psutil.Process()
-    if name == "executor":
-        return next(each.pid for each in rank.parents() if each.name() == "java")
-    return rank.pid if name == "rank" else rank.ppid()
+def victims(name, rank):
+    """Return the processes that this rank kills: itself, or those that started it."""
+    own = psutil.Process()
+    parents = {each.name(): each for each in own.parents()}
+    if name == "node":
+        node = parents["raylet"]
+        # Ray's worker would survive the kill of its parent until that is reaped.
+        return [] if "--head" in node.cmdline() else [node, own.parent()]
+    processes = {"rank": own, "agent": own.parent(), "executor": parents.get("java")}
+    return [processes[name]] if rank == 1 else []
 
 
 def check_earlier_rank(file):
@@ -59,12 +62,15 @@ def train(folder, epochs=2, at_step=None, killed="rank"):
             self.steps += 1
             marker = pathlib.Path(folder, "was_killed")
             saved = pathlib.Path(folder, "model/checkpoints/step-00000015.json")
-            if self.steps == at_step and world.rank == 1 and not marker.exists():
+            if self.steps != at_step or marker.exists():
+                return
+            if processes := victims(killed, world.rank):
                 # A thread of rank 0 writes it.
                 while not saved.exists():
                     time.sleep(0.02)
                 marker.touch()
-                os.kill(victim(killed), signal.SIGKILL)
+                for process in processes:
+                    process.kill()
                 time.sleep(3600)
 
     def make_model():
@@ -133,11 +139,25 @@ def engine(name, folder, options):
     elif name == "ray":
         import ray
 
-        ray.init(num_cpus=RANKS, include_dashboard=False)
+        # Not the cluster of another test.
+        ray.init("local", num_cpus=RANKS, include_dashboard=False)
         try:
             yield hvdtrain.Ray(**options)
         finally:
             ray.shutdown()
+    elif name == "ray-nodes":
+        import ray
+        from ray.cluster_utils import Cluster
+
+        node = {"num_cpus": 1, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        cluster.add_node(**node)
+        ray.init(address=cluster.address)
+        try:
+            yield hvdtrain.Ray(**options)
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
     else:
         from pyspark.sql import SparkSession
 
@@ -198,9 +218,10 @@ def main(name, case, folder, options="{}"):
         elif case == "often":
             run_often(on)
         elif case == "full":
-            hvdtrain.run(
+            results = hvdtrain.run(
                 rank_and_size, [1], np=RANKS + 1, on=on, start_timeout_seconds=5
             )
+            print("results", results, flush=True)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ CAUSE = "KeyError('no such column')"
 def case(start, tmp_path):
     """Return `case(engine, name)`: starts the program."""
 
-    def case(engine, name, **environment):
-        arguments = [engine, name, str(tmp_path)]
+    def case(engine, name, options="{}", **environment):
+        arguments = [engine, name, str(tmp_path), options]
         # Of this process, which has found the engine's package.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         # Ray would write a token to the home directory.
@@ -154,8 +154,20 @@ def test_a_job_continues_after_an_executor_was_killed(case, expected, tmp_path):
     check_a_kill(case, expected, tmp_path, EXECUTORS, "executor", ENDED)
 
 
+@pytest.mark.engines
+def test_a_job_continues_on_fewer_ranks_after_a_node_was_lost(case, expected, tmp_path):
+    job = case("ray-nodes", "killed_node", '{"min_workers": 1}').wait()
+    assert results_of(job) == "[(0, 15, 47)]"
+    assert re.search(rf"^hvdtrain.run: {ENDED}\. .*restart 1 of 1", job.text, re.M)
+    # One rank has the batches of both: sums have another order.
+    for found, weight in zip(weights_in(tmp_path), expected, strict=True):
+        np.testing.assert_allclose(found, weight, rtol=1e-4, atol=1e-6)
+
+
 def check_a_kill(case, expected, tmp_path, engine, killed, error):
-    job = case(engine, f"killed_{killed}").wait()
+    # Ray may place fewer, and has to place all.
+    options = '{"min_workers": 1}' if engine == "ray" else "{}"
+    job = case(engine, f"killed_{killed}", options).wait()
     # The last checkpoint before the kill.
     assert results_of(job) == "[(0, 15, 47), (1, 15, 47)]"
     assert re.search(rf"^hvdtrain.run: {error}\. .*restart 1 of 1", job.text, re.M)
@@ -211,3 +223,18 @@ def test_an_engine_without_room_is_one_line(case, engine, advice):
         rf"RunError: Received 0 of 3 ranks from \w+: .* within 5 s\. .*{advice}",
         job.text,
     )
+
+
+@pytest.mark.engines
+def test_ray_places_as_many_ranks_as_fit(case):
+    job = case("ray", "full", '{"min_workers": 1}').wait()
+    assert results_of(job) == "[(0, 2), (1, 2)]"
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("number", [0, 4])
+def test_min_workers_out_of_range(number):
+    pytest.importorskip("ray")
+    error = rf"Received min_workers={number} with np=3; expected between 1 and 3\."
+    with pytest.raises(ValueError, match=error):
+        hvdtrain.run(print, np=3, on=hvdtrain.Ray(min_workers=number))
