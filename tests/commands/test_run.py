@@ -225,6 +225,13 @@ def test_an_engine_without_room_is_one_line(case, engine, advice):
     )
 
 
+def test_the_ranks_of_a_caller_that_is_bound_share_its_cores(run, tmp_path):
+    arguments = ["local", "launcher", str(tmp_path)]
+    # mpirun has more cores than the caller that it binds.
+    job = run(arguments, program=PROGRAM, launcher="mpirun", ranks=1)
+    assert results_of(job) == "['hvdtrain-agent', 'hvdtrain-agent']"
+
+
 @pytest.mark.engines
 def test_ray_places_as_many_ranks_as_fit(case):
     job = case("ray", "full", '{"min_workers": 1}').wait()
