@@ -25,7 +25,8 @@ RUNS = 20
 def victims(name, rank):
     """Return the processes that this rank kills: itself, or those that started it."""
     own = psutil.Process()
-    parents = {each.name(): each for each in own.parents()}
+    # The nearest of a name: the executor, and not the driver that has started it.
+    parents = {each.name(): each for each in reversed(own.parents())}
     if name == "node":
         node = parents["raylet"]
         # Ray's worker would survive the kill of its parent until that is reaped.

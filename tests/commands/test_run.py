@@ -1,6 +1,7 @@
 """`hvdtrain.run` on this machine, and on real engines: Ray and Spark.
 
-Spark's `local-cluster` has executors in processes of their own.
+Spark's `local-cluster` has executors in processes of their own. `scripts/slurm_test.sh`
+runs the same program on Slurm.
 """
 
 import os
