@@ -200,7 +200,9 @@ engines() {
   local overlay
   download "Ray, Spark" -r scripts/requirements_engines.txt || return
   local -x PYTHONPATH=$overlay
-  run engines 900 python -m pytest -q -n 2 -m engines tests/commands
+  # In three processes, as `commands`.
+  run engines 900 \
+    python -m pytest -q -n 3 --dist worksteal -m engines tests/commands
 }
 
 for tier in "${tiers[@]}"; do "$tier"; done
