@@ -140,24 +140,80 @@ def test_what_a_dockerfile_mounts_is_committed(dockerfile):
             assert ignored.returncode == 1, f"{path} is ignored"
 
 
-def test_the_pods_of_kubernetes_fit_the_image():
-    job = yaml.safe_load(text("scripts/kubernetes/mpijob.yaml"))
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
-    spec = job["spec"]
-    assert spec["sshAuthMountPath"] == "/home/hvdtrain/.ssh"
+def manifest(name):
+    return yaml.safe_load(text(f"scripts/kubernetes/{name}.yaml"))
+
+
+def pods(name):
+    """Return the pods of the worker and of the launcher that a manifest starts."""
+    spec = manifest(name)["spec"]
+    if name == "mpijob":
+        replicas = spec["mpiReplicaSpecs"]
+        templates = [replicas[role]["template"] for role in ("Worker", "Launcher")]
+    else:
+        jobs = {job["name"]: job for job in spec["template"]["spec"]["replicatedJobs"]}
+        templates = [
+            jobs[role]["template"]["spec"]["template"] for role in ("node", "launcher")
+        ]
+    return [template["spec"] for template in templates]
+
+
+def words(pod):
+    [container] = pod["containers"]
+    return container["command"] + container.get("args", [])
+
+
+@pytest.mark.parametrize("name", ["mpijob", "runtime"])
+def test_the_pods_of_kubernetes_fit_the_image(name):
     user = int(one(r"useradd .*--uid (\d+)", "docker/Dockerfile"))
     port = int(one(r"^port=(\d+)", "docker/host.sh"))
-    pods = spec["mpiReplicaSpecs"]
-    assert set(pods) == {"Launcher", "Worker"}
-    for pod in pods.values():
-        [container] = pod["template"]["spec"]["containers"]
-        assert pod["restartPolicy"] in ("Never", "OnFailure")
+    for pod in pods(name):
+        [container] = pod["containers"]
         assert container["securityContext"]["runAsUser"] == user
         assert container["command"][:3] == ["tini", "-g", "--"]
-    [worker] = pods["Worker"]["template"]["spec"]["containers"]
-    assert worker["readinessProbe"]["tcpSocket"]["port"] == port
-    [launcher] = pods["Launcher"]["template"]["spec"]["containers"]
-    assert f"-p {port} " in launcher["args"][launcher["args"].index("plm_rsh_args") + 1]
+        assert pod.get("securityContext", {}).get("fsGroup", user) == user
+    worker, launcher = pods(name)
+    [container] = worker["containers"]
+    assert container["readinessProbe"]["tcpSocket"]["port"] == port
+    assert f"-p {port} " in words(launcher)[words(launcher).index("plm_rsh_args") + 1]
+    path = one(r"^ +sshAuthMountPath: (.*)", f"scripts/kubernetes/{name}.yaml")
+    assert path == "/home/hvdtrain/.ssh"
+
+
+def test_a_trainjob_starts_what_an_mpijob_starts():
+    job, runtime = manifest("trainjob"), manifest("runtime")
+    assert job["spec"]["runtimeRef"] == {"name": runtime["metadata"]["name"]}
+    replicas = manifest("mpijob")["spec"]["mpiReplicaSpecs"]
+    assert job["spec"]["trainer"]["numNodes"] == replicas["Worker"]["replicas"]
+    old, new = pods("mpijob"), pods("runtime")
+    assert words(new[0]) == words(old[0])
+    assert words(new[1]) + job["spec"]["trainer"]["args"] == words(old[1])
+    for key in ("image", "resources", "securityContext"):
+        assert [pod["containers"][0][key] for pod in new] == [
+            pod["containers"][0][key] for pod in old
+        ]
+    [seconds] = {pod["terminationGracePeriodSeconds"] for pod in old + new}
+    assert seconds >= 120
+    starts = [*replicas.values(), *new]
+    assert {start["restartPolicy"] for start in starts} == {"Never"}
+
+
+def test_the_plugin_of_trainer_finds_its_jobs_and_containers():
+    # It takes numNodes of the runtime for the Job with the label: the launcher.
+    spec = manifest("runtime")["spec"]
+    assert spec["mlPolicy"]["numNodes"] == 1
+    jobs = spec["template"]["spec"]
+    assert jobs["successPolicy"]["targetReplicatedJobs"] == ["launcher"]
+    node, launcher = jobs["replicatedJobs"]
+    assert (node["name"], launcher["name"]) == ("node", "launcher")
+    assert launcher["dependsOn"] == [{"name": "node", "status": "Ready"}]
+    label = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert launcher["template"]["metadata"]["labels"] == label
+    assert "metadata" not in node["template"]
+    for pod in pods("runtime"):
+        assert [container["name"] for container in pod["containers"]] == ["node"]
+        # The keys can be read by root and by this group only.
+        assert "fsGroup" in pod["securityContext"]
 
 
 def test_the_hosts_of_compose_share_one_key():
@@ -167,9 +223,54 @@ def test_the_hosts_of_compose_share_one_key():
         assert "ports" not in service, f"{name} is reachable from outside"
 
 
+# Fields of published types, and their types; a set holds the values allowed, a list the
+# type of its items. A cluster drops a field that it does not know without an error.
+
+# PodSpec, Container and JobSpec of Kubernetes, core/v1 and batch/v1: fields that a job
+# may need.
+CONTAINER = {
+    "name": str,
+    "image": str,
+    "imagePullPolicy": {"Always", "IfNotPresent", "Never"},
+    "command": [str],
+    "args": [str],
+    "workingDir": str,
+    "env": [dict],
+    "resources": {"requests": dict, "limits": dict},
+    "volumeMounts": [dict],
+    "readinessProbe": {"tcpSocket": {"port": int}},
+    "securityContext": {
+        "runAsUser": int,
+        "runAsNonRoot": bool,
+        "allowPrivilegeEscalation": bool,
+        "capabilities": {"add": [str], "drop": [str]},
+    },
+}
+POD = {
+    "restartPolicy": {"Always", "OnFailure", "Never"},
+    "terminationGracePeriodSeconds": int,
+    "securityContext": {"fsGroup": int, "runAsUser": int, "runAsGroup": int},
+    "containers": [CONTAINER],
+    "volumes": [dict],
+    "nodeSelector": dict,
+    "tolerations": [dict],
+    "imagePullSecrets": [dict],
+}
+POD_TEMPLATE = {"metadata": dict, "spec": POD}
+JOB = {
+    "parallelism": int,
+    "completions": int,
+    "activeDeadlineSeconds": int,
+    "podFailurePolicy": dict,
+    "backoffLimit": int,
+    "ttlSecondsAfterFinished": int,
+    "completionMode": {"NonIndexed", "Indexed"},
+    "podReplacementPolicy": {"TerminatingOrFailed", "Failed"},
+    "template": POD_TEMPLATE,
+}
+
 # MPIJobSpec, RunPolicy and ReplicaSpec of kubeflow/mpi-operator,
-# pkg/apis/kubeflow/v2beta1/types.go; a set holds the values allowed. A cluster drops
-# a field that it does not know without an error.
+# pkg/apis/kubeflow/v2beta1/types.go.
 RUN_POLICY = {
     "cleanPodPolicy": {"All", "Running", "None"},
     "ttlSecondsAfterFinished": int,
@@ -182,9 +283,9 @@ RUN_POLICY = {
 REPLICA = {
     "replicas": int,
     "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
-    "template": dict,
+    "template": POD_TEMPLATE,
 }
-SPEC = {
+MPI_JOB = {
     "slotsPerWorker": int,
     "runLauncherAsWorker": bool,
     "runPolicy": RUN_POLICY,
@@ -194,16 +295,97 @@ SPEC = {
     "mpiImplementation": {"OpenMPI", "Intel", "MPICH"},
 }
 
+# JobSetSpec of kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go.
+JOB_SET = {
+    "replicatedJobs": [
+        {
+            "name": str,
+            "groupName": str,
+            "template": {
+                "metadata": {"labels": dict, "annotations": dict},
+                "spec": JOB,
+            },
+            "replicas": int,
+            "dependsOn": [{"name": str, "status": {"Ready", "Complete"}}],
+        }
+    ],
+    "network": {
+        "enableDNSHostnames": bool,
+        "subdomain": str,
+        "publishNotReadyAddresses": bool,
+    },
+    "successPolicy": {"operator": {"All", "Any"}, "targetReplicatedJobs": [str]},
+    "failurePolicy": {
+        "maxRestarts": int,
+        "restartStrategy": {"Recreate", "BlockingRecreate", "InPlaceRestart"},
+        "rules": [dict],
+    },
+    "startupPolicy": {"startupPolicyOrder": {"AnyOrder", "InOrder"}},
+    "suspend": bool,
+    "coordinator": dict,
+    "managedBy": str,
+    "ttlSecondsAfterFinished": int,
+    "volumeClaimPolicies": [dict],
+}
+
+# TrainingRuntimeSpec and TrainJobSpec of kubeflow/trainer,
+# pkg/apis/trainer/v1alpha1/trainingruntime_types.go and trainjob_types.go.
+RUNTIME = {
+    "mlPolicy": {
+        "numNodes": int,
+        "torch": dict,
+        "flux": dict,
+        "mpi": {
+            "numProcPerNode": int,
+            "mpiImplementation": {"OpenMPI"},
+            "sshAuthMountPath": str,
+            "runLauncherAsNode": bool,
+        },
+    },
+    "podGroupPolicy": {"coscheduling": dict, "volcano": dict},
+    "template": {"metadata": dict, "spec": JOB_SET},
+}
+TRAIN_JOB = {
+    "runtimeRef": {"name": str, "apiGroup": str, "kind": str},
+    "initializer": {"dataset": dict, "model": dict},
+    "trainer": {
+        "image": str,
+        "command": [str],
+        "args": [str],
+        "env": [dict],
+        "numNodes": int,
+        "resourcesPerNode": {"requests": dict, "limits": dict},
+        "numProcPerNode": int,
+    },
+    "runtimePatches": [dict],
+    "suspend": bool,
+    "activeDeadlineSeconds": int,
+    "managedBy": str,
+}
+PUBLISHED = {
+    "mpijob": ("kubeflow.org/v2beta1", "MPIJob", MPI_JOB),
+    "runtime": (
+        "trainer.kubeflow.org/v1alpha1",
+        "ClusterTrainingRuntime",
+        RUNTIME,
+    ),
+    "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob", TRAIN_JOB),
+}
+
 
 def misfits(value, published, path="spec"):
     """Yields what in `value` the published type does not allow."""
     if isinstance(published, set):
         if value not in published:
             yield f"{path}: {value!r}"
-    elif isinstance(published, type):
-        if type(value) is not published:
-            yield f"{path}: {value!r} is not {published.__name__}"
-    else:
+        return
+    expected = published if isinstance(published, type) else type(published)
+    if type(value) is not expected:
+        yield f"{path}: {value!r} is not {expected.__name__}"
+    elif isinstance(published, list):
+        for number, item in enumerate(value):
+            yield from misfits(item, published[0], f"{path}[{number}]")
+    elif isinstance(published, dict):
         for name, part in value.items():
             if name not in published:
                 yield f"{path}.{name}: unknown"
@@ -211,17 +393,36 @@ def misfits(value, published, path="spec"):
                 yield from misfits(part, published[name], f"{path}.{name}")
 
 
-def test_the_mpi_operator_knows_every_field():
-    job = yaml.safe_load(text("scripts/kubernetes/mpijob.yaml"))
-    assert list(misfits(job["spec"], SPEC)) == []
+def test_every_manifest_is_compared_with_published_types():
+    manifests = (ROOT / "scripts/kubernetes").glob("*.yaml")
+    assert {path.stem for path in manifests} == {*PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_cluster_knows_every_field(name):
+    version, kind, published = PUBLISHED[name]
+    job = manifest(name)
+    assert (job["apiVersion"], job["kind"]) == (version, kind)
+    assert list(misfits(job["spec"], published)) == []
 
 
 @pytest.mark.parametrize(
-    "slip",
-    [{"slotPerWorker": 1}, {"slotsPerWorker": "1"}, {"runPolicy": {"suspended": True}}],
+    ("published", "slip"),
+    [
+        (MPI_JOB, {"slotPerWorker": 1}),
+        (MPI_JOB, {"slotsPerWorker": "1"}),
+        (MPI_JOB, {"runPolicy": {"suspended": True}}),
+        (RUNTIME, {"mlPolicy": {"mpi": {"mpiImplementation": "MPICH"}}}),
+        (RUNTIME, {"template": {"spec": {"successPolicy": "All"}}}),
+        (JOB_SET, {"replicatedJobs": [{"name": "node", "dependsOn": {"name": "a"}}]}),
+        (JOB_SET, {"replicatedJobs": [{"name": "node"}, {"names": "launcher"}]}),
+        (JOB, {"template": {"spec": {"terminationGracePeriodSecond": 120}}}),
+        (TRAIN_JOB, {"trainer": {"args": "python"}}),
+        (TRAIN_JOB, {"trainer": {"numNode": 2}}),
+    ],
 )
-def test_a_slip_in_a_field_is_found(slip):
-    assert list(misfits(slip, SPEC))
+def test_a_slip_in_a_field_is_found(published, slip):
+    assert len(list(misfits(slip, published))) == 1
 
 
 # How the scripts write the words of the README's commands.
