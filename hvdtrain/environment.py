@@ -19,9 +19,9 @@ VARIABLES = {
     "default hvdtrain in XDG_CACHE_HOME, or ~/.cache/hvdtrain.",
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",
-    "HVDTRAIN_REDUCTION": "auto: gradients are reduced in shared memory where all "
-    "ranks are on one host, else by Horovod. horovod: always by Horovod. "
-    "shared_memory: an error where the ranks cannot share memory.",
+    "HVDTRAIN_REDUCTION": "auto: gradients are reduced in shared memory within a "
+    "host, and over TCP between hosts that Gloo connects, else by Horovod. horovod: "
+    "always by Horovod. shared_memory: an error where not all ranks share memory.",
     "HVDTRAIN_WHEELS": "Directory, or https address, of wheels for "
     "python -m hvdtrain.install.",
 }

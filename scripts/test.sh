@@ -5,9 +5,10 @@
 #     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers] [hub]
 #                     [verify] [engines]
 #
-# parallel: on two ranks. more_ranks: the tests that those leave out as long, then those of
-# the parallel tests that depend on the number of ranks, on three and on four, such as
-# models that are sharded over meshes of 2 x 2; three reduce through Horovod, with Gloo.
+# parallel: on two ranks; those of native reductions also on two hosts. more_ranks: the
+# tests that those leave out as long, then those of the parallel tests that depend on the
+# number of ranks, on three and on four, such as models that are sharded over meshes of
+# 2 x 2; three reduce through Horovod, with Gloo, and four also on two hosts.
 # oracle: only those that compare a training on two ranks with one process. keras: oracle,
 # and the unit tests that import Keras. oldest: keras, with the oldest Keras of setup.cfg,
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
@@ -113,17 +114,22 @@ unit() {
 }
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
-# pytest's.
+# pytest's. The controller "hosts" is Gloo on two hosts: two names of this machine.
 launched() {
   local -x HVDTRAIN_REDUCTION=$1
-  local controller=$2 ranks=$3
+  local controller=$2 ranks=$3 options=("--$2")
   shift 3
+  [[ $controller != hosts ]] ||
+    options=(--gloo -H "localhost:$((ranks / 2)),127.0.0.1:$((ranks / 2))")
   run "$HVDTRAIN_REDUCTION $controller -np $ranks" 900 \
-    horovodrun "--$controller" -np "$ranks" \
+    horovodrun "${options[@]}" -np "$ranks" \
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
-parallel() { launched shared_memory mpi 2 -m "not long" tests/parallel; }
+parallel() {
+  launched shared_memory mpi 2 -m "not long" tests/parallel
+  launched auto hosts 2 -m "not long" tests/parallel/test_{native_reduction,optimizer}.py
+}
 
 # What the markers of pyproject.toml name.
 more_ranks() {
@@ -132,6 +138,7 @@ more_ranks() {
     python -m pytest -q -n 3 --dist loadgroup -m long tests/{unit,commands}
   launched horovod gloo 3 -m ranks tests/parallel
   launched shared_memory gloo 4 -m four_ranks tests/parallel
+  launched auto hosts 4 -m four_ranks tests/parallel
 }
 
 oracle() { launched auto mpi 2 "${oracles[@]}"; }

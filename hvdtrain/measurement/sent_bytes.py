@@ -28,7 +28,7 @@ from hvdtrain.collectives.process_sets import (
     rank_in,
     size_of,
 )
-from hvdtrain.collectives.transport import Reduction, moving, shared_memory
+from hvdtrain.collectives.transport import Reduction, moving, native_reduction
 
 
 class ByteCounter:
@@ -172,6 +172,6 @@ _SENT_BYTES: dict[Callable, Callable[..., tf.Tensor]] = {
     moving.broadcast_all: _broadcast_all,
     moving.broadcast_in_place: _broadcast_in_place,
     moving.reducescatter: _reducescatter,
-    shared_memory.allgather: _allgather_natively,
-    shared_memory.reducescatter: _reducescatter,
+    native_reduction.allgather: _allgather_natively,
+    native_reduction.reducescatter: _reducescatter,
 }

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.installer import record, supported
 
 # Version of the operations and of the C functions; interface.cc has the same number.
-_INTERFACE = 11
+_INTERFACE = 12
 _REMEDY = "python -m hvdtrain.install"
 
 

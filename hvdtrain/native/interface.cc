@@ -6,7 +6,10 @@
 #include <chrono>
 #include <exception>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "links.h"
 #include "records.h"
 #include "reduction.h"
 #include "tensorflow/core/lib/monitoring/collection_registry.h"
@@ -62,21 +65,34 @@ extern "C" {
 
 // A number that changes with these functions and with the operations; also in
 // __init__.py.
-EXPORT int hvdtrain_interface() { return 11; }
+EXPORT int hvdtrain_interface() { return 12; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);
 }
 
-EXPORT const char* hvdtrain_connect(int fd, int rank, int size, size_t slot_bytes,
-                                    double spin_seconds, double warning_seconds,
-                                    double failure_seconds) {
+// Maps the file `fd`, which the ranks of this node share: `size` of them, with `numbers`
+// in the job, of which this one is at place `rank`. `sockets`, of which the process is
+// not the owner any more, are connected to the ranks `peers` of `hosts` hosts; no
+// sockets in a job of one host.
+EXPORT const char* hvdtrain_connect(int fd, int rank, int size, const int* numbers,
+                                    size_t slot_bytes, double spin_seconds,
+                                    double warning_seconds, double failure_seconds,
+                                    int host, int hosts, const int* sockets,
+                                    const int* peers) {
   const hvdtrain::Limits limits{hvdtrain::Nanoseconds(spin_seconds),
                                 hvdtrain::Nanoseconds(warning_seconds),
                                 hvdtrain::Nanoseconds(failure_seconds)};
   try {
-    hvdtrain::ExchangeSegment(
-        std::make_shared<hvdtrain::Segment>(fd, rank, size, slot_bytes, limits));
+    std::unique_ptr<hvdtrain::Links> links;
+    if (hosts > 1) {
+      links = std::make_unique<hvdtrain::Links>(
+          host, std::vector<int>(sockets, sockets + hosts),
+          std::vector<int>(peers, peers + hosts));
+    }
+    hvdtrain::ExchangeSegment(std::make_shared<hvdtrain::Segment>(
+        fd, rank, std::vector<int>(numbers, numbers + size), slot_bytes, limits,
+        std::move(links)));
   } catch (const std::exception& exception) {
     return hvdtrain::Failed(exception.what());
   }
@@ -105,7 +121,7 @@ EXPORT const char* hvdtrain_join(int* last) {
       return hvdtrain::Failed(report.reason);
     }
   } while (report.outcome != hvdtrain::Outcome::kAllJoined);
-  *last = shared->LastJoined();
+  *last = report.last_joined;
   // No rank may write to its member again before all have read the members.
   const std::string lost = shared->Barrier("join");
   return lost.empty() ? nullptr : hvdtrain::Failed(lost);

@@ -1,17 +1,13 @@
 #include "reduction.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
+
+#include "hosts.h"
+#include "mismatch.h"
 
 namespace hvdtrain {
 namespace {
-
-// Parts that different ranks compute share no cache line.
-constexpr size_t kLineBytes = 128;
-
-// A longer description of a mismatched collective is shortened.
-constexpr size_t kShownBytes = 320;
 
 // Copies the consecutive elements of a list of tensors, chunk by chunk.
 class Cursor {
@@ -77,92 +73,33 @@ bool Agree(Segment& segment, const std::vector<int>& active) {
   });
 }
 
-// Collects the texts of the active ranks, in pieces that fit into a member. Returns the
-// reason if a rank is lost.
-std::string GatherTexts(Segment& segment, const std::vector<int>& active,
-                        const std::string& mine, std::vector<std::string>* texts) {
-  texts->resize(active.size());
-  bool has_more = true;
-  for (size_t start = 0; has_more; start += kTextBytes - 1) {
-    snprintf(segment.mine().text, kTextBytes, "%s",
-             start < mine.size() ? mine.c_str() + start : "");
-    std::string lost = segment.Barrier("the comparison of reductions");
-    if (!lost.empty()) return lost;
-    has_more = false;
-    for (size_t i = 0; i < active.size(); ++i) {
-      const char* const text = segment.member(active[i]).text;
-      (*texts)[i] += text;
-      has_more = has_more || strlen(text) == kTextBytes - 1;
-    }
-    // No rank may write its next text before all have read this one.
-    lost = segment.Barrier("the comparison of reductions");
-    if (!lost.empty()) return lost;
+// What the ranks of this node have called.
+Call Summarize(Segment& segment, const std::vector<int>& active) {
+  Call call{};
+  call.active = active.size();
+  if (active.empty()) {
+    const int last = segment.LastJoined();
+    call.last_joined = segment.number(last);
+    call.joined_at = segment.member(last).joined_at;
+    return call;
   }
-  return "";
+  const Member& any = segment.member(active[0]);
+  call.signature = any.signature;
+  call.elements = any.elements;
+  call.dtype = any.dtype;
+  call.is_mean = any.is_mean;
+  call.has_differences = !Agree(segment, active);
+  return call;
 }
 
-// The position of the first word, ended by a space, in which the texts differ.
-size_t FirstDifference(const std::vector<std::string>& texts) {
-  size_t same = 0;
-  while (same < texts[0].size() &&
-         std::all_of(texts.begin(), texts.end(), [&](const std::string& text) {
-           return text[same] == texts[0][same];
-         })) {
-    ++same;
-  }
-  const size_t space = same == 0 ? std::string::npos : texts[0].rfind(' ', same - 1);
-  return space == std::string::npos ? 0 : space + 1;
-}
-
-// Leaves out of a long text the words before the first that differs, but for the
-// beginning, and most of those after it: a model may have a thousand tensors.
-std::string Shorten(const std::string& text, size_t difference) {
-  if (text.size() <= kShownBytes) return text;
-  size_t head = text.rfind(' ', kShownBytes / 2);
-  if (head == std::string::npos || head >= difference) head = difference;
-  std::string shown = text.substr(0, head);
-  if (head < difference) {
-    const auto words = std::count(text.begin() + head + 1, text.begin() + difference, ' ');
-    shown += " (" + std::to_string(words) + " more, alike) ";
-  }
-  const size_t end = text.find(' ', difference + kShownBytes / 2);
-  shown += text.substr(difference, end == std::string::npos ? end : end - difference);
-  return end == std::string::npos ? shown : shown + " ...";
-}
-
-// Returns to every rank what each has called. Every rank gets here, since all compare
-// the same signatures.
-Report Mismatch(Segment& segment, const std::vector<int>& active,
-                const Reduction* reduction) {
-  std::vector<std::string> texts;
-  const std::string lost =
-      GatherTexts(segment, active, reduction ? reduction->describe() : "", &texts);
-  if (!lost.empty()) return {Outcome::kLost, lost};
-  const size_t difference = FirstDifference(texts);
-  std::string sent;
-  for (size_t i = 0; i < active.size(); ++i) {
-    sent += (i == 0 ? "rank " : "; rank ") + std::to_string(active[i]) + ": " +
-            Shorten(texts[i], difference);
-  }
-  return {Outcome::kMismatch, sent};
-}
-
-// The first element of the part of a chunk that `rank` computes.
-size_t PartStart(size_t elements, int rank, int size, size_t element_bytes) {
-  if (rank == size) return elements;
-  const size_t line = kLineBytes / element_bytes;
-  return elements * rank / size / line * line;
-}
-
+// Adds this rank's part of what the active ranks of its node have in their slots.
 void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtype,
-             bool is_mean, size_t elements) {
-  const int rank = segment.rank(), size = segment.size();
-  const size_t start = PartStart(elements, rank, size, dtype.bytes);
-  const size_t end = PartStart(elements, rank + 1, size, dtype.bytes);
+             size_t elements, int divisor) {
+  if (active.empty()) return;
+  const Range part = Part({0, elements}, segment.rank(), segment.size(), dtype.bytes);
   std::vector<const char*> slots;
   for (int other : active) slots.push_back(segment.slot(other));
-  const int divisor = is_mean ? active.size() : 1;
-  dtype.sum(slots, start, end - start, divisor, segment.result());
+  dtype.sum(slots, part.first, part.second - part.first, divisor, segment.result());
 }
 
 // Elements that each rank sends.
@@ -202,31 +139,49 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   if (!lost.empty()) return {Outcome::kLost, lost};
 
   const std::vector<int> active = ActiveRanks(segment);
-  if (active.empty()) return {Outcome::kAllJoined, ""};
-  if (!Agree(segment, active)) return Mismatch(segment, active, reduction);
-  const Member& any = segment.member(active[0]);
-  const bool is_mean = any.is_mean;
-  if (!reduction) {
-    total = any.elements;
-    dtype = FindDtype(static_cast<tensorflow::DataType>(any.dtype));
+  const Call mine = Summarize(segment, active);
+  if (!active.empty()) {
+    total = mine.elements;
+    dtype = FindDtype(static_cast<tensorflow::DataType>(mine.dtype));
     chunk = segment.slot_bytes() / dtype->bytes;
   }
+  const bool has_links = segment.links() != nullptr;
+  Hosts hosts(segment, name);
+  // Sent with the call: one message less.
+  if (has_links && !mine.has_differences) {
+    SumPart(segment, active, *dtype, std::min(chunk, total), 1);
+  }
+  lost = hosts.ExchangeCalls(mine);
+  if (!lost.empty()) return {Outcome::kLost, lost};
+  if (hosts.active() == 0) return {Outcome::kAllJoined, "", hosts.last_joined()};
+  if (hosts.differ()) {
+    std::string text;
+    lost = DescribeMismatch(segment, hosts, active,
+                            reduction ? reduction->describe() : "", &text);
+    return lost.empty() ? Report{Outcome::kMismatch, text} : Report{Outcome::kLost, lost};
+  }
+  const Call& any = hosts.any();
+  const int divisor = any.is_mean ? hosts.active() : 1;
+  total = any.elements;
+  dtype = FindDtype(static_cast<tensorflow::DataType>(any.dtype));
+  chunk = segment.slot_bytes() / dtype->bytes;
   size_t done = 0;
   // Once also for no elements: a rank that has read the members enters the barrier that
   // lets their owners overwrite them.
   do {
+    const size_t elements = std::min(chunk, total - done);
     if (done > 0) {
-      if (reduction) {
-        in.CopyTo(segment.slot(segment.rank()), std::min(chunk, total - done));
-      }
+      if (reduction) in.CopyTo(segment.slot(segment.rank()), elements);
       // Sums overwrite the result after this barrier, which each rank enters when it
       // has copied the previous ones.
       lost = segment.Barrier(name);
       if (!lost.empty()) return {Outcome::kLost, lost};
     }
-    const size_t elements = std::min(chunk, total - done);
-    SumPart(segment, active, *dtype, is_mean, elements);
-    lost = segment.Barrier(name);
+    if (!has_links || done > 0) {
+      SumPart(segment, active, *dtype, elements, has_links ? 1 : divisor);
+    }
+    lost = hosts.Sum(*dtype, elements, divisor);
+    if (lost.empty()) lost = segment.Barrier(name);
     if (!lost.empty()) return {Outcome::kLost, lost};
     if (reduction) out.CopyFrom(segment.result(), elements);
     done += elements;

@@ -1,4 +1,5 @@
-// Sums and means of tensors over the ranks of one node, through a Segment.
+// Sums and means of tensors over all ranks: through a Segment within a node, and through
+// its Links between nodes.
 
 #ifndef HVDTRAIN_REDUCTION_H_
 #define HVDTRAIN_REDUCTION_H_
@@ -41,6 +42,7 @@ enum class Outcome {
 struct Report {
   Outcome outcome;
   std::string reason;
+  int last_joined = -1;  // where all have joined
 };
 
 // The exchange of parts of tensors: each rank copies its parts to all others.
@@ -57,8 +59,8 @@ struct Gathering {
 // rank that has joined, takes part with zeros in that of the other ranks.
 Report Allreduce(Segment& segment, const Reduction* reduction);
 
-// Copies the parts of all ranks; blocks until all of them take part. A rank that has
-// joined is a mismatch: its parts are missing.
+// Copies the parts of all ranks of one node; blocks until all of them take part. A rank
+// that has joined is a mismatch: its parts are missing.
 Report Allgather(Segment& segment, const Gathering& gathering);
 
 }  // namespace hvdtrain

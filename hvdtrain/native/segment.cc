@@ -12,6 +12,9 @@
 #include <climits>
 #include <cstdio>
 #include <system_error>
+#include <utility>
+
+#include "links.h"
 
 namespace hvdtrain {
 namespace {
@@ -66,16 +69,27 @@ size_t Segment::Bytes(int size, size_t slot_bytes) {
   return RoundUp(sizeof(Header) + size * sizeof(Member)) + (size + 1) * slot_bytes;
 }
 
-Segment::Segment(int fd, int rank, int size, size_t slot_bytes, Limits limits)
-    : rank_(rank), size_(size), slot_bytes_(slot_bytes), limits_(limits) {
-  void* memory = mmap(nullptr, Bytes(size, slot_bytes), PROT_READ | PROT_WRITE,
+std::string Late(const std::string& operation, const std::string& missing) {
+  return "Missing ranks: " + missing + " did not call " + operation +
+         " within HOROVOD_STALL_SHUTDOWN_TIME_SECONDS";
+}
+
+Segment::Segment(int fd, int rank, std::vector<int> numbers, size_t slot_bytes,
+                 Limits limits, std::unique_ptr<Links> links)
+    : rank_(rank),
+      size_(numbers.size()),
+      numbers_(std::move(numbers)),
+      slot_bytes_(slot_bytes),
+      limits_(limits),
+      links_(std::move(links)) {
+  void* memory = mmap(nullptr, Bytes(size_, slot_bytes), PROT_READ | PROT_WRITE,
                       MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) throw std::system_error(errno, std::system_category());
   // A new file holds zeros: the initial state of every field.
   header_ = static_cast<Header*>(memory);
   members_ = reinterpret_cast<Member*>(header_ + 1);
   slots_ = static_cast<char*>(memory) +
-           RoundUp(sizeof(Header) + size * sizeof(Member));
+           RoundUp(sizeof(Header) + size_ * sizeof(Member));
   mine().pid = getpid();
   mine().pid_namespace = PidNamespace();
 }
@@ -108,6 +122,8 @@ std::string Segment::Barrier(const std::string& operation) {
   for (int rank = 0; rank < size_ && lost_.empty(); ++rank) {
     if (!HasArrived(rank)) lost_ = WaitFor(rank, operation);
   }
+  // For the ranks of other nodes, which wait for this one.
+  if (!lost_.empty() && links_) links_->Close();
   return lost_;
 }
 
@@ -138,11 +154,10 @@ std::string Segment::WaitFor(int rank, const std::string& operation) {
     const auto waited = Clock::now() - start;
     if (!has_warned && waited > limits_.warning) {
       has_warned = true;
-      Warn(operation);
+      WarnOnce(operation);
     }
     if (limits_.failure.count() && waited > limits_.failure) {
-      Fail("Missing ranks: " + Missing() + " did not call " + operation +
-           " within HOROVOD_STALL_SHUTDOWN_TIME_SECONDS");
+      Fail(Late(operation, Missing()));
     }
   }
   member.sleepers.fetch_sub(1);
@@ -163,11 +178,11 @@ std::string Segment::Failure() const {
 std::string Segment::Failure(int rank) const {
   const Member& member = members_[rank];
   if (member.has_left.load()) {
-    return "rank " + std::to_string(rank) + " has left the job";
+    return "rank " + std::to_string(number(rank)) + " has left the job";
   }
   // A process that was killed could not set `has_left`.
   if (sees_processes_ && kill(member.pid, 0) != 0 && errno == ESRCH) {
-    return "rank " + std::to_string(rank) + " has ended";
+    return "rank " + std::to_string(number(rank)) + " has ended";
   }
   return "";
 }
@@ -175,22 +190,27 @@ std::string Segment::Failure(int rank) const {
 std::string Segment::Missing() const {
   std::string ranks;
   for (int rank = 0; rank < size_; ++rank) {
-    if (!HasArrived(rank)) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+    if (HasArrived(rank)) continue;
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(number(rank));
   }
   return ranks;
 }
 
-void Segment::Warn(const std::string& operation) const {
+void Segment::WarnOnce(const std::string& operation) const {
   // One rank prints: the first of those that wait.
   for (int rank = 0; rank < rank_; ++rank) {
     if (HasArrived(rank)) return;
   }
+  Warn(operation, Missing());
+}
+
+void Segment::Warn(const std::string& operation, const std::string& missing) const {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limits_.warning);
   fprintf(stderr,
           "%s has been waited for %lld s. Missing ranks: %s. Ranks that call different "
           "collectives, or not equally many, wait for each other.\n",
           operation.c_str(), static_cast<long long>(seconds.count()),
-          Missing().c_str());
+          missing.c_str());
 }
 
 void Segment::Fail(const std::string& reason) {
@@ -202,7 +222,17 @@ void Segment::Fail(const std::string& reason) {
   // Ranks that sleep read it after kCheckInterval at the latest.
 }
 
-void Segment::NumberJoin() { mine().join_number.store(header_->joins.fetch_add(1) + 1); }
+std::string Segment::Lose(const std::string& reason) {
+  Fail(reason);
+  links_->Close();
+  return lost_ = header_->failure.load() == 2 ? header_->reason : reason;
+}
+
+void Segment::NumberJoin() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  mine().joined_at = std::chrono::nanoseconds(now).count();
+  mine().join_number.store(header_->joins.fetch_add(1) + 1);
+}
 
 int Segment::LastJoined() {
   int last = 0;
@@ -215,7 +245,9 @@ int Segment::LastJoined() {
 }
 
 void Segment::Leave() {
-  if (mine().pid == getpid()) mine().has_left.store(1);
+  if (mine().pid != getpid()) return;
+  mine().has_left.store(1);
+  if (links_) links_->Close();
 }
 
 }  // namespace hvdtrain

@@ -11,9 +11,13 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 namespace hvdtrain {
+
+class Links;
 
 constexpr int kTextBytes = 512;
 
@@ -27,6 +31,7 @@ struct alignas(128) Member {
   std::atomic<uint32_t> join_number;  // counts the calls of join of all ranks, from 1
   int32_t pid;
   uint64_t pid_namespace;
+  int64_t joined_at;  // nanoseconds of this host's clock at the last call of join
   // Written before a barrier and read after it.
   uint64_t signature;  // of the reduction, 0 for a rank that has joined
   uint64_t elements;
@@ -42,19 +47,28 @@ struct Limits {
   std::chrono::nanoseconds failure;  // before the reduction fails; 0: never
 };
 
+// The reason where ranks have not come before `Limits::failure`.
+std::string Late(const std::string& operation, const std::string& missing);
+
 class Segment {
  public:
   // Bytes of a segment for `size` ranks with slots of `slot_bytes`.
   static size_t Bytes(int size, size_t slot_bytes);
 
-  // Maps the file `fd` of that length. Throws std::system_error.
-  Segment(int fd, int rank, int size, size_t slot_bytes, Limits limits);
+  // Maps the file `fd` of that length. `numbers` has the rank in the job of each rank of
+  // this node, `rank` is the place of this one. `links` are nullptr in a job of one
+  // node. Throws std::system_error.
+  Segment(int fd, int rank, std::vector<int> numbers, size_t slot_bytes, Limits limits,
+          std::unique_ptr<Links> links);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  int number(int rank) const { return numbers_[rank]; }
+  const Limits& limits() const { return limits_; }
+  Links* links() { return links_.get(); }
   size_t slot_bytes() const { return slot_bytes_; }
   Member& member(int rank) { return members_[rank]; }
   Member& mine() { return members_[rank_]; }
@@ -75,11 +89,21 @@ class Segment {
   // Numbers this rank's call of join.
   void NumberJoin();
 
-  // The rank that called join last. Equal on all ranks once all have called it.
+  // The rank of this node that called join last. Equal on all ranks once all have.
   int LastJoined();
 
   // Ends the barriers of all ranks with a reason.
   void Fail(const std::string& reason);
+
+  // The same, also of this rank's barriers, and closes its links. Returns the first
+  // reason that any rank has given.
+  std::string Lose(const std::string& reason);
+
+  // The reason why a rank that has not arrived never will, if there is one.
+  std::string Failure() const;
+
+  // Prints that `operation` has been waited for.
+  void Warn(const std::string& operation, const std::string& missing) const;
 
   // Ends the barriers of the other ranks: this one will enter no more. Does nothing in
   // a process that was forked from the rank's.
@@ -89,15 +113,15 @@ class Segment {
   struct Header;
   bool HasArrived(int rank) const;
   std::string WaitFor(int rank, const std::string& operation);
-  // The reason why a rank that has not arrived never will, if there is one.
-  std::string Failure() const;
   std::string Failure(int rank) const;
   std::string Missing() const;
-  void Warn(const std::string& operation) const;
+  void WarnOnce(const std::string& operation) const;
 
   const int rank_, size_;
+  const std::vector<int> numbers_;
   const size_t slot_bytes_;
   const Limits limits_;
+  const std::unique_ptr<Links> links_;
   uint32_t barriers_ = 0;
   std::string lost_;
   bool sees_processes_ = false;

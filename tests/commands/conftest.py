@@ -22,6 +22,11 @@ _MARK = "HVDTRAIN_TEST_RUN"
 _LAUNCHERS = {
     "alone": lambda ranks: [],
     "gloo": lambda ranks: ["horovodrun", "--gloo", "-np", str(ranks)],
+    # On two hosts: two names of this one.
+    "hosts": lambda ranks: [
+        *("horovodrun", "--gloo", "-np", str(ranks)),
+        *("-H", f"localhost:{ranks // 2},127.0.0.1:{ranks // 2}"),
+    ],
     "mpi": lambda ranks: ["horovodrun", "--mpi", "-np", str(ranks)],
     "mpirun": lambda ranks: ["mpirun", "-np", str(ranks)],
 }

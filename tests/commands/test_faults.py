@@ -25,10 +25,16 @@ FAULT_STEP = 25
 STALL_SECONDS = 10
 LAUNCHERS = ("gloo", "mpi", "mpirun")
 # An exception and a killed rank: test_bad_input.py.
-FEW = [("stop", 0, "save", "mpirun"), ("hang", 1, "step", "mpirun")]
+FEW = [
+    ("stop", 0, "save", "mpirun"),
+    ("hang", 1, "step", "mpirun"),
+    ("kill", 1, "step", "hosts"),
+    ("hang", 0, "step", "hosts"),
+]
 TABLE = os.environ.get("HVDTRAIN_FAULT_TABLE")
 ALL = list(itertools.product(FAULTS, (0, 1), PHASES, LAUNCHERS))
-HOST = re.escape(socket.gethostname())
+# The second one of the launcher "hosts".
+HOST = rf"({re.escape(socket.gethostname())}|127\.0\.0\.1)"
 # What names the rank, in the output.
 CAUSES = {
     "raise": r"KeyError: 'a bug on purpose'",

@@ -39,7 +39,13 @@ FAULTS = {
     "memory": "",
 }
 ALL = list(itertools.product(FAULTS, LAUNCHERS))
-FEW = [("py_function", "gloo"), ("gil", "mpirun"), ("order", "mpi"), ("stop", "gloo")]
+FEW = [
+    ("py_function", "gloo"),
+    ("gil", "mpirun"),
+    ("order", "mpi"),
+    ("stop", "gloo"),
+    ("lock", "hosts"),
+]
 
 
 def line(marker):

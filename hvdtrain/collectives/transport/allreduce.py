@@ -15,7 +15,7 @@ from hvdtrain.collectives.process_sets import (
     needs_communication,
     size_of,
 )
-from hvdtrain.collectives.transport import moving, shared_memory
+from hvdtrain.collectives.transport import moving, native_reduction
 from hvdtrain.collectives.transport.moving import exchange_guard
 from hvdtrain.collectives.transport.reduction import (
     Adasum,
@@ -40,7 +40,7 @@ def method(bucket: list[tf.Tensor], reduction: Reduction) -> Method:
     Raises:
         TypeError: for a dtype that cannot be reduced.
     """
-    if shared_memory.covers(bucket[0], reduction):
+    if native_reduction.covers(bucket[0], reduction):
         return _reduce_natively
     if bucket[0].dtype == tf.bfloat16:
         is_added = reduction.op in (Average, Sum)
@@ -54,7 +54,7 @@ def _reduce_natively(
     tensors: list[tf.Tensor], name: str, reduction: Reduction, signature: Signature
 ) -> list[tf.Tensor]:
     sent = [dtypes.scaled(tensor, reduction.prescale_factor) for tensor in tensors]
-    reduced = shared_memory.allreduce(sent, name=name, reduction=reduction)
+    reduced = native_reduction.allreduce(sent, name=name, reduction=reduction)
     return [dtypes.scaled(tensor, reduction.postscale_factor) for tensor in reduced]
 
 
@@ -251,7 +251,7 @@ def allreduce(
     buckets = dtypes.buckets(sent)
     # Horovod's first operation holds a guard. A native reduction compares its bucket,
     # and not the number of buckets.
-    is_compared = not shared_memory.takes_part(reduction.process_set) or (
+    is_compared = not native_reduction.takes_part(reduction.process_set) or (
         len(buckets) == 1 and _is_native(sent[0], reduction)
     )
     reduced = moving.run(
@@ -292,7 +292,7 @@ def _reduce_buckets(
 
 
 def _is_native(value: tf.Tensor | tf.IndexedSlices, reduction: Reduction) -> bool:
-    return not _is_slices(value) and shared_memory.covers(value, reduction)
+    return not _is_slices(value) and native_reduction.covers(value, reduction)
 
 
 def _is_slices(value: object) -> bool:

@@ -1,8 +1,9 @@
-"""Whether the ranks can reduce in shared memory, and their connection if they can.
+"""Whether the ranks can reduce natively, and their connection if they can.
 
 `_obstacle` has the conditions. `HVDTRAIN_REDUCTION` chooses: `auto`, the default, uses
-shared memory where it is possible; `shared_memory` raises an error where it is not;
-`horovod` never uses it.
+shared memory within a host, and TCP between hosts, where it is possible;
+`shared_memory` raises an error where not all ranks share memory; `horovod` uses
+neither.
 """
 
 import atexit
@@ -10,15 +11,13 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import itertools
 import json
 import os
-import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -26,28 +25,25 @@ import tensorflow as tf
 
 from hvdtrain import native
 from hvdtrain.collectives import dtypes, graph, threads
-from hvdtrain.environment import is_elastic, quotas, stall_limits
+from hvdtrain.collectives.transport import links, places, segment
+from hvdtrain.environment import is_elastic, quotas
 from hvdtrain.native import recorder
 
 _CHOICES = ("auto", "shared_memory", "horovod")
-# A chunk of each rank: larger ones leave the second-level cache, smaller ones need more
-# barriers. All slots together stay below the 64 MB of /dev/shm in a container.
-_MAX_SLOT_BYTES = 1 << 20
-_MAX_SEGMENT_BYTES = 32 << 20
-_LINE_BYTES = 128
-# To sleep and be woken takes 50 us and more on a virtual machine, and the steps of
-# ranks that share a machine differ by some 100 us. A rank that spins longer takes
-# processor time from the threads that compute.
-_SPIN_SECONDS = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Connection:
-    """The native library, or the obstacle because of which Horovod reduces."""
+    """The native library, or the obstacle because of which Horovod reduces.
+
+    Attributes:
+        path: how tensors are reduced, as a short text.
+    """
 
     operations: ModuleType | None = None
     functions: ctypes.CDLL | None = None
     obstacle: str = ""
+    path: str = "Horovod"
 
 
 def connect() -> Connection:
@@ -142,74 +138,102 @@ def disconnect() -> None:
 
 def reduction_path() -> str:
     """Return how dense gradients are reduced, as a short text; see `connect`."""
-    return "shared memory" if connect().operations else "Horovod"
+    return connect().path
 
 
 def _negotiate() -> Connection:
-    obstacle, library = _obstacle(), None
-    if not obstacle:
-        try:
-            library = native.load()
-        except OSError as error:
-            obstacle = str(error)
-            _warn_of_library(obstacle)
-    obstacles, *cores_and_quotas = zip(
-        *_gather((obstacle, sorted(os.sched_getaffinity(0)), quotas())), strict=True
-    )
-    obstacle = _first_obstacle(obstacles)
-    # All ranks take the same branch.
-    if library and not obstacle:
-        # Only now: a job that is killed while a rank loads TensorFlow leaves no file.
-        with _chief_file(library.functions) as (obstacle, file):
-            obstacles, files = zip(*_gather((obstacle, file)), strict=True)
-            obstacle = _first_obstacle(obstacles)
-            if obstacle:
-                return Connection(obstacle=obstacle)
-            reason = _attach(
-                library.functions,
-                files[0],
-                rank=hvd.rank(),
-                size=hvd.size(),
-                is_core_shared=_is_core_shared(*cores_and_quotas),
-            )
-            # Keep the file until all ranks have mapped it.
-            obstacle = _first_obstacle(_gather(reason))
+    obstacle, library, listener = _obstacle(), None, None
+    with contextlib.ExitStack() as stack:
+        if not obstacle:
+            try:
+                library = native.load()
+                if hvd.cross_size() > 1:
+                    listener = stack.enter_context(contextlib.closing(links.Listener()))
+            except OSError as error:
+                obstacle = str(error)
+                _warn(obstacle)
+        mine = places.Place(
+            host=hvd.cross_rank(),
+            local_rank=hvd.local_rank(),
+            cores=sorted(os.sched_getaffinity(0)),
+            quotas=quotas(),
+            address=listener.address if listener else ("", 0),
+        )
+        key = listener.key if listener else ""
+        told = (obstacle, dataclasses.asdict(mine), key)
+        obstacles, told_places, keys = zip(*_gather(told), strict=True)
+        all_places = places.Places(
+            [places.Place(**place) for place in told_places], hvd.rank()
+        )
+        obstacle = _first_obstacle(obstacles) or all_places.obstacle
+        # All ranks take the same branch.
+        if library and not obstacle:
+            dial = functools.partial(_dial, listener, all_places, keys[0])
+            obstacle = _share(library.functions, all_places, dial)
     if obstacle or not library:
         return Connection(obstacle=obstacle)
     library.functions.hvdtrain_start()
     threads.use_native(library.functions)
     atexit.register(disconnect)
-    return Connection(library.operations, library.functions)
+    return Connection(library.operations, library.functions, path=all_places.path)
 
 
-def _is_core_shared(
-    cores_by_rank: Sequence[list[int]], quotas_by_rank: Sequence[list[float]]
-) -> bool:
-    """Return whether a rank that spins may take processor time from another one."""
-    size = len(cores_by_rank)
-    cores = set(itertools.chain.from_iterable(cores_by_rank))
-    # A shared quota and one quota per rank cannot be told apart. In the second case
-    # ranks sleep although they could spin.
-    quota = min(itertools.chain.from_iterable(quotas_by_rank), default=size)
-    return min(len(cores), quota) < size
+def _dial(
+    listener: links.Listener | None, all_places: places.Places, key: str
+) -> list[links.Socket | None]:
+    """Return connections to the peers on other hosts; none in a job of one host."""
+    if not listener:
+        return []
+    addresses = [all_places.by_rank[rank].address for rank in all_places.peers]
+    return listener.connect(addresses, host=all_places.mine.host, key=key)
+
+
+def _share(
+    functions: ctypes.CDLL,
+    all_places: places.Places,
+    dial: Callable[[], list[links.Socket | None]],
+) -> str:
+    """Map the memory of this host on all its ranks; return the obstacle, if any."""
+    local_ranks = all_places.local_ranks
+    # Only now: a job that is killed while a rank loads TensorFlow leaves no file.
+    with _chief_file(functions, len(local_ranks)) as (obstacle, file):
+        sockets: list[links.Socket | None] = []
+        try:
+            sockets = sockets if obstacle else dial()
+        except OSError as error:
+            obstacle = f"there is no connection to another host: {error}"
+        obstacles, files = zip(*_gather((obstacle, file)), strict=True)
+        obstacle = _first_obstacle(obstacles)
+        if obstacle:
+            for made in filter(None, sockets):
+                made.close()
+            _warn(obstacle)
+            return obstacle
+        reason = segment.attach(functions, files[local_ranks[0]], all_places, sockets)
+        # Keep the file until all ranks have mapped it.
+        return _first_obstacle(_gather(reason))
 
 
 @contextlib.contextmanager
-def _chief_file(functions: ctypes.CDLL) -> Iterator[tuple[str, str]]:
-    """Yield rank 0's obstacle and the path of its file; both empty on the others."""
+def _chief_file(functions: ctypes.CDLL, size: int) -> Iterator[tuple[str, str]]:
+    """Yield the path of the file of a host's first rank; empty on the others.
+
+    The first of the two is the obstacle, if there is no room for the file.
+    """
     with contextlib.ExitStack() as stack:
         obstacle = path = ""
-        if hvd.rank() == 0:
+        if hvd.local_rank() == 0:
             try:
-                reserved = _reserve(functions, hvd.size())
+                reserved = segment.reserve(functions, size)
                 path = stack.enter_context(reserved).name
             except OSError as error:
                 obstacle = str(error)
         yield obstacle, path
 
 
-def _warn_of_library(obstacle: str) -> None:
-    # Users cannot remove the other obstacles; this one is an incomplete set-up.
+def _warn(obstacle: str) -> None:
+    # Users cannot remove other obstacles: these are an incomplete set-up, a firewall,
+    # or full memory.
     if hvd.rank() == 0 and reduction_choice() == "auto":
         warnings.warn(
             f"Gradients are reduced through Horovod, which is slower: {obstacle}. Set "
@@ -241,72 +265,11 @@ def _obstacle() -> str:
     if reduction_choice() == "horovod":
         return "HVDTRAIN_REDUCTION=horovod"
     if hvd.local_size() != hvd.size():
-        return "the ranks are on several hosts"
+        if reduction_choice() == "shared_memory":
+            return "the ranks are on several hosts"
+        # MPI may use a network that is faster than TCP.
+        if hvd.mpi_enabled():
+            return "MPI connects the hosts"
     if tf.config.list_physical_devices("GPU"):
         return "gradients are on GPUs"
     return ""
-
-
-def _reserve(functions: ctypes.CDLL, size: int) -> IO[bytes]:
-    """Return an open file for the memory of `size` ranks, removed when it is closed.
-
-    Raises:
-        OSError: there is no room for it.
-    """
-    count = functions.hvdtrain_segment_bytes
-    count.restype = ctypes.c_size_t
-    count.argtypes = [ctypes.c_int, ctypes.c_size_t]
-    return _reserved_file(count(size, _slot_bytes(size)))
-
-
-def _attach(
-    functions: ctypes.CDLL, file: str, *, rank: int, size: int, is_core_shared: bool
-) -> str:
-    """Map rank 0's `file`, and return the reason if this fails, else an empty text.
-
-    Where `is_core_shared`, ranks sleep at once: one that spins would take the core of
-    another one.
-    """
-    map_file = functions.hvdtrain_connect
-    map_file.restype = ctypes.c_char_p
-    map_file.argtypes = [*[ctypes.c_int] * 3, ctypes.c_size_t, *[ctypes.c_double] * 3]
-    spin_seconds = 0.0 if is_core_shared else _SPIN_SECONDS
-    limits = stall_limits()
-    try:
-        with open(file, "r+b") as opened:
-            reason = map_file(
-                opened.fileno(), rank, size, _slot_bytes(size), spin_seconds, *limits
-            )
-    except OSError as error:
-        return str(error)
-    return reason.decode() if reason else ""
-
-
-def _slot_bytes(size: int) -> int:
-    """Return the bytes of the slot of each of `size` ranks."""
-    share = _MAX_SEGMENT_BYTES // (size + 1) // _LINE_BYTES * _LINE_BYTES
-    return min(_MAX_SLOT_BYTES, share)
-
-
-def _directories() -> tuple[str, str]:
-    # The first is memory; pages of the second may be written to a disk.
-    return "/dev/shm", tempfile.gettempdir()
-
-
-def _reserved_file(size: int) -> IO[bytes]:
-    errors = []
-    for directory in _directories():
-        with contextlib.ExitStack() as stack:
-            try:
-                file = stack.enter_context(
-                    tempfile.NamedTemporaryFile(prefix="hvdtrain-", dir=directory)
-                )
-                # Without reserved blocks, a full file system would kill the process
-                # when it writes to the mapped memory (SIGBUS).
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                errors.append(f"{directory}: {error.strerror}")
-                continue
-            stack.pop_all()
-            return file
-    raise OSError(f"no {size:,} bytes of shared memory: {'; '.join(errors)}")

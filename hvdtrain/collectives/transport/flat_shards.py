@@ -1,7 +1,7 @@
 """Flat shards of tensors: gathered into full tensors, or received from a reduction.
 
 A flat shard is a slice of the flattened tensor. The shards of a list of tensors move in
-one flat buffer for each dtype, and in the shared memory of one node without a buffer.
+one flat buffer for each dtype, and in native reductions without a buffer.
 """
 
 import functools
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import dtypes, graph
 from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
-from hvdtrain.collectives.transport import moving, shared_memory
+from hvdtrain.collectives.transport import moving, native_reduction
 from hvdtrain.collectives.transport.reduction import Reduction
 from hvdtrain.collectives.transport.signature import Signature
 
@@ -40,7 +40,7 @@ def gather_shards(
     results: list[tf.Tensor | None] = [None] * len(shards)
     tensors = dtypes.as_tensors(shards)
     for indices in dtypes.buckets(tensors):
-        is_native = shared_memory.gathers(tensors[indices[0]].dtype, process_set)
+        is_native = native_reduction.gathers(tensors[indices[0]].dtype, process_set)
         exchange = _gather_natively if is_native else _gather_flat
         gathered = exchange(
             [tensors[i] for i in indices],
@@ -70,7 +70,7 @@ def reduce_to_shards(
     results: list[tf.Tensor] = [None] * len(sent)
     for indices in dtypes.buckets(sent):
         bucket = [sent[i] for i in indices]
-        is_native = shared_memory.covers(bucket[0], reduction)
+        is_native = native_reduction.covers(bucket[0], reduction)
         exchange = _scatter_natively if is_native else _scatter_flat
         shards = exchange(bucket, [sizes[i] for i in indices], reduction, name=name)
         for i, shard in zip(indices, shards, strict=True):
@@ -87,7 +87,7 @@ def _scatter_natively(
 ) -> list[tf.Tensor]:
     scaled = [dtypes.scaled(tensor, reduction.prescale_factor) for tensor in tensors]
     exchange = functools.partial(
-        shared_memory.reducescatter, scaled, sizes, reduction=reduction
+        native_reduction.reducescatter, scaled, sizes, reduction=reduction
     )
     shards = _run_natively(exchange, tensors, name, reduction.process_set)
     return [dtypes.scaled(shard, reduction.postscale_factor) for shard in shards]
@@ -102,7 +102,7 @@ def _gather_natively(
     process_set: ProcessSet,
 ) -> list[tf.Tensor]:
     exchange = functools.partial(
-        shared_memory.allgather, shards, sizes=sizes, shapes=shapes
+        native_reduction.allgather, shards, sizes=sizes, shapes=shapes
     )
     return _run_natively(exchange, shards, name, process_set)
 

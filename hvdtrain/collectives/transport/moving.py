@@ -17,7 +17,7 @@ from hvdtrain.collectives.process_sets import (
     check_root,
     global_process_set,
 )
-from hvdtrain.collectives.transport import connection, shared_memory
+from hvdtrain.collectives.transport import connection, native_reduction
 from hvdtrain.collectives.transport.reduction import Reduction, Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
 from hvdtrain.native import recorder
@@ -147,11 +147,11 @@ def run(
     """
     call = graph.Call(name, signature.operation, signature.tensors, process_set)
     # Called in any case: it connects the ranks in their first collective.
-    is_native = shared_memory.takes_part(process_set)
+    is_native = native_reduction.takes_part(process_set)
 
     def guard() -> list[tf.Tensor] | tf.Operation:
         if is_native:
-            return shared_memory.compare(signature, name=name)
+            return native_reduction.compare(signature, name=name)
         # Eager operations are matched by their type: all begin with this type.
         return exchange_guard(signature, f"{name}_0", process_set)
 
@@ -165,7 +165,7 @@ def compares_itself(process_set: ProcessSet) -> bool:
     In a function, Horovod compares operations of one name and their shapes. A guard
     would cost a negotiation in each step.
     """
-    return not tf.executing_eagerly() and not shared_memory.takes_part(process_set)
+    return not tf.executing_eagerly() and not native_reduction.takes_part(process_set)
 
 
 @contextlib.contextmanager
@@ -334,7 +334,7 @@ def join() -> tf.Tensor:
 def _join() -> int | tf.Tensor:
     # The other ranks may still reduce through Horovod and natively, in any order.
     with futures.ThreadPoolExecutor(1) as pool:
-        last_native = pool.submit(shared_memory.join)
+        last_native = pool.submit(native_reduction.join)
         # The operation is stateless and has no inputs: TensorFlow runs it once for
         # each graph or eager kernel, and returns that result in later calls (constant
         # folding). Hence each call traces a graph of its own, inside a py_function,

@@ -11,7 +11,8 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain import environment, native
-from hvdtrain.collectives.transport import connection
+from hvdtrain.collectives.transport import connection, segment
+from hvdtrain.collectives.transport.places import Place, Places
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,15 @@ def two_ranks(monkeypatch):
     """This process as rank 0 of two, whose other rank says the same."""
     monkeypatch.setattr(connection.hvd, "size", lambda: 2)
     monkeypatch.setattr(connection.hvd, "local_size", lambda: 2)
-    monkeypatch.setattr(connection, "_gather", lambda value: [value, value])
+    monkeypatch.setattr(connection, "_gather", twice)
+
+
+def twice(value):
+    """What two ranks of one host say, of which this one says `value`."""
+    if len(value) < 3:
+        return [value, value]
+    obstacle, place, key = value
+    return [value, (obstacle, {**place, "local_rank": 1}, key)]
 
 
 def test_one_rank_has_nothing_to_reduce():
@@ -59,11 +68,16 @@ def test_environment_chooses_horovod(monkeypatch, two_ranks, name, value, obstac
     assert obstacle in connection.connect().obstacle
 
 
-def test_ranks_of_several_hosts_reduce_through_horovod(monkeypatch, two_ranks):
+def test_hosts_that_mpi_connects_reduce_through_horovod(monkeypatch, two_ranks):
     monkeypatch.setattr(connection.hvd, "local_size", lambda: 1)
+    monkeypatch.setattr(connection.hvd, "mpi_enabled", lambda: True)
     assert connection.reduction_path() == "Horovod"
+    assert "MPI connects the hosts" in connection.connect().obstacle
+
+
+def test_several_hosts_share_no_memory(monkeypatch, two_ranks):
+    monkeypatch.setattr(connection.hvd, "local_size", lambda: 1)
     monkeypatch.setenv("HVDTRAIN_REDUCTION", "shared_memory")
-    connection.disconnect()
     with pytest.raises(RuntimeError, match="on several hosts"):
         connection.connect()
 
@@ -129,18 +143,18 @@ def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
     def no_space(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(connection.os, "posix_fallocate", no_space)
+    monkeypatch.setattr(segment.os, "posix_fallocate", no_space)
     before = set(os.listdir("/dev/shm"))
-    assert "bytes of shared memory: /dev/shm: No space left" in (
-        connection.connect().obstacle
-    )
+    with pytest.warns(UserWarning, match="through Horovod"):
+        obstacle = connection.connect().obstacle
+    assert "bytes of shared memory: /dev/shm: No space left" in obstacle
     assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_no_memory_is_reserved_before_all_ranks_are_ready(monkeypatch, two_ranks):
     # A rank that is killed while another one loads TensorFlow would leave it behind.
     reserved = mock.Mock()
-    monkeypatch.setattr(connection, "_reserve", reserved)
+    monkeypatch.setattr(segment, "reserve", reserved)
 
     def gather(value):
         raise KeyboardInterrupt
@@ -153,8 +167,8 @@ def test_no_memory_is_reserved_before_all_ranks_are_ready(monkeypatch, two_ranks
 
 def test_second_directory_is_used_where_the_first_is_full(monkeypatch, tmp_path):
     directories = ["/nowhere", str(tmp_path)]
-    monkeypatch.setattr(connection, "_directories", lambda: directories)
-    with contextlib.closing(connection._reserved_file(1 << 16)) as file:
+    monkeypatch.setattr(segment, "_directories", lambda: directories)
+    with contextlib.closing(segment._reserved_file(1 << 16)) as file:
         assert os.path.dirname(file.name) == str(tmp_path)
         assert os.stat(file.name).st_blocks * 512 >= 1 << 16
     assert not list(tmp_path.iterdir())
@@ -162,9 +176,9 @@ def test_second_directory_is_used_where_the_first_is_full(monkeypatch, tmp_path)
 
 def test_another_ranks_obstacle_is_one_of_all(monkeypatch, two_ranks):
     said = ["", "cannot map it"]
-    monkeypatch.setattr(connection, "_attach", lambda *args, **kwargs: "")
+    monkeypatch.setattr(segment, "attach", lambda *args, **kwargs: "")
     monkeypatch.setattr(
-        connection, "_gather", lambda value: said if value == "" else [value] * 2
+        connection, "_gather", lambda value: said if value == "" else twice(value)
     )
     assert connection.connect().obstacle == "cannot map it (rank 1)"
     assert not connection.connect().operations
@@ -179,21 +193,40 @@ def test_another_ranks_obstacle_is_one_of_all(monkeypatch, two_ranks):
         ([[0, 5], [0, 5]], [16.0, 1.0], True),  # docker run --cpus=1
     ],
 )
-def test_ranks_spin_where_each_has_a_core(
-    monkeypatch, two_ranks, cores, quotas, is_shared
-):
-    attached = mock.Mock(return_value="stop here")
-    monkeypatch.setattr(connection, "_attach", attached)
-    monkeypatch.setattr(connection, "quotas", lambda: quotas)
+def test_ranks_spin_where_each_has_a_core(cores, quotas, is_shared):
+    by_rank = [Place(0, number, each, quotas) for number, each in enumerate(cores)]
+    # A rank of another host takes no core of this one.
+    by_rank.append(Place(1, 0, [0], []))
+    assert Places(by_rank, rank=1).is_core_shared == is_shared
 
-    def gather(value):
-        if len(value) < 3:
-            return [value] * 2
-        return [(value[0], each, value[2]) for each in cores]
 
-    monkeypatch.setattr(connection, "_gather", gather)
-    connection.connect()
-    assert attached.call_args.kwargs["is_core_shared"] == is_shared
+@pytest.mark.parametrize(
+    ("hosts", "path", "obstacle"),
+    [
+        ([0, 0, 0], "shared memory", ""),
+        ([0, 1, 2], "TCP", ""),
+        ([0, 0, 1, 1], "shared memory and TCP", ""),
+        # As ranks are numbered by node in turn.
+        ([0, 1, 0, 1], "shared memory and TCP", ""),
+        ([0, 0, 1], "shared memory and TCP", "different numbers of ranks"),
+    ],
+)
+def test_places_of_ranks(hosts, path, obstacle):
+    by_rank = [
+        Place(host, hosts[:rank].count(host), [rank], [])
+        for rank, host in enumerate(hosts)
+    ]
+    places = Places(by_rank, rank=0)
+    assert places.path == path
+    assert obstacle in places.obstacle
+    assert bool(obstacle) == bool(places.obstacle)
+    assert places.local_ranks == [r for r, host in enumerate(hosts) if host == 0]
+    assert places.peers == [hosts.index(host) for host in sorted(set(hosts))]
+
+
+def three_places(rank):
+    # On one core: they sleep while they wait.
+    return Places([Place(0, number, [0], []) for number in range(3)], rank)
 
 
 def fork_rank(rank, file, until):
@@ -202,9 +235,7 @@ def fork_rank(rank, file, until):
     child = os.fork()
     if child == 0:
         functions = native.load().functions
-        failed = connection._attach(
-            functions, file, rank=rank, size=3, is_core_shared=True
-        )
+        failed = segment.attach(functions, file, three_places(rank))
         os.write(is_ready, b"1")
         os.read(until, 1)
         os._exit(1 if failed else 0)
@@ -218,12 +249,10 @@ def test_rank_that_has_ended_is_noticed_while_another_one_computes(monkeypatch):
     functions.hvdtrain_join.restype = ctypes.c_char_p
     never, _never = os.pipe()
     until, end = os.pipe()
-    with connection._reserve(functions, 3) as file:
+    with segment.reserve(functions, 3) as file:
         computing = fork_rank(1, file.name, never)
         ending = fork_rank(2, file.name, until)
-        assert not connection._attach(
-            functions, file.name, rank=0, size=3, is_core_shared=True
-        )
+        assert not segment.attach(functions, file.name, three_places(0))
     try:
         functions.hvdtrain_start()
         os.write(end, b"1")
@@ -239,7 +268,7 @@ def test_rank_that_has_ended_is_noticed_while_another_one_computes(monkeypatch):
 
 @pytest.mark.parametrize("size", [2, 31, 32, 100, 1000])
 def test_memory_of_many_ranks_is_bounded(size):
-    count = connection._slot_bytes(size)
+    count = segment._slot_bytes(size)
     assert count % 128 == 0
     assert 0 < count <= 1 << 20
     assert count * (size + 1) <= 32 << 20

@@ -1,10 +1,11 @@
-"""Dense reductions without negotiation, in memory that the ranks of one node share.
+"""Dense reductions without negotiation, in shared memory and over TCP.
 
 All ranks of a static job run the same graph, so once they have agreed on a reduction in
 the first step, Horovod's negotiation has nothing left to decide. An operation of the
-native library (`hvdtrain.native`) then adds the ranks' tensors in shared memory. It
-costs two barriers in place of Horovod's cycles and messages. `connection` decides
-whether this is possible.
+native library (`hvdtrain.native`) then adds the ranks' tensors: those of one host in
+memory that they share, and the sums of the hosts over TCP. It costs two barriers, and
+two messages to each other host, in place of Horovod's cycles and messages. `connection`
+decides whether this is possible.
 """
 
 import ctypes
@@ -84,7 +85,9 @@ def reducescatter(
 
 def gathers(dtype: tf.DType, process_set: ProcessSet) -> bool:
     """Return whether shards of this dtype are gathered natively."""
-    return dtype in _DTYPES and takes_part(process_set)
+    # Between hosts, Horovod gathers.
+    is_one_host = hvd.local_size() == hvd.size()
+    return is_one_host and dtype in _DTYPES and takes_part(process_set)
 
 
 def allgather(
