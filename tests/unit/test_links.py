@@ -15,7 +15,7 @@ def connected(count, before=lambda listeners: None):
     """Yield for each host its connections to the others."""
     with contextlib.ExitStack() as stack:
         listeners = [
-            stack.enter_context(contextlib.closing(links.Listener()))
+            stack.enter_context(contextlib.closing(links.PeerListener()))
             for _ in range(count)
         ]
         before(listeners)
@@ -68,7 +68,7 @@ def test_a_stranger_is_not_a_host():
 def test_a_host_that_does_not_come_is_an_error(monkeypatch):
     monkeypatch.setattr(links, "_SECONDS", 0.1)
     with (
-        contextlib.closing(links.Listener()) as listener,
+        contextlib.closing(links.PeerListener()) as listener,
         pytest.raises(TimeoutError),
     ):
         listener.connect([listener.address] * 2, host=0, key=listener.key)
@@ -76,8 +76,8 @@ def test_a_host_that_does_not_come_is_an_error(monkeypatch):
 
 def test_the_interface_is_that_of_gloo(monkeypatch):
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
-    with contextlib.closing(links.Listener()) as listener:
+    with contextlib.closing(links.PeerListener()) as listener:
         assert listener.address[0] == "127.0.0.1"
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "none0")
     with pytest.raises(OSError, match="interface none0 has no IP address"):
-        links.Listener()
+        links.PeerListener()

@@ -12,7 +12,7 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain import environment, native
 from hvdtrain.collectives.transport import connection, segment
-from hvdtrain.collectives.transport.places import Place, Places
+from hvdtrain.collectives.transport.places import RankPlace, RankPlaces
 
 
 @pytest.fixture(autouse=True)
@@ -194,10 +194,10 @@ def test_another_ranks_obstacle_is_one_of_all(monkeypatch, two_ranks):
     ],
 )
 def test_ranks_spin_where_each_has_a_core(cores, quotas, is_shared):
-    by_rank = [Place(0, number, each, quotas) for number, each in enumerate(cores)]
+    by_rank = [RankPlace(0, number, each, quotas) for number, each in enumerate(cores)]
     # A rank of another host takes no core of this one.
-    by_rank.append(Place(1, 0, [0], []))
-    assert Places(by_rank, rank=1).is_core_shared == is_shared
+    by_rank.append(RankPlace(1, 0, [0], []))
+    assert RankPlaces(by_rank, rank=1).is_core_shared == is_shared
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_ranks_spin_where_each_has_a_core(cores, quotas, is_shared):
 )
 def test_places_of_ranks(hosts, path, obstacle):
     by_rank = [
-        Place(host, hosts[:rank].count(host), [rank], [])
+        RankPlace(host, hosts[:rank].count(host), [rank], [])
         for rank, host in enumerate(hosts)
     ]
-    places = Places(by_rank, rank=0)
+    places = RankPlaces(by_rank, rank=0)
     assert places.path == path
     assert obstacle in places.obstacle
     assert bool(obstacle) == bool(places.obstacle)
@@ -226,7 +226,7 @@ def test_places_of_ranks(hosts, path, obstacle):
 
 def three_places(rank):
     # On one core: they sleep while they wait.
-    return Places([Place(0, number, [0], []) for number in range(3)], rank)
+    return RankPlaces([RankPlace(0, number, [0], []) for number in range(3)], rank)
 
 
 def fork_rank(rank, file, until):

@@ -148,11 +148,13 @@ def _negotiate() -> Connection:
             try:
                 library = native.load()
                 if hvd.cross_size() > 1:
-                    listener = stack.enter_context(contextlib.closing(links.Listener()))
+                    listener = stack.enter_context(
+                        contextlib.closing(links.PeerListener())
+                    )
             except OSError as error:
                 obstacle = str(error)
                 _warn(obstacle)
-        mine = places.Place(
+        mine = places.RankPlace(
             host=hvd.cross_rank(),
             local_rank=hvd.local_rank(),
             cores=sorted(os.sched_getaffinity(0)),
@@ -162,8 +164,8 @@ def _negotiate() -> Connection:
         key = listener.key if listener else ""
         told = (obstacle, dataclasses.asdict(mine), key)
         obstacles, told_places, keys = zip(*_gather(told), strict=True)
-        all_places = places.Places(
-            [places.Place(**place) for place in told_places], hvd.rank()
+        all_places = places.RankPlaces(
+            [places.RankPlace(**place) for place in told_places], hvd.rank()
         )
         obstacle = _first_obstacle(obstacles) or all_places.obstacle
         # All ranks take the same branch.
@@ -179,7 +181,7 @@ def _negotiate() -> Connection:
 
 
 def _dial(
-    listener: links.Listener | None, all_places: places.Places, key: str
+    listener: links.PeerListener | None, all_places: places.RankPlaces, key: str
 ) -> list[links.Socket | None]:
     """Return connections to the peers on other hosts; none in a job of one host."""
     if not listener:
@@ -190,7 +192,7 @@ def _dial(
 
 def _share(
     functions: ctypes.CDLL,
-    all_places: places.Places,
+    all_places: places.RankPlaces,
     dial: Callable[[], list[links.Socket | None]],
 ) -> str:
     """Map the memory of this host on all its ranks; return the obstacle, if any."""

@@ -33,7 +33,7 @@ _OPTIONS = (
 Socket = socket.socket
 
 
-class Listener:
+class PeerListener:
     """Accepts the connections of this rank's peers on other hosts."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ Address = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankPlace:
     """What a rank tells the others about itself, in values that JSON can hold.
 
     Attributes:
@@ -28,14 +28,14 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class RankPlaces:
     """The places of all ranks, seen from one of them."""
 
-    by_rank: Sequence[Place]
+    by_rank: Sequence[RankPlace]
     rank: int
 
     @property
-    def mine(self) -> Place:
+    def mine(self) -> RankPlace:
         """The place of this rank."""
         return self.by_rank[self.rank]
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import IO
 
-from hvdtrain.collectives.transport.places import Places
+from hvdtrain.collectives.transport.places import RankPlaces
 from hvdtrain.environment import stall_limits
 
 # A chunk of each rank: larger ones leave the second-level cache, smaller ones need more
@@ -37,7 +37,7 @@ def reserve(functions: ctypes.CDLL, size: int) -> IO[bytes]:
 def attach(
     functions: ctypes.CDLL,
     file: str,
-    places: Places,
+    places: RankPlaces,
     sockets: Sequence[socket.socket | None] = (),
 ) -> str:
     """Map the `file` of this host, and return the reason if this fails.
