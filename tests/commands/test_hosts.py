@@ -1,0 +1,78 @@
+"""Two hosts that are network namespaces of this machine: scripts/hosts.sh."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOSTS = ROOT / "scripts" / "hosts.sh"
+
+
+def has_namespaces():
+    """Whether this process may make network namespaces, and has the tools for it."""
+    tools = ("ip", "nsenter", "taskset", "unshare")
+    command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"]
+    return (
+        all(map(shutil.which, tools))
+        and not subprocess.run(
+            command, capture_output=True, timeout=30, check=False
+        ).returncode
+    )
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
+def test_two_hosts_of_this_machine_reduce_over_tcp(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import socket\n"
+        "import hvdtrain.keras as hvd\n"
+        "import tensorflow as tf\n"
+        "from hvdtrain.collectives import transport\n"
+        "hvd.init()\n"
+        "total = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))\n"
+        "sum_of_ranks = int(total(tf.constant(hvd.rank() + 1)))\n"
+        "print(socket.gethostname(), sum_of_ranks, transport.reduction_path())\n"
+    )
+    hosts = ["-H", "host1:1,host2:1", "--network-interface", "eth0"]
+    command = [
+        HOSTS,
+        "horovodrun",
+        "--gloo",
+        "-np",
+        "2",
+        *hosts,
+        sys.executable,
+        script,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0]<stdout>:host1 3 TCP",
+        "[1]<stdout>:host2 3 TCP",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "usage: scripts/hosts.sh"),
+        (["--delay=soon", "true"], "netem for --delay=soon"),
+        (
+            ["ssh", "host3", "true"],
+            "received the host 'host3'; expected host1 or host2",
+        ),
+    ],
+)
+@pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
+def test_wrong_arguments_of_hosts_are_one_line(arguments, error):
+    done = subprocess.run(
+        [HOSTS, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("hosts: ")
+    assert error in done.stderr.splitlines()[-1]
