@@ -1,7 +1,7 @@
 """`hvdtrain.run`: calls a function on every rank of a new job."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -42,11 +42,7 @@ def run(
         LostRankError: the process of a rank has ended without a result.
         RunError: the ranks were not placed in time.
     """
-    if np < 1 or max_restarts < 0:
-        raise ValueError(
-            f"Received np={np} and max_restarts={max_restarts}; expected 1 rank or "
-            "more, and 0 restarts or more."
-        )
+    _check(function, args, kwargs, np, on, max_restarts)
     payload = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
     engine = on or Local()
     restarts = 0
@@ -65,3 +61,27 @@ def run(
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _check(
+    function: Any, args: Any, kwargs: Any, np: Any, on: Any, max_restarts: Any
+) -> None:
+    """Raise an error here, and not on the ranks, for arguments of a wrong type."""
+    is_list = isinstance(args, Iterable) and not isinstance(args, str | bytes)
+    # A class has the method, too: the call of it was forgotten.
+    is_engine = on is None or (hasattr(on, "place") and not isinstance(on, type))
+    for name, value, is_right, expected in (
+        ("function", function, callable(function), "a function"),
+        ("args", args, is_list, "a list of arguments"),
+        ("kwargs", kwargs, isinstance(kwargs or {}, Mapping), "a dictionary"),
+        ("np", np, isinstance(np, int), "a number of ranks"),
+        ("on", on, is_engine, "an engine, such as hvdtrain.Ray()"),
+        ("max_restarts", max_restarts, isinstance(max_restarts, int), "a number"),
+    ):
+        if not is_right:
+            raise TypeError(f"Received {name}={value!r:.80}; expected {expected}.")
+    if np < 1 or max_restarts < 0:
+        raise ValueError(
+            f"Received np={np} and max_restarts={max_restarts}; expected 1 rank or "
+            "more, and 0 restarts or more."
+        )

@@ -1,0 +1,27 @@
+"""`hvdtrain.run`: what needs no engine."""
+
+import pytest
+
+import hvdtrain
+from hvdtrain.runner import slurm
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"function": "train"}, "function='train'; expected a function"),
+        ({"args": "ab"}, "args='ab'; expected a list of arguments"),
+        ({"args": 3}, "args=3; expected a list of arguments"),
+        ({"kwargs": [1]}, r"kwargs=\[1\]; expected a dictionary"),
+        ({"np": "2"}, "np='2'; expected a number of ranks"),
+        ({"np": 2.0}, r"np=2\.0; expected a number of ranks"),
+        ({"np": 0}, "np=0 and max_restarts=0; expected 1 rank or more"),
+        ({"max_restarts": -1}, "np=1 and max_restarts=-1; expected .* 0 restarts"),
+        ({"max_restarts": None}, "max_restarts=None; expected a number"),
+        ({"on": "ray"}, "on='ray'; expected an engine, such as"),
+        ({"on": slurm.Slurm}, "on=<class 'hvdtrain.runner.slurm.Slurm'>; expected an"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_the_caller(options, error):
+    with pytest.raises((TypeError, ValueError), match=f"^Received {error}"):
+        hvdtrain.run(**{"function": print, "np": 1} | options)
