@@ -30,6 +30,7 @@ __getattr__ = lazy.getattr_of(
         "RankError": "runner.caller",
         "LostRankError": "runner.caller",
     },
+    optional=("ray", "pyspark", "submitit"),
 )
 
 renamed.install()

@@ -1,7 +1,7 @@
 """Public names of a package that are imported when they are first used."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 
@@ -11,6 +11,7 @@ def getattr_of(
     *,
     first: str | None = None,
     otherwise: Callable[[str], Any] | None = None,
+    optional: Collection[str] = (),
 ) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package.
 
@@ -22,6 +23,7 @@ def getattr_of(
             module of that name.
         first: a module that is imported before these.
         otherwise: the `__getattr__` for other names.
+        optional: packages that some of the modules need, and that a user installs.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807
@@ -31,7 +33,13 @@ def getattr_of(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if first:
             importlib.import_module(first)
-        module = importlib.import_module(f"{package}.{modules[name] or name}")
+        try:
+            module = importlib.import_module(f"{package}.{modules[name] or name}")
+        except ModuleNotFoundError as error:
+            if error.name not in optional:
+                raise
+            remedy = f"{package}.{name} needs {error.name}: pip install {error.name}"
+            raise ModuleNotFoundError(remedy, name=error.name) from None
         return getattr(module, name) if modules[name] else module
 
     return __getattr__

@@ -1,5 +1,7 @@
 """`hvdtrain.run`: what needs no engine."""
 
+import sys
+
 import pytest
 
 import hvdtrain
@@ -25,3 +27,22 @@ from hvdtrain.runner import slurm
 def test_wrong_arguments_are_refused_by_the_caller(options, error):
     with pytest.raises((TypeError, ValueError), match=f"^Received {error}"):
         hvdtrain.run(**{"function": print, "np": 1} | options)
+
+
+@pytest.mark.parametrize(
+    ("engine", "module", "package"),
+    [
+        ("Ray", "ray", "ray"),
+        ("Spark", "spark", "pyspark"),
+        ("Slurm", "slurm", "submitit"),
+    ],
+)
+def test_an_engine_without_its_package_names_the_remedy(
+    monkeypatch, engine, module, package
+):
+    monkeypatch.delitem(sys.modules, f"hvdtrain.runner.{module}", raising=False)
+    # An import of it raises ModuleNotFoundError.
+    monkeypatch.setitem(sys.modules, package, None)
+    error = f"^hvdtrain.{engine} needs {package}: pip install {package}$"
+    with pytest.raises(ModuleNotFoundError, match=error):
+        getattr(hvdtrain, engine)
