@@ -154,6 +154,11 @@ class _Stream:
         rest, self.rest = self.rest, b""
         return "".join([*texts, rest.decode(errors="replace")])
 
+    def append(self, line: str) -> None:
+        """Add a line to what has been read."""
+        end = b"\n" if self.rest else b""
+        self.rest += end + f"{line}\n".encode()
+
 
 class _Rank:
     """A process that calls the function."""
@@ -208,6 +213,12 @@ class _Rank:
             return
         self._returned = self._returned or time.monotonic()
         if time.monotonic() - self._returned >= _EXIT_SECONDS:
+            # Only once.
+            self._returned = float("inf")
+            self.streams[1].append(
+                f"hvdtrain.run: the process is killed {_EXIT_SECONDS:g} s after its "
+                "function has returned: a thread that is not a daemon still runs."
+            )
             self.signal(signal.SIGKILL)
 
     def _reap(self, options: int = 0) -> bool:

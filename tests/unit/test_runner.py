@@ -1,11 +1,15 @@
 """`hvdtrain.run`: what needs no engine."""
 
+import multiprocessing
 import sys
+import threading
+import time
 
+import cloudpickle
 import pytest
 
 import hvdtrain
-from hvdtrain.runner import slurm
+from hvdtrain.runner import agent, channel, slurm
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,27 @@ def test_an_engine_without_its_package_names_the_remedy(
     error = f"^hvdtrain.{engine} needs {package}: pip install {package}$"
     with pytest.raises(ModuleNotFoundError, match=error):
         getattr(hvdtrain, engine)
+
+
+def test_a_thread_that_does_not_end_is_killed_with_a_line(monkeypatch):
+    monkeypatch.setattr(agent, "_EXIT_SECONDS", 0.5)
+
+    def start_thread():
+        print("a line without an end", end="", file=sys.stderr, flush=True)
+        threading.Thread(target=time.sleep, args=[3600]).start()
+
+    payload = cloudpickle.dumps((start_thread, (), {}))
+    start = channel.StartRanks(payload, ({"HOROVOD_RANK": "0"},))
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        agent._run_ranks(theirs, start)
+        messages = [ours.recv()]
+        while not isinstance(messages[-1], channel.Ended):
+            messages.append(ours.recv())
+    assert messages[-1].exit_code == -9
+    text = "".join(message.text for message in messages[:-1])
+    assert text == (
+        "a line without an end\n"
+        "hvdtrain.run: the process is killed 0.5 s after its function has returned: "
+        "a thread that is not a daemon still runs.\n"
+    )
