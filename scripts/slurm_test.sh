@@ -293,6 +293,9 @@ is_called_from_python() {
   launcher=(srun --quiet --ntasks=1)
   check "a caller inside of a job gets the exception of a rank" \
     returns "caught 1 KeyError('no such column')" raised "$nodes"
+  launcher=(env PYTHONPATH=/given)
+  check "programs of a rank have the search path of the caller" \
+    returns "results ['/given', '/given']" path
   launcher=()
   check "a second job continues after a rank was killed" \
     returns 'results [(0, 15, 47), (1, 15, 47)]' killed_rank "$nodes"

@@ -275,12 +275,14 @@ def _base_environment() -> dict[str, str]:
 
 
 def main() -> None:
-    """Read an address and the number of slots from stdin, and serve."""
+    """Read address, number of slots and PYTHONPATH from stdin, and serve."""
     # The ranks share the cores of this process. Without the name, `job.cores` takes the
     # launcher of the caller for theirs, and each rank uses all cores of the caller.
     pathlib.Path("/proc/self/comm").write_text(launchers.AGENT)
     with os.fdopen(0, "rb", closefd=False) as stdin:
-        address, slots = pickle.load(stdin)
+        address, slots, python_path = pickle.load(stdin)
+    # For programs that the ranks start: until now it is the caller's `sys.path`.
+    os.environ["PYTHONPATH"] = python_path
     serve(address, slots)
 
 

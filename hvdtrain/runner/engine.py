@@ -70,8 +70,9 @@ class Local:
             start_new_session=True,
         ) as process:
             assert process.stdin is not None
+            python_path = os.environ.get("PYTHONPATH", "")
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(pickle.dumps((address, size)))
+                process.stdin.write(pickle.dumps((address, size, python_path)))
                 process.stdin.close()
 
             def failure() -> str:

@@ -60,8 +60,10 @@ class Slurm:
         try:
             executor = submitit.SlurmExecutor(folder)
             executor.update_parameters(**self._options(size))
+            python_path = os.environ.get("PYTHONPATH", "")
             with _outside_of_job():
-                return _SlurmJob(executor.submit(_serve, address).job_id, folder)
+                job = executor.submit(_serve, address, python_path)
+                return _SlurmJob(job.job_id, folder)
         except RuntimeError as error:
             text = str(error).strip().splitlines() or ["sbatch has failed"]
             reason = text[-1].removeprefix("sbatch: error: ")
@@ -95,7 +97,9 @@ class Slurm:
         return "Slurm"
 
 
-def _serve(address: Address) -> None:
+def _serve(address: Address, python_path: str) -> None:
+    # For programs that the ranks start: until now it is the caller's `sys.path`.
+    os.environ["PYTHONPATH"] = python_path
     # Slurm sends SIGUSR2 to all processes of a job before its time limit. submitit's
     # handler would end the agent, which kills its ranks in their last checkpoint. Ranks
     # inherit that it is ignored, unless they have a handler as `training.fit` has.

@@ -213,6 +213,8 @@ def main(name, case, folder, options="{}"):
             run(train, [folder, 1000, 10**6], on=on)
         elif case == "launcher":
             print("results", run(launcher, on=on), flush=True)
+        elif case == "path":
+            print("results", run(os.getenv, ["PYTHONPATH"], on=on), flush=True)
         elif case == "cores":
             print("results", run(host_and_cores, on=on), flush=True)
         elif case == "lost":

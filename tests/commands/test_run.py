@@ -233,6 +233,12 @@ def test_the_ranks_of_a_caller_that_is_bound_share_its_cores(run, tmp_path):
     assert results_of(job) == "['hvdtrain-agent', 'hvdtrain-agent']"
 
 
+def test_programs_of_a_rank_have_the_search_path_of_the_caller(case):
+    # Not its whole `sys.path`, with which the rank itself finds modules.
+    job = case("local", "path").wait()
+    assert results_of(job) == str([os.pathsep.join(filter(None, sys.path))] * 2)
+
+
 @pytest.mark.engines
 def test_ray_places_as_many_ranks_as_fit(case):
     job = case("ray", "full", '{"min_workers": 1}').wait()
