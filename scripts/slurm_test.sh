@@ -288,6 +288,7 @@ is_called_from_python() {
   check "so does horovodrun on one" .venv/bin/horovodrun -np 2 --gloo .venv/bin/python \
     tests/commands/running_program.py horovodrun digits "$PWD/horovodrun"
   check "both compute the same" cmp {digits,horovodrun}/weights.npz
+  check "the logs of a success are deleted" test -z "$(ls digits/slurm)"
   check "each rank has the cores of its task" \
     returns "results [('n1', 2), ('n2', 2)]" cores '{"cpus_per_task": 2}'
   launcher=(srun --quiet --ntasks=1)
@@ -321,17 +322,26 @@ refuses_calls() {
   check "and one that ends before its ranks start" \
     raises ' has ended: no such module. Logs: ' cores \
     '{"setup": ["echo no such module >&2", "exit 3"]}'
-  check "Ctrl-C ends the job" ends_with INT
-  check "the death of the caller ends it, too" ends_with KILL
+  check "Ctrl-C ends the job" ends_with INT waits/rank-0 waits/rank-1
+  check "the death of the caller ends it, too" ends_with KILL waits/rank-0 waits/rank-1
+  mkdir bin
+  # The caller does not get the number of the job.
+  printf '#!/bin/sh\n%s "$@" && touch waits/submitted && exec sleep 20 >/dev/null 2>&1\n' \
+    "$(command -v sbatch)" >bin/sbatch
+  chmod +x bin/sbatch
+  launcher=(env "PATH=$PWD/bin:$PATH")
+  check "so does Ctrl-C while sbatch runs" ends_with INT waits/submitted
 }
 
-# ends_with SIGNAL: sends it to the caller while its ranks run.
+# ends_with SIGNAL FILE...: sends it to the caller when there are these files.
 ends_with() {
-  local caller
+  local caller file
   rm -rf waits
   calls waits '{"nodes": 2}' &
   caller=$!
-  wait_for 60 test -e waits/rank-0 -a -e waits/rank-1 || return
+  for file in "${@:2}"; do
+    wait_for 60 test -e "$file" || return
+  done
   pkill "-$1" -P "$(pgrep -P "$caller" timeout)" || return
   ! wait "$caller" && wait_for 30 is_queue_empty
 }

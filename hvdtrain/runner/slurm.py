@@ -3,7 +3,9 @@
 import contextlib
 import os
 import pathlib
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -20,6 +22,10 @@ from hvdtrain.runner.engine import PlacedAgents, RunError
 _END_SECONDS = 20
 # All users share the scheduler, which is slow to answer if it is asked often.
 _QUERY_SECONDS = 5.0
+_FIRST_WAIT_SECONDS = 0.5
+_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
+# Not the line "*** JOB ... CANCELLED ... DUE TO TIME LIMIT ***".
+_CONSEQUENCE = re.compile(r"srun: |submitit |.*error: \*\*\* STEP ")
 
 
 class Slurm:
@@ -35,43 +41,53 @@ class Slurm:
 
         Args:
             folder: directory that all nodes see, for the script and the logs of each
-                job.
+                job, which are deleted if it succeeds.
             **parameters: as `submitit.SlurmExecutor` takes them, such as
                 `partition="cpu"`, `time="4:00:00"` or `cpus_per_task=4`. `nodes` may be
                 a range, such as "2-4"; by default Slurm chooses the number of nodes.
         """
+        for name in ("setup", "srun_args", "teardown"):
+            if isinstance(parameters.get(name), str):
+                raise TypeError(
+                    f"Received {name}={parameters[name]!r}; expected a list of strings."
+                )
         self._folder = folder
         self._parameters = parameters
 
     @contextlib.contextmanager
     def place(self, address: Address, size: int) -> Iterator[PlacedAgents]:
         """Submit a job with a task for each rank; see `Engine.place`."""
-        job = self._submit(address, size)
+        _check_commands()
+        folder = self._make_folder()
+        job = _SlurmJob(folder)
+        is_kept = False
         try:
+            job.submit(self._options(size), address)
+            is_kept = True
             yield PlacedAgents(size, job.failure, job.advice)
             job.wait()
+            is_kept = False
         finally:
             job.cancel()
+            # The logs of a job that has failed are kept.
+            if not is_kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
-    def _submit(self, address: Address, size: int) -> "_SlurmJob":
-        os.makedirs(self._folder, exist_ok=True)
+    def _make_folder(self) -> pathlib.Path:
+        # As submitit does: its script and logs would be in another directory.
+        parent = pathlib.Path(self._folder).expanduser().absolute()
+        parent.mkdir(parents=True, exist_ok=True)
         # Readable by this user only: the address contains the key of the job.
-        folder = tempfile.mkdtemp(prefix="job-", dir=self._folder)
-        try:
-            executor = submitit.SlurmExecutor(folder)
-            executor.update_parameters(**self._options(size))
-            python_path = os.environ.get("PYTHONPATH", "")
-            with _outside_of_job():
-                job = executor.submit(_serve, address, python_path)
-                return _SlurmJob(job.job_id, folder)
-        except RuntimeError as error:
-            text = str(error).strip().splitlines() or ["sbatch has failed"]
-            reason = text[-1].removeprefix("sbatch: error: ")
-            raise RunError(f"Slurm did not accept the job: {reason}.") from error
+        return pathlib.Path(tempfile.mkdtemp(prefix="job-", dir=parent))
 
     def _options(self, size: int) -> dict[str, Any]:
-        # The default of submitit is 5 minutes; None is that of the partition.
-        options: dict[str, Any] = {"job_name": "hvdtrain.run", "time": None}
+        options: dict[str, Any] = {
+            "job_name": "hvdtrain.run",
+            # The default of submitit is 5 minutes; None is that of the partition.
+            "time": None,
+            # Slurm may reject a workload characterization key that it does not know.
+            "wckey": None,
+        }
         options |= self._parameters
         job = {
             # submitit has no option for a range of nodes, nor for all tasks.
@@ -80,21 +96,34 @@ class Slurm:
             # The agents of a second start would find no caller.
             "no-requeue": True,
         }
+        job |= options.get("additional_parameters") or {}
         # The agents need no MPI. One that fails ends the job.
         step = ["--mpi=none", "--kill-on-bad-exit=1"]
-        if "cpus_per_task" in options:
+        given = {
+            name.replace("_", "-"): value for name, value in (options | job).items()
+        }
+        if cores := given.get("cpus-per-task"):
             # From Slurm 22.05 on srun does not inherit it from the job.
-            step.append(f"--cpus-per-task={options['cpus_per_task']}")
+            step.append(f"--cpus-per-task={cores}")
         path = f"export PYTHONPATH={shlex.quote(agent.search_path())}"
         return options | {
-            "additional_parameters": job | options.get("additional_parameters", {}),
-            "srun_args": [*step, *options.get("srun_args", [])],
-            "setup": [path, *options.get("setup", [])],
+            "additional_parameters": job,
+            "srun_args": [*step, *(options.get("srun_args") or [])],
+            "setup": [path, *(options.get("setup") or [])],
         }
 
     def __str__(self) -> str:
         """Return the name of the engine in messages."""
         return "Slurm"
+
+
+def _check_commands() -> None:
+    missing = [name for name in _COMMANDS if not shutil.which(name)]
+    if missing:
+        raise RunError(
+            f"Received a PATH without {', '.join(missing)}; expected a host that "
+            "submits to Slurm, such as a login node."
+        )
 
 
 def _serve(address: Address, python_path: str) -> None:
@@ -127,10 +156,32 @@ def _outside_of_job() -> Iterator[None]:
 class _SlurmJob:
     """A job in Slurm's queue. Accounting, which `sacct` needs, may be off."""
 
-    def __init__(self, number: str, folder: str) -> None:
-        self._number = number
-        self._folder = pathlib.Path(folder)
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._number = ""
+        self._folder = folder
         self._queried = time.monotonic()
+
+    def submit(self, options: dict[str, Any], address: Address) -> None:
+        """Submit the job; see `Engine.place` for the errors."""
+        executor = submitit.SlurmExecutor(self._folder)
+        try:
+            executor.update_parameters(**options)
+        except ValueError as error:
+            # The other lines are all parameters that exist.
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"Received parameters that submitit rejects: {reason}; expected those "
+                "of submitit.SlurmExecutor, and other options of sbatch in "
+                "additional_parameters."
+            ) from None
+        python_path = os.environ.get("PYTHONPATH", "")
+        try:
+            with _outside_of_job():
+                self._number = executor.submit(_serve, address, python_path).job_id
+        except submitit.core.utils.FailedJobError as error:
+            text = str(error).strip().splitlines() or ["sbatch has failed"]
+            reason = text[-1].removeprefix("sbatch: error: ")
+            raise RunError(f"Slurm did not accept the job: {reason}.") from error
 
     def failure(self) -> str:
         """Return why the job has ended, or an empty text."""
@@ -150,12 +201,28 @@ class _SlurmJob:
     def wait(self) -> None:
         """Wait until the job has ended."""
         deadline = time.monotonic() + _END_SECONDS
+        seconds = _FIRST_WAIT_SECONDS
         while self._state() and time.monotonic() < deadline:
-            time.sleep(1)
+            time.sleep(seconds)
+            seconds = min(2 * seconds, _QUERY_SECONDS)
 
     def cancel(self) -> None:
         """End the job, if it has not ended."""
-        subprocess.run(["scancel", "--quiet", self._number], check=False)
+        if number := self._number or self._find():
+            subprocess.run(["scancel", "--quiet", number], check=False)
+
+    def _find(self) -> str:
+        """Return the number of a job that an interrupted `submit` may have submitted.
+
+        Other jobs may have the same name, but not a script in the same folder.
+        """
+        command = ["squeue", "--me", "--noheader", "--format=%i %o"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        for line in found.stdout.splitlines():
+            number, _, script = line.strip().partition(" ")
+            if script.startswith(f"{self._folder}/"):
+                return number
+        return ""
 
     def _state(self) -> str:
         """Return state and reason, such as "PENDING (Resources)"; empty at the end."""
@@ -173,6 +240,6 @@ class _SlurmJob:
             for line in log.read_text(errors="replace").splitlines()
             if line.strip()
         ]
-        causes = [line for line in lines if not line.startswith(("srun:", "submitit "))]
+        causes = [line for line in lines if not _CONSEQUENCE.match(line)]
         last = (causes or lines or ["it has written no errors"])[-1]
         return f"{last.rstrip('.')}. Logs: {self._folder}"

@@ -1,6 +1,10 @@
-"""`hvdtrain.run`: what needs no engine."""
+"""`hvdtrain.run`: what needs no engine, and Slurm with stubs of its commands."""
 
 import multiprocessing
+import os
+import pathlib
+import shutil
+import stat
 import sys
 import threading
 import time
@@ -10,6 +14,16 @@ import pytest
 
 import hvdtrain
 from hvdtrain.runner import agent, channel, slurm
+from hvdtrain.runner.channel import Address
+
+ADDRESS = Address(("127.0.0.1",), 1, b"key")
+# sbatch notes the job, with its script; squeue lists the jobs of the user.
+STUBS = {
+    "sbatch": 'echo "7 $1" >queue; echo Submitted batch job 7',
+    "squeue": 'case "$*" in *--me*) cat queue 2>/dev/null;; esac',
+    "scancel": 'echo "$@" >>cancelled',
+    "srun": "",
+}
 
 
 @pytest.mark.parametrize(
@@ -74,3 +88,136 @@ def test_a_thread_that_does_not_end_is_killed_with_a_line(monkeypatch):
         "hvdtrain.run: the process is killed 0.5 s after its function has returned: "
         "a thread that is not a daemon still runs.\n"
     )
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """Return `stub(name, text)`: replaces a command of Slurm by a script."""
+
+    def stub(name, text):
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\ncd {tmp_path}\n{text}\n")
+        path.chmod(0o755)
+
+    (tmp_path / "bin").mkdir()
+    for name, text in STUBS.items():
+        stub(name, text)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=os.pathsep)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    # Where the folder would be if "~" were not expanded.
+    monkeypatch.chdir(tmp_path / "bin")
+    return stub
+
+
+@pytest.fixture
+def runs(tmp_path, stub):
+    return tmp_path / "runs"
+
+
+def cancelled(runs):
+    file = runs.parent / "cancelled"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def place(**options):
+    return hvdtrain.Slurm(folder="~/runs", **options).place(ADDRESS, 1)
+
+
+def test_the_key_of_a_job_is_private_and_deleted_after_success(runs):
+    with place():
+        [folder] = runs.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        [pickled] = folder.glob("*.pkl")
+        assert ADDRESS.key in pickled.read_bytes()
+        assert not pathlib.Path("~").exists()
+    assert not list(runs.iterdir())
+
+
+def test_the_folder_is_kept_after_a_failure(runs):
+    with pytest.raises(OSError, match="lost"), place():
+        raise OSError("lost")
+    assert len(list(runs.iterdir())) == 1
+    assert cancelled(runs) == ["--quiet 7"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "error"),
+    [
+        # To the caller, which has not read the number.
+        ("kill -INT $PPID; exec sleep 2", {}, KeyboardInterrupt),
+        # submitit calculates with it after sbatch.
+        ("echo Submitted batch job 7", {"ntasks_per_node": "1"}, TypeError),
+    ],
+)
+def test_a_job_of_an_interrupted_submission_is_cancelled(
+    runs, stub, text, options, error
+):
+    stub("sbatch", f'echo "7 $1" >queue; echo "8 /other/script" >>queue\n{text}')
+    with pytest.raises(error), place(job_name="mine", **options):
+        pass
+    assert cancelled(runs) == ["--quiet 7"]
+    assert not list(runs.iterdir())
+
+
+def test_a_rejected_job_leaves_nothing(runs, stub):
+    stub("sbatch", "echo sbatch: error: Invalid partition >&2; exit 1")
+    error = r"^Slurm did not accept the job: Invalid partition\.$"
+    with pytest.raises(hvdtrain.RunError, match=error), place():
+        pass
+    assert cancelled(runs) == []
+    assert not list(runs.iterdir())
+
+
+def test_a_misspelt_parameter_is_one_line(runs):
+    error = r"^.*Unavailable parameter.*\['partitoin'\].* in additional_parameters\.$"
+    with pytest.raises(ValueError, match=error), place(partitoin="cpu"):
+        pass
+    assert not list(runs.iterdir())
+
+
+def test_a_host_without_slurm_is_one_line(runs, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    error = r"^Received a PATH without sbatch, .*; expected .* login node\.$"
+    with pytest.raises(hvdtrain.RunError, match=error), place():
+        pass
+
+
+@pytest.mark.parametrize("name", ["setup", "srun_args", "teardown"])
+def test_a_list_of_slurm_is_no_string(name):
+    error = f"Received {name}='text'; expected a list of strings."
+    with pytest.raises(TypeError, match=error):
+        hvdtrain.Slurm(**{name: "text"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpus_per_task": 4},
+        {"additional_parameters": {"cpus-per-task": 4}},
+        {"additional_parameters": {"cpus_per_task": 4}},
+    ],
+)
+def test_the_step_has_the_cores_of_the_job(runs, options):
+    with place(**options):
+        [script] = runs.glob("*/*_submission.sh")
+        text = script.read_text()
+    assert "#SBATCH --cpus-per-task=4\n" in text
+    assert " --cpus-per-task=4 " in text
+    assert "wckey" not in text
+
+
+STEP = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***"
+LIMIT = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026 DUE TO TIME LIMIT ***"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (["no such module", STEP, "srun: error: n1: task 0: Killed"], "no such module"),
+        (["no such module", STEP.replace("slurmstepd:", "[1]")], "no such module"),
+        ([LIMIT, STEP, "srun: Job step aborted"], LIMIT),
+    ],
+)
+def test_the_cause_of_an_end_is_not_its_consequence(tmp_path, lines, cause):
+    (tmp_path / "7_0_log.err").write_text("\n".join(lines))
+    assert slurm._SlurmJob(tmp_path)._cause() == f"{cause}. Logs: {tmp_path}"
