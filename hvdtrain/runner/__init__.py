@@ -1,5 +1,6 @@
 """Jobs that a Python program starts: `hvdtrain.run`.
 
-An engine places agents: processes on this machine, or tasks of Ray or Spark. Each
-agent starts ranks, as processes of their own, and Horovod's rendezvous connects them.
+An engine places agents: processes on this machine, or tasks of Ray, Spark or Slurm.
+Each agent starts ranks, as processes of their own, and Horovod's rendezvous connects
+them.
 """
