@@ -331,6 +331,8 @@ refuses_calls() {
   chmod +x bin/sbatch
   launcher=(env "PATH=$PWD/bin:$PATH")
   check "so does Ctrl-C while sbatch runs" ends_with INT waits/submitted
+  # It would fail by itself, without its folder.
+  check "that job is cancelled" is_last_cancelled
 }
 
 # ends_with SIGNAL FILE...: sends it to the caller when there are these files.
@@ -345,6 +347,8 @@ ends_with() {
   pkill "-$1" -P "$(pgrep -P "$caller" timeout)" || return
   ! wait "$caller" && wait_for 30 is_queue_empty
 }
+
+is_last_cancelled() { [[ $(squeue -h -t all -S -i -o %T | sed -n 1p) == CANCELLED ]]; }
 
 is_queue_empty() { [[ -z $(squeue -h) ]]; }
 
