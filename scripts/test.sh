@@ -114,13 +114,16 @@ unit() {
 }
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
-# pytest's. The controller "hosts" is Gloo on two hosts: two names of this machine.
+# pytest's. The controller "hosts" is Gloo on several hosts, which are names of this
+# machine: three hosts for three ranks, else two.
 launched() {
   local -x HVDTRAIN_REDUCTION=$1
   local controller=$2 ranks=$3 options=("--$2")
   shift 3
-  [[ $controller != hosts ]] ||
+  if [[ $controller == hosts ]]; then
     options=(--gloo -H "localhost:$((ranks / 2)),127.0.0.1:$((ranks / 2))")
+    ((ranks != 3)) || options=(--gloo -H "localhost:1,127.0.0.1:1,$(hostname):1")
+  fi
   run "$HVDTRAIN_REDUCTION $controller -np $ranks" 900 \
     horovodrun "${options[@]}" -np "$ranks" \
     python -m pytest -q --color=no -p no:cacheprovider "$@"
@@ -138,6 +141,7 @@ more_ranks() {
     python -m pytest -q -n 3 --dist loadgroup -m long tests/{unit,commands}
   launched horovod gloo 3 -m ranks tests/parallel
   launched shared_memory gloo 4 -m four_ranks tests/parallel
+  launched auto hosts 3 tests/parallel/test_native_reduction.py
   launched auto hosts 4 -m four_ranks tests/parallel
 }
 

@@ -15,7 +15,7 @@ constexpr size_t kBlock = 1024;
 // The accumulators of half precision are float32: one rounding for any number of ranks.
 template <typename T, typename Accumulator>
 void SumOf(const std::vector<const char*>& slots, size_t offset, size_t elements,
-           int divisor, char* result) {
+           double divisor, char* result) {
   Accumulator total[kBlock];
   T* const output = reinterpret_cast<T*>(result) + offset;
   for (size_t start = 0; start < elements; start += kBlock) {

@@ -14,7 +14,7 @@ namespace hvdtrain {
 // the sums by `divisor`, and writes them at the same offset of `result`. The order of
 // the additions is that of `slots`: equal on every rank and in every run.
 using Sum = void (*)(const std::vector<const char*>& slots, size_t offset,
-                     size_t elements, int divisor, char* result);
+                     size_t elements, double divisor, char* result);
 
 struct Dtype {
   size_t bytes;  // of an element

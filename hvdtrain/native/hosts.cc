@@ -24,8 +24,7 @@ Hosts::Hosts(Segment& segment, const std::string& name)
     : segment_(segment),
       name_(name),
       host_(segment.links() ? segment.links()->host() : 0),
-      calls_(segment.links() ? segment.links()->hosts() : 1),
-      received_(calls_.size()) {}
+      calls_(segment.links() ? segment.links()->hosts() : 1) {}
 
 std::string Hosts::ExchangeCalls(const Call& mine) {
   calls_[host_] = mine;
@@ -44,18 +43,19 @@ std::string Hosts::ExchangeCalls(const Call& mine) {
     }
     transfer.in = {{reinterpret_cast<char*>(&calls_[host]), sizeof(Call)}};
     // What follows depends on the call of that host, also where it is another one.
-    transfer.more = [this, host]() -> Block {
+    transfer.then_receive = [this, &links, host]() -> Block {
       const size_t elements = FirstElements(calls_[host]);
       if (elements == 0) return {nullptr, 0};
       const auto type = static_cast<tensorflow::DataType>(calls_[host].dtype);
       const size_t bytes = FindDtype(type)->bytes;
       const Range part = PartOf(host_, elements, bytes);
-      received_[host].resize((part.second - part.first) * bytes);
-      return {received_[host].data(), received_[host].size()};
+      return links.Buffer(host, (part.second - part.first) * bytes);
     };
   }
   has_first_chunk_ = true;
-  return Exchange(std::move(transfers));
+  const std::string lost = Exchange(std::move(transfers));
+  if (lost.empty() && active() == 0) links.idle_rounds = 0;
+  return lost;
 }
 
 int Hosts::active() const {
@@ -64,15 +64,15 @@ int Hosts::active() const {
   return active;
 }
 
-const Call& Hosts::any() const {
+const Call& Hosts::first_active() const {
   return *std::find_if(calls_.begin(), calls_.end(),
                        [](const Call& call) { return call.active > 0; });
 }
 
-bool Hosts::differ() const {
+bool Hosts::have_differences() const {
   return std::any_of(calls_.begin(), calls_.end(), [this](const Call& call) {
     return call.active > 0 &&
-           (call.has_differences || call.signature != any().signature);
+           (call.has_differences || call.signature != first_active().signature);
   });
 }
 
@@ -86,7 +86,7 @@ int Hosts::last_joined() const {
   return std::max_element(calls_.begin(), calls_.end(), joined_earlier)->last_joined;
 }
 
-std::string Hosts::Sum(const Dtype& dtype, size_t elements, int divisor) {
+std::string Hosts::Sum(const Dtype& dtype, size_t elements, double divisor) {
   if (count() == 1) return "";
   const bool is_first = std::exchange(has_first_chunk_, false);
   const Block own = PartIn(segment_.result(), host_, elements, dtype.bytes);
@@ -100,9 +100,10 @@ std::string Hosts::Sum(const Dtype& dtype, size_t elements, int divisor) {
     }
     const Block other = PartIn(segment_.result(), host, elements, dtype.bytes);
     if (is_active) {
-      received_[host].resize(own.bytes);
-      sources.push_back(received_[host].data());
-      partial[host].in = {{received_[host].data(), own.bytes}};
+      // Where ExchangeCalls has received the first chunk.
+      const Block received = segment_.links()->Buffer(host, own.bytes);
+      sources.push_back(received.data);
+      partial[host].in = {received};
     }
     if (calls_[host_].active > 0) partial[host].out = {other};
     complete[host] = {{own}, {other}, nullptr};
@@ -126,7 +127,7 @@ std::string Hosts::ExchangeTexts(const std::string& mine,
     transfer.out = {{reinterpret_cast<char*>(&bytes[host_]), sizeof(uint64_t)},
                     {(*texts)[host_].data(), mine.size()}};
     transfer.in = {{reinterpret_cast<char*>(&bytes[host]), sizeof(uint64_t)}};
-    transfer.more = [&bytes, texts, host]() -> Block {
+    transfer.then_receive = [&bytes, texts, host]() -> Block {
       std::string& text = (*texts)[host];
       text.resize(bytes[host]);
       return {text.data(), text.size()};

@@ -1,5 +1,6 @@
-// The part of a reduction that is between hosts: what their ranks have called, and the
-// sums of the parts that the ranks of a number have.
+// The part of a reduction that is between hosts: the comparison of what the ranks have
+// called, and the sums over hosts. A rank adds up its part of the tensors together with
+// the ranks of other hosts that have the same local rank.
 
 #ifndef HVDTRAIN_HOSTS_H_
 #define HVDTRAIN_HOSTS_H_
@@ -41,39 +42,35 @@ class Hosts {
   // `name` is that of the reduction, in messages.
   Hosts(Segment& segment, const std::string& name);
 
-  // Exchanges the calls of all hosts and, with those whose ranks agree, the sums of the
-  // first chunk; `elements` of it. Returns the reason of a failure.
+  // Exchanges the calls of all hosts. A host whose ranks agree sends its sums of the
+  // first chunk as well, which saves a message. Returns the reason of a failure.
   std::string ExchangeCalls(const Call& mine);
 
-  // By host. The same on all ranks of the job.
-  const std::vector<Call>& calls() const { return calls_; }
-
-  // Of all hosts.
+  // Number of ranks of the job that have not joined.
   int active() const;
 
-  // The call of a rank that has not joined; there is one.
-  const Call& any() const;
+  // The call of the first host that has such a rank.
+  const Call& first_active() const;
 
   // Whether ranks that have not joined have called something else than others.
-  bool differ() const;
+  bool have_differences() const;
 
   // The rank that was the last to join, once all have.
   int last_joined() const;
 
-  // Adds what all hosts have in this rank's part of the chunk, and distributes the sums:
-  // the same elements of the segment's result on all hosts. Returns the reason of a
-  // failure.
-  std::string Sum(const Dtype& dtype, size_t elements, int divisor);
+  // Adds the results of all hosts in this rank's part of a chunk, divides the sums, and
+  // writes them to the result of every host. Returns the reason of a failure.
+  std::string Sum(const Dtype& dtype, size_t elements, double divisor);
 
   // Sends a text to all other hosts, and returns theirs, by host.
   std::string ExchangeTexts(const std::string& mine, std::vector<std::string>* texts);
 
  private:
   int count() const { return calls_.size(); }
-  // The part of a chunk that `host` adds up for this rank's number.
+  // The elements that `host` adds up, of the part that this rank's group reduces.
   Range PartOf(int host, size_t elements, size_t element_bytes) const;
   Block PartIn(char* chunk, int host, size_t elements, size_t element_bytes) const;
-  // Of the first chunk.
+  // Number of elements of the first chunk that a host with this call sends.
   size_t FirstElements(const Call& call) const;
   std::string Exchange(std::vector<Transfer> transfers);
 
@@ -81,8 +78,6 @@ class Hosts {
   const std::string& name_;
   const int host_;
   std::vector<Call> calls_;
-  // What other hosts have sent of this rank's part.
-  std::vector<std::vector<char>> received_;
   bool has_first_chunk_ = false;
 };
 

@@ -58,7 +58,7 @@ class Collective : public OpKernel {
     OP_REQUIRES(context, shared != nullptr,
                 absl::FailedPreconditionError(
                     "Horovod has been shut down: call hvd.init() first; or trace the "
-                    "function again, where ranks no longer share memory"));
+                    "function again, where ranks no longer reduce natively"));
     // In front: the middle of a long text is left out.
     arguments.describe = [describe = std::move(arguments.describe)] {
       return CallerText() + describe();

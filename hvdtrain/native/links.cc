@@ -1,14 +1,18 @@
 #include "links.h"
 
 #include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <cstring>
+#include <system_error>
 #include <utility>
 
 namespace hvdtrain {
@@ -18,6 +22,13 @@ using Clock = std::chrono::steady_clock;
 
 // As in a barrier: how often a rank that sleeps checks whether another one has failed.
 constexpr int kCheckMilliseconds = 100;
+// From when on a host that acknowledges nothing is lost. The kernel would wait for a
+// quarter of an hour. TCP_USER_TIMEOUT ends connections to ranks that are only late,
+// too: it counts the time in which a receiver's window is full.
+constexpr uint32_t kSilenceMilliseconds = 25000;
+
+// Whose sockets a child of this process closes.
+std::atomic<const Links*> open_links{nullptr};
 
 // The blocks of one direction that remain.
 class Queue {
@@ -93,7 +104,7 @@ class Links::Progress {
       : socket_(socket),
         out_(std::move(transfer.out)),
         in_(std::move(transfer.in)),
-        more_(std::move(transfer.more)) {}
+        then_receive_(std::move(transfer.then_receive)) {}
 
   bool is_complete() const { return out_.is_empty() && in_.is_empty(); }
   bool has_received() const { return in_.moved() > 0 || in_.is_empty(); }
@@ -107,9 +118,20 @@ class Links::Progress {
       return recvmsg(socket_, message, flags);
     };
     if (!out_.Move(send) || !in_.Move(receive)) return false;
-    if (!in_.is_empty() || !more_) return true;
-    in_.Add(std::exchange(more_, nullptr)());
+    if (!in_.is_empty() || !then_receive_) return true;
+    in_.Add(std::exchange(then_receive_, nullptr)());
     return in_.Move(receive);
+  }
+
+  // Whether the other host has not acknowledged what was sent, or probes of a full
+  // window, for long. Keepalive probes find one to which nothing is on the way.
+  bool IsSilent() const {
+    tcp_info info{};
+    socklen_t size = sizeof(info);
+    return !is_complete() &&
+           getsockopt(socket_, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
+           (info.tcpi_unacked > 0 || info.tcpi_probes > 0) &&
+           info.tcpi_last_ack_recv > kSilenceMilliseconds;
   }
 
   pollfd events() const {
@@ -120,16 +142,42 @@ class Links::Progress {
  private:
   const int socket_;
   Queue out_, in_;
-  std::function<Block()> more_;
+  std::function<Block()> then_receive_;
 };
 
 Links::Links(int host, std::vector<int> sockets, std::vector<int> ranks)
-    : host_(host), sockets_(std::move(sockets)), ranks_(std::move(ranks)) {}
+    : host_(host),
+      process_(getpid()),
+      sockets_(std::move(sockets)),
+      ranks_(std::move(ranks)),
+      buffers_(sockets_.size()) {
+  // A child that outlives this process would keep its connections open, and other hosts
+  // would not notice that it has ended.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    if (const Links* links = open_links) links->CloseSockets();
+  });
+  if (registered != 0) throw std::system_error(registered, std::system_category());
+  open_links = this;
+}
 
 Links::~Links() {
+  // A child has closed them, and may use their numbers for other files.
+  if (process_ != getpid()) return;
+  const Links* own = this;
+  open_links.compare_exchange_strong(own, nullptr);
+  CloseSockets();
+}
+
+void Links::CloseSockets() const {
   for (int socket : sockets_) {
     if (socket >= 0) close(socket);
   }
+}
+
+Block Links::Buffer(int host, size_t bytes) {
+  std::vector<char>& buffer = buffers_[host];
+  if (buffer.size() < bytes) buffer.resize(bytes);
+  return {buffer.data(), bytes};
 }
 
 void Links::Close() {
@@ -153,10 +201,7 @@ std::string Links::Exchange(std::vector<Transfer> transfers, Segment& segment,
     bool is_complete = true;
     for (int host = 0; host < hosts(); ++host) {
       if (host == host_ || progress[host].is_complete()) continue;
-      if (!progress[host].Advance()) {
-        return "rank " + std::to_string(ranks_[host]) + " has left the job or has ended" +
-               (errno ? std::string(": ") + strerror(errno) : "");
-      }
+      if (!progress[host].Advance()) return Ended(host, errno);
       is_complete = is_complete && progress[host].is_complete();
     }
     if (is_complete) return "";
@@ -169,6 +214,9 @@ std::string Links::Exchange(std::vector<Transfer> transfers, Segment& segment,
     if (poll(events.data(), events.size(), kCheckMilliseconds) > 0) continue;
     const std::string reason = segment.Failure();
     if (!reason.empty()) return reason;
+    for (int host = 0; host < hosts(); ++host) {
+      if (host != host_ && progress[host].IsSilent()) return Ended(host, ETIMEDOUT);
+    }
     if (!has_warned && waited > limits.warning) {
       has_warned = true;
       // One rank prints: the first of those that wait.
@@ -184,6 +232,14 @@ std::string Links::Exchange(std::vector<Transfer> transfers, Segment& segment,
   }
 }
 
+std::string Links::Ended(int host, int error) const {
+  const std::string cause =
+      error ? " (" + std::system_category().message(error) + ")" : "";
+  return "the connection to rank " + std::to_string(ranks_[host]) + " has ended" + cause +
+         ": this rank has left the job, has been lost, or has lost another rank, which "
+         "its error names";
+}
+
 std::string Links::Missing(const std::vector<Progress>& progress,
                            int ranks_per_host) const {
   std::string ranks;
@@ -191,7 +247,7 @@ std::string Links::Missing(const std::vector<Progress>& progress,
     if (host == host_ || progress[host].has_received()) continue;
     ranks += (ranks.empty() ? "" : ", ") + std::to_string(ranks_[host]);
   }
-  // The rank at the other end waits in a barrier of its host, if it is not the one.
+  // The rank at the other end may itself wait for another rank of its host.
   return ranks_per_host == 1 ? ranks : ranks + ", or others of the same hosts";
 }
 

@@ -1,6 +1,6 @@
 // The TCP connections of a rank to one rank of each other host.
 //
-// The ranks of a number within their hosts are connected to each other: each of them
+// Ranks with the same local rank are connected to each other. Each of these groups
 // reduces another part of the tensors.
 
 #ifndef HVDTRAIN_LINKS_H_
@@ -23,14 +23,14 @@ struct Block {
 // What is sent to a host and received from it at the same time.
 struct Transfer {
   std::vector<Block> out, in;
-  // Called once, when all of `in` has been received: returns one more block.
-  std::function<Block()> more;
+  // Called once, when all of `in` has been received: returns a block to receive next.
+  std::function<Block()> then_receive;
 };
 
 class Links {
  public:
-  // `sockets` are connected, one for each host; that of this host is -1. Closes them at
-  // the end. `ranks` are those at the other ends.
+  // `sockets` are connected to the ranks `ranks` of the job, by host. The entry of this
+  // host is -1. The destructor closes the sockets.
   Links(int host, std::vector<int> sockets, std::vector<int> ranks);
   ~Links();
   Links(const Links&) = delete;
@@ -40,23 +40,30 @@ class Links {
   int hosts() const { return sockets_.size(); }
 
   // Blocks until all of `transfers`, one for each host, are complete. Returns the reason
-  // if a rank has ended, a rank of this host has failed, or the others have not come in
-  // time. Those that have not sent anything are the missing ranks of `operation`.
+  // if a connection has ended, a rank of this host has failed, or ranks have not called
+  // `operation` in time: the ranks that have sent nothing.
   std::string Exchange(std::vector<Transfer> transfers, Segment& segment,
                        const std::string& operation);
+
+  // Memory for what `host` sends, kept from one reduction to the next.
+  Block Buffer(int host, size_t bytes);
 
   // Ends the exchanges of the other hosts: this rank will take part in no more.
   void Close();
 
-  // How many reductions all ranks of this host have taken part in since they joined.
+  // Number of reductions since all ranks of this host have joined.
   uint32_t idle_rounds = 0;
 
  private:
   class Progress;
+  void CloseSockets() const;
+  // The reason where the connection to a host has ended with this errno, or 0.
+  std::string Ended(int host, int error) const;
   std::string Missing(const std::vector<Progress>& progress, int ranks_per_host) const;
 
-  const int host_;
+  const int host_, process_;
   const std::vector<int> sockets_, ranks_;
+  std::vector<std::vector<char>> buffers_;
 };
 
 }  // namespace hvdtrain

@@ -94,7 +94,7 @@ Call Summarize(Segment& segment, const std::vector<int>& active) {
 
 // Adds this rank's part of what the active ranks of its node have in their slots.
 void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtype,
-             size_t elements, int divisor) {
+             size_t elements, double divisor) {
   if (active.empty()) return;
   const Range part = Part({0, elements}, segment.rank(), segment.size(), dtype.bytes);
   std::vector<const char*> slots;
@@ -147,24 +147,30 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   }
   const bool has_links = segment.links() != nullptr;
   Hosts hosts(segment, name);
-  // Sent with the call: one message less.
+  // A mean is divided before it is rounded, as in one host: the sum of a host may exceed
+  // the range of float16.
+  const double in_host = has_links && mine.is_mean ? segment.size() : 1;
   if (has_links && !mine.has_differences) {
-    SumPart(segment, active, *dtype, std::min(chunk, total), 1);
+    SumPart(segment, active, *dtype, std::min(chunk, total), in_host);
   }
   lost = hosts.ExchangeCalls(mine);
   if (!lost.empty()) return {Outcome::kLost, lost};
   if (hosts.active() == 0) return {Outcome::kAllJoined, "", hosts.last_joined()};
-  if (hosts.differ()) {
+  if (hosts.have_differences()) {
     std::string text;
     lost = DescribeMismatch(segment, hosts, active,
                             reduction ? reduction->describe() : "", &text);
     return lost.empty() ? Report{Outcome::kMismatch, text} : Report{Outcome::kLost, lost};
   }
-  const Call& any = hosts.any();
-  const int divisor = any.is_mean ? hosts.active() : 1;
-  total = any.elements;
-  dtype = FindDtype(static_cast<tensorflow::DataType>(any.dtype));
+  const Call& call = hosts.first_active();
+  const double divisor = call.is_mean ? hosts.active() : 1;
+  const double between_hosts =
+      call.is_mean ? divisor / segment.size() : divisor;
+  total = call.elements;
+  dtype = FindDtype(static_cast<tensorflow::DataType>(call.dtype));
   chunk = segment.slot_bytes() / dtype->bytes;
+  // Ranks that are missing from a barrier after it have called the reduction.
+  const std::string exchange = (has_links ? "the exchange between hosts of " : "") + name;
   size_t done = 0;
   // Once also for no elements: a rank that has read the members enters the barrier that
   // lets their owners overwrite them.
@@ -178,10 +184,10 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
       if (!lost.empty()) return {Outcome::kLost, lost};
     }
     if (!has_links || done > 0) {
-      SumPart(segment, active, *dtype, elements, has_links ? 1 : divisor);
+      SumPart(segment, active, *dtype, elements, has_links ? in_host : divisor);
     }
-    lost = hosts.Sum(*dtype, elements, divisor);
-    if (lost.empty()) lost = segment.Barrier(name);
+    lost = hosts.Sum(*dtype, elements, between_hosts);
+    if (lost.empty()) lost = segment.Barrier(exchange);
     if (!lost.empty()) return {Outcome::kLost, lost};
     if (reduction) out.CopyFrom(segment.result(), elements);
     done += elements;

@@ -1,6 +1,7 @@
-"""Two hosts that are network namespaces of this machine: scripts/hosts.sh."""
+"""Two hosts: names of this machine, and its network namespaces by scripts/hosts.sh."""
 
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,38 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOSTS = ROOT / "scripts" / "hosts.sh"
+
+
+# The child would keep the connections of its parent open.
+KILLED = """
+import os, signal, time
+import tensorflow as tf
+import hvdtrain.keras as hvd
+
+hvd.init()
+total = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
+total(tf.ones([100]))
+if hvd.rank() == 3:
+    if os.fork() == 0:
+        time.sleep(3600)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    total(tf.ones([100]))
+except tf.errors.AbortedError as error:
+    print("aborted:", error, flush=True)
+    raise
+"""
+
+
+def test_a_killed_rank_is_noticed_by_other_hosts_at_once(run, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    program = [sys.executable, str(script)]
+    job = run([], program=program, launcher="hosts", ranks=4)
+    assert job.returncode != 0
+    # Rank 1 is connected to it, rank 2 is on its host.
+    assert re.search(r"aborted: .*the connection to rank 3 has ended", job.text)
+    assert re.search(r"aborted: .*rank 3 has ended", job.text)
 
 
 def has_namespaces():

@@ -1,4 +1,4 @@
-"""The native reduction in shared memory, against NumPy and against Horovod's own.
+"""The native reduction, against NumPy and against Horovod's own.
 
 A rank that is missing, or has been killed, is tested in tests/commands.
 """
@@ -47,7 +47,7 @@ def operations(function):
     return [operation.type for operation in graph.get_operations()]
 
 
-def test_ranks_of_one_host_share_memory():
+def test_ranks_share_memory_or_are_connected():
     assert transport.reduction_path() == PATH
     # Rank 0 removes the file: only after that may the others look.
     hvd.allreduce(0.0, name="removed")
@@ -109,6 +109,23 @@ def test_dtypes_are_rounded_once_within_a_host(dtype, tolerance):
     np.testing.assert_allclose(
         tf.cast(reduced, tf.float64), expected, rtol=tolerance, atol=tolerance
     )
+
+
+def test_a_mean_is_in_the_range_of_its_values():
+    # The sum of two is above the largest float16.
+    (reduced,) = reduce(tf.fill([3], tf.constant(40_000, tf.float16)))
+    np.testing.assert_array_equal(reduced, np.full(3, 40_000, "float16"))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(HOSTS == 1, reason="between hosts")
+def test_a_late_rank_is_waited_for():
+    # More than the buffers of a connection hold, for longer than a host may be silent.
+    no_connection()
+    if RANK == SIZE - 1:
+        time.sleep(30)
+    (reduced,) = reduce(tf.ones([2_000_000]), op=hvd.Sum)
+    assert np.all(reduced == SIZE)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])

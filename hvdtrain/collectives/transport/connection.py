@@ -199,21 +199,24 @@ def _share(
     local_ranks = all_places.local_ranks
     # Only now: a job that is killed while a rank loads TensorFlow leaves no file.
     with _chief_file(functions, len(local_ranks)) as (obstacle, file):
-        sockets: list[links.Socket | None] = []
-        try:
-            sockets = sockets if obstacle else dial()
-        except OSError as error:
-            obstacle = f"there is no connection to another host: {error}"
         obstacles, files = zip(*_gather((obstacle, file)), strict=True)
         obstacle = _first_obstacle(obstacles)
-        if obstacle:
-            for made in filter(None, sockets):
-                made.close()
-            _warn(obstacle)
-            return obstacle
-        reason = segment.attach(functions, files[local_ranks[0]], all_places, sockets)
-        # Keep the file until all ranks have mapped it.
-        return _first_obstacle(_gather(reason))
+        sockets: list[links.Socket | None] = []
+        if not obstacle:
+            file = files[local_ranks[0]]
+            try:
+                sockets = dial()
+                obstacle = segment.attach(functions, file, all_places, sockets)
+            except OSError as error:
+                obstacle = f"there is no connection to another host: {error}"
+            # Keep the file until all ranks have mapped it.
+            obstacle = _first_obstacle(_gather(obstacle))
+    if obstacle:
+        functions.hvdtrain_leave()
+        for made in filter(None, sockets):
+            made.close()
+        _warn(obstacle)
+    return obstacle
 
 
 @contextlib.contextmanager
@@ -263,7 +266,7 @@ def _first_obstacle(obstacle_by_rank: Iterable[str]) -> str:
 
 
 def _obstacle() -> str:
-    """Return why this rank cannot reduce in shared memory, or an empty text."""
+    """Return why this rank cannot reduce natively, or an empty text."""
     if reduction_choice() == "horovod":
         return "HVDTRAIN_REDUCTION=horovod"
     if hvd.local_size() != hvd.size():

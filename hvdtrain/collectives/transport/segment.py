@@ -57,9 +57,9 @@ def attach(
     size = len(local_ranks)
     # A rank that spins would take the core of another one.
     spin_seconds = 0.0 if places.is_core_shared else _SPIN_SECONDS
-    links = [made.detach() if made else -1 for made in sockets]
     try:
         with open(file, "r+b") as opened:
+            links = [made.detach() if made else -1 for made in sockets]
             reason = connect(
                 *(opened.fileno(), mine.local_rank, size, _integers(local_ranks)),
                 *(_slot_bytes(size), spin_seconds, *stall_limits()),
