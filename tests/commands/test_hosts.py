@@ -12,23 +12,28 @@ ROOT = pathlib.Path(__file__).parents[2]
 HOSTS = ROOT / "scripts" / "hosts.sh"
 
 
-# The child would keep the connections of its parent open.
+# Rank 3 is killed and leaves a child, which would keep its connections open.
 KILLED = """
-import os, signal, time
+import os, pathlib, signal, sys, time
 import tensorflow as tf
 import hvdtrain.keras as hvd
 
 hvd.init()
 total = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
 total(tf.ones([100]))
+noticed = pathlib.Path(sys.argv[1])
 if hvd.rank() == 3:
-    if os.fork() == 0:
-        time.sleep(3600)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if os.fork():
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not noticed.exists():
+        time.sleep(0.1)
+    os._exit(0)
 try:
     total(tf.ones([100]))
 except tf.errors.AbortedError as error:
     print("aborted:", error, flush=True)
+    if hvd.rank() == 1:
+        noticed.touch()
     raise
 """
 
@@ -37,7 +42,8 @@ def test_a_killed_rank_is_noticed_by_other_hosts_at_once(run, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED)
     program = [sys.executable, str(script)]
-    job = run([], program=program, launcher="hosts", ranks=4)
+    noticed = tmp_path / "noticed"
+    job = run([str(noticed)], program=program, launcher="hosts", ranks=4)
     assert job.returncode != 0
     # Rank 1 is connected to it, rank 2 is on its host.
     assert re.search(r"aborted: .*the connection to rank 3 has ended", job.text)
