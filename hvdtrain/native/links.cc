@@ -181,8 +181,7 @@ Block Links::Buffer(int host, size_t bytes) {
 }
 
 void Links::Close() {
-  // Not close(): a kernel of this process may wait for the socket, and a process that
-  // was forked has it, too.
+  // Not close(): a kernel of this process may wait for the socket.
   for (int socket : sockets_) {
     if (socket >= 0) shutdown(socket, SHUT_RDWR);
   }

@@ -164,8 +164,7 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   }
   const Call& call = hosts.first_active();
   const double divisor = call.is_mean ? hosts.active() : 1;
-  const double between_hosts =
-      call.is_mean ? divisor / segment.size() : divisor;
+  const double between_hosts = call.is_mean ? divisor / segment.size() : divisor;
   total = call.elements;
   dtype = FindDtype(static_cast<tensorflow::DataType>(call.dtype));
   chunk = segment.slot_bytes() / dtype->bytes;
