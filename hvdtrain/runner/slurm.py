@@ -83,7 +83,7 @@ class Slurm:
     def _options(self, size: int) -> dict[str, Any]:
         options: dict[str, Any] = {
             "job_name": "hvdtrain.run",
-            # The default of submitit is 5 minutes; None is that of the partition.
+            # submitit would limit the job to 5 minutes; None leaves the limit to Slurm.
             "time": None,
             # Slurm may reject a workload characterization key that it does not know.
             "wckey": None,

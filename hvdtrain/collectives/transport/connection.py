@@ -162,10 +162,10 @@ def _negotiate() -> Connection:
             address=listener.address if listener else ("", 0),
         )
         key = listener.key if listener else ""
-        told = (obstacle, dataclasses.asdict(mine), key)
-        obstacles, told_places, keys = zip(*_gather(told), strict=True)
+        sent = (obstacle, dataclasses.asdict(mine), key)
+        obstacles, received, keys = zip(*_gather(sent), strict=True)
         all_places = places.RankPlaces(
-            [places.RankPlace(**place) for place in told_places], hvd.rank()
+            [places.RankPlace(**place) for place in received], hvd.rank()
         )
         obstacle = _first_obstacle(obstacles) or all_places.obstacle
         # All ranks take the same branch.

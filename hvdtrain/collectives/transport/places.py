@@ -10,7 +10,7 @@ Address = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class RankPlace:
-    """What a rank tells the others about itself, in values that JSON can hold.
+    """Where one rank is, in values that JSON can hold.
 
     Attributes:
         host: number of its host.
