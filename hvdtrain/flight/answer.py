@@ -1,8 +1,10 @@
 """What one rank does at the moment of a roll call, or did when its process ended."""
 
+import ctypes
 import dataclasses
 import os
 import pathlib
+import signal
 import socket
 import time
 from typing import Any
@@ -11,6 +13,8 @@ from hvdtrain.flight import ring
 from hvdtrain.flight.ring import Collective
 from hvdtrain.flight.stacks import Place, find_place
 
+# Number of the system call `tgkill`, for which older glibc has no function.
+_TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine)
 # A collective takes less than this where no rank is late.
 WAIT_SECONDS = 1.0
 
@@ -139,3 +143,16 @@ def handles(pid: int, number: int) -> bool:
         return False
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def request_stacks(pid: int, *, thread: int) -> None:
+    """Send SIGQUIT to a thread that makes no other system calls.
+
+    A handled signal interrupts the system call of the thread that receives it, and
+    `nanosleep`, `poll` and some others are not restarted. A signal to the process would
+    be received by its main thread.
+    """
+    if _TGKILL is None:
+        os.kill(pid, signal.SIGQUIT)
+    else:
+        ctypes.CDLL(None).syscall(_TGKILL, pid, thread, signal.SIGQUIT)

@@ -24,6 +24,7 @@ from hvdtrain.flight import answer as answers
 from hvdtrain.flight import conclusion, deaths, ring
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.shared_directory import SharedDirectory
+from hvdtrain.flight.stacks import without_receiver
 
 # Less than the stall limit, so that this reason is printed before the other ranks fail.
 _SHARE_OF_STALL_LIMIT = 0.5
@@ -52,6 +53,7 @@ class Task:
     Attributes:
         directory: shared by the guards of this host.
         stacks: file descriptor from which the guard reads what `faulthandler` writes.
+        thread: of the rank, which receives SIGQUIT from the guard.
         check_seconds: in a collective until a roll call; 0 for none.
         shutdown_seconds: in a collective until it fails; 0 for never.
     """
@@ -59,6 +61,7 @@ class Task:
     member: Member
     directory: str
     stacks: int
+    thread: int
     check_seconds: float
     shutdown_seconds: float
 
@@ -274,8 +277,8 @@ class Guard:
             state = "silent"
         elif not text:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._member.pid, signal.SIGQUIT)
-            text = self._read_stacks()
+                answers.request_stacks(self._member.pid, thread=self._task.thread)
+            text = without_receiver(self._read_stacks())
             state = "running" if text else "silent"
             self._awaits_stacks = not text
         self._stack_text = ""

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 
@@ -86,6 +87,7 @@ def join(
         ),
         directory=_make_directory(pathlib.Path(tempfile.gettempdir(), name)),
         stacks=reader,
+        thread=_start_receiver(),
         check_seconds=check_seconds,
         shutdown_seconds=shutdown_seconds,
     )
@@ -112,6 +114,17 @@ def join(
     _Present.membership = _Membership(process, task, writer)
     atexit.register(leave)
     os.register_at_fork(after_in_child=_leave_in_fork)
+
+
+def _start_receiver() -> int:
+    """Start the thread to which the guard sends SIGQUIT; return its number.
+
+    It blocks for ever in a system call that the kernel restarts.
+    """
+    receiver = threading.Thread(target=threading.Event().wait, daemon=True)
+    receiver.start()
+    assert receiver.native_id is not None
+    return receiver.native_id
 
 
 def _leave_in_fork() -> None:

@@ -13,6 +13,10 @@ _THREAD = re.compile(
     r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first"
 )
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+# The thread that `answer.request_stacks` has sent the signal to.
+_RECEIVER = re.compile(
+    r'^Current thread.*\n(?:  File ".*/threading\.py", line \d+ in .*\n)+\n', re.M
+)
 # Parts of the paths of frames, with the phase that their callees are in.
 _PHASES = (
     ("/keras/src/callbacks/callback_list.py", "callbacks"),
@@ -74,6 +78,11 @@ def find_place(text: str) -> Place | None:
     called = [t for t in threads[:-1] if any(_PYTHON_CALL in f.file for f in t)]
     places = [_place(thread) for thread in (*called, threads[-1]) if thread]
     return min(places, key=lambda place: place.frame.kind, default=None)
+
+
+def without_receiver(text: str) -> str:
+    """Return the text without the thread that waits for signals of the guard."""
+    return _RECEIVER.sub("", text)
 
 
 def _threads(text: str) -> list[list[Frame]]:

@@ -227,6 +227,20 @@ def test_a_roll_call_does_not_end_a_rank_without_a_handler(start):
     assert late.process.poll() is None
 
 
+def test_a_roll_call_interrupts_no_system_call(start):
+    sleep = "import ctypes; print('now', flush=True); print(ctypes.CDLL(None).sleep(3))"
+    waits = start(rank=0, size=2, check=1.0)
+    sleeps = start(sleep, rank=1, size=2, check=1.0)
+    sleeps.process.stdin.write("\n")
+    sleeps.process.stdin.flush()
+    assert sleeps.process.stdout.readline() == "now\n"
+    write_ring(waits.ring, seconds=5)
+    # `sleep` returns the seconds that are left if a signal has interrupted it.
+    assert sleeps.process.stdout.readline() == "0\n"
+    assert "It is in script.py" in waits.printed
+    assert "threading.py" not in waits.printed
+
+
 def test_a_rank_that_is_stopped_is_killed(start):
     rank = start(stop=2.0)
     rank.process.send_signal(signal.SIGSTOP)
