@@ -20,8 +20,8 @@ from absl import flags
 
 from hvdtrain.flight import member
 from hvdtrain.job import JobError, output, signals
+from hvdtrain.job.ending import stop
 from hvdtrain.job.launchers import launch
-from hvdtrain.job.start import stop
 from hvdtrain.job.world import PreemptedError, SharedJobError
 
 # By exit code, for users: the site has them as a table.

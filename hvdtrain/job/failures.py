@@ -15,6 +15,7 @@ from horovod.common.exceptions import HorovodInternalError
 import hvdtrain
 from hvdtrain.environment import STALL_SHUTDOWN
 from hvdtrain.flight import member
+from hvdtrain.job.ending import end_despite_threads
 from hvdtrain.job.launchers import launch
 
 # The native library begins the reason with this text: kernel.cc.
@@ -49,8 +50,9 @@ rank {rank} on {host}: a collective failed: another rank has ended or did not ca
 - Otherwise the ranks called different collectives. "Missing ranks" in the output of
   rank 0 names those that were waited for, and the operation. Usual reasons: ranks with
   different numbers of batches (pass steps_per_epoch to fit, or use
-  hvd.callbacks.JoinCallback); an evaluation, a broadcast or another collective that
-  only rank 0 calls.
+  hvd.callbacks.JoinCallback); a callback that stops the training on one rank (use
+  hvd.callbacks.StopTogetherCallback); an evaluation, a broadcast or another collective
+  that only rank 0 calls.
 - HOROVOD_STALL_SHUTDOWN_TIME_SECONDS={limit} is how long a rank waits for the others.
 """
 # The launcher ends the other ranks once the rank that failed has ended, which takes
@@ -69,7 +71,8 @@ def explain_failed_collectives() -> None:
     The cause replaces the traceback, which repeats each frame in the text of
     TensorFlow's error. As in Keras, `keras.config.disable_traceback_filtering()` or
     `tf.debugging.disable_traceback_filtering()` brings back the complete traceback.
-    Other exceptions are printed as before.
+    Other exceptions are printed as before. In a job of several ranks the process then
+    ends, also if threads that are not daemons run.
     """
     previous = sys.excepthook
     if getattr(previous, _EXPLAINS, False):
@@ -85,6 +88,7 @@ def explain_failed_collectives() -> None:
             sys.stderr.write(_report(error, trace))
         else:
             previous(kind, error, trace)
+        end_despite_threads()
 
     setattr(explain, _EXPLAINS, True)
     sys.excepthook = explain

@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import os
-import sys
-import threading
 from collections.abc import Iterator
 
 from hvdtrain import environment
@@ -104,16 +102,3 @@ def _set_environment(launched: launchers.Launch) -> None:
     # When a rank is lost, every other rank would log its broken connection.
     level = "fatal" if launched.rank else "warning"
     os.environ.setdefault("HOROVOD_LOG_LEVEL", level)
-
-
-def stop(*, timeout_seconds: float) -> None:
-    """Leave the job, which ends the collectives that other ranks are blocked in.
-
-    The shutdown is negotiated between all ranks. Returns after `timeout_seconds` also
-    if one of them is blocked or lost.
-    """
-    backend = sys.modules.get("hvdtrain.job.backend")
-    if backend and backend.hvd.is_initialized():
-        stopper = threading.Thread(target=backend.shutdown, daemon=True)
-        stopper.start()
-        stopper.join(timeout_seconds)

@@ -12,7 +12,7 @@ import cloudpickle
 
 from hvdtrain.flight import member
 from hvdtrain.job import output
-from hvdtrain.job.start import stop
+from hvdtrain.job.ending import stop
 from hvdtrain.runner.channel import Outcome
 
 _PR_SET_PDEATHSIG = 1

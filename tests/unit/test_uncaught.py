@@ -1,5 +1,8 @@
 """What Python prints of an error that a script does not catch."""
 
+import os
+import socket
+import subprocess
 import sys
 
 import keras
@@ -62,3 +65,49 @@ def test_two_calls_are_one(printed_before):
     hook = sys.excepthook
     explain_failed_collectives()
     assert sys.excepthook is hook
+
+
+# As `explain_failed_collectives`, without TensorFlow's import.
+THREADS = """
+import sys, threading, time
+from hvdtrain.job import ending
+
+def explain(kind, error, trace):
+    sys.__excepthook__(kind, error, trace)
+    ending.end_despite_threads()
+
+sys.excepthook = explain
+target, args = map(eval, sys.argv[1:])
+threading.Thread(target=target, args=args, name="upload").start()
+raise KeyError("on purpose")
+"""
+
+
+def end_with_thread(target, *args, size=2):
+    return subprocess.run(
+        [sys.executable, "-c", THREADS, target, repr(args)],
+        env=os.environ | {"HOROVOD_RANK": "1", "HOROVOD_SIZE": str(size)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_rank_that_raises_ends_although_a_thread_runs():
+    done = end_with_thread("threading.Event().wait")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2:] == [
+        "KeyError: 'on purpose'",
+        f"rank 1 on {socket.gethostname()}: ends 3 s after its exception, although "
+        "threads that are not daemons run: upload.",
+    ]
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(2, 0.5), (1, 4.0)])
+def test_a_thread_that_ends_is_waited_for(size, seconds):
+    # Without other ranks, as long as Python waits.
+    script = "lambda seconds: time.sleep(seconds) or print('done')"
+    done = end_with_thread(script, seconds, size=size)
+    assert (done.returncode, done.stdout) == (1, "done\n")
+    assert done.stderr.splitlines()[-1] == "KeyError: 'on purpose'"

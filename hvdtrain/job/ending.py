@@ -1,0 +1,63 @@
+"""The end of a rank that has failed: it leaves the job, whatever its threads do."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+
+from hvdtrain.flight import member
+from hvdtrain.job import output
+from hvdtrain.job.launchers import launch
+
+# Less than the others wait before they print that their collectives have failed: the
+# launcher ends them before.
+THREAD_SECONDS = 3.0
+
+
+def stop(*, timeout_seconds: float) -> None:
+    """Leave the job, which ends the collectives that other ranks are blocked in.
+
+    The shutdown is negotiated between all ranks. Returns after `timeout_seconds` also
+    if one of them is blocked or lost.
+    """
+    backend = sys.modules.get("hvdtrain.job.backend")
+    if backend and backend.hvd.is_initialized():
+        stopper = threading.Thread(target=backend.shutdown, daemon=True)
+        stopper.start()
+        stopper.join(timeout_seconds)
+
+
+def end_despite_threads() -> None:
+    """End this process with exit code 1, also if threads that are not daemons run.
+
+    To be called after an uncaught exception. Python joins these threads without a limit
+    before it exits, while the other ranks wait for this one in a collective. Does
+    nothing where there are no other ranks.
+    """
+    main = threading.main_thread()
+    threads = [t for t in threading.enumerate() if not t.daemon and t is not main]
+    is_main = threading.current_thread() is main
+    if is_main and threads and launch().size > 1:
+        # An exit by `os._exit` does not flush.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        threading.Thread(target=_end, args=(threads,), daemon=True).start()
+
+
+def _end(threads: list[threading.Thread]) -> None:
+    deadline = time.monotonic() + THREAD_SECONDS
+    stop(timeout_seconds=THREAD_SECONDS)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    alive = [thread.name for thread in threads if thread.is_alive()]
+    if alive:
+        rank = f"rank {launch().rank} on {socket.gethostname()}"
+        output.write_error(
+            f"{rank}: ends {THREAD_SECONDS:g} s after its exception, although threads "
+            f"that are not daemons run: {', '.join(alive)}.\n",
+            timeout_seconds=1,
+        )
+        member.leave(1)
+        os._exit(1)
