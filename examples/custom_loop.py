@@ -48,7 +48,7 @@ loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 optimizer = keras.optimizers.Adam(0.001 * hvd.size())
 optimizer.build(model.trainable_variables)
 # Before the first step, so that all ranks start with the same state.
-hvd.broadcast_variables(model.weights, root_rank=0)
+hvd.broadcast_variables(model.variables, root_rank=0)
 hvd.broadcast_variables(optimizer.variables, root_rank=0)
 
 

@@ -33,7 +33,8 @@ CHECK_SETUP = (
 BROADCAST_FIRST = (
     "Before the first step the ranks need equal weights and optimizer state: make "
     "hvd.callbacks.BroadcastGlobalVariablesCallback(0) the first callback of fit, or "
-    "call hvd.broadcast_variables for model.variables and optimizer.variables. "
+    "call hvd.broadcast_variables for model.variables, whose seeds of random layers "
+    "stay different by rank, and for optimizer.variables. "
     "Register variables that are meant to differ as local ones."
 )
 # The attribute of a tf.Variable that holds the check of its first step.

@@ -10,9 +10,11 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
+from hvdtrain.keras.seeds import is_seed_state, separate_seeds
 from hvdtrain.sharding.shards import (
     get_sharding,
     get_stages,
+    has_summed_gradients,
     is_replicated,
     is_split_over_ranks,
     set_sharding,
@@ -118,16 +120,32 @@ def broadcast_variables(
 ) -> None:
     """Assign `root_rank`'s values to the `variables` of every rank.
 
-    A collective. Variables that are sharded over these ranks keep their values.
+    A collective. Variables that are sharded over these ranks keep their values. So do
+    the states of random layers such as Dropout, except that equal seeds on several
+    ranks are made different: ranks with equal seeds would drop the same units. The
+    ranks of a replica of a sharded model need equal seeds, and take those of
+    `root_rank`.
 
     Args:
-        variables: the same list on every rank.
+        variables: the same list on every rank; all of `model.variables`, for example.
         root_rank: the rank whose values are taken.
         process_set: the ranks that take part.
         inplace: write into the variables' memory without a temporary copy.
     """
+    variables = list(variables)
     replicated = [v for v in variables if is_replicated(v, process_set)]
-    ops.broadcast_variables(replicated, root_rank, process_set, inplace)
+    is_separated = not _shares_replica(variables)
+    seeds = [v for v in replicated if is_separated and is_seed_state(v)]
+    assigned = [v for v in replicated if not (is_separated and is_seed_state(v))]
+    ops.broadcast_variables(assigned, root_rank, process_set, inplace)
+    separate_seeds(seeds, process_set)
+
+
+def _shares_replica(variables: Iterable[Variable]) -> bool:
+    """Return whether several ranks hold one replica of the model of `variables`."""
+    # Each rank is a replica where only optimizer slots, or tables, are sharded.
+    weights = [v for v in variables if v.trainable and not has_summed_gradients([v])]
+    return is_split_over_ranks(weights)
 
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:
@@ -136,7 +154,7 @@ def broadcast_global_variables(root_rank: int) -> NoReturn:
         "broadcast_global_variables needs the collection of global variables of "
         "TensorFlow 1. Use hvd.callbacks.BroadcastGlobalVariablesCallback"
         f"({root_rank}) with fit, or in a loop of your own hvd.broadcast_variables"
-        f"(model.weights + optimizer.variables, root_rank={root_rank})."
+        f"(model.variables + optimizer.variables, root_rank={root_rank})."
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras.callbacks import broadcast
+from hvdtrain.keras.seeds import seed_states, separate_seeds
 from hvdtrain.keras.variables import non_local_variables, variable_key
 
 
@@ -312,21 +312,21 @@ def test_ranks_that_are_seeded_alike_drop_different_units():
     model = dropout_model()
     masks = hvd.allgather_object(dropped(model).tobytes(), name="alike")
     assert len(set(masks)) == 1
-    broadcast.separate_seeds(model)
+    separate_seeds(seed_states(model))
     masks = hvd.allgather_object(dropped(model).tobytes(), name="apart")
     assert len(set(masks)) == hvd.size()
 
 
 def test_separate_seeds_is_reproducible_and_safe_to_repeat():
     def states(model):
-        return [state.numpy().tolist() for state in broadcast.seed_states(model)]
+        return [state.numpy().tolist() for state in seed_states(model)]
 
     model = dropout_model()
     dropped(model)
     original = states(model)
-    broadcast.separate_seeds(model)
+    separate_seeds(seed_states(model))
     once = states(model)
-    broadcast.separate_seeds(model)
+    separate_seeds(seed_states(model))
     assert states(model) == once
     assert [counter for _, counter in once] == [counter for _, counter in original]
     if hvd.rank() == 0:
@@ -334,20 +334,39 @@ def test_separate_seeds_is_reproducible_and_safe_to_repeat():
 
     again = dropout_model()
     dropped(again)
-    broadcast.separate_seeds(again)
+    separate_seeds(seed_states(again))
     assert states(again) == once
 
     # Resumed from what rank 0 wrote: everybody gets back what it had.
-    for state, value in zip(broadcast.seed_states(model), original, strict=True):
+    for state, value in zip(seed_states(model), original, strict=True):
         state.assign(value)
-    broadcast.separate_seeds(model)
+    separate_seeds(seed_states(model))
     assert states(model) == once
 
 
 def test_seeds_that_differ_already_stay():
     model = dropout_model(seed=5 + hvd.rank())
-    broadcast.separate_seeds(model)
-    assert broadcast.seed_states(model)[0].numpy().tolist() == [5 + hvd.rank(), 0]
+    separate_seeds(seed_states(model))
+    assert seed_states(model)[0].numpy().tolist() == [5 + hvd.rank(), 0]
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("seed", [None, 5 + hvd.rank()])
+def test_a_broadcast_by_hand_leaves_the_ranks_different_masks(seed, is_traced):
+    # `None` is equal on all ranks: dropout_model calls set_random_seed.
+    model = dropout_model(seed)
+    weight = keras.Variable([float(hvd.rank())])
+    variables = [*model.variables, weight]
+
+    def broadcast():
+        hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
+
+    (tf.function(broadcast) if is_traced else broadcast)()
+    assert float(weight.numpy()[0]) == hvd.size() - 1
+    masks = hvd.allgather_object(dropped(model).tobytes(), name="by hand")
+    assert len(set(masks)) == hvd.size()
+    if seed is not None:
+        assert seed_states(model)[0].numpy()[0] == seed
 
 
 def test_fit_separates_the_seeds():
@@ -362,9 +381,7 @@ def test_fit_separates_the_seeds():
     model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
     fit_shard(model)
     oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
-    seeds = hvd.allgather_object(
-        broadcast.seed_states(model)[0].numpy().tolist(), name="seeds"
-    )
+    seeds = hvd.allgather_object(seed_states(model)[0].numpy().tolist(), name="seeds")
     assert len({seed for seed, _ in seeds}) == hvd.size()
     assert {counter for _, counter in seeds} == {3}
 

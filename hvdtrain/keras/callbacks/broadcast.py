@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
@@ -17,11 +16,11 @@ from hvdtrain.collectives.objects import (
 from hvdtrain.collectives.process_sets import (
     ProcessSet,
     check_root,
-    global_process_set,
     needs_communication,
 )
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.optimizer import configure_compiled_model
+from hvdtrain.keras.seeds import seed_states, separate_seeds
 from hvdtrain.keras.variables import (
     Variable,
     get_hook,
@@ -182,7 +181,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                     ops.broadcast_variables(replicated, root, process_set)
         if sharded_state and copies_weights:
             sharded_state.copy_weights()
-        separate_seeds(model, get_process_set(optimizer))
+        separate_seeds(seed_states(model), get_process_set(optimizer))
         self.broadcast_done = True
 
     def _broadcast_on_first_batch(self) -> None:
@@ -198,41 +197,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return train_function(itertools.chain([batch], iterator))
 
         fit_start.substitute(self.model, first_step)
-
-
-def separate_seeds(
-    model: keras.Model, process_set: ProcessSet = global_process_set
-) -> None:
-    """Make the seeds of random layers different on ranks that have equal ones.
-
-    Ranks that are seeded alike (`keras.utils.set_random_seed(1)` everywhere) would
-    drop the same units for all of the global batch. All ranks' seeds are gathered; a
-    rank whose seed occurs on a lower rank takes a new one that is a function of
-    (seed, rank). The counter of a seed stays.
-
-    Seeds that differ already stay, so repeating the call has no effect: a run that was
-    resumed with each rank's seeds does not change, and in one that was resumed with
-    rank 0's, all ranks take the seeds that they had.
-    """
-    states = seed_states(model)
-    if not states or not needs_communication(process_set):
-        return
-    seeds = np.array([[int(state.numpy()[0]) for state in states]], "int64")
-    seeds_by_rank = ops.allgather(seeds, "SeedStates", process_set=process_set).numpy()
-    rank = process_set.rank()
-    for i, state in enumerate(states):
-        seed = seeds_by_rank[rank, i]
-        if seed in seeds_by_rank[:rank, i]:
-            entropy = np.random.SeedSequence([abs(int(seed)), rank])
-            # 31 bits: the state is a signed integer on some devices.
-            new_seed = int(entropy.generate_state(1)[0] >> 1)
-            state.assign([new_seed, int(state.numpy()[1])])
-
-
-def seed_states(model: keras.Model) -> list[keras.Variable]:
-    """Return the state variables of the `SeedGenerator`s in `model`'s layers."""
-    weights = {id(weight) for weight in model.weights}
-    return [v for v in model.variables if id(v) not in weights]
 
 
 class _Described(NamedTuple):

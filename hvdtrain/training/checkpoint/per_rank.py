@@ -17,8 +17,8 @@ from keras.src.random import seed_generator
 from hvdtrain.collectives.objects import scatter_object
 from hvdtrain.job.agreement import on_chief
 from hvdtrain.job.world import World
-from hvdtrain.keras.callbacks.broadcast import separate_seeds
 from hvdtrain.keras.metrics import metric_variables
+from hvdtrain.keras.seeds import seed_states, separate_seeds
 from hvdtrain.keras.variables import get_process_set
 from hvdtrain.training.checkpoint.header import (
     METRICS,
@@ -148,7 +148,7 @@ class PerRankState:
         assign([self._variables[number] for number in values], values.values())
         if not self._is_same_size:
             # Replicas without a predecessor have taken the seeds of the first one.
-            separate_seeds(model, get_process_set(model.optimizer))
+            separate_seeds(seed_states(model), get_process_set(model.optimizer))
 
     def restore_generators(self) -> None:
         if self._is_same_size:
