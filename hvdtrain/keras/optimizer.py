@@ -7,19 +7,26 @@ them inside one method: no wrapper around the optimizer can reach the point betw
 a hook is composed into the optimizer, at that point.
 """
 
+import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.dtypes import Compression
-from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
+from hvdtrain.collectives.graph import do_not_convert
+from hvdtrain.collectives.process_sets import (
+    ProcessSet,
+    global_process_set,
+    needs_communication,
+)
 from hvdtrain.collectives.transport import Average, Sum, op_name
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, Groups
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.multi_optimizer import MultiOptimizerHook
+from hvdtrain.keras.seams import replace
 from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.variables import (
     Optimizer,
@@ -76,7 +83,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: reduce `tf.IndexedSlices` as dense tensors.
         gradient_predivide_factor: with Average, divide by it before the sum and
             multiply after it.
-        op: `Average`, or `Sum`.
+        op: `Average`, or `Sum`, for losses that are sums over samples. The losses of
+            regularizers and of `add_loss` are no such sums: with `Sum`, `compute_loss`
+            of a model that has them raises an error.
         backward_passes_per_step: apply once in so many calls, on the accumulated
             gradients: Keras' `gradient_accumulation_steps`.
         average_aggregated_gradients: average these calls' gradients instead of
@@ -141,6 +150,8 @@ def distribute(
         hook_class = MultiOptimizerHook
     reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)
     _accumulate(base, backward_passes_per_step)
+    if options.reduction.op == Sum:
+        refuse_multiplied_losses()
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
     # The hook replaces `build` as well, and must wrap the replacement of the state.
     sharded_state = ShardedState(base, reducer, shard_state) if shard_state else None
@@ -166,6 +177,48 @@ def distribute(
 def is_distributed(optimizer: Optimizer | None) -> bool:
     """Return whether `optimizer` went through `DistributedOptimizer`."""
     return get_hook(optimizer) is not None
+
+
+@functools.cache
+def refuse_multiplied_losses() -> None:
+    """Make `compute_loss` refuse `model.losses` where op=Sum would multiply them.
+
+    The method of the class is replaced: an optimizer has no reference to its model.
+    """
+    compute_loss = keras.Model.compute_loss
+
+    @do_not_convert
+    @functools.wraps(compute_loss)
+    def compute_checked(
+        self: keras.Model,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        if training:
+            _check_multiplied_losses(self)
+        return compute_loss(self, x, y, y_pred, sample_weight, training)
+
+    replace(keras.Model, "compute_loss", compute_checked, by=refuse_multiplied_losses)
+
+
+def _check_multiplied_losses(model: keras.Model) -> None:
+    hooks = filter(None, map(get_hook, find_optimizers(model)))
+    reductions = [hook.reducer.options.reduction for hook in hooks]
+    is_multiplied = any(
+        reduction.op == Sum and needs_communication(reduction.process_set)
+        for reduction in reductions
+    )
+    if is_multiplied and (count := len(model.losses)):
+        raise ValueError(
+            "op=hvd.Sum would multiply the losses of regularizers and of add_loss by "
+            f"the number of ranks. Received: op=hvd.Sum, and {count} such losses in "
+            f"model.losses of {model.name!r}. Use op=hvd.Average, and multiply losses "
+            "that are sums over samples by the number of ranks: "
+            "model.compile(loss_weights=float(hvd.size()), ...)."
+        )
 
 
 def configure_compiled_model(model: keras.Model) -> None:

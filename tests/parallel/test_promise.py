@@ -34,10 +34,12 @@ def broadcast_for(optimizer):
     return [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
 
 
-def step(model, optimizer, inputs, targets, *, loss="mae", weights=None):
+def step(
+    model, optimizer, inputs, targets, *, loss="mae", weights=None, loss_weights=None
+):
     """Takes one step with all of `inputs`."""
     # Tracing would take longer than the step.
-    model.compile(optimizer, loss, run_eagerly=True)
+    model.compile(optimizer, loss, run_eagerly=True, loss_weights=loss_weights)
     model.fit(
         inputs,
         targets,
@@ -107,6 +109,83 @@ def test_local_batches_of_unequal_size():
 @pytest.mark.parametrize(("op", "found"), [(hvd.Average, 1.8), (hvd.Sum, 3.6)])
 def test_loss_that_is_a_sum(op, found):
     check(updates(op=op, reduction="sum"), [found, 3.6])
+
+
+class MeanOutput(keras.layers.Layer):
+    """Adds the mean of its inputs to the loss."""
+
+    def call(self, inputs):
+        self.add_loss(keras.ops.mean(inputs))
+        return inputs
+
+
+def weight_after_penalty(optimizer, samples, penalty, loss_weights=None):
+    """Returns the weight after a step with a sum of losses and `model.losses`."""
+    options = {} if penalty == "add_loss" else {penalty: keras.ops.sum}
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", **options)
+    layers = [keras.Input((1,)), dense]
+    if penalty == "add_loss":
+        layers.append(MeanOutput())
+    loss = keras.losses.MeanAbsoluteError(reduction="sum")
+    inputs = samples.reshape(-1, 1)
+    step(
+        keras.Sequential(layers),
+        optimizer,
+        inputs,
+        np.ones_like(inputs),
+        loss=loss,
+        loss_weights=loss_weights,
+    )
+    return float(dense.kernel[0, 0])
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [
+        # The gradient of the sum of the kernel is 1: (36 - 1) / 10.
+        ("kernel_regularizer", 3.5),
+        # The mean of w x has the gradient 4.5: (36 - 4.5) / 10.
+        ("activity_regularizer", 3.15),
+        ("add_loss", 3.15),
+    ],
+)
+def test_a_loss_that_is_a_sum_beside_other_losses(penalty, expected):
+    def distributed(op):
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=op)
+
+    with pytest.raises(ValueError, match="would multiply the losses of reg") as error:
+        weight_after_penalty(distributed(hvd.Sum), SAMPLES[HALF], penalty)
+    assert "1 such losses" in str(error.value)
+    assert "\n" not in str(error.value)
+    # The remedy of the message.
+    found = weight_after_penalty(
+        distributed(hvd.Average), SAMPLES[HALF], penalty, loss_weights=float(SIZE)
+    )
+    check(
+        [found, weight_after_penalty(keras.optimizers.SGD(0.1), SAMPLES, penalty)],
+        [expected, expected],
+    )
+
+
+@two_ranks
+@pytest.mark.parametrize(("divisor", "found"), [(1, 3.4), (SIZE, 3.5)])
+def test_a_loop_that_adds_the_losses_of_a_model(divisor, found):
+    inputs = SAMPLES[HALF].reshape(-1, 1)
+    dense = keras.layers.Dense(
+        1,
+        use_bias=False,
+        kernel_initializer="zeros",
+        kernel_regularizer=keras.ops.sum,
+    )
+    model = keras.Sequential([keras.Input((1,)), dense])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.abs(1 - model(inputs)))
+        loss += sum(model.losses) / divisor
+    tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    keras.optimizers.SGD(0.1).apply(gradients, model.trainable_variables)
+    check([float(dense.kernel[0, 0])], [found])
 
 
 @two_ranks
