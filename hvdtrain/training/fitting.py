@@ -44,7 +44,8 @@ def fit(
             attribute `acts_within_executions` are called after it.
 
     Raises:
-        JobError: the ranks hold different weights, or the input has ended early.
+        JobError: the ranks hold different weights, the input has ended early, or a
+            callback has compiled the model again.
     """
     steps = plan.max_steps - start_step
     # Without `take`, one batch more than asserted would be read, and be an error.
@@ -283,6 +284,15 @@ class _Training(keras.callbacks.CallbackList):
         if self._step < self._epoch_end and execution != self._execution:
             self._execution = execution
             super().on_train_batch_begin(execution[0] - self._epoch_start, logs)
+            self._check_train_function()
+
+    def _check_train_function(self) -> None:
+        # A checkpoint restores what model_fn returns: a resumed job would differ.
+        if self.model.train_function != self.train_function:
+            raise JobError(
+                "Received a model that a callback has compiled again; expected the "
+                "model that model_fn has compiled: compile it there."
+            )
 
     @recorder.phase("callbacks")
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:

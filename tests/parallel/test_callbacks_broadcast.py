@@ -449,6 +449,56 @@ def test_a_deep_copy_of_an_optimizer_is_plain():
     assert int(optimizer.iterations) == 3
 
 
+def recompiles(event, change):
+    """A callback that changes the model at the first `event`."""
+
+    def act(*_, **__):
+        if not callback.has_acted:
+            callback.has_acted = True
+            change(callback.model)
+
+    callback = keras.callbacks.LambdaCallback(**{event: act})
+    callback.has_acted = False
+    return callback
+
+
+def compile_plain(model):
+    model.compile(momentum_sgd(), oracle.LOSS)
+
+
+def compile_plain_and_train(model):
+    compile_plain(model)
+    # Keras' `fit` raises a TypeError otherwise: it does not make it again.
+    model.make_train_function()
+
+
+def replace_optimizer(model):
+    model.optimizer = momentum_sgd()
+
+
+@pytest.mark.parametrize(
+    ("event", "change"),
+    [
+        ("on_train_batch_end", compile_plain_and_train),
+        ("on_epoch_begin", compile_plain),
+        ("on_epoch_begin", replace_optimizer),
+    ],
+)
+def test_a_callback_that_makes_the_optimizer_plain_is_refused(event, change):
+    model = sgd_model()
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    with pytest.raises(ValueError, match="not distributed") as error:
+        oracle.fit_shard(
+            model,
+            *oracle.samples(steps=3),
+            epochs=2,
+            callbacks=[first, recompiles(event, change)],
+        )
+    assert "compiled again, by a callback" in str(error.value)
+    assert "\n" not in str(error.value)
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
 class TapeModel(keras.Sequential):
     """A `train_step` of the user, which reduces the gradients itself."""
 

@@ -279,6 +279,18 @@ def test_a_model_that_is_compiled_again_has_its_new_metrics():
     assert result.test_metrics == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("makes_function", [False, True])
+def test_a_callback_that_compiles_the_model_is_refused(makes_function):
+    def compile_again(*_, **__):
+        hook.model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+        if makes_function:
+            hook.model.make_train_function()
+
+    hook = keras.callbacks.LambdaCallback(on_train_batch_end=compile_again)
+    with pytest.raises(JobError, match="a callback has compiled again"):
+        train(20, steps_per_execution=5, callbacks=lambda plan: [hook])
+
+
 def test_a_warmup_by_executions_reaches_the_rate(monkeypatch):
     monkeypatch.setattr("hvdtrain.keras.callbacks.learning_rate.hvd.size", lambda: 4)
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=1)

@@ -71,7 +71,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         ValueError: in `fit`, on every rank, if the ranks' models or optimizers have
             different variables, if they would take different numbers of steps without
             `JoinCallback` or start in different epochs; if `root_rank` does not train
-            with them, if the optimizer of Keras' own `train_step` is not distributed,
+            with them, if the optimizer of Keras' own `train_step` is not distributed
+            (also before each batch: a callback may compile the model again),
             if rank 0 alone has loaded a state that is sharded (`shard_state`), or for a
             model without `call` that has not been built.
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
@@ -130,7 +131,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self._check_first_epoch(epoch)
 
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        # A callback may have compiled the model again. No collective: see `fit_start`.
+        fit_start.check_distributed(self.model)
+
     def on_train_end(self, logs: dict | None = None) -> None:
+        fit_start.check_distributed(self.model)
         # A rank that has no epoch left takes part in the check of the others.
         self._check_first_epoch(None)
 

@@ -82,9 +82,10 @@ def check_distributed(model: keras.Model) -> None:
         raise ValueError(
             "The optimizer is not distributed, so that the ranks would train different "
             f"models. Received: a plain {type(model.optimizer).__name__}, as in a "
-            "model that was copied, pickled or loaded by keras.models.load_model. Call "
-            "hvd.DistributedOptimizer(model.optimizer) before fit, or load the model "
-            "with hvd.load_model."
+            "model that was copied, pickled, loaded by keras.models.load_model, or "
+            "compiled again, by a callback for example. Call hvd.DistributedOptimizer("
+            "model.optimizer) before fit, pass it to compile, or load the model with "
+            "hvd.load_model."
         )
 
 
