@@ -1,5 +1,6 @@
 """The model before its first step, and the batch sizes on which the ranks agree."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.keras.variables import get_hook
 from hvdtrain.sharding.shards import has_summed_gradients
@@ -85,7 +87,7 @@ def _build_with(
         hvd.DistributedOptimizer(model.optimizer)
     # Keras builds the metrics of `compile` with the first batch. A checkpoint that was
     # written within an epoch has states for them, so they must exist before `restore`.
-    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
     size = keras.tree.flatten(x)[0].shape[0]
     if size != local_batch_size:
         raise JobError(
@@ -103,12 +105,8 @@ def _build_with(
             "of inputs and targets."
         )
     if has_call or not has_step:
-        predictions = model(x)
-        # With several losses, Keras builds a metric for each here.
-        if model.loss is not None or not has_step:
-            model.compute_loss(x, y, predictions, weights)
-        model.compute_metrics(x, y, predictions, weights)
-    model.reset_metrics()
+        has_loss = model.loss is not None or not has_step
+        fit_start.build(model, functools.partial(_forward, model, has_loss), batch)
     # `fitting.fit` loops over the steps of an execution itself. Evaluations run batch
     # by batch, so that the ranks can vote on a stop between two batches.
     model.steps_per_execution = 1
@@ -116,6 +114,15 @@ def _build_with(
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     return model
+
+
+def _forward(model: keras.Model, has_loss: bool, batch: tf.Tensor | tuple) -> None:
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    predictions = model(x)
+    # With several losses, Keras builds a metric for each here.
+    if has_loss:
+        model.compute_loss(x, y, predictions, weights)
+    model.compute_metrics(x, y, predictions, weights)
 
 
 def _check_batch_sizes(model: keras.Model, local_sizes: tuple[int, ...]) -> None:

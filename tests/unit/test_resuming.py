@@ -27,7 +27,15 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
-from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, inputs, run_directory
+from hvdtrain.keras.callbacks import fit_start
+from hvdtrain.training import (
+    EvalSpec,
+    RunConfig,
+    TrainSpec,
+    building,
+    inputs,
+    run_directory,
+)
 from hvdtrain.training.checkpoint import writing
 from hvdtrain.training.checkpoint.header import Checkpoint, FirstBatch, Header
 from hvdtrain.training.checkpoint.per_rank import PerRankState
@@ -837,21 +845,17 @@ def test_an_input_has_the_policy_of_the_main_thread(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_the_first_batch_does_not_stay_in_memory(tmp_path, run_eagerly):
+def test_the_first_batch_does_not_stay_in_memory(tmp_path, run_eagerly, monkeypatch):
     seen, kept = [], []
 
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(2)
+    def build(model, call, batch):
+        seen.append(weakref.ref(batch[0]))
+        fit_start.build(model, call, batch)
 
-        def call(self, x):
-            if tf.executing_eagerly() and not seen:
-                seen.append(weakref.ref(x))
-            return self.dense(x)
+    monkeypatch.setattr(building, "fit_start", mock.Mock(build=build))
 
     def make_model(optimizer, *, units):
-        model = Model()
+        model = keras.Sequential([keras.layers.Dense(2)])
         loss = unseeded(optimizer).loss
         model.compile(optimizer, loss, run_eagerly=run_eagerly)
         return model

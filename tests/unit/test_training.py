@@ -1,6 +1,7 @@
 """Training on one rank: exact numbers of steps, and what plain Keras computes."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 import keras
@@ -113,6 +114,87 @@ def test_result_is_that_of_plain_keras():
     (start,) = recorder.starts
     assert dataclasses.astuple(start)[:4] == (0, 25, 1, BATCH)
     assert start.process_seconds > 0
+
+
+SEQUENCES = np.random.RandomState(0).normal(size=(16, 5, 3)).astype("float32")
+
+
+class Calls(keras.layers.Layer):
+    """Counts its calls in a weight and in a variable that Keras does not list."""
+
+    def build(self, shape):
+        self.weight = self.add_weight(initializer="zeros", trainable=False)
+        self.variable = tf.Variable(0.0)
+
+    def call(self, x):
+        self.weight.assign_add(1.0)
+        self.variable.assign_add(1.0)
+        return x
+
+
+class Stateful(keras.Model):
+    """Is not built before its first call."""
+
+    def __init__(self, **options):
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        self.calls, self.drop = Calls(), keras.layers.Dropout(0.5)
+        self.recurrent = keras.layers.LSTM(4, stateful=True)
+        self.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), **options)
+
+    def call(self, x, training=False):
+        return self.recurrent(self.drop(self.calls(x), training=training))
+
+    @property
+    def state(self):
+        numbers = [self.calls.variable, *self.recurrent.states, *self.variables]
+        return [number.numpy() for number in numbers]
+
+
+def sequences(start_step, end_step):
+    x = SEQUENCES[np.arange(start_step * BATCH, end_step * BATCH) % 16]
+    pairs = tf.data.Dataset.from_tensor_slices((x, x.sum(1) @ np.ones((3, 4), "f")))
+    return pairs.batch(BATCH, drop_remainder=True)
+
+
+class NotTraceable(keras.losses.Loss):
+    def call(self, y, predictions):
+        assert float(keras.ops.sum(y)) == float(y.numpy().sum())
+        return keras.ops.mean((y - predictions) ** 2, axis=-1)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_building_a_model_changes_no_state(run_eagerly):
+    def make():
+        return Stateful(loss="mse", run_eagerly=run_eagerly)
+
+    plain, drop_in = make(), make()
+    plain.fit(sequences(0, 4), verbose=0)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    drop_in.fit(sequences(0, 4), callbacks=[broadcast], verbose=0)
+    result = training.train_and_evaluate(
+        make,
+        TrainSpec(
+            input_fn=sequences, max_steps=4, pass_steps=4, local_batch_size=BATCH
+        ),
+        EvalSpec(input_fn=None),
+        world=World(),
+    )
+    assert plain.state[0] == 4
+    for model in (drop_in, result.model):
+        for found, wanted in zip(model.state, plain.state, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_a_model_that_cannot_be_traced_is_called():
+    result, _ = train(2, model_fn=functools.partial(eager, NotTraceable()))
+    assert int(result.model.optimizer.iterations) == 2
+
+
+def eager(loss):
+    network = keras.Sequential([keras.layers.Dense(1)])
+    network.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=True)
+    return network
 
 
 def test_evaluates_every_so_many_epochs_and_at_the_end():

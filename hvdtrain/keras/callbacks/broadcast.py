@@ -42,7 +42,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Put it first in the list of callbacks. It acts once for a model, in the first
     `fit`, before the first step. (Horovod's callback acts after the first step, in
     which every rank has updated a different model.) A model that has not been built
-    on every rank is called on the first batch, unless all its layers are built.
+    on every rank is traced with the first batch, unless all its layers are built.
     Optimizers that a `train_step` uses besides the compiled one are not broadcast.
 
     In a later `fit` it acts again if it is new on some rank, such as one that joined
@@ -191,14 +191,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = True
 
     def _broadcast_on_first_batch(self) -> None:
-        # fit builds such a model inside its first step, which is too late: call the
-        # model on the first batch, broadcast, then pass the batch to the step.
+        # fit builds such a model inside its first step, which is too late: build the
+        # model for the first batch, broadcast, then pass the batch to the step.
         def first_step(iterator: Iterator) -> dict:
             train_function = fit_start.restore(self.model)
             assert train_function  # `fit` has made it.
             batch = next(iterator)
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            self.model(inputs)
+            fit_start.build(self.model, self.model, inputs)
             self._broadcast()
             return train_function(itertools.chain([batch], iterator))
 

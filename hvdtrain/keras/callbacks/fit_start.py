@@ -1,12 +1,14 @@
 """What all ranks agree on when `fit` starts, and the errors if they cannot."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives import ops
+from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.objects import group_by_value, name_values
 from hvdtrain.collectives.process_sets import (
     ProcessSet,
@@ -103,6 +105,30 @@ def unbuilt_layers(model: keras.Model) -> list[str]:
         if not layer.built
         and type(layer).build not in (keras.layers.Layer.build, keras.Model.build)
     ]
+
+
+def build(model: keras.Model, call: Callable[[Any], object], batch: Any) -> None:
+    """Make the variables of `model` by a trace of `call(batch)`, which is not run.
+
+    Layers are built, and their states stay: counters, recurrent states, seeds. A model
+    with `run_eagerly` that cannot be traced is called.
+    """
+    is_traced = True
+
+    @do_not_convert
+    def trace(batch: Any) -> None:
+        nonlocal is_traced
+        try:
+            call(batch)
+        except Exception:
+            # An error out of the trace would leave variables without initial values.
+            is_traced = False
+            if not model.run_eagerly:
+                raise
+
+    tf.function(trace).get_concrete_function(batch)
+    if not is_traced:
+        call(batch)
 
 
 class Agreement(NamedTuple):
