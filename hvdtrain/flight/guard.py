@@ -21,7 +21,7 @@ import time
 from collections import deque
 
 from hvdtrain.flight import answer as answers
-from hvdtrain.flight import conclusion, deaths, ring
+from hvdtrain.flight import conclusion, deaths, descendants, ring
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.flight.stacks import without_receiver
@@ -83,6 +83,7 @@ class Guard:
         self._member = task.member
         self._shared = SharedDirectory(pathlib.Path(task.directory))
         self._kills = deaths.OutOfMemoryKills()
+        self._orphans = descendants.Orphans()
         self._steps = _Steps(task.check_seconds)
         self._stop_seconds = _SHARE_OF_STALL_LIMIT * task.shutdown_seconds
         limits = [s for s in (task.check_seconds, self._stop_seconds) if s > 0]
@@ -124,6 +125,7 @@ class Guard:
             self._shared.remove(self._member)
         with contextlib.suppress(OSError):
             os.unlink(self._member.ring)
+        self._orphans.end()
 
     def _read(self, timeout_seconds: float) -> None:
         """Read what the rank has sent."""

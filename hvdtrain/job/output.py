@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 _NOISE = "absl::InitializeLog|^I0000 |oneDNN|cpu_feature_guard"
 # One write for each line: see `_WholeLines`.
 _FILTER = """
-import os, re, sys
+import os, re, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 noise = re.compile(os.fsencode(sys.argv[1]))
 for line in sys.stdin.buffer:
     if not noise.search(line):

@@ -15,11 +15,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import IO
 
 from horovod.runner.common.util.host_hash import host_hash
 
+from hvdtrain.flight import descendants
 from hvdtrain.job import launchers
 from hvdtrain.runner import channel
 
@@ -68,6 +70,7 @@ def serve(address: channel.Address, slots: int = 1) -> None:
 
 def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
     with contextlib.ExitStack() as stack:
+        stack.callback(descendants.end, lambda: _programs(start))
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(connection, selectors.EVENT_READ)
         running = []
@@ -95,6 +98,12 @@ def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
                     if text := stream.read_rest():
                         _send(connection, rank.output(stream, text))
                 _send(connection, rank.ended())
+
+
+def _programs(start: channel.StartRanks) -> Iterator[int]:
+    """Yield what the ranks have started outside of their groups, and their guards."""
+    for environment in start.environments:
+        yield from descendants.find(descendants.identity(environment))
 
 
 def _forward(

@@ -5,6 +5,7 @@ horovodrun -np 2 python tests/commands/faulty_program.py --fault=stop --on_rank=
 
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -14,7 +15,7 @@ from absl import flags
 from hvdtrain import job, program
 
 _FAULT = flags.DEFINE_enum(
-    "fault", "raise", ("raise", "kill", "stop", "hang"), "What happens."
+    "fault", "raise", ("raise", "kill", "exit", "stop", "hang"), "What happens."
 )
 _PHASE = flags.DEFINE_enum("phase", "step", ("step", "save", "evaluate"), "When.")
 _STEP = flags.DEFINE_integer("step", 25, "The step before which it happens.")
@@ -24,11 +25,26 @@ _MODEL_DIR = flags.DEFINE_string("model_dir", None, "Checkpoints.")
 _UNITS = 3000
 
 
+def _start_programs():
+    """Start what a rank must not leave: programs, and a busy fork of itself."""
+    subprocess.Popen(["sleep", "3600"])
+    subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    # Its parent ends at once.
+    subprocess.run(["sh", "-c", "setsid sleep 3600 &"], check=True)
+    if os.fork() == 0:
+        os.nice(19)
+        while True:
+            pass
+
+
 def _fail():
+    _start_programs()
     # The time, for the test.
     print(f"fault at {time.time():.2f}", flush=True)
     if _FAULT.value == "raise":
         raise KeyError("a bug on purpose")
+    if _FAULT.value == "exit":
+        os._exit(3)
     if _FAULT.value == "hang":
         threading.Event().wait()
     number = signal.SIGKILL if _FAULT.value == "kill" else signal.SIGSTOP

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -104,6 +105,8 @@ def fail():
     if hvd.rank() == 1:
         # A thread that does not end: Python would wait for it.
         threading.Thread(target=time.sleep, args=[3600]).start()
+        # It ends with the rank.
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
         os.write(1, "a caller whose stdout is ASCII: é\n".encode())
         raise KeyError("no such column")
     return float(hvd.allreduce(1.0))

@@ -1,6 +1,7 @@
 """Each fault of a rank ends the job in bounded time, with its first cause.
 
-All faults, on either rank, in each phase, under each launcher, are 72 launches. By
+The rank has started programs, and nothing of it is left: `Job.wait` looks for them. All
+faults, on either rank, in each phase, under each launcher, are 90 launches. By
 default a few of them run; HVDTRAIN_FAULT_TABLE=FILE runs all, and writes the table of
 docs/preemption.md to FILE.
 """
@@ -19,7 +20,7 @@ import pytest
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 PROGRAM = [sys.executable, str(pathlib.Path(__file__).parent / "faulty_program.py")]
-FAULTS = ("raise", "kill", "stop", "hang")
+FAULTS = ("raise", "kill", "exit", "stop", "hang")
 PHASES = ("step", "save", "evaluate")
 FAULT_STEP = 25
 STALL_SECONDS = 10
@@ -30,6 +31,10 @@ FEW = [
     ("hang", 1, "step", "mpirun"),
     ("kill", 1, "step", "hosts"),
     ("hang", 0, "step", "hosts"),
+    pytest.param("kill", 0, "step", "mpi", marks=pytest.mark.long),
+    pytest.param("kill", 0, "step", "mpirun", marks=pytest.mark.long),
+    pytest.param("raise", 1, "step", "gloo", marks=pytest.mark.long),
+    pytest.param("exit", 0, "step", "gloo", marks=pytest.mark.long),
 ]
 TABLE = os.environ.get("HVDTRAIN_FAULT_TABLE")
 ALL = list(itertools.product(FAULTS, (0, 1), PHASES, LAUNCHERS))
@@ -39,6 +44,7 @@ HOST = rf"({re.escape(socket.gethostname())}|127\.0\.0\.1)"
 CAUSES = {
     "raise": r"KeyError: 'a bug on purpose'",
     "kill": "",
+    "exit": rf"rank {{rank}} on {HOST} .*has called os\._exit",
     "stop": rf"rank {{rank}} on {HOST}: was stopped, as by SIGSTOP, for 5 s, and is k",
     "hang": r"Missing ranks:\s+{rank}\b",
 }
@@ -72,7 +78,7 @@ def test_a_fault_of_one_rank_ends_the_job(
         assert job.text.count("Traceback (most recent") == 1, job.text
         report = json.loads((tmp_path / f"run/errors/rank-{rank}.json").read_text())
         assert report["error"] == CAUSES[fault]
-    elif fault != "hang":
+    elif fault in ("kill", "stop"):
         # mpirun's last line is a ruler.
         end = "\n".join(job.text.splitlines()[-2:])
         assert re.search(KILLED.format(rank=rank), end), job.text

@@ -1,5 +1,6 @@
 """The process beside a rank: what it prints, what it keeps, and that it ends."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -56,6 +57,11 @@ def until(condition):
     return result
 
 
+def launched(rank, job):
+    """The variables of a rank of Open MPI."""
+    return {"PMIX_NAMESPACE": job, "PMIX_RANK": str(rank)}
+
+
 class Rank:
     """A process with a guard, in a job of its own in a temporary directory."""
 
@@ -68,7 +74,9 @@ class Rank:
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, script, *arguments],
-                env=os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+                env=os.environ
+                | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+                | launched(rank, job),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -170,6 +178,44 @@ def test_nothing_is_left_of_a_rank_that_fails_before_any_collective(start):
     rank = start("member.leave(3); os._exit(3)")
     assert rank.end() == ""
     assert not rank.shared.directory.exists()
+
+
+PROGRAMS = """
+import subprocess
+program = "import signal, time; signal.signal(signal.SIGTERM, {}); time.sleep(3600)"
+for handler in ("signal.SIG_DFL", "signal.SIG_IGN"):
+    command = [sys.executable, "-c", program.format(handler)]
+    print(subprocess.Popen(command, start_new_session=True).pid, flush=True)
+"""
+
+
+def test_programs_of_a_rank_end_with_it(start, tmp_path):
+    job = f"{tmp_path.parent.name}-{tmp_path.name}"
+    # Of a script that has started the rank: an orphan, with the variables of the rank.
+    script = subprocess.run(
+        ["sh", "-c", "sleep 3600 >/dev/null & echo $!"],
+        env=os.environ | launched(0, job),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    kept = psutil.Process(int(script.stdout))
+    rank = start(PROGRAMS + "os._exit(3)")
+    try:
+        printed = rank.process.communicate("\n", timeout=LIMIT_SECONDS)[0]
+        programs = [int(pid) for pid in printed.split()]
+        assert len(programs) == 2
+        rank.guard.wait(LIMIT_SECONDS)
+        assert not any(map(is_running, programs))
+        assert kept.is_running()
+    finally:
+        kept.kill()
+
+
+def is_running(pid):
+    # Nobody may have reaped it.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_a_fatal_error_is_printed_with_its_stack(start):
