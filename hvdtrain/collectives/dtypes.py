@@ -28,7 +28,11 @@ _MOVABLE = (
     tf.float32,
     tf.float64,
 )
-_SCATTERABLE = (tf.int32, tf.int64, tf.float16, tf.float32, tf.float64)
+# Horovod adds no bfloat16: `transport` adds it in float32.
+_SCATTERABLE = (
+    *(tf.int32, tf.int64),
+    *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
+)
 _REDUCIBLE = (tf.uint8, tf.int8, *_SCATTERABLE)
 
 
@@ -91,7 +95,7 @@ def to_carrier(tensor: tf.Tensor) -> tf.Tensor:
     """
     if tensor.dtype in _CARRIERS:
         return tf.bitcast(tensor, _CARRIERS[tensor.dtype])
-    _check_dtype(tensor, _MOVABLE, "be moved between ranks")
+    _check_dtype(tensor, (*_MOVABLE, *_CARRIERS), "be moved between ranks")
     return tensor
 
 

@@ -4,6 +4,7 @@ The oracle of gradients is one process that computes every rank's loss from ever
 rank's input, adds the losses up, and differentiates the sum.
 """
 
+import contextlib
 import functools
 import time
 
@@ -556,6 +557,33 @@ def test_the_error_names_the_collectives_and_the_splits():
     assert "rank 0: alltoall of float32[2, 3]; rank 1: alltoall with splits=[2, 2" in (
         str(info.value)
     )
+
+
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+)
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda value: hvd.allreduce(value, op=hvd.Sum),
+        lambda value: hvd.reducescatter(value, op=hvd.Sum),
+        hvd.allgather,
+    ],
+    ids=["allreduce", "reducescatter", "allgather"],
+)
+def test_an_error_lists_all_dtypes_that_are_supported(collective):
+    with pytest.raises(TypeError, match="string cannot be") as info:
+        collective(tf.constant(["a"]))
+    listed = str(info.value).partition("one of ")[2].rstrip(".").split(", ")
+    accepted = []
+    for dtype in DTYPES:
+        with contextlib.suppress(TypeError):
+            assert collective(tf.ones([SIZE], dtype)).dtype == dtype
+            accepted.append(dtype)
+    assert sorted(listed) == sorted(accepted)
 
 
 @pytest.mark.parametrize("dtype", ["string", "bool", "uint16", "complex64"])

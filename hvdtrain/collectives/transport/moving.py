@@ -306,10 +306,10 @@ def _reducescatter(
     shares = []
     with tf.device(reduction.device_dense):
         for i, tensor in enumerate(tensors):
+            dtypes.check_scatterable(tensor)
             # Horovod cannot add bfloat16.
             is_bfloat16 = tensor.dtype == tf.bfloat16
             wide = tf.cast(tensor, tf.float32) if is_bfloat16 else tensor
-            dtypes.check_scatterable(wide)
             share = mpi_ops._reducescatter(
                 graph.block_constant_folding(wide),
                 name=f"{name}_{i}",
