@@ -10,6 +10,7 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
+from hvdtrain.keras import layer_state
 from hvdtrain.keras.seeds import is_seed_state, separate_seeds
 from hvdtrain.sharding.shards import (
     get_sharding,
@@ -124,7 +125,8 @@ def broadcast_variables(
     the states of random layers such as Dropout, except that equal seeds on several
     ranks are made different: ranks with equal seeds would drop the same units. The
     ranks of a replica of a sharded model need equal seeds, and take those of
-    `root_rank`.
+    `root_rank`. Call it before a function of your own that calls the model is traced:
+    a traced function keeps the constants of a `keras.layers.Normalization`.
 
     Args:
         variables: the same list on every rank; all of `model.variables`, for example.
@@ -139,6 +141,8 @@ def broadcast_variables(
     assigned = [v for v in replicated if not (is_separated and is_seed_state(v))]
     ops.broadcast_variables(assigned, root_rank, process_set, inplace)
     separate_seeds(seeds, process_set)
+    if tf.executing_eagerly():
+        layer_state.refresh(*layer_state.find_models(assigned))
 
 
 def _shares_replica(variables: Iterable[Variable]) -> bool:

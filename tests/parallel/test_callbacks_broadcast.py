@@ -386,6 +386,53 @@ def test_fit_separates_the_seeds():
     assert {counter for _, counter in seeds} == {3}
 
 
+def normalized_model():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((oracle.FEATURES,)),
+            keras.layers.Normalization(),
+            keras.layers.Dense(oracle.CLASSES, activation="softmax"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("way", ["callback", "by hand", "after a step"])
+def test_normalization_computes_with_the_variables_of_rank_0(way):
+    inputs, labels = oracle.samples(steps=3)
+    inputs = 5 * inputs + 40
+
+    def train(model, fit, **options):
+        losses = fit(model, inputs, labels, **options).history["loss"]
+        losses.append(model.evaluate(inputs, labels, verbose=0))
+        return losses + model.get_weights()
+
+    def train_alone():
+        single = normalized_model()
+        single.layers[0].adapt(inputs)
+        single.compile(momentum_sgd(), oracle.LOSS)
+        return train(single, oracle.fit_big_batch)
+
+    model = normalized_model()
+    optimizer = hvd.DistributedOptimizer(momentum_sgd())
+    model.compile(optimizer, oracle.LOSS)
+    if way == "after a step":
+        # Compiled functions have the old tensors. Nothing changes at a rate of 0.
+        optimizer.learning_rate = 0.0
+        model.evaluate(inputs, labels, verbose=0)
+        oracle.fit_shard(model, inputs, labels)
+        optimizer.learning_rate = 0.1
+    if hvd.rank() == 0:
+        model.layers[0].adapt(inputs)
+    callbacks = [hvd.callbacks.MetricAverageCallback()]
+    if way == "by hand":
+        hvd.broadcast_variables(model.variables, root_rank=0)
+    else:
+        callbacks.insert(0, hvd.callbacks.BroadcastGlobalVariablesCallback(0))
+    found = train(model, oracle.fit_shard, callbacks=callbacks)
+    assert oracle.difference(found, oracle.on_one_process(train_alone)) < 1e-5
+
+
 def trained_model():
     model = oracle.build_model()
     model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)

@@ -109,6 +109,25 @@ def test_each_rank_keeps_what_is_its_own():
     oracle.assert_bitwise_equal_over_ranks(shared.get_weights())
 
 
+def test_normalization_follows_its_variables():
+    layer = keras.layers.Normalization()
+    layer.adapt(10.0 * hvd.rank() + np.array([[2.0], [4.0]]))
+    model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    state = hvd.elastic.KerasState(model)
+
+    def normalized(x):
+        return float(layer(np.array([[x]]))[0, 0])
+
+    state.sync()
+    # Of rank 0: mean 3, variance 1.
+    assert normalized(5.0) == 2.0
+    layer.adapt(np.array([[40.0], [60.0]]))
+    assert normalized(60.0) == 1.0
+    state.restore()
+    assert normalized(5.0) == 2.0
+
+
 class Leave(keras.callbacks.Callback):
     """Ends `fit` at a batch, as a change of hosts does."""
 

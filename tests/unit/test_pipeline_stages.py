@@ -143,10 +143,12 @@ def test_stages_that_do_not_fit(stages, reason):
         stage.build(chain(), stages, mesh_of(0))
 
 
-def test_frozen_batch_normalization_and_a_call_that_is_shared_within_a_stage():
+def test_normalizations_and_a_call_that_is_shared_within_a_stage():
     dense = layers.Dense(4, name="twice")
     norm = layers.BatchNormalization(trainable=False)
-    model = chain(norm, layers.Dense(4, name="c"), dense, dense)
+    adapted = layers.Normalization()
+    adapted.adapt(np.arange(12, dtype="float32").reshape(3, 4))
+    model = chain(norm, adapted, layers.Dense(4, name="c"), dense, dense)
     x = np.ones((2, 4), "float32")
     value = x
     for index in range(2):

@@ -100,6 +100,9 @@ def _horovod(monkeypatch):
     hvd.init()
 
 
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
 def network(optimizer, *, units=8):
     keras.utils.set_random_seed(1)
     return unseeded(optimizer, units=units)
@@ -117,7 +120,7 @@ def unseeded(optimizer, *, units=8):
     )
     model.compile(
         optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=LOSS,
         metrics=[
             keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
             keras.metrics.SparseTopKCategoricalAccuracy(1, name="top"),
@@ -332,6 +335,35 @@ def test_state_that_keras_does_not_list(tmp_path):
         np.testing.assert_array_equal(found, wanted)
     with pytest.raises(JobError, match="second optimizer, second, that has no var"):
         train(tmp_path, make_model=functools.partial(make_model, is_built=False))
+
+
+def normalized(rows):
+    """Return a `make_model` whose first layer is adapted to `rows`."""
+
+    def make_model(optimizer, *, units):
+        keras.utils.set_random_seed(1)
+        normalization = keras.layers.Normalization()
+        normalization.adapt(rows)
+        model = keras.Sequential(
+            [keras.Input((6,)), normalization, keras.layers.Dense(2)]
+        )
+        model.compile(optimizer, LOSS)
+        return model
+
+    return make_model
+
+
+def test_a_resumed_job_normalizes_by_the_rows_of_its_first_run(tmp_path):
+    first, other = normalized(X), normalized(5 * X + 10)
+    expected = train(None, make_model=first)
+    with pytest.raises(KilledError):
+        train(tmp_path, make_model=first, killed_after=9)
+    for is_finished in (False, True):
+        result = train(tmp_path, make_model=other)
+        assert (result.start_step == 35) is is_finished
+        assert_equal(result, expected)
+        found, wanted = (r.model.predict(X, verbose=0) for r in (result, expected))
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_the_comparison_sees_what_is_not_restored(tmp_path, monkeypatch):

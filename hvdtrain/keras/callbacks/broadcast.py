@@ -18,6 +18,7 @@ from hvdtrain.collectives.process_sets import (
     check_root,
     needs_communication,
 )
+from hvdtrain.keras import layer_state
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.seeds import seed_states, separate_seeds
@@ -188,19 +189,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if sharded_state and copies_weights:
             sharded_state.copy_weights()
         separate_seeds(seed_states(model), get_process_set(optimizer))
+        layer_state.refresh(model)
         self.broadcast_done = True
 
     def _broadcast_on_first_batch(self) -> None:
         # fit builds such a model inside its first step, which is too late: build the
         # model for the first batch, broadcast, then pass the batch to the step.
         def first_step(iterator: Iterator) -> dict:
-            train_function = fit_start.restore(self.model)
-            assert train_function  # `fit` has made it.
+            fit_start.restore(self.model)
             batch = next(iterator)
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             fit_start.build(self.model, self.model, inputs)
             self._broadcast()
-            return train_function(itertools.chain([batch], iterator))
+            assert self.model.train_function  # `fit` has made it.
+            return self.model.train_function(itertools.chain([batch], iterator))
 
         fit_start.substitute(self.model, first_step)
 

@@ -20,6 +20,7 @@ from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import launchers
 from hvdtrain.job.backend import init
 from hvdtrain.job.failures import is_collective_failure
+from hvdtrain.keras import layer_state
 from hvdtrain.keras.learning_rates import set_learning_rate
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.variables import get_inner_optimizer, non_local_variables
@@ -97,6 +98,7 @@ class KerasState(ObjectState):
         """Restore the last copy."""
         for variable, value in zip(self._variables(), self._saved, strict=True):
             variable.assign(value)
+        layer_state.refresh(self.model)
         super().restore()
 
     def sync(self) -> None:
@@ -107,6 +109,7 @@ class KerasState(ObjectState):
         """
         shared = non_local_variables(self.model, optimizer=self.optimizer)
         ops.broadcast_variables(shared, root_rank=0)
+        layer_state.refresh(self.model)
         self._save_variables()
         super().sync()
 

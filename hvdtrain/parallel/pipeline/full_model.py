@@ -16,7 +16,7 @@ from hvdtrain.collectives.process_sets import global_process_set, needs_communic
 from hvdtrain.job.agreement import fail_together, on_chief
 from hvdtrain.job.backend import world
 from hvdtrain.job.world import JobError
-from hvdtrain.keras import variables
+from hvdtrain.keras import layer_state, variables
 from hvdtrain.keras.variables import get_inner_optimizer
 from hvdtrain.parallel.mesh import Axis
 from hvdtrain.sharding.full_values import FullValues, FullVariable
@@ -151,6 +151,8 @@ def gather(pipeline: keras.Model, axis: Axis) -> keras.Model | None:
         value = values.gather(number)
         if targets:
             targets[number].assign(value)
+    if model:
+        layer_state.refresh(model)
     return model
 
 
@@ -180,6 +182,7 @@ def load(
     values = FullValues(described)
     for number in range(count):
         values.scatter(number, sources[number].numpy() if sources else None)
+    layer_state.refresh(pipeline)
 
 
 def _describe_with_keys(

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.keras import layer_state
 from hvdtrain.parallel.layer import InModelGroup
 from hvdtrain.parallel.mesh import Mesh
 from hvdtrain.parallel.pipeline import splitting
@@ -178,6 +179,7 @@ def _copy_values(network: keras.Model, functional: keras.Model) -> None:
         source = functional.get_layer(layer.name)
         for new, old in zip(layer.variables, source.variables, strict=True):
             new.assign(old)
+    layer_state.refresh(network)
 
 
 def _copy_remat(network: keras.Model, functional: keras.Model) -> None:

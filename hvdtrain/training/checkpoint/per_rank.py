@@ -17,6 +17,7 @@ from keras.src.random import seed_generator
 from hvdtrain.collectives.objects import scatter_object
 from hvdtrain.job.agreement import on_chief
 from hvdtrain.job.world import World
+from hvdtrain.keras import layer_state
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.seeds import seed_states, separate_seeds
 from hvdtrain.keras.variables import get_process_set
@@ -146,6 +147,7 @@ class PerRankState:
         """Assign all but the states of metrics. A collective, after the broadcast."""
         values = self._state["rank"]
         assign([self._variables[number] for number in values], values.values())
+        layer_state.refresh(model)
         if not self._is_same_size:
             # Replicas without a predecessor have taken the seeds of the first one.
             separate_seeds(seed_states(model), get_process_set(model.optimizer))
