@@ -3,11 +3,15 @@
 import copy
 
 import keras
+import meshes
 import numpy as np
 import oracle
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain import parallel, training
+from hvdtrain.job import World
 
 STEPS = 10
 
@@ -79,6 +83,75 @@ def test_without_a_wish_training_goes_on():
         model, history = fit(together)
         assert history.epoch == [0, 1, 2]
         assert model.optimizer.iterations.numpy() == 3 * STEPS
+
+
+class Weights(keras.callbacks.Callback):
+    """Notes the weights after each epoch."""
+
+    def on_train_begin(self, logs=None):
+        self.by_epoch = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.by_epoch.append(self.model.get_weights())
+
+
+def restores_first_epoch(patience):
+    """With the mode "max" and losses that fall, the first epoch is the best."""
+    return keras.callbacks.EarlyStopping(
+        "loss", mode="max", patience=patience, restore_best_weights=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "patience", "epochs"), [(0, 2, 3), (1, 2, 3), (1, 9, 4)]
+)
+def test_weights_that_one_rank_restores_at_the_end(rank, patience, epochs):
+    notes, together = Weights(), hvd.callbacks.StopTogetherCallback()
+    restores = [restores_first_epoch(patience)] if hvd.rank() == rank else []
+    model, history = fit(notes, *restores, together, epochs=4)
+    assert len(history.epoch) == epochs
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+    assert oracle.difference(model.get_weights(), notes.by_epoch[0]) == 0
+
+
+def test_weights_that_one_rank_restores_in_train_and_evaluate():
+    model, notes = oracle.build_model(), Weights()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), oracle.LOSS)
+    restores = [restores_first_epoch(1)] if hvd.rank() == 1 else []
+    data = tf.data.Dataset.from_tensor_slices(oracle.samples(steps=STEPS))
+    data = data.shard(hvd.size(), hvd.rank()).batch(oracle.LOCAL_BATCH_SIZE)
+    result = training.train_and_evaluate(
+        lambda: model,
+        training.TrainSpec(
+            input_fn=lambda start, end: data.skip(start),
+            max_steps=STEPS,
+            pass_steps=2,
+            local_batch_size=oracle.LOCAL_BATCH_SIZE,
+            callbacks=lambda plan: [notes, *restores],
+        ),
+        training.EvalSpec(input_fn=lambda: data),
+        world=World(rank=hvd.rank(), size=hvd.size()),
+    )
+    assert result.step < STEPS
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+    assert oracle.difference(model.get_weights(), notes.by_epoch[0]) == 0
+
+
+def test_shards_that_one_rank_restores_are_refused():
+    with meshes.all_meshes() as (mesh, *_):
+        dense = parallel.ColumnParallelDense(4, mesh=mesh, gather_output=True)
+        model = keras.Sequential([keras.Input((oracle.FEATURES,)), dense])
+        sgd = keras.optimizers.SGD(0.01)
+        model.compile(hvd.DistributedOptimizer(sgd, mesh=mesh), "mse")
+        restores = [restores_first_epoch(9)] if hvd.rank() == 1 else []
+        inputs, _ = oracle.samples(steps=2)
+        with pytest.raises(ValueError, match="Received: changes on rank 1") as error:
+            oracle.fit(
+                *(model, inputs, inputs[:, :4]),
+                epochs=2,
+                callbacks=[*restores, hvd.callbacks.StopTogetherCallback()],
+            )
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
 """Ends training on all ranks at the same step."""
 
+from collections.abc import Sequence
+
 import keras
 import numpy as np
 
 from hvdtrain.collectives import ops
-from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.objects import name_ranks
+from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.collectives.transport import Max
-from hvdtrain.keras.variables import get_training_ranks
+from hvdtrain.keras.consistency import compute_checksum
+from hvdtrain.keras.variables import get_local_keys, get_training_ranks, variable_key
+from hvdtrain.sharding.shards import is_split_over_ranks
 
 
 class EverySteps:
@@ -52,6 +57,10 @@ class StopTogetherCallback(keras.callbacks.Callback):
     every `every_steps` steps one reduction finds out whether any rank of the
     optimizer's `process_set` has one, and if so, all of them stop.
 
+    When training ends, a callback may change the weights of its own rank:
+    `EarlyStopping(restore_best_weights=True)` on rank 0, say. All ranks then take the
+    weights of the first rank that has changed its own.
+
     Put it last in the list of callbacks. Callbacks that act only on the logs of an
     epoch need no more than `MetricAverageCallback` before them.
 
@@ -59,17 +68,24 @@ class StopTogetherCallback(keras.callbacks.Callback):
         every_steps: training steps from one reduction to the next; there is another
             one at the end of every epoch. None for that one only: a request within an
             epoch is not delayed, and must come from all ranks.
+
+    Raises:
+        ValueError: at the end of `fit`, on every rank, if only some of them have
+            changed their shards of a model that is sharded over ranks.
     """
 
     def __init__(self, every_steps: int | None = 100) -> None:
         super().__init__()
         self._is_due = EverySteps(every_steps) if every_steps is not None else None
         self._is_requested = False
+        # Of the weights at the end of the last epoch.
+        self._checksum: int | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         if self._is_due:
             self._is_due.reset()
         self._is_requested = False
+        self._checksum = None
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         if self._is_due is None:
@@ -81,6 +97,36 @@ class StopTogetherCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._is_requested |= bool(self.model.stop_training)
         self.model.stop_training = self._agree()
+        if self.model.stop_training or epoch + 1 == self.params["epochs"]:
+            self._checksum = compute_checksum(self._weights(is_trainable=True))
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        process_set = get_training_ranks(self.model.optimizer)
+        if not needs_communication(process_set):
+            return
+        checksum = compute_checksum(self._weights(is_trainable=True))
+        is_changed = self._checksum not in (None, checksum)
+        rows = ops.allgather(
+            np.array([[is_changed, checksum]], "int64"),
+            "WeightsAtEnd",
+            process_set=process_set,
+        )
+        flags, checksums = rows.numpy().T.tolist()
+        changed = [
+            rank for rank, flag in zip(process_set.ranks, flags, strict=True) if flag
+        ]
+        if is_split_over_ranks(self.model.variables):
+            _check_none_or_all(changed, process_set)
+        elif changed and len(set(checksums)) > 1:
+            weights = self._weights(is_trainable=False)
+            ops.broadcast_variables(weights, changed[0], process_set)
+
+    def _weights(self, *, is_trainable: bool) -> list[keras.Variable]:
+        """Return the weights that are not local, or the trainable ones of them."""
+        # The moving averages of `BatchNormalization` differ by rank.
+        model, local_keys = self.model, get_local_keys(self.model.optimizer)
+        weights = model.trainable_weights if is_trainable else model.weights
+        return [weight for weight in weights if variable_key(weight) not in local_keys]
 
     def _agree(self) -> bool:
         process_set = get_training_ranks(self.model.optimizer)
@@ -94,3 +140,13 @@ class StopTogetherCallback(keras.callbacks.Callback):
         )
         self._is_requested = bool(requests.numpy())
         return self._is_requested
+
+
+def _check_none_or_all(changed: Sequence[int], process_set: ProcessSet) -> None:
+    if 0 < len(changed) < process_set.size():
+        raise ValueError(
+            "Only some ranks have changed the weights of a sharded model at the end "
+            f"of training. Received: changes on {name_ranks(changed)}. Put callbacks "
+            "such as EarlyStopping(restore_best_weights=True) on every rank, after "
+            "hvd.callbacks.MetricAverageCallback()."
+        )
