@@ -50,13 +50,13 @@ def serve(address: channel.Address, slots: int = 1) -> None:
     Raises:
         OSError: the caller is not reached within a minute.
     """
-    connection, interfaces = channel.connect(address, timeout_seconds=_CONNECT_SECONDS)
     # Hosts may have one name; a host has another identity after each boot.
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
     host = socket.gethostname()
-    hello = channel.Hello(host_hash(salt=boot), host, slots, interfaces)
-    with connection:
-        _send(connection, hello)
+    hello = channel.Hello(host_hash(salt=boot), host, slots)
+    with channel.connect(
+        address, hello, timeout_seconds=_CONNECT_SECONDS
+    ) as connection:
         start = _receive(connection)
         if start is None:
             return

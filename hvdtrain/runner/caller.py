@@ -107,8 +107,7 @@ def _accept(
     deadline = time.monotonic() + timeout_seconds
     size = missing = placement.size
     while missing > 0:
-        is_waiting = not wait([listener.socket], _POLL_SECONDS)
-        if not is_waiting and (accepted := listener.accept()):
+        if accepted := listener.accept(timeout_seconds=_POLL_SECONDS):
             agent = _Agent(*accepted)
             missing -= agent.hello.slots
             yield agent

@@ -5,27 +5,20 @@ Both ends authenticate with the job's key before anything is unpickled.
 
 import contextlib
 import dataclasses
+import pickle
 import secrets
 import socket
-import struct
 import time
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 
 import psutil
 
+from hvdtrain import handshake
+
 LOOPBACK = "127.0.0.1"
-_HANDSHAKE_SECONDS = 10
 _RETRY_SECONDS = 0.2
-_CONNECT_SECONDS = 2.0
-# A host that is lost without a packet is noticed within 25 s, and within 60 s where
-# data is on the way.
-_TCP_OPTIONS = (
-    (socket.TCP_KEEPIDLE, 10),
-    (socket.TCP_KEEPINTVL, 5),
-    (socket.TCP_KEEPCNT, 3),
-    (socket.TCP_USER_TIMEOUT, 60_000),
-)
+# Until a host that is lost while data is on the way to it is noticed.
+_LOST_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +37,7 @@ class Address:
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first message of an agent.
+    """What an agent sends in its handshake.
 
     Attributes:
         host_hash: equal for the agents that share memory.
@@ -57,7 +50,7 @@ class Hello:
     host_hash: str
     host: str
     slots: int
-    interfaces: dict[str, str]
+    interfaces: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,48 +113,46 @@ class Listener:
 
     def __init__(self, *, is_local: bool) -> None:
         """Listen on the loopback interface if `is_local`, else on all interfaces."""
-        self.socket = socket.create_server((LOOPBACK if is_local else "", 0))
+        self._socket = handshake.listen(LOOPBACK if is_local else "")
         hosts = (LOOPBACK,) if is_local else _addresses()
-        port = self.socket.getsockname()[1]
-        self.address = Address(hosts, port, secrets.token_bytes(32))
+        port = self._socket.getsockname()[1]
+        key = secrets.token_bytes(handshake.KEY_BYTES)
+        self.address = Address(hosts, port, key)
+        self._acceptor = handshake.Acceptor(self._socket, key)
 
-    def accept(self) -> tuple[Connection, Hello] | None:
-        """Return the connection and first message; None without authentication."""
-        accepted, _ = self.socket.accept()
-        with contextlib.suppress(OSError, EOFError, AuthenticationError):
-            made = _authenticate(accepted, self.address.key, is_caller=True)
-            if made.poll(_HANDSHAKE_SECONDS):
-                return made, made.recv()
-            made.close()
+    def accept(self, *, timeout_seconds: float) -> tuple[Connection, Hello] | None:
+        """Return the connection and the hello of an agent; None at the timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while accepted := self._acceptor.accept(deadline - time.monotonic()):
+            # Agents first try which addresses they reach.
+            if accepted.greeting:
+                hello = pickle.loads(accepted.greeting)
+                return _connection(accepted.connection), hello
+            accepted.connection.close()
         return None
 
     def close(self) -> None:
         """Accept no more connections."""
-        self.socket.close()
+        self._acceptor.close()
+        self._socket.close()
 
 
-def connect(
-    address: Address, *, timeout_seconds: float
-) -> tuple[Connection, dict[str, str]]:
-    """Connect an agent to the caller.
-
-    Returns:
-        The connection, and `Hello.interfaces`.
+def connect(address: Address, hello: Hello, *, timeout_seconds: float) -> Connection:
+    """Connect an agent to the caller, which receives `hello` with its interfaces.
 
     Raises:
         OSError: the caller is not reached within `timeout_seconds`.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
-        made, interfaces = None, {}
+        interfaces = {}
         for host in address.hosts:
-            with contextlib.suppress(OSError, EOFError, AuthenticationError):
-                connection, interfaces[host] = _connect(host, address)
-                if made:
-                    connection.close()
-                made = made or connection
-        if made:
-            return made, interfaces
+            with contextlib.suppress(OSError), _connect(host, address) as tried:
+                interfaces[host] = _interface(tried.getsockname()[0])
+        greeting = pickle.dumps(dataclasses.replace(hello, interfaces=interfaces))
+        for host in interfaces:
+            with contextlib.suppress(OSError):
+                return _connection(_connect(host, address, greeting))
         if time.monotonic() > deadline:
             raise OSError(
                 f"{socket.gethostname()} cannot connect to the caller of hvdtrain.run "
@@ -171,36 +162,14 @@ def connect(
         time.sleep(_RETRY_SECONDS)
 
 
-def _connect(host: str, address: Address) -> tuple[Connection, str]:
-    connected = socket.create_connection((host, address.port), _CONNECT_SECONDS)
-    own, _ = connected.getsockname()
-    interface = _interface(own)
-    return _authenticate(connected, address.key, is_caller=False), interface
+def _connect(host: str, address: Address, greeting: bytes = b"") -> socket.socket:
+    return handshake.connect((host, address.port), address.key, greeting=greeting)
 
 
-def _authenticate(
-    connected: socket.socket, key: bytes, *, is_caller: bool
-) -> Connection:
-    connected.settimeout(None)
-    # A blocking read fails after this: a stranger may send nothing.
-    limit = struct.pack("ll", _HANDSHAKE_SECONDS, 0)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _TCP_OPTIONS:
-        connected.setsockopt(socket.IPPROTO_TCP, option, value)
-    shared = connected.dup()
-    with contextlib.ExitStack() as stack:
-        stack.callback(shared.close)
-        made = stack.enter_context(Connection(connected.detach()))
-        steps = [deliver_challenge, answer_challenge]
-        for step in steps if is_caller else reversed(steps):
-            step(made, key)
-        shared.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0)
-        )
-        shared.close()
-        stack.pop_all()
-        return made
+def _connection(connected: socket.socket) -> Connection:
+    milliseconds = int(_LOST_SECONDS * 1000)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    return Connection(connected.detach())
 
 
 def _addresses() -> tuple[str, ...]:

@@ -2,12 +2,17 @@
 
 import contextlib
 import itertools
+import secrets
 import socket
+import time
 from concurrent import futures
 
 import pytest
 
+from hvdtrain import handshake
 from hvdtrain.collectives.transport import links
+
+KEY = secrets.token_bytes(32)
 
 
 @contextlib.contextmanager
@@ -22,9 +27,7 @@ def connected(count, before=lambda listeners: None):
         addresses = [listener.address for listener in listeners]
         with futures.ThreadPoolExecutor(count) as pool:
             dialed = [
-                pool.submit(
-                    listener.connect, addresses, host=host, key=listeners[0].key
-                )
+                pool.submit(listener.connect, addresses, host=host, key=KEY)
                 for host, listener in enumerate(listeners)
             ]
         connections = [future.result() for future in dialed]
@@ -44,8 +47,9 @@ def assert_connected(connections):
             assert own[other].recv(2) == bytes([other, host])
 
 
-def test_each_host_is_connected_to_each():
-    with connected(3) as connections:
+@pytest.mark.parametrize("count", [3, 16])
+def test_each_host_is_connected_to_each(count):
+    with connected(count) as connections:
         assert_connected(connections)
 
 
@@ -53,25 +57,55 @@ def test_a_stranger_is_not_a_host():
     strangers = []
 
     def connect(listeners):
-        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(20)):
+        # Ten are silent: half of the others send too little, half too much.
+        for text in (*[b""] * 10, b"GET / HTTP/1.1\r\n\r\n", bytes(200)):
             made = socket.create_connection(listeners[0].address, timeout=10)
             made.sendall(text)
-            made.shutdown(socket.SHUT_WR)
             strangers.append(made)
 
+    start = time.monotonic()
     with connected(2, before=connect) as connections:
         assert_connected(connections)
+        # A silent one has delayed the hosts by a second.
+        assert time.monotonic() - start < 5
     for made in strangers:
         made.close()
 
 
-def test_a_host_that_does_not_come_is_an_error(monkeypatch):
-    monkeypatch.setattr(links, "_SECONDS", 0.1)
+def call(listener, number):
+    greeting = number.to_bytes(4, "big")
+    made = handshake.connect(listener.address, KEY, greeting=greeting)
+    made.settimeout(10)
+    return made
+
+
+@pytest.mark.parametrize("numbers", [[77], [0], [2**32 - 1], [1, 1]])
+def test_only_a_missing_host_is_accepted(numbers):
     with (
         contextlib.closing(links.PeerListener()) as listener,
-        pytest.raises(TimeoutError),
+        futures.ThreadPoolExecutor(1) as pool,
     ):
-        listener.connect([listener.address] * 2, host=0, key=listener.key)
+        made = pool.submit(listener.connect, [listener.address] * 3, host=0, key=KEY)
+        *_, refused = callers = [call(listener, number) for number in numbers]
+        # It has the key, and its number is out of range, or was accepted before.
+        assert refused.recv(1) == b""
+        callers += [call(listener, number) for number in {1, 2} - {*numbers}]
+        _, first, second = made.result()
+        assert {made.getpeername() for made in (first, second)} < {
+            caller.getsockname() for caller in callers
+        }
+        for connection in (first, second, *callers):
+            connection.close()
+
+
+def test_a_host_that_does_not_come_is_an_error(monkeypatch):
+    monkeypatch.setattr(links, "_SECONDS", 0.1)
+    with contextlib.closing(links.PeerListener()) as listener:
+        for host, error in ((0, "host 1, 2 did not connect in time"), (2, "refused")):
+            with handshake.listen("127.0.0.1") as closed:
+                gone = closed.getsockname()
+            with pytest.raises(OSError, match=error):
+                listener.connect([gone] * 3, host=host, key=KEY)
 
 
 def test_the_interface_is_that_of_gloo(monkeypatch):

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import os
+import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import native
+from hvdtrain import handshake, native
 from hvdtrain.collectives import dtypes, graph, threads
 from hvdtrain.collectives.transport import links, places, segment
 from hvdtrain.environment import is_elastic, quotas
@@ -161,7 +162,8 @@ def _negotiate() -> Connection:
             quotas=quotas(),
             address=listener.address if listener else ("", 0),
         )
-        key = listener.key if listener else ""
+        # The job uses the key of rank 0.
+        key = secrets.token_hex(handshake.KEY_BYTES)
         sent = (obstacle, dataclasses.asdict(mine), key)
         obstacles, received, keys = zip(*_gather(sent), strict=True)
         all_places = places.RankPlaces(
@@ -170,7 +172,9 @@ def _negotiate() -> Connection:
         obstacle = _first_obstacle(obstacles) or all_places.obstacle
         # All ranks take the same branch.
         if library and not obstacle:
-            dial = functools.partial(_dial, listener, all_places, keys[0])
+            dial = functools.partial(
+                _dial, listener, all_places, bytes.fromhex(keys[0])
+            )
             obstacle = _share(library.functions, all_places, dial)
     if obstacle or not library:
         return Connection(obstacle=obstacle)
@@ -181,7 +185,7 @@ def _negotiate() -> Connection:
 
 
 def _dial(
-    listener: links.PeerListener | None, all_places: places.RankPlaces, key: str
+    listener: links.PeerListener | None, all_places: places.RankPlaces, key: bytes
 ) -> list[links.Socket | None]:
     """Return connections to the peers on other hosts; none in a job of one host."""
     if not listener:

@@ -6,31 +6,19 @@ these are not encrypted.
 
 import contextlib
 import os
-import secrets
 import socket
-import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent import futures
 
 import psutil
 
-from hvdtrain.collectives.transport.places import Address
+from hvdtrain import handshake
+from hvdtrain.handshake import Address
 
 _SECONDS = 30.0
-# A peer sends its greeting at once.
-_GREETING_SECONDS = 1.0
-_KEY_BYTES = 16
-# What a rank sends first: the key of the job, and the number of its host.
-_GREETING = struct.Struct(f"{_KEY_BYTES}si")
-# A host that is lost while nothing is on the way to it is noticed within 25 s; in the
-# other case by links.cc.
-_OPTIONS = (
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-)
+_RETRY_SECONDS = 0.2
+_MAX_CALLS = 32
 
 Socket = socket.socket
 
@@ -44,70 +32,83 @@ class PeerListener:
         Raises:
             OSError: the interface has no address.
         """
-        address = _own_address()
-        self._socket = socket.create_server(
-            (address, 0), family=_family(address), backlog=1024
-        )
+        self._socket = handshake.listen(_own_address())
         self.address: Address = self._socket.getsockname()[:2]
-        # The job uses the key of rank 0.
-        self.key = secrets.token_hex(_KEY_BYTES)
 
     def connect(
-        self, addresses: Sequence[Address], *, host: int, key: str
+        self, addresses: Sequence[Address], *, host: int, key: bytes
     ) -> list[Socket | None]:
         """Return a connection to each host, None in place of this one's. A collective.
 
         Args:
             addresses: of the peers' listeners, by host.
             host: number of this rank's host, which connects to those before it.
-            key: of the job.
+            key: of the job; both ends of a connection prove that they have it.
 
         Raises:
             OSError: a peer was not reached within half a minute.
         """
-        connections: list[Socket | None] = [None] * len(addresses)
         deadline = time.monotonic() + _SECONDS
-        with contextlib.ExitStack() as stack:
-            for other in range(host):
-                made = socket.create_connection(addresses[other], _SECONDS)
-                connections[other] = stack.enter_context(made)
-                made.sendall(_GREETING.pack(bytes.fromhex(key), host))
-            missing = len(addresses) - host - 1
-            while missing:
-                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                made, _ = self._socket.accept()
-                caller = _caller(made, key)
-                if caller is None:
-                    made.close()
-                    continue
-                connections[caller] = stack.enter_context(made)
-                missing -= 1
-            stack.pop_all()
-        for made in filter(None, connections):
-            for option in _OPTIONS:
-                made.setsockopt(*option)
-            made.setblocking(False)
+        connections: list[Socket | None] = [None] * len(addresses)
+        with contextlib.ExitStack() as on_error:
+            # Threads: a peer answers a call only while it accepts calls itself.
+            with futures.ThreadPoolExecutor(_MAX_CALLS) as pool:
+                calls = [
+                    pool.submit(_call, address, host, key, deadline, on_error)
+                    for address in addresses[:host]
+                ]
+                later = set(range(host + 1, len(addresses)))
+                for number, made in self._accept(later, key, deadline):
+                    connections[number] = on_error.enter_context(made)
+            connections[:host] = [call.result() for call in calls]
+            on_error.pop_all()
+        for connection in filter(None, connections):
+            connection.setblocking(False)
         return connections
+
+    def _accept(
+        self, missing: set[int], key: bytes, deadline: float
+    ) -> Iterator[tuple[int, Socket]]:
+        """Yield the number and the connection of each missing host."""
+        with contextlib.closing(handshake.Acceptor(self._socket, key)) as acceptor:
+            while missing:
+                accepted = acceptor.accept(deadline - time.monotonic())
+                if not accepted:
+                    numbers = ", ".join(map(str, sorted(missing)))
+                    raise TimeoutError(f"host {numbers} did not connect in time")
+                number = int.from_bytes(accepted.greeting, "big")
+                if number in missing:
+                    missing.remove(number)
+                    yield number, accepted.connection
+                else:
+                    accepted.connection.close()
 
     def close(self) -> None:
         """Accept no more connections."""
         self._socket.close()
 
 
-def _caller(made: Socket, key: str) -> int | None:
-    """Return the host of a new connection; None for one that is not of the job."""
-    made.settimeout(_GREETING_SECONDS)
-    received = b""
-    with contextlib.suppress(OSError):
-        while len(received) < _GREETING.size:
-            part = made.recv(_GREETING.size - len(received))
-            if not part:
-                return None
-            received += part
-        sent, host = _GREETING.unpack(received)
-        if secrets.compare_digest(sent, bytes.fromhex(key)):
-            return int(host)
-    return None
+def _call(
+    address: Address,
+    host: int,
+    key: bytes,
+    deadline: float,
+    on_error: contextlib.ExitStack,
+) -> Socket:
+    greeting = host.to_bytes(4, "big")
+    while True:
+        seconds = deadline - time.monotonic()
+        try:
+            made = handshake.connect(
+                address, key, greeting=greeting, timeout_seconds=seconds
+            )
+            return on_error.enter_context(made)
+        except OSError as error:
+            # A host that is loaded, or has many callers, may be too late for one try.
+            is_late = isinstance(error, TimeoutError | ConnectionResetError)
+            if not is_late or seconds <= 0:
+                raise OSError(f"{address[0]}, port {address[1]}: {error}") from error
+        time.sleep(_RETRY_SECONDS)
 
 
 def _own_address() -> str:
@@ -121,7 +122,3 @@ def _own_address() -> str:
             if entry.family == family and "%" not in entry.address:
                 return entry.address
     raise OSError(f"the network interface {interface} has no IP address")
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -4,8 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-# IP address and port.
-Address = tuple[str, int]
+from hvdtrain.handshake import Address
 
 
 @dataclasses.dataclass(frozen=True)
