@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 STALL_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+JOB_SECRET = "HOROVOD_JOB_SECRET"
 
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
@@ -31,6 +32,8 @@ HOROVOD_VARIABLES = {
     "job.start sets 0.1.",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "1: a script that calls hvd.init may make meshes.",
     "HOROVOD_GPU_OPERATIONS": "NCCL: python -m hvdtrain.install builds for GPUs.",
+    JOB_SECRET: "Key that signs what the processes of a job send each other: see "
+    "SECURITY.md. horovodrun and hvdtrain.run set it.",
     "HOROVOD_STALL_CHECK_DISABLE": "1: no limits for stalled collectives.",
     STALL_CHECK: "Seconds until a warning names the ranks that do not call a "
     "collective.",
@@ -79,6 +82,11 @@ def stall_limits() -> StallLimits:
         float(os.environ.get(STALL_CHECK) or HOROVOD_LIMITS.check_seconds),
         float(os.environ.get(STALL_SHUTDOWN) or HOROVOD_LIMITS.shutdown_seconds),
     )
+
+
+def job_secret() -> bytes:
+    """Return the secret of this job; empty where the launcher makes none."""
+    return os.environ.get(JOB_SECRET, "").encode()
 
 
 def is_elastic() -> bool:

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
-import cloudpickle
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives import transport
+from hvdtrain.collectives import pickles, transport
 from hvdtrain.collectives.process_sets import (
     ProcessSet,
     check_root,
@@ -40,15 +39,21 @@ def broadcast_object(
         name: name of the operation. Ranks are matched by it inside a `tf.function`,
             and by the order of their calls outside.
         process_set: the ranks that take part.
+
+    Raises:
+        pickle.PicklingError: on every rank, if the object cannot be pickled.
+        RuntimeError: the object is not signed with the secret of the job.
     """
     _check_no_session(session)
     name = name or "broadcast_object"
     check_root(root_rank, process_set)
-    is_root = process_set.rank() == list(process_set.ranks).index(root_rank)
-    data = cloudpickle.dumps(obj) if is_root else b""
-    return cloudpickle.loads(
-        b"".join(transport.allgather_bytes(data, name=name, process_set=process_set))
-    )
+    data = b""
+    if process_set.rank() == list(process_set.ranks).index(root_rank):
+        operation = "broadcast_object"
+        data, _ = pickles.dumps(obj, sender=process_set.rank(), operation=operation)
+    received = transport.allgather_bytes(data, name=name, process_set=process_set)
+    [obj] = _load_all(received, "broadcast_object")
+    return obj
 
 
 def broadcast_object_fn(
@@ -72,15 +77,15 @@ def allgather_object(
 ) -> list[T]:
     """Return all ranks' `obj`, in the order of ranks. A collective.
 
-    `broadcast_object` describes the arguments.
+    `broadcast_object` describes the arguments and the errors.
     """
     _check_no_session(session)
+    operation = "allgather_object"
+    data, _ = pickles.dumps(obj, sender=process_set.rank(), operation=operation)
     gathered = transport.allgather_bytes(
-        cloudpickle.dumps(obj),
-        name=name or "allgather_object",
-        process_set=process_set,
+        data, name=name or operation, process_set=process_set
     )
-    return [cloudpickle.loads(data) for data in gathered]
+    return _load_all(gathered, operation)
 
 
 def gather_object(obj: T, *, name: str) -> list[T] | None:
@@ -89,15 +94,26 @@ def gather_object(obj: T, *, name: str) -> list[T] | None:
     It saves the memory and the traffic of `allgather_object`.
     """
     size, rank = global_process_set.size(), global_process_set.rank()
-    received = _exchange([cloudpickle.dumps(obj)] + [b""] * (size - 1), name=name)
-    return [cloudpickle.loads(data) for data in received] if rank == 0 else None
+    data, is_pickled = pickles.dumps(obj, sender=rank, operation="gather_object")
+    # A failure is raised on all ranks.
+    sent = [data] + [b"" if is_pickled else data] * (size - 1)
+    objs = _load_all(_exchange(sent, name=name), "gather_object")
+    return objs if rank == 0 else None
 
 
 def scatter_object(objs: Sequence[T], *, name: str) -> T:
     """Return item `r` of rank 0's `objs` on each rank `r`. A collective."""
     size, rank = global_process_set.size(), global_process_set.rank()
-    sent = list(map(cloudpickle.dumps, objs)) if rank == 0 else [b""] * size
-    return cloudpickle.loads(_exchange(sent, name=name)[0])
+    sent = [b""] * size
+    if rank == 0:
+        dumped = [
+            pickles.dumps(obj, sender=0, operation="scatter_object") for obj in objs
+        ]
+        sent = [data for data, _ in dumped]
+        failures = [data for data, is_pickled in dumped if not is_pickled]
+        if failures:
+            sent = failures[:1] * size
+    return _load_all(_exchange(sent, name=name), "scatter_object")[0]
 
 
 def group_by_value(
@@ -155,11 +171,19 @@ def exchange_arrays(
 
 def _exchange(sent: list[bytes], *, name: str) -> list[bytes]:
     """Send item `r` to each rank `r`; return what each rank has sent to this one."""
-    # Words of eight bytes, since MPI counts in 32 bits. The padding is not read: a
-    # pickle has its own end.
-    words = [np.frombuffer(data + bytes(-len(data) % 8), np.int64) for data in sent]
+    # Words of eight bytes, since MPI counts in 32 bits.
+    words = [np.frombuffer(data, np.int64) for data in sent]
     received = exchange_arrays(words, list(map(len, words)), name=name)
     return [array.tobytes() for array in received]
+
+
+def _load_all(data_by_rank: Sequence[bytes], operation: str) -> list[Any]:
+    """Return the objects of the ranks that have sent one to this rank."""
+    return [
+        pickles.loads(data, sender=sender, operation=operation)
+        for sender, data in enumerate(data_by_rank)
+        if data
+    ]
 
 
 def _check_no_session(session: None) -> None:

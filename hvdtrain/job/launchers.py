@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import metadata
 
-from hvdtrain.environment import is_elastic
+from hvdtrain.environment import JOB_SECRET, is_elastic
 from hvdtrain.job.world import SharedJobError
 
 # Launcher, variable of the number of ranks, variable of the rank. The inner launcher
@@ -103,7 +103,7 @@ def is_gloo(environ: Mapping[str, str]) -> bool:
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables that make a process a rank of a job."""
-    prefixes = (*_RENDEZVOUS, *_RANK)
+    prefixes = (*_RENDEZVOUS, *_RANK, JOB_SECRET)
     return {k: value for k, value in environ.items() if not k.startswith(prefixes)}
 
 

@@ -6,6 +6,7 @@ native code, and leave nothing in the engine's process, which may be used again.
 
 import contextlib
 import dataclasses
+import hmac
 import os
 import pathlib
 import pickle
@@ -21,6 +22,7 @@ from typing import IO
 
 from horovod.runner.common.util.host_hash import host_hash
 
+from hvdtrain.environment import JOB_SECRET
 from hvdtrain.flight import descendants
 from hvdtrain.job import launchers
 from hvdtrain.runner import channel
@@ -60,12 +62,19 @@ def serve(address: channel.Address, slots: int = 1) -> None:
         start = _receive(connection)
         if start is None:
             return
+        secret = {JOB_SECRET: job_secret(address)}
+        with_secret = tuple(each | secret for each in start.environments)
         try:
-            _run_ranks(connection, start)
+            _run_ranks(connection, dataclasses.replace(start, environments=with_secret))
         except OSError as error:
             _send(connection, channel.Failed(str(error)))
         # Block until the caller ends the job or closes the connection.
         _receive(connection)
+
+
+def job_secret(address: channel.Address) -> str:
+    """Return the secret of the ranks, which is derived from the key and never sent."""
+    return hmac.digest(address.key, b"secret of the ranks", "sha256").hex()
 
 
 def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:

@@ -17,6 +17,7 @@ from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from hvdtrain.runner import channel
+from hvdtrain.runner.agent import job_secret
 from hvdtrain.runner.channel import Outcome
 from hvdtrain.runner.engine import Engine, PlacedAgents, RunError
 
@@ -63,9 +64,10 @@ def run_once(
             agents.append(agent)
         plan = _assign(agents, placement.size)
         address = _common_address(agents, listener.address.hosts)
-        port = stack.enter_context(_rendezvous(plan, is_local=engine.is_local))
+        secret = job_secret(listener.address)
+        store = stack.enter_context(_rendezvous(plan, secret, is_local=engine.is_local))
         for agent in agents:
-            agent.start(payload, address, port)
+            agent.start(payload, address, store.server_port)
         return _Job(agents, placement.size).results()
 
 
@@ -157,22 +159,19 @@ def _common_address(agents: Sequence[_Agent], hosts: Sequence[str]) -> str:
     )
 
 
-class _Handler(RendezvousHandler):
-    def do_HEAD(self) -> None:  # noqa: N802
-        # The base class would answer with files of the working directory.
-        self.send_error(501)
-
-
 @contextlib.contextmanager
-def _rendezvous(plan: list[SlotInfo], *, is_local: bool) -> Iterator[int]:
-    """Serve Horovod's rendezvous, and yield its port."""
+def _rendezvous(
+    plan: list[SlotInfo], secret: str, *, is_local: bool
+) -> Iterator[RendezvousHTTPServer]:
+    """Serve Horovod's rendezvous to ranks with the secret."""
     host = channel.LOOPBACK if is_local else ""
-    server = RendezvousHTTPServer((host, 0), _Handler, 0)
+    server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
+    server.secret = secret.encode()
     server.init(plan)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield server.server_port
+        yield server
     finally:
         server.shutdown()
         thread.join()

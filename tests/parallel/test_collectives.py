@@ -6,6 +6,8 @@ rank's input, adds the losses up, and differentiates the sum.
 
 import contextlib
 import functools
+import pickle
+import threading
 import time
 
 import horovod.tensorflow as raw
@@ -15,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.collectives import transport
+from hvdtrain.collectives import objects, transport
 
 RANK, SIZE = hvd.rank(), hvd.size()
 
@@ -332,6 +334,38 @@ def test_objects_of_different_types_on_different_ranks():
     mine = [RANK] if RANK % 2 else {"rank": RANK}
     expected = [[r] if r % 2 else {"rank": r} for r in range(SIZE)]
     assert hvd.allgather_object(mine) == expected
+
+
+# The last rank's object, or the item for it, is the lock.
+OBJECT_OPERATIONS = {
+    "allgather_object": lambda obj: hvd.allgather_object(obj),
+    "broadcast_object": lambda obj: hvd.broadcast_object(obj, SIZE - 1),
+    "gather_object": lambda obj: objects.gather_object(obj, name="gathered"),
+}
+
+
+def check_refused(operation, rank, call):
+    error = rf"^{operation}: rank {rank} cannot pickle its object: .*_thread.lock"
+    with pytest.raises(pickle.PicklingError, match=error):
+        call()
+    # The next call is matched with the next one of the others.
+    expected = [f"next {rank}" for rank in range(SIZE)]
+    assert hvd.allgather_object(f"next {RANK}") == expected
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("operation", OBJECT_OPERATIONS)
+def test_an_object_that_cannot_be_pickled_is_an_error_on_all_ranks(operation):
+    obj = threading.Lock() if RANK == SIZE - 1 else RANK
+    call = OBJECT_OPERATIONS[operation]
+    check_refused(operation, SIZE - 1, functools.partial(call, obj))
+
+
+@pytest.mark.ranks
+def test_an_item_that_cannot_be_pickled_is_an_error_on_all_ranks():
+    items = [*range(SIZE - 1), threading.Lock()]
+    scatter = functools.partial(objects.scatter_object, items, name="scattered")
+    check_refused("scatter_object", 0, scatter)
 
 
 BFLOAT16_ON_THE_WIRE = [

@@ -1,0 +1,118 @@
+"""A process that is not of the job tries to enter it as a rank, and is refused."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+# Rank 1 comes late, so that its place is free.
+PROGRAM = """
+import os, pathlib, sys, time
+
+def train(folder):
+    import hvdtrain.keras as hvd
+
+    names = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+    folder = pathlib.Path(folder)
+    if os.environ["HOROVOD_RANK"] == "0":
+        address = folder / "address"
+        address.with_suffix(".new").write_text(" ".join(os.environ[n] for n in names))
+        address.with_suffix(".new").rename(address)
+    else:
+        deadline = time.monotonic() + 200
+        while not (folder / "tried").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    hvd.init()
+    secret = os.environ["HOROVOD_JOB_SECRET"].encode()
+    assert len(secret) == 64
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert secret not in path.read_bytes(), path
+        except OSError:
+            pass
+    return hvd.allgather_object(f"rank {hvd.rank()}")
+
+if __name__ == "__main__":
+    if sys.argv[2] == "run":
+        import hvdtrain
+        print(hvdtrain.run(train, args=[sys.argv[1]], np=2)[0])
+    else:
+        print(train(sys.argv[1]))
+"""
+# As another user, where this one may choose.
+STRANGER = """
+import encodings.idna, http.client, os, sys
+if not os.getuid():
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+host, port = sys.argv[1:]
+signed = {"X-Horovod-Nonce": "1", "X-Horovod-Digest": "1", "X-Horovod-Signature": "1"}
+for headers in {}, signed:
+    for method in "GET", "PUT", "DELETE", "HEAD", "POST":
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        connection.request(method, "/global/1", b"an address", headers)
+        print(connection.getresponse().status)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["gloo", "alone"], ids=["horovodrun", "run"])
+def test_a_process_without_the_secret_does_not_enter_a_job(start, tmp_path, launcher):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    mode = "run" if launcher == "alone" else "horovodrun"
+    job = start(
+        [str(tmp_path), mode],
+        launcher=launcher,
+        program=[sys.executable, str(program)],
+        environment={"HOROVOD_JOB_SECRET": "of another job"},
+    )
+    address = tmp_path / "address"
+    job.wait_until(address.exists, "the address")
+    host, port = address.read_text().split()
+    # It sends nothing, and blocks nobody.
+    with socket.create_connection((host, int(port)), timeout=60):
+        assert statuses_of_stranger(host, port) == ["403"] * 10
+        text = end_of_stranger(host, port)
+        assert "The rendezvous refuses this process" in text
+        (tmp_path / "tried").touch()
+        job.wait()
+    assert job.returncode == 0, job.text
+    assert "['rank 0', 'rank 1']" in job.lines
+
+
+def statuses_of_stranger(host, port):
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", STRANGER, host, port],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def end_of_stranger(host, port):
+    """Return what a rank of Horovod prints that has all variables but the secret."""
+    variables = {
+        **{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1"},
+        **{"HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CONTROLLER": "gloo"},
+        **{"HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo"},
+        **{"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": port},
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "import horovod.tensorflow as hvd; hvd.init()"],
+        env={"PATH": os.environ["PATH"], "HOME": str(pathlib.Path.home())} | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    return done.stderr
