@@ -12,12 +12,17 @@ from typing import NamedTuple
 STALL_CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 JOB_SECRET = "HOROVOD_JOB_SECRET"
+INIT_TIMEOUT = "HVDTRAIN_INIT_TIMEOUT_SECONDS"
+INIT_REPORT = "HVDTRAIN_INIT_REPORT_SECONDS"
 
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
     "HVDTRAIN_BIND": "0: ranks are not bound to their share of the cores of the node.",
     "HVDTRAIN_CACHE_DIR": "Directory of built wheels, data and indexes of files; by "
     "default hvdtrain in XDG_CACHE_HOME, or ~/.cache/hvdtrain.",
+    INIT_REPORT: "Seconds until a line names the ranks that the others wait for in "
+    "hvd.init; 60 by default.",
+    INIT_TIMEOUT: "Seconds that ranks wait for the others in hvd.init; 300 by default.",
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",
     "HVDTRAIN_REDUCTION": "auto: gradients are reduced in shared memory within a "
@@ -82,6 +87,26 @@ def stall_limits() -> StallLimits:
         float(os.environ.get(STALL_CHECK) or HOROVOD_LIMITS.check_seconds),
         float(os.environ.get(STALL_SHUTDOWN) or HOROVOD_LIMITS.shutdown_seconds),
     )
+
+
+class InitLimits(NamedTuple):
+    """How long ranks wait in `hvd.init` for one that does not call it."""
+
+    report_seconds: float
+    timeout_seconds: float
+
+
+def init_limits() -> InitLimits:
+    """Return the limits of `hvd.init`; raise a ValueError for a wrong variable."""
+    return InitLimits(_seconds(INIT_REPORT, 60), _seconds(INIT_TIMEOUT, 300))
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ValueError(f"Received {name}={text}; expected seconds.") from None
 
 
 def job_secret() -> bytes:

@@ -18,7 +18,7 @@ from hvdtrain import environment
 from hvdtrain.collectives import transport
 from hvdtrain.environment import is_elastic
 from hvdtrain.flight import member
-from hvdtrain.job import launchers, membership
+from hvdtrain.job import launchers, membership, rendezvous
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
 from hvdtrain.job.world import JobError, MeshShape, SharedJobError, World
@@ -33,6 +33,7 @@ def init(*args: object, **kwargs: object) -> None:
     that is not set; by Horovod's default they block for ever. If a script does not
     catch the error, its cause is printed in place of the traceback.
     """
+    is_first = not hvd.is_initialized()
     environment.set_default_stall_limits(environment.SCRIPT_LIMITS)
     explain_failed_collectives()
     _skip_destructors_in_forks()
@@ -41,6 +42,8 @@ def init(*args: object, **kwargs: object) -> None:
     if launched.launcher:
         # Before Horovod starts, which may block.
         membership.join(rank=launched.rank, size=launched.size)
+    if is_first and launchers.is_gloo(os.environ) and not is_elastic():
+        rendezvous.wait_for_ranks(rank=launched.rank, size=launched.size)
     _record()
     with recorder.collective("hvd.init", "init", size_bytes=0, is_of_all_ranks=False):
         hvd.init(*args, **kwargs)

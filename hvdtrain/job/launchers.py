@@ -23,6 +23,8 @@ _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 _RANK = ("HOROVOD_RANK", "HOROVOD_SIZE")
 # Variables with the address at which the ranks of a job under Gloo find each other.
 GLOO_RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+# Scope of the launcher's store in which ranks report those that they waited for.
+LATE_RANKS = "late"
 # Variable that is set in a job of the scheduler.
 SCHEDULERS = {
     "Slurm": "SLURM_JOB_ID",

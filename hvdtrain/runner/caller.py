@@ -16,6 +16,7 @@ from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assign
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+from hvdtrain.job import launchers
 from hvdtrain.runner import channel
 from hvdtrain.runner.agent import job_secret
 from hvdtrain.runner.channel import Outcome
@@ -46,7 +47,7 @@ class RankError(RunError):
 
 
 class LostRankError(RankError):
-    """The process of a rank, or its agent, has ended without a result."""
+    """The process of a rank, or its agent, has ended or is late, without a result."""
 
 
 def run_once(
@@ -68,7 +69,11 @@ def run_once(
         store = stack.enter_context(_rendezvous(plan, secret, is_local=engine.is_local))
         for agent in agents:
             agent.start(payload, address, store.server_port)
-        return _Job(agents, placement.size).results()
+        try:
+            return _Job(agents, placement.size).results()
+        except RankError:
+            _check_late(store)
+            raise
 
 
 @dataclasses.dataclass(eq=False)
@@ -176,6 +181,12 @@ def _rendezvous(
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _check_late(store: RendezvousHTTPServer) -> None:
+    """Raise the error of a rank that the others have waited for in `hvd.init`."""
+    for rank, text in store.cache.get(launchers.LATE_RANKS, {}).items():
+        raise LostRankError(text.decode(), rank=int(rank))
 
 
 def _stop(agents: Sequence[_Agent]) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import re
 
@@ -70,6 +71,8 @@ def test_all_variables_that_are_read_are_listed():
     for path in SOURCES:
         calls = r"environ(?:\.get\(|\.setdefault\(|\[)\"(HVDTRAIN_\w+)\""
         read |= set(re.findall(calls, path.read_text()))
+    limits = re.findall(r"_seconds\(([A-Z_]+),", inspect.getsource(environment))
+    read |= {getattr(environment, name) for name in limits}
     assert read == set(environment.VARIABLES)
 
 
