@@ -18,7 +18,7 @@ from hvdtrain import environment
 from hvdtrain.collectives import transport
 from hvdtrain.environment import is_elastic
 from hvdtrain.flight import member
-from hvdtrain.job import launchers, membership, rendezvous
+from hvdtrain.job import init_checks, launchers, membership, rendezvous
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
 from hvdtrain.job.world import JobError, MeshShape, SharedJobError, World
@@ -34,6 +34,8 @@ def init(*args: object, **kwargs: object) -> None:
     catch the error, its cause is printed in place of the traceback.
     """
     is_first = not hvd.is_initialized()
+    if is_first:
+        init_checks.check()
     environment.set_default_stall_limits(environment.SCRIPT_LIMITS)
     explain_failed_collectives()
     _skip_destructors_in_forks()
