@@ -18,6 +18,7 @@ from hvdtrain.diagnosis.finding import (
     run,
     warning,
 )
+from hvdtrain.environment import JOB_SECRET
 from hvdtrain.job.launchers import SCHEDULERS
 
 _SET_BY_USERS = ("HOROVOD_", "OMPI_MCA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_")
@@ -65,7 +66,9 @@ def check_scheduler(environ: Mapping[str, str]) -> Finding:
 
 def check_variables(environ: Mapping[str, str]) -> Finding:
     """List the variables that change how Horovod and the MPI behave."""
-    named = sorted(name for name in environ if name.startswith(_SET_BY_USERS))
+    # The output is sent to others.
+    shown = set(environ) - {JOB_SECRET}
+    named = sorted(name for name in shown if name.startswith(_SET_BY_USERS))
     if not named:
         return fine("variables", "none that change Horovod or the MPI")
     return fine("variables", ", ".join(f"{name}={environ[name]}" for name in named))

@@ -14,6 +14,7 @@ GLOO_LOSSES: Mapping[tuple[int, ...], str] = {
     (24,): "under Gloo, a reducescatter makes a later large broadcast time out",
     (25,): "under Gloo, hvd.init() after hvd.shutdown() may abort",
     (21,): "elastic jobs on one host need --network-interface",
+    (32,): "under Gloo, a rank that calls hvd.init() 30 s late makes the others abort",
 }
 LOSSES: Mapping[tuple[int, ...], str] = {
     (6, 19): "horovodrun that is stopped leaves ranks no time for a checkpoint",
@@ -26,6 +27,7 @@ LOSSES: Mapping[tuple[int, ...], str] = {
     (26,): "Horovod may need the processor on which it was built",
     (27,): "horovodrun needs ssh or rsh, also for ranks on one host",
     (30,): "SIGQUIT ends horovodrun, and no rank prints where it is",
+    (31, 33): "processes of other users can enter a job and execute code in its ranks",
 }
 BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28, 29)
 

@@ -137,6 +137,7 @@ def test_other_schedulers(environ, detail):
 
 def test_variables_that_users_set_are_listed():
     environ = {"HOROVOD_CYCLE_TIME": "5", "HOME": "/root", "NCCL_DEBUG": "INFO"}
+    environ["HOROVOD_JOB_SECRET"] = "of a job"
     detail = cluster.check_variables(environ).detail
     assert detail == "HOROVOD_CYCLE_TIME=5, NCCL_DEBUG=INFO"
 

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from horovod.runner.common.util import hosts
+from horovod.runner.common.util import hosts, network
 from horovod.runner.http import http_client, http_server
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -125,6 +125,20 @@ def test_connections_of_strangers_end_and_delay_nobody(store, monkeypatch):
                 stranger.sendall(b"a")
                 send(store, "PUT", body=b"value")
                 assert time.monotonic() - began < 60
+
+
+def test_a_silent_connection_does_not_keep_a_service_from_its_end(monkeypatch):
+    monkeypatch.setattr(network, "REQUEST_TIMEOUT_S", 1)
+    service = network.BasicService("service", b"key", nics=["lo"])
+    address = HOST, service.get_port()
+    with socket.create_connection(address, timeout=60) as stranger:
+        stranger.sendall(b"a")
+        thread = threading.Thread(target=service.shutdown, daemon=True)
+        # A client with the key is served beside it.
+        network.BasicClient("service", {"lo": [address]}, b"key", verbose=0)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def _has_ended(connection):
