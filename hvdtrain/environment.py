@@ -14,12 +14,17 @@ STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 JOB_SECRET = "HOROVOD_JOB_SECRET"
 INIT_TIMEOUT = "HVDTRAIN_INIT_TIMEOUT_SECONDS"
 INIT_REPORT = "HVDTRAIN_INIT_REPORT_SECONDS"
+DEADLOCK = "HVDTRAIN_DEADLOCK_SECONDS"
+# Variables with seconds.
+LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK)
 
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
     "HVDTRAIN_BIND": "0: ranks are not bound to their share of the cores of the node.",
     "HVDTRAIN_CACHE_DIR": "Directory of built wheels, data and indexes of files; by "
     "default hvdtrain in XDG_CACHE_HOME, or ~/.cache/hvdtrain.",
+    DEADLOCK: "Seconds until a job ends whose ranks wait for a collective that another "
+    "rank will never call, as a roll call shows; 120 by default, 0 for never.",
     INIT_REPORT: "Seconds until a line names the ranks that the others wait for in "
     "hvd.init; 60 by default.",
     INIT_TIMEOUT: "Seconds that ranks wait for the others in hvd.init; 300 by default.",
@@ -74,9 +79,17 @@ BENCHMARK_LIMITS = StallLimits(600, 1800)
 
 
 def set_default_stall_limits(limits: StallLimits) -> None:
-    """Set the limits that the user has not set, before Horovod starts."""
-    os.environ.setdefault(STALL_CHECK, str(limits.check_seconds))
+    """Set the limits that the user has not set, before Horovod starts.
+
+    Horovod ignores the second limit where the first is longer.
+    """
     os.environ.setdefault(STALL_SHUTDOWN, str(limits.shutdown_seconds))
+    check_seconds = limits.check_seconds
+    with contextlib.suppress(ValueError):
+        shutdown_seconds = float(os.environ[STALL_SHUTDOWN])
+        if shutdown_seconds > 0:
+            check_seconds = min(check_seconds, shutdown_seconds / 2)
+    os.environ.setdefault(STALL_CHECK, f"{check_seconds:g}")
 
 
 def stall_limits() -> StallLimits:
@@ -99,6 +112,11 @@ class InitLimits(NamedTuple):
 def init_limits() -> InitLimits:
     """Return the limits of `hvd.init`; raise a ValueError for a wrong variable."""
     return InitLimits(_seconds(INIT_REPORT, 60), _seconds(INIT_TIMEOUT, 300))
+
+
+def deadlock_seconds() -> float:
+    """Return how long ranks wait for what cannot come; 0 for as long as for others."""
+    return _seconds(DEADLOCK, 120)
 
 
 def _seconds(name: str, default: float) -> float:

@@ -15,6 +15,7 @@ from hvdtrain.flight.stacks import Place, find_place
 
 # Number of the system call `tgkill`, for which older glibc has no function.
 _TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine)
+_SHOWN_WORDS = 3
 # A collective takes less than this where no rank is late.
 WAIT_SECONDS = 1.0
 
@@ -50,12 +51,14 @@ class Answer:
 
     Attributes:
         state: "running"; "stopped", as by SIGSTOP; "silent", where the process exists
-            and its stacks cannot be read; "left", by Python's exit; "ended" otherwise.
+            and its stacks cannot be read; "done" and "left", by Python's exit in a job
+            that has not failed and in one that has; "ended" otherwise.
         cause: why it has left or ended, in words that follow "rank 1 on host".
         phase: of `ring.PHASES`, empty without a ring.
         seconds: in the collective that it is in, or else in its phase.
         step: that it takes, from 1; 0 where nothing counts steps.
         number: of the last collective of all ranks that it has entered.
+        fits: trainings by Keras' `fit` that it has ended.
         in_flight: the collective that it is in.
         stacks: of all threads, as `faulthandler` writes them.
         collectives: the last ones, the oldest first, timed by its host's clock.
@@ -68,6 +71,7 @@ class Answer:
     seconds: float = 0.0
     step: int = 0
     number: int = 0
+    fits: int = 0
     in_flight: Collective | None = None
     stacks: str = ""
     collectives: tuple[Collective, ...] = ()
@@ -120,6 +124,7 @@ def observe(
         seconds=max(0.0, time.monotonic() - since),
         step=records.step,
         number=records.number,
+        fits=records.fits,
         in_flight=in_flight,
         collectives=records.collectives,
     )
@@ -143,6 +148,15 @@ def handles(pid: int, number: int) -> bool:
         return False
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def command(pid: int) -> str:
+    """Return the first words of the command line of a process."""
+    try:
+        words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return b" ".join(words[:_SHOWN_WORDS]).decode(errors="replace").strip()
 
 
 def request_stacks(pid: int, *, thread: int) -> None:

@@ -9,7 +9,7 @@ from hvdtrain.flight.ring import Collective
 # Ranks that are described one by one; the others are counted.
 _SHOWN = 3
 # States of ranks whose process has ended.
-_LOST = ("ended", "left")
+_LOST = ("ended", "left", "done")
 _PHASE_TEXTS = {
     "": "",
     "script": "",
@@ -115,12 +115,7 @@ def _describe_waiting(waiting: Sequence[Answer]) -> str:
     kinds = {(a.in_flight.name, a.in_flight.operation) for a in waiting if a.in_flight}
     seconds = min(answer.seconds for answer in waiting)
     if len(kinds) == 1 and count < waiting[0].member.size:
-        has = "has" if len(waiting) == 1 else "have"
-        return (
-            f"{_ranks([a.member.rank for a in waiting])} {has} been in "
-            f"{_in(waiting[0])} for {seconds:.0f} s{_at(waiting[0])}. A rank that is "
-            "late is on another host, or has not started."
-        )
+        return _describe_missing(waiting, seconds)
     if len(kinds) == 1:
         return (
             f"All {len(waiting)} ranks have been in {_in(waiting[0])} for "
@@ -133,6 +128,18 @@ def _describe_waiting(waiting: Sequence[Answer]) -> str:
     return (
         f"Deadlock: for {seconds:.0f} s the ranks wait in different collectives, which "
         f"they call in different orders: {listed}."
+    )
+
+
+def _describe_missing(waiting: Sequence[Answer], seconds: float) -> str:
+    ranks = sorted(answer.member.rank for answer in waiting)
+    missing = _ranks(sorted(set(range(waiting[0].member.size)) - set(ranks)))
+    verb = "are" if missing.startswith("ranks") else "is"
+    has = "have" if len(ranks) > 1 else "has"
+    return (
+        f"{missing} {verb} late, on another host, or not started: "
+        f"{_ranks(ranks)} {has} been in {_in(waiting[0])} for {seconds:.0f} s"
+        f"{_at(waiting[0])}."
     )
 
 
@@ -184,7 +191,7 @@ def _is_in(answer: Answer) -> str:
 def _describe_lost(answer: Answer) -> str:
     """Return why a process has ended, and what it did last."""
     text = f"{_name(answer)} {answer.cause}."
-    if answer.state == "left":
+    if answer.state in ("left", "done"):
         return text
     inside = _in(answer) if answer.in_flight else _PHASE_TEXTS.get(answer.phase, "")
     step = f"step {answer.step:,}" if answer.step else ""

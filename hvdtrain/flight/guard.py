@@ -18,61 +18,32 @@ import select
 import signal
 import sys
 import time
-from collections import deque
 
 from hvdtrain.flight import answer as answers
-from hvdtrain.flight import conclusion, deaths, descendants, ring
+from hvdtrain.flight import conclusion, deaths, descendants, ring, verdict
 from hvdtrain.flight.answer import Answer, Member
+from hvdtrain.flight.limits import Wait
 from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.flight.stacks import without_receiver
+from hvdtrain.flight.step_durations import StepDurations
+from hvdtrain.flight.task import Task
 
-# Less than the stall limit, so that this reason is printed before the other ranks fail.
-_SHARE_OF_STALL_LIMIT = 0.5
-_MAX_PERIOD_SECONDS = 1.0
 # `faulthandler` writes all threads within this, unless the process is blocked.
 _STACK_SECONDS = 3.0
 # A dump has no pauses: silence of this length ends it.
 _QUIET_SECONDS = 0.2
-# A step is slow if it takes this many times the median of the steps before.
-_SLOW_FACTOR, _KNOWN_STEPS = 20, 5
 _END_POLL_SECONDS = 0.01
+# After an examination that has found no reason to end the job, until the next.
+_SHARE_OF_DEADLOCK_LIMIT = 0.5
 # A process that signal N has ended is reported with exit code 128 + N.
 _OF_A_SIGNAL = 128
 _STDIN, _STDERR = 0, 2
+_ENDED = "was killed by its guard, since the job could not continue"
 # A signal to the whole job must not end this process before the rank has ended.
 _IGNORED = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What a rank passes to its guard at its start, as JSON.
-
-    Attributes:
-        directory: shared by the guards of this host.
-        stacks: file descriptor from which the guard reads what `faulthandler` writes.
-        thread: of the rank, which receives SIGQUIT from the guard.
-        check_seconds: in a collective until a roll call; 0 for none.
-        shutdown_seconds: in a collective until it fails; 0 for never.
-    """
-
-    member: Member
-    directory: str
-    stacks: int
-    thread: int
-    check_seconds: float
-    shutdown_seconds: float
-
-    def as_text(self) -> str:
-        """Return the task as JSON; see `from_text`."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> "Task":
-        values = json.loads(text)
-        return cls(**values | {"member": Member(**values["member"])})
 
 
 class Guard:
@@ -84,10 +55,13 @@ class Guard:
         self._shared = SharedDirectory(pathlib.Path(task.directory))
         self._kills = deaths.OutOfMemoryKills()
         self._orphans = descendants.Orphans()
-        self._steps = _Steps(task.check_seconds)
-        self._stop_seconds = _SHARE_OF_STALL_LIMIT * task.shutdown_seconds
-        limits = [s for s in (task.check_seconds, self._stop_seconds) if s > 0]
-        self._period = min([_MAX_PERIOD_SECONDS, *(limit / 10 for limit in limits)])
+        self._limits = task.limits
+        self._steps = StepDurations(task.limits.check_seconds)
+        self._stop_seconds = task.limits.stop_seconds
+        self._period = task.limits.period_seconds
+        self._wait = Wait()
+        # Seconds in the present collective until it is examined whether it can end.
+        self._examined_at = task.limits.deadlock_seconds
         self._commands = ""
         self._stack_text = ""
         self._stopped_periods = 0
@@ -97,10 +71,15 @@ class Guard:
         self._answered = ""
         # Whether the rank has not written the stacks that a roll call asked for.
         self._awaits_stacks = False
-        # Why this process has killed the rank.
+        # Why this process has killed the rank, and whether the rank is the cause.
         self._killed = ""
+        self._is_cause = True
         # Of a rank that is about to end by Python's exit.
         self._exit_code: int | None = None
+        # Whether the other ranks depend on this one.
+        self._is_in_job = task.member.size > 1
+        # Whether the pipe from the rank has ended.
+        self._is_cut = False
 
     def run(self) -> None:
         """Watch until the rank ends or leaves."""
@@ -109,8 +88,12 @@ class Guard:
         while self._exit_code is None and os.getppid() == self._member.pid:
             self._read(self._period)
             self._check_stopped()
+            self._check_replaced()
             self._check_progress()
+            self._check_wait()
             self._answer_call()
+            if self._shared.is_to_end(self._member):
+                self._kill(_ENDED, is_cause=False)
             self._kills.renew()
             if not deaths.is_fatal(self._stack_text):
                 # The rank has moved on before the next roll call.
@@ -123,6 +106,7 @@ class Guard:
             self._keep_records("left", f"has ended with exit code {self._exit_code}")
         else:
             self._shared.remove(self._member)
+            self._note_end()
         with contextlib.suppress(OSError):
             os.unlink(self._member.ring)
         self._orphans.end()
@@ -142,6 +126,7 @@ class Guard:
             if text and not deaths.is_fatal(text):
                 self._make_roll_call(has_stalled=False)
         if _STDIN in ready and not self._read_commands():
+            self._is_cut = True
             self._wait_for_end(timeout_seconds)
 
     def _wait_for_end(self, timeout_seconds: float) -> None:
@@ -162,12 +147,15 @@ class Guard:
             elif command == "rank":
                 rank, size = map(int, value.split())
                 self._join(dataclasses.replace(self._member, rank=rank, size=size))
+            elif command == "shutdown":
+                self._is_in_job = False
             elif command == "directory":
                 self._move(SharedDirectory(pathlib.Path(json.loads(value))))
         return bool(data)
 
     def _join(self, member: Member) -> None:
         self._member = member
+        self._is_in_job = member.size > 1
         # The job continues without the ranks that it has lost.
         self._shared.remove_lost()
         with contextlib.suppress(OSError):
@@ -192,20 +180,39 @@ class Guard:
         if not self._stop_seconds or not is_stopped:
             return
         if self._stopped_periods * self._period >= self._stop_seconds:
-            _print(
-                f"{self._name}: was stopped, as by SIGSTOP, for {self._stop_seconds:g}"
-                " s, and is killed, since the other ranks wait for it.\n"
-            )
-            self._killed = (
-                f"was stopped, as by SIGSTOP, for {self._stop_seconds:g} s, and its "
-                "guard killed it"
-            )
-            self._stop_seconds = 0
+            cause = f"was stopped, as by SIGSTOP, for {self._stop_seconds:g} s"
+            self._kill_lost(cause)
+
+    def _check_replaced(self) -> None:
+        """Kill another program in the process of the rank, which has lost the job.
+
+        `exec` closes the pipe and resets the handlers of signals.
+        """
+        pid = self._member.pid
+        is_cut = self._is_cut and self._is_in_job
+        is_alive = is_cut and answers.process_state(pid) in ("R", "S", "D")
+        if is_alive and not answers.handles(pid, signal.SIGQUIT):
+            program = answers.command(pid)
+            self._kill_lost(f"has replaced its program by '{program}' (exec)")
+
+    def _kill_lost(self, cause: str) -> None:
+        _print(
+            f"{self._name}: {cause}, and is killed, since the other ranks wait for "
+            "it.\n"
+        )
+        self._kill(f"{cause}, and its guard killed it")
+
+    def _kill(self, cause: str, *, is_cause: bool = True) -> None:
+        self._killed, self._is_cause = cause, is_cause
+        self._stop_seconds = 0
+        self._is_in_job = False
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self._member.pid, signal.SIGKILL)
 
     def _check_progress(self) -> None:
         moment = ring.read_moment(self._member.ring)
-        if not moment or not self._task.check_seconds:
+        self._wait.renew(moment.entered if moment else None)
+        if not moment or not self._limits.check_seconds:
             return
         now = time.monotonic()
         since = moment.entered if moment.entered else self._steps.slow(moment, now)
@@ -215,30 +222,65 @@ class Guard:
             self._shared.remove_conclusion()
         if since is None or since == self._called_for:
             return
-        if now - since >= self._task.check_seconds:
+        if now - since >= self._limits.check_seconds:
             self._called_for = since
             self._make_roll_call(has_stalled=True)
 
+    def _check_wait(self) -> None:
+        """End the job if the rank waits beyond its limit, or for what cannot come."""
+        records = ring.read(self._member.ring) if self._wait.seconds else None
+        if self._killed or not records or not records.in_flight:
+            self._examined_at = self._limits.deadlock_seconds
+            return
+        limit_seconds, limit = self._limits.end(records.in_flight.operation)
+        if self._wait.seconds >= limit_seconds:
+            given = self._call() or [self._look()]
+            self._end_job(self._member, f"{conclusion.conclude(given)} {limit}")
+        elif self._wait.seconds >= self._examined_at > 0:
+            self._postpone_examination()
+            given = self._call() or []
+            if found := verdict.find(given, seconds=self._limits.deadlock_seconds):
+                self._end_job(found.member or self._member, found.text)
+
+    def _end_job(self, member: Member, text: str) -> None:
+        """Kill the process of a member, after which the launcher ends the others."""
+        is_first = self._shared.request_end(member)
+        if is_first:
+            self._shared.write_conclusion(text)
+            _print(f"{text}\n")
+        # Also where the guard of the member has not killed it.
+        if member == self._member or not is_first:
+            self._kill(_ENDED, is_cause=False)
+
+    def _postpone_examination(self) -> None:
+        pause = _SHARE_OF_DEADLOCK_LIMIT * self._limits.deadlock_seconds
+        self._examined_at = self._wait.seconds + pause
+
     def _make_roll_call(self, *, has_stalled: bool) -> None:
         """Make a roll call, unless one is open, and print what it shows."""
-        try:
-            call = self._shared.start_roll_call()
-        except OSError:
-            # Without files: what this process sees of its own rank.
-            given = [self._look()]
-        else:
-            if not call:
-                return
-            try:
-                self._answer(call)
-                given = self._shared.wait_for_answers(call)
-            finally:
-                self._shared.end_roll_call()
+        given = self._call()
+        if not given:
+            return
         text = conclusion.conclude(given)
         if has_stalled:
             self._has_concluded = True
             self._shared.write_conclusion(text)
         _print(f"{text}\n{self._write_stacks(given)}")
+
+    def _call(self) -> list[Answer] | None:
+        """Return the answers of a roll call; None if another one is open."""
+        try:
+            call = self._shared.start_roll_call()
+        except OSError:
+            # Without files: what this process sees of its own rank.
+            return [self._look()]
+        if not call:
+            return None
+        try:
+            self._answer(call)
+            return self._shared.wait_for_answers(call)
+        finally:
+            self._shared.end_roll_call()
 
     def _write_stacks(self, given: list[Answer]) -> str:
         """Write the stacks to a file of the model_dir, or return the suspects'."""
@@ -264,6 +306,7 @@ class Guard:
             moment = ring.read_moment(self._member.ring)
             if moment and moment.entered:
                 self._called_for = moment.entered
+            self._postpone_examination()
 
     def _answer(self, call: str) -> None:
         self._answered = call
@@ -305,7 +348,7 @@ class Guard:
             self._member.pid, fatal_error=self._stack_text, kills=self._kills
         )
         given = self._keep_records("ended", cause)
-        if not is_first:
+        if not is_first or not self._is_cause:
             return
         text = conclusion.conclude([given])
         self._shared.write_conclusion(text)
@@ -322,6 +365,13 @@ class Guard:
         is_failure = 0 < (self._exit_code or 0) < _OF_A_SIGNAL
         return bool(records and records.number and (is_failure or self._has_failed()))
 
+    def _note_end(self) -> None:
+        """Keep that the rank has ended, for ranks that go on and fail by it."""
+        if self._shared.members():
+            self._keep_records("done", f"has ended with exit code {self._exit_code}")
+            # They may have ended meanwhile.
+            self._shared.remove(self._member, keeps_answer=True)
+
     def _has_failed(self) -> bool:
         """Return whether a rank of the job has ended, or left with an error."""
         return any(a.state in ("ended", "left") for a in self._shared.answers())
@@ -336,32 +386,6 @@ class Guard:
     @property
     def _name(self) -> str:
         return f"rank {self._member.rank} on {self._member.host}"
-
-
-class _Steps:
-    """The durations of steps, by which a step is slow."""
-
-    def __init__(self, least_seconds: float) -> None:
-        self._least_seconds = least_seconds
-        self._durations: deque[float] = deque(maxlen=64)
-        self._last: ring.Moment | None = None
-
-    def slow(self, moment: ring.Moment, now: float) -> float | None:
-        """Return since when a step that is slow has run; None for any other step."""
-        last = self._last
-        if not last or moment.step != last.step:
-            if last and moment.step > last.step > 0:
-                seconds = moment.step_entered - last.step_entered
-                self._durations.append(seconds / (moment.step - last.step))
-            self._last = moment
-        is_training = moment.phase in ("input", "compute", "callbacks")
-        if not is_training or len(self._durations) < _KNOWN_STEPS:
-            return None
-        limit = _SLOW_FACTOR * sorted(self._durations)[len(self._durations) // 2]
-        # The step may have had an evaluation in it.
-        since = max(moment.step_entered, moment.phase_entered)
-        is_slow = now - since >= max(limit, self._least_seconds)
-        return since if is_slow else None
 
 
 def _print(text: str) -> None:

@@ -17,8 +17,10 @@ import time
 import warnings
 
 from hvdtrain.flight.answer import Member, process_state
-from hvdtrain.flight.guard import Task
+from hvdtrain.flight.conclusion import conclude
+from hvdtrain.flight.limits import Limits
 from hvdtrain.flight.shared_directory import FOLDER, SharedDirectory
+from hvdtrain.flight.task import Task
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
 _PROGRAM = (
@@ -57,9 +59,7 @@ class _Present:
     membership: _Membership | None = None
 
 
-def join(
-    rank: int, size: int, *, job: str, check_seconds: float, shutdown_seconds: float
-) -> None:
+def join(rank: int, size: int, *, job: str, limits: Limits) -> None:
     """Start the guard of this process; later calls send it the rank and the size.
 
     SIGQUIT is handled from now on: `faulthandler` writes the stacks of all threads, and
@@ -67,8 +67,6 @@ def join(
 
     Args:
         job: the same text in all processes of the job on this host, in no other job.
-        check_seconds: in a collective until a roll call; 0 for none.
-        shutdown_seconds: in a collective until it fails; 0 for never.
     """
     if _Present.membership:
         _Present.membership.send(f"rank {rank} {size}")
@@ -88,8 +86,7 @@ def join(
         directory=_make_directory(pathlib.Path(tempfile.gettempdir(), name)),
         stacks=reader,
         thread=_start_receiver(),
-        check_seconds=check_seconds,
-        shutdown_seconds=shutdown_seconds,
+        limits=limits,
     )
     try:
         process = subprocess.Popen(
@@ -223,12 +220,25 @@ def leave(exit_code: int | None = None) -> None:
         membership.send(f"leave {exit_code}")
 
 
+def note_shutdown() -> None:
+    """Tell the guard that the other ranks do not depend on this process any more."""
+    if membership := _Present.membership:
+        membership.send("shutdown")
+
+
 def conclusion() -> str:
     """Return what the guards have found since a collective stalled, or nothing."""
     membership = _Present.membership
     if not membership:
         return ""
     # Drawn when the collective stalled; it fails at the limit, and is reported soon.
-    seconds = membership.task.shutdown_seconds + _REPORT_SECONDS
-    texts = [m.conclusion(within_seconds=seconds) for m in membership.directories]
-    return next(filter(None, reversed(texts)), "")
+    seconds = membership.task.limits.shutdown_seconds + _REPORT_SECONDS
+    directories = membership.directories[::-1]
+    texts = [m.conclusion(within_seconds=seconds) for m in directories]
+    # A rank that has ended by itself is late for all that the others call.
+    texts += [_done(shared) for shared in directories]
+    return next(filter(None, texts), "")
+
+
+def _done(shared: SharedDirectory) -> str:
+    return conclude([a for a in shared.answers("") if a.state == "done"])

@@ -19,7 +19,7 @@ PHASES = (
 RECORDS, HEADER_BYTES, RECORD_BYTES = 1024, 4096, 128
 FORMAT = 0x6876647400000001
 _COLLECTIVE = 2
-_HEADER = struct.Struct("<QQQQqQqQq8Q8Q")
+_HEADER = struct.Struct("<QQQQqQqQq8Q8QQ")
 _RECORD = struct.Struct("<QqqQQQII48s24s")
 
 
@@ -55,6 +55,7 @@ class Ring:
         phase_entered: in seconds of the host's monotonic clock.
         step: the step that the rank takes, from 1; 0 where nothing counts steps.
         number: of the last collective of all ranks that it has entered.
+        fits: trainings by Keras' `fit` that it has ended.
         collectives: the last ones, the oldest first.
         in_flight: the collective that it is in.
     """
@@ -64,6 +65,7 @@ class Ring:
     step: int
     step_entered: float
     number: int
+    fits: int
     collectives: tuple[Collective, ...]
     in_flight: Collective | None
 
@@ -102,6 +104,7 @@ def read(path: str | os.PathLike) -> Ring | None:
         step=fields[5],
         step_entered=fields[6] * 1e-9,
         number=fields[2],
+        fits=fields[25],
         collectives=_since_reset([_collective(r) for r in kept if r[6] == _COLLECTIVE]),
         in_flight=next((_collective(r) for r in kept if r[0] == fields[3]), None),
     )

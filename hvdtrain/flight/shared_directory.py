@@ -21,9 +21,10 @@ from hvdtrain.flight.answer import Answer, Member
 T = TypeVar("T")
 # Of a directory that a job has for its guards.
 FOLDER = "flight"
-_CALL, _CONCLUSION = "call.json", "conclusion.json"
+_CALL, _CONCLUSION, _END = "call.json", "conclusion.json", "end.json"
 _MEMBER, _ANSWER = "member-", "answer-"
-# A call is older than this only if the process that made it was killed.
+# A call is older than this only if the process that made it was killed; a request, if
+# it is of an earlier job.
 _CALL_SECONDS = 30.0
 # A guard looks for calls every second, and waits for the stacks for three; a network
 # file system may show a new file late.
@@ -50,14 +51,16 @@ class SharedDirectory:
         members = self._read_all(_MEMBER, lambda values: Member(**values))
         return sorted(members, key=lambda member: member.rank)
 
-    def remove(self, member: Member) -> None:
-        """Remove a member, its answer, and the directory after the last member."""
-        for prefix in (_MEMBER, _ANSWER):
+    def remove(self, member: Member, *, keeps_answer: bool = False) -> None:
+        """Remove a member and its answer, and the directory after the last member."""
+        for prefix in (_MEMBER, *(() if keeps_answer else (_ANSWER,))):
             self._remove(f"{prefix}{member.name}.json")
         if self.members():
             return
-        for name in (_CALL, _CONCLUSION):
+        for name in (_CALL, _CONCLUSION, _END):
             self._remove(name)
+        for path in self.directory.glob(f"{_ANSWER}*"):
+            self._remove(path.name)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
@@ -68,8 +71,26 @@ class SharedDirectory:
             OSError: the directory is full, gone, or cannot be written.
         """
         identity = _unique()
-        path = self.directory / _CALL
-        with self._temporary(identity) as temporary:
+        return identity if self._claim(_CALL, identity) else None
+
+    def request_end(self, member: Member) -> bool:
+        """Let the guard of a member kill its process; return whether none did before.
+
+        True also where no file can be written.
+        """
+        try:
+            return self._claim(_END, member.name)
+        except OSError:
+            return True
+
+    def is_to_end(self, member: Member) -> bool:
+        """Return whether a guard has requested the end of a member."""
+        return self._read_text(_END) == member.name
+
+    def _claim(self, name: str, value: str) -> bool:
+        """Write a file that does not exist, or is old; return whether it did not."""
+        path = self.directory / name
+        with self._temporary(value) as temporary:
             # By the clock of the file system.
             now = temporary.stat().st_mtime
             with contextlib.suppress(FileNotFoundError):
@@ -77,16 +98,19 @@ class SharedDirectory:
                     path.unlink()
         with contextlib.suppress(FileExistsError), path.open("x") as file:
             # Readers skip a file that is not complete. Some file systems have no links.
-            json.dump(identity, file)
-            return identity
-        return None
+            json.dump(value, file)
+            return True
+        return False
+
+    def _read_text(self, name: str) -> str | None:
+        try:
+            return json.loads((self.directory / name).read_text())
+        except (OSError, ValueError):
+            return None
 
     def current_roll_call(self) -> str | None:
         """Return the call that is to be answered, if there is one."""
-        try:
-            return json.loads((self.directory / _CALL).read_text())
-        except (OSError, ValueError):
-            return None
+        return self._read_text(_CALL)
 
     def wait_for_answers(self, call: str) -> list[Answer]:
         """Return the answers of all members by rank, also of those that are silent."""
@@ -145,7 +169,7 @@ class SharedDirectory:
 
     def clear(self) -> None:
         """Remove all files of an earlier run of the job."""
-        for prefix in (_MEMBER, _ANSWER, _CALL, _CONCLUSION, "."):
+        for prefix in (_MEMBER, _ANSWER, _CALL, _CONCLUSION, _END, "."):
             for path in self.directory.glob(f"{prefix}*"):
                 self._remove(path.name)
 

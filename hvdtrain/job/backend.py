@@ -1,10 +1,12 @@
 """Horovod and TensorFlow of this rank. Importing this module loads both."""
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import os
 import socket
+import threading
 import warnings
 
 # First: it raises one line where the libraries do not fit each other.
@@ -23,6 +25,9 @@ from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
 from hvdtrain.job.world import JobError, MeshShape, SharedJobError, World
 from hvdtrain.native import recorder
+
+# Horovod joins its thread, which two threads must not do.
+_shutdown_lock = threading.Lock()
 
 
 def init(*args: object, **kwargs: object) -> None:
@@ -52,6 +57,7 @@ def init(*args: object, **kwargs: object) -> None:
     if launched.launcher:
         membership.join(rank=hvd.rank(), size=hvd.size())
     member.record_fatal_errors()
+    _shut_down_at_exit()
     if hvd.rank() == 0:
         is_gloo = hvd.size() > 1 and hvd.gloo_enabled() and not hvd.mpi_enabled()
         libraries.warn_of_doubts(is_stall_limit_needed=is_gloo)
@@ -64,6 +70,12 @@ def _record() -> None:
         warnings.warn(
             f"A hang of this rank will not be explained: {error}.", stacklevel=3
         )
+
+
+@functools.cache
+def _shut_down_at_exit() -> None:
+    # Before Horovod does so, which is not recorded: the guard limits the wait.
+    atexit.register(shutdown)
 
 
 @functools.cache
@@ -85,8 +97,13 @@ def shutdown() -> None:
 
     Collectives that other ranks are blocked in end with an error.
     """
-    transport.disconnect()
-    hvd.shutdown()
+    with _shutdown_lock:
+        transport.disconnect()
+        with recorder.collective(
+            "hvd.shutdown", "shutdown", size_bytes=0, is_of_all_ranks=False
+        ):
+            hvd.shutdown()
+        member.note_shutdown()
 
 
 def init_world(*, is_alone: bool, mesh: MeshShape | None = None) -> World:

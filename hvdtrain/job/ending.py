@@ -16,17 +16,19 @@ from hvdtrain.job.launchers import launch
 THREAD_SECONDS = 3.0
 
 
-def stop(*, timeout_seconds: float) -> None:
+def stop(*, timeout_seconds: float) -> bool:
     """Leave the job, which ends the collectives that other ranks are blocked in.
 
     The shutdown is negotiated between all ranks. Returns after `timeout_seconds` also
-    if one of them is blocked or lost.
+    if one of them is blocked or lost, and whether this process has left.
     """
     backend = sys.modules.get("hvdtrain.job.backend")
     if backend and backend.hvd.is_initialized():
         stopper = threading.Thread(target=backend.shutdown, daemon=True)
         stopper.start()
         stopper.join(timeout_seconds)
+        return not stopper.is_alive()
+    return True
 
 
 def end_despite_threads() -> None:
@@ -48,7 +50,7 @@ def end_despite_threads() -> None:
 
 def _end(threads: list[threading.Thread]) -> None:
     deadline = time.monotonic() + THREAD_SECONDS
-    stop(timeout_seconds=THREAD_SECONDS)
+    has_left = stop(timeout_seconds=THREAD_SECONDS)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     alive = [thread.name for thread in threads if thread.is_alive()]
@@ -59,5 +61,7 @@ def _end(threads: list[threading.Thread]) -> None:
             f"that are not daemons run: {', '.join(alive)}.\n",
             timeout_seconds=1,
         )
+    # The exit of Python would wait for the shutdown as well.
+    if alive or not has_left:
         member.leave(1)
         os._exit(1)

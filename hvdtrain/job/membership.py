@@ -2,8 +2,9 @@
 
 import os
 
-from hvdtrain.environment import stall_limits
+from hvdtrain import environment
 from hvdtrain.flight import member
+from hvdtrain.flight.limits import Limits
 from hvdtrain.job import launchers
 
 
@@ -12,14 +13,17 @@ def join(*, rank: int, size: int) -> None:
 
     See `flight.member.join`.
     """
-    limits = stall_limits()
-    member.join(
-        rank,
-        size,
-        job=_job(),
-        check_seconds=limits.check_seconds,
-        shutdown_seconds=limits.shutdown_seconds,
-    )
+    member.join(rank, size, job=_job(), limits=_limits())
+
+
+def _limits() -> Limits:
+    stall = environment.stall_limits()
+    # Hosts may join an elastic job late, and it goes on without a rank that fails.
+    is_static = not environment.is_elastic()
+    init = environment.init_limits().timeout_seconds if is_static else 0.0
+    has_deadlocks = is_static and any(stall)
+    deadlock = environment.deadlock_seconds() if has_deadlocks else 0.0
+    return Limits(*stall, init_seconds=init, deadlock_seconds=deadlock)
 
 
 def _job() -> str:

@@ -86,10 +86,10 @@ def _excluded_from_garbage_collection() -> Iterator[None]:
 
 
 def _check_limits() -> None:
-    for name in (environment.STALL_CHECK, environment.STALL_SHUTDOWN):
-        text = os.environ[name]
+    for name in environment.LIMITS:
+        text = os.environ.get(name, "")
         try:
-            float(text)
+            float(text or 0)
         except ValueError:
             raise JobError(f"Received {name}={text}; expected seconds.") from None
 

@@ -27,6 +27,7 @@ from hvdtrain.keras.variables import (
     optimizers_inside,
     shard_slots,
 )
+from hvdtrain.native import recorder
 from hvdtrain.sharding.optimizer_checks import check_elementwise
 from hvdtrain.sharding.shards import has_summed_gradients, is_replicated
 
@@ -149,7 +150,8 @@ class ReductionHook:
 
     `apply` of Keras calls `_clip_gradients` with the gradients of a complete
     accumulation window, also where nothing is to be clipped. The hook replaces these
-    two methods and `build` of one optimizer, and is its attribute `reduction_hook`.
+    two methods, `build` and `finalize_variable_values` of one optimizer, and is its
+    attribute `reduction_hook`.
 
     Args:
         optimizer: not a `LossScaleOptimizer`.
@@ -194,6 +196,7 @@ class ReductionHook:
             shard_slots(optimizer, optimizer._trainable_variables)
         self._apply = replace_method("apply", self.apply)
         replace_method("_clip_gradients", self.clip_gradients)
+        self._finalize = replace_method("finalize_variable_values", self.end_fit)
         optimizer.reduction_hook = self
 
     @property
@@ -321,6 +324,11 @@ class ReductionHook:
                 finite, name="FiniteGradients", process_set=self.all_ranks
             )
         return finite
+
+    def end_fit(self, var_list: Iterable[Variable]) -> None:
+        """Record the end of a `fit`, which other ranks may still wait in."""
+        self._finalize(var_list)
+        recorder.end_fit()
 
     def share_finite_check(self, loss_scale_optimizer: Optimizer) -> None:
         """Make all ranks skip a step when one of them overflows."""

@@ -88,8 +88,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("add_variable_from_reference(reference_variable, name, initializer)",
              "Accumulated gradients have the full shape, other slots the shard's.",
              replaced_by=(_SHARDED_STATE,)),
-        # ShardedState updates shards, then gathers the weights. UpdateSkipping is
-        # outside of it: a skipped update skips this exchange, too.
+        # UpdateSkipping is outside of ShardedState: a skipped update exchanges nothing.
         Seam("_apply_weight_decay(variables)",
              "Decays this rank's shards; not in an update that is skipped.",
              replaced_by=(_SHARDED_STATE, _SKIPPING), is_ordered=True),
@@ -102,6 +101,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_overwrite_model_variables_with_average_value(trainable_variables)",
              "Gathers the averages, of which each rank has its shards.",
              replaced_by=(_SHARDED_STATE,)),
+        Seam("finalize_variable_values(var_list)", "Ends fit.", replaced_by=(_HOOK,)),
         Seam("save_own_variables(store)", "Files hold full slots.",
              replaced_by=("keras.full_saving.install",)),
         Seam("load_own_variables(store)",

@@ -45,6 +45,7 @@ struct RingHeader {
   std::atomic<int64_t> phase_entered;
   std::atomic<uint64_t> phase_nanoseconds[kPhases];
   std::atomic<uint64_t> collective_nanoseconds[kPhases];  // by phase
+  uint64_t fits;  // trainings that have ended; recorder.py counts them
 };
 static_assert(sizeof(RingHeader) <= kHeaderBytes);
 

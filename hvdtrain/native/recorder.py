@@ -21,8 +21,8 @@ from hvdtrain import native
 from hvdtrain.flight import ring
 
 # Of the header's 64-bit fields: the record of the collective in flight, nanoseconds by
-# phase, and those in collectives.
-_CURRENT = 3
+# phase, those in collectives, and the number of trainings that have ended.
+_CURRENT, _FITS = 3, 25
 _IN_PHASES, _IN_COLLECTIVES = slice(9, 17), slice(17, 25)
 _RECORD = np.dtype(
     [
@@ -131,6 +131,13 @@ def abandon_collective() -> None:
     fields = _fields()
     if fields is not None:
         fields[_CURRENT] = 0
+
+
+def end_fit() -> None:
+    """Record that a training by Keras' `fit` has ended."""
+    fields = _fields()
+    if fields is not None:
+        fields[_FITS] += 1
 
 
 @contextlib.contextmanager

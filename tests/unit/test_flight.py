@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from hvdtrain.flight import conclusion, deaths, ring
+from hvdtrain.flight import conclusion, deaths, ring, verdict
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.ring import Collective
 from hvdtrain.flight.shared_directory import SharedDirectory
@@ -198,13 +198,13 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
         ),
         (
             [waiting(0, stacks=stack(LOAD)), waiting(1)],
-            "ranks 0 and 1 have been in allreduce 7 (gradients) for 40 s, Train.py:12 "
-            "in load. A rank that is late is on another host, or has not started.",
+            "rank 2 is late, on another host, or not started: ranks 0 and 1 have been "
+            "in allreduce 7 (gradients) for 40 s, Train.py:12 in load.",
         ),
         (
             [waiting(0)],
-            "rank 0 has been in allreduce 7 (gradients) for 40 s. A rank that is late "
-            "is on another host, or has not started.",
+            "ranks 1 and 2 are late, on another host, or not started: rank 0 has been "
+            "in allreduce 7 (gradients) for 40 s.",
         ),
         (
             [waiting(0), DEAD],
@@ -245,6 +245,45 @@ def test_conclusion(answers, text):
 def test_many_ranks_are_listed_shortly(late, names):
     text = conclusion.conclude([waiting(0), *map(given, late)])
     assert text.startswith(f"{names} not enter allreduce 7 ")
+
+
+JOIN = collective(0, "end", "join")
+EVALUATES = collective(8, "MetricCounts", "allgather")
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_found", "rank"),
+    [
+        # Rank 1 has ended the training in which the others wait for it.
+        ([waiting(0), given(1, fits=1), waiting(2)], True, 1),
+        # It comes from a training that all have ended, and may start the next.
+        ([waiting(0, fits=1), given(1, fits=1), waiting(2, fits=1)], False, None),
+        # It is late by a training, in which it will call what the others wait for.
+        ([waiting(0, fits=2), given(1, fits=1), waiting(2, fits=2)], False, None),
+        ([waiting(0), waiting(1, EVALUATES), waiting(2)], True, None),
+        ([waiting(0), waiting(1, EVALUATES), given(2)], False, None),
+        ([waiting(0), waiting(1, EVALUATES, seconds=9.0), waiting(2)], False, None),
+        ([waiting(0), waiting(1, EVALUATES, state="stopped")], False, None),
+        # Ranks of another host are not seen.
+        ([waiting(0), waiting(1, EVALUATES)], False, None),
+        (
+            [waiting(0, collective(0, "end", "join")), waiting(1), waiting(2)],
+            False,
+            None,
+        ),
+        ([waiting(0), waiting(1), waiting(2)], False, None),
+        ([DEAD, waiting(0)], False, None),
+        ([], False, None),
+    ],
+)
+def test_a_wait_that_cannot_end(answers, is_found, rank):
+    found = verdict.find(answers, seconds=30.0)
+    assert bool(found) == is_found
+    if found:
+        assert (found.member and found.member.rank) == rank
+        assert found.text.startswith(conclusion.conclude(answers))
+        assert "StopTogetherCallback" in found.text
+        assert found.text.endswith("HVDTRAIN_DEADLOCK_SECONDS=30")
 
 
 def test_suspects_are_the_ranks_that_others_wait_for():

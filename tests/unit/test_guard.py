@@ -1,8 +1,10 @@
 """The process beside a rank: what it prints, what it keeps, and that it ends."""
 
 import contextlib
+import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import struct
@@ -16,9 +18,9 @@ import pytest
 from hvdtrain.diagnosis import roll
 from hvdtrain.flight import ring
 from hvdtrain.flight.answer import Answer, Member, handles
-from hvdtrain.flight.guard import _Steps
 from hvdtrain.flight.ring import Moment
 from hvdtrain.flight.shared_directory import SharedDirectory
+from hvdtrain.flight.step_durations import StepDurations
 from hvdtrain.job import JobError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -27,17 +29,17 @@ LIMIT_SECONDS = 60
 KILLED = "was killed by a signal such as SIGKILL, or has called os._exit."
 # Line 7 is the one that a stack shows.
 SCRIPT = """\
-import faulthandler, os, signal, sys, time
-from hvdtrain.flight import member
+import json, os, signal, sys, time
+from hvdtrain.flight import limits, member
 
 def load(seconds=120):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         signal.sigtimedwait([], 1.0)
 
-job, rank, size, check, stop, ending = sys.argv[1:]
-limits = {"check_seconds": float(check), "shutdown_seconds": float(stop)}
-member.join(int(rank), int(size), job=job, **limits)
+job, rank, size, seconds, ending = sys.argv[1:]
+limits = limits.Limits(**json.loads(seconds))
+member.join(int(rank), int(size), job=job, limits=limits)
 member.record_fatal_errors()
 print(member.ring_path(), flush=True)
 if ending:
@@ -65,12 +67,13 @@ def launched(rank, job):
 class Rank:
     """A process with a guard, in a job of its own in a temporary directory."""
 
-    def __init__(self, folder, ending="", *, rank=0, size=1, check=0.0, stop=0.0):
+    def __init__(self, folder, ending="", *, rank=0, size=1, **limits):
         script = folder / "script.py"
         script.write_text(SCRIPT)
         self.errors = folder / f"errors-{rank}"
         job = f"{folder.parent.name}-{folder.name}"
-        arguments = [job, *map(str, (rank, size, check, stop)), ending]
+        seconds = {f"{name}_seconds": value for name, value in limits.items()}
+        arguments = [job, str(rank), str(size), json.dumps(seconds), ending]
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, script, *arguments],
@@ -121,13 +124,23 @@ def start(tmp_path):
         rank.close()
 
 
-def write_ring(path, *, seconds):
-    """Write a ring whose rank has been in a collective for some time, in step 3."""
+def write_ring(
+    path, *, seconds=0, name=b"gradients", operation=b"allreduce", number=1, fits=0
+):
+    """Write a ring whose rank has been in a collective for some time, in step 3.
+
+    In none for no time.
+    """
     entered = time.monotonic_ns() - int(seconds * 1e9)
     # One record, one collective of all ranks, the record in flight; phase "compute".
-    header = struct.pack("<QQQQqQqQq", ring.FORMAT, 1, 1, 1, entered, 3, 0, 3, entered)
+    current = int(seconds > 0)
+    header = struct.pack(
+        "<QQQQqQqQq", ring.FORMAT, 1, number, current, entered, 3, 0, 3, entered
+    )
+    header = header.ljust(25 * 8, b"\0") + struct.pack("<Q", fits)
+    left = 0 if current else entered
     record = struct.pack(
-        "<QqqQQQII48s24s", 1, entered, 0, 3, 1, 8, 2, 3, b"gradients", b"allreduce"
+        *("<QqqQQQII48s24s", 1, entered, left, 3, number, 8, 2, 3, name, operation)
     )
     data = header.ljust(ring.HEADER_BYTES, b"\0") + record
     data = data.ljust(ring.HEADER_BYTES + ring.RECORDS * ring.RECORD_BYTES, b"\0")
@@ -156,6 +169,15 @@ def test_nothing_is_left_of_a_rank_that_exits(start):
     rank = start("pass")
     assert rank.end() == ""
     assert not rank.shared.directory.exists()
+
+
+def test_a_rank_that_has_ended_is_named_on_ranks_that_fail_by_it(start):
+    fails = start("print(member.conclusion())", rank=0, size=2)
+    assert start("pass", rank=1, size=2).end() == ""
+    printed, _ = fails.process.communicate("\n", timeout=LIMIT_SECONDS)
+    assert printed == f"rank 1 on {HOST} has ended with exit code 0.\n"
+    fails.guard.wait(LIMIT_SECONDS)
+    assert not fails.shared.directory.exists()
 
 
 @pytest.mark.parametrize(
@@ -288,7 +310,7 @@ def test_a_roll_call_interrupts_no_system_call(start):
 
 
 def test_a_rank_that_is_stopped_is_killed(start):
-    rank = start(stop=2.0)
+    rank = start(shutdown=2.0)
     rank.process.send_signal(signal.SIGSTOP)
     printed = rank.end()
     assert rank.process.returncode == -signal.SIGKILL
@@ -296,6 +318,72 @@ def test_a_rank_that_is_stopped_is_killed(start):
         f"rank 0 on {HOST}: was stopped, as by SIGSTOP, for 1 s, and is killed, since "
         "the other ranks wait for it.\n"
     )
+
+
+EXEC = "os.execv('/bin/sleep', ['sleep', '100'])"
+
+
+def test_another_program_in_the_place_of_a_rank_is_killed(start):
+    rank = start(EXEC, size=2)
+    printed = rank.end()
+    assert rank.process.returncode == -signal.SIGKILL
+    assert printed == (
+        f"rank 0 on {HOST}: has replaced its program by 'sleep 100' (exec), and is "
+        "killed, since the other ranks wait for it.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "size"), [(EXEC, 1), (f"member.note_shutdown(); {EXEC}", 2)]
+)
+def test_another_program_goes_on_where_no_rank_waits_for_it(start, ending, size):
+    rank = start(ending, size=size)
+    # Of the guard: it looks at the rank once in a second.
+    rank.process.stdin.write("\n")
+    rank.process.stdin.flush()
+    process = psutil.Process(rank.process.pid)
+    until(lambda: process.name() == "sleep")
+    time.sleep(1.5)
+    assert process.is_running()
+    assert rank.printed == ""
+
+
+def test_a_rank_that_waits_beyond_the_limit_of_init_is_killed(start):
+    rank = start(size=2, init=1.0)
+    write_ring(rank.ring, seconds=5, name=b"hvd.init", operation=b"init", number=0)
+    printed = rank.end()
+    assert rank.process.returncode == -signal.SIGKILL
+    assert re.fullmatch(
+        r"rank 1 is late, on another host, or not started: rank 0 has been in init "
+        r"\(hvd.init\) for \d+ s, script.py:7 in load. "
+        r"HVDTRAIN_INIT_TIMEOUT_SECONDS=1\n",
+        printed,
+    )
+
+
+def test_one_line_is_printed_where_all_ranks_wait_beyond_the_limit(start):
+    ranks = [start(rank=rank, size=3, check=1.0, shutdown=2.0) for rank in (0, 1)]
+    for rank in ranks:
+        write_ring(rank.ring, seconds=5)
+    printed = [rank.end() for rank in ranks]
+    ends = [text.count("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=2") for text in printed]
+    assert sorted(ends) == [0, 1]
+    assert [rank.process.returncode for rank in ranks] == [-signal.SIGKILL] * 2
+
+
+def test_a_rank_that_has_left_the_training_of_the_others_is_killed(start):
+    waits, left = (start(rank=rank, size=2, deadlock=1.0) for rank in (0, 1))
+    write_ring(waits.ring, seconds=5)
+    write_ring(left.ring, number=0, fits=1)
+    left.end()
+    assert left.process.returncode == -signal.SIGKILL
+    assert left.printed == ""
+    assert re.fullmatch(
+        rf"rank 1 on {HOST} did not enter allreduce 1 \(gradients, step 3\) for .*\. "
+        r"rank 1 has already ended its fit\. .* HVDTRAIN_DEADLOCK_SECONDS=1\n",
+        waits.printed,
+    )
+    assert waits.process.poll() is None
 
 
 def test_sigquit_makes_a_roll_call(start):
@@ -342,7 +430,7 @@ def test_a_step_is_slow_by_the_steps_before():
         )
 
     def after_steps(count, *, least_seconds=10.0):
-        steps = _Steps(least_seconds)
+        steps = StepDurations(least_seconds)
         for step in range(1, count + 1):
             assert steps.slow(moment(step), 100.0 + step) is None
         return steps

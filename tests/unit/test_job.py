@@ -95,14 +95,21 @@ def test_programs_have_a_shorter_stall_limit(monkeypatch):
     assert os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == "60"
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "1800"), ("7", "7")])
-def test_a_lone_collective_does_not_wait_for_ever(monkeypatch, given, expected):
+@pytest.mark.parametrize(
+    # Horovod ignores the limit where the warning is later.
+    ("given", "expected", "warning"),
+    [(None, "1800", "60"), ("7", "7", "3.5"), ("0", "0", "60")],
+)
+def test_a_lone_collective_does_not_wait_for_ever(
+    monkeypatch, given, expected, warning
+):
     environ = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": given} if given else {}
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(backend.hvd, "init", mock.Mock())
     monkeypatch.setattr(backend.hvd, "rank", lambda: 1)
     backend.init()
     assert environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == expected
+    assert environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] == warning
     assert backend.hvd.init.called
 
 

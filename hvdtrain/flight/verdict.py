@@ -1,0 +1,69 @@
+"""Whether the ranks wait for a collective that another rank will never call."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from hvdtrain.environment import DEADLOCK
+from hvdtrain.flight.answer import Answer, Member
+from hvdtrain.flight.conclusion import conclude
+
+_REASONS = (
+    "Usual reasons: ranks with different numbers of batches (steps_per_epoch, or "
+    "hvd.callbacks.JoinCallback), a callback that stops the training on one rank "
+    "(hvd.callbacks.StopTogetherCallback), a collective that not all ranks call."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The reason to end a job.
+
+    Attributes:
+        member: the rank that is the cause; None if all ranks are.
+    """
+
+    member: Member | None
+    text: str
+
+
+def find(answers: Sequence[Answer], *, seconds: float) -> Verdict | None:
+    """Return why the ranks will wait for ever, by the answers of a roll call.
+
+    Args:
+        seconds: that all ranks of a deadlock have waited.
+    """
+    alive = [answer for answer in answers if answer.state in ("running", "silent")]
+    waiting = [answer for answer in alive if answer.is_waiting]
+    ended = f"{_REASONS} {DEADLOCK}={seconds:g}"
+    if left := _left_fit(alive, waiting):
+        name = f"rank {left.member.rank}"
+        text = f"{conclude(answers)} {name} has already ended its fit. {ended}"
+        return Verdict(left.member, text)
+    if _is_deadlock(answers, waiting, seconds):
+        return Verdict(None, f"{conclude(answers)} {ended}")
+    return None
+
+
+def _is_deadlock(
+    answers: Sequence[Answer], waiting: Sequence[Answer], seconds: float
+) -> bool:
+    """Return whether all ranks of the job wait in different collectives."""
+    if not answers or len(waiting) < answers[0].member.size:
+        return False
+    calls = {(a.in_flight.name, a.in_flight.operation) for a in waiting if a.in_flight}
+    # A rank that has joined takes part in what the others call.
+    has_joined = any(operation == "join" for _, operation in calls)
+    is_long = all(answer.seconds >= seconds for answer in waiting)
+    return len(calls) > 1 and is_long and not has_joined
+
+
+def _left_fit(answers: Sequence[Answer], waiting: Sequence[Answer]) -> Answer | None:
+    """Return a rank that has ended a fit in which others wait for it.
+
+    A rank that runs the same code, and is late, has ended as many or fewer.
+    """
+    least = min((answer.fits for answer in waiting), default=None)
+    if least is None:
+        return None
+    late = [a for a in answers if a not in waiting and a.fits > least]
+    return late[0] if late else None
