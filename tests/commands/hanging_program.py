@@ -1,6 +1,8 @@
-"""Trains until rank 1 has the fault FAULT [CONTROL_GROUP] of the command line.
+"""Trains until rank 1 has the fault FAULT [PHASE [CONTROL_GROUP]] of the command line.
 
 A script of a user: it calls `hvd.init`, and nothing else of the package knows of it.
+PHASE is "init", before `hvd.init`; "first", before the first collective; "step", the
+default, in the training; or "end", after it.
 """
 
 import ctypes
@@ -23,7 +25,7 @@ FAULT_STEP = 3
 
 
 def tell():
-    print("fault of rank 1", flush=True)
+    print(f"fault of rank 1 at {time.time():.2f}", flush=True)
 
 
 def wait_in_input():
@@ -47,8 +49,7 @@ class Count(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
-        if is_at_fault() and (act := FAULTS.get(fault)):
-            tell()
+        if phase == "step" and is_at_fault():
             act()
 
 
@@ -82,14 +83,51 @@ def die_in_native_code():
 
 def use_memory():
     # Rank 1 alone is in the group, whose limit it then exceeds.
-    pathlib.Path(sys.argv[2], "cgroup.procs").write_text(str(os.getpid()))
+    pathlib.Path(sys.argv[3], "cgroup.procs").write_text(str(os.getpid()))
     blocks = []
     while True:
         blocks.append(np.ones(1 << 22))  # memory
 
 
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_error():
+    raise KeyError("on purpose")
+
+
+def raise_with_thread():
+    threading.Thread(target=time.sleep, args=[FOR_EVER], name="upload").start()
+    raise_error()
+
+
+def kill_with_child():
+    # It keeps the output and the connections of the rank open.
+    if os.fork():
+        kill()
+    time.sleep(FOR_EVER)
+
+
+def replace_program():
+    os.execv("/bin/sleep", ["sleep", str(FOR_EVER)])
+
+
+def stop_training():
+    count.model.stop_training = True
+
+
 FAULTS = {
     "callback": wait_in_callback,
+    "kill": kill,
+    "raise": raise_error,
+    "thread": raise_with_thread,
+    "child": kill_with_child,
+    "exit": lambda: os._exit(3),
+    "return": lambda: sys.exit(0),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "exec": replace_program,
+    "left": stop_training,
     "gil": hold_gil,
     "regex": match_for_ever,
     "lock": wait_for_lock,
@@ -97,6 +135,12 @@ FAULTS = {
     "segfault": die_in_native_code,
     "memory": use_memory,
 }
+
+
+def act():
+    if do := FAULTS.get(fault):
+        tell()
+        do()
 
 
 def batches():
@@ -156,8 +200,19 @@ def skip():
 
 
 if __name__ == "__main__":
-    fault = sys.argv[1]
+    fault, phase = [*sys.argv[1:3], "step"][:2]
+    # Before `hvd.init`, as launchers give it.
+    ranks = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+    is_here = next(os.environ[name] for name in ranks if name in os.environ) == "1"
+    if phase == "init" and is_here:
+        act()
     hvd.init()
+    if phase == "first" and is_here:
+        act()
     count = Count()
     {"order": reduce_in_two_orders, "skip": skip}.get(fault, train)()
+    if fault == "left" and is_here:
+        time.sleep(FOR_EVER)  # after the fit
+    if phase == "end" and is_here:
+        act()
     print("no hang")

@@ -1,7 +1,7 @@
-"""A job that hangs, or loses a rank in native code, names the rank and its line.
+"""A job that hangs, or loses a rank, names the rank and its line, and ends.
 
-All faults under each launcher are 42 launches. By default a few of them run;
-HVDTRAIN_HANG_TABLE=FILE runs all, and writes the table of docs/troubleshooting.md.
+All faults under each launcher are 250 launches. By default a few of them run;
+HVDTRAIN_HANG_TABLE=FILE runs all, and writes the tables of docs/troubleshooting.md.
 """
 
 import contextlib
@@ -16,12 +16,14 @@ import sys
 import time
 from collections import Counter
 
+import psutil
 import pytest
 
 PATH = pathlib.Path(__file__).parent / "hanging_program.py"
 PROGRAM = [sys.executable, str(PATH)]
 LAUNCHERS = ("gloo", "mpi", "mpirun")
 CHECK_SECONDS, SHUTDOWN_SECONDS = 3, 12
+LIMIT_SECONDS = 60
 HOST = socket.gethostname()
 TABLE = os.environ.get("HVDTRAIN_HANG_TABLE")
 # The phase that is named, before the line. `fit` of a script of the user's shows it.
@@ -35,6 +37,7 @@ FAULTS = {
     "stop": "",
     "order": "",
     "skip": "",
+    "left": "",
     "segfault": "",
     "memory": "",
 }
@@ -72,6 +75,11 @@ def expected(fault):
             rf"{line('skipped by rank 1')}.*; "
             rf"rank 1 in allreduce \d+ \(third\), {line('after the skip')}"
         )
+    if fault == "left":
+        return (
+            rf"{rank}did not enter allreduce .* It is in {line('after the fit')}.* "
+            r"rank 1 has already ended its fit\..*hvd\.callbacks\.StopTogetherCallback"
+        )
     if fault == "segfault":
         return rf"{rank}died in native code: Segmentation.*{line('segfault')}die_in"
     if fault == "memory":
@@ -88,12 +96,13 @@ def test_a_hang_names_its_rank_and_line(start, memory_group, fault, launcher):
     if fault == "memory" and not memory_group:
         pytest.skip("needs a control group of its own, as root has")
     job = start(
-        [fault, *([str(memory_group)] if fault == "memory" else [])],
+        [fault, *(["step", str(memory_group)] if fault == "memory" else [])],
         program=PROGRAM,
         launcher=launcher,
         environment={
             "HOROVOD_STALL_CHECK_TIME_SECONDS": str(CHECK_SECONDS),
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(SHUTDOWN_SECONDS),
+            "HVDTRAIN_DEADLOCK_SECONDS": "6",
             # In shared memory a difference of names is an error at once.
             **({"HVDTRAIN_REDUCTION": "horovod"} if fault in ("order", "skip") else {}),
         },
@@ -108,13 +117,75 @@ def test_a_hang_names_its_rank_and_line(start, memory_group, fault, launcher):
     job.wait()
     assert job.returncode != 0
     if TABLE:
-        note(fault, launcher, seconds, job)
+        note(fault, launcher, seconds, job, expected(fault))
 
 
-def note(fault, launcher, seconds, job):
-    shown = next(text for text in job.lines if re.search(expected(fault), text))
+def note(fault, launcher, seconds, job, pattern):
+    lines = [*job.lines, *job.text.splitlines()]
+    shown = next(text for text in lines if re.search(pattern, text))
     with pathlib.Path(TABLE).open("a") as file:
         file.write(f"| {fault} | {launcher} | {seconds:.1f} s | {shown} |\n")
+
+
+LIMITS = {
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": str(CHECK_SECONDS),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(SHUTDOWN_SECONDS),
+    "HVDTRAIN_DEADLOCK_SECONDS": "10",
+    "HVDTRAIN_INIT_TIMEOUT_SECONDS": "10",
+}
+ENDS = (
+    *("kill", "segfault", "stop", "raise", "thread", "child", "exit", "return"),
+    *("terminate", "exec", "callback", "gil", "regex", "lock"),
+)
+ALL_ENDS = [
+    (fault, phase, launcher)
+    for fault in ENDS
+    for phase in ("init", "first", "step", "end")
+    for launcher in (*LAUNCHERS, "hosts")
+    # At the end the other rank needs none that works or returns.
+    if phase != "end" or fault not in ("return", "callback", "gil", "regex", "lock")
+]
+FEW_ENDS = [
+    ("stop", "init", "mpirun"),
+    ("exec", "end", "mpirun"),
+    ("exec", "step", "gloo"),
+    ("thread", "first", "gloo"),
+    ("gil", "first", "mpi"),
+    ("child", "step", "mpirun"),
+    ("return", "step", "hosts"),
+]
+# In a line of a guard, of a rank, or of a launcher.
+NAMED = r"rank 1 (on|is|with|has)\b|Missing ranks:\s+1\b|KeyError: 'on purpose'"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "phase", "launcher"), ALL_ENDS if TABLE else FEW_ENDS
+)
+def test_a_fault_ends_the_job(start, fault, phase, launcher):
+    before = rings()
+    job = start([fault, phase], program=PROGRAM, launcher=launcher, environment=LIMITS)
+    job.wait()
+    begin = float(re.search(r"fault of rank 1 at ([\d.]+)", job.text)[1])
+    seconds = time.time() - begin
+    assert job.returncode != 0, job.text
+    assert re.search(NAMED, job.text), job.text
+    assert seconds < LIMIT_SECONDS, job.text
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while left := list(filter(is_left, rings() - before)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    if TABLE:
+        note(f"{fault}, {phase}", launcher, seconds, job, NAMED)
+
+
+def rings():
+    return set(pathlib.Path("/dev/shm").glob("hvdtrain-*.ring"))
+
+
+def is_left(ring):
+    """Whether the process of a ring has ended."""
+    return not psutil.pid_exists(int(ring.stem.rpartition("-")[2]))
 
 
 # The cause that is named for each reason, and the share of the time from which on.
