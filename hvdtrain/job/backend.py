@@ -76,6 +76,8 @@ def _record() -> None:
 def _shut_down_at_exit() -> None:
     # Before Horovod does so, which is not recorded: the guard limits the wait.
     atexit.register(shutdown)
+    # A fork would mark this rank as one that has left, in memory that ranks share.
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(shutdown))
 
 
 @functools.cache
