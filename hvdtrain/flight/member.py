@@ -17,7 +17,7 @@ import time
 import warnings
 
 from hvdtrain.flight.answer import Member, process_state
-from hvdtrain.flight.conclusion import conclude
+from hvdtrain.flight.conclusion import conclude, suspects
 from hvdtrain.flight.limits import Limits
 from hvdtrain.flight.shared_directory import FOLDER, SharedDirectory
 from hvdtrain.flight.task import Task
@@ -242,3 +242,14 @@ def conclusion() -> str:
 
 def _done(shared: SharedDirectory) -> str:
     return conclude([a for a in shared.answers("") if a.state == "done"])
+
+
+def late_ranks() -> tuple[int, ...]:
+    """Return the ranks that others waited for when `conclusion` was drawn, if any."""
+    membership = _Present.membership
+    for shared in reversed(membership.directories if membership else []):
+        given = shared.answers()
+        late = suspects(given)
+        if len(late) < len(given) and conclusion():
+            return tuple(answer.member.rank for answer in late)
+    return ()

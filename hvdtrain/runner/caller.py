@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -230,6 +231,8 @@ class _Job:
         self._running = {slot.rank: agent for agent in agents for slot in agent.slots}
         self._results: list[Any] = [None] * size
         self._errors: list[_Error] = []
+        # Hosts by rank.
+        self._returned: dict[int, str] = {}
 
     def results(self) -> list[Any]:
         """Return the results by rank, or raise the error that is the cause."""
@@ -239,12 +242,33 @@ class _Job:
                 self._receive(agent)
             if any(not error.outcome.is_consequence for error in self._errors):
                 break
+            if self._late():
+                break
             if self._errors and deadline == float("inf"):
                 deadline = time.monotonic() + _CAUSE_SECONDS
         if self._errors:
-            # The first one in time that is not the consequence of another.
-            raise min(self._errors, key=lambda e: e.outcome.is_consequence).exception()
+            raise self._cause()
         return self._results
+
+    def _late(self) -> dict[int, str]:
+        """Return the ranks that run and did not call a collective that has failed."""
+        late = {rank for error in self._errors for rank in error.outcome.late_ranks}
+        return {r: a.hello.host for r, a in self._running.items() if r in late}
+
+    def _cause(self) -> RankError:
+        # The first one in time that is not the consequence of another.
+        first = min(self._errors, key=lambda error: error.outcome.is_consequence)
+        if not first.outcome.is_consequence:
+            return first.exception()
+        if late := self._late():
+            reason = "did not call a collective that other ranks waited in"
+        elif late := self._returned:
+            reason = "has returned, and other ranks waited for it in a collective"
+        elif late := {r: a.hello.host for r, a in self._running.items()}:
+            reason = f"ran on {_CAUSE_SECONDS:g} s after a collective had failed"
+        else:
+            return first.exception()
+        return first.caused_by(late, reason)
 
     def _receive(self, agent: _Agent) -> None:
         try:
@@ -270,12 +294,13 @@ class _Job:
         except (EOFError, pickle.UnpicklingError):
             cause = f"has ended with exit code {ended.exit_code}"
             if ended.exit_code < 0:
-                cause = f"was killed by signal {-ended.exit_code}"
+                cause = f"was killed by {signal.Signals(-ended.exit_code).name}"
             self._lose(ended.rank, agent, cause)
             return
         if not outcome.summary:
             try:
                 self._results[ended.rank] = cloudpickle.loads(outcome.value)
+                self._returned[ended.rank] = agent.hello.host
                 return
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
@@ -306,3 +331,10 @@ class _Error:
             with contextlib.suppress(Exception):
                 error.__cause__ = cloudpickle.loads(self.outcome.value)
         return error
+
+    def caused_by(self, hosts_by_rank: dict[int, str], reason: str) -> RankError:
+        """Return an error of the ranks that are the cause, above this one."""
+        names = [f"rank {rank} on {host}" for rank, host in hosts_by_rank.items()]
+        texts = (self.outcome.conclusion, str(self.exception()))
+        text = "\n\n".join([f"{' and '.join(names)} {reason}.", *filter(None, texts)])
+        return RankError(text, rank=next(iter(hosts_by_rank)))

@@ -100,12 +100,16 @@ class Outcome:
         summary: last line of the traceback; empty if the function has returned.
         traceback: of the exception, as Python prints it.
         is_consequence: whether a collective has failed because of another rank.
+        conclusion: of the guards on the rank's host, about such a collective.
+        late_ranks: that did not call it, as far as the guards have seen.
     """
 
     value: bytes = b""
     summary: str = ""
     traceback: str = ""
     is_consequence: bool = False
+    conclusion: str = ""
+    late_ranks: tuple[int, ...] = ()
 
 
 class Listener:

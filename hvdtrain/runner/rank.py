@@ -102,7 +102,16 @@ def _failure(error: BaseException) -> Outcome:
         cloudpickle.loads(value)
     except Exception:
         value = b""
-    return Outcome(value, summary, text, _is_consequence(error))
+    if not _is_consequence(error):
+        return Outcome(value, summary, text)
+    # Without the error: an import of its module takes seconds in the caller.
+    return Outcome(
+        summary=summary,
+        traceback=text,
+        is_consequence=True,
+        conclusion=member.conclusion(),
+        late_ranks=member.late_ranks(),
+    )
 
 
 def _is_consequence(error: BaseException | None) -> bool:

@@ -123,6 +123,19 @@ def wait(folder):
     hvd.allreduce(1.0)
 
 
+def leave_a_rank_alone(ending):
+    """Let rank 0 wait in a collective for rank 1, which hangs, or returns early."""
+    import hvdtrain.keras as hvd
+
+    hvd.init()
+    hvd.allreduce(1.0)
+    if hvd.rank() == 1:
+        if ending == "returns":
+            sys.exit(0)
+        time.sleep(3600)
+    hvd.allreduce(1.0)
+
+
 def rank_and_size(factor):
     launched = launchers.launch()
     return launched.rank * factor, launched.size
@@ -227,6 +240,11 @@ def main(name, case, folder, options="{}"):
                 run(fail, on=on)
             except hvdtrain.RankError as error:
                 print("caught", error.rank, repr(error.__cause__), flush=True)
+        elif case in ("hangs", "returns"):
+            try:
+                run(leave_a_rank_alone, [case], on=on)
+            except hvdtrain.RankError as error:
+                print("caught", error.rank, error, flush=True)
         elif case == "waits":
             run(wait, [folder], on=on)
         elif case == "often":

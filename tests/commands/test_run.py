@@ -135,7 +135,7 @@ def test_an_error_of_a_rank_can_be_pickled():
     assert (str(error), error.rank) == ("text", 3)
 
 
-KILLED = "rank 1 on .* was killed by signal 9"
+KILLED = "rank 1 on .* was killed by SIGKILL"
 ENDED = "rank [01] on .* was lost: its agent has ended"
 
 
@@ -179,7 +179,30 @@ def check_a_kill(case, expected, tmp_path, engine, killed, error):
 def test_a_rank_that_was_killed_is_an_error(case, engine):
     job = case(engine, "lost").wait()
     assert job.returncode != 0
-    assert re.search(r"LostRankError: rank 1 on .* was killed by signal 9", job.text)
+    assert re.search(r"LostRankError: rank 1 on .* was killed by SIGKILL", job.text)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        (
+            "hangs",
+            r"did not call a collective that other ranks waited in\.\n\n"
+            r"rank 1 on .* did not enter allreduce .* It is in running_program.py:\d+ ",
+        ),
+        ("returns", "has returned, and other ranks waited for it in a collective"),
+    ],
+)
+def test_an_error_names_the_rank_that_others_waited_for(case, ending, reason):
+    job = case(
+        "local",
+        ending,
+        HOROVOD_STALL_CHECK_TIME_SECONDS="3",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="10",
+    ).wait()
+    assert job.returncode == 0, job.text
+    assert re.search(rf"^caught 1 rank 1 on .* {reason}", job.text, re.M), job.text
 
 
 @pytest.mark.parametrize("engine", ENGINES)

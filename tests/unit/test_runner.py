@@ -1,9 +1,12 @@
 """`hvdtrain.run`: what needs no engine, and Slurm with stubs of its commands."""
 
+import dataclasses
 import multiprocessing
 import os
 import pathlib
+import pickle
 import shutil
+import signal
 import stat
 import sys
 import threading
@@ -11,10 +14,11 @@ import time
 
 import cloudpickle
 import pytest
+from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 
 import hvdtrain
-from hvdtrain.runner import agent, channel, slurm
-from hvdtrain.runner.channel import Address
+from hvdtrain.runner import agent, caller, channel, slurm
+from hvdtrain.runner.channel import Address, Outcome
 
 ADDRESS = Address(("127.0.0.1",), 1, b"key")
 # sbatch notes the job, with its script; squeue lists the jobs of the user.
@@ -88,6 +92,57 @@ def test_a_thread_that_does_not_end_is_killed_with_a_line(monkeypatch):
         "hvdtrain.run: the process is killed 0.5 s after its function has returned: "
         "a thread that is not a daemon still runs.\n"
     )
+
+
+LATE = "rank 1 on h did not enter allreduce 5 (gradients) for 60 s."
+FAILED = Outcome(
+    summary="UnknownError: shut down", traceback="Traceback", is_consequence=True
+)
+RETURNED = Outcome(value=cloudpickle.dumps(None))
+
+
+@pytest.mark.parametrize(
+    ("ends", "kind", "error"),
+    [
+        (
+            [(0, 1, dataclasses.replace(FAILED, conclusion=LATE, late_ranks=(1,)))],
+            hvdtrain.RankError,
+            "rank 1 on h did not call a collective that other ranks waited in.\n\n"
+            f"{LATE}\n\nrank 0 on h: UnknownError: shut down\n\nTraceback",
+        ),
+        (
+            [(1, 0, RETURNED), (0, 1, FAILED)],
+            hvdtrain.RankError,
+            "rank 1 on h has returned, and other ranks waited for it in a collective."
+            "\n\nrank 0 on h: UnknownError: shut down\n\nTraceback",
+        ),
+        (
+            [(0, 1, FAILED), (1, -signal.SIGTERM, None)],
+            hvdtrain.LostRankError,
+            "rank 1 on h was killed by SIGTERM",
+        ),
+        (
+            [(0, 1, FAILED)],
+            hvdtrain.RankError,
+            "rank 1 on h ran on 0.1 s after a collective had failed.\n\n"
+            "rank 0 on h: UnknownError: shut down\n\nTraceback",
+        ),
+    ],
+    ids=["hangs", "returns", "killed", "unknown"],
+)
+def test_the_error_names_the_rank_that_is_the_cause(monkeypatch, ends, kind, error):
+    monkeypatch.setattr(caller, "_CAUSE_SECONDS", 0.1)
+    ours, theirs = multiprocessing.Pipe()
+    hello = channel.Hello("hash", "h", 2, {})
+    slots = get_host_assignments([HostInfo("h", 2)], 2, 2)
+    with ours, theirs:
+        for rank, code, outcome in ends:
+            pickled = pickle.dumps(outcome) if outcome else b""
+            theirs.send(channel.Ended(rank, code, pickled))
+        job = caller._Job([caller._Agent(ours, hello, slots)], 2)
+        with pytest.raises(kind) as info:
+            job.results()
+    assert (info.type, info.value.rank, str(info.value)) == (kind, 1, error)
 
 
 @pytest.fixture
