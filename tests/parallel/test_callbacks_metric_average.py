@@ -97,6 +97,28 @@ def validation_shard(array):
     return array[start:] if is_last else array[start : start + 3]
 
 
+class Evaluate(keras.callbacks.Callback):
+    """Evaluates after a batch and an epoch, and may log the results of the epoch."""
+
+    def __init__(self, data, *, prefix=None, after_batch=None):
+        super().__init__()
+        self.data, self.prefix, self.after_batch = data, prefix, after_batch
+
+    def evaluate(self):
+        return self.model.evaluate(
+            *self.data[:2], sample_weight=self.data[2], verbose=0, return_dict=True
+        )
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.after_batch:
+            self.evaluate()
+
+    def on_epoch_end(self, epoch, logs=None):
+        found = self.evaluate()
+        if self.prefix is not None:
+            logs.update({self.prefix + name: value for name, value in found.items()})
+
+
 def test_training_and_validation_logs_equal_those_of_the_big_batch():
     data, validation = one_hot_samples(4, seed=1), one_hot_samples(3, seed=2)
     single = compiled_model(keras.optimizers.SGD(0.1))
@@ -112,6 +134,8 @@ def test_training_and_validation_logs_equal_those_of_the_big_batch():
         [validation_shard(array) for array in validation],
         oracle.LOCAL_BATCH_SIZE,
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        # It resets the metrics, of which the logs have the results.
+        Evaluate([array[:4] for array in data]),
         hvd.callbacks.MetricAverageCallback(),
         found,
     )
@@ -127,6 +151,40 @@ def test_training_and_validation_logs_equal_those_of_the_big_batch():
     oracle.assert_bitwise_equal_over_ranks(
         [value for epoch in found.epochs for _, value in sorted(epoch.items())]
     )
+
+
+# Evaluations after batch 1 of 4, and after the last one, change the logs of the epoch,
+# also in one process.
+@pytest.mark.long
+@pytest.mark.parametrize("after_batch", [None, 1, 3])
+def test_a_callback_that_evaluates_and_logs(after_batch):
+    data, test = one_hot_samples(4, seed=1), one_hot_samples(3, seed=2)
+    single = compiled_model(keras.optimizers.SGD(0.1))
+    expected = LogRecorder()
+    size = oracle.LOCAL_BATCH_SIZE * hvd.size()
+    evaluate = Evaluate(test, prefix="val_", after_batch=after_batch)
+    fit(single, data, None, size, evaluate, expected)
+
+    model = compiled_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    found = LogRecorder()
+    fit(
+        model,
+        [oracle.shard(array) for array in data],
+        None,
+        oracle.LOCAL_BATCH_SIZE,
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        Evaluate(
+            [oracle.shard(array) for array in test],
+            prefix="val_",
+            after_batch=after_batch,
+        ),
+        hvd.callbacks.MetricAverageCallback(),
+        found,
+    )
+    for logs, wanted in zip(found.epochs, expected.epochs, strict=True):
+        assert {"auc", "val_auc"} <= set(logs) == set(wanted)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(logs[name], value, rtol=2e-5, err_msg=name)
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import needs_communication
@@ -17,6 +18,7 @@ from hvdtrain.keras.metrics import (
     reduce_states,
     results,
 )
+from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import get_process_set
 
 # The value that a rank has logged, and whether it is the result of a metric.
@@ -30,6 +32,26 @@ class _Report(NamedTuple):
     prefixes: list[str]
     # By name in the logs.
     entries: dict[str, Entry]
+
+
+class _KeptStates:
+    """Stands for `model.reset_metrics`; keeps the states from before the resets.
+
+    An evaluation resets the metrics: the validation of `fit`, or one that a callback
+    starts before the states of training are read.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._reset = replace(model, "reset_metrics", self, by=_KeptStates)
+        self.states: list[list[np.ndarray]] = []
+
+    def __call__(self) -> None:
+        # In a graph, variables have no value.
+        if tf.executing_eagerly():
+            variables = metric_variables(self._model.metrics)
+            self.states.append(local_states(variables))
+        self._reset()
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -60,30 +82,50 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def __init__(self, device: str = "") -> None:
         super().__init__()
         self._device = device
-        self._training_states: list[np.ndarray] | None = None
         self._epoch_logs: dict[str, Any] = {}
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self._training_states = None
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        present = vars(model).get("reset_metrics")
+        is_kept = isinstance(present, _KeptStates)
+        self._kept = present if is_kept else _KeptStates(model)
 
-    def on_test_begin(self, logs: dict | None = None) -> None:
-        # Validation resets the metrics.
-        self._training_states = local_states(metric_variables(self.model.metrics))
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self._kept.states.clear()
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        self._kept.states.clear()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if not needs_communication(get_process_set(self.model.optimizer)):
             return
         logs = {} if logs is None else logs
-        states = {"": local_states(metric_variables(self.model.metrics))}
-        if self._training_states is not None:
-            states = {"": self._training_states, "val_": states[""]}
-        self._epoch_logs = self._combine(logs, states)
+        self._epoch_logs = self._combine(logs, self._logged_states(logs))
         logs.update(self._epoch_logs)
 
     def on_train_end(self, logs: dict | None = None) -> None:
         # `fit` passes the last epoch's logs of this rank again.
         if logs is not None:
             logs.update(self._epoch_logs)
+
+    def _logged_states(self, logs: dict) -> dict[str, list[np.ndarray]]:
+        """Return the states of which `logs` has the results, by the prefix there."""
+        present = local_states(metric_variables(self.model.metrics))
+        # Metrics get their variables with the first batch.
+        kept = [states for states in self._kept.states if len(states) == len(present)]
+        candidates = [*kept, present]
+        states_by_prefix = {"": present}
+        for prefix in ("", "val_"):
+            counts = [
+                _count_results(logs, self._results({prefix: states}))
+                for states in candidates
+            ]
+            if any(counts):
+                place = counts.index(max(counts))
+                states_by_prefix[prefix] = candidates[place]
+                # Validation comes after training.
+                candidates = candidates[place + 1 :]
+        return states_by_prefix
 
     def _combine(
         self, logs: dict, states: dict[str, list[np.ndarray]]
@@ -117,6 +159,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
             for prefix, snapshot in states.items()
             for name, value in results(self.model.metrics, snapshot).items()
         }
+
+
+def _count_results(logs: dict, found: Mapping[str, Any]) -> int:
+    return sum(is_result(logs[name], name, found) for name in found if name in logs)
 
 
 def _merge(
