@@ -8,6 +8,7 @@ that one rank reorders or leaves out is a deadlock on the others.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -188,9 +189,10 @@ def operation_name(base: str, process_set: ProcessSet) -> str:
     every rank of the process set traces the same function.
 
     Raises:
-        ValueError: the function is going to be compiled by XLA.
+        ValueError: the function is going to be compiled by XLA, or vectorized.
     """
     _check_not_compiled_by_xla()
+    _check_not_vectorized()
     if process_set.process_set_id:
         # A rank outside the set traces none of its operations: if all sets had one
         # count, the numbers would differ between ranks.
@@ -213,6 +215,20 @@ def _check_not_compiled_by_xla() -> None:
             "with jit_compile=True. Pass jit_compile=False to model.compile() or "
             "tf.function()."
         )
+
+
+def _check_not_vectorized() -> None:
+    # TensorFlow converts the operations of the body afterwards, and fails at ours with
+    # pages of text. The graph of the body has no mark: look for the caller.
+    frame = None if tf.executing_eagerly() else inspect.currentframe()
+    while frame:
+        if frame.f_code.co_name == "_pfor_impl":
+            raise ValueError(
+                "Collectives cannot be vectorized. Received a function that calls one "
+                "and that tf.vectorized_map vectorizes. Call the collective once on "
+                "the result of the map, or use tf.map_fn."
+            )
+        frame = frame.f_back
 
 
 def _unknown_true() -> tf.Tensor:

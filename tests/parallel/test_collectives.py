@@ -699,7 +699,7 @@ def test_strings_cannot_be_moved():
             move(tf.constant(["a"]))
 
 
-@pytest.mark.parametrize(
+any_collective = pytest.mark.parametrize(
     "collective",
     [
         hvd.allreduce,
@@ -709,10 +709,22 @@ def test_strings_cannot_be_moved():
         lambda x: hvd.broadcast(x, 0),
     ],
 )
+
+
+@any_collective
 def test_xla_is_an_error_at_trace_time(collective):
     compiled = tf.function(collective, jit_compile=True)
     with pytest.raises(ValueError, match="jit_compile=False"):
         compiled(tf.ones([2 * SIZE]))
+
+
+@any_collective
+def test_a_vectorized_map_is_an_error_at_trace_time(collective):
+    rows = tf.ones([3, 2 * SIZE])
+    with pytest.raises(ValueError, match=r"use tf\.map_fn"):
+        tf.vectorized_map(tf.function(collective), rows)
+    # The remedy of the message.
+    assert len(tf.map_fn(collective, rows)) == 3
 
 
 @pytest.mark.ranks
