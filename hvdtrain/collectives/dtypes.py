@@ -73,6 +73,17 @@ def as_tensorflow(
     return tf.convert_to_tensor(value)
 
 
+def mark_internal(variable: tf.Variable) -> tf.Variable:
+    """Mark a variable of the package, which is no state of a training; return it."""
+    variable._hvdtrain_internal = True
+    return variable
+
+
+def is_internal(variable: tf.Variable) -> bool:
+    """Return whether `mark_internal` was called for a variable."""
+    return hasattr(variable, "_hvdtrain_internal")
+
+
 def as_tensors(values: Iterable[TensorLike | keras.Variable]) -> list[tf.Tensor]:
     """Return the dense tensors of a list of tensor-compatible values."""
     return [tf.convert_to_tensor(as_tensorflow(value)) for value in values]

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvdtrain.collectives import threads
+from hvdtrain.collectives.dtypes import mark_internal
 from hvdtrain.collectives.process_sets import ProcessSet
 from hvdtrain.native import recorder
 
@@ -241,4 +242,4 @@ def order_token() -> tf.Variable:
     """Return the variable that counts the collectives, and orders them."""
     # On the CPU: a token on a GPU would add a copy to every collective.
     with tf.init_scope(), tf.device("CPU"):
-        return tf.Variable(0, trainable=False, dtype=tf.int64)
+        return mark_internal(tf.Variable(0, trainable=False, dtype=tf.int64))

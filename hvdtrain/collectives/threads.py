@@ -23,6 +23,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from hvdtrain.collectives.dtypes import mark_internal
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.native import recorder
 
@@ -53,7 +54,8 @@ _caller = _Caller(threading.main_thread())
 def number_variable() -> tf.Variable:
     """Return the variable with the caller's number, which guards compare."""
     with tf.init_scope(), tf.device("CPU"):
-        return tf.Variable(_caller.number, trainable=False, dtype=tf.int64)
+        variable = tf.Variable(_caller.number, trainable=False, dtype=tf.int64)
+        return mark_internal(variable)
 
 
 def use_native(functions: ctypes.CDLL | None) -> None:

@@ -1,7 +1,9 @@
 """Detection of ranks whose variables differ although they must be equal."""
 
+import contextlib
+import contextvars
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -39,6 +41,7 @@ BROADCAST_FIRST = (
 )
 # The attribute of a tf.Variable that holds the check of its first step.
 _CHECK = "_hvdtrain_first_step"
+_is_unchecked = contextvars.ContextVar("is_unchecked", default=False)
 # Path, shape and checksum of a variable.
 _Description: TypeAlias = tuple[str, tuple[int, ...], int]
 
@@ -80,6 +83,21 @@ def check_consistency(
     raise DesynchronizedError(f"{explanation} {remedy}")
 
 
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Compare no first step in the block, which traces a step that is never run."""
+    token = _is_unchecked.set(True)
+    try:
+        yield
+    finally:
+        _is_unchecked.reset(token)
+
+
+def is_checked() -> bool:
+    """Return whether this is no block of `unchecked`."""
+    return not _is_unchecked.get()
+
+
 def check_first_step(variables: Sequence[Variable], *, process_set: ProcessSet) -> None:
     """Raise an error on every rank unless all start with equal `variables`.
 
@@ -114,7 +132,7 @@ def check_first_steps(
     Raises:
         DesynchronizedError: with the remedy; in a graph as TensorFlow's error.
     """
-    if is_elastic() or not needs_communication(process_set):
+    if is_elastic() or _is_unchecked.get() or not needs_communication(process_set):
         return gradients
     # The tf.Variable holds the check, because loops make a tape for every step.
     variables = [as_tensorflow(variable) for variable in variables]

@@ -9,10 +9,11 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
+from hvdtrain.collectives.dtypes import mark_internal
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
 from hvdtrain.keras.clipping import Clipping
-from hvdtrain.keras.consistency import check_first_step
+from hvdtrain.keras.consistency import check_first_step, is_checked
 from hvdtrain.keras.gradients import (
     Gradient,
     GradientReducer,
@@ -96,7 +97,7 @@ class UpdateSkipping:
     """
 
     def __init__(self) -> None:
-        self.count = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.count = mark_internal(tf.Variable(0, trainable=False, dtype=tf.int64))
         self._count_before: tf.Tensor | None = None
         self._optimizers: list[Optimizer] = []
 
@@ -340,7 +341,7 @@ class ReductionHook:
 
     def _check_first_step(self, variables: list[Variable]) -> None:
         # A retrace does not check again: not all ranks may retrace.
-        if not self._is_first_step:
+        if not self._is_first_step or not is_checked():
             return
         if not self._optimizer.built:
             # Keras' `apply` would build it after the check. But slots are compared

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.dtypes import as_tensorflow
+from hvdtrain.collectives.dtypes import as_tensorflow, mark_internal
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.keras.gradients import Gradient, GradientReducer, split_into_groups
 from hvdtrain.sharding.shards import Sharding, get_sharding, set_sharding
@@ -156,6 +156,7 @@ class WeightShard:
             variable = keras.Variable(
                 value, dtype=self.weight.dtype, trainable=False, name=self.weight.name
             )
+        mark_internal(variable.value)
         # Keras names slots after the path of their variable.
         variable._path = self.weight.path
         return variable

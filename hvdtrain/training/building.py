@@ -15,6 +15,7 @@ from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.keras.variables import get_hook
 from hvdtrain.sharding.shards import has_summed_gradients
 from hvdtrain.training.checkpoint.header import FirstBatch
+from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.inputs import first_batch, first_step
 from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
@@ -40,14 +41,16 @@ def build(
     world: World,
     *,
     is_checked: bool,
-) -> tuple[keras.Model, str | None]:
+) -> tuple[keras.Model, str | None, StepVariables]:
     """Return the built model, and the digest of its first batch. A collective.
 
-    The batch itself is not returned: it would stay in memory.
+    The batch itself is not returned: it would stay in memory. `StepVariables` have
+    its shapes.
     """
     model = model_fn()
     batch, digest = first_batch(train_spec, world, is_checked=is_checked)
-    return _build_with(model, batch, train_spec.local_batch_size), digest
+    _build_with(model, batch, train_spec.local_batch_size)
+    return model, digest, StepVariables(batch)
 
 
 def agree_on_batches(
@@ -76,7 +79,7 @@ def agree_on_batches(
 
 def _build_with(
     model: keras.Model, batch: tf.Tensor | tuple | dict, local_batch_size: int
-) -> keras.Model:
+) -> None:
     """Give a compiled model a distributed optimizer and all variables."""
     if not getattr(model, "compiled", False):
         raise JobError(
@@ -113,7 +116,6 @@ def _build_with(
     model.test_function = model.predict_function = None
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    return model
 
 
 def _forward(model: keras.Model, has_loss: bool, batch: tf.Tensor | tuple) -> None:

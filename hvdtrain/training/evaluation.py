@@ -14,6 +14,7 @@ from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.keras.variables import get_process_set
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.restoring import Start
+from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.exporting import Evaluation, Exports
 from hvdtrain.training.observers import notify, scalars
 from hvdtrain.training.plan import Plan
@@ -158,17 +159,20 @@ def _evaluate_spec(
 
 
 @contextlib.contextmanager
-def evaluated_weights(model: keras.Model, *, steps: int | None) -> Iterator[None]:
+def evaluated_weights(
+    model: keras.Model, *, steps: int | None, unlisted: Sequence[tf.Variable] = ()
+) -> Iterator[None]:
     """Give the model the weights that are evaluated and exported. A collective.
 
     In the block, moving statistics are averaged over the ranks, and each weight is its
     moving average if the optimizer keeps one (`use_ema`). At its end weights, moving
-    statistics and the metrics of the epoch are restored. The moving statistics were
+    statistics, the metrics of the epoch and `unlisted` variables of the training step
+    are restored. The moving statistics were
     equal on all ranks `steps` steps ago (see `average_moving_statistics`).
     """
     # `model.variables` has the seeds of random layers, some of which draw in
     # evaluations, too: training must continue with the seeds from before.
-    variables = [*model.variables, *metrics.metric_variables(model.metrics)]
+    variables = [*model.variables, *metrics.metric_variables(model.metrics), *unlisted]
     before = metrics.local_states(variables)
     average_moving_statistics(model, steps=steps)
     # Does nothing without use_ema.
@@ -192,6 +196,7 @@ class EvaluationCallback(StepCallback):
         exports: None without exporters, and on other ranks than the chief.
         left_out: returns a context in which time is not counted as training.
         start: the evaluation in which the run before was stopped is due.
+        step_variables: training continues with their values from before.
         save: `save(logs)` writes a checkpoint before the last evaluation; None without
             checkpoints.
 
@@ -213,6 +218,7 @@ class EvaluationCallback(StepCallback):
         requests: Requests,
         world: World,
         start: Start,
+        step_variables: StepVariables,
         save: Callable[[dict], None] | None,
     ) -> None:
         super().__init__(plan)
@@ -227,6 +233,7 @@ class EvaluationCallback(StepCallback):
         self._results = results
         self._spec = spec
         self._is_due = is_due
+        self._step_variables = step_variables
         self._observers = observers
         self._save = save
         self._is_pending = self._has_ended = False
@@ -285,7 +292,11 @@ class EvaluationCallback(StepCallback):
     @recorder.phase("evaluation")
     def _run(self, *, steps: int | None, is_end: bool) -> None:
         self._is_pending = False
-        with self._left_out(), evaluated_weights(self.model, steps=steps):
+        unlisted = self._step_variables.unlisted(self.model)
+        with (
+            self._left_out(),
+            evaluated_weights(self.model, steps=steps, unlisted=unlisted),
+        ):
             if not self._results or self._results[-1]["step"] != self.step:
                 try:
                     self._evaluate(is_end)

@@ -16,6 +16,7 @@ from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
+from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.plan import Plan
 
 # The error of `assert_cardinality`.
@@ -30,6 +31,7 @@ def fit(
     world: World,
     start_step: int,
     stops: Callable[[int], int],
+    step_variables: StepVariables,
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> None:
     """Train from `start_step` to the end of the plan, by one call of Keras' `fit`.
@@ -42,6 +44,7 @@ def fit(
         stops: `stops(step)` returns the next step at which an execution is split: a
             vote, a checkpoint or an evaluation is due there. Callbacks that have the
             attribute `acts_within_executions` are called after it.
+        step_variables: finds the variables of the step when it is traced.
 
     Raises:
         JobError: the ranks hold different weights, the input has ended early, or a
@@ -60,6 +63,7 @@ def fit(
             plan=plan,
             start_step=start_step,
             stops=stops,
+            step_variables=step_variables,
             batches=_Batches(iterator, world),
         )
         replace(model, "train_function", training.train_function, by=fit)
@@ -119,16 +123,22 @@ class _Batches:
 
 
 def _steps_function(
-    model: keras.Model, batches: _Batches, steps_per_execution: int
+    model: keras.Model,
+    batches: _Batches,
+    steps_per_execution: int,
+    step_variables: StepVariables,
 ) -> Callable[[int], dict]:
     """Return a function that takes a number of steps, and returns the last logs."""
 
     # AutoGraph would convert the whole package, which has no need of it.
     @tf.autograph.experimental.do_not_convert
     def train_step(batch: tuple) -> dict:
-        return model.train_step(batch)
+        logs = model.train_step(batch)
+        step_variables.note_graph()
+        return logs
 
     if model.run_eagerly:
+        step_variables.trace(model)
         return functools.partial(_take_eagerly, train_step, batches)
     step = tf.function(train_step, reduce_retracing=True, jit_compile=model.jit_compile)
     take = _compiled_steps(step, batches.iterator, is_one=steps_per_execution == 1)
@@ -217,6 +227,7 @@ class _Training(keras.callbacks.CallbackList):
         plan: Plan,
         start_step: int,
         stops: Callable[[int], int],
+        step_variables: StepVariables,
         batches: _Batches,
     ) -> None:
         super().__init__(
@@ -234,6 +245,7 @@ class _Training(keras.callbacks.CallbackList):
         # Steps before and after the current execution.
         self._execution = (start_step, start_step)
         self._stops = stops
+        self._step_variables = step_variables
         self._batches = batches
         self._within = [
             callback
@@ -256,7 +268,10 @@ class _Training(keras.callbacks.CallbackList):
         super().on_train_begin(logs)
         # After the callbacks, which may replace the model's `train_step`.
         self._take_steps = _steps_function(
-            self.model, self._batches, self._plan.steps_per_execution
+            self.model,
+            self._batches,
+            self._plan.steps_per_execution,
+            self._step_variables,
         )
 
     @recorder.phase("callbacks")

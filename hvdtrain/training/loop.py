@@ -109,7 +109,9 @@ def _train_and_evaluate(
         keras.utils.set_random_seed(config.seed)
     # A job continues from a checkpoint or from a commit.
     is_checked = train_spec.check_input and bool(config.model_dir or commits)
-    model, digest = build(model_fn, train_spec, world, is_checked=is_checked)
+    model, digest, step_variables = build(
+        model_fn, train_spec, world, is_checked=is_checked
+    )
     with fail_together(world):
         # Before the training: what `input_fn` returns may be an error.
         eval_spec.batches()
@@ -126,7 +128,12 @@ def _train_and_evaluate(
     start = Start(header=new_job)
     if stores:
         start = restore(
-            model, stores, world, new_job=new_job, scale_from=train_spec.scale_from
+            model,
+            stores,
+            world,
+            new_job=new_job,
+            step_variables=step_variables,
+            scale_from=train_spec.scale_from,
         )
     run = RunState(
         world=world,
@@ -134,6 +141,7 @@ def _train_and_evaluate(
         batches=batches,
         plan=batches.plan.with_epochs_of(start.header),
         start=start,
+        step_variables=step_variables,
         files=files,
         commits=commits,
         exports=exports,

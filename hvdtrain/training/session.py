@@ -50,6 +50,7 @@ from hvdtrain.training.checkpoint.restoring import (
     RestoreGeneratorsCallback,
     Start,
 )
+from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.checkpoint.writing import (
     BackgroundWriter,
@@ -91,6 +92,7 @@ class RunState:
     batches: Batches
     plan: Plan
     start: Start
+    step_variables: StepVariables
     files: CheckpointFiles | None
     commits: Commits | None
     exports: Exports | None
@@ -176,6 +178,7 @@ class Session:
                 world=run.world,
                 start_step=start_step,
                 stops=self._next_stop,
+                step_variables=run.step_variables,
                 callbacks=self._callbacks(train_spec, eval_spec),
             )
             complete_together(run.world, self._writer)
@@ -234,6 +237,7 @@ class Session:
             requests=self._requests,
             world=run.world,
             start=run.start,
+            step_variables=run.step_variables,
             save=checkpoints[0].save_before_evaluation if run.files else None,
         )
         return [
@@ -261,7 +265,7 @@ class Session:
 
     def _checkpoint_callbacks(self) -> Iterator[CheckpointCallback]:
         run, config = self._run, self._run.config
-        common = (self._requests, run.world, self._header)
+        common = (self._requests, run.world, self._header, run.step_variables)
         if run.files:
             steps, seconds = config.save_every_steps, config.save_every_seconds
             is_due = self._interval(SAVE, steps, seconds)

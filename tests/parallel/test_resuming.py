@@ -98,14 +98,15 @@ class LogTestLoss(keras.callbacks.Callback):
 
 
 class Count(keras.layers.Layer):
-    """Adds the number of its calls, a variable that Keras does not list."""
+    """Adds variables that Keras does not list: calls, and sums of each rank."""
 
     def __init__(self):
         super().__init__()
-        self.count = tf.Variable(0.0)
+        self.count, self.sums = tf.Variable(0.0), [tf.Variable(tf.zeros((4,)))]
 
     def call(self, x):
-        return x + 0.01 * self.count.assign_add(1.0)
+        sums = self.sums[0].assign_add(keras.ops.mean(x, axis=0))
+        return x + 0.01 * self.count.assign_add(1.0) + 0.01 * sums
 
 
 def frozen_and_random(*layers):
@@ -150,15 +151,18 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
     assert 0 < result.start_step < STEPS
     assert_equal(result, expected)
     oracle.assert_bitwise_equal_over_ranks(result.history["seen"])
-    assert float(counts[-1].count) == float(counts[0].count)
+    assert float(counts[-1].count) == float(counts[0].count) == STEPS
+    found, wanted = counts[-1].sums[0].numpy(), counts[0].sums[0].numpy()
+    np.testing.assert_array_equal(found, wanted)
+    assert SIZE == 1 or np.ptp(hvd.allgather(wanted[None], name="sums"), 0).any()
     if RANK == 0:
         files = CheckpointFiles(pathlib.Path(directory) / "checkpoints")
         kinds = [name.partition("/")[0] for name in files.read(STEPS).arrays]
         # Kernel and bias that are frozen, the count, and moving statistics, which are
         # equal at the end of an epoch.
         assert kinds.count("replicated") == 5
-        # The seed and six accumulated gradients.
-        assert [kinds.count(f"rank{rank}") for rank in range(SIZE)] == [7] * SIZE
+        # The seed, sums of this rank and six accumulated gradients.
+        assert [kinds.count(f"rank{rank}") for rank in range(SIZE)] == [8] * SIZE
 
 
 @pytest.mark.long

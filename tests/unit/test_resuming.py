@@ -279,62 +279,115 @@ def rewrite_for_two_ranks(files):
     files.write(Checkpoint(header=header, arrays=arrays))
 
 
-def test_state_that_keras_does_not_list(tmp_path):
-    """That of a second optimizer, and TensorFlow's own variables."""
+class Noise(keras.losses.Loss):
+    """Draws numbers, and has a weight that grows with each call."""
 
-    class Count(keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.count = tf.Variable(0.0)
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(1)
+        self.calls = tf.Variable(0.0)
 
-        def call(self, x):
-            return x + self.count.assign_add(0.001)
+    def call(self, y, predictions):
+        noise = keras.random.normal(keras.ops.shape(predictions), seed=self.seeds)
+        weight = self.calls.assign_add(1.0)
+        errors = keras.ops.square(predictions - noise - keras.ops.cast(y, "float32"))
+        return keras.ops.mean(errors, axis=-1) / weight
 
-    class Model(keras.Model):
-        def __init__(self, second):
-            super().__init__()
-            self.count, self.dense = Count(), keras.layers.Dense(1)
-            self.bias = self.add_weight(shape=(1,), initializer="zeros")
-            self.second = second
 
-        def call(self, x):
-            return self.dense(self.count(x)) + self.bias
+class Decay(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self):
+        self.rate = tf.Variable(0.1)
 
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(x, y, self(x))
-            kernel = self.dense.trainable_variables
-            gradients = tape.gradient(loss, [self.bias, *kernel])
-            self.second.apply(gradients[:1], [self.bias])
-            self.optimizer.apply(gradients[1:], kernel)
-            return self.compute_metrics(x, y, None)
+    def __call__(self, step):
+        return self.rate
 
-    def make_model(optimizer, *, units, is_built=True):
+
+class Scale(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.variable = tf.Variable(1.0)
+
+
+class Unlisted(keras.Model):
+    """Uses variables that are in no list of Keras, and a second optimizer."""
+
+    def __init__(self, optimizer, *, is_built):
+        super().__init__()
         keras.utils.set_random_seed(1)
-        second = keras.optimizers.SGD(0.05, momentum=0.5)
-        model = Model(second)
-        model(tf.zeros((1, 6)))
-        model.count.count.assign(0.0)
-        optimizer.build(model.dense.trainable_variables)
+        self.attribute, self.scale = tf.Variable(0.0), Scale()
+        self.rows = {"list": [tf.Variable(0.0), tf.Variable(tf.zeros((6,)))]}
+        self.recurrent = keras.layers.LSTM(3, stateful=True)
+        self.dense = keras.layers.Dense(1)
+        self.bias = self.add_weight(shape=(1,), initializer="zeros")
+        self.sums = [tf.Variable(tf.zeros((3, 1))), tf.Variable(tf.zeros((1,)))]
+        self.second = keras.optimizers.SGD(0.05, momentum=0.5)
         if is_built:
-            second.build([model.bias])
-        model.compile(optimizer, "mse")
-        return model
+            self.second.build([self.bias])
+        closed_over = tf.Variable(1.0)
+        self.grow = lambda: closed_over.assign_add(0.001)
+        self.closed_over = lambda: closed_over
 
-    def own(result):
-        return float(result.model.count.count), *result.model.second.variables
+    def call(self, x):
+        x = x * self.grow() + self.attribute.assign_add(0.001)
+        mean = self.rows["list"][1].assign_add(keras.ops.mean(x, axis=0) / 10)
+        x = x * self.scale.variable.assign(self.scale.variable * 0.99) - mean
+        return self.dense(self.recurrent(x[:, None])) + self.bias
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        gradients = tape.gradient(loss, [self.bias, *self.dense.trainable_variables])
+        self.second.apply(gradients[:1], [self.bias])
+        for total, gradient in zip(self.sums, gradients[1:], strict=True):
+            total.assign_add(gradient)
+        count = self.rows["list"][0].assign_add(1.0)
+        is_end = tf.cast(count % 4 == 0, "float32")
+        self.optimizer.apply(
+            [total * is_end for total in self.sums], self.dense.trainable_variables
+        )
+        for total in self.sums:
+            total.assign(total * (1 - is_end))
+        rate = self.optimizer._learning_rate.rate
+        rate.assign(rate * 0.95)
+        return self.compute_metrics(x, y, None)
+
+    @property
+    def unlisted(self):
+        loss, schedule = self.loss, self.optimizer._learning_rate
+        variables = [
+            *(self.attribute, self.scale.variable, *self.rows["list"], *self.sums),
+            *(*self.recurrent.states, *self.second.variables, self.closed_over()),
+            *(loss.calls, loss.seeds.state, schedule.rate),
+        ]
+        return [variable.numpy() for variable in variables]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_state_that_keras_does_not_list(tmp_path, run_eagerly):
+    def make_model(optimizer, *, units, is_built=True):
+        model = Unlisted(optimizer, is_built=is_built)
+        model.compile(keras.optimizers.SGD(Decay()), Noise(), run_eagerly=run_eagerly)
+        return model
 
     expected = train(None, make_model=make_model)
     with pytest.raises(KilledError):
-        train(tmp_path, make_model=make_model, killed_after=8)
-    result = train(tmp_path, make_model=make_model)
-    assert result.start_step
+        train(tmp_path, make_model=make_model, killed_after=7)
+    result = train(
+        tmp_path, make_model=functools.partial(make_model, is_built=run_eagerly)
+    )
+    assert 0 < result.start_step < 35
     assert_equal(result, expected)
-    for found, wanted in zip(own(result), own(expected), strict=True):
+    for found, wanted in zip(
+        result.model.unlisted, expected.model.unlisted, strict=True
+    ):
         np.testing.assert_array_equal(found, wanted)
-    with pytest.raises(JobError, match="second optimizer, second, that has no var"):
-        train(tmp_path, make_model=functools.partial(make_model, is_built=False))
+    again = train(tmp_path, make_model=make_model)
+    assert again.samples_per_second == 0
+    for found, wanted in zip(
+        again.model.unlisted, expected.model.unlisted, strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def normalized(rows):

@@ -67,6 +67,8 @@ class Header:
         skipped_updates: updates that were not finite, of all runs.
         history: the metrics of each epoch by name.
         evaluation_is_due: whether the job was stopped in an evaluation.
+        unlisted: number of variables that the training step uses and Keras does not
+            list; see `StepVariables`.
     """
 
     step: int
@@ -85,6 +87,7 @@ class Header:
     history: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
     evaluation_is_due: bool = False
+    unlisted: int = 0
 
     @property
     def size(self) -> int:

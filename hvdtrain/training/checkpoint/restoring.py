@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import keras
@@ -13,12 +13,7 @@ from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.keras.learning_rates import set_learning_rate
-from hvdtrain.keras.variables import (
-    accumulated_gradients,
-    is_multi_optimizer,
-    optimizers_inside,
-    replicated_by_process_set,
-)
+from hvdtrain.keras.variables import optimizers_inside, replicated_by_process_set
 from hvdtrain.training.checkpoint.header import (
     REPLICATED,
     ArrayGroups,
@@ -26,9 +21,16 @@ from hvdtrain.training.checkpoint.header import (
     Header,
     OtherModelError,
 )
+from hvdtrain.training.checkpoint.job_checks import (
+    check_batch,
+    check_position,
+    check_scales,
+    check_unchanged,
+)
 from hvdtrain.training.checkpoint.per_rank import PerRankState, new_metrics, regroup
 from hvdtrain.training.checkpoint.snapshot import assign_stored_once
 from hvdtrain.training.checkpoint.state_variables import StateVariables
+from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.checkpoint.storage import CheckpointError
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
 from hvdtrain.training.elastic import Commits
@@ -45,6 +47,7 @@ class Store(Protocol):
 
     def steps(self) -> list[int]: ...
     def path(self, step: int) -> object: ...
+    def header(self, step: int) -> Header: ...
     def read(self, step: int) -> Checkpoint: ...
     def verify(self, step: int) -> Header: ...
     def delete_leftovers(self) -> None: ...
@@ -122,6 +125,7 @@ def restore(
     world: World,
     *,
     new_job: Header,
+    step_variables: StepVariables,
     scale_from: Position | None = None,
 ) -> Start:
     """Restore the newest valid checkpoint. A collective.
@@ -134,6 +138,8 @@ def restore(
         model: a compiled model whose optimizer is built.
         stores: in order of preference; on the chief only.
         new_job: the header with which the job would start without a checkpoint.
+        step_variables: a step is traced if the checkpoint has variables of it that
+            Keras does not list.
         scale_from: see `TrainSpec`.
 
     Raises:
@@ -142,13 +148,19 @@ def restore(
     """
     rate = _learning_rate(model.optimizer)
     replicas = Replicas.of_model(world, model)
-    variables = StateVariables.of(model)
+    listed = StateVariables.of(model)
+    if _have_unlisted(stores, world):
+        step_variables.trace(model)
+
+    def variables_of(header: Header) -> StateVariables:
+        has_any = header.unlisted > 0
+        return listed.with_unlisted(step_variables.unlisted(model) if has_any else [])
 
     checkpoint = on_chief(
         world,
         lambda: _read(
             model.optimizer,
-            variables,
+            variables_of,
             stores,
             new_job=new_job,
             rate=rate,
@@ -163,11 +175,13 @@ def restore(
         header, replicated = broadcast_object((header, replicated), name="Start")
     if header is None:
         return Start(header=new_job, learning_rate=rate)
-    variables = variables.with_replicated(replicated)
+    variables = variables_of(header).with_replicated(replicated)
     variables.scatter(groups.values_stored_once())
     if world.size > 1:
-        variables.broadcast_untracked(model)
+        variables.broadcast_unlisted(model)
     variables.scale_accumulated(replicas.size / header.size)
+    if world.is_chief and replicas.size != header.size:
+        _warn_of_per_replica(variables)
     return Start(
         header=header,
         per_rank_state=PerRankState(
@@ -177,9 +191,22 @@ def restore(
     )
 
 
+def _have_unlisted(stores: Sequence[Store], world: World) -> bool:
+    """Whether a checkpoint has variables that Keras does not list. A collective."""
+
+    def read() -> bool:
+        for store, step in [(s, step) for s in stores for step in s.steps()]:
+            with contextlib.suppress(CheckpointError):
+                if store.header(step).unlisted:
+                    return True
+        return False
+
+    return bool(gather(world, on_chief(world, read))[0])
+
+
 def _read(
     optimizer: keras.optimizers.Optimizer,
-    variables: StateVariables,
+    variables_of: Callable[[Header], StateVariables],
     stores: Sequence[Store],
     *,
     new_job: Header,
@@ -189,22 +216,22 @@ def _read(
     """Read and assign the newest valid checkpoint, and check that it fits the job."""
     for store in stores:
         store.delete_leftovers()
-    newest = (_newest(variables, store) for store in stores)
+    newest = (_newest(variables_of, store) for store in stores)
     checkpoint = next(filter(None, newest), None)
     if checkpoint:
         before = checkpoint.header
         scale = new_job.size / before.size if scale_from else 1
-        _check_unchanged(before, new_job)
-        _check_batch(before, new_job, scale=scale)
+        check_unchanged(before, new_job)
+        check_batch(before, new_job, scale=scale)
         _adjust_learning_rate(optimizer, before, rate, size=new_job.size, scale=scale)
-        _warn_of_new_metrics(variables, checkpoint)
+        _warn_of_new_metrics(variables_of(before), checkpoint)
         for store in stores:
             # Also in files, if the newest commit is used: later files are of steps
             # that are taken again.
             store.supersede_after(checkpoint.step)
-    _check_position(checkpoint.header if checkpoint else new_job, scale_from)
+    check_position(checkpoint.header if checkpoint else new_job, scale_from)
     if scale_from:
-        _check_scales(optimizer)
+        check_scales(optimizer)
     return checkpoint
 
 
@@ -224,12 +251,15 @@ def assign_all(model: keras.Model, start: Start) -> None:
     model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
-def _newest(variables: StateVariables, store: Store) -> Checkpoint | None:
+def _newest(
+    variables_of: Callable[[Header], StateVariables], store: Store
+) -> Checkpoint | None:
     """Assign and return the newest valid checkpoint; None if there is none."""
     reasons = []
     for step in store.steps():
         try:
             checkpoint = store.read(step)
+            variables = variables_of(checkpoint.header)
             sizes = checkpoint.header.local_batch_sizes
             arrays = regroup(checkpoint.arrays, variables, sizes)
             assign_stored_once(variables, arrays)
@@ -251,66 +281,24 @@ def _newest(variables: StateVariables, store: Store) -> Checkpoint | None:
     return None
 
 
+def _warn_of_per_replica(variables: StateVariables) -> None:
+    numbers = [n for n in variables.unlisted if n in variables.per_replica]
+    if names := [variables.own[number].path for number in numbers]:
+        warnings.warn(
+            f"The training step uses {', '.join(names)}, which differ by rank. With "
+            "another number of ranks than before, each rank takes the value of the "
+            "rank with its number, or of the first one: sums over the samples of a "
+            "rank are not continued.",
+            stacklevel=3,
+        )
+
+
 def _warn_of_new_metrics(variables: StateVariables, checkpoint: Checkpoint) -> None:
     if names := new_metrics(variables.metrics, checkpoint.arrays):
         warnings.warn(
             f"The checkpoint of step {checkpoint.step} has no states of the metrics "
             f"{', '.join(names)}: they start there.",
             stacklevel=3,
-        )
-
-
-def _check_unchanged(before: Header, new: Header) -> None:
-    for name, value in new.unchanged.items():
-        if name in before.unchanged and before.unchanged[name] != value:
-            raise JobError(
-                f"Received {name}={value}; expected {before.unchanged[name]}, with "
-                f"which the checkpoint of step {before.step} was written: choose "
-                "another model_dir for another job."
-            )
-
-
-def _check_batch(before: Header, new: Header, *, scale: float) -> None:
-    batch_before, batch = before.global_batch_size, new.global_batch_size
-    if batch != round(batch_before * scale, 3):
-        raise JobError(
-            f"Received a global batch of {batch} samples ({_ranks(new.size)}); "
-            f"expected {batch_before * scale:.9g}: the checkpoint of step "
-            f"{before.step} was written with {batch_before} ({_ranks(before.size)}), "
-            "and the order of the samples depends on it."
-        )
-
-
-def _ranks(size: int) -> str:
-    return f"{size} {'rank' if size == 1 else 'ranks'}"
-
-
-def _check_position(header: Header, scale_from: Position | None) -> None:
-    step, sample = header.step, header.sample
-    if scale_from and scale_from.step != step:
-        raise JobError(
-            f"Received scale_from of step {scale_from.step}; expected {step}, the step "
-            "of the newest checkpoint of this model: delete the checkpoints after it."
-        )
-    # Not by the batch: after scaling, a job may have the batch of its first start.
-    if not scale_from and sample != step * header.global_batch_size:
-        raise JobError(
-            f"Received a checkpoint of step {step} after {sample} samples; expected "
-            f"{step * header.global_batch_size}: the job scales its batch. Set "
-            "scale_from, or --scale_batch."
-        )
-
-
-def _check_scales(optimizer: keras.optimizers.Optimizer) -> None:
-    if is_multi_optimizer(optimizer):
-        raise JobError(
-            "Received a MultiOptimizer in a job that scales its batch; expected an "
-            "optimizer with one learning rate, which is scaled with the batch."
-        )
-    if accumulated_gradients(optimizer):
-        raise JobError(
-            "Received an optimizer that accumulates gradients in a job that scales its "
-            "batch; expected none: a change of the batch could cut a window."
         )
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.objects import gather_object
 from hvdtrain.job.agreement import fail_together, gather
@@ -45,14 +46,20 @@ class _RankState(NamedTuple):
 
 
 def capture(
-    model: keras.Model, world: World, *, everywhere: bool
+    model: keras.Model,
+    world: World,
+    *,
+    everywhere: bool,
+    unlisted: Sequence[tf.Variable] = (),
 ) -> dict[str, np.ndarray] | None:
     """Return copies of all arrays by name. A collective.
 
     All ranks return them with `everywhere`; otherwise the chief does, and the others
-    return None. The optimizer of the model is built.
+    return None. The optimizer of the model is built. For `unlisted`, see
+    `StepVariables`.
     """
-    variables = StateVariables.of(model).find_replicated(model, world)
+    variables = StateVariables.of(model).with_unlisted(unlisted)
+    variables = variables.find_replicated(model, world)
     per_replica = variables.per_replica
     own = _RankState(
         shards=[(v.block, v.local_value()) for v in per_replica.values()],

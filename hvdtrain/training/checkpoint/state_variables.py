@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.job.agreement import gather
-from hvdtrain.job.world import JobError, World
+from hvdtrain.job.world import World
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.variables import (
     accumulated_gradients,
@@ -40,6 +40,7 @@ class StateVariables:
             the same whether a table is sharded, and on any number of ranks.
         accumulated: numbers in `own` of the accumulated gradients.
         metrics: the states of metrics.
+        unlisted: numbers in `own` of the variables of `StepVariables.unlisted`.
         replicated: numbers in `own` of variables that are equal on all replicas:
             frozen weights, for example.
     """
@@ -48,6 +49,7 @@ class StateVariables:
     own: list[FullVariable]
     accumulated: range
     metrics: list[keras.Variable]
+    unlisted: range = range(0)
     replicated: frozenset[int] = frozenset()
 
     @classmethod
@@ -68,7 +70,6 @@ class StateVariables:
             for variables in (model.variables, model.optimizer.variables)
             for variable in describe([v for v in variables if id(v) not in taken])
         ]
-        own += _full_variables(_untracked(model))
         accumulated = describe(accumulated)
         return cls(
             shared=[*describe(weights), *describe(optimizer_variables)],
@@ -103,6 +104,17 @@ class StateVariables:
         replicated = [self.own[number] for number in sorted(self.replicated)]
         return [*self.shared, *self.tables.values(), *replicated]
 
+    def with_unlisted(self, variables: Sequence[tf.Variable]) -> "StateVariables":
+        """Add variables of the training step that Keras does not list."""
+        first, end = self.accumulated.start, self.accumulated.start + len(variables)
+        own = [*self.own[:first], *_full_variables(variables), *self.own[first:]]
+        return dataclasses.replace(
+            self,
+            own=own,
+            unlisted=range(first, end),
+            accumulated=range(end, len(own)),
+        )
+
     def with_replicated(self, numbers: Iterable[int]) -> "StateVariables":
         return dataclasses.replace(self, replicated=frozenset(numbers))
 
@@ -126,7 +138,7 @@ class StateVariables:
         size = Replicas.of_model(world, model).size
         # The broadcast before the first step makes these weights equal.
         comparable = _ids(model.weights) & _ids(non_local_variables(model))
-        comparable |= _ids(_untracked_and_replicated(model))
+        comparable |= _ids(self._comparable_unlisted(model))
         # Each replica has another shard of a table.
         comparable -= _ids(table.variable for table in self.tables.values())
         digest = functools.partial(_digest, comparable, needs_value=size > 1)
@@ -134,18 +146,24 @@ class StateVariables:
         by_rank = gather(world, digests)
         return np.reshape(by_rank, [size, len(by_rank) // size, len(self.own)])
 
-    def broadcast_untracked(self, model: keras.Model) -> None:
-        """Broadcast replicated variables that Keras does not track. A collective.
+    def broadcast_unlisted(self, model: keras.Model) -> None:
+        """Broadcast replicated variables that Keras does not list. A collective.
 
-        `BroadcastGlobalVariablesCallback` finds the variables that Keras tracks.
+        `BroadcastGlobalVariablesCallback` finds the variables that Keras lists.
         """
-        untracked = _ids(_untracked_and_replicated(model))
+        unlisted = _ids(self._comparable_unlisted(model))
         variables = [self.own[number].variable for number in sorted(self.replicated)]
-        variables = [v for v in variables if id(v) in untracked]
+        variables = [v for v in variables if id(v) in unlisted]
         for process_set, root_rank, copies in replicated_by_process_set(
             model.optimizer, variables
         ):
             hvd.broadcast_variables(copies, root_rank, process_set)
+
+    def _comparable_unlisted(self, model: keras.Model) -> list[tf.Variable]:
+        # Ranks of a mesh may have different ones: a broadcast would mix them up.
+        if get_mesh(model):
+            return []
+        return [self.own[number].variable for number in self.unlisted]
 
     def scale_accumulated(self, factor: float) -> None:
         """Multiply the accumulated gradients of sharded tables.
@@ -203,11 +221,6 @@ def _ids(variables: Iterable[keras.Variable | None]) -> set[int]:
     return {*map(id, variables)}
 
 
-def _untracked_and_replicated(model: keras.Model) -> list[keras.Variable]:
-    # The stages of a pipeline have different ones: a broadcast would mix them up.
-    return [] if get_mesh(model) else _untracked(model)
-
-
 def _warn_of_frozen(
     model: keras.Model, differing: Iterable[keras.Variable | tf.Variable]
 ) -> None:
@@ -237,31 +250,6 @@ def _digest(
     value = np.ascontiguousarray(variable.numpy()).reshape(-1).view("uint8").data
     # Training waits for it: both are far faster than a cryptographic digest.
     return 2 + (zlib.crc32(value) << 30 ^ zlib.adler32(value))
-
-
-def _untracked(model: keras.Model) -> list[keras.Variable | tf.Variable]:
-    """Return the variables of a model that are in none of Keras' lists.
-
-    They belong to optimizers that are attributes of the model, beside the optimizer of
-    `compile`, or are `tf.Variable`s that are attributes of layers.
-
-    Raises:
-        JobError: such an optimizer is not built.
-    """
-    variables = []
-    for name, value in vars(model).items():
-        is_optimizer = isinstance(value, keras.optimizers.Optimizer)
-        if is_optimizer and value is not model.optimizer:
-            if not value.built:
-                raise JobError(
-                    f"Received a model with a second optimizer, {name}, that has no "
-                    "variables yet, so that checkpoints could not contain them: call "
-                    "its build(variables) in model_fn."
-                )
-            variables += value.variables
-    for layer in model._flatten_layers():
-        variables += [v for v in vars(layer).values() if isinstance(v, tf.Variable)]
-    return variables
 
 
 def assign(variables: Iterable[FullVariable], values: Iterable[np.ndarray]) -> None:

@@ -174,6 +174,10 @@ class CheckpointFiles:
 
         return self._read(step, read)
 
+    def header(self, step: int) -> Header:
+        """Return the header of a checkpoint, whose arrays may be damaged."""
+        return self._read(step, lambda: self._contents(step).header)
+
     def verify(self, step: int) -> Header:
         """Return the header of a checkpoint; check and raise as `read` does."""
         return self._read(step, lambda: self._verified(step).header)

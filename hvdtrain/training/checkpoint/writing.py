@@ -3,6 +3,7 @@
 `training.requests` decides when a checkpoint is due.
 """
 
+import dataclasses
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from hvdtrain.job import World, agreement
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.header import Checkpoint, Header
 from hvdtrain.training.checkpoint.snapshot import capture, check_finite
+from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.observers import notify
 from hvdtrain.training.plan import Plan
@@ -183,6 +185,7 @@ class CheckpointCallback(StepCallback):
         requests: Requests,
         world: World,
         make_header: Callable[[int, bool, dict], Header],
+        step_variables: StepVariables,
         *,
         is_commit: bool = False,
     ) -> None:
@@ -192,6 +195,7 @@ class CheckpointCallback(StepCallback):
         self._requests = requests
         self._world = world
         self._make_header = make_header
+        self._step_variables = step_variables
         self._is_commit = is_commit
         # Commit after the first step: a worker that has just joined has no state of the
         # job, and would start from the beginning if the others were lost.
@@ -231,11 +235,15 @@ class CheckpointCallback(StepCallback):
     def _save(self, is_finished: bool, logs: dict | None = None) -> None:
         start = time.perf_counter()
         check_finite(self.model, self._world, self.step)
-        arrays = capture(self.model, self._world, everywhere=self._is_commit)
+        unlisted = self._step_variables.unlisted(self.model)
+        arrays = capture(
+            self.model, self._world, everywhere=self._is_commit, unlisted=unlisted
+        )
         copy_seconds = time.perf_counter() - start
         if arrays is None or self._writer is None:
             return
         header = self._make_header(self.step, is_finished, logs or {})
+        header = dataclasses.replace(header, unlisted=len(unlisted))
         checkpoint = Checkpoint(header=header, arrays=arrays)
         # A checkpoint before the last evaluation is soon replaced, and not reported.
         self._writer.submit(
