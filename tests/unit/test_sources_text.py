@@ -612,10 +612,18 @@ def test_padded_sequences_are_packed_with_their_padding():
     assert packed.read(np.array([0]))["tokens"].tolist() == [[1, 2, 7, 3, 7, 7]]
 
 
-def test_tokens_beyond_int32_are_refused():
-    for sequences in (np.array([1, 2**31]), [[1, 2**31]]):
-        with pytest.raises(data.DataError, match="the token 2147483648; expected"):
-            data.pack(sequences, 2).read(np.array([0]))
+@pytest.mark.parametrize("token", [2**31, -(2**31) - 1, 2**64 - 1])
+def test_tokens_beyond_int32_are_refused(token):
+    tokens = np.array([1, token], "uint64" if token > 2**63 else "int64")
+    for sequences, separator in ((tokens, None), ([tokens], None), ([tokens], 0)):
+        with pytest.raises(data.DataError, match=f"the token {token}; expected"):
+            data.pack(sequences, 2, separator=separator).read(np.array([0]))
+
+
+def test_the_least_and_the_greatest_int32_are_tokens():
+    tokens = [-(2**31), 2**31 - 1]
+    read = data.pack(np.array(tokens), 2).read(np.array([0]))
+    assert read["tokens"].tolist() == [tokens]
 
 
 def test_each_rank_has_its_share_of_each_source_of_a_grouped_mixture():

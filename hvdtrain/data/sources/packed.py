@@ -20,7 +20,7 @@ from hvdtrain.data.sources.source import (
 
 # Sequences that are read at a time to measure their lengths.
 _CHUNK = 1024
-_MAX_TOKEN = 2**31 - 1
+_INT32 = np.iinfo(np.int32)
 
 
 def pack(
@@ -243,7 +243,7 @@ class PackedSequences(Source):
             tokens = tokens.astype(np.int32)
         if self._separator is None:
             return tokens
-        return np.append(tokens.astype(np.int64), self._separator)
+        return np.append(_as_int32(tokens), self._separator)
 
     def _decoded(self, values: Any, number: int) -> np.ndarray:
         if not isinstance(values, bytes):
@@ -291,15 +291,22 @@ def _count_rows(tokens: int, length: int, shift: bool) -> int:
 def _sample(
     tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray, shift: bool
 ) -> Any:
-    if not np.can_cast(tokens.dtype, np.int32) and tokens.max() > _MAX_TOKEN:
-        raise DataError(
-            f"Received the token {tokens.max()}; expected {_MAX_TOKEN} or less, as an "
-            "int32."
-        )
+    tokens = _as_int32(tokens)
     row = {
         "tokens": tokens[:, :-1] if shift else tokens,
         "segments": segments,
         "positions": positions,
     }
     row = {key: values.astype(np.int32) for key, values in row.items()}
-    return (row, tokens[:, 1:].astype(np.int32)) if shift else row
+    return (row, tokens[:, 1:]) if shift else row
+
+
+def _as_int32(tokens: np.ndarray) -> np.ndarray:
+    if tokens.size and not np.can_cast(tokens.dtype, np.int32):
+        for token in (tokens.min(), tokens.max()):
+            if not _INT32.min <= token <= _INT32.max:
+                raise DataError(
+                    f"Received the token {token}; expected an int32, from {_INT32.min} "
+                    f"to {_INT32.max}."
+                )
+    return tokens.astype(np.int32)
