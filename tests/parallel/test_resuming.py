@@ -21,7 +21,6 @@ from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 from hvdtrain.training.checkpoint.snapshot import capture
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
-HERE = pathlib.Path(__file__).parent
 RANK, SIZE = hvd.rank(), hvd.size()
 WORLD = World(rank=RANK, size=SIZE)
 STEPS, EPOCH_STEPS, SAMPLES = 16, 6, 50
@@ -163,30 +162,6 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
         assert kinds.count("replicated") == 5
         # The seed, sums of this rank and six accumulated gradients.
         assert [kinds.count(f"rank{rank}") for rank in range(SIZE)] == [8] * SIZE
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("version", ["format_2", "format_3"])
-def test_a_checkpoint_of_an_earlier_version_continues(directory, version):
-    """In format 2, frozen weights are stored once for each rank."""
-    copied = f"{directory}-copied"
-    if RANK == 0:
-        for each in (directory, copied):
-            shutil.copytree(HERE / version, f"{each}/checkpoints")
-    hvd.allreduce(0, name="copied")
-    result = train(frozen_and_random, directory=directory)
-    assert result.start_step == 7
-    # Processors compute other last bits than that of the checkpoint.
-    expected = train(frozen_and_random)
-    for found, wanted in zip(values(result), values(expected), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=3e-5)
-    np.testing.assert_allclose(result.history["mae"], expected.history["mae"], 1e-5)
-    kill = oracle.killed_after(4)
-    with pytest.raises(oracle.KilledError):
-        train(frozen_and_random, directory=copied, callbacks=[kill])
-    again = train(frozen_and_random, directory=copied)
-    assert 7 < again.start_step < STEPS
-    assert_equal(again, result)
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

@@ -26,9 +26,7 @@ METRICS = "metrics{}"  # the states of metrics
 RANDOM = "random{}"  # states of global random generators; `random0/python` for example
 
 # Increase it when an older version could not read what this one writes.
-FORMAT = 3
-# Format 2 has no `replicated/`: all such variables are written for each replica.
-READABLE_FORMATS = (2, FORMAT)
+FORMAT = 4
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -168,10 +166,10 @@ def without_layer_numbers(path: str) -> str:
 def check_format(values: object) -> None:
     """Raise `ValueError` if the values of a JSON file have an unknown format."""
     file_format = values.get("format") if isinstance(values, dict) else None
-    if file_format not in READABLE_FORMATS:
+    if file_format != FORMAT:
         raise ValueError(
             f"it has the format {file_format}, and this version of hvdtrain reads "
-            f"{READABLE_FORMATS[0]} to {FORMAT}"
+            f"{FORMAT}"
         )
 
 

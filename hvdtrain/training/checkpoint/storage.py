@@ -1,6 +1,6 @@
 """Checkpoint files: complete or absent, named by their step, the newest ones kept.
 
-    step-00000300.json                   header, name and digest of the other file
+    step-00000300.json                   header, digests of itself and the other file
     step-00000300-9f86d081.safetensors   arrays
 
 Each file is written under a temporary name, synchronized to the disk and renamed. The
@@ -39,6 +39,8 @@ from hvdtrain.training.checkpoint.header import (
 )
 
 _NAME = re.compile(r"step-(\d{8,})\.json")
+# The key of the digest of all other values in the JSON file.
+_DIGEST = "digest"
 _HOUR_SECONDS = 3600.0
 _DAMAGE = (OSError, LookupError, TypeError, ValueError, SafetensorError)
 # Other errors of the system, such as EIO or EMFILE, may be temporary.
@@ -146,7 +148,8 @@ class CheckpointFiles:
                 metadata=checkpoint.header.to_json(),
             )
             # A metric may be NaN, which Python writes and reads as the word NaN.
-            text = json.dumps(vars(contents), indent=2) + "\n"
+            values = {**vars(contents), _DIGEST: _digest_of(vars(contents))}
+            text = json.dumps(values, indent=2) + "\n"
             with atomic_write(path) as temporary:
                 temporary.write_text(text)
             on_error.pop_all()
@@ -204,6 +207,8 @@ class CheckpointFiles:
         values = json.loads(self.path(step).read_text())
         if not any_format:
             check_format(values)
+        if values.pop(_DIGEST, None) != _digest_of(values):
+            raise ValueError("it has another digest than the one it contains")
         return parse(_JsonFile, values)
 
     def _retried(self, path: pathlib.Path, read: Callable[[], _Read]) -> _Read:
@@ -343,6 +348,11 @@ def _load(path: pathlib.Path) -> dict[str, np.ndarray]:
         # safetensors raises it for any error of opening, EMFILE for example. The file
         # existed just before, when its digest was computed.
         raise OSError(errno.EIO, "it cannot be opened") from None
+
+
+def _digest_of(values: dict[str, Any]) -> str:
+    """Return the digest of a JSON file's values, whatever its white space."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _digest(path: pathlib.Path) -> str:
