@@ -216,7 +216,10 @@ class _Reader:
         with contextlib.ExitStack() as stack:
             for lock in self._locks:
                 stack.enter_context(lock)
-            return self._source.read(numbers)
+            samples = self._source.read(numbers)
+        for values in tf.nest.flatten(samples):
+            _check_objects(values, numbers[0])
+        return samples
 
     def _blocks(self, steps: range, block_steps: int, example: Any) -> tf.data.Dataset:
         """Return samples and their positions for `block_steps` steps at a time."""
@@ -323,6 +326,17 @@ def _checked(
                 "first sample that was read."
             )
     return leaves
+
+
+def _check_objects(values: np.ndarray, number: int) -> None:
+    """Check that an array of dtype object holds text or bytes, as TensorFlow needs."""
+    for value in values.flat if values.dtype == object else ():
+        if not isinstance(value, str | bytes):
+            raise DataError(
+                f"Received an array of dtype object with {type(value).__name__} in the "
+                f"samples from {number} on; expected numbers in an array of their own "
+                "dtype, text or bytes: convert it, for example by astype."
+            )
 
 
 def _count_parsed_bytes(blocks: tf.data.Dataset) -> float:

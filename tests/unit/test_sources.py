@@ -247,6 +247,27 @@ def test_what_is_no_source_is_one_clear_line(make, message):
 
 
 @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, 2, 3], "of dtype object with int in the samples from 0 on; expected"),
+        ([None, "a", b"b"], "of dtype object with NoneType in the samples"),
+    ],
+)
+def test_an_array_of_objects_is_one_clear_line(values, message):
+    with pytest.raises(data.DataError, match=message) as caught:
+        list(
+            data.one_pass(np.array(values, object), rank=0, size=1, local_batch_size=3)
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_an_array_of_text_and_bytes_as_objects():
+    array = np.array(["a", b"bc"], object)
+    [batch] = data.one_pass(array, rank=0, size=1, local_batch_size=2)
+    assert batch.numpy().tolist() == [b"a", b"bc"]
+
+
+@pytest.mark.parametrize(
     ("samples", "message"),
     [
         ([np.zeros(3), np.zeros(4)], r"sample \d of shape \([34],\).*data\.pad"),
