@@ -194,6 +194,11 @@ JPEG = tf.io.encode_jpeg(picture(1, shape=(64, 64, 3))).numpy()
 PNG = png(1, shape=(64, 64, 3))
 
 
+def zeroed(content, start):
+    """Return an image whose 8 bytes from `start` on are 0."""
+    return content[:start] + bytes(8) + content[start + 8 :]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -202,6 +207,9 @@ PNG = png(1, shape=(64, 64, 3))
         (JPEG[:-2], f"which is truncated after {len(JPEG) - 2} bytes"),
         (JPEG[: len(JPEG) // 2], "which is truncated"),
         (PNG[: len(PNG) // 2], "which is truncated"),
+        (zeroed(PNG, len(PNG) // 2), "which is damaged in the"),
+        (zeroed(PNG, 20), "which is damaged in the 13 bytes from 16 on"),
+        (zeroed(PNG, 34), "which is damaged in the"),
     ],
 )
 def test_files_that_are_not_images(tmp_path, content, reason):

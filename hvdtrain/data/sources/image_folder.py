@@ -6,6 +6,7 @@ import hashlib
 import operator
 import os
 import pathlib
+import zlib
 from typing import Any
 
 import numpy as np
@@ -193,4 +194,24 @@ def _read_image(path: pathlib.Path) -> bytes:
             f"Received {path}, which is truncated after {len(content)} bytes; expected "
             "a complete image: fetch it again, or remove it."
         )
+    if kind == _PNG:
+        _check_png(content, path)
     return content
+
+
+def _check_png(content: bytes, path: pathlib.Path) -> None:
+    """Check the CRC of each chunk that is needed for the pixels."""
+    start, kind = len(_PNG), b""
+    while kind != b"IEND":
+        length = int.from_bytes(content[start : start + 4])
+        kind, end = content[start + 4 : start + 8], start + 8 + length
+        # A lower-case letter marks a chunk of text, times and so on.
+        is_needed = not kind[:1].islower()
+        crc = int.from_bytes(content[end : end + 4])
+        is_intact = zlib.crc32(content[start + 4 : end]) == crc or not is_needed
+        if end + 4 > len(content) or not is_intact:
+            raise DataError(
+                f"Received {path}, which is damaged in the {length} bytes from "
+                f"{start + 8} on; expected a PNG: fetch it again, or remove it."
+            )
+        start = end + 4
