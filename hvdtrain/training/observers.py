@@ -236,7 +236,9 @@ class EventLog:
         self._directory = directory
         self._warn_once = WarnOnce(warn)
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
-        with self._one_line_errors("choose another --model_dir"):
+        megabytes = _NEEDED_BYTES >> 20
+        remedy = f"expected {megabytes} MB of free space: choose another --model_dir"
+        with self._one_line_errors(remedy):
             for name in ("train", "test"):
                 self._make_directory(name)
         # tf.summary.scalar would need the package tensorboard.

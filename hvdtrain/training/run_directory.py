@@ -35,7 +35,7 @@ def prepare(model_dir: str | PathLike, *, needed_bytes: int = _NEEDED_BYTES) -> 
             free space, or has a directory with the name of one of the files.
     """
     directory = pathlib.Path(local_path(model_dir))
-    with _writing(directory):
+    with _writing(directory, f"{needed_bytes / 2**20:.0f} MB of free space"):
         for path in (directory / _MODEL, directory / _SUMMARY):
             if path.is_dir():
                 raise JobError(
@@ -131,10 +131,12 @@ def save_json(values: Mapping[str, Any], path: pathlib.Path) -> None:
         temporary.write_text(text)
 
 
-def _writing(path: pathlib.Path) -> AbstractContextManager[None]:
+def _writing(
+    path: pathlib.Path, free: str = "free space"
+) -> AbstractContextManager[None]:
     return one_line_errors(
         f"write {path}",
-        remedy="expected a directory with free space that this user can write: choose "
+        remedy=f"expected a directory with {free} that this user can write: choose "
         "another --model_dir",
     )
 

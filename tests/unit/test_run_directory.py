@@ -102,7 +102,8 @@ def test_a_disk_too_small_for_a_run(tmp_path):
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small disk takes root")
     try:
-        with pytest.raises(JobError, match=rf"{tmp_path / 'run'}.*No space left"):
+        reason = rf"{tmp_path / 'run'}.*No space left.*32 MB of free space"
+        with pytest.raises(JobError, match=reason):
             run_directory.prepare(tmp_path / "run")
         assert names(tmp_path / "run") == []
     finally:
