@@ -38,6 +38,7 @@ def evaluate(
     *,
     steps: int | None = None,
     rounds: "Rounds | None" = None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> dict:
     """Return the model's metrics over the samples of all ranks, by name.
 
@@ -47,6 +48,7 @@ def evaluate(
         batches: of this rank's samples; ranks may have different numbers of them.
         steps: batches that are evaluated, None for all.
         rounds: the ranks vote in these on a request to stop; by default they do not.
+        callbacks: those of a `fit` of the model, whose `on_test_` methods are called.
 
     Raises:
         SharedJobError: on all ranks, if no rank has a sample.
@@ -56,8 +58,13 @@ def evaluate(
     counter = keras.callbacks.LambdaCallback(
         on_test_batch_end=lambda batch, logs: next(count)
     )
-    callbacks = [counter, *([rounds] if rounds else [])]
-    model.evaluate(batches, steps=steps, verbose=0, callbacks=callbacks)
+    called = [counter, *callbacks]
+    if rounds:
+        rounds.set_model(model)
+        called.append(rounds)
+    # Keras would give the callbacks of a plain list other `params` than `fit` has.
+    all_callbacks = keras.callbacks.CallbackList(called)
+    model.evaluate(batches, steps=steps, verbose=0, callbacks=all_callbacks)
     if rounds:
         rounds.end()
     if not int(allreduce(next(count), name="EvaluatedBatches", op=Sum)):
@@ -148,14 +155,20 @@ def evaluate_finished(
 
 
 def _evaluate_spec(
-    model: keras.Model, spec: EvalSpec, requests: Requests, world: World
+    model: keras.Model,
+    spec: EvalSpec,
+    requests: Requests,
+    world: World,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> dict:
     """Return the metrics, by name; none where the spec has no input."""
     batches = spec.batches()
     if batches is None:
         return {}
     rounds = Rounds(requests, world)
-    return evaluate(model, batches, steps=spec.steps, rounds=rounds)
+    return evaluate(
+        model, batches, steps=spec.steps, rounds=rounds, callbacks=callbacks
+    )
 
 
 @contextlib.contextmanager
@@ -197,6 +210,7 @@ class EvaluationCallback(StepCallback):
         left_out: returns a context in which time is not counted as training.
         start: the evaluation in which the run before was stopped is due.
         step_variables: training continues with their values from before.
+        callbacks: the user's.
         save: `save(logs)` writes a checkpoint before the last evaluation; None without
             checkpoints.
 
@@ -219,6 +233,7 @@ class EvaluationCallback(StepCallback):
         world: World,
         start: Start,
         step_variables: StepVariables,
+        callbacks: Sequence[keras.callbacks.Callback],
         save: Callable[[dict], None] | None,
     ) -> None:
         super().__init__(plan)
@@ -234,6 +249,7 @@ class EvaluationCallback(StepCallback):
         self._spec = spec
         self._is_due = is_due
         self._step_variables = step_variables
+        self._callbacks = callbacks
         self._observers = observers
         self._save = save
         self._is_pending = self._has_ended = False
@@ -310,7 +326,9 @@ class EvaluationCallback(StepCallback):
                 self._exports.write_missing(self.model, self._results)
 
     def _evaluate(self, is_end: bool) -> None:
-        results = _evaluate_spec(self.model, self._spec, self._requests, self._world)
+        results = _evaluate_spec(
+            self.model, self._spec, self._requests, self._world, self._callbacks
+        )
         # The loss of a training step is computed before its update: if an update of the
         # last steps has broken the weights, no training loss shows it.
         if "loss" in results:

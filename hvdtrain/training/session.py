@@ -224,6 +224,7 @@ class Session:
         """Return all callbacks. The docstring of the module explains their order."""
         run = self._run
         checkpoints = list(self._checkpoint_callbacks())
+        of_user = train_spec.callbacks(run.plan) if train_spec.callbacks else ()
         self._evaluation = EvaluationCallback(
             eval_spec,
             run.plan,
@@ -238,6 +239,7 @@ class Session:
             world=run.world,
             start=run.start,
             step_variables=run.step_variables,
+            callbacks=of_user,
             save=checkpoints[0].save_before_evaluation if run.files else None,
         )
         return [
@@ -248,7 +250,7 @@ class Session:
             self._progress,
             hvd.callbacks.StopTogetherCallback(every_steps=None),
             self._evaluation,
-            *(train_spec.callbacks(run.plan) if train_spec.callbacks else ()),
+            *of_user,
             hvd.callbacks.StopTogetherCallback(every_steps=None),
             EndOfEvaluationsCallback(self._evaluation),
             self._history,

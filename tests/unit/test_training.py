@@ -235,6 +235,54 @@ def test_callbacks_see_test_metrics_as_in_plain_keras():
     assert result.history.keys() == {"loss", "accuracy", "learning_rate"}
 
 
+class Evaluated(keras.callbacks.Callback):
+    """Notes the calls of an evaluation and their logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_test_begin(self, logs=None):
+        self.calls.append(("begin", self.params["epochs"], {**logs}))
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.calls.append(("batch begins", batch, {**logs}))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.calls.append(("batch ends", batch, {k: float(v) for k, v in logs.items()}))
+
+    def on_test_end(self, logs=None):
+        self.calls.append(("end", None, {k: float(v) for k, v in logs.items()}))
+
+
+def test_callbacks_are_called_in_evaluations_as_in_plain_keras():
+    expected, found = Evaluated(), Evaluated()
+    model().fit(
+        batches(0, 20),
+        steps_per_epoch=10,
+        epochs=2,
+        validation_data=batches(0, 2),
+        callbacks=[expected],
+        verbose=0,
+    )
+    training.train_and_evaluate(
+        model,
+        TrainSpec(
+            input_fn=batches,
+            max_steps=20,
+            pass_steps=10,
+            local_batch_size=BATCH,
+            callbacks=lambda plan: [found],
+        ),
+        EvalSpec(input_fn=lambda: batches(0, 2), every_epochs=1),
+        world=World(),
+    )
+    assert len(expected.calls) == 12
+    for (name, number, logs), wanted in zip(found.calls, expected.calls, strict=True):
+        assert (name, number) == wanted[:2]
+        assert logs == pytest.approx(wanted[2], rel=1e-6)
+
+
 def test_callbacks_see_test_metrics_of_epochs_with_an_evaluation():
     seen = keras.callbacks.History()
     _, recorder = train(
