@@ -276,6 +276,10 @@ class _Training(keras.callbacks.CallbackList):
 
     @recorder.phase("callbacks")
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        # Keras converts numbers of other dtypes.
+        for name, value in (logs or {}).items():
+            if logs and tf.is_tensor(value) and value.dtype == tf.bfloat16:
+                logs[name] = tf.cast(value, tf.float32).numpy().tolist()
         super().on_epoch_end(epoch, logs)
 
     @recorder.phase("callbacks")

@@ -283,6 +283,19 @@ def test_callbacks_are_called_in_evaluations_as_in_plain_keras():
         assert logs == pytest.approx(wanted[2], rel=1e-6)
 
 
+def test_bfloat16_as_the_default_dtype(tmp_path):
+    keras.config.set_floatx("bfloat16")
+    try:
+        expected, _ = train(20, pass_steps=10)
+        for max_steps in (10, 20):
+            result, _ = train(max_steps, pass_steps=10, model_dir=tmp_path)
+    finally:
+        keras.config.set_floatx("float32")
+    assert result.start_step == 10
+    assert result.history == expected.history
+    assert {type(loss) for loss in result.history["loss"]} == {float}
+
+
 def test_callbacks_see_test_metrics_of_epochs_with_an_evaluation():
     seen = keras.callbacks.History()
     _, recorder = train(
