@@ -149,6 +149,7 @@ def _leave(text: str, *, code: int, is_shared: bool = False) -> NoReturn:
     Args:
         is_shared: every rank has the same reason, and rank 0 prints it.
     """
+    signals.wait_for_callbacks()
     _exit_codes.append(code)
     is_chief = launch().rank == 0
     if not is_chief:

@@ -25,6 +25,7 @@ _OTHER = re.compile(r"(error|fatal|killed|no space left)\b", re.IGNORECASE)
 _RETRY = re.compile(r"Retrying \(Retry\(total=[1-9]")
 _BUILD_DIRECTORY = re.compile(r"\S*/build-horovod\.[^/]*/")
 _MAX_WIDTH = 300
+_TERMINATION_SECONDS, _POLL_SECONDS = 10.0, 0.02
 
 # Sessions of the commands that run.
 _running: set[int] = set()
@@ -127,9 +128,20 @@ class Steps:
 
 
 def abort() -> None:
-    """Kill the commands that run, with all their processes, and those that start."""
+    """End the commands that run, with all their processes, and those that start.
+
+    By SIGTERM first: horovodrun ends its ranks, some of which have sessions of their
+    own, and removes their files.
+    """
     _is_aborted.set()
-    for session in tuple(_running):
+    sessions = tuple(_running)
+    for session in sessions:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(session, signal.SIGTERM)
+    deadline = time.monotonic() + _TERMINATION_SECONDS
+    while _running.intersection(sessions) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    for session in sessions:
         _kill(session)
 
 

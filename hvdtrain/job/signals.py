@@ -27,6 +27,9 @@ _thread: threading.Thread | None = None
 _writer = -1
 # When a subscriber was called, by `time.monotonic`.
 _received_seconds = -math.inf
+# Set while no callback runs.
+_is_idle = threading.Event()
+_is_idle.set()
 
 
 def subscribe(numbers: Iterable[int], callback: Callback) -> None:
@@ -67,6 +70,15 @@ def seconds_since_last() -> float:
     return time.monotonic() - _received_seconds
 
 
+def wait_for_callbacks() -> None:
+    """Block while a callback runs, which may end the process.
+
+    An error of the main thread may be a consequence of what the callback does.
+    """
+    if threading.current_thread() is not _thread:
+        _is_idle.wait()
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
     """Deliver a signal whose number the C handler has not written to our pipe.
 
@@ -102,6 +114,7 @@ def _reset() -> None:
         signal.signal(number, handler)
     _subscribers = ()
     _replaced.clear()
+    _is_idle.set()
     _thread, _writer = None, -1
 
 
@@ -116,9 +129,11 @@ def _deliver(reader: int) -> None:
         if signal.getsignal(number) is not _handle:
             continue
         _received_seconds = time.monotonic()
+        _is_idle.clear()
         if not _is_handled(number):
             member.leave(128 + number)
             os._exit(128 + number)
+        _is_idle.set()
 
 
 def _is_handled(number: int) -> bool:

@@ -259,6 +259,7 @@ def test_loss_that_is_not_a_number(run):
     [
         ("alone", "SIGINT"),
         ("gloo", "SIGTERM"),
+        pytest.param("mpi", "SIGUSR1", marks=pytest.mark.long),
         pytest.param("mpirun", "SIG", marks=pytest.mark.long),
     ],
 )
@@ -268,7 +269,25 @@ def test_interrupt(start, launcher, name):
     # As a terminal does: the signal goes to the group. Launchers send SIGTERM to ranks.
     os.killpg(job.process.pid, signal.SIGINT)
     fails_with(job.wait(), "Stopped by", name, code=None)
-    assert launcher != "alone" or job.returncode == 130
+    # mpirun has a code of its own.
+    assert launcher == "mpirun" or job.returncode == 130
+
+
+def test_a_rank_that_ends_before_one_that_fails_is_named(run, tmp_path):
+    # Rank 0 fails when the process that has started rank 1 has ended.
+    script = f"""
+        cd {tmp_path}
+        if [ $HOROVOD_RANK = 1 ]; then echo $PPID >parent.new; mv parent.new parent
+        else until [ -e parent ]; do sleep 0.1; done
+             while kill -0 $(cat parent) 2>/dev/null; do sleep 0.1; done; exit 4; fi
+    """
+    job = run([], program=["sh", "-c", script], launcher="gloo")
+    host = socket.gethostname()
+    assert job.returncode == 4, job.text
+    assert job.text.splitlines()[-1] == (
+        f"horovodrun: the first rank that failed is rank 0 on {host}: exit code 4. "
+        f"Rank 1 on {host} had ended before, with exit code 0."
+    )
 
 
 # test_faults.py has a rank that the guard kills under mpirun.

@@ -462,11 +462,16 @@ def test_a_script_that_fails_with_its_own_flags(run, tmp_path):
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_all_ranks(start, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_and_leaves_no_file(start, tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(LOOP.replace("    step(x, y)", "    input()"))
-    job = start([str(script)], program=VERIFY)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    job = start([str(script)], program=VERIFY, environment={"TMPDIR": str(folder)})
     job.wait_until(job.ranks, "a rank")
-    job.process.send_signal(signal.SIGINT)
+    job.process.send_signal(number)
     # Waits for the end of all processes.
-    assert job.wait().returncode == 130
+    assert job.wait().returncode == 128 + number
+    assert not list(folder.iterdir())
+    assert "Traceback" not in job.text

@@ -169,6 +169,31 @@ def test_a_rank_that_the_launcher_ends_after_another_prints_nothing(body, code):
     assert process.returncode == code
 
 
+REMOVE_FILES = """\
+import os, signal, threading, time
+from hvdtrain.job import signals
+removed = threading.Event()
+
+def remove(number):
+    removed.set()
+    deadline = time.monotonic() + 1
+    while not program._exit_codes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return False
+
+signals.subscribe([signal.SIGTERM], remove)
+os.kill(os.getpid(), signal.SIGTERM)
+removed.wait()
+raise FileNotFoundError("a consequence")
+"""
+
+
+def test_an_error_that_a_signal_has_caused_is_not_printed():
+    process = start(REMOVE_FILES, stderr=subprocess.PIPE, text=True)
+    errors = process.communicate(timeout=TIMEOUT_SECONDS)[1]
+    assert (errors, process.returncode) == ("Stopped by SIGTERM.\n", 143)
+
+
 def test_a_warning_is_one_line():
     body = 'import warnings\nwarnings.warn("not so")\n'
     process = start(body, stderr=subprocess.PIPE, text=True)
