@@ -39,7 +39,7 @@ def _record_timeline(path: str) -> None:
             "expected 2 or more: start it by horovodrun -np 2 or mpirun -np 2."
         )
     if launched.rank == 0:
-        check_output(path, "timeline_file")
+        check_output(path, "--timeline_file")
     os.environ["HOROVOD_TIMELINE"] = path
     # A reduction in shared memory is not in the timeline.
     os.environ.setdefault("HVDTRAIN_REDUCTION", "horovod")

@@ -43,7 +43,7 @@ def main(directories: list[str]) -> None:
     check_plot(path, "output")
     # Not at the top: it loads matplotlib, an extra that the table does not need.
     plotting = importlib.import_module("hvdtrain.reporting.plotting")
-    with writing_output(path, "output"), atomic_write(path) as temporary:
+    with writing_output(path, "--output"), atomic_write(path) as temporary:
         plotting.draw(logged_runs, temporary)
     print(f"written to {path}", flush=True)
 

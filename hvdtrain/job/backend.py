@@ -23,6 +23,7 @@ from hvdtrain.flight import member
 from hvdtrain.job import init_checks, launchers, membership, rendezvous
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
+from hvdtrain.job.files import check_output
 from hvdtrain.job.world import JobError, MeshShape, SharedJobError, World
 from hvdtrain.native import recorder
 
@@ -92,6 +93,17 @@ def _skip_destructors_in_forks() -> None:
     # Called with the exit code, before destructors that were registered earlier.
     end = ctypes.cast(libc._exit, ctypes.c_void_p)
     os.register_at_fork(after_in_child=lambda: libc.on_exit(end, None))
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write Horovod's timeline to a file; as `horovod.tensorflow.start_timeline`.
+
+    Raises:
+        JobError: on rank 0, which writes it: the file cannot be written.
+    """
+    if hvd.rank() == 0:
+        check_output(file_path, "file_path")
+    hvd.start_timeline(file_path, mark_cycles)
 
 
 def shutdown() -> None:

@@ -164,8 +164,11 @@ def one_line_errors(
         raise raises(f"Cannot {action}: {reason}; {remedy}.") from None
 
 
-def check_output(path: str | os.PathLike, flag: str) -> None:
+def check_output(path: str | os.PathLike, name: str) -> None:
     """Check, before a long computation, that a file can be written after it.
+
+    Args:
+        name: flag or variable that has the path, as `--json`.
 
     Raises:
         JobError: it is a directory, or its directory is missing or cannot be written.
@@ -173,21 +176,21 @@ def check_output(path: str | os.PathLike, flag: str) -> None:
     path = pathlib.Path(path)
     if path.is_dir():
         raise JobError(
-            f"Received --{flag}={path}, a directory; expected the path of a file."
+            f"Received {name}={path}, a directory; expected the path of a file."
         )
     # Permissions as reported do not include quotas and read-only mounts.
-    with writing_output(path, flag), tempfile.TemporaryFile(dir=path.parent):
+    with writing_output(path, name), tempfile.TemporaryFile(dir=path.parent):
         pass
 
 
 def writing_output(
-    path: str | os.PathLike, flag: str
+    path: str | os.PathLike, name: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Apply `one_line_errors` to a file that a flag names."""
+    """Apply `one_line_errors` to the file of a flag or variable."""
     return one_line_errors(
         f"write {path}",
         remedy="expected a directory with free space that this user can write: choose "
-        f"another --{flag}",
+        f"another {name}",
     )
 
 

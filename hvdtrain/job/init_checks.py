@@ -1,4 +1,4 @@
-"""What would abort the process in `hvd.init`, as errors of one line before it."""
+"""What would abort `hvd.init`, or be ignored there, as errors of one line before it."""
 
 import ctypes
 import os
@@ -8,19 +8,32 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import _basics
 
+from hvdtrain.job.files import check_output
+from hvdtrain.job.launchers import launch
 from hvdtrain.job.world import JobError
 
 _INTERFACE = "HOROVOD_GLOO_IFACE"
+_TIMELINE = "HOROVOD_TIMELINE"
+# A timeline that `hvd.start_timeline` starts.
+_DYNAMIC = "DYNAMIC"
 _GLOO_SWITCHES = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
 
 
 def check() -> None:
     """Raise a `JobError` if Horovod cannot start in this process."""
     _check_eager()
+    _check_timeline()
     if _uses_gloo():
         _check_own_name()
     if os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":
         _check_mpi_is_usable()
+
+
+def _check_timeline() -> None:
+    """Horovod goes on without its timeline where it cannot write the file."""
+    path = os.environ.get(_TIMELINE)
+    if path and path != _DYNAMIC and launch().rank == 0:
+        check_output(path, _TIMELINE)
 
 
 def _check_eager() -> None:

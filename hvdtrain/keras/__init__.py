@@ -34,7 +34,6 @@ from horovod.tensorflow import (
     rocm_built,
     size,
     size_op,
-    start_timeline,
     stop_timeline,
 )
 
@@ -56,7 +55,7 @@ from hvdtrain.collectives.ops import (
     reducescatter,
 )
 from hvdtrain.collectives.transport import Adasum, Average, Max, Min, Product, Sum
-from hvdtrain.job.backend import init, shutdown
+from hvdtrain.job.backend import init, shutdown, start_timeline
 from hvdtrain.keras import callbacks, elastic
 from hvdtrain.keras.layers import SyncBatchNormalization
 from hvdtrain.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer

@@ -25,7 +25,7 @@ def check(options: BenchmarkOptions) -> None:
             matplotlib is missing.
     """
     if options.json:
-        check_output(options.json, "json")
+        check_output(options.json, "--json")
     if options.plot:
         check_plot(options.plot, "plot")
 
@@ -36,7 +36,7 @@ def check_plot(path: str | os.PathLike[str], flag: str) -> None:
     Raises:
         JobError: for the reasons of `check_output`, or matplotlib is missing.
     """
-    check_output(path, flag)
+    check_output(path, f"--{flag}")
     if not importlib.util.find_spec("matplotlib"):
         raise JobError(
             f"matplotlib is missing; --{flag} needs it: pip install matplotlib."
@@ -67,7 +67,7 @@ def write_json(path: str | os.PathLike[str], result: Mapping[str, Any]) -> None:
     """Write the file of `--json`."""
     path = pathlib.Path(path)
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-    with writing_output(path, "json"), atomic_write(path) as temporary:
+    with writing_output(path, "--json"), atomic_write(path) as temporary:
         temporary.write_text(text)
 
 
@@ -76,5 +76,5 @@ def write_plot(path: str | os.PathLike[str], result: Mapping[str, Any]) -> None:
     path = pathlib.Path(path)
     # Imported here: it loads matplotlib, which is an extra.
     plotting = importlib.import_module("hvdtrain.measurement.charts")
-    with writing_output(path, "plot"), atomic_write(path) as temporary:
+    with writing_output(path, "--plot"), atomic_write(path) as temporary:
         plotting.draw(result, temporary)

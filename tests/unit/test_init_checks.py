@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.job import JobError
+from hvdtrain.job import JobError, init_checks
 
 ROOT = pathlib.Path(__file__).parents[2]
 NEEDS_EAGER = "hvdtrain needs eager execution. Received a program without it: remove"
@@ -19,6 +19,18 @@ NEEDS_EAGER = "hvdtrain needs eager execution. Received a program without it: re
 def test_a_graph_is_refused():
     with tf.Graph().as_default(), pytest.raises(JobError, match=NEEDS_EAGER):
         hvd.init()
+
+
+def test_a_timeline_that_cannot_be_written_is_refused(monkeypatch, tmp_path):
+    path = tmp_path / "missing" / "timeline.json"
+    error = f"Cannot write {path}: No such file.* choose another"
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
+    with pytest.raises(JobError, match=f"{error} HOROVOD_TIMELINE"):
+        init_checks.check()
+    monkeypatch.delenv("HOROVOD_TIMELINE")
+    hvd.init()
+    with pytest.raises(JobError, match=f"{error} file_path"):
+        hvd.start_timeline(str(path))
 
 
 @pytest.fixture

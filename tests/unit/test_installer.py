@@ -323,7 +323,7 @@ def test_a_signal_ends_the_commands_and_removes_their_files(tmp_path, monkeypatc
     thread = threading.Thread(target=abort_when_started)
     thread.start()
     script = f"echo >{started}; sleep 60"
-    with pytest.raises(InstallError, match="exit code -(9|15)"):
+    with pytest.raises(InstallError, match=r"exit code -(9|15)"):
         Steps(tmp_path / "log").run("building", ["sh", "-c", script])
     thread.join()
     assert not work.exists()
