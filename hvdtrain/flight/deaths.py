@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import re
+import signal
 import time
 from collections.abc import Iterator
 
@@ -15,6 +16,8 @@ _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 # The kernel writes its line just before, and the counter just after the kill.
 _SECONDS_FOR_EVIDENCE = 1.0
 _POLL_SECONDS = 0.05
+# In /proc/PID/stat, from the state of the process on.
+_STATUS_FIELD = 49
 # PROC_PID_INIT_INO of the kernel.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 # The clock of the log is not exactly the monotonic one.
@@ -57,17 +60,40 @@ class OutOfMemoryKills:
         return ""
 
 
-def cause(pid: int, *, fatal_error: str, kills: OutOfMemoryKills) -> str:
+def cause(
+    pid: int, *, fatal_error: str, kills: OutOfMemoryKills, status: int = 0
+) -> str:
     """Return why `pid` has ended, in words that follow "rank 1 on host".
 
     Args:
         fatal_error: what `faulthandler` has written when the process ended.
+        status: of `wait_status`.
     """
+    number = os.WTERMSIG(status)
     if fatal := _FATAL.search(fatal_error):
         return f"died in native code: {fatal[1]}"
+    if status and not number:
+        code = os.WEXITSTATUS(status)
+        return f"has ended with exit code {code}, without Python's exit, as by os._exit"
+    if number not in (0, signal.SIGKILL):
+        return f"was killed by {signal.Signals(number).name}"
     if words := kills.words_for(pid):
         return f"was killed by the out-of-memory killer ({words})"
+    if number:
+        return "was killed by SIGKILL"
     return "was killed by a signal such as SIGKILL, or has called os._exit"
+
+
+def wait_status(pid: int) -> int:
+    """Return the wait status of a process that ends; 0 if it is not known.
+
+    The kernel removes it when the parent has reaped the process.
+    """
+    with contextlib.suppress(OSError):
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        # After the name of the program, which may contain spaces.
+        return int(stat.rpartition(")")[2].split()[_STATUS_FIELD])
+    return 0
 
 
 def is_fatal(text: str) -> bool:

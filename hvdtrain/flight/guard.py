@@ -74,6 +74,8 @@ class Guard:
         # Why this process has killed the rank, and whether the rank is the cause.
         self._killed = ""
         self._is_cause = True
+        # Of a rank that ends, as far as it is known.
+        self._status = 0
         # Of a rank that is about to end by Python's exit.
         self._exit_code: int | None = None
         # Whether the other ranks depend on this one.
@@ -115,6 +117,9 @@ class Guard:
         """Read what the rank has sent."""
         sources = [_STDIN, self._task.stacks]
         ready = select.select(sources, [], [], timeout_seconds)[0]
+        if _STDIN in ready:
+            # First: the launcher reaps a rank that ends.
+            self._status = self._status or deaths.wait_status(self._member.pid)
         if self._task.stacks in ready:
             text = self._read_stacks()
             if self._awaits_stacks and not deaths.is_fatal(text):
@@ -345,7 +350,10 @@ class Guard:
         is_first = not self._has_failed()
         self._keep_records("ended", "has ended")
         cause = self._killed or deaths.cause(
-            self._member.pid, fatal_error=self._stack_text, kills=self._kills
+            self._member.pid,
+            fatal_error=self._stack_text,
+            kills=self._kills,
+            status=self._status,
         )
         given = self._keep_records("ended", cause)
         if not is_first or not self._is_cause:

@@ -44,7 +44,7 @@ HOST = rf"({re.escape(socket.gethostname())}|127\.0\.0\.1)"
 CAUSES = {
     "raise": r"KeyError: 'a bug on purpose'",
     "kill": "",
-    "exit": rf"rank {{rank}} on {HOST} .*has called os\._exit",
+    "exit": rf"rank {{rank}} on {HOST} (has ended with exit code 3|.*called os\._exit)",
     "stop": rf"rank {{rank}} on {HOST}: was stopped, as by SIGSTOP, for 5 s, and is k",
     "hang": r"Missing ranks:\s+{rank}\b",
 }

@@ -26,7 +26,7 @@ from hvdtrain.job import JobError
 ROOT = pathlib.Path(__file__).parents[2]
 HOST = socket.gethostname()
 LIMIT_SECONDS = 60
-KILLED = "was killed by a signal such as SIGKILL, or has called os._exit."
+KILLED = "was killed by SIGKILL."
 # Line 7 is the one that a stack shows.
 SCRIPT = """\
 import json, os, signal, sys, time
@@ -92,8 +92,12 @@ class Rank:
 
     def end(self):
         """Wait for both processes, and return what they have printed."""
-        self.process.communicate("\n", timeout=LIMIT_SECONDS)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        # Before the rank is reaped: the guard reads its wait status.
         self.guard.wait(LIMIT_SECONDS)
+        self.process.communicate(timeout=LIMIT_SECONDS)
         return self.printed
 
     @property
@@ -163,6 +167,20 @@ def test_the_records_of_a_killed_rank_are_kept(start):
     assert not rank.ring.exists()
     report = roll.report(str(rank.shared.directory))
     assert report.startswith(f"rank 0 on {HOST} {KILLED} It was in step 3")
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", "was killed by SIGTERM."),
+        (
+            "os._exit(3)",
+            "has ended with exit code 3, without Python's exit, as by os._exit.",
+        ),
+    ],
+)
+def test_the_signal_or_exit_code_is_named(start, ending, words):
+    assert start(ending).end().startswith(f"rank 0 on {HOST} {words}\n")
 
 
 def test_nothing_is_left_of_a_rank_that_exits(start):
