@@ -24,6 +24,40 @@ def warmup_factor(progress: float, *, size: int) -> float:
     return (1 + (size - 1) * min(1.0, progress)) / size
 
 
+def rate_variable(optimizer: Optimizer) -> keras.Variable | None:
+    """Return the variable of a learning rate; None for a schedule, which is called."""
+    rate = get_inner_optimizer(optimizer)._learning_rate
+    return rate if isinstance(rate, keras.Variable) else None
+
+
+def rate_reader(optimizer: Optimizer) -> Callable[[], float]:
+    """Return a function that returns the learning rate, and changes no variable.
+
+    A schedule may count its calls, or draw numbers, which belong to the steps.
+    """
+
+    @tf.function(autograph=False)
+    def rate() -> tf.Tensor:
+        return tf.cast(optimizer.learning_rate, tf.float64)
+
+    def read() -> float:
+        before = [(variable, variable.numpy()) for variable in variables]
+        value = float(graph())
+        for variable, number in before:
+            variable.assign(number)
+        return value
+
+    if rate_variable(optimizer) is not None:
+        return lambda: float(optimizer.learning_rate)
+    try:
+        graph = rate.get_concrete_function()
+    except Exception:
+        # A schedule of a model with `run_eagerly` that cannot be traced.
+        return lambda: float(optimizer.learning_rate)
+    variables = graph.graph.variables
+    return read
+
+
 def set_learning_rate(
     optimizer: Optimizer, learning_rate: float, *, momentum_correction: bool = True
 ) -> None:

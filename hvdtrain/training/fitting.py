@@ -13,6 +13,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import on_all
 from hvdtrain.job.world import SharedJobError
+from hvdtrain.keras.learning_rates import rate_variable
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
@@ -288,8 +289,8 @@ class _Training(keras.callbacks.CallbackList):
         self._epoch_end = self._plan.step(epoch + 1)
         # In an interrupted epoch, callbacks such as `LearningRateScheduler` have set
         # the learning rate before, and would now change it twice.
-        rates = [o.learning_rate for o in optimizers_inside(self.model.optimizer)]
-        variables = [rate for rate in rates if isinstance(rate, keras.Variable)]
+        rates = map(rate_variable, optimizers_inside(self.model.optimizer))
+        variables = [rate for rate in rates if rate is not None]
         kept = [(v, v.numpy()) for v in variables] if self._is_continued else []
         self._is_continued = False
         super().on_epoch_begin(epoch, logs)

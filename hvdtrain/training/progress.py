@@ -1,6 +1,7 @@
 """Progress of `fit`: speed, metrics over all ranks, and the check of the loss."""
 
 import contextlib
+import functools
 import math
 import socket
 import time
@@ -14,6 +15,7 @@ from hvdtrain.data.streams import input_wait_seconds
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce
+from hvdtrain.keras.learning_rates import rate_reader
 from hvdtrain.keras.metrics import (
     addends,
     are_sums,
@@ -247,6 +249,11 @@ class ProgressCallback(keras.callbacks.Callback):
         )
         return (clock.total - start) / (self._time.total - start_seconds)
 
+    @functools.cached_property
+    def _read_rate(self) -> Callable[[], float]:
+        # Of a MultiOptimizer, the rate of the first of its optimizers.
+        return rate_reader(optimizers_inside(self.model.optimizer)[0])
+
     def _progress(
         self, metrics: dict[str, float], means: Mapping[object, Any], own: np.ndarray
     ) -> Progress:
@@ -256,10 +263,7 @@ class ProgressCallback(keras.callbacks.Callback):
             step=self._steps,
             max_steps=self._plan.max_steps,
             metrics=metrics,
-            # Of a MultiOptimizer, the rate of the first of its optimizers.
-            learning_rate=float(
-                optimizers_inside(self.model.optimizer)[0].learning_rate
-            ),
+            learning_rate=self._read_rate(),
             communication=float(means[_COMMUNICATION]),
             input_wait=float(means[_INPUT_WAIT]),
             samples_per_second=speed * self._global_batch_size,

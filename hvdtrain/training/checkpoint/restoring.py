@@ -12,7 +12,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import gather, on_chief
-from hvdtrain.keras.learning_rates import set_learning_rate
+from hvdtrain.keras.learning_rates import rate_variable, set_learning_rate
 from hvdtrain.keras.variables import optimizers_inside, replicated_by_process_set
 from hvdtrain.training.checkpoint.header import (
     REPLICATED,
@@ -305,8 +305,8 @@ def _warn_of_new_metrics(variables: StateVariables, checkpoint: Checkpoint) -> N
 def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     """Return the learning rate; None for a schedule, or several optimizers."""
     optimizers = optimizers_inside(optimizer)
-    rate = optimizers[0].learning_rate if len(optimizers) == 1 else None
-    return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+    rate = rate_variable(optimizers[0]) if len(optimizers) == 1 else None
+    return None if rate is None else float(rate.numpy())
 
 
 def _adjust_learning_rate(
