@@ -362,17 +362,23 @@ class Unlisted(keras.Model):
         return [variable.numpy() for variable in variables]
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_state_that_keras_does_not_list(tmp_path, run_eagerly):
+@pytest.mark.parametrize(
+    ("run_eagerly", "steps_per_execution", "killed_after"),
+    [(False, 4, 2), (True, 1, 7)],
+)
+def test_state_that_keras_does_not_list(
+    tmp_path, run_eagerly, steps_per_execution, killed_after
+):
     def make_model(optimizer, *, units, is_built=True):
         model = Unlisted(optimizer, is_built=is_built)
         model.compile(keras.optimizers.SGD(Decay()), Noise(), run_eagerly=run_eagerly)
         return model
 
-    continued = functools.partial(train, tmp_path, max_steps=12)
-    expected = train(None, make_model=make_model, max_steps=12)
+    options = {"max_steps": 12, "steps_per_execution": steps_per_execution}
+    continued = functools.partial(train, tmp_path, **options)
+    expected = train(None, make_model=make_model, **options)
     with pytest.raises(KilledError):
-        continued(make_model=make_model, killed_after=7)
+        continued(make_model=make_model, killed_after=killed_after)
     result = continued(make_model=functools.partial(make_model, is_built=run_eagerly))
     assert 0 < result.start_step < 12
     assert_equal(result, expected)
