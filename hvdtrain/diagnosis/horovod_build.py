@@ -27,7 +27,11 @@ LOSSES: Mapping[tuple[int, ...], str] = {
     (26,): "Horovod may need the processor on which it was built",
     (27,): "horovodrun needs ssh or rsh, also for ranks on one host",
     (30,): "SIGQUIT ends horovodrun, and no rank prints where it is",
-    (31, 33): "processes of other users can enter a job and execute code in its ranks",
+    (
+        31,
+        33,
+        34,
+    ): "processes of other users can enter a job as its ranks",
 }
 BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28, 29)
 

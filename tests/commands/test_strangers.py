@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 # Rank 1 comes late, so that its place is free.
@@ -116,3 +117,53 @@ def end_of_stranger(host, port):
     )
     assert done.returncode != 0
     return done.stderr
+
+
+# Horovod without hvdtrain: rank 0 does not wait for rank 1 before Gloo listens.
+LISTENING = """
+import os, pathlib, sys, time
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+deadline = time.monotonic() + 200
+while os.environ["HOROVOD_RANK"] == "1" and not pathlib.Path(sys.argv[1]).exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+hvd.init()
+print("sum", int(hvd.allreduce(tf.constant(hvd.rank() + 1), op=hvd.Sum)))
+"""
+
+
+@pytest.mark.long
+def test_a_process_without_the_token_is_no_peer_of_gloo(start, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(LISTENING)
+    tried = tmp_path / "tried"
+    job = start([str(tried)], launcher="gloo", program=[sys.executable, str(program)])
+    job.wait_until(lambda: listening(job.ranks().get(0)), "a port of rank 0")
+    [address] = listening(job.ranks()[0])
+    for text in (bytes(8), b"a" * 100, b"short", b""):
+        with socket.create_connection(address, timeout=60) as stranger:
+            stranger.sendall(text)
+            stranger.shutdown(socket.SHUT_WR)
+            assert has_been_closed(stranger)
+    tried.touch()
+    job.wait()
+    assert job.returncode == 0, job.text
+    assert job.lines.count("sum 3") == 2
+
+
+def listening(process):
+    """Return the addresses at which a process listens."""
+    try:
+        connections = process.net_connections("tcp") if process else []
+    except psutil.Error:
+        return []
+    return [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
+
+
+def has_been_closed(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
