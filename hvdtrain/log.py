@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hvdtrain.job import JobError
 from hvdtrain.job.files import one_line_errors
+from hvdtrain.open_directory import open_regular
 
 if TYPE_CHECKING:
     from hvdtrain.training.observers import Progress, RunEnd, RunStart
@@ -132,7 +133,7 @@ class JsonLog:
         with self._one_line_errors("choose another --model_dir"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: each line is one write, and a line that fails stays out.
-            self._file: BinaryIO = self._path.open("a+b", buffering=0)
+            self._file = _open(self._path)
             self._is_within_line = not _ends_with_newline(self._file)
 
     def on_start(self, start: "RunStart") -> None:
@@ -182,6 +183,11 @@ class JsonLog:
 
     def _one_line_errors(self, remedy: str) -> contextlib.AbstractContextManager:
         return one_line_errors(f"write {self._path}", remedy=remedy)
+
+
+def _open(path: pathlib.Path) -> BinaryIO:
+    # A link is not followed: other users may write in the directory of a shared run.
+    return open(path, "a+b", buffering=0, opener=open_regular)
 
 
 def read(directory: str | os.PathLike) -> list[Line]:

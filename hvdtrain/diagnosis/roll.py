@@ -8,6 +8,7 @@ from hvdtrain.flight import conclusion
 from hvdtrain.flight.answer import Answer
 from hvdtrain.flight.shared_directory import FOLDER, SharedDirectory
 from hvdtrain.job import JobError
+from hvdtrain.open_directory import OpenDirectory
 
 
 def report(directory: str) -> str:
@@ -43,7 +44,17 @@ def report(directory: str) -> str:
 
 def _shared_directory(directory: pathlib.Path) -> SharedDirectory:
     inside = directory / FOLDER
-    return SharedDirectory(inside if inside.is_dir() else directory)
+    shared = SharedDirectory(inside if inside.is_dir() else directory)
+    try:
+        with OpenDirectory(shared.directory):
+            return shared
+    except PermissionError as error:
+        raise JobError(
+            f"Cannot read {shared.directory}: {error.strerror}; expected a directory "
+            "of the user who calls this: call it as the user of the job."
+        ) from None
+    except OSError:
+        return shared
 
 
 def _has_guards(shared: SharedDirectory) -> bool:

@@ -27,6 +27,7 @@ from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.flight.stacks import without_receiver
 from hvdtrain.flight.step_durations import StepDurations
 from hvdtrain.flight.task import Task
+from hvdtrain.open_directory import OpenDirectory
 
 # `faulthandler` writes all threads within this, unless the process is blocked.
 _STACK_SECONDS = 3.0
@@ -292,11 +293,13 @@ class Guard:
         folder = self._shared.directory.parent / "errors"
         if str(self._shared.directory) != self._task.directory:
             step = max((answer.step for answer in given), default=0)
-            path = folder / f"stacks-step-{step}.txt"
-            with contextlib.suppress(OSError):
-                folder.mkdir(exist_ok=True)
-                path.write_text(conclusion.stacks_text(given))
-                return f"Stacks of all ranks: {path}\n"
+            name = f"stacks-step-{step}.txt"
+            with (
+                contextlib.suppress(OSError),
+                OpenDirectory(folder, make=True, is_private=False) as files,
+            ):
+                files.write(name, conclusion.stacks_text(given))
+                return f"Stacks of all ranks: {folder / name}\n"
         suspects = conclusion.suspects(given)
         if len(suspects) == len(given):
             # None is late: show the rank that was asked.

@@ -7,8 +7,10 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from hvdtrain.flight.conclusion import conclude, suspects
 from hvdtrain.flight.limits import Limits
 from hvdtrain.flight.shared_directory import FOLDER, SharedDirectory
 from hvdtrain.flight.task import Task
+from hvdtrain.open_directory import OpenDirectory
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
 _PROGRAM = (
@@ -29,6 +32,7 @@ _PROGRAM = (
 )
 _REPORT_SECONDS = 30.0
 _PREFIX = "hvdtrain-"
+_RING = re.compile(r"-(\d+)\.ring$")
 _KEPT_SECONDS = 7 * 24 * 3600
 # Stacks of a hundred threads: `faulthandler` must not block in a full pipe.
 _PIPE_BYTES = 1 << 20
@@ -142,33 +146,45 @@ def _remove_old() -> None:
     """Remove the records of jobs of this user that failed long ago."""
     for folder in {_ring_folder(), pathlib.Path(tempfile.gettempdir())}:
         for path in folder.glob(f"{_PREFIX}{os.getuid()}-*"):
-            with contextlib.suppress(OSError, ValueError):
-                is_new = time.time() - path.stat().st_mtime < _KEPT_SECONDS
-                # A job that has run for long changes neither of its files.
-                if is_new or any(map(process_state, _processes(path))):
+            with contextlib.suppress(OSError):
+                # A link of another user may have this name: it is not followed.
+                status = path.lstat()
+                if time.time() - status.st_mtime < _KEPT_SECONDS:
                     continue
-                if path.is_file():
-                    path.unlink()
-                else:
+                # A job that has run for long changes neither of its files.
+                if any(map(process_state, _processes(path, status))):
+                    continue
+                if stat.S_ISDIR(status.st_mode):
                     SharedDirectory(path).clear()
                     path.rmdir()
+                elif _RING.search(path.name) and status.st_uid == os.geteuid():
+                    path.unlink()
 
 
-def _processes(path: pathlib.Path) -> list[int]:
+def _processes(path: pathlib.Path, status: os.stat_result) -> list[int]:
     """Return the processes whose ring or records a path has."""
-    if path.is_dir():
+    if stat.S_ISDIR(status.st_mode):
         return [member.pid for member in SharedDirectory(path).members()]
-    return [int(path.stem.rpartition("-")[2])]
+    return [int(found[1]) for found in [_RING.search(path.name)] if found]
 
 
 def _make_directory(path: pathlib.Path) -> str:
     """Make the directory of this job's ranks on this host; return its path."""
-    with contextlib.suppress(OSError):
-        path.mkdir(mode=0o700, exist_ok=True)
-        # Anyone can make a directory of this name before.
-        if path.stat().st_uid == os.getuid():
+    try:
+        with OpenDirectory(path, make=True):
             return str(path)
-    return tempfile.mkdtemp(prefix=f"{path.name}-")
+    except OSError as error:
+        _warn_of_foreign(path, error, "each rank")
+        return tempfile.mkdtemp(prefix=f"{path.name}-")
+
+
+def _warn_of_foreign(path: pathlib.Path, error: OSError, scope: str) -> None:
+    warnings.warn(
+        f"A hang will be explained for {scope} alone: received {path}, which cannot be "
+        f"used ({error.strerror}); expected a directory of this user, or none: remove "
+        "it.",
+        stacklevel=2,
+    )
 
 
 def _ring_folder() -> pathlib.Path:
@@ -206,7 +222,11 @@ def use_directory(model_dir: str | os.PathLike) -> None:
 
 def clear(model_dir: str | os.PathLike) -> None:
     """Remove what an earlier run of the job has left in `model_dir`."""
-    SharedDirectory(pathlib.Path(model_dir) / FOLDER).clear()
+    shared = SharedDirectory(pathlib.Path(model_dir) / FOLDER)
+    try:
+        shared.clear()
+    except OSError as error:
+        _warn_of_foreign(shared.directory, error, "the ranks of each host")
 
 
 def leave(exit_code: int | None = None) -> None:

@@ -5,11 +5,13 @@ whose sequence number changes while it is read is left out.
 """
 
 import dataclasses
+import functools
 import itertools
 import os
-import pathlib
 import struct
 from collections.abc import Iterator
+
+from hvdtrain.open_directory import open_regular
 
 # The first one is code outside of the others, as in a script that calls `hvd.init`.
 PHASES = (
@@ -140,7 +142,9 @@ def read_moment(path: str | os.PathLike) -> Moment | None:
 
 def _bytes(path: str | os.PathLike, count: int) -> bytes | None:
     try:
-        with pathlib.Path(path).open("rb") as file:
+        # Of this user: the name of a ring can be guessed before it is made.
+        opener = functools.partial(open_regular, owner=os.geteuid())
+        with open(path, "rb", opener=opener) as file:
             data = file.read(count)
     except OSError:
         return None

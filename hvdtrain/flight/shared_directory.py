@@ -2,7 +2,7 @@
 
 The guards of one host share a directory of that host. With a `model_dir`, the guards of
 all ranks that see it share one in it. Files are renamed into place: a reader sees none
-half written.
+half written. Files and directories of other users are neither read nor removed.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +18,14 @@ from typing import Any, TypeVar
 
 from hvdtrain.flight import answer as answers
 from hvdtrain.flight.answer import Answer, Member
+from hvdtrain.open_directory import OpenDirectory
 
 T = TypeVar("T")
 # Of a directory that a job has for its guards.
 FOLDER = "flight"
 _CALL, _CONCLUSION, _END = "call.json", "conclusion.json", "end.json"
 _MEMBER, _ANSWER = "member-", "answer-"
+_NAMES = re.compile(rf"({_MEMBER}|{_ANSWER}).+\.json|{_CALL}|{_CONCLUSION}|{_END}")
 # A call is older than this only if the process that made it was killed; a request, if
 # it is of an earlier job.
 _CALL_SECONDS = 30.0
@@ -41,9 +44,10 @@ class SharedDirectory:
         """Add a member, or replace its rank.
 
         Raises:
-            OSError: the directory cannot be written.
+            OSError: the directory cannot be written, or belongs to another user.
         """
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with OpenDirectory(self.directory, make=True):
+            pass
         self._write(f"{_MEMBER}{member.name}.json", dataclasses.asdict(member))
 
     def members(self) -> list[Member]:
@@ -57,11 +61,10 @@ class SharedDirectory:
             self._remove(f"{prefix}{member.name}.json")
         if self.members():
             return
-        for name in (_CALL, _CONCLUSION, _END):
-            self._remove(name)
-        for path in self.directory.glob(f"{_ANSWER}*"):
-            self._remove(path.name)
         with contextlib.suppress(OSError):
+            with OpenDirectory(self.directory) as files:
+                for name in filter(_NAMES.fullmatch, files.names()):
+                    files.remove(name)
             self.directory.rmdir()
 
     def start_roll_call(self) -> str | None:
@@ -70,8 +73,8 @@ class SharedDirectory:
         Raises:
             OSError: the directory is full, gone, or cannot be written.
         """
-        identity = _unique()
-        return identity if self._claim(_CALL, identity) else None
+        call = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
+        return call if self._claim(_CALL, call) else None
 
     def request_end(self, member: Member) -> bool:
         """Let the guard of a member kill its process; return whether none did before.
@@ -85,32 +88,11 @@ class SharedDirectory:
 
     def is_to_end(self, member: Member) -> bool:
         """Return whether a guard has requested the end of a member."""
-        return self._read_text(_END) == member.name
-
-    def _claim(self, name: str, value: str) -> bool:
-        """Write a file that does not exist, or is old; return whether it did not."""
-        path = self.directory / name
-        with self._temporary(value) as temporary:
-            # By the clock of the file system.
-            now = temporary.stat().st_mtime
-            with contextlib.suppress(FileNotFoundError):
-                if now - path.stat().st_mtime > _CALL_SECONDS:
-                    path.unlink()
-        with contextlib.suppress(FileExistsError), path.open("x") as file:
-            # Readers skip a file that is not complete. Some file systems have no links.
-            json.dump(value, file)
-            return True
-        return False
-
-    def _read_text(self, name: str) -> str | None:
-        try:
-            return json.loads((self.directory / name).read_text())
-        except (OSError, ValueError):
-            return None
+        return self._read(_END) == member.name
 
     def current_roll_call(self) -> str | None:
         """Return the call that is to be answered, if there is one."""
-        return self._read_text(_CALL)
+        return self._read(_CALL)
 
     def wait_for_answers(self, call: str) -> list[Answer]:
         """Return the answers of all members by rank, also of those that are silent."""
@@ -168,37 +150,43 @@ class SharedDirectory:
             self._remove(f"{_MEMBER}{answer.member.name}.json")
 
     def clear(self) -> None:
-        """Remove all files of an earlier run of the job."""
-        for prefix in (_MEMBER, _ANSWER, _CALL, _CONCLUSION, _END, "."):
-            for path in self.directory.glob(f"{prefix}*"):
-                self._remove(path.name)
+        """Remove all files of an earlier run of the job, and no others.
+
+        Raises:
+            OSError: the directory belongs to another user, or cannot be written.
+        """
+        with (
+            contextlib.suppress(FileNotFoundError),
+            OpenDirectory(self.directory) as files,
+        ):
+            files.remove_all(_NAMES)
 
     def _read_all(self, prefix: str, convert: Callable[[Any], T]) -> Iterator[T]:
-        for path in sorted(self.directory.glob(f"{prefix}*")):
-            # It may have been removed since, or be of another version.
-            try:
-                value = convert(json.loads(path.read_text()))
-            except (OSError, ValueError, TypeError, KeyError):
-                continue
-            yield value
+        with contextlib.suppress(OSError), OpenDirectory(self.directory) as files:
+            for name in files.names():
+                # It may have been removed since, or be of another version.
+                with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                    if name.startswith(prefix):
+                        yield convert(json.loads(files.read(name)))
+
+    def _read(self, name: str) -> Any:
+        """Return the value in a file; None if it cannot be read."""
+        with (
+            contextlib.suppress(OSError, ValueError),
+            OpenDirectory(self.directory) as files,
+        ):
+            return json.loads(files.read(name))
+        return None
+
+    def _claim(self, name: str, value: str) -> bool:
+        """Write a file that does not exist, or is old; return whether it did not."""
+        with OpenDirectory(self.directory) as files:
+            return files.claim(name, json.dumps(value), stale_seconds=_CALL_SECONDS)
 
     def _write(self, name: str, values: object) -> None:
-        with self._temporary(values) as temporary:
-            temporary.replace(self.directory / name)
-
-    @contextlib.contextmanager
-    def _temporary(self, values: object) -> Iterator[pathlib.Path]:
-        path = self.directory / f".{_unique()}"
-        try:
-            path.write_text(json.dumps(values))
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
+        with OpenDirectory(self.directory) as files:
+            files.write(name, json.dumps(values))
 
     def _remove(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            (self.directory / name).unlink(missing_ok=True)
-
-
-def _unique() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
+        with contextlib.suppress(OSError), OpenDirectory(self.directory) as files:
+            files.remove(name)

@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 from hvdtrain.installer import programs, record, wheels
-from hvdtrain.installer.steps import Steps
+from hvdtrain.installer.steps import InstallError, Steps
 from hvdtrain.installer.target import Target
+from hvdtrain.open_directory import OpenDirectory, open_regular
 
 # Variables that compilers and CMake read.
 _COMPILER_VARIABLES = """AR CC CXX CUDACXX CPATH CPLUS_INCLUDE_PATH LIBRARY_PATH
@@ -37,8 +38,21 @@ def directory() -> pathlib.Path:
 
 
 def temporary(name: str) -> pathlib.Path:
-    """Return a path for this user in the directory for temporary files."""
-    return pathlib.Path(tempfile.gettempdir(), f"hvdtrain-{os.getuid()}-{name}")
+    """Return a path in a private directory, in the one for temporary files.
+
+    Raises:
+        InstallError: another user has made that directory.
+    """
+    path = pathlib.Path(tempfile.gettempdir(), f"hvdtrain-{os.getuid()}-install")
+    try:
+        with OpenDirectory(path, make=True):
+            return path / name
+    except OSError as error:
+        raise InstallError(
+            f"Received {path}, which cannot be used ({error.strerror}); expected a "
+            "directory of this user, or none: remove it, or set TMPDIR to another "
+            "directory."
+        ) from None
 
 
 def digest(*texts: object) -> str:
@@ -104,7 +118,7 @@ def lock(
         report: prints a line if another process has the lock.
         purpose: what that process does, such as "installs here".
     """
-    with path.open("a") as file:
+    with open(path, "a", opener=open_regular) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -121,7 +135,7 @@ def environment_lock() -> pathlib.Path:
     """
     if programs.is_own_prefix() and os.access(sys.prefix, os.W_OK):
         return pathlib.Path(sys.prefix, ".hvdtrain-install.lock")
-    return temporary(f"install-{digest(sys.prefix)}.lock")
+    return temporary(f"{digest(sys.prefix)}.lock")
 
 
 def find_or_build(

@@ -6,13 +6,14 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import socket
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
-from typing import Any
+from typing import Any, TextIO
 
 import keras
 
@@ -21,8 +22,10 @@ from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.files import atomic_write, local_path, make_directory, one_line_errors
 from hvdtrain.job.world import PreemptedError, World
 from hvdtrain.keras.collective_calls import save_by_rank_0
+from hvdtrain.open_directory import OpenDirectory, open_regular
 
 _MODEL, _SUMMARY, _LOCK, _ERRORS = "model.keras", "summary.json", ".lock", "errors"
+_ERROR_FILES = re.compile(r"rank-\d+\.json|stacks-step-\d+\.txt")
 # The largest model with the largest optimizer state, and some logs.
 _NEEDED_BYTES = 32 << 20
 
@@ -65,7 +68,7 @@ def locked(model_dir: str | PathLike) -> Iterator[None]:
     path = pathlib.Path(model_dir) / _LOCK
     with _writing(path):
         _make(path.parent)
-        file = path.open("a+")
+        file = _open_lock(path)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,6 +85,11 @@ def locked(model_dir: str | PathLike) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def _open_lock(path: pathlib.Path) -> TextIO:
+    # A link is not followed: other users may write in the directory of a shared run.
+    return open(path, "a+", opener=open_regular)
 
 
 def _make(directory: pathlib.Path) -> None:
@@ -152,9 +160,12 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
     """
     directory = pathlib.Path(model_dir) / _ERRORS
     if world.is_chief:
-        for pattern in ("rank-*.json", "stacks-step-*.txt"):
-            for path in directory.glob(pattern):
-                path.unlink(missing_ok=True)
+        with (
+            _writing(directory),
+            contextlib.suppress(FileNotFoundError),
+            OpenDirectory(directory, is_private=False) as files,
+        ):
+            files.remove_all(_ERROR_FILES)
     try:
         yield
     except PreemptedError:
@@ -166,9 +177,6 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
 
 
 def _write_error(directory: pathlib.Path, world: World, error: Exception) -> None:
-    if not directory.parent.is_dir():
-        return
-    directory.mkdir(exist_ok=True)
     last_lines, traceback = output.describe(error)
     values = {
         "rank": world.rank,
@@ -177,5 +185,5 @@ def _write_error(directory: pathlib.Path, world: World, error: Exception) -> Non
         "error": last_lines,
         "traceback": traceback,
     }
-    with atomic_write(directory / f"rank-{world.rank}.json") as temporary:
-        temporary.write_text(json.dumps(values, indent=2) + "\n")
+    with OpenDirectory(directory, make=True, is_private=False) as files:
+        files.write(f"rank-{world.rank}.json", json.dumps(values, indent=2) + "\n")

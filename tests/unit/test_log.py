@@ -179,9 +179,10 @@ def test_a_log_that_cannot_be_opened(tmp_path):
 
 
 def test_a_write_that_fails_is_reported_once(tmp_path):
-    (tmp_path / "log.jsonl").symlink_to("/dev/full")
     texts = []
     writer = log.JsonLog(tmp_path, warn=texts.append)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), writer._file.fileno())
     for step in (10, 20):
         writer.on_progress(progress(step, 4.0))
     assert texts == [

@@ -3,15 +3,21 @@
 import contextlib
 import json
 import os
+import pathlib
+import shutil
 import subprocess
+import tempfile
 
 import keras
 import numpy as np
 import pytest
 
 import hvdtrain.keras as hvd
+from hvdtrain import log
 from hvdtrain.job import JobError, World
 from hvdtrain.training import run_directory
+
+NOBODY = 65534
 
 
 @pytest.fixture(autouse=True)
@@ -128,3 +134,54 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
     world = World(rank=1, size=2)
     run_directory.write(world, tmp_path, model=keras.Sequential(), summary={})
     assert names(tmp_path) == []
+
+
+def use(run):
+    """Use the lock, the errors and the log of a run that fails."""
+    with (
+        run_directory.locked(run),
+        contextlib.suppress(ZeroDivisionError),
+        run_directory.recorded(run, World()),
+    ):
+        # Of the run before.
+        assert not list(run.glob("errors/*"))
+        log.JsonLog(run, warn=pytest.fail).on_evaluation(1, {})
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("name", [".lock", "errors", "log.jsonl"])
+def test_a_link_in_a_shared_run_is_not_followed(tmp_path, name):
+    """Another user of the run's directory may have made it."""
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    for folder in (victim, run):
+        folder.mkdir()
+    (victim / "rank-0.json").write_text("content")
+    (run / name).symlink_to(victim if name == "errors" else victim / "rank-0.json")
+    with pytest.raises(JobError, match=rf"^Cannot write {run}/{name}: (it is|Not) a"):
+        use(run)
+    assert (victim / "rank-0.json").read_text() == "content"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has a colleague")
+def test_colleagues_continue_each_others_run():
+    """A directory with the group of both, which is inherited."""
+    run = pathlib.Path(tempfile.mkdtemp())
+    previous = os.umask(0o002)
+    try:
+        os.chown(run, 0, NOBODY)
+        run.chmod(0o2770)
+        for user in (0, NOBODY, 0):
+            os.setegid(NOBODY)
+            os.seteuid(user)
+            run_directory.prepare(run)
+            use(run)
+            run_directory.save_json({"user": user}, run / "summary.json")
+            assert names(run / "errors") == ["rank-0.json"]
+            os.seteuid(0)
+        assert len((run / "log.jsonl").read_text().splitlines()) == 3
+        assert (run / "summary.json").stat().st_gid == NOBODY
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.umask(previous)
+        shutil.rmtree(run)

@@ -10,6 +10,7 @@ from typing import IO
 
 from hvdtrain.collectives.transport.places import RankPlaces
 from hvdtrain.environment import stall_limits
+from hvdtrain.open_directory import open_regular
 
 # A chunk of each rank: larger ones leave the second-level cache, smaller ones need more
 # barriers. All slots together stay below the 64 MB of /dev/shm in a container.
@@ -58,7 +59,7 @@ def attach(
     # A rank that spins would take the core of another one.
     spin_seconds = 0.0 if places.is_core_shared else _SPIN_SECONDS
     try:
-        with open(file, "r+b") as opened:
+        with open(file, "r+b", opener=open_regular) as opened:
             links = [made.detach() if made else -1 for made in sockets]
             reason = connect(
                 *(opened.fileno(), mine.local_rank, size, _integers(local_ranks)),

@@ -13,6 +13,7 @@ import numpy as np
 from hvdtrain.data.download import default_cache_dir
 from hvdtrain.data.sources.mapped_file import map_file
 from hvdtrain.job.files import atomic_write
+from hvdtrain.open_directory import open_regular
 
 
 def digest(*values: Any) -> str:
@@ -81,7 +82,7 @@ def _locked(path: pathlib.Path, *, blocking: bool) -> Iterator[None]:
     """Hold the lock of an index, which ends with the process at the latest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock")
-    with open(lock, "w") as file:
+    with open(lock, "a", opener=open_regular) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
         except BlockingIOError:

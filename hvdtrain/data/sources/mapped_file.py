@@ -49,7 +49,8 @@ def map_file(path: str | os.PathLike[str]) -> np.ndarray:
     Raises:
         OSError: the file cannot be read, or is empty.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # Not blocking: the file may be a FIFO, which cannot be mapped.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return np.asarray(_Mapping(descriptor, os.fstat(descriptor).st_size))
     finally:
