@@ -329,7 +329,9 @@ class ReductionHook:
     def end_fit(self, var_list: Iterable[Variable]) -> None:
         """Record the end of a `fit`, which other ranks may still wait in."""
         self._finalize(var_list)
-        recorder.end_fit()
+        # Not all ranks take part in the training of a smaller process set.
+        if self.all_ranks.process_set_id == 0:
+            recorder.end_fit()
 
     def share_finite_check(self, loss_scale_optimizer: Optimizer) -> None:
         """Make all ranks skip a step when one of them overflows."""
