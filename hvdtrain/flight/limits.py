@@ -42,6 +42,9 @@ class Limits:
 
     def end(self, operation: str) -> tuple[float, str]:
         """Return when a rank that waits in an operation is ended, and why."""
+        if operation == "join":
+            # For as long as the others have batches.
+            return math.inf, ""
         if operation == "init":
             limit, slack, name = self.init_seconds, _GRACE_SECONDS, INIT_TIMEOUT
         elif operation == "shutdown" and self.deadlock_seconds:

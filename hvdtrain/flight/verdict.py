@@ -62,7 +62,8 @@ def _left_fit(answers: Sequence[Answer], waiting: Sequence[Answer]) -> Answer | 
 
     A rank that runs the same code, and is late, has ended as many or fewer.
     """
-    least = min((answer.fits for answer in waiting), default=None)
+    calls = [a for a in waiting if a.in_flight and a.in_flight.operation != "join"]
+    least = min((answer.fits for answer in calls), default=None)
     if least is None:
         return None
     late = [a for a in answers if a not in waiting and a.fits > least]

@@ -201,6 +201,7 @@ def skip():
 
 if __name__ == "__main__":
     fault, phase = [*sys.argv[1:3], "step"][:2]
+    print(f"this is process {os.getpid()}", flush=True)
     # Before `hvd.init`, as launchers give it.
     ranks = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
     is_here = next(os.environ[name] for name in ranks if name in os.environ) == "1"

@@ -16,7 +16,6 @@ import sys
 import time
 from collections import Counter
 
-import psutil
 import pytest
 
 PATH = pathlib.Path(__file__).parent / "hanging_program.py"
@@ -155,7 +154,10 @@ FEW_ENDS = [
     ("return", "step", "hosts"),
 ]
 # In a line of a guard, of a rank, or of a launcher.
-NAMED = r"rank 1 (on|is|with|has)\b|Missing ranks:\s+1\b|KeyError: 'on purpose'"
+NAMED = (
+    r"rank 1 (on|is|with|has)\b|Missing ranks:\s+1\b|KeyError: 'on purpose'|"
+    r"Process name: \[\[\d+,1\],1\]"
+)
 
 
 @pytest.mark.long
@@ -163,7 +165,6 @@ NAMED = r"rank 1 (on|is|with|has)\b|Missing ranks:\s+1\b|KeyError: 'on purpose'"
     ("fault", "phase", "launcher"), ALL_ENDS if TABLE else FEW_ENDS
 )
 def test_a_fault_ends_the_job(start, fault, phase, launcher):
-    before = rings()
     job = start([fault, phase], program=PROGRAM, launcher=launcher, environment=LIMITS)
     job.wait()
     begin = float(re.search(r"fault of rank 1 at ([\d.]+)", job.text)[1])
@@ -171,21 +172,23 @@ def test_a_fault_ends_the_job(start, fault, phase, launcher):
     assert job.returncode != 0, job.text
     assert re.search(NAMED, job.text), job.text
     assert seconds < LIMIT_SECONDS, job.text
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while left := list(filter(is_left, rings() - before)):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    processes = re.findall(r"this is process (\d+)", job.text)
+    assert len(processes) == 2
+    until(lambda: not any(rings(process) for process in processes), LIMIT_SECONDS)
     if TABLE:
         note(f"{fault}, {phase}", launcher, seconds, job, NAMED)
 
 
-def rings():
-    return set(pathlib.Path("/dev/shm").glob("hvdtrain-*.ring"))
+def rings(process):
+    """Return the files of a rank's records."""
+    return list(pathlib.Path("/dev/shm").glob(f"hvdtrain-*-{process}.ring"))
 
 
-def is_left(ring):
-    """Whether the process of a ring has ended."""
-    return not psutil.pid_exists(int(ring.stem.rpartition("-")[2]))
+def until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 # The cause that is named for each reason, and the share of the time from which on.

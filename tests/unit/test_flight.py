@@ -2,6 +2,7 @@
 
 import dataclasses
 import faulthandler
+import math
 import os
 import pathlib
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from hvdtrain.flight import conclusion, deaths, ring, verdict
 from hvdtrain.flight.answer import Answer, Member
+from hvdtrain.flight.limits import Limits
 from hvdtrain.flight.ring import Collective
 from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.flight.stacks import Frame, Place, find_place
@@ -271,6 +273,7 @@ EVALUATES = collective(8, "MetricCounts", "allgather")
             False,
             None,
         ),
+        ([waiting(0, JOIN), given(1, fits=1), waiting(2, JOIN)], False, None),
         ([waiting(0), waiting(1), waiting(2)], False, None),
         ([DEAD, waiting(0)], False, None),
         ([], False, None),
@@ -284,6 +287,17 @@ def test_a_wait_that_cannot_end(answers, is_found, rank):
         assert found.text.startswith(conclusion.conclude(answers))
         assert "StopTogetherCallback" in found.text
         assert found.text.endswith("HVDTRAIN_DEADLOCK_SECONDS=30")
+
+
+@pytest.mark.parametrize(
+    ("operation", "seconds"),
+    # Horovod looks once in 3 s; then a script has 10 s to end by itself.
+    [("init", 30), ("shutdown", 7), ("allreduce", 25), ("join", math.inf)],
+)
+def test_each_wait_has_its_limit(operation, seconds):
+    limits = Limits(3, 12, init_seconds=20, deadlock_seconds=7)
+    assert limits.end(operation)[0] == seconds
+    assert Limits().end(operation)[0] == math.inf
 
 
 def test_suspects_are_the_ranks_that_others_wait_for():
