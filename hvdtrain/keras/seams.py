@@ -112,14 +112,11 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              used_by=("keras.full_saving", "keras.hook", "keras.multi_optimizer",
                       "keras.sharded_state", "keras.variables",
                       "verification.step_recorder")),
-        Seam("_trainable_variables_indices",
-             "The place of a weight, by which Keras finds the slots of its shard.",
+        Seam("_trainable_variables_indices", "The place of the slots of a weight.",
              used_by=("keras.sharded_state",)),
-        Seam("_var_key(variable)",
-             "Key of _trainable_variables_indices and of the cache of weight decay.",
+        Seam("_var_key(variable)", "Key of _trainable_variables_indices and others.",
              used_by=("keras.sharded_state",)),
-        Seam("_untrack_variable(variable)",
-             "Removes full slots before the optimizer is built again with shards.",
+        Seam("_untrack_variable(variable)", "Removes full slots, for those of shards.",
              used_by=("keras.sharded_state",)),
         Seam("_exclude_from_weight_decay",
              "Keys of weights that do not decay, to which their shards are added.",
@@ -140,8 +137,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              used_by=("keras.sharded_state",)),
         Seam("_get_variable_index(variable)", "The place of a weight.",
              used_by=("measurement.simulated_device",)),
-        Seam("_variables",
-             "The list of all variables, which is not a list of slots of one kind.",
+        Seam("_variables", "All variables: not a list of slots of one kind.",
              used_by=("keras.variables",)),
     ),
     "keras.optimizers.RMSprop": (
@@ -215,6 +211,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.src.trainers.compile_utils.CompileMetrics": (
         Seam("_user_metrics", "The metrics of `compile`, before they are built.",
              used_by=("sharding.layer_checks",)),
+    ),
+    "keras.losses.Loss": (
+        Seam("__call__(y_true, y_pred, sample_weight)",
+             "A verification notes losses that are not means.", replaced_by=(_RECORD,)),
     ),
     "keras.callbacks.CallbackList": (
         Seam("on_train_batch_end(batch, logs)",

@@ -8,6 +8,7 @@ of `train_on_batch`.
 
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, NoReturn, TypeAlias
@@ -191,6 +192,70 @@ def note_reductions(recorder: StepRecorder) -> None:
     GradientReducer.__call__ = reduce_and_note  # type: ignore[method-assign]
     for name in ("allreduce", "grouped_allreduce"):
         _replace_for_script(name, note_call)
+
+
+def note_losses(recorder: StepRecorder) -> None:
+    """Note which losses are means over samples, when they are first computed."""
+    noted = recorder.are_means
+
+    def note(
+        loss: keras.losses.Loss, y_true: Any, y_pred: Any, *_: Any, **__: Any
+    ) -> None:
+        # The container that `compile` makes calls the losses in it.
+        if type(loss).__name__ == "CompileLoss" or loss in noted:
+            return
+        if not (tf.is_tensor(y_true) and tf.is_tensor(y_pred) and len(y_pred.shape)):
+            return
+        function = _without_batch_size(loss.call, y_true, y_pred, dtype=loss.dtype)
+        if _has_collectives(function):
+            # It may be the loss of all ranks' samples: none can be computed alone.
+            noted[loss] = True
+            return
+
+        def compare(*tensors: tf.Tensor) -> None:
+            if loss not in noted:
+                noted[loss] = _is_mean_over_samples(function, *tensors)
+
+        # A step may be traced several times before it runs.
+        tf.py_function(compare, [y_true, y_pred], [])
+
+    _call_after(keras.losses.Loss, "__call__", note)
+
+
+def _without_batch_size(
+    function: Callable[..., Any], *tensors: tf.Tensor, dtype: str
+) -> Any:
+    """Return a compiled function of any number of rows of such tensors."""
+
+    def call(*rows: tf.Tensor) -> Any:
+        return function(*[tf.cast(each, dtype) for each in rows])
+
+    specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in tensors]
+    with tf.init_scope():
+        return tf.function(call, autograph=False).get_concrete_function(*specs)
+
+
+def _has_collectives(function: Any) -> bool:
+    graph = function.graph.as_graph_def()
+    inside = (node for each in graph.library.function for node in each.node_def)
+    return any(
+        node.op.startswith(("Horovod", "Hvdtrain")) for node in (*graph.node, *inside)
+    )
+
+
+def _is_mean_over_samples(
+    function: Callable[..., tf.Tensor], y_true: tf.Tensor, y_pred: tf.Tensor
+) -> bool:
+    """Return whether the loss of a batch is the mean of the losses of its halves."""
+    half = len(y_pred) // 2
+
+    def mean(rows: slice) -> float:
+        return float(tf.reduce_mean(function(y_true[rows], y_pred[rows])))
+
+    if not half:
+        return True
+    halves = mean(slice(half)) + mean(slice(half, 2 * half))
+    return math.isclose(mean(slice(2 * half)), halves / 2, rel_tol=1e-3, abs_tol=1e-6)
 
 
 def refuse_horovod() -> None:

@@ -123,6 +123,28 @@ def _sum_of_means(evidence: Evidence) -> str:
     )
 
 
+def _sum_of_penalties(evidence: Evidence) -> str:
+    names = evidence.facts.regularized_layers
+    if "Sum" not in evidence.operations or not names:
+        return ""
+    return (
+        f"{_listed(names[:3])} adds a regularizer to the loss of each rank, and "
+        f"op=hvd.Sum adds it {evidence.size} times: use op=hvd.Average and a mean "
+        "loss, or divide sum(model.losses) by hvd.size()."
+    )
+
+
+def _batch_losses(evidence: Evidence) -> str:
+    names = evidence.facts.batch_losses
+    if not names:
+        return ""
+    return (
+        f"The loss {_listed(names[:3])} of a batch is no mean over its samples, and "
+        "the mean over ranks is another number: compute it for each sample, such as "
+        "Dice(axis=(1, 2, 3)), or of hvd.allgather(y_true) and hvd.allgather(y_pred)."
+    )
+
+
 def _adasum(evidence: Evidence) -> str:
     if "Adasum" not in evidence.operations:
         return ""
@@ -234,6 +256,8 @@ _CAUSES: tuple[Callable[[Evidence], str], ...] = (
     _unequal_batches,
     _sum_of_losses,
     _sum_of_means,
+    _sum_of_penalties,
+    _batch_losses,
     _adasum,
     _reduced_by_script,
     _multiple,

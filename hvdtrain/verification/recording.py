@@ -41,6 +41,7 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
     capture.record_steps(recorder, on_end=batches.note_end)
     if options.phase == "ranks":
         capture.note_reductions(recorder)
+        capture.note_losses(recorder)
         capture.exchange_batches(batches)
         capture.note_other_loops(batches)
     if is_reference:

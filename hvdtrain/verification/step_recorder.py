@@ -41,6 +41,7 @@ class StepRecorder:
     Attributes:
         names: the names of all variables.
         reductions: how gradients are reduced; others write it.
+        are_means: by loss, whether it is a mean over samples; others write it.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class StepRecorder:
         self._done = 0
         self.names = VariableNames()
         self.reductions = Reductions()
+        self.are_means: dict[keras.losses.Loss, bool] = {}
 
     def add(self, optimizer: Optimizer) -> None:
         """Follow the steps of an optimizer that has been built."""
@@ -214,6 +216,12 @@ class StepRecorder:
                 if isinstance(layer, keras.layers.Masking)
                 or getattr(layer, "mask_zero", False)
             ),
+            regularized_layers=_names(layer for layer in layers if _adds_losses(layer)),
+            batch_losses=[
+                str(loss.name)
+                for loss, is_mean in self.are_means.items()
+                if not is_mean
+            ],
         )
 
 
@@ -254,6 +262,11 @@ def _check_full_state(optimizer: Optimizer) -> None:
 
 def _names(layers: Iterable[keras.layers.Layer]) -> list[str]:
     return sorted({layer.name for layer in layers})
+
+
+def _adds_losses(layer: keras.layers.Layer) -> bool:
+    inside = list(layer._flatten_layers(include_self=False))
+    return bool(layer.losses) and not inside
 
 
 def _normalizes_locally(layer: keras.layers.Layer) -> bool:

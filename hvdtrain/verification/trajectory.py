@@ -82,12 +82,16 @@ class Facts:
         loss_reductions: the reductions of all losses of Keras.
         local_normalizations: names of layers with moments of the local batch.
         masking_layers: names of layers that make masks.
+        regularized_layers: names of layers that add to `model.losses`.
+        batch_losses: names of losses of a batch that are no means over its samples.
     """
 
     reductions: Reductions
     loss_reductions: list[str]
     local_normalizations: list[str]
     masking_layers: list[str]
+    regularized_layers: list[str]
+    batch_losses: list[str]
 
 
 class Directory:

@@ -223,6 +223,25 @@ FAULTS = {
         {"(optimizer)": "(optimizer, op=hvd.Sum)"},
         "added up by op=hvd.Sum",
     ),
+    "sum of penalties": (
+        LOOP,
+        {
+            "Embedding(4, 8)": 'Embedding(4, 8, embeddings_regularizer="l2")',
+            "from_logits=True": 'from_logits=True, reduction="sum"',
+            "training=True))": "training=True)) + sum(model.losses)",
+            "Tape(tape)": "Tape(tape, op=hvd.Sum)",
+        },
+        "embedding adds a regularizer",
+    ),
+    "loss of a batch": (
+        FIT,
+        {
+            "keepdims=True)": "keepdims=True) > 0",
+            "Dense(1)": 'Dense(1, "sigmoid")',
+            '"mse"': "keras.losses.Dice()",
+        },
+        "dice of a batch is no mean over its samples",
+    ),
     "weights of samples": (
         FIT,
         {
@@ -302,6 +321,12 @@ train(data)""",
         ),
         "batches that cannot be seen",
     ),
+    "a regularizer under a sum": (
+        FIT.replace("(optimizer)", "(optimizer, op=hvd.Sum)").replace(
+            'Dense(16, "relu")', 'Dense(16, "relu", kernel_regularizer="l2")'
+        ),
+        "op=hvd.Sum would multiply the losses of regularizers",
+    ),
     "sharded state": (
         FIT.replace("(optimizer)", "(optimizer, shard_state=True)"),
         "Received shard_state=True; expected False",
@@ -335,6 +360,11 @@ CLEAN = {
     "sum of losses": FIT.replace(
         '"mse"', 'keras.losses.MeanSquaredError(reduction="sum")'
     ).replace("(optimizer)", "(optimizer, op=hvd.Sum)"),
+    "loss of all batches": FIT.replace("keepdims=True)", "keepdims=True) > 0")
+    .replace("Dense(1)", 'Dense(1, "sigmoid")')
+    .replace(
+        '"mse"', "lambda y, p: keras.losses.dice(hvd.allgather(y), hvd.allgather(p))"
+    ),
     "masks": MASKED,
     "mixed precision": FIT.replace(
         "hvd.init()", 'hvd.init()\nkeras.config.set_dtype_policy("mixed_bfloat16")'

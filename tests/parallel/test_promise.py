@@ -189,6 +189,32 @@ def test_a_loop_that_adds_the_losses_of_a_model(divisor, found):
 
 
 @two_ranks
+def test_a_loss_that_is_no_mean_over_samples():
+    def weight_after(optimizer, samples, loss):
+        inputs = samples.reshape(-1, 1)
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        model = keras.Sequential([keras.Input((1,)), dense])
+        step(model, optimizer, inputs, np.ones_like(inputs), loss=loss)
+        return float(dense.kernel[0, 0])
+
+    def gathered(y_true, y_pred):
+        return keras.losses.dice(hvd.allgather(y_true), hvd.allgather(y_pred))
+
+    def distributed():
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+    # Of n targets of 1 and predictions w x with the sum w s, the loss is
+    # 1 - 2 w s / (n + w s), and its gradient at 1 is -2 s n / (n + s)^2.
+    one_process = 1 + 2 * 36 * 8 / 44**2
+    found = [
+        weight_after(keras.optimizers.SGD(1.0), SAMPLES, keras.losses.Dice()),
+        weight_after(distributed(), SAMPLES[HALF], keras.losses.Dice()),
+        weight_after(distributed(), SAMPLES[HALF], gathered),
+    ]
+    check(found, [one_process, 1 + (80 / 14**2 + 208 / 30**2) / 2, one_process])
+
+
+@two_ranks
 @pytest.mark.parametrize(
     ("reduction", "found", "expected"),
     [

@@ -1,10 +1,13 @@
 """Comparisons of trajectories that were written by hand."""
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdtrain.job import JobError
-from hvdtrain.verification import comparison, phases, samples
+from hvdtrain.verification import capture, comparison, phases, samples
+from hvdtrain.verification.step_recorder import StepRecorder
 from hvdtrain.verification.trajectory import Directory, State
 from hvdtrain.verification.variable_names import VariableNames
 
@@ -209,3 +212,26 @@ def test_the_error_of_a_rank_is_found_among_pieces_of_lines(tmp_path):
 mpirun detected that one or more processes exited with non-zero status
 """)
     assert phases.last_error(log) == "ValueError: a reason"
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_mean"),
+    [
+        (keras.losses.MeanSquaredError(), True),
+        (keras.losses.MeanSquaredError(reduction="sum"), True),
+        (keras.losses.Dice(axis=(1,)), True),
+        (keras.losses.Dice(), False),
+        (keras.losses.Tversky(), False),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda loss: loss, tf.function])
+def test_losses_that_are_no_means_over_samples(
+    loss, is_mean, wrap, directories, monkeypatch
+):
+    # Restored after the test.
+    monkeypatch.setattr(keras.losses.Loss, "__call__", keras.losses.Loss.__call__)
+    recorder = StepRecorder(directories[0], rank=0, steps=1, on_steps=print)
+    capture.note_losses(recorder)
+    targets = tf.constant([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    wrap(lambda y_true, y_pred: loss(y_true, y_pred))(targets, 0.2 + targets * 0.5)
+    assert recorder.are_means == {loss: is_mean}
