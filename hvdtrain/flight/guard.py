@@ -58,7 +58,6 @@ class Guard:
         self._orphans = descendants.Orphans()
         self._limits = task.limits
         self._steps = StepDurations(task.limits.check_seconds)
-        self._stop_seconds = task.limits.stop_seconds
         self._period = task.limits.period_seconds
         self._wait = Wait()
         # Seconds in the present collective until it is examined whether it can end.
@@ -153,6 +152,8 @@ class Guard:
             elif command == "rank":
                 rank, size = map(int, value.split())
                 self._join(dataclasses.replace(self._member, rank=rank, size=size))
+            elif command == "end":
+                self._keep_records("done", "has ended its script")
             elif command == "shutdown":
                 self._is_in_job = False
             elif command == "directory":
@@ -183,11 +184,11 @@ class Guard:
         # suspends this one, too. The state of a debugger is another one.
         is_stopped = answers.process_state(self._member.pid) == "T"
         self._stopped_periods = self._stopped_periods + 1 if is_stopped else 0
-        if not self._stop_seconds or not is_stopped:
+        limit = self._limits.stop_seconds
+        if self._killed or not limit or not is_stopped:
             return
-        if self._stopped_periods * self._period >= self._stop_seconds:
-            cause = f"was stopped, as by SIGSTOP, for {self._stop_seconds:g} s"
-            self._kill_lost(cause)
+        if self._stopped_periods * self._period >= limit:
+            self._kill_lost(f"was stopped, as by SIGSTOP, for {limit:g} s")
 
     def _check_replaced(self) -> None:
         """Kill another program in the process of the rank, which has lost the job.
@@ -210,7 +211,6 @@ class Guard:
 
     def _kill(self, cause: str, *, is_cause: bool = True) -> None:
         self._killed, self._is_cause = cause, is_cause
-        self._stop_seconds = 0
         self._is_in_job = False
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._member.pid, signal.SIGKILL)
@@ -379,7 +379,7 @@ class Guard:
     def _note_end(self) -> None:
         """Keep that the rank has ended, for ranks that go on and fail by it."""
         if self._shared.members():
-            self._keep_records("done", f"has ended with exit code {self._exit_code}")
+            self._keep_records("done", "has ended its script")
             # They may have ended meanwhile.
             self._shared.remove(self._member, keeps_answer=True)
 

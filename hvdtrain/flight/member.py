@@ -240,6 +240,15 @@ def leave(exit_code: int | None = None) -> None:
         membership.send(f"leave {exit_code}")
 
 
+def note_end() -> None:
+    """Tell the guard that the script has ended, unless by an uncaught exception.
+
+    The exit of Python may take long, and collectives of other ranks fail meanwhile.
+    """
+    if (membership := _Present.membership) and not hasattr(sys, "last_value"):
+        membership.send("end")
+
+
 def note_shutdown() -> None:
     """Tell the guard that the other ranks do not depend on this process any more."""
     if membership := _Present.membership:

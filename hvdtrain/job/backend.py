@@ -76,9 +76,14 @@ def _record() -> None:
 @functools.cache
 def _shut_down_at_exit() -> None:
     # Before Horovod does so, which is not recorded: the guard limits the wait.
-    atexit.register(shutdown)
+    atexit.register(_end)
     # A fork would mark this rank as one that has left, in memory that ranks share.
-    os.register_at_fork(after_in_child=lambda: atexit.unregister(shutdown))
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(_end))
+
+
+def _end() -> None:
+    member.note_end()
+    shutdown()
 
 
 @functools.cache

@@ -189,13 +189,17 @@ def test_nothing_is_left_of_a_rank_that_exits(start):
     assert not rank.shared.directory.exists()
 
 
-def test_a_rank_that_has_ended_is_named_on_ranks_that_fail_by_it(start):
+@pytest.mark.parametrize("ending", ["pass", "member.note_end(); load()"])
+def test_a_rank_that_has_ended_is_named_on_ranks_that_fail_by_it(start, ending):
     fails = start("print(member.conclusion())", rank=0, size=2)
-    assert start("pass", rank=1, size=2).end() == ""
+    ended = start(ending, rank=1, size=2)
+    ended.process.stdin.write("\n")
+    ended.process.stdin.flush()
+    until(lambda: [a for a in fails.shared.answers() if a.state == "done"])
     printed, _ = fails.process.communicate("\n", timeout=LIMIT_SECONDS)
-    assert printed == f"rank 1 on {HOST} has ended with exit code 0.\n"
+    assert printed == f"rank 1 on {HOST} has ended its script.\n"
     fails.guard.wait(LIMIT_SECONDS)
-    assert not fails.shared.directory.exists()
+    assert fails.shared.directory.exists() == (ending != "pass")
 
 
 @pytest.mark.parametrize(
