@@ -24,15 +24,11 @@ from hvdtrain.flight import conclusion, deaths, descendants, ring, verdict
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.limits import Wait
 from hvdtrain.flight.shared_directory import SharedDirectory
-from hvdtrain.flight.stacks import without_receiver
+from hvdtrain.flight.stacks import read_stacks, without_receiver
 from hvdtrain.flight.step_durations import StepDurations
 from hvdtrain.flight.task import Task
 from hvdtrain.open_directory import OpenDirectory
 
-# `faulthandler` writes all threads within this, unless the process is blocked.
-_STACK_SECONDS = 3.0
-# A dump has no pauses: silence of this length ends it.
-_QUIET_SECONDS = 0.2
 _END_POLL_SECONDS = 0.01
 # After an examination that has found no reason to end the job, until the next.
 _SHARE_OF_DEADLOCK_LIMIT = 0.5
@@ -121,7 +117,7 @@ class Guard:
             # First: the launcher reaps a rank that ends.
             self._status = self._status or deaths.wait_status(self._member.pid)
         if self._task.stacks in ready:
-            text = self._read_stacks()
+            text = read_stacks(self._task.stacks)
             if self._awaits_stacks and not deaths.is_fatal(text):
                 # The stacks of an earlier roll call, of which nobody asks any more.
                 text = ""
@@ -331,22 +327,11 @@ class Guard:
         elif not text:
             with contextlib.suppress(ProcessLookupError):
                 answers.request_stacks(self._member.pid, thread=self._task.thread)
-            text = without_receiver(self._read_stacks())
+            text = without_receiver(read_stacks(self._task.stacks))
             state = "running" if text else "silent"
             self._awaits_stacks = not text
         self._stack_text = ""
         return answers.observe(self._member, state=state, stack_text=text)
-
-    def _read_stacks(self) -> str:
-        data = b""
-        timeout = _STACK_SECONDS
-        while select.select([self._task.stacks], [], [], timeout)[0]:
-            received = os.read(self._task.stacks, 1 << 16)
-            if not received:
-                break
-            data += received
-            timeout = _QUIET_SECONDS
-        return data.decode(errors="replace")
 
     def _report_death(self) -> None:
         # Before the search for the cause, which takes a second: other ranks fail now.

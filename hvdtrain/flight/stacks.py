@@ -8,7 +8,12 @@ import dataclasses
 import os
 import pathlib
 import re
+import select
 
+# `faulthandler` writes all threads within this, unless the process is blocked.
+_STACK_SECONDS = 3.0
+# A dump has no pauses: silence of this length ends it.
+_QUIET_SECONDS = 0.2
 _THREAD = re.compile(
     r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first"
 )
@@ -78,6 +83,19 @@ def find_place(text: str) -> Place | None:
     called = [t for t in threads[:-1] if any(_PYTHON_CALL in f.file for f in t)]
     places = [_place(thread) for thread in (*called, threads[-1]) if thread]
     return min(places, key=lambda place: place.frame.kind, default=None)
+
+
+def read_stacks(pipe: int) -> str:
+    """Read a text from the pipe to which a rank's `faulthandler` writes."""
+    data = b""
+    timeout = _STACK_SECONDS
+    while select.select([pipe], [], [], timeout)[0]:
+        received = os.read(pipe, 1 << 16)
+        if not received:
+            break
+        data += received
+        timeout = _QUIET_SECONDS
+    return data.decode(errors="replace")
 
 
 def without_receiver(text: str) -> str:
