@@ -3,9 +3,10 @@
 import contextlib
 import contextvars
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -25,7 +26,16 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.gradients import Gradients
-from hvdtrain.keras.variables import Variable
+from hvdtrain.keras.unlisted import Unlisted, find_unlisted
+from hvdtrain.keras.variables import (
+    Variable,
+    find_optimizers,
+    get_local_keys,
+    non_local_variables,
+    replicated_by_process_set,
+    variable_key,
+)
+from hvdtrain.sharding.shards import get_stages
 
 CHECK_SETUP = (
     "Check that the optimizer is a DistributedOptimizer and that "
@@ -38,6 +48,12 @@ BROADCAST_FIRST = (
     "call hvd.broadcast_variables for model.variables, whose seeds of random layers "
     "stay different by rank, and for optimizer.variables. "
     "Register variables that are meant to differ as local ones."
+)
+BROADCAST_AGAIN = (
+    "They have been changed in different ways since the last fit. Change them on every "
+    "rank, or pass a new hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit on "
+    "every rank, which gives all of them the state of rank 0. Register variables that "
+    "are meant to differ as local ones."
 )
 # The attribute of a tf.Variable that holds the check of its first step.
 _CHECK = "_hvdtrain_first_step"
@@ -55,13 +71,14 @@ class DesynchronizedError(RuntimeError):
 
 def check_consistency(
     variables: Sequence[Variable],
+    unlisted: Sequence[Unlisted] = (),
     *,
     process_set: ProcessSet = global_process_set,
     remedy: str = CHECK_SETUP,
 ) -> None:
     """Raise an error on every rank unless `variables` are equal on all of them.
 
-    A collective.
+    So must be the values of `unlisted`, which are in no variable. A collective.
 
     Raises:
         DesynchronizedError: names the first variable that differs, which ranks hold
@@ -70,17 +87,26 @@ def check_consistency(
     if not needs_communication(process_set):
         return
     checksums = [_checksum(variable) for variable in variables]
-    if _is_equal_on_all_ranks(checksums, process_set):
+    texts = [zlib.crc32(value.text.encode()) for value in unlisted]
+    if _is_equal_on_all_ranks(checksums + texts, process_set):
         return
     paths = [getattr(variable, "path", variable.name) for variable in variables]
     shapes = [tuple(variable.shape) for variable in variables]
-    descriptions_by_rank = allgather_object(
-        list(zip(paths, shapes, checksums, strict=True)),
-        name="ConsistencyDetails",
-        process_set=process_set,
+    described = list(zip(paths, shapes, checksums, strict=True))
+    descriptions_by_rank, unlisted_by_rank = zip(
+        *allgather_object(
+            (described, list(unlisted)),
+            name="ConsistencyDetails",
+            process_set=process_set,
+        ),
+        strict=True,
     )
     explanation = _explain(descriptions_by_rank, process_set.ranks)
-    raise DesynchronizedError(f"{explanation} {remedy}")
+    raise DesynchronizedError(
+        f"{explanation} {remedy}"
+        if explanation
+        else _explain_unlisted(unlisted_by_rank, process_set.ranks)
+    )
 
 
 @contextlib.contextmanager
@@ -98,7 +124,77 @@ def is_checked() -> bool:
     return not _is_unchecked.get()
 
 
-def check_first_step(variables: Sequence[Variable], *, process_set: ProcessSet) -> None:
+def check_model(
+    model: keras.Model,
+    variables: Sequence[Variable],
+    *,
+    local_keys: Set[object] = frozenset(),
+    remedy: str = CHECK_SETUP,
+) -> None:
+    """Raise an error on every rank unless they hold the same model. A collective.
+
+    Args:
+        variables: variables of `model` and its optimizer; compared along each axis of
+            a mesh as far as its ranks replicate them. State that is in no variable is
+            always compared.
+        local_keys: `variable_key`s of variables that may differ, beside those that are
+            registered with the optimizers.
+        remedy: for variables that differ.
+
+    Raises:
+        DesynchronizedError: as in `check_consistency`.
+    """
+    unlisted = find_unlisted(
+        model, find_optimizers(model), local_keys | _all_local_keys(model)
+    )
+    for process_set, _, replicated in replicated_by_process_set(
+        model.optimizer, variables
+    ):
+        has_stages = trains_stages(process_set, model.weights)
+        check_consistency(
+            replicated,
+            () if has_stages else unlisted,
+            process_set=process_set,
+            remedy=remedy,
+        )
+
+
+def trains_stages(process_set: ProcessSet, weights: Iterable[keras.Variable]) -> bool:
+    """Return whether several of these ranks train stages, which differ in layers."""
+    stages = get_stages(weights)
+    return stages is not None and len({*process_set.ranks} & {*stages.ranks}) > 1
+
+
+def check_trained(
+    model: keras.Model,
+    *,
+    local_keys: Set[object] = frozenset(),
+    remedy: str = CHECK_SETUP,
+) -> None:
+    """Call `check_model` with the variables that are equal in a training.
+
+    Weights that are not trainable are left out, since the moving statistics of
+    `BatchNormalization` differ by rank.
+
+    Args:
+        local_keys: `variable_key`s of variables that may differ.
+    """
+    untrained = {variable_key(v) for v in model.non_trainable_weights}
+    excluded = local_keys | untrained | _all_local_keys(model)
+    variables = non_local_variables(model, local_keys=excluded)
+    check_model(model, variables, local_keys=local_keys, remedy=remedy)
+
+
+def _all_local_keys(model: keras.Model) -> Set[object]:
+    return frozenset().union(*map(get_local_keys, find_optimizers(model)))
+
+
+def check_first_step(
+    variables: Sequence[Variable],
+    unlisted: Sequence[Unlisted],
+    *,
+    process_set: ProcessSet,
+) -> None:
     """Raise an error on every rank unless all start with equal `variables`.
 
     Call it while the first step is traced, or executed eagerly: each rank does this
@@ -112,7 +208,9 @@ def check_first_step(variables: Sequence[Variable], *, process_set: ProcessSet) 
         return
     # Compare values now, outside of the graph that is being traced.
     with tf.init_scope():
-        check_consistency(variables, process_set=process_set, remedy=BROADCAST_FIRST)
+        check_consistency(
+            variables, unlisted, process_set=process_set, remedy=BROADCAST_FIRST
+        )
 
 
 def check_first_steps(
@@ -220,8 +318,9 @@ def _is_equal_on_all_ranks(checksums: list[int], process_set: ProcessSet) -> boo
 
 
 def _explain(
-    descriptions_by_rank: list[list[_Description]], ranks: Sequence[int]
-) -> str:
+    descriptions_by_rank: Sequence[list[_Description]], ranks: Sequence[int]
+) -> str | None:
+    """Return how the variables differ, None if they are equal."""
     counts = group_by_value(list(map(len, descriptions_by_rank)), ranks)
     if len(counts) > 1:
         return (
@@ -240,6 +339,8 @@ def _explain(
         groups = group_by_value(checksums, ranks)
         if len(groups) > 1:
             differing.append((paths[0], groups))
+    if not differing:
+        return None
     path, groups = differing[0]
     return (
         f"The ranks hold different models: {len(differing)} of "
@@ -247,3 +348,23 @@ def _explain(
         + " and ".join(name_ranks(group.ranks) for group in groups)
         + " hold different values."
     )
+
+
+def _explain_unlisted(
+    unlisted_by_rank: Sequence[list[Unlisted]], ranks: Sequence[int]
+) -> str:
+    names = [[value.name for value in unlisted] for unlisted in unlisted_by_rank]
+    counts = group_by_value(list(map(len, names)), ranks)
+    if len(counts) > 1:
+        return (
+            "The ranks train different models: number of layers with a vocabulary or "
+            f"bins, and of hyperparameters, is {name_values(counts)}. Build and "
+            "compile the same model on every rank."
+        )
+    for by_rank in zip(*unlisted_by_rank, strict=True):
+        groups = group_by_value(by_rank, ranks, key=lambda value: value.text)
+        if len(groups) > 1:
+            value = groups[0].value
+            texts = name_values(groups, lambda value: value.text)
+            return f"The ranks differ in {value.name}: {texts}. {value.remedy}"
+    raise AssertionError("their checksums differ")

@@ -1,7 +1,6 @@
 """The hook by which an optimizer's gradients are reduced inside Keras' own step."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,13 @@ from hvdtrain.collectives import ops
 from hvdtrain.collectives.dtypes import mark_internal
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
+from hvdtrain.keras.calls import calling_loss_scale_optimizer, calling_model
 from hvdtrain.keras.clipping import Clipping
-from hvdtrain.keras.consistency import check_first_step, is_checked
+from hvdtrain.keras.consistency import (
+    check_first_step,
+    is_checked,
+    trains_stages,
+)
 from hvdtrain.keras.gradients import (
     Gradient,
     GradientReducer,
@@ -21,6 +25,7 @@ from hvdtrain.keras.gradients import (
     sum_duplicate_rows,
 )
 from hvdtrain.keras.seams import replace
+from hvdtrain.keras.unlisted import find_unlisted
 from hvdtrain.keras.variables import (
     Optimizer,
     Variable,
@@ -43,7 +48,7 @@ def check_loss_scale(shared: Optimizer | None) -> None:
 
     `shared` is the one whose check spans all ranks.
     """
-    caller = _calling_optimizer()
+    caller = calling_loss_scale_optimizer()
     if caller is None or caller is shared:
         return
     raise ValueError(
@@ -67,21 +72,6 @@ def share_overflow(loss_scale_optimizer: Optimizer, ranks: ProcessSet) -> None:
     check_locally = replace(
         loss_scale_optimizer, "check_finite", check_finite, by=share_overflow
     )
-
-
-def _calling_optimizer() -> Optimizer | None:
-    """Return the `LossScaleOptimizer` whose `apply` is on the stack, or None.
-
-    The inner optimizer has no reference to it. Nor does the graph identify it: it calls
-    the inner `apply` in a branch for steps without overflow, and the `tf.cond` of a
-    user, whose predicate is equal on all ranks, is a branch as well.
-    """
-    source = inspect.getsourcefile(keras.optimizers.LossScaleOptimizer)
-    frame = inspect.currentframe()
-    while frame and (frame := frame.f_back):
-        if frame.f_code.co_filename == source and "self" in frame.f_locals:
-            return frame.f_locals["self"]
-    return None
 
 
 class UpdateSkipping:
@@ -352,9 +342,15 @@ class ReductionHook:
                 self._optimizer.build(variables)
         weights = [v for v in variables if not self.reducer.is_local(v)]
         state = non_local_state(self._optimizer, variables, self.reducer.local_keys)
+        with tf.init_scope():
+            model = calling_model(self._optimizer)
+            unlisted = find_unlisted(model, [self._optimizer], self.reducer.local_keys)
         for process_set, _ in self.axes():
             replicated = [v for v in weights + state if is_replicated(v, process_set)]
-            check_first_step(replicated, process_set=process_set)
+            has_stages = trains_stages(process_set, variables)
+            check_first_step(
+                replicated, () if has_stages else unlisted, process_set=process_set
+            )
         if self.sharded_state:
             with tf.init_scope():
                 self.sharded_state.check_start(self.all_ranks)

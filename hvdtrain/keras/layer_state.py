@@ -2,12 +2,12 @@
 
 Keras' `Normalization` computes with tensors that its method `finalize_state` makes of
 its variables. Keras calls the method in `build`, `adapt` and `load_own_variables`, and
-cannot call it where variables are assigned one by one.
+cannot call it where variables are assigned one by one: `refresh` does.
 """
 
 import gc
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
@@ -15,47 +15,40 @@ import tensorflow as tf
 from hvdtrain.collectives.dtypes import as_tensorflow
 
 
-def refresh(*models: keras.Model) -> None:
-    """Derive the state of layers anew, after variables of `models` were assigned.
+def refresh(model: keras.layers.Layer) -> None:
+    """Derive the state of layers anew, after variables of `model` were assigned.
 
     Functions that Keras has compiled for such a model are discarded: they hold the old
     tensors as constants.
     """
-    for model in models:
-        layers = _derived_layers(model)
-        for layer in layers:
-            layer.finalize_state()
-        if layers:
-            _discard_functions(model)
+    layers = [layer for layer in model._flatten_layers() if _derives_state(layer)]
+    for layer in layers:
+        layer.finalize_state()
+    if layers and isinstance(model, keras.Model):
+        _discard_functions(model)
 
 
-def find_models(variables: Iterable[keras.Variable | tf.Variable]) -> list[keras.Model]:
-    """Return the models of this process that have layers with derived state.
+def refresh_owners(variables: Iterable[keras.Variable | tf.Variable]) -> None:
+    """Derive the state of the layers anew that have these variables.
 
-    Only models with one of these `variables` are returned. A variable has no reference
-    to its layer, so this looks through all objects: some 0.1 s.
+    A variable has no reference to its layer. So this looks through all objects of the
+    process, some 0.1 s, for layers, and for models that contain them.
     """
     keys = {as_tensorflow(variable).ref() for variable in variables}
     # By type(): isinstance would load modules that are loaded at their first use.
-    objects = [o for o in gc.get_objects() if issubclass(type(o), keras.Model)]
+    layers = [o for o in gc.get_objects() if issubclass(type(o), keras.layers.Layer)]
     # The attribute is missing where __init__ has raised an error.
-    models = [model for model in objects if hasattr(model, "built")]
-    return [model for model in models if not keys.isdisjoint(_derived_keys(model))]
+    for layer in [layer for layer in layers if hasattr(layer, "built")]:
+        inside = filter(_derives_state, layer._flatten_layers())
+        own = [as_tensorflow(v).ref() for each in inside for v in each.variables]
+        if not keys.isdisjoint(own):
+            refresh(layer)
 
 
-def _derived_keys(model: keras.Model) -> Iterator[object]:
-    for layer in _derived_layers(model):
-        yield from (variable.value.ref() for variable in layer.variables)
-
-
-def _derived_layers(model: keras.Model) -> list[keras.layers.Layer]:
+def _derives_state(layer: keras.layers.Layer) -> bool:
     # Lookups and Discretization have the method, too: they have no variables, and
     # finalize what `adapt` has counted.
-    return [
-        layer
-        for layer in model._flatten_layers()
-        if hasattr(layer, "finalize_state") and layer.built and layer.weights
-    ]
+    return hasattr(layer, "finalize_state") and layer.built and bool(layer.weights)
 
 
 def _discard_functions(model: keras.Model) -> None:

@@ -142,7 +142,7 @@ def broadcast_variables(
     ops.broadcast_variables(assigned, root_rank, process_set, inplace)
     separate_seeds(seeds, process_set)
     if tf.executing_eagerly():
-        layer_state.refresh(*layer_state.find_models(assigned))
+        layer_state.refresh_owners(assigned)
 
 
 def _shares_replica(variables: Iterable[Variable]) -> bool:

@@ -8,10 +8,11 @@ import keras
 from hvdtrain.flight import member
 from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
+from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.native import recorder
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.building import Batches, agree_on_batches, build
-from hvdtrain.training.checkpoint.header import Header
+from hvdtrain.training.checkpoint.header import Header, without_layer_numbers
 from hvdtrain.training.checkpoint.restoring import Start, assign_all, restore
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
 from hvdtrain.training.elastic import Commits
@@ -124,7 +125,7 @@ def _train_and_evaluate(
         wait_for_writer(world, commits.writer)
     files = checkpoint_files(config)
     stores = [store for store in (commits, files) if store]
-    new_job = _new_job(batches, config, commits)
+    new_job = _new_job(model, batches, config, commits)
     start = Start(header=new_job)
     if stores:
         start = restore(
@@ -162,14 +163,19 @@ def _train_and_evaluate(
     return session.result(model)
 
 
-def _new_job(batches: Batches, config: RunConfig, commits: Commits | None) -> Header:
+def _new_job(
+    model: keras.Model, batches: Batches, config: RunConfig, commits: Commits | None
+) -> Header:
     """Return the header with which a job without checkpoints starts."""
     local_sizes = batches.local_sizes
+    # Checkpoints hold variables, and no vocabulary: `model_fn` has to make the same.
+    learned = learned_state(model, is_derived=False)
+    texts = {without_layer_numbers(value.name): value.text for value in learned}
     return Header(
         step=0,
         local_batch_sizes=local_sizes,
         global_batch_size=sum(local_sizes),
-        unchanged=config.unchanged,
+        unchanged=texts | config.unchanged,
         sample=0,
         original_size=commits.original_size if commits else len(local_sizes),
         fit_epoch_steps=batches.plan.fit_epoch_steps,

@@ -433,6 +433,78 @@ def test_normalization_computes_with_the_variables_of_rank_0(way):
     assert oracle.difference(found, oracle.on_one_process(train_alone)) < 1e-5
 
 
+def add_to_weight(model):
+    weight = model.layers[0].bias
+    weight.assign(weight + 1.0)
+
+
+def change_rate(model):
+    model.optimizer.learning_rate = 0.2
+
+
+def change_momentum(model):
+    model.optimizer.momentum = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (add_to_weight, "1 of 10 variables differ. First: sequential.*bias"),
+        (change_rate, "1 of 10 variables differ. First: .*learning_rate"),
+        (change_momentum, "The ranks differ in momentum of SGD: 0.5 on rank 0 and 0.9"),
+    ],
+)
+def test_a_change_of_one_rank_between_two_fits(change, name):
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
+    inputs, labels = oracle.samples(steps=3)
+    root = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    oracle.fit_shard(model, inputs, labels, callbacks=[root])
+    if hvd.rank() == 0:
+        change(model)
+    with pytest.raises(hvd.callbacks.DesynchronizedError, match=name) as error:
+        oracle.fit_shard(model, inputs, labels, callbacks=[root])
+    assert "\n" not in str(error.value)
+    # The remedies of the messages.
+    if change is change_momentum:
+        change(model)
+    else:
+        root = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    oracle.fit_shard(model, inputs, labels, callbacks=[root])
+    oracle.assert_bitwise_equal_over_ranks(weights_and_state(model))
+
+
+def test_what_may_differ_between_two_fits():
+    keras.utils.set_random_seed(1)
+    normalization = keras.layers.Normalization()
+    normalization.adapt(np.eye(oracle.FEATURES) * (hvd.rank() + 1))
+    model = keras.Sequential(
+        [
+            keras.Input((oracle.FEATURES,)),
+            normalization,
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5, seed=hvd.rank()),
+            keras.layers.Dense(4, name="local"),
+            keras.layers.Dense(oracle.CLASSES, activation="softmax"),
+        ]
+    )
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
+    optimizer = hvd.PartialDistributedOptimizer(
+        sgd, local_layers=model.get_layer("local")
+    )
+    for variable in normalization.variables:
+        optimizer.register_local_var(variable)
+    model.compile(optimizer, oracle.LOSS, metrics=["accuracy"])
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    for steps in (3, 2):
+        oracle.fit_shard(model, *oracle.samples(steps), callbacks=callbacks)
+    local = hvd.allgather_object(model.get_layer("local").get_weights()[0].tolist())
+    assert local[0] != local[1]
+    means = hvd.allgather_object(normalization.mean.numpy().tolist())
+    assert means[0] != means[1]
+    oracle.assert_bitwise_equal_over_ranks(model.layers[-1].get_weights())
+
+
 def trained_model():
     model = oracle.build_model()
     model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)

@@ -1,5 +1,7 @@
 """Ranks that start with different weights raise an error instead of diverging."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import oracle
@@ -112,6 +114,140 @@ def test_local_variables_may_differ_from_the_start():
     optimizer.momentums[1].assign(optimizer.momentums[1] + float(hvd.rank()))
     oracle.fit_shard(model, INPUTS, LABELS)
     oracle.assert_bitwise_equal_over_ranks(model.layers[1].get_weights())
+
+
+WORDS = np.array([["red green"], ["blue red"], ["black white red"], ["white green"]])
+NUMBERS = np.array([[1], [7], [8], [9], [20], [21]])
+LAYERS = keras.layers
+# The next layer has the same shape on all ranks.
+PADDED = {"max_tokens": 8, "pad_to_max_tokens": True}
+
+
+def share_vocabulary(layer):
+    layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary()))
+
+
+def share_bins(layer):
+    layer.bin_boundaries = hvd.broadcast_object(list(layer.bin_boundaries))
+
+
+def share_idf(layer):
+    lookup = layer._lookup_layer
+    idf = lookup.idf_weights_const.numpy()
+    layer.set_vocabulary(*hvd.broadcast_object((layer.get_vocabulary(), idf)))
+
+
+# A layer, the samples that it is adapted to, what differs, and the remedy of the error.
+ADAPTED = {
+    "text": (
+        partial(
+            LAYERS.TextVectorization, 8, output_mode="multi_hot", pad_to_max_tokens=True
+        ),
+        WORDS,
+        "vocabulary",
+        share_vocabulary,
+    ),
+    "tf_idf": (
+        partial(LAYERS.TextVectorization, 8, output_mode="tf_idf"),
+        WORDS,
+        "vocabulary",
+        share_idf,
+    ),
+    "strings": (
+        partial(
+            LAYERS.StringLookup,
+            output_mode="one_hot",
+            max_tokens=8,
+            pad_to_max_tokens=True,
+        ),
+        WORDS,
+        "vocabulary",
+        share_vocabulary,
+    ),
+    "integers": (
+        partial(
+            LAYERS.IntegerLookup,
+            output_mode="one_hot",
+            max_tokens=8,
+            pad_to_max_tokens=True,
+        ),
+        NUMBERS,
+        "vocabulary",
+        share_vocabulary,
+    ),
+    "bins": (
+        partial(LAYERS.Discretization, num_bins=3),
+        NUMBERS.astype("float32"),
+        "bin_boundaries",
+        share_bins,
+    ),
+    "normalization": (
+        LAYERS.Normalization,
+        NUMBERS.astype("float32"),
+        "mean",
+        lambda layer: hvd.broadcast_variables(layer.variables, root_rank=0),
+    ),
+}
+
+
+def fit_adapted(name, rows, callbacks=(), share=lambda layer: None):
+    """Fit a model whose first layer is adapted to these rows of its samples."""
+    make, samples, _, _ = ADAPTED[name]
+    layer = make()
+    layer.adapt(samples[rows])
+    share(layer)
+    keras.utils.set_random_seed(7)
+    dtype = "string" if samples.dtype.kind == "U" else samples.dtype.name
+    model = keras.Sequential(
+        [keras.Input((1,), dtype=dtype), layer, LAYERS.Dense(1, name="last")]
+    )
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x = tf.constant(samples[:4])
+    oracle.fit(model, x, np.zeros((4, 1)), 2, callbacks=callbacks)
+    return model.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("is_broadcast", [False, True])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_layers_that_are_adapted_to_the_samples_of_each_rank(name, is_broadcast):
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] * is_broadcast
+    own_rows = slice(hvd.rank(), None, hvd.size())
+    expected = fit_adapted(name, slice(0, None, hvd.size()), callbacks)
+    if is_broadcast and name == "normalization":
+        found = fit_adapted(name, own_rows, callbacks)
+    else:
+        with pytest.raises(Desynchronized) as error:
+            fit_adapted(name, own_rows, callbacks)
+        _, _, state, share = ADAPTED[name]
+        text = str(error.value)
+        assert f"The ranks differ in the {state} of the layer " in text
+        assert "on rank 0 and " in text
+        assert "broadcast_object" in text or "broadcast_variables" in text
+        assert "\n" not in text
+        found = fit_adapted(name, own_rows, callbacks, share)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("is_broadcast", [False, True])
+def test_a_hyperparameter_of_one_rank(is_broadcast):
+    model = oracle.build_model()
+    momentum = 0.9 if hvd.rank() == 0 else 0.5
+    sgd = keras.optimizers.SGD(0.1, momentum=momentum)
+    model.compile(hvd.DistributedOptimizer(sgd), oracle.LOSS)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] * is_broadcast
+    with pytest.raises(
+        Desynchronized, match=r"momentum of SGD: 0\.9 on rank 0 and 0\.5"
+    ):
+        oracle.fit_shard(model, INPUTS, LABELS, callbacks=callbacks)
+
+
+def test_a_schedule_of_one_rank():
+    model = oracle.build_model()
+    steps = 10 + hvd.rank()
+    sgd = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, steps))
+    model.compile(hvd.DistributedOptimizer(sgd), oracle.LOSS)
+    with pytest.raises(Desynchronized, match="decay_steps of CosineDecay: 10 on"):
+        oracle.fit_shard(model, INPUTS, LABELS)
 
 
 def test_a_loop_of_a_user_without_a_broadcast():

@@ -423,6 +423,40 @@ def test_a_resumed_job_normalizes_by_the_rows_of_its_first_run(tmp_path):
         np.testing.assert_array_equal(found, wanted)
 
 
+def binned(bins_rows=X, words=(1, 1, 1, 2, 2, 3)):
+    """Return a `make_model` with bins and a vocabulary that are adapted to these."""
+
+    def make_model(optimizer, *, units):
+        keras.utils.set_random_seed(1)
+        bins = keras.layers.Discretization(num_bins=4)
+        bins.adapt(bins_rows)
+        lookup = keras.layers.IntegerLookup(max_tokens=4)
+        lookup.adapt(np.array(words))
+        inputs = keras.Input((6,))
+        outputs = keras.layers.Embedding(5, 3)(lookup(bins(inputs)))
+        outputs = keras.layers.Dense(2)(keras.layers.Flatten()(outputs))
+        model = keras.Model(inputs, outputs)
+        model.compile(optimizer, LOSS)
+        return model
+
+    return make_model
+
+
+def test_a_job_with_other_bins_than_its_checkpoint_is_refused(tmp_path):
+    expected = train(None, make_model=binned())
+    with pytest.raises(KilledError):
+        train(tmp_path, make_model=binned(), killed_after=9)
+    for make_model, name in (
+        (binned(bins_rows=X + 1), "bin_boundaries"),
+        (binned(words=(3, 3, 3, 2, 2, 1)), "vocabulary"),
+    ):
+        with pytest.raises(JobError, match=f"Received the {name} of the la") as error:
+            train(tmp_path, make_model=make_model)
+        assert "checkpoint of step" in str(error.value)
+        assert "\n" not in str(error.value)
+    assert_equal(train(tmp_path, make_model=binned()), expected)
+
+
 def test_the_comparison_sees_what_is_not_restored(tmp_path, monkeypatch):
     expected = train(None)
     with pytest.raises(KilledError):

@@ -7,13 +7,12 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.keras.callbacks.stopping import EverySteps
-from hvdtrain.keras.consistency import check_consistency
+from hvdtrain.keras.consistency import check_model, check_trained
 from hvdtrain.keras.variables import (
     find_optimizers,
     get_inner_optimizer,
     get_training_ranks,
     non_local_variables,
-    replicated_by_process_set,
     variable_key,
 )
 
@@ -25,8 +24,10 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
     optimizer's `process_set`, and of a mesh along each of its axes: before the first
     step, after every `every_steps`, and at the end. Gradients that were not
     reduced, weights that were not broadcast, or a learning rate that was set on one
-    rank only raise `DesynchronizedError`, with the same text on every rank. Variables
-    that are registered with the optimizer as local are left out.
+    rank only raise `DesynchronizedError`, with the same text on every rank. So do
+    hyperparameters that differ, and what layers have learned from other samples on each
+    rank, such as vocabularies. Variables that are registered with the optimizer as
+    local are left out.
 
     The first check covers all weights if the optimizer has taken no step; it is
     skipped if `fit` still has to build the model on some rank. Other checks leave out
@@ -87,18 +88,10 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         optimizers = map(get_inner_optimizer, find_optimizers(self.model))
         is_new = all(int(optimizer._iterations) == 0 for optimizer in optimizers)
         if self._is_true_on_all_ranks(is_new, "ConsistencyIsNew"):
-            self._check(non_local_variables(self.model, local_keys=self._local_keys))
+            variables = non_local_variables(self.model, local_keys=self._local_keys)
+            check_model(self.model, variables, local_keys=self._local_keys)
         else:
             self._check_trained()
 
     def _check_trained(self) -> None:
-        untrained = {variable_key(v) for v in self.model.non_trainable_weights}
-        self._check(
-            non_local_variables(self.model, local_keys=self._local_keys | untrained)
-        )
-
-    def _check(self, variables: list[keras.Variable]) -> None:
-        for process_set, _, replicated in replicated_by_process_set(
-            self.model.optimizer, variables
-        ):
-            check_consistency(replicated, process_set=process_set)
+        check_trained(self.model, local_keys=self._local_keys)
