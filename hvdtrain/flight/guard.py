@@ -76,6 +76,8 @@ class Guard:
         self._exit_code: int | None = None
         # Whether the other ranks depend on this one.
         self._is_in_job = task.member.size > 1
+        # Whether `hvd.init` has returned once.
+        self._has_joined = False
         # Whether the pipe from the rank has ended.
         self._is_cut = False
 
@@ -159,8 +161,10 @@ class Guard:
     def _join(self, member: Member) -> None:
         self._member = member
         self._is_in_job = member.size > 1
-        # The job continues without the ranks that it has lost.
-        self._shared.remove_lost()
+        if self._has_joined:
+            # The job continues without the ranks that it has lost.
+            self._shared.remove_lost()
+        self._has_joined = True
         with contextlib.suppress(OSError):
             self._shared.add(member)
 
