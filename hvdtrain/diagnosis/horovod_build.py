@@ -18,7 +18,7 @@ GLOO_LOSSES: Mapping[tuple[int, ...], str] = {
 }
 LOSSES: Mapping[tuple[int, ...], str] = {
     (6, 19): "horovodrun that is stopped leaves ranks no time for a checkpoint",
-    (7, 12, 14, 15, 20, 22, 23): (
+    (7, 12, 14, 15, 20, 22, 23, 35): (
         "horovodrun ends failed jobs late, with tracebacks and other exit codes"
     ),
     (8, 13, 16): "horovodrun starts the ranks 2 to 5 s later",
@@ -27,11 +27,8 @@ LOSSES: Mapping[tuple[int, ...], str] = {
     (26,): "Horovod may need the processor on which it was built",
     (27,): "horovodrun needs ssh or rsh, also for ranks on one host",
     (30,): "SIGQUIT ends horovodrun, and no rank prints where it is",
-    (
-        31,
-        33,
-        34,
-    ): "processes of other users can enter a job as its ranks",
+    (31, 33, 34): "processes of other users can enter a job as its ranks",
+    (36,): "horovodrun --mpi ends minutes after the network between hosts was cut",
 }
 BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28, 29)
 
