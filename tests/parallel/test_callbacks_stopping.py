@@ -107,8 +107,9 @@ def restores_first_epoch(patience):
 )
 def test_weights_that_one_rank_restores_at_the_end(rank, patience, epochs):
     notes, together = Weights(), hvd.callbacks.StopTogetherCallback()
+    check = hvd.callbacks.ConsistencyCheckCallback()
     restores = [restores_first_epoch(patience)] if hvd.rank() == rank else []
-    model, history = fit(notes, *restores, together, epochs=4)
+    model, history = fit(notes, *restores, together, check, epochs=4)
     assert len(history.epoch) == epochs
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
     assert oracle.difference(model.get_weights(), notes.by_epoch[0]) == 0

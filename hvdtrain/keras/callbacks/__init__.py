@@ -3,7 +3,7 @@
 In this order, where several are used: `BroadcastGlobalVariablesCallback` first, then
 `JoinCallback`, `AverageMovingStatisticsCallback`, `MetricAverageCallback`, learning
 rates and whatever reads the logs of an epoch (`BestModelCheckpoint`, say),
-`ConsistencyCheckCallback`, and `StopTogetherCallback` last.
+`StopTogetherCallback`, and `ConsistencyCheckCallback`, which compares what they leave.
 """
 
 from hvdtrain.keras.callbacks.best_model import BestModelCheckpoint

@@ -61,8 +61,9 @@ class StopTogetherCallback(keras.callbacks.Callback):
     `EarlyStopping(restore_best_weights=True)` on rank 0, say. All ranks then take the
     weights of the first rank that has changed its own.
 
-    Put it last in the list of callbacks. Callbacks that act only on the logs of an
-    epoch need no more than `MetricAverageCallback` before them.
+    Put it last in the list of callbacks; only `ConsistencyCheckCallback` may follow.
+    Callbacks that act only on the logs of an epoch need no more than
+    `MetricAverageCallback` before them.
 
     Args:
         every_steps: training steps from one reduction to the next; there is another
