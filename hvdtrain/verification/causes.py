@@ -93,6 +93,21 @@ def _rates_differ(evidence: Evidence) -> str:
     return ""
 
 
+def _learned_apart(evidence: Evidence) -> str:
+    first, *others = (facts.learned for facts in evidence.facts_by_rank)
+    names = [
+        name
+        for name, text in first.items()
+        if any(other.get(name, text) != text for other in others)
+    ]
+    if not names:
+        return ""
+    return (
+        f"The ranks differ in {_listed(names[:3])}: adapt layers to the same samples "
+        "on every rank, before the first step."
+    )
+
+
 def _unequal_batches(evidence: Evidence) -> str:
     sizes = evidence.samples.sizes
     if len(set(sizes)) < 2:
@@ -253,6 +268,7 @@ _CAUSES: tuple[Callable[[Evidence], str], ...] = (
     _no_reduction,
     _late_broadcast,
     _rates_differ,
+    _learned_apart,
     _unequal_batches,
     _sum_of_losses,
     _sum_of_means,
@@ -274,6 +290,7 @@ _SUFFICIENT = (
     _no_reduction,
     _late_broadcast,
     _rates_differ,
+    _learned_apart,
     _unequal_batches,
     _adasum,
     _multiple,

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import metrics
+from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.keras.variables import Optimizer, get_hook, non_local_state
 from hvdtrain.sharding.shards import is_split_over_ranks
 from hvdtrain.verification.trajectory import (
@@ -217,6 +218,11 @@ class StepRecorder:
                 or getattr(layer, "mask_zero", False)
             ),
             regularized_layers=_names(layer for layer in layers if _adds_losses(layer)),
+            learned={
+                value.name: value.text
+                for model in self._models
+                for value in learned_state(model)
+            },
             batch_losses=[
                 str(loss.name)
                 for loss, is_mean in self.are_means.items()

@@ -83,6 +83,8 @@ class Facts:
         local_normalizations: names of layers with moments of the local batch.
         masking_layers: names of layers that make masks.
         regularized_layers: names of layers that add to `model.losses`.
+        learned: what preprocessing layers have learned from samples, by its name; for a
+            long value its checksum.
         batch_losses: names of losses of a batch that are no means over its samples.
     """
 
@@ -91,6 +93,7 @@ class Facts:
     local_normalizations: list[str]
     masking_layers: list[str]
     regularized_layers: list[str]
+    learned: Mapping[str, str]
     batch_losses: list[str]
 
 

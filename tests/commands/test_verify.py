@@ -223,6 +223,14 @@ FAULTS = {
         {"(optimizer)": "(optimizer, op=hvd.Sum)"},
         "added up by op=hvd.Sum",
     ),
+    "vocabularies": (
+        LOOP,
+        {
+            "Sequential([": "Sequential([keras.layers.IntegerLookup("
+            "vocabulary=[[1, 2, 3], [3, 2, 1]][hvd.rank()]), ",
+        },
+        "The ranks differ in the vocabulary of the layer integer_lookup",
+    ),
     "sum of penalties": (
         LOOP,
         {
