@@ -31,10 +31,13 @@ class Orphans:
     ends, and the same one to the other children.
     """
 
-    def __init__(self) -> None:
-        self._rank = os.getppid()
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._identity = identity(os.environ)
-        self._start = _parent_and_start(self._rank)[1]
+        # The rank may have ended before its guard has started.
+        self._start = _parent_and_start(os.getpid())[1]
+        with contextlib.suppress(OSError):
+            self._start = _parent_and_start(rank)[1]
 
     def end(self) -> None:
         """Wait for the end of the rank, and end its programs."""

@@ -51,7 +51,7 @@ class Guard:
         self._member = task.member
         self._shared = SharedDirectory(pathlib.Path(task.directory))
         self._kills = deaths.OutOfMemoryKills()
-        self._orphans = descendants.Orphans()
+        self._orphans = descendants.Orphans(self._member.pid)
         self._limits = task.limits
         self._steps = StepDurations(task.limits.check_seconds)
         self._period = task.limits.period_seconds
