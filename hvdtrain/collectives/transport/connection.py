@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import hmac
 import json
 import os
 import secrets
@@ -27,7 +28,7 @@ import tensorflow as tf
 from hvdtrain import handshake, native
 from hvdtrain.collectives import dtypes, graph, threads
 from hvdtrain.collectives.transport import links, places, segment
-from hvdtrain.environment import is_elastic, quotas
+from hvdtrain.environment import is_elastic, job_secret, quotas
 from hvdtrain.native import recorder
 
 _CHOICES = ("auto", "shared_memory", "horovod")
@@ -162,19 +163,18 @@ def _negotiate() -> Connection:
             quotas=quotas(),
             address=listener.address if listener else ("", 0),
         )
-        # The job uses the key of rank 0.
-        key = secrets.token_hex(handshake.KEY_BYTES)
-        sent = (obstacle, dataclasses.asdict(mine), key)
-        obstacles, received, keys = zip(*_gather(sent), strict=True)
+        # Of rank 0. Where the job has a secret, this text alone is of no use.
+        salt = secrets.token_hex(handshake.KEY_BYTES)
+        sent = (obstacle, dataclasses.asdict(mine), salt)
+        obstacles, received, salts = zip(*_gather(sent), strict=True)
         all_places = places.RankPlaces(
             [places.RankPlace(**place) for place in received], hvd.rank()
         )
         obstacle = _first_obstacle(obstacles) or all_places.obstacle
         # All ranks take the same branch.
         if library and not obstacle:
-            dial = functools.partial(
-                _dial, listener, all_places, bytes.fromhex(keys[0])
-            )
+            key = hmac.digest(job_secret(), salts[0].encode(), "sha256")
+            dial = functools.partial(_dial, listener, all_places, key)
             obstacle = _share(library.functions, all_places, dial)
     if obstacle or not library:
         return Connection(obstacle=obstacle)
