@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras.callbacks.consistency_check import check_consistency
+from hvdtrain.keras.consistency import check_consistency
 from hvdtrain.keras.metrics import reduce_metrics
 
 pytestmark = pytest.mark.ranks
