@@ -51,7 +51,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     an elastic job later and would block in the broadcast alone, or if a callback has
     restored the model. To detect this costs one small allgather; to broadcast in every
     `fit` would cost all of the weights. If it does not act, the ranks compare checksums
-    of trained weights, optimizer state and hyperparameters (some 0.2 s for 25 million
+    of trained weights, optimizer state and hyperparameters (some 0.5 s for 25 million
     weights and their momentum), since one rank may have changed them between two fits.
 
     `keras.callbacks.BackupAndRestore` works on rank 0 alone, before this callback: all
