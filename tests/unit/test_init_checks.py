@@ -18,7 +18,7 @@ NEEDS_EAGER = "hvdtrain needs eager execution. Received a program without it: re
 
 def test_a_graph_is_refused():
     with tf.Graph().as_default(), pytest.raises(JobError, match=NEEDS_EAGER):
-        hvd.init()
+        init_checks.check()
 
 
 def test_a_timeline_that_cannot_be_written_is_refused(monkeypatch, tmp_path):
