@@ -211,7 +211,8 @@ def test_it_broadcasts_once():
     callback.on_train_begin()
     randomize(model)
     before = weights_and_state(model)
-    callback.on_train_begin()
+    with pytest.raises(hvd.callbacks.DesynchronizedError, match="since the last fit"):
+        callback.on_train_begin()
     for value, wanted in zip(weights_and_state(model), before, strict=True):
         np.testing.assert_array_equal(value, wanted)
 
