@@ -40,17 +40,19 @@ def build(
     train_spec: TrainSpec,
     world: World,
     *,
-    is_checked: bool,
+    has_checkpoints: bool,
 ) -> tuple[keras.Model, str | None, StepVariables]:
     """Return the built model, and the digest of its first batch. A collective.
 
     The batch itself is not returned: it would stay in memory. `StepVariables` have
-    its shapes.
+    its shapes. A job continues from a checkpoint or from a commit: the input is not
+    checked without these.
     """
     model = model_fn()
+    is_checked = train_spec.check_input and has_checkpoints
     batch, digest = first_batch(train_spec, world, is_checked=is_checked)
     _build_with(model, batch, train_spec.local_batch_size)
-    return model, digest, StepVariables(batch)
+    return model, digest, StepVariables(batch, are_stored=has_checkpoints)
 
 
 def agree_on_batches(

@@ -139,7 +139,9 @@ def _steps_function(
         return logs
 
     if model.run_eagerly:
-        step_variables.trace(model)
+        # A trace repeats the side effects of the step in Python.
+        if step_variables.are_stored:
+            step_variables.trace(model)
         return functools.partial(_take_eagerly, train_step, batches)
     step = tf.function(train_step, reduce_retracing=True, jit_compile=model.jit_compile)
     take = _compiled_steps(step, batches.iterator, is_one=steps_per_execution == 1)

@@ -108,10 +108,9 @@ def _train_and_evaluate(
 ) -> Result:
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
-    # A job continues from a checkpoint or from a commit.
-    is_checked = train_spec.check_input and bool(config.model_dir or commits)
+    has_checkpoints = bool(config.model_dir or commits)
     model, digest, step_variables = build(
-        model_fn, train_spec, world, is_checked=is_checked
+        model_fn, train_spec, world, has_checkpoints=has_checkpoints
     )
     with fail_together(world):
         # Before the training: what `input_fn` returns may be an error.

@@ -375,8 +375,10 @@ def test_state_that_keras_does_not_list(
         return model
 
     options = {"max_steps": 12, "steps_per_execution": steps_per_execution}
-    continued = functools.partial(train, tmp_path, **options)
-    expected = train(None, make_model=make_model, **options)
+    continued = functools.partial(train, tmp_path / "continued", **options)
+    # Without checkpoints, a step that runs eagerly is not traced.
+    whole = tmp_path / "whole" if run_eagerly else None
+    expected = train(whole, make_model=make_model, **options)
     with pytest.raises(KilledError):
         continued(make_model=make_model, killed_after=killed_after)
     result = continued(make_model=functools.partial(make_model, is_built=run_eagerly))
@@ -392,6 +394,36 @@ def test_state_that_keras_does_not_list(
         again.model.unlisted, expected.model.unlisted, strict=True
     ):
         np.testing.assert_array_equal(found, wanted)
+
+
+class Counting(keras.Model):
+    """Counts its steps in Python, and reads a number in them."""
+
+    def __init__(self):
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        self.dense, self.steps, self.losses_seen = keras.layers.Dense(2), 0, []
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        self.steps += 1
+        logs = super().train_step(data)
+        self.losses_seen.append(float(logs["loss"]))
+        return logs
+
+
+def test_an_eager_step_is_not_traced_without_checkpoints():
+    def make_model(optimizer, *, units):
+        model = Counting()
+        model.compile(optimizer, LOSS, run_eagerly=True)
+        return model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = train(None, make_model=make_model, max_steps=5)
+    assert result.model.steps == len(result.model.losses_seen) == 5
 
 
 def normalized(rows):

@@ -1,7 +1,7 @@
 """The variables that a training step uses, and that Keras does not list."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -21,9 +21,11 @@ class StepVariables:
 
     Args:
         batch: a batch of the training, whose shapes and dtypes a trace takes.
+        are_stored: whether the training has checkpoints or commits.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, *, are_stored: bool) -> None:
+        self.are_stored = are_stored
         self._spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
         self._graph: Any = None
 
@@ -68,7 +70,10 @@ class StepVariables:
         ]
         known = {id(as_tensorflow(variable)) for variable in listed}
         unlisted = [v for v in self._used() if id(v) not in known]
-        return [v for v in unlisted if not is_internal(v) and _is_storable(v)]
+        unlisted = [v for v in unlisted if not is_internal(v)]
+        if self.are_stored:
+            _warn_of_not_storable(v for v in unlisted if not _is_storable(v))
+        return list(filter(_is_storable, unlisted))
 
     def _used(self) -> Iterator[tf.Variable]:
         by_handle = {
@@ -81,15 +86,17 @@ class StepVariables:
 
 def _is_storable(variable: tf.Variable) -> bool:
     is_array = variable.dtype.is_numpy_compatible and variable.dtype != tf.string
-    if not (is_array and variable.shape.is_fully_defined()):
+    return is_array and variable.shape.is_fully_defined()
+
+
+def _warn_of_not_storable(variables: Iterable[tf.Variable]) -> None:
+    for variable in variables:
         warnings.warn(
             f"Checkpoints do not contain {variable.name} of dtype "
             f"{variable.dtype.name} and shape {variable.shape}, which the training "
             "step uses; expected numbers of a fixed shape.",
-            stacklevel=2,
+            stacklevel=3,
         )
-        return False
-    return True
 
 
 def _warn_of_eager(model: keras.Model, error: Exception) -> None:
