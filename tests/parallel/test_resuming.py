@@ -1,5 +1,6 @@
 """A training on several ranks that ends early and continues; and unequal shares."""
 
+import functools
 import math
 import pathlib
 import shutil
@@ -165,6 +166,24 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
+def test_variables_of_the_steps_of_some_ranks_are_not_stored(everywhere):
+    network = frozen_and_random()
+    hvd.DistributedOptimizer(network.optimizer).build(network.trainable_variables)
+    capture_with = functools.partial(capture, network, WORLD, everywhere=everywhere)
+    expected = capture_with()
+    own = [tf.Variable(0.0)] if RANK == 0 else []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        captured = capture_with(unlisted=own)
+    assert (captured is None) is (expected is None)
+    if captured:
+        assert captured.unlisted == 0
+        assert captured.arrays.keys() == expected.arrays.keys()
+    text = "list: variable:0 on rank 0 and none on rank"
+    assert sum(text in str(each.message) for each in caught) == (RANK == 0)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
 def test_frozen_weights_are_kept_once_unless_they_differ(everywhere):
     network = frozen_and_random()
     hvd.DistributedOptimizer(network.optimizer).build(network.trainable_variables)
@@ -173,12 +192,14 @@ def test_frozen_weights_are_kept_once_unless_they_differ(everywhere):
     frozen.bias.assign(keras.ops.ones_like(frozen.bias) * RANK)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        arrays = capture(network, WORLD, everywhere=everywhere)
+        captured = capture(network, WORLD, everywhere=everywhere)
     if RANK and not everywhere:
-        assert arrays is None
+        assert captured is None
         return
     names = {
-        name for name in arrays if name.endswith((frozen.kernel.path, frozen.bias.path))
+        name
+        for name in captured.arrays
+        if name.endswith((frozen.kernel.path, frozen.bias.path))
     }
     assert names == {
         f"replicated/0000/{frozen.kernel.path}",

@@ -233,10 +233,10 @@ def test_fit_saves_the_full_state(tmp_path):
     if RANK == 0:
         assert_equal(slots, found, "loaded")
     # The same by a checkpoint of hvdtrain.training.
-    arrays = capture(model, World(rank=RANK, size=SIZE), everywhere=False)
+    captured = capture(model, World(rank=RANK, size=SIZE), everywhere=False)
     for slot in filter(get_sharding, loaded.optimizer.variables):
         slot.assign(keras.ops.zeros_like(slot))
-    full_values = ArrayGroups(arrays or {}).values_stored_once()
+    full_values = ArrayGroups(captured.arrays if captured else {}).values_stored_once()
     StateVariables.of(loaded).scatter(full_values)
     slots = slots_of(loaded.optimizer)
     if RANK == 0:

@@ -24,7 +24,9 @@ def variables(sharding, *, is_accumulated):
         set_sharding(variable, sharding)
     own = [FullVariable.of(variable)]
     accumulated = range(is_accumulated)
-    return StateVariables(shared=[], own=own, accumulated=accumulated, metrics=[])
+    return StateVariables(
+        shared=[], own=own, accumulated=accumulated, metrics=[], unlisted=range(1, 1)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", tf.bfloat16.as_numpy_dtype])

@@ -426,6 +426,68 @@ def test_an_eager_step_is_not_traced_without_checkpoints():
     assert result.model.steps == len(result.model.losses_seen) == 5
 
 
+class Counts(keras.Model):
+    """Counts its steps in a variable that Keras does not list."""
+
+    def __init__(self, shape):
+        super().__init__()
+        keras.utils.set_random_seed(1)
+        self.dense, self.counts = keras.layers.Dense(2), [tf.Variable(tf.zeros(shape))]
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        if self.counts[0].shape.rank:
+            self.counts[0].assign_add(tf.ones_like(self.counts[0]))
+        return super().train_step(data)
+
+
+class CountFromBegin(keras.callbacks.Callback):
+    """Replaces `train_step` when the training begins."""
+
+    def on_train_begin(self, logs=None):
+        step, model = self.model.train_step, self.model
+
+        def train_step(data):
+            model.counts[0].assign_add(1.0)
+            return step(data)
+
+        model.train_step = train_step
+
+
+@pytest.mark.parametrize(
+    ("shapes", "callbacks", "text", "counts"),
+    [
+        ([(2,), (3,)], (), r"\(2,\) and .* uses \S+ of shape \(3,\)", [4] * 3),
+        ([(), ()], [CountFromBegin()], "float32 where .* uses none", 4),
+        ([(2,), ()], (), "float32 where .* uses none", 0),
+    ],
+)
+def test_variables_that_do_not_match_start_anew(
+    tmp_path, shapes, callbacks, text, counts
+):
+    def make_model(optimizer, *, units):
+        model = Counts(shapes.pop(0))
+        model.compile(optimizer, LOSS)
+        return model
+
+    shapes = [shapes[0], *shapes]
+    options = {
+        "make_model": make_model,
+        "make_optimizer": OPTIMIZERS["momentum, accumulation"],
+        "callbacks": callbacks,
+    }
+    expected = train(None, max_steps=9, **options)
+    train(tmp_path, max_steps=5, **options)
+    with pytest.warns(match=f"The checkpoint of step 5 has .*{text}") as caught:
+        result = train(tmp_path, max_steps=9, **options)
+    assert len([each for each in caught if "start anew" in str(each.message)]) == 1
+    assert result.start_step == 5
+    np.testing.assert_array_equal(result.model.counts[0], counts)
+    assert_equal(result, expected)
+
+
 def normalized(rows):
     """Return a `make_model` whose first layer is adapted to `rows`."""
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import keras
@@ -26,6 +26,10 @@ from hvdtrain.training.checkpoint.job_checks import (
     check_position,
     check_scales,
     check_unchanged,
+)
+from hvdtrain.training.checkpoint.job_variables import (
+    JobVariables,
+    without_unlisted,
 )
 from hvdtrain.training.checkpoint.per_rank import PerRankState, new_metrics, regroup
 from hvdtrain.training.checkpoint.snapshot import assign_stored_once
@@ -148,19 +152,14 @@ def restore(
     """
     rate = _learning_rate(model.optimizer)
     replicas = Replicas.of_model(world, model)
-    listed = StateVariables.of(model)
+    of_job = JobVariables.of(model)
     if _have_unlisted(stores, world):
-        step_variables.trace(model)
-
-    def variables_of(header: Header) -> StateVariables:
-        has_any = header.unlisted > 0
-        return listed.with_unlisted(step_variables.unlisted(model) if has_any else [])
-
+        of_job = of_job.with_unlisted(model, step_variables, world)
     checkpoint = on_chief(
         world,
         lambda: _read(
             model.optimizer,
-            variables_of,
+            of_job,
             stores,
             new_job=new_job,
             rate=rate,
@@ -175,7 +174,7 @@ def restore(
         header, replicated = broadcast_object((header, replicated), name="Start")
     if header is None:
         return Start(header=new_job, learning_rate=rate)
-    variables = variables_of(header).with_replicated(replicated)
+    variables = of_job.in_checkpoint(header).with_replicated(replicated)
     variables.scatter(groups.values_stored_once())
     if world.size > 1:
         variables.broadcast_unlisted(model)
@@ -206,7 +205,7 @@ def _have_unlisted(stores: Sequence[Store], world: World) -> bool:
 
 def _read(
     optimizer: keras.optimizers.Optimizer,
-    variables_of: Callable[[Header], StateVariables],
+    of_job: JobVariables,
     stores: Sequence[Store],
     *,
     new_job: Header,
@@ -216,7 +215,7 @@ def _read(
     """Read and assign the newest valid checkpoint, and check that it fits the job."""
     for store in stores:
         store.delete_leftovers()
-    newest = (_newest(variables_of, store) for store in stores)
+    newest = (_newest(of_job, store) for store in stores)
     checkpoint = next(filter(None, newest), None)
     if checkpoint:
         before = checkpoint.header
@@ -224,7 +223,7 @@ def _read(
         check_unchanged(before, new_job)
         check_batch(before, new_job, scale=scale)
         _adjust_learning_rate(optimizer, before, rate, size=new_job.size, scale=scale)
-        _warn_of_new_metrics(variables_of(before), checkpoint)
+        _warn_of_new_metrics(of_job.listed, checkpoint)
         for store in stores:
             # Also in files, if the newest commit is used: later files are of steps
             # that are taken again.
@@ -251,15 +250,18 @@ def assign_all(model: keras.Model, start: Start) -> None:
     model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
-def _newest(
-    variables_of: Callable[[Header], StateVariables], store: Store
-) -> Checkpoint | None:
-    """Assign and return the newest valid checkpoint; None if there is none."""
+def _newest(of_job: JobVariables, store: Store) -> Checkpoint | None:
+    """Assign and return the newest valid checkpoint; None if there is none.
+
+    Variables that Keras does not list are left out if they do not match.
+    """
     reasons = []
     for step in store.steps():
         try:
             checkpoint = store.read(step)
-            variables = variables_of(checkpoint.header)
+            if difference := of_job.difference(checkpoint):
+                checkpoint = without_unlisted(checkpoint)
+            variables = of_job.in_checkpoint(checkpoint.header)
             sizes = checkpoint.header.local_batch_sizes
             arrays = regroup(checkpoint.arrays, variables, sizes)
             assign_stored_once(variables, arrays)
@@ -271,6 +273,12 @@ def _newest(
             for reason in reasons:
                 warnings.warn(
                     f"{reason} Continuing from step {step} instead.", stacklevel=2
+                )
+            if difference:
+                warnings.warn(
+                    f"The checkpoint of step {step} has {difference}: the variables of "
+                    "the step that Keras does not list start anew, as in a new job.",
+                    stacklevel=2,
                 )
             return dataclasses.replace(checkpoint, arrays=arrays)
     if reasons:

@@ -37,6 +37,18 @@ from hvdtrain.training.checkpoint.state_variables import (
 from hvdtrain.training.replicas import Replicas, get_mesh
 
 
+class Captured(NamedTuple):
+    """Copies of the state of a training.
+
+    Attributes:
+        arrays: by name.
+        unlisted: see `Header`.
+    """
+
+    arrays: dict[str, np.ndarray]
+    unlisted: int
+
+
 class _RankState(NamedTuple):
     """The state of one rank that is not stored once."""
 
@@ -51,8 +63,8 @@ def capture(
     *,
     everywhere: bool,
     unlisted: Sequence[tf.Variable] = (),
-) -> dict[str, np.ndarray] | None:
-    """Return copies of all arrays by name. A collective.
+) -> Captured | None:
+    """Return copies of all arrays. A collective.
 
     All ranks return them with `everywhere`; otherwise the chief does, and the others
     return None. The optimizer of the model is built. For `unlisted`, see
@@ -81,7 +93,7 @@ def capture(
     for number in range(replicas.size):
         states = [states_by_rank[rank] for rank in replicas.ranks(number)]
         arrays |= _arrays_of_replica(number, per_replica, variables.metrics, states)
-    return arrays
+    return Captured(arrays, len(variables.unlisted))
 
 
 def _arrays_stored_once(

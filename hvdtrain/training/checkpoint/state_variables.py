@@ -1,7 +1,6 @@
 """The variables of a training: which are stored once, and which for each replica."""
 
 import dataclasses
-import functools
 import typing
 import warnings
 import zlib
@@ -12,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.collectives.objects import RanksOfValue, group_by_value, name_values
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import World
 from hvdtrain.keras.metrics import metric_variables
@@ -23,6 +23,7 @@ from hvdtrain.keras.variables import (
 )
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import assign_shard, has_summed_gradients
+from hvdtrain.training.checkpoint.header import without_layer_numbers
 from hvdtrain.training.replicas import Replicas, get_mesh
 
 # In place of the digest of a value: this rank has no such variable; the variable
@@ -40,7 +41,8 @@ class StateVariables:
             the same whether a table is sharded, and on any number of ranks.
         accumulated: numbers in `own` of the accumulated gradients.
         metrics: the states of metrics.
-        unlisted: numbers in `own` of the variables of `StepVariables.unlisted`.
+        unlisted: numbers in `own` of the variables of `StepVariables.unlisted`, which
+            are the last ones.
         replicated: numbers in `own` of variables that are equal on all replicas:
             frozen weights, for example.
     """
@@ -49,7 +51,7 @@ class StateVariables:
     own: list[FullVariable]
     accumulated: range
     metrics: list[keras.Variable]
-    unlisted: range = range(0)
+    unlisted: range
     replicated: frozenset[int] = frozenset()
 
     @classmethod
@@ -71,11 +73,13 @@ class StateVariables:
             for variable in describe([v for v in variables if id(v) not in taken])
         ]
         accumulated = describe(accumulated)
+        end = len(own) + len(accumulated)
         return cls(
             shared=[*describe(weights), *describe(optimizer_variables)],
             own=[*own, *accumulated],
-            accumulated=range(len(own), len(own) + len(accumulated)),
+            accumulated=range(len(own), end),
             metrics=metrics,
+            unlisted=range(end, end),
         )
 
     @property
@@ -106,14 +110,9 @@ class StateVariables:
 
     def with_unlisted(self, variables: Sequence[tf.Variable]) -> "StateVariables":
         """Add variables of the training step that Keras does not list."""
-        first, end = self.accumulated.start, self.accumulated.start + len(variables)
-        own = [*self.own[:first], *_full_variables(variables), *self.own[first:]]
-        return dataclasses.replace(
-            self,
-            own=own,
-            unlisted=range(first, end),
-            accumulated=range(end, len(own)),
-        )
+        listed = self.own[: self.unlisted.start]
+        own = [*listed, *_full_variables(variables)]
+        return dataclasses.replace(self, own=own, unlisted=range(len(listed), len(own)))
 
     def with_replicated(self, numbers: Iterable[int]) -> "StateVariables":
         return dataclasses.replace(self, replicated=frozenset(numbers))
@@ -123,28 +122,43 @@ class StateVariables:
 
         Seeds, local weights and accumulated gradients always belong to their rank. The
         ranks compare digests of other variables, such as moving statistics, which
-        differ within an epoch.
+        differ within an epoch. If the steps of the ranks use other variables that Keras
+        does not list, these are left out, with a warning.
         """
-        digests = self._digests_by_replica(model, world)
+        size = Replicas.of_model(world, model).size
+        own = self._digests(model, size), self.unlisted_paths
+        digests_by_rank, paths_by_rank = zip(*gather(world, own), strict=True)
+        variables = self
+        used = group_by_value(paths_by_rank)
+        if len(used) > 1:
+            variables = self.with_unlisted([])
+            if world.is_chief:
+                _warn_of_unlisted(used)
+        count = len(variables.own)
+        digests = np.array([digests[:count] for digests in digests_by_rank])
+        digests = np.reshape(digests, [size, len(digests) // size, count])
         is_equal = (digests == digests[0]).all((0, 1))
         is_comparable = (digests != _PER_RANK).all((0, 1))
         if world.is_chief:
             differing = np.flatnonzero(is_comparable & ~is_equal)
             _warn_of_frozen(model, [self.own[number].variable for number in differing])
-        return self.with_replicated(np.flatnonzero(is_comparable & is_equal).tolist())
+        replicated = np.flatnonzero(is_comparable & is_equal).tolist()
+        return variables.with_replicated(replicated)
 
-    def _digests_by_replica(self, model: keras.Model, world: World) -> np.ndarray:
-        """Return digests of `own`: [replicas, ranks of a replica, variables]."""
-        size = Replicas.of_model(world, model).size
+    def _digests(self, model: keras.Model, size: int) -> np.ndarray:
+        """Return a digest of each variable of `own`, for a number of replicas."""
         # The broadcast before the first step makes these weights equal.
         comparable = _ids(model.weights) & _ids(non_local_variables(model))
         comparable |= _ids(self._comparable_unlisted(model))
         # Each replica has another shard of a table.
         comparable -= _ids(table.variable for table in self.tables.values())
-        digest = functools.partial(_digest, comparable, needs_value=size > 1)
-        digests = np.array(list(map(digest, self.own)), "int64")
-        by_rank = gather(world, digests)
-        return np.reshape(by_rank, [size, len(by_rank) // size, len(self.own)])
+        digests = [_digest(comparable, v, needs_value=size > 1) for v in self.own]
+        return np.array(digests, "int64")
+
+    @property
+    def unlisted_paths(self) -> list[str]:
+        """Paths of `unlisted`, which are equal in all processes of a job."""
+        return [without_layer_numbers(self.own[n].path) for n in self.unlisted]
 
     def broadcast_unlisted(self, model: keras.Model) -> None:
         """Broadcast replicated variables that Keras does not list. A collective.
@@ -234,6 +248,16 @@ def _warn_of_frozen(
             "load them in model_fn, on all ranks.",
             stacklevel=2,
         )
+
+
+def _warn_of_unlisted(used: Sequence[RanksOfValue[list[str]]]) -> None:
+    warnings.warn(
+        "The training steps of the ranks use different variables that Keras does not "
+        f"list: {name_values(used, lambda paths: ', '.join(paths) or 'none')}. "
+        "Checkpoints contain none of them, and a job that continues lets them start "
+        "anew.",
+        stacklevel=3,
+    )
 
 
 def _digest(

@@ -236,15 +236,15 @@ class CheckpointCallback(StepCallback):
         start = time.perf_counter()
         check_finite(self.model, self._world, self.step)
         unlisted = self._step_variables.unlisted(self.model)
-        arrays = capture(
+        captured = capture(
             self.model, self._world, everywhere=self._is_commit, unlisted=unlisted
         )
         copy_seconds = time.perf_counter() - start
-        if arrays is None or self._writer is None:
+        if captured is None or self._writer is None:
             return
         header = self._make_header(self.step, is_finished, logs or {})
-        header = dataclasses.replace(header, unlisted=len(unlisted))
-        checkpoint = Checkpoint(header=header, arrays=arrays)
+        header = dataclasses.replace(header, unlisted=captured.unlisted)
+        checkpoint = Checkpoint(header=header, arrays=captured.arrays)
         # A checkpoint before the last evaluation is soon replaced, and not reported.
         self._writer.submit(
             checkpoint, copy_seconds=copy_seconds, is_reported=logs is None
