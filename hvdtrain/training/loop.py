@@ -168,8 +168,12 @@ def _new_job(
     """Return the header with which a job without checkpoints starts."""
     local_sizes = batches.local_sizes
     # Checkpoints hold variables, and no vocabulary: `model_fn` has to make the same.
-    learned = learned_state(model, is_derived=False)
-    texts = {without_layer_numbers(value.name): value.text for value in learned}
+    learned = enumerate(learned_state(model, is_derived=False), start=1)
+    # By their order, too: the names of two layers may differ by the number alone.
+    texts = {
+        f"{without_layer_numbers(value.name)} (number {number})": value.text
+        for number, value in learned
+    }
     return Header(
         step=0,
         local_batch_sizes=local_sizes,

@@ -518,7 +518,10 @@ def test_a_resumed_job_normalizes_by_the_rows_of_its_first_run(tmp_path):
 
 
 def binned(bins_rows=X, words=(1, 1, 1, 2, 2, 3)):
-    """Return a `make_model` with bins and a vocabulary that are adapted to these."""
+    """Return a `make_model` with bins and a vocabulary that are adapted to these.
+
+    A second layer of the same class has the vocabulary that the first one returns.
+    """
 
     def make_model(optimizer, *, units):
         keras.utils.set_random_seed(1)
@@ -527,7 +530,8 @@ def binned(bins_rows=X, words=(1, 1, 1, 2, 2, 3)):
         lookup = keras.layers.IntegerLookup(max_tokens=4)
         lookup.adapt(np.array(words))
         inputs = keras.Input((6,))
-        outputs = keras.layers.Embedding(5, 3)(lookup(bins(inputs)))
+        second = keras.layers.IntegerLookup(vocabulary=[0, 1, 2, 3, 4])
+        outputs = keras.layers.Embedding(6, 3)(second(lookup(bins(inputs))))
         outputs = keras.layers.Dense(2)(keras.layers.Flatten()(outputs))
         model = keras.Model(inputs, outputs)
         model.compile(optimizer, LOSS)
