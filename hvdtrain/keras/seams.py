@@ -1,9 +1,8 @@
 """What the package uses and replaces in Keras beyond the public interface.
 
 An upgrade of Keras starts here: tests/unit/test_seams.py checks each row on the Keras
-that is installed, and that no module uses a private name without a row. The
-names of the classes behind `keras.ops`, which are private too, are a set in
-`sharding.layer_checks`, whose path is `OPERATION_CLASSES`.
+that is installed, and that no module uses a private name without a row. The names
+of the classes behind `keras.ops`, which are private too, are `OPERATION_CLASSES`.
 """
 
 import pkgutil
@@ -183,9 +182,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("train_function(iterator)",
              "Called by `fit` for each execution. It takes the steps of training/; it "
              "builds the model or passes over batches before the first step.",
-             used_by=("keras.optimizer",),
-             replaced_by=("training.fitting.fit",
-                          "keras.callbacks.fit_start.substitute")),
+             used_by=("keras.optimizer",), replaced_by=(
+                 "training.fitting.fit", "keras.callbacks.fit_start.substitute")),
         Seam("train_on_batch(x, y, sample_weight, ...)",
              "A verification records its batches and steps, or replaces its batches.",
              replaced_by=("verification.capture.exchange_batches", _RECORD)),
@@ -242,6 +240,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
                       "keras.moving_statistics", "parallel.pipeline.stage",
                       "keras.unlisted", "training.checkpoint.state_variables",
                       "measurement.equivalence", "verification.step_recorder")),
+        Seam("_clear_losses()", "The losses of a trace have no value.", used_by=(
+                 "keras.callbacks.fit_start", "training.checkpoint.step_variables")),
         Seam("_trainable_variables",
              "A layer's own weights, frozen or not, without those of sublayers.",
              used_by=("parallel.layer", "training.checkpoint.state_variables")),

@@ -255,6 +255,38 @@ class Evaluated(keras.callbacks.Callback):
         self.calls.append(("end", None, {k: float(v) for k, v in logs.items()}))
 
 
+class Regularized(keras.Model):
+    """Has a loss of its activity, and notes its losses when the training begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2, activity_regularizer="l2")
+        self.compile(
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class Losses(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.found = [float(loss) for loss in self.model.losses]
+
+
+def test_a_model_has_no_losses_before_its_first_step(tmp_path):
+    losses = Losses()
+    for steps in (1, 2):
+        train(
+            steps,
+            model_fn=Regularized,
+            model_dir=tmp_path,
+            callbacks=lambda plan: [losses],
+        )
+        assert losses.found == []
+
+
 def test_callbacks_are_called_in_evaluations_as_in_plain_keras():
     expected, found = Evaluated(), Evaluated()
     model().fit(
@@ -272,7 +304,7 @@ def test_callbacks_are_called_in_evaluations_as_in_plain_keras():
             max_steps=20,
             pass_steps=10,
             local_batch_size=BATCH,
-            callbacks=lambda plan: [found],
+            callbacks=lambda plan: (each for each in [found]),
         ),
         EvalSpec(input_fn=lambda: batches(0, 2), every_epochs=1),
         world=World(),

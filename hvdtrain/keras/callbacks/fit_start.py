@@ -127,6 +127,8 @@ def build(model: keras.Model, call: Callable[[Any], object], batch: Any) -> None
                 raise
 
     tf.function(trace).get_concrete_function(batch)
+    # The losses of the trace are tensors of its graph, which have no value.
+    model._clear_losses()
     if not is_traced:
         call(batch)
 

@@ -55,6 +55,8 @@ class StepVariables:
         if self._graph is None:
             with unchecked():
                 tf.function(step).get_concrete_function(self._spec)
+            # As `fit_start.build` does.
+            model._clear_losses()
 
     def unlisted(self, model: keras.Model) -> list[tf.Variable]:
         """Return the variables of the step that Keras does not list.
