@@ -224,7 +224,8 @@ class Session:
         """Return all callbacks. The docstring of the module explains their order."""
         run = self._run
         checkpoints = list(self._checkpoint_callbacks())
-        of_user = train_spec.callbacks(run.plan) if train_spec.callbacks else ()
+        # Once: evaluations call them, too.
+        of_user = list(train_spec.callbacks(run.plan) if train_spec.callbacks else ())
         self._evaluation = EvaluationCallback(
             eval_spec,
             run.plan,
