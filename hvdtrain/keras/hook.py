@@ -187,7 +187,8 @@ class ReductionHook:
             shard_slots(optimizer, optimizer._trainable_variables)
         self._apply = replace_method("apply", self.apply)
         replace_method("_clip_gradients", self.clip_gradients)
-        self._finalize = replace_method("finalize_variable_values", self.end_fit)
+        # Ends no `fit` for the flight recorder: evaluations call it, too.
+        self.finalize = replace_method("finalize_variable_values", self.end_fit)
         optimizer.reduction_hook = self
 
     @property
@@ -318,7 +319,7 @@ class ReductionHook:
 
     def end_fit(self, var_list: Iterable[Variable]) -> None:
         """Record the end of a `fit`, which other ranks may still wait in."""
-        self._finalize(var_list)
+        self.finalize(var_list)
         # Not all ranks take part in the training of a smaller process set.
         if self.all_ranks.process_set_id == 0:
             recorder.end_fit()

@@ -297,6 +297,17 @@ def get_hook(optimizer: Optimizer | None) -> "ReductionHook | None":
     return getattr(get_inner_optimizer(optimizer), "reduction_hook", None)
 
 
+def finalize_weights(model: keras.Model) -> None:
+    """Assign the moving averages of the weights, if the optimizer has them (`use_ema`).
+
+    As Keras' `fit` does at its end, which the flight recorder counts. The optimizer is
+    distributed.
+    """
+    hook = get_hook(model.optimizer)
+    assert hook
+    hook.finalize(model.trainable_variables)
+
+
 def variable_key(variable: Variable | tf.Tensor) -> object:
     """Return a hashable, equal for a Keras variable and its TensorFlow variable."""
     return as_tensorflow(variable).ref()

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
-from hvdtrain.keras.variables import get_process_set
+from hvdtrain.keras.variables import finalize_weights, get_process_set
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.checkpoint.step_variables import StepVariables
@@ -188,8 +188,7 @@ def evaluated_weights(
     variables = [*model.variables, *metrics.metric_variables(model.metrics), *unlisted]
     before = metrics.local_states(variables)
     average_moving_statistics(model, steps=steps)
-    # Does nothing without use_ema.
-    model.optimizer.finalize_variable_values(model.trainable_variables)
+    finalize_weights(model)
     try:
         yield
     finally:

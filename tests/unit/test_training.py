@@ -13,6 +13,7 @@ from toy import BATCH, batches
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
+from hvdtrain.native import recorder as flight_recorder
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, progress
 
 
@@ -253,6 +254,16 @@ class Evaluated(keras.callbacks.Callback):
 
     def on_test_end(self, logs=None):
         self.calls.append(("end", None, {k: float(v) for k, v in logs.items()}))
+
+
+def test_evaluations_are_no_end_of_a_fit(tmp_path, monkeypatch):
+    ends = mock.Mock(wraps=flight_recorder.end_fit)
+    monkeypatch.setattr(flight_recorder, "end_fit", ends)
+    for starts in (1, 2):
+        _, recorder = train(20, pass_steps=10, every_epochs=1, model_dir=tmp_path)
+        assert len(recorder.evaluations) == (2 if starts == 1 else 0)
+        # The second job finds a training that is finished.
+        assert ends.call_count == 1
 
 
 class Regularized(keras.Model):

@@ -13,7 +13,11 @@ from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.keras.learning_rates import rate_variable, set_learning_rate
-from hvdtrain.keras.variables import optimizers_inside, replicated_by_process_set
+from hvdtrain.keras.variables import (
+    finalize_weights,
+    optimizers_inside,
+    replicated_by_process_set,
+)
 from hvdtrain.training.checkpoint.header import (
     REPLICATED,
     ArrayGroups,
@@ -246,8 +250,7 @@ def assign_all(model: keras.Model, start: Start) -> None:
     ):
         hvd.broadcast_variables(copies, root, process_set)
     start.per_rank_state.assign(model)
-    # As Keras' fit does at its end: moving averages of the weights, with use_ema.
-    model.optimizer.finalize_variable_values(model.trainable_variables)
+    finalize_weights(model)
 
 
 def _newest(of_job: JobVariables, store: Store) -> Checkpoint | None:
