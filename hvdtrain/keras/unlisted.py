@@ -129,7 +129,7 @@ def find_unlisted(
 
 
 def _hyperparameters(optimizer: Optimizer) -> Iterator[Unlisted]:
-    """Yield the numbers that were passed to an optimizer and its schedule."""
+    """Yield the numbers that Keras' optimizer and its schedule were made with."""
     optimizers = dict.fromkeys([optimizer, *optimizers_inside(optimizer)])
     rates = [vars(each).get("_learning_rate") for each in optimizers]
     schedule_class = keras.optimizers.schedules.LearningRateSchedule
@@ -144,13 +144,17 @@ def _hyperparameters(optimizer: Optimizer) -> Iterator[Unlisted]:
 
 
 def _arguments(owner: object) -> dict[str, object]:
-    """Return the arguments of a constructor that are plain attributes: no objects."""
-    constructors = [vars(cls).get("__init__") for cls in type(owner).__mro__]
+    """Return the numbers and flags that a constructor of Keras took.
+
+    Arguments of a user's own class may differ by rank: whether it prints, say.
+    """
+    classes = [c for c in type(owner).__mro__ if c.__module__.split(".")[0] == "keras"]
+    constructors = [vars(cls).get("__init__") for cls in classes]
     signatures = map(inspect.signature, filter(None, constructors))
     names = {name for signature in signatures for name in signature.parameters}
     attributes = vars(owner)
     return {
         name: attributes[name]
-        for name in sorted(names & attributes.keys() - {"name"})
-        if isinstance(attributes[name], bool | int | float | str | None)
+        for name in sorted(names & attributes.keys())
+        if isinstance(attributes[name], bool | int | float | None)
     }

@@ -250,6 +250,43 @@ def test_a_schedule_of_one_rank():
         oracle.fit_shard(model, INPUTS, LABELS)
 
 
+class PrintedRate(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule of a user, with an argument that the result does not depend on."""
+
+    def __init__(self, rate, verbose):
+        self.rate, self.verbose = rate, verbose
+
+    def __call__(self, step):
+        return self.rate
+
+
+class LoggingSGD(keras.optimizers.SGD):
+    """An optimizer of a user, with an argument that the result does not depend on."""
+
+    def __init__(self, learning_rate, momentum, log_dir):
+        super().__init__(learning_rate, momentum)
+        self.log_dir = log_dir
+
+
+def logging_model(momentum=0.5):
+    rank = hvd.rank()
+    sgd = LoggingSGD(PrintedRate(0.1, verbose=rank == 0), momentum, log_dir=f"{rank}")
+    model = oracle.build_model()
+    model.compile(hvd.DistributedOptimizer(sgd), oracle.LOSS)
+    return model
+
+
+def test_arguments_of_classes_of_a_user():
+    model = logging_model()
+    oracle.fit_shard(model, INPUTS, LABELS)
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+def test_arguments_of_keras_in_a_class_of_a_user():
+    with pytest.raises(Desynchronized, match="momentum of LoggingSGD: "):
+        oracle.fit_shard(logging_model(0.5 + 0.1 * hvd.rank()), INPUTS, LABELS)
+
+
 def test_a_loop_of_a_user_without_a_broadcast():
     model = model_of_this_rank()
 
