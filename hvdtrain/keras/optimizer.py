@@ -83,9 +83,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: reduce `tf.IndexedSlices` as dense tensors.
         gradient_predivide_factor: with Average, divide by it before the sum and
             multiply after it.
-        op: `Average`, or `Sum`, for losses that are sums over samples. The losses of
-            regularizers and of `add_loss` are no such sums: with `Sum`, `compute_loss`
-            of a model that has them raises an error.
+        op: `Average`, or `Sum`, for losses that are sums over samples. Those of
+            `add_loss` must be such sums, too. Regularizers are not: with `Sum`,
+            `compute_loss` of a model that has them raises an error.
         backward_passes_per_step: apply once in so many calls, on the accumulated
             gradients: Keras' `gradient_accumulation_steps`.
         average_aggregated_gradients: average these calls' gradients instead of
@@ -151,7 +151,7 @@ def distribute(
     reducer = GradientReducer(name or f"Distributed{type(base).__name__}", options)
     _accumulate(base, backward_passes_per_step)
     if options.reduction.op == Sum:
-        refuse_multiplied_losses()
+        refuse_regularizers()
     sums_window = backward_passes_per_step > 1 and not average_aggregated_gradients
     # The hook replaces `build` as well, and must wrap the replacement of the state.
     sharded_state = ShardedState(base, reducer, shard_state) if shard_state else None
@@ -180,8 +180,8 @@ def is_distributed(optimizer: Optimizer | None) -> bool:
 
 
 @functools.cache
-def refuse_multiplied_losses() -> None:
-    """Make `compute_loss` refuse `model.losses` where op=Sum would multiply them.
+def refuse_regularizers() -> None:
+    """Make `compute_loss` refuse regularizers where op=Sum would multiply their losses.
 
     The method of the class is replaced: an optimizer has no reference to its model.
     """
@@ -198,27 +198,38 @@ def refuse_multiplied_losses() -> None:
         training: bool = True,
     ) -> Any:
         if training:
-            _check_multiplied_losses(self)
+            _check_regularizers(self)
         return compute_loss(self, x, y, y_pred, sample_weight, training)
 
-    replace(keras.Model, "compute_loss", compute_checked, by=refuse_multiplied_losses)
+    replace(keras.Model, "compute_loss", compute_checked, by=refuse_regularizers)
 
 
-def _check_multiplied_losses(model: keras.Model) -> None:
+def _check_regularizers(model: keras.Model) -> None:
     hooks = filter(None, map(get_hook, find_optimizers(model)))
     reductions = [hook.reducer.options.reduction for hook in hooks]
     is_multiplied = any(
         reduction.op == Sum and needs_communication(reduction.process_set)
         for reduction in reductions
     )
-    if is_multiplied and (count := len(model.losses)):
+    if is_multiplied and (names := _regularized(model)):
         raise ValueError(
-            "op=hvd.Sum would multiply the losses of regularizers and of add_loss by "
-            f"the number of ranks. Received: op=hvd.Sum, and {count} such losses in "
-            f"model.losses of {model.name!r}. Use op=hvd.Average, and multiply losses "
-            "that are sums over samples by the number of ranks: "
-            "model.compile(loss_weights=float(hvd.size()), ...)."
+            "op=hvd.Sum would multiply the losses of regularizers by the number of "
+            f"ranks. Received: op=hvd.Sum, and regularizers in {', '.join(names[:3])}. "
+            "Use op=hvd.Average, and multiply losses that are sums over samples by the "
+            "number of ranks: model.compile(loss_weights=[float(hvd.size())], ...), a "
+            "list with one weight for each output."
         )
+
+
+def _regularized(model: keras.Model) -> list[str]:
+    """Return paths of regularized weights, and names of layers with such outputs.
+
+    Losses of `add_loss` may be sums over samples, which `Sum` combines correctly. Keras
+    divides the loss of an `activity_regularizer` by the number of samples.
+    """
+    weights = [v for v in model.trainable_weights if getattr(v, "regularizer", None)]
+    layers = [x for x in model._flatten_layers() if x.activity_regularizer is not None]
+    return [weight.path for weight in weights] + [layer.name for layer in layers]
 
 
 def configure_compiled_model(model: keras.Model) -> None:

@@ -143,9 +143,9 @@ def _sum_of_penalties(evidence: Evidence) -> str:
     if "Sum" not in evidence.operations or not names:
         return ""
     return (
-        f"{_listed(names[:3])} adds a regularizer to the loss of each rank, and "
-        f"op=hvd.Sum adds it {evidence.size} times: use op=hvd.Average and a mean "
-        "loss, or divide sum(model.losses) by hvd.size()."
+        f"{_listed(names[:3])} adds a regularizer, or another loss that is no sum over "
+        f"samples, and op=hvd.Sum adds it {evidence.size} times: use op=hvd.Average "
+        "and a mean loss, or divide sum(model.losses) by hvd.size()."
     )
 
 

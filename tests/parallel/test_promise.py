@@ -111,61 +111,105 @@ def test_loss_that_is_a_sum(op, found):
     check(updates(op=op, reduction="sum"), [found, 3.6])
 
 
-class MeanOutput(keras.layers.Layer):
-    """Adds the mean of its inputs to the loss."""
+class AddLoss(keras.layers.Layer):
+    """Adds a number computed from its inputs to the loss."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.compute = compute
 
     def call(self, inputs):
-        self.add_loss(keras.ops.mean(inputs))
+        self.add_loss(self.compute(inputs))
         return inputs
 
 
-def weight_after_penalty(optimizer, samples, penalty, loss_weights=None):
-    """Returns the weight after a step with a sum of losses and `model.losses`."""
-    options = {} if penalty == "add_loss" else {penalty: keras.ops.sum}
-    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", **options)
-    layers = [keras.Input((1,)), dense]
-    if penalty == "add_loss":
-        layers.append(MeanOutput())
-    loss = keras.losses.MeanAbsoluteError(reduction="sum")
+def distributed(op):
+    return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=op)
+
+
+def weight_beside(optimizer, samples, *layers, loss_weights=None, **regularizers):
+    """Returns the weight after a step with a sum of losses and `model.losses`.
+
+    With a list of several `loss_weights`, the model has so many outputs, of which all
+    but the first are 0 times the weight.
+    """
+    dense = keras.layers.Dense(
+        1, use_bias=False, kernel_initializer="zeros", **regularizers
+    )
+    x = keras.Input((1,))
+    outputs = [keras.Sequential([dense, *layers])(x)]
+    outputs += [0 * outputs[0] for _ in (loss_weights or [])[1:]]
     inputs = samples.reshape(-1, 1)
+    losses = [keras.losses.MeanAbsoluteError(reduction="sum") for _ in outputs]
     step(
-        keras.Sequential(layers),
+        keras.Model(x, outputs if len(outputs) > 1 else outputs[0]),
         optimizer,
         inputs,
-        np.ones_like(inputs),
-        loss=loss,
+        [np.ones_like(inputs) for _ in outputs],
+        loss=losses,
         loss_weights=loss_weights,
     )
     return float(dense.kernel[0, 0])
 
 
 @two_ranks
+@pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize(
-    ("penalty", "expected"),
+    ("regularizer", "expected"),
     [
         # The gradient of the sum of the kernel is 1: (36 - 1) / 10.
         ("kernel_regularizer", 3.5),
         # The mean of w x has the gradient 4.5: (36 - 4.5) / 10.
         ("activity_regularizer", 3.15),
-        ("add_loss", 3.15),
     ],
 )
-def test_a_loss_that_is_a_sum_beside_other_losses(penalty, expected):
-    def distributed(op):
-        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=op)
-
+def test_a_loss_that_is_a_sum_beside_a_regularizer(regularizer, expected, outputs):
+    options = {regularizer: keras.ops.sum}
     with pytest.raises(ValueError, match="would multiply the losses of reg") as error:
-        weight_after_penalty(distributed(hvd.Sum), SAMPLES[HALF], penalty)
-    assert "1 such losses" in str(error.value)
+        weight_beside(distributed(hvd.Sum), SAMPLES[HALF], **options)
+    assert "dense" in str(error.value)
+    assert "loss_weights=[float(hvd.size())]" in str(error.value)
     assert "\n" not in str(error.value)
     # The remedy of the message.
-    found = weight_after_penalty(
-        distributed(hvd.Average), SAMPLES[HALF], penalty, loss_weights=float(SIZE)
+    found = weight_beside(
+        distributed(hvd.Average),
+        SAMPLES[HALF],
+        loss_weights=[float(SIZE)] * outputs,
+        **options,
     )
-    check(
-        [found, weight_after_penalty(keras.optimizers.SGD(0.1), SAMPLES, penalty)],
-        [expected, expected],
+    single = weight_beside(keras.optimizers.SGD(0.1), SAMPLES, **options)
+    check([found, single], [expected, expected])
+
+
+def half_of_the_sum(inputs):
+    return keras.ops.sum(inputs) / 2
+
+
+def mean_by_size(inputs):
+    return keras.ops.mean(inputs) / SIZE
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    ("op", "added", "found", "one_process"),
+    [
+        # The sum of w x / 2 has the gradient 18, and its mean over ranks 9.
+        (hvd.Sum, half_of_the_sum, (36 - 18) / 10, 1.8),
+        (hvd.Average, half_of_the_sum, (36 - 9) / 10, 1.8),
+        # The means of the ranks have the gradients 2.5 and 6.5.
+        (hvd.Sum, keras.ops.mean, (36 - 9) / 10, 3.15),
+        (hvd.Sum, mean_by_size, (36 - 4.5) / 10, 3.15),
+        (hvd.Average, keras.ops.mean, (36 - 4.5) / 10, 3.15),
+    ],
+)
+def test_a_loss_that_is_a_sum_beside_add_loss(op, added, found, one_process):
+    weights = [float(SIZE)] if op == hvd.Average else None
+    result = weight_beside(
+        distributed(op), SAMPLES[HALF], AddLoss(added), loss_weights=weights
     )
+    reference = keras.ops.mean if added is mean_by_size else added
+    single = weight_beside(keras.optimizers.SGD(0.1), SAMPLES, AddLoss(reference))
+    check([result, single], [found, one_process])
 
 
 @two_ranks
