@@ -6,6 +6,7 @@ come from datasets, which `fit` makes of arrays and generators as well, or are a
 of `train_on_batch`.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -204,17 +205,23 @@ def note_losses(recorder: StepRecorder) -> None:
         # The container that `compile` makes calls the losses in it.
         if type(loss).__name__ == "CompileLoss" or loss in noted:
             return
-        if not (tf.is_tensor(y_true) and tf.is_tensor(y_pred) and len(y_pred.shape)):
+        if not (tf.is_tensor(y_true) and tf.is_tensor(y_pred) and y_pred.shape.rank):
             return
-        function = _without_batch_size(loss.call, y_true, y_pred, dtype=loss.dtype)
-        if _has_collectives(function):
-            # It may be the loss of all ranks' samples: none can be computed alone.
+        function = None
+        # The losses of other batches cannot be computed where a loss reads other
+        # tensors of the step, or depends on the number of samples.
+        with contextlib.suppress(Exception):
+            function = _without_batch_size(loss.call, y_true, y_pred, dtype=loss.dtype)
+        if function is None or _has_collectives(function):
+            # Or it may be the loss of all ranks' samples.
             noted[loss] = True
             return
 
         def compare(*tensors: tf.Tensor) -> None:
             if loss not in noted:
-                noted[loss] = _is_mean_over_samples(function, *tensors)
+                noted[loss] = True
+                with contextlib.suppress(Exception):
+                    noted[loss] = _is_mean_over_samples(function, *tensors)
 
         # A step may be traced several times before it runs.
         tf.py_function(compare, [y_true, y_pred], [])

@@ -214,6 +214,9 @@ mpirun detected that one or more processes exited with non-zero status
     assert phases.last_error(log) == "ValueError: a reason"
 
 
+TARGETS = np.array([[1, 0], [1, 1], [0, 1], [0, 0]], "float32")
+
+
 @pytest.mark.parametrize(
     ("loss", "is_mean"),
     [
@@ -232,6 +235,52 @@ def test_losses_that_are_no_means_over_samples(
     monkeypatch.setattr(keras.losses.Loss, "__call__", keras.losses.Loss.__call__)
     recorder = StepRecorder(directories[0], rank=0, steps=1, on_steps=print)
     capture.note_losses(recorder)
-    targets = tf.constant([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    targets = tf.constant(TARGETS)
     wrap(lambda y_true, y_pred: loss(y_true, y_pred))(targets, 0.2 + targets * 0.5)
     assert recorder.are_means == {loss: is_mean}
+
+
+class OfFeatures(keras.losses.Loss):
+    """A loss that reads a tensor of the forward pass."""
+
+    def call(self, y_true, y_pred):
+        return tf.reduce_mean(tf.abs(y_true - y_pred) * self.features, -1)
+
+
+class OfFourRows(keras.losses.Loss):
+    """A loss that computes with the number of samples of a batch."""
+
+    def call(self, y_true, y_pred):
+        return tf.reduce_mean(tf.reshape(tf.abs(y_true - y_pred), (4, 2)), -1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape"),
+    [
+        (OfFeatures(), [4, 2]),
+        (OfFeatures(), [None, None]),
+        (OfFourRows(), [4, 2]),
+        (OfFourRows(reduction="sum"), [None, None]),
+        (OfFourRows(), None),
+    ],
+)
+def test_losses_that_cannot_be_computed_of_other_batches(
+    loss, shape, directories, monkeypatch
+):
+    monkeypatch.setattr(keras.losses.Loss, "__call__", keras.losses.Loss.__call__)
+    recorder = StepRecorder(directories[0], rank=0, steps=1, on_steps=print)
+    capture.note_losses(recorder)
+
+    @tf.function(input_signature=[tf.TensorSpec(shape)] * 2)
+    def step(y_true, y_pred):
+        loss.features = 2.0 * y_pred
+        return loss(y_true, y_pred)
+
+    predictions = 0.2 + TARGETS * 0.5
+    found = float(step(TARGETS, predictions))
+    differences = np.abs(TARGETS - predictions)
+    if isinstance(loss, OfFeatures):
+        differences *= 2 * predictions
+    expected = np.mean(differences) * (4 if loss.reduction == "sum" else 1)
+    assert found == pytest.approx(expected)
+    assert all(recorder.are_means.values())
