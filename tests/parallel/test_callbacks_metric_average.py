@@ -245,6 +245,16 @@ def test_a_number_under_a_metric_s_name_is_not_taken_for_the_metric():
     assert logs["loss"] == 100 + (hvd.size() - 1) / 2
 
 
+def test_later_evaluations_keep_no_states():
+    model = sgd_model()
+    average = hvd.callbacks.MetricAverageCallback()
+    inputs, labels = oracle.samples(steps=2)
+    for _ in range(2):
+        oracle.fit_shard(model, inputs, labels, callbacks=[average, average])
+        assert "reset_metrics" not in vars(model)
+        model.evaluate(inputs, labels, verbose=0)
+
+
 def test_nan_on_one_rank_is_nan_everywhere():
     logs = logs_of_one_epoch(sgd_model(), Put(odd=np.nan if hvd.rank() == 1 else 1.0))
     assert np.isnan(logs["odd"])

@@ -43,6 +43,7 @@ class _KeptStates:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
+        self._original = vars(model).get("reset_metrics")
         self._reset = replace(model, "reset_metrics", self, by=_KeptStates)
         self.states: list[list[np.ndarray]] = []
 
@@ -52,6 +53,15 @@ class _KeptStates:
             variables = metric_variables(self._model.metrics)
             self.states.append(local_states(variables))
         self._reset()
+
+    def remove(self) -> None:
+        """Put back what this stands for, unless it was removed before."""
+        self.states.clear()
+        if vars(self._model).get("reset_metrics") is not self:
+            return
+        del self._model.reset_metrics
+        if self._original is not None:
+            self._model.reset_metrics = self._original
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -107,6 +117,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         # `fit` passes the last epoch's logs of this rank again.
         if logs is not None:
             logs.update(self._epoch_logs)
+        self._kept.remove()
 
     def _logged_states(self, logs: dict) -> dict[str, list[np.ndarray]]:
         """Return the states of which `logs` has the results, by the prefix there."""
