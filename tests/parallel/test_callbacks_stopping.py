@@ -103,16 +103,27 @@ def restores_first_epoch(patience):
 
 
 @pytest.mark.parametrize(
-    ("rank", "patience", "epochs"), [(0, 2, 3), (1, 2, 3), (1, 9, 4)]
+    ("rank", "patience", "epochs", "use_ema"),
+    [(0, 2, 3, False), (1, 2, 3, False), (1, 9, 4, False), (1, 2, 3, True)],
 )
-def test_weights_that_one_rank_restores_at_the_end(rank, patience, epochs):
+def test_weights_that_one_rank_restores_at_the_end(rank, patience, epochs, use_ema):
     notes, together = Weights(), hvd.callbacks.StopTogetherCallback()
     check = hvd.callbacks.ConsistencyCheckCallback()
     restores = [restores_first_epoch(patience)] if hvd.rank() == rank else []
-    model, history = fit(notes, *restores, together, check, epochs=4)
+    sgd = keras.optimizers.SGD(0.1, use_ema=use_ema)
+    model, history = fit(notes, *restores, together, check, epochs=4, optimizer=sgd)
     assert len(history.epoch) == epochs
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
     assert oracle.difference(model.get_weights(), notes.by_epoch[0]) == 0
+
+
+def test_moving_averages_of_weights_that_no_rank_restores():
+    notes, sgd = Weights(), keras.optimizers.SGD(0.1, use_ema=True)
+    after = Weights()
+    model, _ = fit(notes, hvd.callbacks.StopTogetherCallback(), after, optimizer=sgd)
+    assert oracle.difference(after.by_epoch[-1], notes.by_epoch[-1]) == 0
+    averages = sgd._model_variables_moving_average
+    assert oracle.difference(model.get_weights(), [v.numpy() for v in averages]) == 0
 
 
 def test_weights_that_one_rank_restores_in_train_and_evaluate():

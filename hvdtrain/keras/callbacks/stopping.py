@@ -4,13 +4,19 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.objects import name_ranks
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.collectives.transport import Max
 from hvdtrain.keras.consistency import compute_checksum
-from hvdtrain.keras.variables import get_local_keys, get_training_ranks, variable_key
+from hvdtrain.keras.variables import (
+    get_local_keys,
+    get_training_ranks,
+    optimizers_inside,
+    variable_key,
+)
 from hvdtrain.sharding.shards import is_split_over_ranks
 
 
@@ -99,7 +105,7 @@ class StopTogetherCallback(keras.callbacks.Callback):
         self._is_requested |= bool(self.model.stop_training)
         self.model.stop_training = self._agree()
         if self.model.stop_training or epoch + 1 == self.params["epochs"]:
-            self._checksum = compute_checksum(self._weights(is_trainable=True))
+            self._checksum = self._final_checksum()
 
     def on_train_end(self, logs: dict | None = None) -> None:
         process_set = get_training_ranks(self.model.optimizer)
@@ -121,6 +127,25 @@ class StopTogetherCallback(keras.callbacks.Callback):
         elif changed and len(set(checksums)) > 1:
             weights = self._weights(is_trainable=False)
             ops.broadcast_variables(weights, changed[0], process_set)
+
+    def _final_checksum(self) -> int:
+        """Return a checksum of the weights that `fit` will leave.
+
+        With `use_ema`, it assigns moving averages to them before on_train_end: that
+        is no change by a callback.
+        """
+        optimizer, weights = self.model.optimizer, self.model.trainable_weights
+        has_averages = any(
+            getattr(each, "use_ema", False) for each in optimizers_inside(optimizer)
+        )
+        before = [tf.identity(weight) for weight in weights] if has_averages else []
+        if has_averages:
+            optimizer.finalize_variable_values(weights)
+        checksum = compute_checksum(self._weights(is_trainable=True))
+        # The next checkpoint of a training needs the weights that have no average.
+        for weight, value in zip(weights, before, strict=False):
+            weight.assign(value)
+        return checksum
 
     def _weights(self, *, is_trainable: bool) -> list[keras.Variable]:
         """Return the weights that are not local, or the trainable ones of them."""
