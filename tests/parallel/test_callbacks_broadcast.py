@@ -619,6 +619,18 @@ def test_a_callback_that_makes_the_optimizer_plain_is_refused(event, change):
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_model_may_be_compiled_for_inference_at_the_end(is_first):
+    model = sgd_model()
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    callbacks.insert(not is_first, recompiles("on_train_end", compile_plain))
+    inputs, labels = oracle.samples(steps=3)
+    oracle.fit_shard(model, inputs, labels, callbacks=callbacks)
+    oracle.assert_bitwise_equal_over_ranks(
+        [*model.get_weights(), model.evaluate(inputs, labels, verbose=0)]
+    )
+
+
 class TapeModel(keras.Sequential):
     """A `train_step` of the user, which reduces the gradients itself."""
 

@@ -148,7 +148,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         fit_start.check_distributed(self.model)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        fit_start.check_distributed(self.model)
         # A rank that has no epoch left takes part in the check of the others.
         self._check_first_epoch(None)
 
