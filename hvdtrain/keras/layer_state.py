@@ -14,6 +14,9 @@ import tensorflow as tf
 
 from hvdtrain.collectives.dtypes import as_tensorflow
 
+# Of the variables that `finalize_state` reads.
+_NAMES = ("mean", "variance")
+
 
 def refresh(model: keras.layers.Layer) -> None:
     """Derive the state of layers anew, after variables of `model` were assigned.
@@ -31,10 +34,15 @@ def refresh(model: keras.layers.Layer) -> None:
 def refresh_owners(variables: Iterable[keras.Variable | tf.Variable]) -> None:
     """Derive the state of the layers anew that have these variables.
 
-    A variable has no reference to its layer. So this looks through all objects of the
-    process, some 0.1 s, for layers, and for models that contain them.
+    A variable has no reference to its layer. So where a name is that of a variable of
+    `Normalization`, this looks through all objects of the process, some 0.1 s, for
+    layers, and for models that contain them.
     """
-    keys = {as_tensorflow(variable).ref() for variable in variables}
+    keys = {as_tensorflow(v).ref() for v in variables if _base_name(v) in _NAMES}
+    if not keys:
+        return
+    # Frozen objects are not in the list: layers that were made before gc.freeze().
+    gc.unfreeze()
     # By type(): isinstance would load modules that are loaded at their first use.
     layers = [o for o in gc.get_objects() if issubclass(type(o), keras.layers.Layer)]
     # The attribute is missing where __init__ has raised an error.
@@ -43,6 +51,11 @@ def refresh_owners(variables: Iterable[keras.Variable | tf.Variable]) -> None:
         own = [as_tensorflow(v).ref() for each in inside for v in each.variables]
         if not keys.isdisjoint(own):
             refresh(layer)
+
+
+def _base_name(variable: keras.Variable | tf.Variable) -> str:
+    # TensorFlow's names are "layer/mean:0".
+    return variable.name.split("/")[-1].split(":")[0]
 
 
 def _derives_state(layer: keras.layers.Layer) -> bool:

@@ -1,6 +1,7 @@
 """All ranks start from one state, before the first step."""
 
 import copy
+import gc
 import pickle
 
 import horovod.tensorflow.keras as horovod_keras
@@ -398,7 +399,7 @@ def normalized_model():
     )
 
 
-@pytest.mark.parametrize("way", ["callback", "by hand", "after a step"])
+@pytest.mark.parametrize("way", ["callback", "by hand", "frozen", "after a step"])
 def test_normalization_computes_with_the_variables_of_rank_0(way):
     inputs, labels = oracle.samples(steps=3)
     inputs = 5 * inputs + 40
@@ -426,12 +427,29 @@ def test_normalization_computes_with_the_variables_of_rank_0(way):
     if hvd.rank() == 0:
         model.layers[0].adapt(inputs)
     callbacks = [hvd.callbacks.MetricAverageCallback()]
-    if way == "by hand":
+    if way == "frozen":
+        gc.freeze()
+    if way in ("by hand", "frozen"):
         hvd.broadcast_variables(model.variables, root_rank=0)
     else:
         callbacks.insert(0, hvd.callbacks.BroadcastGlobalVariablesCallback(0))
     found = train(model, oracle.fit_shard, callbacks=callbacks)
     assert oracle.difference(found, oracle.on_one_process(train_alone)) < 1e-5
+
+
+def test_a_broadcast_of_other_variables_does_not_search_layers(monkeypatch):
+    model = keras.Sequential(
+        [
+            keras.Input((oracle.FEATURES,)),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+    for variable in model.variables:
+        variable.assign(variable + float(hvd.rank()))
+    monkeypatch.setattr(gc, "get_objects", None)
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
 
 
 def add_to_weight(model):
