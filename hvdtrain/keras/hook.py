@@ -10,7 +10,11 @@ import tensorflow as tf
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.dtypes import mark_internal
 from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
+from hvdtrain.collectives.process_sets import (
+    ProcessSet,
+    global_process_set,
+    needs_communication,
+)
 from hvdtrain.keras.calls import calling_loss_scale_optimizer, calling_model
 from hvdtrain.keras.clipping import Clipping
 from hvdtrain.keras.consistency import (
@@ -25,7 +29,7 @@ from hvdtrain.keras.gradients import (
     sum_duplicate_rows,
 )
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.unlisted import find_unlisted
+from hvdtrain.keras.unlisted import Unlisted, find_unlisted
 from hvdtrain.keras.variables import (
     Optimizer,
     Variable,
@@ -343,9 +347,11 @@ class ReductionHook:
                 self._optimizer.build(variables)
         weights = [v for v in variables if not self.reducer.is_local(v)]
         state = non_local_state(self._optimizer, variables, self.reducer.local_keys)
-        with tf.init_scope():
-            model = calling_model(self._optimizer)
-            unlisted = find_unlisted(model, [self._optimizer], self.reducer.local_keys)
+        unlisted: list[Unlisted] = []
+        if any(needs_communication(process_set) for process_set, _ in self.axes()):
+            model, local_keys = calling_model(self._optimizer), self.reducer.local_keys
+            with tf.init_scope():
+                unlisted = find_unlisted(model, [self._optimizer], local_keys)
         for process_set, _ in self.axes():
             replicated = [v for v in weights + state if is_replicated(v, process_set)]
             has_stages = trains_stages(process_set, variables)

@@ -93,11 +93,16 @@ def learned_state(
             a layer derives from them.
         is_derived: whether to include what layers derive from their variables.
     """
-    for layer in model._flatten_layers():
+    layers = list(model._flatten_layers())
+    texts = [x for x in layers if isinstance(x, keras.layers.TextVectorization)]
+    # Such a layer returns the vocabulary of a lookup layer that it contains.
+    inside = {x for each in texts for x in each._flatten_layers(include_self=False)}
+    for layer in layers:
         for learned in _LEARNED:
             keys = set(map(variable_key, layer.weights))
             is_excluded = keys and (keys <= local_keys or not is_derived)
-            if isinstance(layer, learned.classes) and not is_excluded:
+            is_read = learned.name == "vocabulary" and layer in inside
+            if isinstance(layer, learned.classes) and not (is_excluded or is_read):
                 yield Unlisted(
                     f"the {learned.name} of the layer {layer.name}",
                     _summarize(learned.read(layer)),

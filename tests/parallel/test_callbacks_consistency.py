@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import oracle
 import pytest
+import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.keras.consistency import check_consistency
@@ -263,3 +264,26 @@ def test_checks_are_as_frequent_when_steps_are_taken_at_a_stretch():
         fit(model, check, change, epochs=6)
     # 10 steps are two executions: found after the fourth.
     assert change.batches_seen == 4
+
+
+def test_vocabularies_are_read_when_a_training_begins(monkeypatch):
+    get_vocabulary, reads = keras.layers.StringLookup.get_vocabulary, []
+
+    def read(layer, *args, **kwargs):
+        reads.append(layer)
+        return get_vocabulary(layer, *args, **kwargs)
+
+    monkeypatch.setattr(keras.layers.StringLookup, "get_vocabulary", read)
+    text = keras.layers.TextVectorization(
+        vocabulary=["a", "b"], output_mode="multi_hot", max_tokens=4
+    )
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((1,), dtype="string"), text, keras.layers.Dense(1)]
+    )
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    check = hvd.callbacks.ConsistencyCheckCallback(1)
+    words = tf.constant([["a"], ["b"], ["a b"], ["c"]])
+    oracle.fit(model, words, np.ones((4, 1)), 1, epochs=2, callbacks=[check])
+    # By the first check of the callback, and that of the first step.
+    assert len(reads) == 2 * (hvd.size() > 1)

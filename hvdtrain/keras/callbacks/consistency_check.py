@@ -25,9 +25,9 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
     step, after every `every_steps`, and at the end. Gradients that were not
     reduced, weights that were not broadcast, or a learning rate that was set on one
     rank only raise `DesynchronizedError`, with the same text on every rank. So do
-    hyperparameters that differ, and what layers have learned from other samples on each
-    rank, such as vocabularies. Variables that are registered with the optimizer as
-    local are left out.
+    hyperparameters that differ, and in the first check what layers have learned from
+    other samples on each rank, such as vocabularies. Variables that are registered with
+    the optimizer as local are left out.
 
     The first check covers all weights if the optimizer has taken no step; it is
     skipped if `fit` still has to build the model on some rank. Other checks leave out
@@ -65,7 +65,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         # The check is here, when all callbacks have handled the previous batch.
         if self._has_started:
             if self._is_due:
-                self._check_trained()
+                self._check_trained(includes_learned=False)
         elif self._is_true_on_all_ranks(self.model.built, "ConsistencyIsBuilt"):
             # Not in on_train_begin, where callbacks later in the list restore or
             # broadcast.
@@ -77,7 +77,7 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
         self._is_due |= self._interval(batch)
 
     def on_train_end(self, logs: dict | None = None) -> None:
-        self._check_trained()
+        self._check_trained(includes_learned=False)
 
     def _is_true_on_all_ranks(self, flag: bool, name: str) -> bool:
         process_set = get_training_ranks(self.model.optimizer)
@@ -91,7 +91,11 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
             variables = non_local_variables(self.model, local_keys=self._local_keys)
             check_model(self.model, variables, local_keys=self._local_keys)
         else:
-            self._check_trained()
+            self._check_trained(includes_learned=True)
 
-    def _check_trained(self) -> None:
-        check_trained(self.model, local_keys=self._local_keys)
+    def _check_trained(self, *, includes_learned: bool) -> None:
+        check_trained(
+            self.model,
+            local_keys=self._local_keys,
+            includes_learned=includes_learned,
+        )
