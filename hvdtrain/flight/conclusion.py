@@ -37,6 +37,14 @@ def conclude(answers: Sequence[Answer]) -> str:
     return "\n".join(lines)
 
 
+def describe_cut(answer: Answer) -> str:
+    """Return a line of a rank that is in a collective and cannot reach another host."""
+    return (
+        f"{_name(answer)} has been in {_in(answer)} for {answer.seconds:.0f} s"
+        f"{_at(answer)}: its connection to another host is lost."
+    )
+
+
 def suspects(answers: Sequence[Answer]) -> list[Answer]:
     """Return the ranks that others wait for; all ranks if none or all are late."""
     late = [answer for answer in answers if not _waits(answer)]

@@ -16,6 +16,7 @@ _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 # The kernel writes its line just before, and the counter just after the kill.
 _SECONDS_FOR_EVIDENCE = 1.0
 _POLL_SECONDS = 0.05
+_END_POLL_SECONDS = 0.01
 # In /proc/PID/stat, from the state of the process on.
 _STATUS_FIELD = 49
 # PROC_PID_INIT_INO of the kernel.
@@ -94,6 +95,13 @@ def wait_status(pid: int) -> int:
         # After the name of the program, which may contain spaces.
         return int(stat.rpartition(")")[2].split()[_STATUS_FIELD])
     return 0
+
+
+def wait_for_parent(pid: int, *, timeout_seconds: float) -> None:
+    """Wait until the parent `pid` of this process has ended."""
+    deadline = time.monotonic() + timeout_seconds
+    while os.getppid() == pid and time.monotonic() < deadline:
+        time.sleep(_END_POLL_SECONDS)
 
 
 def is_fatal(text: str) -> bool:

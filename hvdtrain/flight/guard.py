@@ -20,18 +20,14 @@ import sys
 import time
 
 from hvdtrain.flight import answer as answers
-from hvdtrain.flight import conclusion, deaths, descendants, ring, verdict
+from hvdtrain.flight import conclusion, connections, deaths, descendants, ring, verdict
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.limits import Wait
 from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.flight.stacks import read_stacks, without_receiver
 from hvdtrain.flight.step_durations import StepDurations
 from hvdtrain.flight.task import Task
-from hvdtrain.open_directory import OpenDirectory
 
-_END_POLL_SECONDS = 0.01
-# After an examination that has found no reason to end the job, until the next.
-_SHARE_OF_DEADLOCK_LIMIT = 0.5
 # A process that signal N has ended is reported with exit code 128 + N.
 _OF_A_SIGNAL = 128
 _STDIN, _STDERR = 0, 2
@@ -56,8 +52,8 @@ class Guard:
         self._steps = StepDurations(task.limits.check_seconds)
         self._period = task.limits.period_seconds
         self._wait = Wait()
-        # Seconds in the present collective until it is examined whether it can end.
-        self._examined_at = task.limits.deadlock_seconds
+        # Seconds in the present collective when its end was last examined.
+        self._examined = 0.0
         self._commands = ""
         self._stack_text = ""
         self._stopped_periods = 0
@@ -70,9 +66,9 @@ class Guard:
         # Why this process has killed the rank, and whether the rank is the cause.
         self._killed = ""
         self._is_cause = True
-        # Of a rank that ends, as far as it is known.
+        # The wait status of a rank that ends; 0 if it is not known.
         self._status = 0
-        # Of a rank that is about to end by Python's exit.
+        # Where the rank is about to end by Python's exit; else None.
         self._exit_code: int | None = None
         # Whether the other ranks depend on this one.
         self._is_in_job = task.member.size > 1
@@ -121,7 +117,7 @@ class Guard:
         if self._task.stacks in ready:
             text = read_stacks(self._task.stacks)
             if self._awaits_stacks and not deaths.is_fatal(text):
-                # The stacks of an earlier roll call, of which nobody asks any more.
+                # The stacks of an earlier roll call, which has ended.
                 text = ""
             self._awaits_stacks = False
             # Not replaced at the end of the pipe, which follows a fatal error.
@@ -130,13 +126,8 @@ class Guard:
                 self._make_roll_call(has_stalled=False)
         if _STDIN in ready and not self._read_commands():
             self._is_cut = True
-            self._wait_for_end(timeout_seconds)
-
-    def _wait_for_end(self, timeout_seconds: float) -> None:
-        """Wait for the end of the process, whose files the kernel closes before."""
-        deadline = time.monotonic() + timeout_seconds
-        while os.getppid() == self._member.pid and time.monotonic() < deadline:
-            time.sleep(_END_POLL_SECONDS)
+            # The kernel closes the files of a process before its end.
+            deaths.wait_for_parent(self._member.pid, timeout_seconds=timeout_seconds)
 
     def _read_commands(self) -> bool:
         data = os.read(_STDIN, 1 << 16).decode()
@@ -212,7 +203,8 @@ class Guard:
     def _kill(self, cause: str, *, is_cause: bool = True) -> None:
         self._killed, self._is_cause = cause, is_cause
         self._is_in_job = False
-        with contextlib.suppress(ProcessLookupError):
+        # A roll call takes seconds, after which the PID may be of another process.
+        if os.getppid() == self._member.pid:
             os.kill(self._member.pid, signal.SIGKILL)
 
     def _check_progress(self) -> None:
@@ -236,16 +228,23 @@ class Guard:
         """End the job if the rank waits beyond its limit, or for what cannot come."""
         records = ring.read(self._member.ring) if self._wait.seconds else None
         if self._killed or not records or not records.in_flight:
-            self._examined_at = self._limits.deadlock_seconds
+            self._examined = 0.0
             return
-        limit_seconds, limit = self._limits.end(records.in_flight.operation)
-        if self._wait.seconds >= limit_seconds:
-            given = self._call() or [self._look()]
-            self._end_job(self._member, f"{conclusion.conclude(given)} {limit}")
-        elif self._wait.seconds >= self._examined_at > 0:
-            self._postpone_examination()
-            given = self._call() or []
-            if found := verdict.find(given, seconds=self._limits.deadlock_seconds):
+        waited, operation = self._wait.seconds, records.in_flight.operation
+        limit_seconds, limit = self._limits.end(operation)
+        is_over = waited >= limit_seconds
+        if is_over and connections.has_lost(self._member.pid):
+            if (given := self._look()).in_flight:
+                self._end_job(self._member, f"{conclusion.describe_cut(given)} {limit}")
+        elif waited >= self._limits.examination(operation, self._examined):
+            self._examined = waited
+            answered, found = self._call() or [], None
+            if waited >= self._limits.deadlock_seconds > 0:
+                found = verdict.find(answered, seconds=self._limits.deadlock_seconds)
+            if is_over and not found:
+                answered = answered or [self._look()]
+                found = verdict.find_failed(answered, records.in_flight, limit)
+            if found:
                 self._end_job(found.member or self._member, found.text)
 
     def _end_job(self, member: Member, text: str) -> None:
@@ -257,10 +256,6 @@ class Guard:
         # Also where the guard of the member has not killed it.
         if member == self._member or not is_first:
             self._kill(_ENDED, is_cause=False)
-
-    def _postpone_examination(self) -> None:
-        pause = _SHARE_OF_DEADLOCK_LIMIT * self._limits.deadlock_seconds
-        self._examined_at = self._wait.seconds + pause
 
     def _make_roll_call(self, *, has_stalled: bool) -> None:
         """Make a roll call, unless one is open, and print what it shows."""
@@ -290,16 +285,11 @@ class Guard:
 
     def _write_stacks(self, given: list[Answer]) -> str:
         """Write the stacks to a file of the model_dir, or return the suspects'."""
-        folder = self._shared.directory.parent / "errors"
         if str(self._shared.directory) != self._task.directory:
-            step = max((answer.step for answer in given), default=0)
-            name = f"stacks-step-{step}.txt"
-            with (
-                contextlib.suppress(OSError),
-                OpenDirectory(folder, make=True, is_private=False) as files,
-            ):
-                files.write(name, conclusion.stacks_text(given))
-                return f"Stacks of all ranks: {folder / name}\n"
+            with contextlib.suppress(OSError):
+                step = max((answer.step for answer in given), default=0)
+                text = conclusion.stacks_text(given)
+                return f"Stacks of all ranks: {self._shared.write_stacks(step, text)}\n"
         suspects = conclusion.suspects(given)
         if len(suspects) == len(given):
             # None is late: show the rank that was asked.
@@ -314,7 +304,7 @@ class Guard:
             moment = ring.read_moment(self._member.ring)
             if moment and moment.entered:
                 self._called_for = moment.entered
-            self._postpone_examination()
+            self._examined = self._wait.seconds
 
     def _answer(self, call: str) -> None:
         self._answered = call
@@ -339,7 +329,7 @@ class Guard:
 
     def _report_death(self) -> None:
         # Before the search for the cause, which takes a second: other ranks fail now.
-        is_first = not self._has_failed()
+        is_first = not self._shared.has_failed()
         self._keep_records("ended", "has ended")
         cause = self._killed or deaths.cause(
             self._member.pid,
@@ -363,7 +353,9 @@ class Guard:
         """
         records = ring.read(self._member.ring)
         is_failure = 0 < (self._exit_code or 0) < _OF_A_SIGNAL
-        return bool(records and records.number and (is_failure or self._has_failed()))
+        return bool(
+            records and records.number and (is_failure or self._shared.has_failed())
+        )
 
     def _note_end(self) -> None:
         """Keep that the rank has ended, for ranks that go on and fail by it."""
@@ -371,10 +363,6 @@ class Guard:
             self._keep_records("done", "has ended its script")
             # They may have ended meanwhile.
             self._shared.remove(self._member, keeps_answer=True)
-
-    def _has_failed(self) -> bool:
-        """Return whether a rank of the job has ended, or left with an error."""
-        return any(a.state in ("ended", "left") for a in self._shared.answers())
 
     def _keep_records(self, state: str, cause: str) -> Answer:
         given = answers.observe(

@@ -11,6 +11,8 @@ _SHARE_OF_STALL_LIMIT = 0.5
 # For a collective to fail by itself, which runs the script's `except` and `finally`.
 _GRACE_SECONDS = 10.0
 _MAX_PERIOD_SECONDS = 1.0
+# From one examination that has found no reason to end the job until the next.
+_SHARE_OF_FIRST_EXAMINATION = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +42,19 @@ class Limits:
         limits = (self.check_seconds, self.stop_seconds, self.deadlock_seconds)
         return min([_MAX_PERIOD_SECONDS, *(limit / 10 for limit in limits if limit)])
 
+    def examination(self, operation: str, last: float) -> float:
+        """Return when it is examined next whether an operation can end.
+
+        Args:
+            last: when that was examined last; 0 for never.
+        """
+        limit_seconds, _ = self.end(operation)
+        first = min(self.deadlock_seconds or math.inf, limit_seconds)
+        following = max(first, last + _SHARE_OF_FIRST_EXAMINATION * first)
+        return min(following, limit_seconds) if last < limit_seconds else following
+
     def end(self, operation: str) -> tuple[float, str]:
-        """Return when a rank that waits in an operation is ended, and why."""
+        """Return when a rank that waits in an operation may be ended, and why."""
         if operation == "join":
             # For as long as the others have batches.
             return math.inf, ""

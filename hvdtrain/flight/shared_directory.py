@@ -126,6 +126,22 @@ class SharedDirectory:
         given = [answer for to, answer in read if call is None or to in ("", call)]
         return sorted(given, key=lambda answer: answer.member.rank)
 
+    def has_failed(self) -> bool:
+        """Return whether a rank of the job has ended, or left with an error."""
+        return any(answer.state in ("ended", "left") for answer in self.answers())
+
+    def write_stacks(self, step: int, text: str) -> pathlib.Path:
+        """Write a file to the model_dir that has this directory; return its path.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        folder = self.directory.parent / "errors"
+        name = f"stacks-step-{step}.txt"
+        with OpenDirectory(folder, make=True, is_private=False) as files:
+            files.write(name, text)
+        return folder / name
+
     def write_conclusion(self, text: str) -> None:
         """Keep a conclusion, for the message with which ranks fail."""
         with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hvdtrain.environment import DEADLOCK
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.conclusion import conclude
+from hvdtrain.flight.ring import Collective
 
 _REASONS = (
     "Usual reasons: ranks with different numbers of batches (steps_per_epoch, or "
@@ -42,6 +43,31 @@ def find(answers: Sequence[Answer], *, seconds: float) -> Verdict | None:
     if _is_deadlock(answers, waiting, seconds):
         return Verdict(None, f"{conclude(answers)} {ended}")
     return None
+
+
+def find_failed(
+    answers: Sequence[Answer], awaited: Collective, limit: str
+) -> Verdict | None:
+    """Return why a collective should have failed before now; None if it may go on.
+
+    Horovod does not end a collective that all ranks have entered, and whose data is
+    on the way for long. In `hvd.init` and at the end no data is.
+
+    Args:
+        limit: that the wait has reached.
+    """
+    has_data = awaited.operation not in ("init", "shutdown")
+    if has_data and not any(_is_missing(answer, awaited) for answer in answers):
+        return None
+    return Verdict(None, f"{conclude(answers)} {limit}")
+
+
+def _is_missing(answer: Answer, awaited: Collective) -> bool:
+    """Return whether a rank does not take part in a collective of all ranks."""
+    if answer.in_flight:
+        return answer.state in ("stopped", "ended", "left")
+    # One that has entered a later collective has sent what the others still receive.
+    return answer.number < awaited.number
 
 
 def _is_deadlock(

@@ -25,6 +25,10 @@ program=(python -m hvdtrain.mnist "--model_dir=$run"
   ${SLURM_ARRAY_TASK_ID:+"--seed=$SLURM_ARRAY_TASK_ID"})
 mkdir -p "$run"
 
+# mpirun notices a lost host after half a minute. By default it takes eight minutes.
+export OMPI_MCA_oob_tcp_keepalive_time=15 OMPI_MCA_oob_tcp_keepalive_intvl=5
+export OMPI_MCA_oob_tcp_keepalive_probes=3
+
 # mpirun and srun forward SIGUSR1 to all ranks. They write a checkpoint, and end with 75.
 # At SIGTERM mpirun would kill them within two seconds.
 stop_ranks() {

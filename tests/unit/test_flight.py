@@ -300,6 +300,40 @@ def test_each_wait_has_its_limit(operation, seconds):
     assert Limits().end(operation)[0] == math.inf
 
 
+@pytest.mark.parametrize(
+    ("last", "seconds"), [(0, 7), (7, 10.5), (10.5, 14), (24, 25), (25, 28.5)]
+)
+def test_a_wait_is_examined_again_and_at_its_limit(last, seconds):
+    limits = Limits(3, 12, init_seconds=20, deadlock_seconds=7)
+    assert limits.examination("allreduce", last) == seconds
+    assert Limits(3, 12).examination("allreduce", last) == (37.5 if last == 25 else 25)
+
+
+IN_INIT = collective(0, "hvd.init", "init")
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_found"),
+    [
+        # Data may be on the way through a slow network.
+        ([waiting(0), waiting(1)], False),
+        ([waiting(0)], False),
+        # Rank 1 has sent what rank 0 still receives.
+        ([waiting(0), given(1, number=8)], False),
+        ([waiting(0), given(1, number=6)], True),
+        ([waiting(0), waiting(1, state="stopped")], True),
+        ([waiting(0), waiting(1, state="ended", cause="was killed")], True),
+        ([waiting(0), given(1, "silent")], True),
+        ([waiting(0, IN_INIT), waiting(1, IN_INIT)], True),
+    ],
+)
+def test_a_collective_that_should_have_failed(answers, is_found):
+    found = verdict.find_failed(answers, answers[0].in_flight, "LIMIT=6")
+    assert bool(found) == is_found
+    if found:
+        assert found.text == f"{conclusion.conclude(answers)} LIMIT=6"
+
+
 def test_suspects_are_the_ranks_that_others_wait_for():
     stopped = dataclasses.replace(waiting(2), state="stopped")
     late = [given(1), stopped]

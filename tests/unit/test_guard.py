@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -112,6 +113,13 @@ class Rank:
             self.guard.wait(LIMIT_SECONDS)
         except psutil.TimeoutExpired:
             self.guard.kill()
+
+
+def has_namespaces():
+    """Whether this process may make network namespaces, and has the tools for it."""
+    tools = all(map(shutil.which, ("ip", "unshare")))
+    command = ["unshare", "--net", "true"]
+    return tools and subprocess.run(command, timeout=30, check=False).returncode == 0
 
 
 @pytest.fixture
@@ -384,13 +392,56 @@ def test_a_rank_that_waits_beyond_the_limit_of_init_is_killed(start):
 
 
 def test_one_line_is_printed_where_all_ranks_wait_beyond_the_limit(start):
-    ranks = [start(rank=rank, size=3, check=1.0, shutdown=2.0) for rank in (0, 1)]
+    *ranks, late = [
+        start(rank=rank, size=3, check=1.0, shutdown=2.0) for rank in range(3)
+    ]
     for rank in ranks:
         write_ring(rank.ring, seconds=5)
     printed = [rank.end() for rank in ranks]
     ends = [text.count("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=2") for text in printed]
     assert sorted(ends) == [0, 1]
     assert [rank.process.returncode for rank in ranks] == [-signal.SIGKILL] * 2
+    assert late.process.poll() is None
+
+
+@pytest.mark.long
+def test_a_collective_in_which_all_ranks_are_goes_on(start):
+    ranks = [start(rank=rank, size=2, check=1.0, shutdown=2.0) for rank in (0, 1)]
+    for rank in ranks:
+        write_ring(rank.ring, seconds=5)
+    # Of the guards: the limit is 13 s.
+    time.sleep(18)
+    assert [rank.process.poll() for rank in ranks] == [None] * 2
+    assert "are late" not in "".join(rank.printed for rank in ranks)
+
+
+# In a network namespace of its own, whose interface is then down.
+CUT = """
+import ctypes, socket, subprocess
+assert not ctypes.CDLL(None).unshare(0x40000000)
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+client.sendall(b"data")
+load()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
+def test_a_rank_whose_network_is_cut_is_killed(start):
+    rank = start(CUT, size=2, check=1.0, shutdown=2.0)
+    write_ring(rank.ring, seconds=5)
+    printed = rank.end()
+    assert rank.process.returncode == -signal.SIGKILL
+    assert re.search(
+        rf"^rank 0 on {HOST} has been in allreduce 1 \(gradients\) for \d+ s, "
+        r"script.py:7 in load: its connection to another host is lost. "
+        r"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=2$",
+        printed,
+        re.M,
+    )
 
 
 def test_a_rank_that_has_left_the_training_of_the_others_is_killed(start):
