@@ -77,12 +77,21 @@ def cause(
         code = os.WEXITSTATUS(status)
         return f"has ended with exit code {code}, without Python's exit, as by os._exit"
     if number not in (0, signal.SIGKILL):
-        return f"was killed by {signal.Signals(number).name}"
+        return f"was killed by {signal_name(number)}"
     if words := kills.words_for(pid):
         return f"was killed by the out-of-memory killer ({words})"
     if number:
         return "was killed by SIGKILL"
     return "was killed by a signal such as SIGKILL, or has called os._exit"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGTERM or signal 40."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        # Of the real-time signals only the first and the last one have a name.
+        return f"signal {number}"
 
 
 def wait_status(pid: int) -> int:

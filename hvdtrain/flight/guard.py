@@ -88,8 +88,8 @@ class Guard:
             self._check_progress()
             self._check_wait()
             self._answer_call()
-            if self._shared.is_to_end(self._member):
-                self._kill(_ENDED, is_cause=False)
+            if not self._killed and (text := self._shared.requested_end(self._member)):
+                self._kill_for(text)
             self._kills.renew()
             if not deaths.is_fatal(self._stack_text):
                 # The rank has moved on before the next roll call.
@@ -235,7 +235,8 @@ class Guard:
         is_over = waited >= limit_seconds
         if is_over and connections.has_lost(self._member.pid):
             if (given := self._look()).in_flight:
-                self._end_job(self._member, f"{conclusion.describe_cut(given)} {limit}")
+                text = f"{conclusion.describe_cut(given)} {limit}"
+                self._end_job(self._member, text, is_program_error=False)
         elif waited >= self._limits.examination(operation, self._examined):
             self._examined = waited
             answered, found = self._call() or [], None
@@ -247,15 +248,23 @@ class Guard:
             if found:
                 self._end_job(found.member or self._member, found.text)
 
-    def _end_job(self, member: Member, text: str) -> None:
+    def _end_job(
+        self, member: Member, text: str, *, is_program_error: bool = True
+    ) -> None:
         """Kill the process of a member, after which the launcher ends the others."""
-        is_first = self._shared.request_end(member)
+        is_first = self._shared.request_end(member, text)
         if is_first:
             self._shared.write_conclusion(text)
             _print(f"{text}\n")
         # Also where the guard of the member has not killed it.
         if member == self._member or not is_first:
-            self._kill(_ENDED, is_cause=False)
+            self._kill_for(text if is_program_error else "")
+
+    def _kill_for(self, program_error: str) -> None:
+        """Kill the rank, since the job cannot continue."""
+        if program_error and self._task.reason is not None:
+            os.write(self._task.reason, program_error.encode(errors="replace"))
+        self._kill(_ENDED, is_cause=False)
 
     def _make_roll_call(self, *, has_stalled: bool) -> None:
         """Make a roll call, unless one is open, and print what it shows."""

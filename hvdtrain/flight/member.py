@@ -61,6 +61,12 @@ class _Membership:
 
 class _Present:
     membership: _Membership | None = None
+    reason: int | None = None
+
+
+def pass_reason(file: int) -> None:
+    """Let the guard write to a file why it ends the job; called before `join`."""
+    _Present.reason = file
 
 
 def join(rank: int, size: int, *, job: str, limits: Limits) -> None:
@@ -91,13 +97,15 @@ def join(rank: int, size: int, *, job: str, limits: Limits) -> None:
         stacks=reader,
         thread=_start_receiver(),
         limits=limits,
+        reason=_Present.reason,
     )
+    passed = [reader] if task.reason is None else [reader, task.reason]
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROGRAM, str(_PACKAGE), task.as_text()],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            pass_fds=[reader],
+            pass_fds=passed,
             # Launchers signal the group of a rank, also when they end it.
             start_new_session=True,
         )
@@ -230,7 +238,7 @@ def clear(model_dir: str | os.PathLike) -> None:
 
 
 def leave(exit_code: int | None = None) -> None:
-    """Tell the guard that this process is about to end by itself.
+    """Send to the guard that this process is about to end by itself.
 
     By default the exit code is 1 after an uncaught exception, else 0.
     """
@@ -241,7 +249,7 @@ def leave(exit_code: int | None = None) -> None:
 
 
 def note_end() -> None:
-    """Tell the guard that the script has ended, unless by an uncaught exception.
+    """Send to the guard that the script has ended, unless by an uncaught exception.
 
     The exit of Python may take long, and collectives of other ranks fail meanwhile.
     """
@@ -250,7 +258,7 @@ def note_end() -> None:
 
 
 def note_shutdown() -> None:
-    """Tell the guard that the other ranks do not depend on this process any more."""
+    """Send to the guard that the other ranks do not depend on this process now."""
     if membership := _Present.membership:
         membership.send("shutdown")
 

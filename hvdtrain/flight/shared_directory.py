@@ -76,19 +76,20 @@ class SharedDirectory:
         call = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
         return call if self._claim(_CALL, call) else None
 
-    def request_end(self, member: Member) -> bool:
+    def request_end(self, member: Member, reason: str) -> bool:
         """Let the guard of a member kill its process; return whether none did before.
 
         True also where no file can be written.
         """
         try:
-            return self._claim(_END, member.name)
+            return self._claim(_END, [member.name, reason])
         except OSError:
             return True
 
-    def is_to_end(self, member: Member) -> bool:
-        """Return whether a guard has requested the end of a member."""
-        return self._read(_END) == member.name
+    def requested_end(self, member: Member) -> str:
+        """Return why a guard has requested the end of a member; empty if none has."""
+        name, reason = self._read(_END) or ("", "")
+        return reason if name == member.name else ""
 
     def current_roll_call(self) -> str | None:
         """Return the call that is to be answered, if there is one."""
@@ -194,7 +195,7 @@ class SharedDirectory:
             return json.loads(files.read(name))
         return None
 
-    def _claim(self, name: str, value: str) -> bool:
+    def _claim(self, name: str, value: object) -> bool:
         """Write a file that does not exist, or is old; return whether it did not."""
         with OpenDirectory(self.directory) as files:
             return files.claim(name, json.dumps(value), stale_seconds=_CALL_SECONDS)

@@ -15,6 +15,7 @@ class Task:
         directory: shared by the guards of this host.
         stacks: file descriptor from which the guard reads what `faulthandler` writes.
         thread: of the rank, which receives SIGQUIT from the guard.
+        reason: file descriptor to which the guard writes why it ends the job, if any.
     """
 
     member: Member
@@ -22,6 +23,7 @@ class Task:
     stacks: int
     thread: int
     limits: Limits
+    reason: int | None = None
 
     def as_text(self) -> str:
         """Return the task as JSON; see `from_text`."""

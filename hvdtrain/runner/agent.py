@@ -185,8 +185,9 @@ class _Rank:
         self.rank = int(environment["HOROVOD_RANK"])
         self._payload = _memory_file(start.payload)
         self._outcome = _memory_file(b"")
+        self._reason = _memory_file(b"")
         self._returned = self._ended = 0.0
-        files = (self._payload, self._outcome)
+        files = (self._payload, self._outcome, self._reason)
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "hvdtrain.runner.rank"),
@@ -256,9 +257,11 @@ class _Rank:
 
     def ended(self) -> channel.Ended:
         """Return the exit code and the outcome of a process that has ended."""
-        with open(self._outcome, "rb", closefd=False) as file:
-            file.seek(0)
-            return channel.Ended(self.rank, self.process.returncode, file.read())
+        outcome, reason = map(_content, (self._outcome, self._reason))
+        return channel.Ended(
+            *(self.rank, self.process.returncode, outcome),
+            reason=reason.decode(errors="replace"),
+        )
 
     def close(self) -> None:
         """Kill the process if it runs, and close the files."""
@@ -267,8 +270,8 @@ class _Rank:
             self._reap()
         for stream in self.streams:
             stream.file.close()
-        os.close(self._payload)
-        os.close(self._outcome)
+        for file in (self._payload, self._outcome, self._reason):
+            os.close(file)
 
 
 def _memory_file(data: bytes) -> int:
@@ -277,6 +280,12 @@ def _memory_file(data: bytes) -> int:
         opened.write(data)
     os.lseek(file, 0, os.SEEK_SET)
     return file
+
+
+def _content(file: int) -> bytes:
+    with open(file, "rb", closefd=False) as opened:
+        opened.seek(0)
+        return opened.read()
 
 
 def search_path() -> str:

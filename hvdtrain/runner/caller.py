@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assign
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+from hvdtrain.flight import deaths
 from hvdtrain.job import launchers
 from hvdtrain.runner import channel
 from hvdtrain.runner.agent import job_secret
@@ -292,11 +292,11 @@ class _Job:
         try:
             outcome = pickle.loads(ended.outcome)
         except (EOFError, pickle.UnpicklingError):
-            cause = f"has ended with exit code {ended.exit_code}"
-            if ended.exit_code < 0:
-                cause = f"was killed by {signal.Signals(-ended.exit_code).name}"
-            self._lose(ended.rank, agent, cause)
-            return
+            if not ended.reason:
+                self._lose(ended.rank, agent, _end_text(ended.exit_code))
+                return
+            # The program would wait again after a restart.
+            outcome = Outcome(summary=f"ended by its guard. {ended.reason}")
         if not outcome.summary:
             try:
                 self._results[ended.rank] = cloudpickle.loads(outcome.value)
@@ -311,6 +311,12 @@ class _Job:
     def _lose(self, rank: int, agent: _Agent, cause: str) -> None:
         outcome = Outcome(summary=cause)
         self._errors.append(_Error(rank, agent.hello.host, outcome, is_lost=True))
+
+
+def _end_text(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was killed by {deaths.signal_name(-exit_code)}"
+    return f"has ended with exit code {exit_code}"
 
 
 @dataclasses.dataclass(frozen=True)

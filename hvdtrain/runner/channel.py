@@ -77,11 +77,17 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A rank's process has ended; `outcome` is what it has pickled before, if any."""
+    """A rank's process has ended.
+
+    Attributes:
+        outcome: what it has pickled before, if any.
+        reason: of its guard, which has ended the job for an error of the program.
+    """
 
     rank: int
     exit_code: int
     outcome: bytes
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

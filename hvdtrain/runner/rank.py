@@ -21,9 +21,10 @@ _STOP_SECONDS = 5.0
 
 def main() -> None:
     """Call the function, and write the `Outcome` to a file."""
-    agent, payload, outcome = map(int, sys.argv[1:4])
+    agent, payload, outcome, reason = map(int, sys.argv[1:5])
     _end_with(agent)
-    _restore_search_path(sys.argv[4])
+    _restore_search_path(sys.argv[5])
+    member.pass_reason(reason)
     sys.argv[1:] = []
     try:
         function, args, kwargs = cloudpickle.loads(_read(payload))

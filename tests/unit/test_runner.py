@@ -17,6 +17,8 @@ import pytest
 from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 
 import hvdtrain
+from hvdtrain.flight import member
+from hvdtrain.flight.limits import Limits
 from hvdtrain.runner import agent, caller, channel, slurm
 from hvdtrain.runner.channel import Address, Outcome
 
@@ -70,14 +72,9 @@ def test_an_engine_without_its_package_names_the_remedy(
         getattr(hvdtrain, engine)
 
 
-def test_a_thread_that_does_not_end_is_killed_with_a_line(monkeypatch):
-    monkeypatch.setattr(agent, "_EXIT_SECONDS", 0.5)
-
-    def start_thread():
-        print("a line without an end", end="", file=sys.stderr, flush=True)
-        threading.Thread(target=time.sleep, args=[3600]).start()
-
-    payload = cloudpickle.dumps((start_thread, (), {}))
+def messages_of(function):
+    """What an agent sends of a rank that calls a function."""
+    payload = cloudpickle.dumps((function, (), {}))
     start = channel.StartRanks(payload, ({"HOROVOD_RANK": "0"},))
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
@@ -85,6 +82,32 @@ def test_a_thread_that_does_not_end_is_killed_with_a_line(monkeypatch):
         messages = [ours.recv()]
         while not isinstance(messages[-1], channel.Ended):
             messages.append(ours.recv())
+    return messages
+
+
+def test_the_agent_sends_why_the_guard_has_ended_a_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def wait():
+        limits = Limits(deadlock_seconds=1.0)
+        member.join(0, 2, job="job", limits=limits)
+        membership = member._Present.membership
+        # As the guard of another rank, which waits for this one.
+        assert membership.directories[0].request_end(membership.task.member, "Why.")
+        time.sleep(3600)
+
+    ended = messages_of(wait)[-1]
+    assert (ended.exit_code, ended.reason) == (-9, "Why.")
+
+
+def test_a_thread_that_does_not_end_is_killed_with_a_line(monkeypatch):
+    monkeypatch.setattr(agent, "_EXIT_SECONDS", 0.5)
+
+    def start_thread():
+        print("a line without an end", end="", file=sys.stderr, flush=True)
+        threading.Thread(target=time.sleep, args=[3600]).start()
+
+    messages = messages_of(start_thread)
     assert messages[-1].exit_code == -9
     text = "".join(message.text for message in messages[:-1])
     assert text == (
@@ -122,13 +145,23 @@ RETURNED = Outcome(value=cloudpickle.dumps(None))
             "rank 1 on h was killed by SIGTERM",
         ),
         (
+            [(1, -40, None)],
+            hvdtrain.LostRankError,
+            "rank 1 on h was killed by signal 40",
+        ),
+        (
+            [(0, 1, FAILED), (1, -signal.SIGKILL, LATE)],
+            hvdtrain.RankError,
+            f"rank 1 on h: ended by its guard. {LATE}",
+        ),
+        (
             [(0, 1, FAILED)],
             hvdtrain.RankError,
             "rank 1 on h ran on 0.1 s after a collective had failed.\n\n"
             "rank 0 on h: UnknownError: shut down\n\nTraceback",
         ),
     ],
-    ids=["hangs", "returns", "killed", "unknown"],
+    ids=["hangs", "returns", "killed", "real_time", "guard", "unknown"],
 )
 def test_the_error_names_the_rank_that_is_the_cause(monkeypatch, ends, kind, error):
     monkeypatch.setattr(caller, "_CAUSE_SECONDS", 0.1)
@@ -137,8 +170,10 @@ def test_the_error_names_the_rank_that_is_the_cause(monkeypatch, ends, kind, err
     slots = get_host_assignments([HostInfo("h", 2)], 2, 2)
     with ours, theirs:
         for rank, code, outcome in ends:
-            pickled = pickle.dumps(outcome) if outcome else b""
-            theirs.send(channel.Ended(rank, code, pickled))
+            is_guards = isinstance(outcome, str)
+            pickled = b"" if is_guards or not outcome else pickle.dumps(outcome)
+            reason = outcome if is_guards else ""
+            theirs.send(channel.Ended(rank, code, pickled, reason))
         job = caller._Job([caller._Agent(ours, hello, slots)], 2)
         with pytest.raises(kind) as info:
             job.results()
