@@ -4,6 +4,7 @@ Importing this module loads no TensorFlow.
 """
 
 import contextlib
+import math
 import os
 import pathlib
 from collections.abc import Iterator
@@ -26,8 +27,9 @@ VARIABLES = {
     DEADLOCK: "Seconds until a job ends whose ranks wait for a collective that another "
     "rank will never call, as a roll call shows; 120 by default, 0 for never.",
     INIT_REPORT: "Seconds until a line names the ranks that the others wait for in "
-    "hvd.init; 60 by default.",
-    INIT_TIMEOUT: "Seconds that ranks wait for the others in hvd.init; 300 by default.",
+    "hvd.init; 60 by default, 0 for no line.",
+    INIT_TIMEOUT: "Seconds that ranks wait for the others in hvd.init; 300 by default, "
+    "0 for no limit.",
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",
     "HVDTRAIN_REDUCTION": "auto: gradients are reduced in shared memory within a "
@@ -97,13 +99,18 @@ def stall_limits() -> StallLimits:
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         return StallLimits(0.0, 0.0)
     return StallLimits(
-        float(os.environ.get(STALL_CHECK) or HOROVOD_LIMITS.check_seconds),
-        float(os.environ.get(STALL_SHUTDOWN) or HOROVOD_LIMITS.shutdown_seconds),
+        _seconds(STALL_CHECK, HOROVOD_LIMITS.check_seconds),
+        _seconds(STALL_SHUTDOWN, HOROVOD_LIMITS.shutdown_seconds),
     )
 
 
 class InitLimits(NamedTuple):
-    """How long ranks wait in `hvd.init` for one that does not call it."""
+    """How long ranks wait in `hvd.init` for one that does not call it.
+
+    Attributes:
+        report_seconds: until a line names it; 0 for none.
+        timeout_seconds: until the job ends; 0 for no limit.
+    """
 
     report_seconds: float
     timeout_seconds: float
@@ -122,9 +129,18 @@ def deadlock_seconds() -> float:
 def _seconds(name: str, default: float) -> float:
     text = os.environ.get(name, "")
     try:
-        return float(text) if text else default
+        seconds = float(text) if text else default
     except ValueError:
-        raise ValueError(f"Received {name}={text}; expected seconds.") from None
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"Received {name}={text}; expected seconds, 0 or more.")
+    return seconds
+
+
+def check_limits() -> None:
+    """Raise a ValueError for a variable with seconds that has another value."""
+    for name in LIMITS:
+        _seconds(name, 0)
 
 
 def job_secret() -> bytes:

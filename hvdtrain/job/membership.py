@@ -6,13 +6,21 @@ from hvdtrain import environment
 from hvdtrain.flight import member
 from hvdtrain.flight.limits import Limits
 from hvdtrain.job import launchers
+from hvdtrain.job.world import JobError
 
 
 def join(*, rank: int, size: int) -> None:
     """Start the guard of a rank under a launcher; later, send it the rank and the size.
 
     See `flight.member.join`.
+
+    Raises:
+        JobError: a variable with seconds has another value.
     """
+    try:
+        environment.check_limits()
+    except ValueError as error:
+        raise JobError(str(error)) from None
     member.join(rank, size, job=_job(), limits=_limits())
 
 

@@ -34,28 +34,22 @@ def wait_for_ranks(*, rank: int, size: int) -> None:
     if not hasattr(http_client, "send_request"):
         # A Horovod without the patches of hvdtrain.
         return
-    limits = _limits()
+    limits = environment.init_limits()
     scope = f"init-{next(_inits)}"
     _request("PUT", scope, str(rank))
     began, is_reported = time.monotonic(), False
     while late := sorted(set(range(size)) - _arrived(scope)):
         seconds = time.monotonic() - began
         is_first = rank == min(set(range(size)) - set(late))
-        if seconds >= limits.timeout_seconds:
+        if seconds >= limits.timeout_seconds > 0:
             _give_up(late, limits)
-        if seconds >= limits.report_seconds and is_first and not is_reported:
+        is_slow = seconds >= limits.report_seconds > 0
+        if is_slow and is_first and not is_reported:
             _report(late, limits)
             is_reported = True
         # Ranks that come together are not delayed, and a late one costs few requests.
         pause = min(max(seconds / 10, _LEAST_PAUSE_SECONDS), _MOST_PAUSE_SECONDS)
         time.sleep(pause)
-
-
-def _limits() -> InitLimits:
-    try:
-        return environment.init_limits()
-    except ValueError as error:
-        raise JobError(str(error)) from None
 
 
 def _arrived(scope: str) -> set[int]:
@@ -64,10 +58,12 @@ def _arrived(scope: str) -> set[int]:
 
 
 def _report(late: list[int], limits: InitLimits) -> None:
+    end = f"ends after {limits.timeout_seconds:g} s"
+    if not limits.timeout_seconds:
+        end = "waits without a limit"
     output.write_error(
         f"hvd.init: the job has waited for {name_ranks(late)} for "
-        f"{limits.report_seconds:g} s, and ends after {limits.timeout_seconds:g} s "
-        f"({environment.INIT_TIMEOUT}).\n",
+        f"{limits.report_seconds:g} s, and {end} ({environment.INIT_TIMEOUT}).\n",
         timeout_seconds=_PRINT_SECONDS,
     )
 

@@ -43,7 +43,6 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
     if is_alone:
         launchers.check_one_job(launched, size=1)
     else:
-        _check_limits()
         membership.join(rank=launched.rank, size=launched.size)
     with output.without_noise(), _excluded_from_garbage_collection():
         # Not at the top: TensorFlow and Horovod read the environment at their import.
@@ -83,15 +82,6 @@ def _excluded_from_garbage_collection() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def _check_limits() -> None:
-    for name in environment.LIMITS:
-        text = os.environ.get(name, "")
-        try:
-            float(text or 0)
-        except ValueError:
-            raise JobError(f"Received {name}={text}; expected seconds.") from None
 
 
 def _set_environment(launched: launchers.Launch) -> None:

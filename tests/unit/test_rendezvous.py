@@ -12,7 +12,8 @@ from horovod.runner.common.util import hosts, network
 from horovod.runner.http import http_client, http_server
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from hvdtrain.job import JobError, rendezvous
+from hvdtrain import environment
+from hvdtrain.job import JobError, membership, rendezvous
 
 HOST = "127.0.0.1"
 SECRET = "ab" * 32
@@ -200,11 +201,34 @@ def test_the_late_rank_is_named(store, monkeypatch, capfd):
     assert store.cache["late"] == {"1": errors[0].encode()}
 
 
-def test_a_limit_that_is_no_number_is_one_line(store, monkeypatch):
-    monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "soon")
-    error = "Received HVDTRAIN_INIT_TIMEOUT_SECONDS=soon; expected seconds."
-    with pytest.raises(JobError, match=re.escape(error)):
-        rendezvous.wait_for_ranks(rank=0, size=2)
+def test_zero_is_no_limit(store, monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "_inits", iter([0] * 3))
+    monkeypatch.setenv("HVDTRAIN_INIT_REPORT_SECONDS", "0.2")
+    monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "0")
+    errors = {}
+    waits = start_rank(0, errors)
+    line = ""
+    deadline = time.monotonic() + 60
+    while not line and time.monotonic() < deadline:
+        waits.join(0.05)
+        line = capfd.readouterr().err
+    assert waits.is_alive()
+    assert line == (
+        "hvd.init: the job has waited for ranks 1, 2 for 0.2 s, and waits without a "
+        "limit (HVDTRAIN_INIT_TIMEOUT_SECONDS).\n"
+    )
+    for thread in [start_rank(rank, errors) for rank in (1, 2)] + [waits]:
+        thread.join(60)
+    assert not errors
+
+
+@pytest.mark.parametrize("name", environment.LIMITS)
+@pytest.mark.parametrize("text", ["soon", "5m", "-1", "nan", "inf"])
+def test_a_limit_that_is_not_seconds_is_one_line(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    error = re.escape(f"Received {name}={text}; expected seconds, 0 or more.")
+    with pytest.raises(JobError, match=f"^{error}$"):
+        membership.join(rank=0, size=2)
 
 
 def test_a_launcher_that_has_ended_is_one_line(monkeypatch):
