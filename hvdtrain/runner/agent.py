@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import IO
 
+import psutil
 from horovod.runner.common.util.host_hash import host_hash
 
 from hvdtrain.environment import JOB_SECRET
@@ -111,8 +112,14 @@ def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
 
 def _programs(start: channel.StartRanks) -> Iterator[int]:
     """Yield what the ranks have started outside of their groups, and their guards."""
+    # A job that a rank has submitted has inherited the variables of the rank as well.
+    # Its parent is a process of the batch system, and none of these.
+    parents = {1, os.getpid(), *(each.pid for each in psutil.Process().parents())}
     for environment in start.environments:
-        yield from descendants.find(descendants.identity(environment))
+        for pid in descendants.find(descendants.identity(environment)):
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(pid).ppid() in parents:
+                    yield pid
 
 
 def _forward(

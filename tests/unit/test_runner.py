@@ -1,5 +1,6 @@
 """`hvdtrain.run`: what needs no engine, and Slurm with stubs of its commands."""
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -8,11 +9,13 @@ import pickle
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
 
 import cloudpickle
+import psutil
 import pytest
 from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 
@@ -115,6 +118,37 @@ def test_a_thread_that_does_not_end_is_killed_with_a_line(monkeypatch):
         "hvdtrain.run: the process is killed 0.5 s after its function has returned: "
         "a thread that is not a daemon still runs.\n"
     )
+
+
+def test_a_job_that_a_rank_has_submitted_lives(tmp_path):
+    environment = {
+        "HOROVOD_RANK": "0",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": str(tmp_path),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "1",
+    }
+
+    def leave_program():
+        program = "trap ': >ended; exit' TERM; : >ready; while :; do :; done"
+        subprocess.Popen(["sh", "-c", program], cwd=tmp_path, start_new_session=True)
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+
+    payload = cloudpickle.dumps((leave_program, (), {}))
+    ours, theirs = multiprocessing.Pipe()
+    # The batch system has no variables of the rank, and its child has.
+    script = 'env "$@" sleep 3600 & echo $!; wait'
+    words = (f"{name}={value}" for name, value in environment.items())
+    batch = subprocess.Popen(["sh", "-c", script, "sh", *words], stdout=subprocess.PIPE)
+    with ours, theirs, batch:
+        submitted = psutil.Process(int(batch.stdout.readline()))
+        try:
+            agent._run_ranks(theirs, channel.StartRanks(payload, (environment,)))
+            assert (tmp_path / "ended").exists()
+            assert submitted.is_running()
+            assert submitted.status() != psutil.STATUS_ZOMBIE
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                submitted.kill()
 
 
 LATE = "rank 1 on h did not enter allreduce 5 (gradients) for 60 s."
