@@ -20,6 +20,8 @@ from hvdtrain.job.world import JobError
 
 _ATTEMPTS, _RETRY_SECONDS = 5, 0.5
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.01, 0.5
+# Of all ranks: the launcher's store answers some 1,300 on one core.
+_REQUESTS_PER_SECOND = 500
 _PRINT_SECONDS = 1.0
 _inits = itertools.count()
 
@@ -47,9 +49,14 @@ def wait_for_ranks(*, rank: int, size: int) -> None:
         if is_slow and is_first and not is_reported:
             _report(late, limits)
             is_reported = True
-        # Ranks that come together are not delayed, and a late one costs few requests.
-        pause = min(max(seconds / 10, _LEAST_PAUSE_SECONDS), _MOST_PAUSE_SECONDS)
-        time.sleep(pause)
+        time.sleep(_pause_seconds(seconds, size))
+
+
+def _pause_seconds(seconds: float, size: int) -> float:
+    """Return the time to the next request of a rank that has waited for `seconds`."""
+    # Ranks that come together are not delayed, and a late one costs few requests.
+    pause = min(max(seconds / 10, _LEAST_PAUSE_SECONDS), _MOST_PAUSE_SECONDS)
+    return max(pause, size / _REQUESTS_PER_SECOND)
 
 
 def _arrived(scope: str) -> set[int]:

@@ -66,6 +66,22 @@ def test_a_process_without_the_secret_is_refused(store, monkeypatch, secret):
     assert store.cache == {"scope": {"key": b"value"}}
 
 
+def test_many_ranks_that_wait_do_not_overload_the_store(store, monkeypatch):
+    size, pauses = 600, []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            store.cache[scope] |= dict.fromkeys(map(str, range(size)), b"")
+
+    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
+    monkeypatch.setattr(rendezvous, "_inits", iter([scope := "600"]))
+    scope = f"init-{scope}"
+    rendezvous.wait_for_ranks(rank=0, size=size)
+    # Requests per second of all ranks; the store answers some 1,300.
+    assert [size / seconds < 1000 for seconds in pauses] == [True] * 3
+
+
 def recorded(store, body):
     """Return headers of a request that a process of the job sends."""
     sent = {}
