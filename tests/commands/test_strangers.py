@@ -1,5 +1,6 @@
 """A process that is not of the job tries to enter it as a rank, and is refused."""
 
+import contextlib
 import os
 import pathlib
 import socket
@@ -145,12 +146,49 @@ def test_a_process_without_the_token_is_no_peer_of_gloo(start, tmp_path):
     for text in (bytes(8), b"a" * 100, b"short", b""):
         with socket.create_connection(address, timeout=60) as stranger:
             stranger.sendall(text)
-            stranger.shutdown(socket.SHUT_WR)
+            # It may be closed already.
+            with contextlib.suppress(OSError):
+                stranger.shutdown(socket.SHUT_WR)
             assert has_been_closed(stranger)
-    tried.touch()
-    job.wait()
+    with contextlib.ExitStack() as stack:
+
+        def connect(at):
+            return stack.enter_context(socket.create_connection(at, timeout=60))
+
+        # More than may be open. One that has sent a part is closed at once.
+        silent = [connect(address) for _ in range(20)]
+        assert has_been_closed(silent[0])
+        silent[-1].sendall(b"s")
+        assert has_been_closed(silent[-1])
+        # Rank 1 listens in place of rank 0 if its port is the lower one.
+        with suspended(job.ranks()[0]):
+            tried.touch()
+            job.wait_until(
+                lambda: listening(job.ranks().get(1)) or is_connected(job, address),
+                "a port or a connection of rank 1",
+            )
+            for at in listening(job.ranks()[1]):
+                with contextlib.suppress(ConnectionError):
+                    connect(at)
+        job.wait()
     assert job.returncode == 0, job.text
     assert job.lines.count("sum 3") == 2
+
+
+@contextlib.contextmanager
+def suspended(process):
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def is_connected(job, address):
+    try:
+        return any(c.raddr == address for c in job.ranks()[1].net_connections("tcp"))
+    except psutil.Error:
+        return False
 
 
 def listening(process):
