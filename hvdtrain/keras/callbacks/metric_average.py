@@ -61,7 +61,7 @@ class _KeptStates:
             return
         del self._model.reset_metrics
         if self._original is not None:
-            self._model.reset_metrics = self._original
+            replace(self._model, "reset_metrics", self._original, by=_KeptStates)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
