@@ -12,6 +12,7 @@ from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.collectives.transport import Max
 from hvdtrain.keras.consistency import compute_checksum
 from hvdtrain.keras.variables import (
+    get_hook,
     get_local_keys,
     get_training_ranks,
     optimizers_inside,
@@ -140,7 +141,9 @@ class StopTogetherCallback(keras.callbacks.Callback):
         )
         before = [tf.identity(weight) for weight in weights] if has_averages else []
         if has_averages:
-            optimizer.finalize_variable_values(weights)
+            hook = get_hook(optimizer)
+            # The flight recorder counts the ends of `fit`; this is none.
+            (hook.finalize if hook else optimizer.finalize_variable_values)(weights)
         checksum = compute_checksum(self._weights(is_trainable=True))
         # The next checkpoint of a training needs the weights that have no average.
         for weight, value in zip(weights, before, strict=False):
