@@ -22,7 +22,7 @@ def has_lost(pid: int) -> bool:
     """
     lost = set()
     for name in ("tcp", "tcp6"):
-        # Of the network namespace of the process.
+        # The file has the network namespace of the process.
         with contextlib.suppress(OSError):
             lost |= set(lost_sockets((_PROC / f"{pid}/net/{name}").read_text()))
     # The table has the connections of all processes.
@@ -44,7 +44,7 @@ def _sockets(pid: int) -> Iterator[int]:
     """Yield the inodes of the sockets that a process has open."""
     with contextlib.suppress(OSError):
         for name in os.listdir(_PROC / f"{pid}/fd"):
-            # One that has been closed since.
+            # The file may have been closed since.
             with contextlib.suppress(OSError):
                 target = os.readlink(_PROC / f"{pid}/fd/{name}")
                 if found := _SOCKET.fullmatch(target):

@@ -142,7 +142,7 @@ def _leave_in_fork() -> None:
     if membership:
         faulthandler.disable()
         faulthandler.unregister(signal.SIGQUIT)
-        # To the whole group of a rank: it is no reason for this process to end.
+        # A launcher sends it to the whole group of a rank. This process goes on.
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         os.close(membership.writer)
         assert membership.process.stdin is not None

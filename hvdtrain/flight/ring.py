@@ -142,7 +142,7 @@ def read_moment(path: str | os.PathLike) -> Moment | None:
 
 def _bytes(path: str | os.PathLike, count: int) -> bytes | None:
     try:
-        # Of this user: the name of a ring can be guessed before it is made.
+        # The file must be of this user: its name can be guessed before it is made.
         opener = functools.partial(open_regular, owner=os.geteuid())
         with open(path, "rb", opener=opener) as file:
             data = file.read(count)

@@ -21,7 +21,7 @@ from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.open_directory import OpenDirectory
 
 T = TypeVar("T")
-# Of a directory that a job has for its guards.
+# The name of a directory that a job has for its guards.
 FOLDER = "flight"
 _CALL, _CONCLUSION, _END = "call.json", "conclusion.json", "end.json"
 _MEMBER, _ANSWER = "member-", "answer-"

@@ -15,8 +15,8 @@ CUT = f"""{HEADER}
    2: 0200620A:E616 0100620A:9DA7 01 0000002C:00000000 01:00000028 00000008     0        0 702 2 0 25600 4 0 1 7
    3: 0200620A:EA0A 0100620A:B68F 01 00000000:00000000 00:00000000 00000000     0        0 703 1 0 20 4 30 10 -1
 """  # noqa: E501
-# Data on the way through a slow network, a full window that the other end probes
-# have found open once, a keepalive timer, and one that is being connected.
+# Data is on the way through a slow network, a full window has been probed once, a
+# keepalive timer runs, a connection is being made, and a network loses packets.
 HEALTHY = f"""{HEADER}
    0: 0100007F:9DA7 0100007F:E616 01 00040000:00000000 01:00000014 00000000     0        0 701 2 0 20 4 30 10 -1
    1: 0100007F:9DA8 0100007F:E617 01 00040000:00000000 04:00000014 00000000     0        1 702 2 0 20 4 30 10 -1

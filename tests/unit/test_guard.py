@@ -19,9 +19,12 @@ import pytest
 from hvdtrain.diagnosis import roll
 from hvdtrain.flight import ring
 from hvdtrain.flight.answer import Answer, Member, handles
+from hvdtrain.flight.guard import Guard
+from hvdtrain.flight.limits import Limits
 from hvdtrain.flight.ring import Moment
 from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.flight.step_durations import StepDurations
+from hvdtrain.flight.task import Task
 from hvdtrain.job import JobError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -415,6 +418,20 @@ def test_a_collective_in_which_all_ranks_are_goes_on(start):
     time.sleep(18)
     assert [rank.process.poll() for rank in ranks] == [None] * 2
     assert "are late" not in "".join(rank.printed for rank in ranks)
+
+
+def test_a_process_that_is_not_the_parent_is_not_killed(tmp_path):
+    # As after a roll call in which the rank has ended, and its PID was used again.
+    other = subprocess.Popen(["sleep", "3600"])
+    try:
+        rank = Member(0, 2, HOST, other.pid, str(tmp_path / "ring"))
+        task = Task(rank, str(tmp_path), stacks=0, thread=0, limits=Limits())
+        Guard(task)._kill("was stopped")
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+    finally:
+        other.kill()
+        other.wait()
 
 
 # In a network namespace of its own, whose interface is then down.
