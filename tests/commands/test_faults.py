@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 
+import psutil
 import pytest
 
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
@@ -100,3 +101,16 @@ def last_line(job):
     """The last line of a rank."""
     spoken = [line for line in job.lines if "Traceback" not in line]
     return spoken[-1][:150]
+
+
+def test_horovodrun_leaves_a_program_that_its_shell_has_started(run):
+    # Without the mark by which `Job.wait` looks for what is left.
+    program = "env -u HVDTRAIN_TEST_RUN sleep 3600 & echo $!"
+    script = f"{program}; exec horovodrun --mpi -np 1 true"
+    job = run([], program=["sh", "-c", script])
+    kept = psutil.Process(int(job.lines[0]))
+    try:
+        assert job.returncode == 0, job.text
+        assert kept.status() == psutil.STATUS_SLEEPING
+    finally:
+        kept.kill()

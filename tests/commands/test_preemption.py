@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -77,3 +78,32 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
     for name in ("history", "evaluations"):
         assert getattr(found.header, name) == getattr(expected.header, name)
+
+
+POOL = """
+import multiprocessing, signal, sys, time
+
+def load(_):
+    time.sleep(0.2)
+
+if __name__ == "__main__":
+    received = []
+    signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        while not received:
+            pool.apply(load, (0,))
+            print("a step", flush=True)
+        pool.apply(load, (0,))
+    print("saved", flush=True)
+    sys.exit(75)
+"""
+
+
+def test_a_stop_leaves_a_rank_its_input_workers(start, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(POOL)
+    job = start([], launcher="gloo", ranks=1, program=[sys.executable, str(program)])
+    job.wait_for("a step")
+    job.process.terminate()
+    assert job.wait().returncode == 75, job.text
+    assert job.lines[-1] == "saved"

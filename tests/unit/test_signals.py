@@ -1,5 +1,7 @@
 """Real signals to real processes."""
 
+import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -192,3 +194,38 @@ time.sleep(1000)
     code, lines, _ = signalled(script, number, signal.SIGTERM)
     assert lines == ["ready", "theirs", "ours"]
     assert code == 128 + signal.SIGTERM
+
+
+END = """
+import subprocess
+from horovod.runner.common.util import safe_shell_exec
+
+safe_shell_exec.GRACEFUL_TERMINATION_TIME_S = 0.2
+print(subprocess.Popen(["sleep", "3600"]).pid, flush=True)
+input()
+safe_shell_exec.end_children({})
+print("returned")
+"""
+PTRACE_SEIZE = 0x4206
+
+
+def test_the_launcher_ends_although_a_child_does_not():
+    with subprocess.Popen(
+        [sys.executable, "-c", END],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        child = int(launcher.stdout.readline())
+        try:
+            # Until this process waits for it, its parent does not see its end.
+            libc = ctypes.CDLL(None, use_errno=True)
+            traced = libc.ptrace(PTRACE_SEIZE, child, None, None)
+            assert traced == 0, os.strerror(ctypes.get_errno())
+            printed = launcher.communicate("\n", timeout=TIMEOUT_SECONDS)[0]
+            assert printed == "returned\n"
+        finally:
+            launcher.kill()
+            os.kill(child, signal.SIGKILL)
+            while not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+                pass
