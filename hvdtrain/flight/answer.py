@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.flight import ring
 from hvdtrain.flight.ring import Collective
-from hvdtrain.flight.stacks import Place, find_place
+from hvdtrain.flight.stacks import Place, find_place, has_ended_script
 
 # Number of the system call `tgkill`, for which older glibc has no function.
 _TGKILL = {"x86_64": 234, "aarch64": 131}.get(os.uname().machine)
@@ -85,6 +85,11 @@ class Answer:
     def place(self) -> Place | None:
         """Where it is in the user's code."""
         return find_place(self.stacks)
+
+    @property
+    def has_ended_script(self) -> bool:
+        """Whether it only waits for threads that are not daemons, before it exits."""
+        return has_ended_script(self.stacks)
 
     def as_dict(self) -> dict[str, Any]:
         """Return what JSON can hold; see `from_dict`."""

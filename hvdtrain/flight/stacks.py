@@ -85,6 +85,13 @@ def find_place(text: str) -> Place | None:
     return min(places, key=lambda place: place.frame.kind, default=None)
 
 
+def has_ended_script(text: str) -> bool:
+    """Return whether the main thread has ended, and Python joins the other threads."""
+    main = (_threads(text) or [[]])[-1]
+    is_library = bool(main) and os.path.basename(main[-1].file) == "threading.py"
+    return is_library and main[-1].function == "_shutdown"
+
+
 def read_stacks(pipe: int) -> str:
     """Read a text from the pipe to which a rank's `faulthandler` writes."""
     data = b""

@@ -36,9 +36,10 @@ def find(answers: Sequence[Answer], *, seconds: float) -> Verdict | None:
     alive = [answer for answer in answers if answer.state in ("running", "silent")]
     waiting = [answer for answer in alive if answer.is_waiting]
     ended = f"{_REASONS} {DEADLOCK}={seconds:g}"
-    if left := _left_fit(alive, waiting):
+    if left := _left(alive, waiting):
+        what = "its script" if left.has_ended_script else "its fit"
         name = f"rank {left.member.rank}"
-        text = f"{conclude(answers)} {name} has already ended its fit. {ended}"
+        text = f"{conclude(answers)} {name} has already ended {what}. {ended}"
         return Verdict(left.member, text)
     if _is_deadlock(answers, waiting, seconds):
         return Verdict(None, f"{conclude(answers)} {ended}")
@@ -83,14 +84,21 @@ def _is_deadlock(
     return len(calls) > 1 and is_long and not has_joined
 
 
-def _left_fit(answers: Sequence[Answer], waiting: Sequence[Answer]) -> Answer | None:
-    """Return a rank that has ended a fit in which others wait for it.
+def _left(answers: Sequence[Answer], waiting: Sequence[Answer]) -> Answer | None:
+    """Return a rank that has ended the fit or the script in which others wait for it.
 
-    A rank that runs the same code, and is late, has ended as many or fewer.
+    A rank that runs the same code, and is late, has ended as many fits or fewer. Where
+    threads train, the scripts of the waiting ranks may have ended as well.
     """
     calls = [a for a in waiting if a.in_flight and a.in_flight.operation != "join"]
     least = min((answer.fits for answer in calls), default=None)
     if least is None:
         return None
-    late = [a for a in answers if a not in waiting and a.fits > least]
+    are_in_scripts = not any(answer.has_ended_script for answer in calls)
+    late = [
+        answer
+        for answer in answers
+        if answer not in waiting
+        and (answer.fits > least or (are_in_scripts and answer.has_ended_script))
+    ]
     return late[0] if late else None

@@ -19,6 +19,15 @@ MNIST = [sys.executable, "-m", "hvdtrain.mnist"]
 # Long, since machines that test are busy; nothing is expected to come near.
 TIMEOUT_SECONDS = 240
 _MARK = "HVDTRAIN_TEST_RUN"
+# Calls a program as `hvdtrain.run` calls a function: NUMBER_OF_RANKS PYTHON SCRIPT ...
+_RUN = """
+import runpy, sys
+import hvdtrain
+def script(words):
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+hvdtrain.run(script, args=[sys.argv[3:]], np=int(sys.argv[1]))
+"""
 _LAUNCHERS = {
     "alone": lambda ranks: [],
     "gloo": lambda ranks: ["horovodrun", "--gloo", "-np", str(ranks)],
@@ -29,6 +38,7 @@ _LAUNCHERS = {
     ],
     "mpi": lambda ranks: ["horovodrun", "--mpi", "-np", str(ranks)],
     "mpirun": lambda ranks: ["mpirun", "-np", str(ranks)],
+    "run": lambda ranks: [sys.executable, "-c", _RUN, str(ranks)],
 }
 # mpirun tags each piece that it reads, also in the middle of a line.
 _TAG = re.compile(r"\[(?:1,)?\d+\]<(?:stdout|stderr)>:")

@@ -102,6 +102,11 @@ def raise_with_thread():
     raise_error()
 
 
+def exit_with_thread():
+    threading.Thread(target=time.sleep, args=[FOR_EVER], name="upload").start()
+    sys.exit(3)
+
+
 def kill_with_child():
     # It keeps the output and the connections of the rank open.
     if os.fork():
@@ -122,6 +127,7 @@ FAULTS = {
     "kill": kill,
     "raise": raise_error,
     "thread": raise_with_thread,
+    "exit_thread": exit_with_thread,
     "child": kill_with_child,
     "exit": lambda: os._exit(3),
     "return": lambda: sys.exit(0),

@@ -251,6 +251,13 @@ def test_many_ranks_are_listed_shortly(late, names):
 
 JOIN = collective(0, "end", "join")
 EVALUATES = collective(8, "MetricCounts", "allgather")
+# What Python's exit does first.
+JOINS_THREADS = "".join(
+    [
+        stack(("/usr/lib/python3.11/threading.py", 982, "run"), thread="Thread"),
+        stack(("/usr/lib/python3.11/threading.py", 1590, "_shutdown"), thread="Thread"),
+    ]
+)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +265,18 @@ EVALUATES = collective(8, "MetricCounts", "allgather")
     [
         # Rank 1 has ended the training in which the others wait for it.
         ([waiting(0), given(1, fits=1), waiting(2)], True, 1),
+        # Rank 1 has ended its script, and its thread may run for ever.
+        ([waiting(0), given(1, stacks=JOINS_THREADS), waiting(2)], True, 1),
+        # Threads train.
+        (
+            [
+                waiting(0, stacks=JOINS_THREADS),
+                given(1, stacks=JOINS_THREADS),
+                waiting(2, stacks=JOINS_THREADS),
+            ],
+            False,
+            None,
+        ),
         # It comes from a training that all have ended, and may start the next.
         ([waiting(0, fits=1), given(1, fits=1), waiting(2, fits=1)], False, None),
         # It is late by a training, in which it will call what the others wait for.
