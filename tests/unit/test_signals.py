@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest import mock
 
+import psutil
 import pytest
+from horovod.runner.common.util import safe_shell_exec
 
 TIMEOUT_SECONDS = 60
 # A locked mutex, locked again: signals do not interrupt it, so that the main thread
@@ -229,3 +232,9 @@ def test_the_launcher_ends_although_a_child_does_not():
             os.kill(child, signal.SIGKILL)
             while not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
                 pass
+
+
+def test_a_process_that_is_being_started_is_no_rank_of_the_launcher():
+    # Between two programs, `exec` shows no words of either.
+    process = mock.Mock(spec=psutil.Process, cmdline=lambda: [], pid=os.getpid())
+    assert not safe_shell_exec.is_rank(process)
