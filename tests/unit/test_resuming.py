@@ -329,6 +329,8 @@ class Unlisted(keras.Model):
         self.closed_over = lambda: closed_over
 
     def call(self, x):
+        # Keras' stateful layers need to know the size of a batch.
+        x = tf.ensure_shape(x, (BATCH, 6))
         x = x * self.grow() + self.attribute.assign_add(0.001)
         mean = self.rows["list"][1].assign_add(keras.ops.mean(x, axis=0) / 10)
         x = x * self.scale.variable.assign(self.scale.variable * 0.99) - mean
