@@ -177,7 +177,8 @@ def test_a_fault_ends_the_job(start, fault, phase, launcher):
     assert re.search(NAMED, job.text), job.text
     assert seconds < LIMIT_SECONDS, job.text
     processes = re.findall(r"this is process (\d+)", job.text)
-    assert processes
+    # A fault before `hvd.init` may end the job before the other rank prints its own.
+    assert len(processes) == 2 or (processes and phase == "init")
     until(lambda: not any(rings(process) for process in processes), LIMIT_SECONDS)
     if TABLE:
         note(f"{fault}, {phase}", launcher, seconds, job, NAMED)
