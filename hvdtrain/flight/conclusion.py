@@ -270,3 +270,15 @@ def stacks_text(answers: Sequence[Answer]) -> str:
         if answer.stacks
     ]
     return "\n".join(blocks)
+
+
+def suspect_stack(answers: Sequence[Answer], *, asked: int) -> str:
+    """Return the stack of a rank that others wait for.
+
+    Args:
+        asked: the rank whose stack is returned if none or all are late.
+    """
+    late = suspects(answers)
+    if len(late) == len(answers):
+        late = [answer for answer in answers if answer.member.rank == asked]
+    return stacks_text(late[:1])

@@ -123,7 +123,7 @@ class Guard:
             # Not replaced at the end of the pipe, which follows a fatal error.
             self._stack_text += text
             if text and not deaths.is_fatal(text):
-                self._make_roll_call(has_stalled=False)
+                self._make_roll_call()
         if _STDIN in ready and not self._read_commands():
             self._is_cut = True
             # The kernel closes the files of a process before its end.
@@ -194,10 +194,8 @@ class Guard:
             self._kill_lost(f"has replaced its program by '{program}' (exec)")
 
     def _kill_lost(self, cause: str) -> None:
-        _print(
-            f"{self._name}: {cause}, and is killed, since the other ranks wait for "
-            "it.\n"
-        )
+        name = f"rank {self._member.rank} on {self._member.host}"
+        _print(f"{name}: {cause}, and is killed, since the other ranks wait for it.\n")
         self._kill(f"{cause}, and its guard killed it")
 
     def _kill(self, cause: str, *, is_cause: bool = True) -> None:
@@ -220,9 +218,17 @@ class Guard:
             self._shared.remove_conclusion()
         if since is None or since == self._called_for:
             return
-        if now - since >= self._limits.check_seconds:
+        waited = now - since
+        if waited >= self._limits.check_seconds and not self._is_ending(waited):
             self._called_for = since
-            self._make_roll_call(has_stalled=True)
+            self._make_roll_call(waited)
+
+    def _is_ending(self, waited: float) -> bool:
+        """Return whether a rank has failed, and the launcher may still end the others.
+
+        The last line of the job's output is then the one that names the cause.
+        """
+        return 0 < waited < 2 * self._limits.check_seconds and self._shared.has_failed()
 
     def _check_wait(self) -> None:
         """End the job if the rank waits beyond its limit, or for what cannot come."""
@@ -266,13 +272,16 @@ class Guard:
             os.write(self._task.reason, program_error.encode(errors="replace"))
         self._kill(_ENDED, is_cause=False)
 
-    def _make_roll_call(self, *, has_stalled: bool) -> None:
+    def _make_roll_call(self, waited: float = 0.0) -> None:
         """Make a roll call, unless one is open, and print what it shows."""
         given = self._call()
         if not given:
             return
+        if self._is_ending(waited):
+            self._called_for = None
+            return
         text = conclusion.conclude(given)
-        if has_stalled:
+        if waited:
             self._has_concluded = True
             self._shared.write_conclusion(text)
         _print(f"{text}\n{self._write_stacks(given)}")
@@ -299,11 +308,7 @@ class Guard:
                 step = max((answer.step for answer in given), default=0)
                 text = conclusion.stacks_text(given)
                 return f"Stacks of all ranks: {self._shared.write_stacks(step, text)}\n"
-        suspects = conclusion.suspects(given)
-        if len(suspects) == len(given):
-            # None is late: show the rank that was asked.
-            suspects = [a for a in given if a.member.rank == self._member.rank]
-        return conclusion.stacks_text(suspects[:1])
+        return conclusion.suspect_stack(given, asked=self._member.rank)
 
     def _answer_call(self) -> None:
         call = self._shared.current_roll_call()
@@ -379,10 +384,6 @@ class Guard:
         )
         self._shared.write_answer("", given)
         return given
-
-    @property
-    def _name(self) -> str:
-        return f"rank {self._member.rank} on {self._member.host}"
 
 
 def _print(text: str) -> None:

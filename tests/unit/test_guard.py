@@ -510,6 +510,17 @@ def test_a_long_wait_in_a_collective_makes_a_roll_call(start):
     assert f"rank 1 on {HOST} {KILLED}" in late.end()
 
 
+def test_a_roll_call_gives_a_launcher_time_to_end_a_job_that_has_failed(start):
+    fails = start("raise ValueError('broken')", rank=1, size=2)
+    write_ring(fails.ring, seconds=1)
+    fails.end()
+    waits = start(rank=0, size=2, check=1.0)
+    started = time.monotonic()
+    write_ring(waits.ring, seconds=1)
+    until(lambda: f"rank 1 on {HOST} has ended with exit code 1." in waits.printed)
+    assert time.monotonic() - started >= 1.0
+
+
 def test_a_step_is_slow_by_the_steps_before():
     def moment(step, phase="compute", phase_seconds=0.0):
         entered = 100.0 + step
