@@ -228,7 +228,7 @@ class Guard:
 
         The last line of the job's output is then the one that names the cause.
         """
-        return 0 < waited < 2 * self._limits.check_seconds and self._shared.has_failed()
+        return 0 < waited < self._limits.failed_seconds and self._shared.has_failed()
 
     def _check_wait(self) -> None:
         """End the job if the rank waits beyond its limit, or for what cannot come."""

@@ -10,6 +10,8 @@ from hvdtrain.environment import DEADLOCK, INIT_TIMEOUT, STALL_SHUTDOWN
 _SHARE_OF_STALL_LIMIT = 0.5
 # For a collective to fail by itself, which runs the script's `except` and `finally`.
 _GRACE_SECONDS = 10.0
+# For a launcher to end the job of a rank that has failed.
+_LAUNCHER_SECONDS = 5.0
 _MAX_PERIOD_SECONDS = 1.0
 # From one examination that has found no reason to end the job until the next.
 _SHARE_OF_FIRST_EXAMINATION = 0.5
@@ -30,6 +32,11 @@ class Limits:
     shutdown_seconds: float = 0.0
     init_seconds: float = 0.0
     deadlock_seconds: float = 0.0
+
+    @property
+    def failed_seconds(self) -> float:
+        """How long a rank waits for one that has failed until a roll call."""
+        return self.check_seconds + min(self.check_seconds, _LAUNCHER_SECONDS)
 
     @property
     def stop_seconds(self) -> float:
