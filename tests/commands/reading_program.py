@@ -1,9 +1,12 @@
 """Trains on files of every format, and logs which samples each step has read.
 
-reading_program.py DIRECTORY SOURCE [--model_dir=...]: the files are made in DIRECTORY
-if they are not there; each rank logs to a file of its own there.
+reading_program.py DIRECTORY SOURCES [--model_dir=...] trains on one source after the
+other, of the files in DIRECTORY/files, which `reading_program.py DIRECTORY write` makes.
+For each source each rank logs to a file of its own in DIRECTORY.
 """
 
+import contextlib
+import itertools
 import json
 import pathlib
 import struct
@@ -19,7 +22,14 @@ SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS = 1200, 12, 3
 
 SCALE = flags.DEFINE_bool("scale_batch", False, "Keep the batch of a rank.")
 MODEL_DIR = flags.DEFINE_string("model_dir", None, "Checkpoints.")
+LEAVE_AT = flags.DEFINE_list(
+    "leave_at", [], "The step at which each training is left, as by a kill."
+)
 _read = []
+
+
+class LeftError(Exception):
+    """Ends a training without any of its cleaning up."""
 
 
 class Numbers:
@@ -108,8 +118,15 @@ def ids_of(batch):
 
 
 def main(arguments):
-    directory, name = pathlib.Path(arguments[0]), arguments[1]
+    directory, names = pathlib.Path(arguments[0]), arguments[1].split(",")
     world = job.start(seed=1)
+    steps = map(int, LEAVE_AT.value)
+    for name, step in itertools.zip_longest(names, steps):
+        with contextlib.suppress(LeftError):
+            train(directory, name, world, leave_at=step)
+
+
+def train(directory, name, world, leave_at):
     import keras
     import tensorflow as tf
 
@@ -135,7 +152,7 @@ def main(arguments):
         return model
 
     def log(plan):
-        path = directory / f"read-{hvd.size()}-{uuid.uuid4().hex}.jsonl"
+        path = directory / f"read-{name}-{hvd.size()}-{uuid.uuid4().hex}.jsonl"
         position = []
         # In an elastic job, what a step has read that another rank did not complete.
         _read.clear()
@@ -148,6 +165,8 @@ def main(arguments):
             step = plan.step(position[-1], batch)
             with open(path, "a") as file:
                 file.write(json.dumps([step, ids[:, 0].tolist()]) + "\n")
+            if step == leave_at:
+                raise LeftError
 
         return [
             keras.callbacks.LambdaCallback(
@@ -166,7 +185,7 @@ def main(arguments):
         validation=pairs,
         every_epochs=0,
         callbacks=log,
-        model_dir=MODEL_DIR.value,
+        model_dir=MODEL_DIR.value and f"{MODEL_DIR.value}/{name}",
         save_every_steps=5,
         scale_batch=SCALE.value,
         steps_per_execution=1,
@@ -180,4 +199,4 @@ if __name__ == "__main__":
     if sys.argv[2:] == ["write"]:
         write_files(pathlib.Path(sys.argv[1]))
     else:
-        program.run(main, page=__doc__, operands="DIRECTORY SOURCE")
+        program.run(main, page=__doc__, operands="DIRECTORY SOURCES")

@@ -33,29 +33,31 @@ def folder(files, tmp_path):
 
 @pytest.fixture
 def train(start, monkeypatch, tmp_path):
-    """Return `train(folder, source, ranks, kill_after=None)`."""
+    """Return `train(folder, sources, ranks, ...)`."""
     monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path / "cache"))
 
-    def train(folder, source, ranks, *flags, kill_after=None):
-        program = [sys.executable, str(PROGRAM), str(folder), source, *flags]
+    def train(folder, sources, ranks, *flags, kill_after=None):
+        program = [sys.executable, str(PROGRAM), str(folder), ",".join(sources), *flags]
         launcher = "alone" if ranks == 1 else "mpirun"
         job = start([], program=program, launcher=launcher, ranks=ranks)
         if kill_after is None:
             assert job.wait().returncode == 0, job.text
             return
-        job.wait_until(lambda: max(read(folder), default=-1) > kill_after, "the step")
+        job.wait_until(
+            lambda: max(read(folder, sources[-1]), default=-1) > kill_after, "the step"
+        )
         job.kill()
 
     return train
 
 
-def read(folder, ranks="*"):
+def read(folder, source, ranks="*"):
     """Return the ids that all ranks have read, by step, in the runs of a job.
 
     A step that was repeated has more ids, if it has not read the same each time.
     """
     by_step = collections.defaultdict(set)
-    for path in folder.glob(f"read-{ranks}-*.jsonl"):
+    for path in folder.glob(f"read-{source}-{ranks}-*.jsonl"):
         for line in path.read_text().splitlines(keepends=True):
             # The last line of a rank that was killed.
             if line.endswith("\n"):
@@ -64,25 +66,28 @@ def read(folder, ranks="*"):
     return dict(by_step)
 
 
-@pytest.mark.parametrize("source", ["formats", "parquet", "mixture"])
-def test_a_job_that_is_killed_reads_on_with_other_ranks(train, folder, source):
+def test_a_job_that_is_killed_reads_on_with_other_ranks(train, folder):
+    """The last source of a job is killed, the trainings on the others are left."""
+    sources = ["formats", "parquet", "mixture"]
     whole, parts = folder / "whole", folder / "parts"
     for each in (whole, parts):
         each.mkdir()
         (each / "files").symlink_to(folder / "files")
-    train(whole, source, 2)
-    expected = read(whole)
+    train(whole, sources, 2)
+    first = [random.randrange(20, STEPS // 3) for _ in sources]
+    second = [random.randrange(step + 20, 2 * STEPS // 3) for step in first]
     model_dir = f"--model_dir={parts}/run"
-    first = random.randrange(20, STEPS // 3)
-    second = random.randrange(first + 20, 2 * STEPS // 3)
-    train(parts, source, 4, model_dir, kill_after=first)
-    train(parts, source, 3, model_dir, kill_after=second)
-    train(parts, source, 1, model_dir)
-    assert read(parts) == expected, (first, second)
-    # A pass over a mixture has the samples of two files.
-    assert sorted(expected) == list(range(STEPS * (2 if source == "mixture" else 1)))
-    if source != "mixture":
-        for epoch in range(EPOCHS):
+    for ranks, (*left, killed) in ((4, first), (3, second)):
+        leave_at = f"--leave_at={','.join(map(str, left))}"
+        train(parts, sources, ranks, model_dir, leave_at, kill_after=killed)
+    train(parts, sources, 1, model_dir)
+    for source in sources:
+        expected = read(whole, source)
+        assert read(parts, source) == expected, (source, first, second)
+        # A pass over a mixture has the samples of two files.
+        files = 2 if source == "mixture" else 1
+        assert sorted(expected) == list(range(STEPS * files))
+        for epoch in range(EPOCHS if files == 1 else 0):
             steps = range(epoch * STEPS // EPOCHS, (epoch + 1) * STEPS // EPOCHS)
             ids = itertools.chain(*(expected[step] for step in steps))
             assert sorted(ids) == list(range(SAMPLES))
@@ -90,10 +95,10 @@ def test_a_job_that_is_killed_reads_on_with_other_ranks(train, folder, source):
 
 def test_a_job_that_scales_its_batch_reads_each_sample_once(train, folder):
     flags = ["--scale_batch", f"--model_dir={folder}/run"]
-    train(folder, "formats", 4, *flags, kill_after=30)
-    train(folder, "formats", 2, *flags)
-    steps = read(folder, 2)
-    before = read(folder, 4).items()
+    train(folder, ["formats"], 4, *flags, kill_after=30)
+    train(folder, ["formats"], 2, *flags)
+    steps = read(folder, "formats", 2)
+    before = read(folder, "formats", 4).items()
     steps |= {step: ids for step, ids in before if step < min(steps)}
     assert {len(ids) for ids in steps.values()} == {12, 6}
     ids = list(itertools.chain(*(steps[step] for step in sorted(steps))))
@@ -114,10 +119,10 @@ def test_an_elastic_job_reads_on_when_a_worker_is_killed(start, folder):
     job = start(
         [sys.executable, str(PROGRAM), str(folder), "formats"], program=launcher
     )
-    job.wait_until(lambda: max(read(folder), default=-1) > 50, "step 50")
+    job.wait_until(lambda: max(read(folder, "formats"), default=-1) > 50, "step 50")
     job.ranks()[1].kill()
     assert job.wait().returncode == 0, job.text
-    steps = read(folder)
+    steps = read(folder, "formats")
     assert sorted(steps) == list(range(STEPS))
     for epoch in range(EPOCHS):
         of_epoch = range(epoch * STEPS // EPOCHS, (epoch + 1) * STEPS // EPOCHS)
