@@ -91,7 +91,10 @@ def broadcast_all(
     exchange = functools.partial(_broadcast_all, tensors, root_rank, name, process_set)
     # Run one by one, each operation would wait for a negotiation of its own.
     if tf.executing_eagerly():
-        exchange = tf.function(exchange, autograph=False)
+        specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in tensors)
+        number = process_set.process_set_id
+        broadcast = _traced_broadcast(specs, root_rank, name, process_set, number)
+        exchange = functools.partial(broadcast, tensors)
     return run(exchange, signature, name=name, process_set=process_set)
 
 
@@ -271,6 +274,24 @@ def _broadcast_all(
         _broadcast(tensor, root_rank, f"{name}_{i}", process_set)
         for i, tensor in enumerate(tensors)
     ]
+
+
+# Tracing takes a hundred times as long as the broadcast of a small model, which is
+# repeated at the beginning of each `fit`. A process set that is added again has another
+# number, which is in the graph.
+@functools.lru_cache(maxsize=8)
+def _traced_broadcast(
+    specs: tuple[tf.TensorSpec, ...],
+    root_rank: int,
+    name: str,
+    process_set: ProcessSet,
+    _number: int,
+) -> Callable[[list[tf.Tensor]], list[tf.Tensor]]:
+    @tf.function(autograph=False)
+    def exchange(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return _broadcast_all(tensors, root_rank, name, process_set)
+
+    return exchange
 
 
 def _broadcast_in_place(
