@@ -141,7 +141,11 @@ def model(embedding, optimizer):
 @pytest.mark.parametrize(
     ("twin", "optimizer"),
     [
-        (keras.layers.Embedding, lambda: keras.optimizers.SGD(0.5)),
+        # Gradients of rows: the test of outputs and gradients.
+        pytest.param(
+            *(keras.layers.Embedding, lambda: keras.optimizers.SGD(0.5)),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             *(meshes.Summing, lambda: keras.optimizers.Adam(0.02)),
             marks=[ranks, four_ranks],

@@ -49,10 +49,16 @@ TWINS = {
 }
 
 
-def with_more_ranks(names):
+def with_more_ranks(names, long=()):
     """The last one also on three and four ranks."""
     *others, last = names
-    return [*others, pytest.param(last, marks=[ranks, four_ranks])]
+    return [
+        *(
+            pytest.param(name, marks=pytest.mark.long if name in long else ())
+            for name in others
+        ),
+        pytest.param(last, marks=[ranks, four_ranks]),
+    ]
 
 
 @pytest.mark.parametrize("name", with_more_ranks(LAYERS))
@@ -265,7 +271,7 @@ def model(column, row, optimizer, seed=3):
     return network
 
 
-@pytest.mark.parametrize("name", with_more_ranks(OPTIMIZERS))
+@pytest.mark.parametrize("name", with_more_ranks(OPTIMIZERS, long=["adamw"]))
 def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
     rng = np.random.default_rng(7)
     # It has replicas, if any has.
