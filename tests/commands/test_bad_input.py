@@ -100,6 +100,7 @@ def test_flags_that_differ_between_ranks(run):
     assert len(job.lines) == 1, job.text
 
 
+@pytest.mark.long
 def test_timeline_of_one_rank(run, tmp_path):
     path = tmp_path / "timeline.json"
     fails_with(run([f"--timeline_file={path}"]), "--timeline_file", "1 rank")
@@ -125,10 +126,11 @@ def test_a_run_whose_output_is_not_wanted(run, tmp_path):
     [
         ("", 1, "Cannot write the output: Broken pipe."),
         # The code of the ranks, which horovodrun ends by SIGTERM.
-        (
+        pytest.param(
             "horovodrun --gloo -np 2",
             143,
             "horovodrun: cannot write the output: Broken pipe",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -257,8 +259,8 @@ def test_loss_that_is_not_a_number(run):
 @pytest.mark.parametrize(
     ("launcher", "name"),
     [
-        ("alone", "SIGINT"),
         ("gloo", "SIGTERM"),
+        pytest.param("alone", "SIGINT", marks=pytest.mark.long),
         pytest.param("mpi", "SIGUSR1", marks=pytest.mark.long),
         pytest.param("mpirun", "SIG", marks=pytest.mark.long),
     ],
@@ -290,10 +292,7 @@ def test_a_rank_that_ends_before_one_that_fails_is_named(run, tmp_path):
     )
 
 
-# test_faults.py has a rank that the guard kills under mpirun.
-@pytest.mark.parametrize(
-    "launcher", ["gloo", pytest.param("mpirun", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
 def test_killed_rank_ends_the_job(start, tmp_path, launcher):
     # With a model_dir, the survivor takes the launcher's SIGTERM for a request to stop.
     job = start([*ENDLESS, f"--model_dir={tmp_path / 'run'}"], launcher=launcher)

@@ -49,6 +49,7 @@ def figures_of(path, *, size, devices):
     return result, figures
 
 
+@pytest.mark.long
 def test_two_ranks(run, tmp_path):
     path = tmp_path / "two.json"
     # The first command of the page; the default rounds take a minute.
@@ -161,10 +162,12 @@ def long(*values):
     ("arguments", "launcher", "words"),
     [
         (["--collectives"], "alone", ["--collectives", "1 rank", "horovodrun -np 2"]),
-        (["--workload=wide"], "alone", ["--workload=wide", "1 rank", "mpirun -np 2"]),
-        (["--input"], "gloo", ["2 ranks", "--input", "one process"]),
+        long(
+            ["--workload=wide"], "alone", ["--workload=wide", "1 rank", "mpirun -np 2"]
+        ),
+        long(["--input"], "gloo", ["2 ranks", "--input", "one process"]),
         (["--strategy=split"], "gloo", ["2 ranks", "--strategy=split", "one process"]),
-        (
+        long(
             ["--strategy=mirrored", "--steps_per_execution=2"],
             "alone",
             ["--steps_per_execution=2", "expected 1"],
@@ -176,7 +179,7 @@ def long(*values):
         long(
             ["--workload=platform:node"], "alone", ["platform:node", "compiled Keras"]
         ),
-        (["--workload=os.path:join"], "alone", ["os.path:join raised TypeError"]),
+        long(["--workload=os.path:join"], "alone", ["os.path:join raised TypeError"]),
         long(["--workload=sys:exit"], "alone", ["sys:exit raised SystemExit"]),
         long(["--dataset=custom"], "alone", ["custom", "data_dir"]),
     ],

@@ -26,16 +26,21 @@ PHASES = ("step", "save", "evaluate")
 FAULT_STEP = 25
 STALL_SECONDS = 10
 LAUNCHERS = ("gloo", "mpi", "mpirun")
-# An exception and a killed rank: test_bad_input.py.
+# A killed rank under each other launcher: test_{bad_input,hosts,run}.py.
 FEW = [
-    ("stop", 0, "save", "mpirun"),
-    ("hang", 1, "step", "mpirun"),
-    ("kill", 1, "step", "hosts"),
-    ("hang", 0, "step", "hosts"),
-    pytest.param("kill", 0, "step", "mpi", marks=pytest.mark.long),
-    pytest.param("kill", 0, "step", "mpirun", marks=pytest.mark.long),
-    pytest.param("raise", 1, "step", "gloo", marks=pytest.mark.long),
-    pytest.param("exit", 0, "step", "gloo", marks=pytest.mark.long),
+    ("kill", 0, "step", "mpi"),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in [
+            ("stop", 0, "save", "mpirun"),
+            ("hang", 1, "step", "mpirun"),
+            ("kill", 1, "step", "hosts"),
+            ("hang", 0, "step", "hosts"),
+            ("kill", 0, "step", "mpirun"),
+            ("raise", 1, "step", "gloo"),
+            ("exit", 0, "step", "gloo"),
+        ]
+    ),
 ]
 TABLE = os.environ.get("HVDTRAIN_FAULT_TABLE")
 ALL = list(itertools.product(FAULTS, (0, 1), PHASES, LAUNCHERS))

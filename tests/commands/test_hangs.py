@@ -43,10 +43,15 @@ FAULTS = {
 ALL = list(itertools.product(FAULTS, LAUNCHERS))
 FEW = [
     ("py_function", "gloo"),
-    ("gil", "mpirun"),
-    ("order", "mpi"),
-    ("stop", "gloo"),
-    ("lock", "hosts"),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in [
+            ("gil", "mpirun"),
+            ("order", "mpi"),
+            ("stop", "gloo"),
+            ("lock", "hosts"),
+        ]
+    ),
 ]
 
 
@@ -201,6 +206,7 @@ CAUSES = {"sleep": "callbacks", "input": "input", "throttling": "throttling"}
 SLOW = list(itertools.product(CAUSES, LAUNCHERS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("reason", "launcher"), SLOW if TABLE else [("throttling", "gloo")]
 )

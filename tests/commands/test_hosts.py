@@ -62,6 +62,8 @@ def has_namespaces():
     )
 
 
+# On two names of one machine: tests/parallel/test_native_reduction.py.
+@pytest.mark.long
 @pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
 def test_two_hosts_of_this_machine_reduce_over_tcp(tmp_path):
     script = tmp_path / "script.py"

@@ -133,7 +133,7 @@ def test_summary_and_files(alone):
 # horovodrun --mpi calls mpirun: the two compute the same bits.
 @pytest.mark.parametrize(
     "launchers",
-    [("gloo", "mpirun"), pytest.param(("mpi", "mpirun"), marks=pytest.mark.long)],
+    [("gloo",), pytest.param(("mpi", "mpirun"), marks=pytest.mark.long)],
 )
 def test_every_launcher_computes_what_one_process_does(
     alone, train, tmp_path, launchers
@@ -164,13 +164,12 @@ def test_every_launcher_computes_what_one_process_does(
             np.testing.assert_array_equal(a, b)
 
 
+# Divided models that one process equals: tests/parallel.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "mesh", "flags"),
     [
-        pytest.param(
-            *(4, "data 2 x pipeline 1 x model 2", ["--model_parallel=2"]),
-            marks=pytest.mark.long,
-        ),
+        (4, "data 2 x pipeline 1 x model 2", ["--model_parallel=2"]),
         (2, "data 1 x pipeline 2 x model 1", ["--pipeline_stages=2"]),
     ],
 )

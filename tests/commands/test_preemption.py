@@ -12,7 +12,7 @@ from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 # Some seconds on two ranks: the runs that are stopped and killed end long before the
 # last step. Windows of three steps end at few checkpoints.
-STEPS = 3_000
+STEPS = 2_100
 FLAGS = [
     *("--dataset=digits", f"--max_steps={2 * STEPS}", "--optimizer=momentum"),
     *("--accumulation_steps=3", "--save_every_steps=200"),

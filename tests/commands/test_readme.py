@@ -35,12 +35,12 @@ def test_the_ways_to_run_it_are_in_the_readme():
     assert starts == ["horovodrun", "sbatch", *["docker"] * 3, "mpirun", "python"]
 
 
-# Other tests train under mpirun.
+# Other tests train under mpirun and in one process.
 @pytest.mark.usefixtures("_no_network")
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(line, marks=pytest.mark.long if "mpirun" in line else ())
+        pytest.param(line, marks=() if "horovodrun" in line else pytest.mark.long)
         for line in PROGRAMS
     ],
 )

@@ -30,6 +30,8 @@ ENGINES = [
         for name in ("local[2]", EXECUTORS)
     ),
 ]
+# Of what test_a_job_continues_after_a_rank_was_killed covers most.
+LONG_ENGINES = [pytest.param("local", marks=pytest.mark.long), *ENGINES[1:]]
 CAUSE = "KeyError('no such column')"
 
 
@@ -144,7 +146,7 @@ def test_a_job_continues_after_a_rank_was_killed(case, expected, tmp_path, engin
     check_a_kill(case, expected, tmp_path, engine, "rank", KILLED)
 
 
-@pytest.mark.parametrize("engine", ENGINES[:3])
+@pytest.mark.parametrize("engine", LONG_ENGINES[:3])
 def test_a_job_continues_after_an_agent_was_killed(case, expected, tmp_path, engine):
     check_a_kill(case, expected, tmp_path, engine, "agent", ENDED)
 
@@ -175,7 +177,7 @@ def check_a_kill(case, expected, tmp_path, engine, killed, error):
     assert_equal_weights(tmp_path, expected)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LONG_ENGINES)
 def test_a_rank_that_was_killed_is_an_error(case, engine):
     job = case(engine, "lost").wait()
     assert job.returncode != 0
@@ -206,7 +208,9 @@ def test_an_error_names_the_rank_that_others_waited_for(case, ending, reason):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_the_end_of_the_caller_ends_the_ranks(case, tmp_path, engine, number):
     job = case(engine, "waits")
     # Rank 0 waits in native code.
@@ -224,7 +228,7 @@ def test_the_end_of_the_caller_ends_the_ranks(case, tmp_path, engine, number):
         job.wait()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LONG_ENGINES)
 def test_many_runs_of_one_caller_leave_nothing_behind(case, engine):
     job = case(engine, "often").wait()
     assert results_of(job) == "[(0, 2), (1, 2)] [(0, 2), (18, 2)]"
@@ -249,6 +253,7 @@ def test_an_engine_without_room_is_one_line(case, engine, advice):
     )
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_caller_that_is_bound_share_its_cores(run, tmp_path):
     arguments = ["local", "launcher", str(tmp_path)]
     # mpirun has more cores than the caller that it binds.
@@ -256,6 +261,7 @@ def test_the_ranks_of_a_caller_that_is_bound_share_its_cores(run, tmp_path):
     assert results_of(job) == "['hvdtrain-agent', 'hvdtrain-agent']"
 
 
+@pytest.mark.long
 def test_programs_of_a_rank_have_the_search_path_of_the_caller(case):
     # Not its whole `sys.path`, with which the rank itself finds modules.
     job = case("local", "path").wait()

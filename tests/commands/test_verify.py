@@ -380,11 +380,11 @@ CLEAN = {
 }
 
 
-# These are in the README's command, and in the long tests. All others are in the tier
+# This one is in the README's command, those are long tests. All others are in the tier
 # verify.
-SHORT = {"fit", "no broadcast"}
+SHORT = {"no broadcast"}
 LONG = {
-    *("loop", "mixed precision", "no reduction", "rate scaled twice"),
+    *("fit", "loop", "mixed precision", "no reduction", "rate scaled twice"),
     "custom_loop.py",
 }
 
