@@ -1,7 +1,7 @@
 """Trains on files of every format, and logs which samples each step has read.
 
 reading_program.py DIRECTORY SOURCES [--model_dir=...] trains on one source after the
-other, of the files in DIRECTORY/files, which `reading_program.py DIRECTORY write` makes.
+other, of files in DIRECTORY/files, which `reading_program.py DIRECTORY write` makes.
 For each source each rank logs to a file of its own in DIRECTORY.
 """
 

@@ -193,7 +193,7 @@ def model(embedding, optimizer, regularizer="l2", calls=1):
 @pytest.mark.parametrize(
     "name",
     [
-        "sgd",
+        pytest.param("sgd", marks=long),
         "adam, norms, accumulation",
         pytest.param("adam, two calls", marks=long),
         pytest.param("momentum, global norm", marks=[long, ranks, four_ranks]),

@@ -32,7 +32,12 @@ def apply(optimizer, variable, factor):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "passes"), [(lambda step: step, 1), (tf.function, 1), (tf.function, 2)]
+    ("wrap", "passes"),
+    [
+        pytest.param(lambda step: step, 1, marks=pytest.mark.long),
+        (tf.function, 1),
+        (tf.function, 2),
+    ],
 )
 def test_two_optimizers_of_one_class(wrap, passes):
     first, second = filled(0.0), filled(0.0)
