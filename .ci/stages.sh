@@ -1,0 +1,46 @@
+# shellcheck shell=bash
+# Runs the stages of CI, for .ci/run, which sets `last_end`: the second at which the last
+# stage has to have ended.
+
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+# Seconds from the signal at a stage's limit to its end.
+grace=60
+summary=()
+# The command and the end of its output, for each one that failed.
+failures=()
+
+# In namespaces of its own: all processes and mounts of a stage end with it, also daemons
+# that ignore signals. The shell, as process 1, would ignore the signal at the limit; the
+# command, its child, ends by it and cleans up.
+alone=()
+# shellcheck disable=SC2016
+! unshare --pid --fork --mount-proc true 2>/dev/null ||
+  alone=(unshare --pid --fork --kill-child --mount-proc sh -c '"$@"; exit' sh)
+
+# run SECONDS COMMAND...: the others run also where one fails. A command that may end too
+# late on a slow machine is left out.
+run() {
+  local limit=$1 start=$SECONDS result=passed status=0
+  shift
+  if ((start + limit > last_end)); then
+    summary+=("   -   $* LEFT OUT after $start s: no time is left")
+    return
+  fi
+  timeout -k "$grace" "$limit" "${alone[@]}" "$@" 2>&1 | tee "$output" || status=$?
+  if ((status)); then
+    failures+=("$*" "$(tail -n 30 "$output")")
+    result="FAILED (exit code $status)"
+    ((status != 124 && status != 137)) || result="timed out after $limit s"
+  fi
+  summary+=("$(printf '%4d s  %s %s' $((SECONDS - start)) "$*" "$result")")
+}
+
+# Prints the ends of the outputs of failed stages, then the seconds of all. Fails if one
+# has failed.
+report() {
+  ((${#failures[@]} == 0)) || printf '\nci: FAILED: %s\n%s\n' "${failures[@]}"
+  printf '\n'
+  printf 'ci: %s\n' "${summary[@]}" "$(printf '%4d s  in all' "$SECONDS")"
+  ((${#failures[@]} == 0))
+}

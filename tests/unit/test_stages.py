@@ -1,0 +1,61 @@
+"""The stages of .ci/run end with their processes, and their seconds come last."""
+
+import os
+import pathlib
+import subprocess
+import uuid
+
+import psutil
+import pytest
+
+STAGES = pathlib.Path(__file__).parents[2] / ".ci/stages.sh"
+# A daemon in a session of its own, which keeps the stage's output open.
+DAEMON = """(trap '' TERM; exec setsid sleep 1000 {mark}) & echo started; {then}"""
+
+
+def run(script):
+    """Run the stages of `script`; return the exit code and the lines of the output."""
+    script = (
+        f"set -uo pipefail\nlast_end=100\nsource {STAGES}\ngrace=1\n{script}\nreport"
+    )
+    job = subprocess.run(
+        ["bash", "-c", script], stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    return job.returncode, job.stdout.splitlines()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
+@pytest.mark.parametrize(
+    ("then", "result", "code"),
+    [("true", "passed", 0), ("sleep 1000", "timed out after 2 s", 1)],
+)
+def test_a_stage_ends_with_a_daemon_that_ignores_signals(tmp_path, then, result, code):
+    # `sleep` adds up its arguments.
+    mark = str(uuid.uuid4().int % 10**9)
+    stage = tmp_path / "stage"
+    stage.write_text(DAEMON.format(mark=mark, then=then))
+    returncode, lines = run(f"run 2 bash {stage}")
+    assert returncode == code
+    assert "started" in lines
+    assert lines[-2].endswith(f"bash {stage} {result}")
+    alive = psutil.process_iter(["cmdline"])
+    assert not [each for each in alive if mark in (each.info["cmdline"] or ())]
+
+
+def test_a_stage_cleans_up_at_its_limit(tmp_path):
+    stage = tmp_path / "stage"
+    stage.write_text("trap 'echo cleaned' EXIT\nsleep 1000")
+    returncode, lines = run(f"run 1 bash {stage}")
+    assert returncode == 1
+    assert "cleaned" in lines
+
+
+def test_the_seconds_of_all_stages_come_last():
+    returncode, lines = run("run 5 sh -c 'echo no; exit 3'\nrun 5 true\nrun 200 true")
+    assert returncode == 1
+    assert "ci: FAILED: sh -c echo no; exit 3" in lines
+    stages = [line.split(maxsplit=3) for line in lines[-4:]]
+    assert stages[0][3] == "sh -c echo no; exit 3 FAILED (exit code 3)"
+    assert stages[1][3] == "true passed"
+    assert "true LEFT OUT after" in lines[-2]
+    assert stages[3][3] == "in all"
