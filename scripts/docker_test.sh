@@ -8,6 +8,10 @@
 # on Debian: if no engine runs, installs the packages below with apt-get and starts an
 # engine, which is stopped and deleted with its data at the end of the test.
 #
+# The image takes Horovod and the native operations that .venv was made with, if its
+# Python is the image's, and else compiles them.
+#
+#     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv
 #     BASE_IMAGE   instead of the public Debian; if it cannot be pulled, debootstrap
 #                  makes one
 #     PIP_CONFIG_FILE, SSL_CERT_FILE   are used for the build, and not stored in the image
@@ -91,13 +95,26 @@ prepare_base() {
     --exclude='./dev/*' -c . | "$docker" import - "$base" >/dev/null
 }
 
+# The image $wheels, which is empty if this machine has no wheels for the image.
+prepare_wheels() {
+  local python=${HVDTRAIN_ENVIRONMENT:-.venv}/bin/python
+  mkdir "$work/wheels"
+  # Wheels for the MPI of this machine would not fit.
+  [[ ! -e $python ]] || type -P mpicxx >/dev/null || "$python" -m hvdtrain.install --wheels="$work/wheels" \
+    >"$work/wheels.log" 2>&1 || tail -n 5 "$work/wheels.log" >&2
+  compgen -G "$work/wheels/horovod-*-cp311-*.whl" >/dev/null || return 0
+  wheels=$name-wheels
+  tar -C "$work/wheels" -c . | "$docker" import - "$wheels" >/dev/null
+  echo "$title: the image takes Horovod from $python"
+}
+
 build() {
   local secrets=() certificates=${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}
   [[ ! -e $certificates ]] || secrets+=(--secret "id=ca_certificates,src=$certificates")
   [[ ! -e ${PIP_CONFIG_FILE:-} ]] ||
     secrets+=(--secret "id=pip_conf,src=$PIP_CONFIG_FILE")
   timeout 1200 "$docker" build --network=host --progress=plain "${secrets[@]}" \
-    --build-arg "BASE_IMAGE=$base" --tag "$name" --file docker/Dockerfile . \
+    --build-arg "BASE_IMAGE=$base" --build-arg "WHEELS=$wheels" --tag "$name" --file docker/Dockerfile . \
     >"$work/build.log" 2>&1 ||
     { tail -n 40 "$work/build.log" >&2 && die "the image cannot be built"; }
 }
@@ -217,7 +234,7 @@ clean() {
   if [[ -n ${compose:-} ]]; then "${compose[@]}" down -v -t 1; fi
   if [[ -n ${docker:-} ]]; then
     "$docker" ps -aq --filter "label=$name" | xargs -r "$docker" rm -f
-    "$docker" rmi "$name"
+    "$docker" rmi "$name" "$name-wheels"
   fi
   if [[ -n $engine ]]; then stop_engine; fi
   rm -rf --one-file-system "$work"
@@ -236,6 +253,8 @@ trap clean EXIT
 prepare_engine
 find_compose
 prepare_base
+wheels=scratch
+prepare_wheels
 build
 size=$("$docker" image inspect --format '{{.Size}}' "$name")
 tensorflow=$(run sh -c 'du -sk /opt/hvdtrain/lib/python3*/site-packages/tensorflow')

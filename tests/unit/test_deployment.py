@@ -9,6 +9,8 @@ import sys
 import pytest
 import yaml
 
+from hvdtrain.installer import missing_tools
+
 ROOT = pathlib.Path(__file__).parents[2]
 DOCKERFILES = ["docker/Dockerfile", "docker/Dockerfile.gpu"]
 SCRIPTS = sorted(
@@ -161,6 +163,13 @@ def pods(name):
 def words(pod):
     [container] = pod["containers"]
     return container["command"] + container.get("args", [])
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_has_the_tools_of_a_build(name):
+    """`scripts/docker_test.sh` does not show it where the image takes wheels."""
+    stage = text(name).partition(" AS build\n")[2].partition("\nFROM")[0]
+    assert {tool for tool, _ in missing_tools._PACKAGES.values()} <= {*stage.split()}
 
 
 @pytest.mark.parametrize("name", ["mpijob", "runtime"])
