@@ -27,13 +27,40 @@ run() {
     summary+=("   -   $* LEFT OUT after $start s: no time is left")
     return
   fi
-  timeout -k "$grace" "$limit" "${alone[@]}" "$@" 2>&1 | tee "$output" || status=$?
+  # A lane is a background job of this shell, which would ignore Ctrl-C: tests send it.
+  env --default-signal=INT,QUIT timeout -k "$grace" "$limit" "${alone[@]}" "$@" 2>&1 |
+    tee "$output" || status=$?
   if ((status)); then
     failures+=("$*" "$(tail -n 30 "$output")")
     result="FAILED (exit code $status)"
     ((status != 124 && status != 137)) || result="timed out after $limit s"
   fi
   summary+=("$(printf '%4d s  %s %s' $((SECONDS - start)) "$*" "$result")")
+}
+
+# beside LANES...: functions that run stages, at the same time. The output of each follows
+# when it has ended.
+beside() {
+  local directory lane processes=()
+  directory=$(mktemp -d)
+  for lane; do
+    (
+      summary=() failures=() output=$directory/$lane.last
+      "$lane"
+      printf '%s\0' "${summary[@]}" >"$directory/$lane.summary"
+      ((${#failures[@]} == 0)) ||
+        printf '%s\0' "${failures[@]}" >"$directory/$lane.failures"
+    ) >"$directory/$lane.output" 2>&1 &
+    processes+=($!)
+  done
+  wait "${processes[@]}"
+  for lane; do
+    cat "$directory/$lane.output"
+    mapfile -d '' -t -O "${#summary[@]}" summary <"$directory/$lane.summary"
+    [[ ! -e $directory/$lane.failures ]] ||
+      mapfile -d '' -t -O "${#failures[@]}" failures <"$directory/$lane.failures"
+  done
+  rm -rf "$directory"
 }
 
 # Prints the ends of the outputs of failed stages, then the seconds of all. Fails if one

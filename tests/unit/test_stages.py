@@ -59,3 +59,32 @@ def test_the_seconds_of_all_stages_come_last():
     assert stages[1][3] == "true passed"
     assert "true LEFT OUT after" in lines[-2]
     assert stages[3][3] == "in all"
+
+
+def test_stages_of_lanes_run_at_the_same_time(tmp_path):
+    # Each waits for the other.
+    stage = tmp_path / "stage"
+    stage.write_text(f"touch {tmp_path}/$1; until [ -e {tmp_path}/$2 ]; do :; done; $3")
+    returncode, lines = run(f"""
+run 30 true
+a() {{ run 30 bash {stage} one two 'exit 3'; }}
+b() {{ run 30 bash {stage} two one; run 30 echo b; }}
+beside a b
+run 30 true""")
+    assert returncode == 1
+    assert [line.split(maxsplit=3)[3] for line in lines[-6:]] == [
+        "true passed",
+        f"bash {stage} one two exit 3 FAILED (exit code 3)",
+        f"bash {stage} two one passed",
+        "echo b passed",
+        "true passed",
+        "in all",
+    ]
+    assert f"ci: FAILED: bash {stage} one two exit 3" in lines
+    assert "b" in lines
+
+
+def test_ctrl_c_ends_a_program_of_a_lane():
+    returncode, lines = run("lane() { run 30 sh -c 'kill -INT $$'; }\nbeside lane")
+    assert returncode == 1
+    assert "FAILED (exit code 130)" in lines[-2]
