@@ -1,5 +1,6 @@
 """One rank of a phase: python -m hvdtrain.verification.worker OPTIONS SCRIPT ..."""
 
+import gc
 import json
 import os
 import runpy
@@ -20,6 +21,9 @@ def main(options: PhaseOptions, command: list[str]) -> None:
     sys.argv = [script, *command[2 if is_module else 1 :]]
     # As Python itself does: the directory of a script, or the working directory.
     sys.path[0] = "" if is_module else os.path.dirname(os.path.abspath(script))
+    # The recorder searches all objects at each step. This leaves out the objects of the
+    # imports, which are hundreds of thousands.
+    gc.freeze()
     with recording.record_phase(options):
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
