@@ -9,6 +9,9 @@ import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 VERIFY = [sys.executable, "-m", "hvdtrain.verify", "-np", "2"]
+# Without the launcher, and with one import of TensorFlow instead of five to ten.
+FORKING = pathlib.Path(__file__).with_name("forking_verify.py")
+FORKING_VERIFY = [sys.executable, str(FORKING), "-np", "2"]
 
 FIT = """
 import keras
@@ -380,13 +383,10 @@ CLEAN = {
 }
 
 
-# This one is in the README's command, those are long tests. All others are in the tier
-# verify.
+# One is in the README's command, and others are long tests, as users call the program. All
+# others are in the tier verify, whose ranks are forks.
 SHORT = {"no broadcast"}
-LONG = {
-    *("fit", "loop", "mixed precision", "no reduction", "rate scaled twice"),
-    "custom_loop.py",
-}
+LONG = {"fit", "loop"}
 
 
 def in_tiers(names):
@@ -397,13 +397,19 @@ def in_tiers(names):
 
 
 @pytest.fixture
-def verify(run, tmp_path):
-    """Return `verify(text, ...)`: the job that verifies a script of this text."""
+def program(request):
+    """Return the command that verifies, for the tier of this test."""
+    return FORKING_VERIFY if request.node.get_closest_marker("verify") else VERIFY
 
-    def verify(text, *flags):
+
+@pytest.fixture
+def verify(run, tmp_path, program):
+    """Return `verify(text)`: the job that verifies a script of this text."""
+
+    def verify(text):
         script = tmp_path / "script.py"
         script.write_text(text)
-        return run([*flags, str(script)], program=VERIFY)
+        return run([str(script)], program=program)
 
     return verify
 
@@ -446,11 +452,11 @@ def test_a_script_that_cannot_be_compared(verify, name):
 @pytest.mark.parametrize(
     "name", in_tiers(["custom_loop.py", "gan.py", "mixed_precision.py"])
 )
-def test_an_example(run, name, tmp_path):
+def test_an_example(run, name, tmp_path, program):
     """The examples compute what one process computes; GANs draw noise of their own."""
     job = run(
         [str(EXAMPLES / name)],
-        program=VERIFY,
+        program=program,
         environment={
             "HVDTRAIN_MNIST_URLS": "http://127.0.0.1:1/",
             "HVDTRAIN_CACHE_DIR": str(tmp_path),
