@@ -8,7 +8,7 @@
 # parallel: on two ranks; those of native reductions also on two hosts. more_ranks: the
 # tests that those leave out as long, then those of the parallel tests that depend on the
 # number of ranks, on three and on four, such as models that are sharded over meshes of
-# 2 x 2; three reduce through Horovod, with Gloo, and four also on two hosts.
+# 2 x 2; three reduce through Horovod, with Gloo, and reductions by four also on two hosts.
 # oracle: only those that compare a training on two ranks with one process. keras: oracle,
 # and the unit tests that import Keras. oldest: keras, with the oldest Keras of setup.cfg,
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
@@ -136,13 +136,18 @@ parallel() {
 
 # What the markers of pyproject.toml name.
 more_ranks() {
+  local reducing=(
+    tests/parallel/test_{native_reduction,optimizer,process_sets,tape,threads}.py
+    tests/parallel/test_sharded_{state,training}.py
+  )
   launched shared_memory mpi 2 -m long tests/parallel
   run "unit and commands, long" 1500 \
     python -m pytest -q -n 3 --dist loadgroup -m long tests/{unit,commands}
   launched horovod gloo 3 -m ranks tests/parallel
   launched shared_memory gloo 4 -m four_ranks tests/parallel
   launched auto hosts 3 tests/parallel/test_native_reduction.py
-  launched auto hosts 4 -m four_ranks tests/parallel
+  # Layers reduce over groups of ranks, through Horovod, which hosts do not change.
+  launched auto hosts 4 -m four_ranks "${reducing[@]}"
 }
 
 oracle() { launched auto mpi 2 "${oracles[@]}"; }
