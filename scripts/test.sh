@@ -164,7 +164,9 @@ download() {
   overlay=$(mktemp -d)
   overlays+=("$overlay")
   trap 'rm -rf "${overlays[@]}"' EXIT
-  run "$1" 300 python -m pip install --quiet --no-deps --target "$overlay" "${@:2}"
+  # Most modules are never imported: the others are compiled when they are.
+  run "$1" 300 python -m pip install --quiet --no-compile --no-deps \
+    --target "$overlay" "${@:2}"
 }
 
 # with_keras PACKAGE START: with another Keras, whose version has this start.
