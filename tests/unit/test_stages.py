@@ -26,15 +26,17 @@ def run(script):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 @pytest.mark.parametrize(
-    ("then", "result", "code"),
-    [("true", "passed", 0), ("sleep 1000", "timed out after 2 s", 1)],
+    ("limit", "then", "result", "code"),
+    [(30, "true", "passed", 0), (3, "sleep 1000", "timed out after 3 s", 1)],
 )
-def test_a_stage_ends_with_a_daemon_that_ignores_signals(tmp_path, then, result, code):
+def test_a_stage_ends_with_a_daemon_that_ignores_signals(
+    tmp_path, limit, then, result, code
+):
     # `sleep` adds up its arguments.
     mark = str(uuid.uuid4().int % 10**9)
     stage = tmp_path / "stage"
     stage.write_text(DAEMON.format(mark=mark, then=then))
-    returncode, lines = run(f"run 2 bash {stage}")
+    returncode, lines = run(f"run {limit} bash {stage}")
     assert returncode == code
     assert "started" in lines
     assert lines[-2].endswith(f"bash {stage} {result}")
@@ -45,13 +47,13 @@ def test_a_stage_ends_with_a_daemon_that_ignores_signals(tmp_path, then, result,
 def test_a_stage_cleans_up_at_its_limit(tmp_path):
     stage = tmp_path / "stage"
     stage.write_text("trap 'echo cleaned' EXIT\nsleep 1000")
-    returncode, lines = run(f"run 1 bash {stage}")
+    returncode, lines = run(f"run 3 bash {stage}")
     assert returncode == 1
     assert "cleaned" in lines
 
 
 def test_the_seconds_of_all_stages_come_last():
-    returncode, lines = run("run 5 sh -c 'echo no; exit 3'\nrun 5 true\nrun 200 true")
+    returncode, lines = run("run 30 sh -c 'echo no; exit 3'\nrun 30 true\nrun 200 true")
     assert returncode == 1
     assert "ci: FAILED: sh -c echo no; exit 3" in lines
     stages = [line.split(maxsplit=3) for line in lines[-4:]]
