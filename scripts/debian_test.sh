@@ -7,7 +7,8 @@
 # trixie, testing and gpu run the README's first commands in a clone, beside a C++
 # compiler, patch and Python 3.13. trixie is Debian 13; testing has the newest compiler and
 # C library; gpu, in Debian 13, compiles Horovod for NVIDIA GPUs and loads it, on a machine
-# that may have none. All is downloaded and built, without the caches of this machine.
+# that may have none. Horovod is built there. pip has the downloads of this machine's
+# cache, which all parts share, and downloads the others.
 #
 # wheels_bookworm (Debian 12, Python 3.11) and wheels_trixie (Debian 13, Python 3.13) have
 # Python alone, neither compiler, patch nor ssh, and install release files: those of
@@ -53,9 +54,12 @@ inside() {
   # shellcheck disable=SC2016
   unshare --mount --pid --fork --kill-child sh -c '
     mount -t proc proc "$1/proc" && mount -t sysfs -o ro sysfs "$1/sys" &&
-      mount -t tmpfs -o mode=1777 tmpfs "$1/dev/shm" && chroot "$@"
+      mount -t tmpfs -o mode=1777 tmpfs "$1/dev/shm" &&
+      if [ -d "$1/home/somebody/.cache/pip" ]; then
+        mount --bind "$0" "$1/home/somebody/.cache/pip"
+      fi && chroot "$@"
     exit' \
-    sh "$debian" env -i LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+    "$work/pip" "$debian" env -i LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin \
     DEBIAN_FRONTEND=noninteractive "${site[@]}" "$@"
 }
 
@@ -83,9 +87,17 @@ find_site() {
   fi
 }
 
+# A copy of the downloads in this user's cache, which pip of another user would not use.
+copy_downloads() {
+  local downloads
+  mkdir -p "$work/pip"
+  downloads=$(python3 -m pip cache dir 2>/dev/null) || return 0
+  [[ ! -d $downloads ]] || cp -R --reflink=auto "$downloads/." "$work/pip"
+}
+
 # Chains of &&: `set -e` has no effect in a function whose exit code the caller tests.
-# install_debian SUITE PACKAGE...
-install_debian() {
+# install_base SUITE: the Debian $debian, without any package for a test.
+install_base() {
   # A mirror may serve package lists that have expired.
   debootstrap --variant=minbase "$1" "$debian" &&
     cp -rL /etc/resolv.conf "$work/site" "$debian/etc" &&
@@ -94,19 +106,34 @@ install_debian() {
     printf '%s\n' '127.0.0.1 localhost' "127.0.1.1 $(uname -n)" >"$debian/etc/hosts" &&
     echo 'Acquire::Check-Valid-Until "false";' >"$debian/etc/apt/apt.conf.d/90mirror" &&
     inside apt-get update &&
-    inside apt-get install --yes --no-install-recommends "${@:2}" &&
-    inside useradd --create-home somebody
+    inside useradd --create-home --uid 1000 somebody &&
+    inside install -d -o somebody -g somebody /home/somebody/.cache{,/pip} &&
+    inside chown -R somebody: /home/somebody
+}
+
+# make_base SUITE: shared by the Debians of a suite, unless it exists.
+make_base() {
+  debian=$work/$1.base
+  [[ -d $debian ]] || install_base "$1" >"$work/$1.log" 2>&1 ||
+    { tail -n 5 "$work/$1.log" >&2 && die "debootstrap or apt-get failed for $1"; }
 }
 
 # make_debian NAME SUITE PYTHON PACKAGE...: the Debian $debian, unless it exists.
 make_debian() {
+  local start=$SECONDS
+  if [[ -d $work/$1 ]]; then
+    debian=$work/$1
+    return
+  fi
+  make_base "$2"
+  cp -a --reflink=auto "$debian" "$work/$1"
   debian=$work/$1
-  [[ ! -d $debian ]] || return 0
-  install_debian "$2" "${@:4}" >"$work/$1.log" 2>&1 ||
-    { tail -n 5 "$work/$1.log" >&2 && die "debootstrap or apt-get failed for $1"; }
+  inside apt-get install --yes --no-install-recommends "${@:4}" >"$work/$1.log" 2>&1 ||
+    { tail -n 5 "$work/$1.log" >&2 && die "apt-get failed for $1"; }
   # shellcheck disable=SC2016
   inside sh -c '. /etc/os-release && echo "$1: $PRETTY_NAME; $("$2" --version);" \
     "$(g++ --version 2>/dev/null | head -n 1)"' sh "$title" "$3"
+  echo "$title: made in $((SECONDS - start)) s"
 }
 
 copy_clone() {
@@ -278,5 +305,6 @@ work=$(mktemp -d "${TMPDIR:-/var/tmp}/debian-test.XXXXXX")
 trap 'rm -rf --one-file-system "$work"' EXIT
 check_machine
 find_site
+copy_downloads
 for part in "${parts[@]}"; do "$part"; done
 report
