@@ -8,11 +8,11 @@ from hvdtrain.environment import DEADLOCK, INIT_TIMEOUT, STALL_SHUTDOWN
 
 # Less than the stall limit, so that this reason is printed before the other ranks fail.
 _SHARE_OF_STALL_LIMIT = 0.5
-# For a collective to fail by itself, which runs the script's `except` and `finally`.
-_GRACE_SECONDS = 10.0
 # For a launcher to end the job of a rank that has failed.
 _LAUNCHER_SECONDS = 5.0
 _MAX_PERIOD_SECONDS = 1.0
+# More than a guard takes between two looks at its rank: the rest, it was suspended.
+_MAX_GAP_SECONDS = 10.0
 # From one examination that has found no reason to end the job until the next.
 _SHARE_OF_FIRST_EXAMINATION = 0.5
 
@@ -26,12 +26,15 @@ class Limits:
         shutdown_seconds: in a collective until it fails.
         init_seconds: in `hvd.init` until the job ends.
         deadlock_seconds: in a collective that another rank will never call.
+        grace_seconds: for a collective to fail by itself after its limit, which runs
+            the script's `except` and `finally`.
     """
 
     check_seconds: float = 0.0
     shutdown_seconds: float = 0.0
     init_seconds: float = 0.0
     deadlock_seconds: float = 0.0
+    grace_seconds: float = 10.0
 
     @property
     def failed_seconds(self) -> float:
@@ -66,14 +69,14 @@ class Limits:
             # For as long as the others have batches.
             return math.inf, ""
         if operation == "init":
-            limit, slack, name = self.init_seconds, _GRACE_SECONDS, INIT_TIMEOUT
+            limit, slack, name = self.init_seconds, self.grace_seconds, INIT_TIMEOUT
         elif operation == "shutdown" and self.deadlock_seconds:
             # No rank has to call it: the others answer in Horovod's thread.
             limit, slack, name = self.deadlock_seconds, 0.0, DEADLOCK
         else:
             # Horovod compares with its limit once in each `check_seconds`.
             limit, name = self.shutdown_seconds, STALL_SHUTDOWN
-            slack = self.check_seconds + _GRACE_SECONDS
+            slack = self.check_seconds + self.grace_seconds
         return (limit + slack if limit else math.inf), f"{name}={limit:g}"
 
 
@@ -92,7 +95,7 @@ class Wait:
     def renew(self, entered: float | None) -> None:
         """Count the time since the last call, given when the collective was entered."""
         now = time.monotonic()
-        elapsed = min(now - self._last, _GRACE_SECONDS)
+        elapsed = min(now - self._last, _MAX_GAP_SECONDS)
         self._last = now
         if entered is None or entered != self._entered:
             self.seconds = 0.0

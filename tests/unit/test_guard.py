@@ -63,6 +63,13 @@ def until(condition):
     return result
 
 
+def has_ended(pid):
+    # Nobody may have reaped it.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
 def launched(rank, job):
     """The variables of a rank of Open MPI."""
     return {"PMIX_NAMESPACE": job, "PMIX_RANK": str(rank)}
@@ -100,7 +107,7 @@ class Rank:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
         # Before the rank is reaped: the guard reads its wait status.
-        self.guard.wait(LIMIT_SECONDS)
+        until(lambda: has_ended(self.guard.pid))
         self.process.communicate(timeout=LIMIT_SECONDS)
         return self.printed
 
@@ -109,13 +116,12 @@ class Rank:
         return self.errors.read_text()
 
     def close(self):
+        # First: it takes a second to find out why the rank has ended.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.guard.kill()
         self.process.kill()
         self.process.communicate()
         self.ring.unlink(missing_ok=True)
-        try:
-            self.guard.wait(LIMIT_SECONDS)
-        except psutil.TimeoutExpired:
-            self.guard.kill()
 
 
 def has_namespaces():
@@ -211,7 +217,7 @@ def test_a_rank_that_has_ended_is_named_on_ranks_that_fail_by_it(start, ending):
     until(lambda: [a for a in fails.shared.answers() if a.state == "done"])
     printed, _ = fails.process.communicate("\n", timeout=LIMIT_SECONDS)
     assert printed == f"rank 1 on {HOST} has ended its script.\n"
-    fails.guard.wait(LIMIT_SECONDS)
+    until(lambda: has_ended(fails.guard.pid))
     assert fails.shared.directory.exists() == (ending != "pass")
 
 
@@ -261,18 +267,11 @@ def test_programs_of_a_rank_end_with_it(start, tmp_path):
         printed = rank.process.communicate("\n", timeout=LIMIT_SECONDS)[0]
         programs = [int(pid) for pid in printed.split()]
         assert len(programs) == 2
-        rank.guard.wait(LIMIT_SECONDS)
-        assert not any(map(is_running, programs))
-        assert kept.is_running()
+        until(lambda: has_ended(rank.guard.pid))
+        assert all(map(has_ended, programs))
+        assert not has_ended(kept.pid)
     finally:
         kept.kill()
-
-
-def is_running(pid):
-    # Nobody may have reaped it.
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def test_a_fatal_error_is_printed_with_its_stack(start):
@@ -321,7 +320,7 @@ def test_a_rank_uses_a_directory_twice(start, tmp_path):
 
 def test_a_roll_call_does_not_end_a_rank_without_a_handler(start):
     end = "signal.signal(signal.SIGQUIT, signal.SIG_DFL); print('now'); load()"
-    waits, late = start(rank=0, size=2, check=2.0), start(end, rank=1, size=2)
+    waits, late = start(rank=0, size=2, check=1.0), start(end, rank=1, size=2)
     late.process.stdin.write("\n")
     late.process.stdin.flush()
     until(lambda: not handles(late.process.pid, signal.SIGQUIT))
@@ -345,13 +344,13 @@ def test_a_roll_call_interrupts_no_system_call(start):
 
 
 def test_a_rank_that_is_stopped_is_killed(start):
-    rank = start(shutdown=2.0)
+    rank = start(shutdown=1.0)
     rank.process.send_signal(signal.SIGSTOP)
     printed = rank.end()
     assert rank.process.returncode == -signal.SIGKILL
     assert printed == (
-        f"rank 0 on {HOST}: was stopped, as by SIGSTOP, for 1 s, and is killed, since "
-        "the other ranks wait for it.\n"
+        f"rank 0 on {HOST}: was stopped, as by SIGSTOP, for 0.5 s, and is killed, "
+        "since the other ranks wait for it.\n"
     )
 
 
@@ -359,7 +358,7 @@ EXEC = "os.execv('/bin/sleep', ['sleep', '100'])"
 
 
 def test_another_program_in_the_place_of_a_rank_is_killed(start):
-    rank = start(EXEC, size=2)
+    rank = start(EXEC, size=2, check=1.0)
     printed = rank.end()
     assert rank.process.returncode == -signal.SIGKILL
     assert printed == (
@@ -372,38 +371,41 @@ def test_another_program_in_the_place_of_a_rank_is_killed(start):
     ("ending", "size"), [(EXEC, 1), (f"member.note_shutdown(); {EXEC}", 2)]
 )
 def test_another_program_goes_on_where_no_rank_waits_for_it(start, ending, size):
-    rank = start(ending, size=size)
-    # Of the guard: it looks at the rank once in a second.
+    rank = start(ending, size=size, check=1.0)
     rank.process.stdin.write("\n")
     rank.process.stdin.flush()
-    process = psutil.Process(rank.process.pid)
-    until(lambda: process.name() == "sleep")
-    time.sleep(1.5)
-    assert process.is_running()
+    until(lambda: psutil.Process(rank.process.pid).name() == "sleep")
+    # The guard looks at the program of the rank between two answers.
+    for _ in range(2):
+        call = rank.shared.start_roll_call()
+        until(lambda call=call: rank.shared.answers(call))
+        rank.shared.end_roll_call()
+    assert rank.process.poll() is None
     assert rank.printed == ""
 
 
 def test_a_rank_that_waits_beyond_the_limit_of_init_is_killed(start):
-    rank = start(size=2, init=1.0)
+    rank = start(size=2, init=0.5, grace=0.25)
     write_ring(rank.ring, seconds=5, name=b"hvd.init", operation=b"init", number=0)
     printed = rank.end()
     assert rank.process.returncode == -signal.SIGKILL
     assert re.fullmatch(
         r"rank 1 is late, on another host, or not started: rank 0 has been in init "
         r"\(hvd.init\) for \d+ s, script.py:7 in load. "
-        r"HVDTRAIN_INIT_TIMEOUT_SECONDS=1\n",
+        r"HVDTRAIN_INIT_TIMEOUT_SECONDS=0.5\n",
         printed,
     )
 
 
 def test_one_line_is_printed_where_all_ranks_wait_beyond_the_limit(start):
     *ranks, late = [
-        start(rank=rank, size=3, check=1.0, shutdown=2.0) for rank in range(3)
+        start(rank=rank, size=3, check=0.5, shutdown=1.0, grace=0.5)
+        for rank in range(3)
     ]
     for rank in ranks:
         write_ring(rank.ring, seconds=5)
     printed = [rank.end() for rank in ranks]
-    ends = [text.count("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=2") for text in printed]
+    ends = [text.count("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=1") for text in printed]
     assert sorted(ends) == [0, 1]
     assert [rank.process.returncode for rank in ranks] == [-signal.SIGKILL] * 2
     assert late.process.poll() is None
@@ -411,11 +413,13 @@ def test_one_line_is_printed_where_all_ranks_wait_beyond_the_limit(start):
 
 @pytest.mark.long
 def test_a_collective_in_which_all_ranks_are_goes_on(start):
-    ranks = [start(rank=rank, size=2, check=1.0, shutdown=2.0) for rank in (0, 1)]
+    ranks = [
+        start(rank=rank, size=2, check=1.0, shutdown=1.0, grace=0.5) for rank in (0, 1)
+    ]
     for rank in ranks:
         write_ring(rank.ring, seconds=5)
-    # Of the guards: the limit is 13 s.
-    time.sleep(18)
+    # Of the guards: the limit is 2.5 s.
+    time.sleep(5)
     assert [rank.process.poll() for rank in ranks] == [None] * 2
     assert "are late" not in "".join(rank.printed for rank in ranks)
 
@@ -450,7 +454,7 @@ load()
 @pytest.mark.long
 @pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
 def test_a_rank_whose_network_is_cut_is_killed(start):
-    rank = start(CUT, size=2, check=1.0, shutdown=2.0)
+    rank = start(CUT, size=2, check=1.0, shutdown=2.0, grace=0.5)
     write_ring(rank.ring, seconds=5)
     printed = rank.end()
     assert rank.process.returncode == -signal.SIGKILL
@@ -514,11 +518,11 @@ def test_a_roll_call_gives_a_launcher_time_to_end_a_job_that_has_failed(start):
     fails = start("raise ValueError('broken')", rank=1, size=2)
     write_ring(fails.ring, seconds=1)
     fails.end()
-    waits = start(rank=0, size=2, check=1.0)
+    waits = start(rank=0, size=2, check=0.5)
     started = time.monotonic()
-    write_ring(waits.ring, seconds=1)
+    write_ring(waits.ring, seconds=0.5)
     until(lambda: f"rank 1 on {HOST} has ended with exit code 1." in waits.printed)
-    assert time.monotonic() - started >= 1.0
+    assert time.monotonic() - started >= 0.5
 
 
 def test_a_step_is_slow_by_the_steps_before():
