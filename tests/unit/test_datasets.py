@@ -473,7 +473,7 @@ def test_a_server_that_stops_is_given_up(tmp_path):
 
     with server(stop) as url:
         with pytest.raises(data.DataError, match="given up after 300000 bytes"):
-            data.cached_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=4)
+            data.cached_mnist(tmp_path, urls=[url + "m.npz"], timeout_seconds=1)
         done.set()
 
 

@@ -25,7 +25,7 @@ def store(monkeypatch):
     monkeypatch.setenv("HOROVOD_JOB_SECRET", SECRET)
     server = RendezvousHTTPServer((HOST, 0), RendezvousHandler, 0)
     server.init(hosts.get_host_assignments([hosts.HostInfo(HOST, 2)], 2))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.02])
     thread.start()
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", HOST)
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(server.server_port))
@@ -132,7 +132,7 @@ def _accept(handler):
 
 
 def test_connections_of_strangers_end_and_delay_nobody(store, monkeypatch):
-    monkeypatch.setattr(http_server, "WHOLE_REQUEST_TIMEOUT", 1)
+    monkeypatch.setattr(http_server, "WHOLE_REQUEST_TIMEOUT", 0.3)
     with socket.create_connection((HOST, store.server_port), timeout=60) as stranger:
         stranger.sendall(b"GET /scope/key HTTP/1.1\r\nX-Header: ")
         began = time.monotonic()
@@ -145,7 +145,7 @@ def test_connections_of_strangers_end_and_delay_nobody(store, monkeypatch):
 
 
 def test_a_silent_connection_does_not_keep_a_service_from_its_end(monkeypatch):
-    monkeypatch.setattr(network, "REQUEST_TIMEOUT_S", 1)
+    monkeypatch.setattr(network, "REQUEST_TIMEOUT_S", 0.3)
     service = network.BasicService("service", b"key", nics=["lo"])
     address = HOST, service.get_port()
     with socket.create_connection(address, timeout=60) as stranger:
@@ -197,20 +197,20 @@ def test_ranks_wait_for_each_other(store, monkeypatch):
 
 def test_the_late_rank_is_named(store, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "_inits", iter([0] * 3))
-    monkeypatch.setenv("HVDTRAIN_INIT_REPORT_SECONDS", "0.5")
-    monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "2")
+    monkeypatch.setenv("HVDTRAIN_INIT_REPORT_SECONDS", "0.2")
+    monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "0.8")
     errors = {}
     for thread in [start_rank(rank, errors) for rank in (0, 2)]:
         thread.join(60)
     assert set(errors.values()) == {
-        "rank 1 did not call hvd.init within 2 s of the other ranks. If it does "
+        "rank 1 did not call hvd.init within 0.8 s of the other ranks. If it does "
         "something that takes longer, such as a download, set "
         "HVDTRAIN_INIT_TIMEOUT_SECONDS."
     }
     assert set(errors) == {0, 2}
     # Once, and by one rank.
     assert capfd.readouterr().err == (
-        "hvd.init: the job has waited for rank 1 for 0.5 s, and ends after 2 s "
+        "hvd.init: the job has waited for rank 1 for 0.2 s, and ends after 0.8 s "
         "(HVDTRAIN_INIT_TIMEOUT_SECONDS).\n"
     )
     # What the launcher reads.

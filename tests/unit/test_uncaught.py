@@ -77,6 +77,7 @@ def explain(kind, error, trace):
     ending.end_despite_threads()
 
 sys.excepthook = explain
+ending.THREAD_SECONDS = 1.0
 target, args = map(eval, sys.argv[1:])
 threading.Thread(target=target, args=args, name="upload").start()
 raise KeyError("on purpose")
@@ -99,12 +100,12 @@ def test_a_rank_that_raises_ends_although_a_thread_runs():
     assert done.returncode == 1
     assert done.stderr.splitlines()[-2:] == [
         "KeyError: 'on purpose'",
-        f"rank 1 on {socket.gethostname()}: ends 3 s after its exception, although "
+        f"rank 1 on {socket.gethostname()}: ends 1 s after its exception, although "
         "threads that are not daemons run: upload.",
     ]
 
 
-@pytest.mark.parametrize(("size", "seconds"), [(2, 0.5), (1, 4.0)])
+@pytest.mark.parametrize(("size", "seconds"), [(2, 0.2), (1, 1.5)])
 def test_a_thread_that_ends_is_waited_for(size, seconds):
     # Without other ranks, as long as Python waits.
     script = "lambda seconds: time.sleep(seconds) or print('done')"
