@@ -77,7 +77,7 @@ def train(
             local_batch_size=BATCH,
             **options,
         ),
-        EvalSpec(input_fn=lambda: batches(0, 100), every_epochs=every_epochs),
+        EvalSpec(input_fn=lambda: batches(0, 10), every_epochs=every_epochs),
         RunConfig(model_dir=model_dir and str(model_dir)),
         world=World(),
         observers=[recorder, *more_observers],
@@ -102,7 +102,7 @@ def test_number_of_steps_is_exact(max_steps, pass_steps, steps_per_execution):
 def test_result_is_that_of_plain_keras():
     plain = model()
     history = plain.fit(batches(0, 25), verbose=0).history
-    loss, accuracy = plain.evaluate(batches(0, 100), verbose=0)
+    loss, accuracy = plain.evaluate(batches(0, 10), verbose=0)
     result, recorder = train(25, pass_steps=25, steps_per_execution=10)
     for mine, theirs in zip(
         result.model.get_weights(), plain.get_weights(), strict=True
@@ -140,7 +140,7 @@ class Stateful(keras.Model):
         super().__init__()
         keras.utils.set_random_seed(1)
         self.calls, self.drop = Calls(), keras.layers.Dropout(0.5)
-        self.recurrent = keras.layers.LSTM(4, stateful=True)
+        self.recurrent = keras.layers.SimpleRNN(4, stateful=True)
         self.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), **options)
 
     def call(self, x, training=False):
@@ -164,7 +164,9 @@ class NotTraceable(keras.losses.Loss):
         return keras.ops.mean((y - predictions) ** 2, axis=-1)
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    "run_eagerly", [False, pytest.param(True, marks=pytest.mark.long)]
+)
 def test_building_a_model_changes_no_state(run_eagerly):
     def make():
         return Stateful(loss="mse", run_eagerly=run_eagerly)
@@ -199,8 +201,18 @@ def eager(loss):
 
 
 def test_evaluates_every_so_many_epochs_and_at_the_end():
-    _, recorder = train(50, pass_steps=10, every_epochs=2, steps_per_execution=1)
+    seen = keras.callbacks.History()
+    _, recorder = train(
+        50,
+        pass_steps=10,
+        every_epochs=2,
+        steps_per_execution=1,
+        callbacks=lambda plan: [seen],
+    )
     assert [step for step, _ in recorder.evaluations] == [20, 40, 50]
+    # Callbacks see the test metrics of epochs with an evaluation.
+    assert len(seen.history["loss"]) == 5
+    assert seen.history["val_loss"] == [m["loss"] for _, m in recorder.evaluations]
 
 
 def test_callbacks_see_test_metrics_as_in_plain_keras():
@@ -218,7 +230,7 @@ def test_callbacks_see_test_metrics_as_in_plain_keras():
         batches(0, 200),
         steps_per_epoch=10,
         epochs=20,
-        validation_data=batches(0, 100),
+        validation_data=batches(0, 10),
         callbacks=expected,
         verbose=0,
     )
@@ -339,15 +351,6 @@ def test_bfloat16_as_the_default_dtype(tmp_path):
     assert {type(loss) for loss in result.history["loss"]} == {float}
 
 
-def test_callbacks_see_test_metrics_of_epochs_with_an_evaluation():
-    seen = keras.callbacks.History()
-    _, recorder = train(
-        40, pass_steps=10, every_epochs=2, callbacks=lambda plan: [seen]
-    )
-    assert len(seen.history["loss"]) == 4
-    assert seen.history["val_loss"] == [m["loss"] for _, m in recorder.evaluations]
-
-
 class FailingObserver:
     """Has one of the methods."""
 
@@ -441,7 +444,9 @@ class Autoencoder(keras.Model):
         return {self.tracker.name: self.tracker.result()}
 
 
-@pytest.mark.parametrize("loss_name", ["loss", "distance"])
+@pytest.mark.parametrize(
+    "loss_name", ["distance", pytest.param("loss", marks=pytest.mark.long)]
+)
 def test_a_train_step_without_a_compiled_loss(tmp_path, loss_name):
     expected = Autoencoder(loss_name)
     expected.fit(batches(0, 12), shuffle=False, verbose=0)
@@ -461,7 +466,7 @@ def test_a_model_that_is_compiled_again_has_its_new_metrics():
     top = keras.metrics.SparseTopKCategoricalAccuracy(1, name="top")
     network.compile(network.optimizer, network.loss, metrics=[top])
     result, _ = train(25, model_fn=lambda: network, steps_per_execution=5)
-    expected = network.evaluate(batches(0, 100), verbose=0, return_dict=True)
+    expected = network.evaluate(batches(0, 10), verbose=0, return_dict=True)
     assert result.test_metrics == pytest.approx(expected)
 
 
