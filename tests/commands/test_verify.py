@@ -383,7 +383,7 @@ CLEAN = {
 }
 
 
-# One is in the README's command, and others are long tests, as users call the program. All
+# As users call the program, one is in the README's command and two are long tests. All
 # others are in the tier verify, whose ranks are forks.
 SHORT = {"no broadcast"}
 LONG = {"fit", "loop"}
