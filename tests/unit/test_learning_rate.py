@@ -55,7 +55,9 @@ def fit(model, callback, epochs=3, **fit_args):
 
 
 def rates_of(callback, compile_args=None, **fit_args):
-    model = linear_model(keras.optimizers.SGD(0.5), **(compile_args or {}))
+    # Eagerly: a step of this model takes less time than its tracing.
+    compile_args = compile_args or {"run_eagerly": True}
+    model = linear_model(keras.optimizers.SGD(0.5), **compile_args)
     return fit(model, callback, **fit_args)[0]
 
 
@@ -94,7 +96,7 @@ def test_warmup_of_half_an_epoch():
 
 
 @pytest.mark.usefixtures("four_ranks")
-@pytest.mark.parametrize("steps_per_execution", [2, 3, 4, 7])
+@pytest.mark.parametrize("steps_per_execution", [2, 3, 7])
 def test_warmup_by_executions_ends_with_the_exact_rate(steps_per_execution):
     rates = rates_of(
         callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2),
