@@ -23,4 +23,4 @@ done
 
 "$root/scripts/setup.sh" --quiet
 export PATH="$root/.venv/bin:$PATH"
-exec horovodrun -np "$ranks" python -m hvdtrain.mnist "${flags[@]}"
+exec horovodrun --no-prefix-rank-0 -np "$ranks" python -m hvdtrain.mnist "${flags[@]}"

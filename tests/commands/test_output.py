@@ -1,0 +1,26 @@
+"""What a user reads of a job under horovodrun."""
+
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, sys
+rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+os.write(1, b"rank " + rank.encode() + b" \\xe9\\xff\\n")
+os.write(2, b"error of rank " + rank.encode() + b"\\n")
+"""
+
+
+# One launch for each controller: each forwards the output by code of its own.
+@pytest.mark.parametrize(("launcher", "tag"), [("gloo", b"[1]"), ("mpi", b"[1,1]")])
+def test_only_rank_0_has_no_prefix(run, launcher, tag):
+    program = ["--no-prefix-rank-0", sys.executable, "-c", PROGRAM]
+    job = run([], launcher=launcher, program=program)
+    assert job.returncode == 0, job.text
+    assert sorted(job.output.read_bytes().splitlines()) == [
+        tag + b"<stderr>:error of rank 1",
+        tag + b"<stdout>:rank 1 \xe9\xff",
+        b"error of rank 0",
+        b"rank 0 \xe9\xff",
+    ]
