@@ -30,6 +30,7 @@ LOSSES: Mapping[tuple[int, ...], str] = {
     (31, 33, 34): "processes of other users can enter a job as its ranks",
     (36,): "horovodrun --mpi ends minutes after the network between hosts was cut",
     (37,): "horovodrun has no --no-prefix-rank-0, with which rank 0 prints no tags",
+    (38,): "horovodrun --mpi prints ten lines of mpirun after the error of a rank",
 }
 BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28, 29)
 

@@ -1,5 +1,6 @@
 """What a user reads of a job under horovodrun."""
 
+import socket
 import sys
 
 import pytest
@@ -24,3 +25,12 @@ def test_only_rank_0_has_no_prefix(run, launcher, tag):
         b"error of rank 0",
         b"rank 0 \xe9\xff",
     ]
+
+
+# mpirun's messages of a real failure, which change with its version.
+def test_a_failure_under_mpi_ends_with_one_line(run):
+    body = 'import os, sys; sys.exit(3 * (os.environ["OMPI_COMM_WORLD_RANK"] == "1"))'
+    job = run([], launcher="mpi", program=[sys.executable, "-c", body])
+    host = socket.gethostname()
+    line = f"horovodrun: the first rank that failed is rank 1 on {host}: exit code 3.\n"
+    assert (job.returncode, job.text) == (3, line)
