@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 from absl import flags
 
+from hvdtrain import output
 from hvdtrain.flight import member
-from hvdtrain.job import JobError, output, signals
+from hvdtrain.job import JobError, signals
 from hvdtrain.job.ending import stop
 from hvdtrain.job.launchers import launch
 from hvdtrain.job.world import PreemptedError, SharedJobError

@@ -16,7 +16,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain import environment
+from hvdtrain import environment, output
 from hvdtrain.collectives import transport
 from hvdtrain.environment import is_elastic
 from hvdtrain.flight import member
@@ -48,6 +48,7 @@ def init(*args: object, **kwargs: object) -> None:
     launchers.locate()
     launched = launchers.launch()
     if launched.launcher:
+        output.write_whole_lines_of_script()
         # Before Horovod starts, which may block.
         membership.join(rank=launched.rank, size=launched.size)
     if is_first and launchers.is_gloo(os.environ) and not is_elastic():

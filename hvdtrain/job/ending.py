@@ -7,8 +7,8 @@ import sys
 import threading
 import time
 
+from hvdtrain import output
 from hvdtrain.flight import member
-from hvdtrain.job import output
 from hvdtrain.job.launchers import launch
 
 # Less than the others wait before they print that their collectives have failed: the

@@ -12,10 +12,10 @@ import urllib.error
 
 from horovod.runner.http import http_client
 
-from hvdtrain import environment
+from hvdtrain import environment, output
 from hvdtrain.collectives.objects import name_ranks
 from hvdtrain.environment import InitLimits
-from hvdtrain.job import launchers, output
+from hvdtrain.job import launchers
 from hvdtrain.job.world import JobError
 
 _ATTEMPTS, _RETRY_SECONDS = 5, 0.5

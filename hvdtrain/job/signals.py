@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+from hvdtrain import output
 from hvdtrain.flight import member
-from hvdtrain.job import output
 
 Callback = Callable[[int], bool]
 # Signals with their callback. Replaced and never changed: the thread iterates over it.

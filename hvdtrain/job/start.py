@@ -6,9 +6,9 @@ import gc
 import os
 from collections.abc import Iterator
 
-from hvdtrain import environment
+from hvdtrain import environment, output
 from hvdtrain.installer.misfits import MisfitError
-from hvdtrain.job import cores, launchers, membership, output
+from hvdtrain.job import cores, launchers, membership
 from hvdtrain.job.world import JobError, MeshShape, World
 
 _ENVIRONMENT = {

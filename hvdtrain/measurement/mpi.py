@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.job import launchers, output
+from hvdtrain import output
+from hvdtrain.job import launchers
 
 _WARM_UP = 3
 _MAX_REPEATS = 5000

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from hvdtrain import output
 from hvdtrain.flight import member
-from hvdtrain.job import output
 from hvdtrain.job.ending import stop
 from hvdtrain.runner.channel import Outcome
 

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 
 import keras
 
-from hvdtrain.job import JobError, output
+from hvdtrain import output
+from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.files import atomic_write, local_path, make_directory, one_line_errors
 from hvdtrain.job.world import PreemptedError, World

@@ -27,6 +27,31 @@ def test_only_rank_0_has_no_prefix(run, launcher, tag):
     ]
 
 
+SCRIPT = """
+import sys
+import hvdtrain.keras as hvd
+hvd.init()
+for i in range(200):
+    print(hvd.rank(), "number", i)
+    print(hvd.rank(), "number", i, file=sys.stderr)
+"""
+
+
+# mpirun is what cuts lines, and only where several ranks print.
+def test_the_lines_of_a_script_are_whole(run):
+    program = ["--tag-output", sys.executable, "-c", SCRIPT]
+    unbuffered = {"PYTHONUNBUFFERED": "1"}
+    job = run([], launcher="mpirun", program=program, environment=unbuffered)
+    assert job.returncode == 0, job.text
+    lines = [line for line in job.text.splitlines() if "number" in line]
+    assert sorted(lines) == sorted(
+        f"[1,{rank}]<{stream}>:{rank} number {i}"
+        for rank in (0, 1)
+        for stream in ("stdout", "stderr")
+        for i in range(200)
+    )
+
+
 # mpirun's messages of a real failure, which change with its version.
 def test_a_failure_under_mpi_ends_with_one_line(run):
     body = 'import os, sys; sys.exit(3 * (os.environ["OMPI_COMM_WORLD_RANK"] == "1"))'

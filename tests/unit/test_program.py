@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hvdtrain.job import output
+from hvdtrain import output
 
 TIMEOUT_SECONDS = 60
 PROGRAM = """
@@ -224,7 +224,7 @@ def test_noise_is_dropped_and_errors_are_written(capfd):
 def test_the_reason_of_an_abort_is_written():
     script = """
 import os, signal
-from hvdtrain.job import output
+from hvdtrain import output
 with output.without_noise():
     os.write(2, b"I0000 noise\\nF0000 no AVX\\nthe last line")
     os.killpg(0, signal.SIGTERM) if os.environ.get("GROUP") else os.abort()

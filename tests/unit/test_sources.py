@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain import data
 from hvdtrain.data.index_shuffle import index_shuffle
 from hvdtrain.data.sources.source import as_source
-from hvdtrain.job.output import describe
+from hvdtrain.output import describe
 
 SAMPLES = 103
 X = np.arange(3 * SAMPLES, dtype=np.float32).reshape(SAMPLES, 3)

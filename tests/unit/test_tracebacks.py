@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.job.output import describe
+from hvdtrain.output import describe
 
 
 def load(number):

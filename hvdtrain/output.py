@@ -24,6 +24,8 @@ for line in sys.stdin.buffer:
         os.write(1, line)
 """
 _FILTER_SECONDS = 5
+# Variable with the lowest level of the messages of TensorFlow's C++ code.
+LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _BUFFER_BYTES = 1 << 16
 _real_stderr: int | None = None
 
@@ -37,19 +39,27 @@ class _WholeLines(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         count = super().write(text)
-        if text.endswith("\n"):
+        # The second is the end of a step of a progress bar.
+        if text.endswith(("\n", "\r")):
             self.flush()
         return count
 
 
 def write_whole_lines() -> None:
-    """Make each `print` to stdout leave this process in one write."""
-    sys.stdout.flush()
-    # A stream over the old one's buffer would close it when the old one is deleted.
-    file = io.BufferedWriter(io.FileIO(1, "w", closefd=False), _BUFFER_BYTES)
-    sys.stdout = _WholeLines(
-        file, encoding=sys.stdout.encoding, errors=sys.stdout.errors
-    )
+    """Make each `print` to stdout and stderr leave this process in one write."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        old.flush()
+        # A stream over the old one's buffer would close it when that is deleted.
+        file = io.BufferedWriter(io.FileIO(number, "w", closefd=False), _BUFFER_BYTES)
+        setattr(sys, name, _WholeLines(file, encoding=old.encoding, errors=old.errors))
+
+
+def write_whole_lines_of_script() -> None:
+    """Call `write_whole_lines`, unless the script or a notebook has its own streams."""
+    streams = (sys.stdout, sys.stderr)
+    if streams == (sys.__stdout__, sys.__stderr__) and all(streams):
+        write_whole_lines()
 
 
 def write_error(text: str, *, timeout_seconds: float) -> None:
@@ -77,8 +87,12 @@ def without_noise() -> Iterator[None]:
 
     A separate process filters: it outlives an abort in C++ code, whose reason is the
     last line. It has its own session, since a launcher signals the group of a rank.
+    Nothing is dropped with TF_CPP_MIN_LOG_LEVEL=0, and in a block inside of another.
     """
     global _real_stderr
+    if _real_stderr is not None or os.environ.get(LOG_LEVEL) == "0":
+        yield
+        return
     sys.stderr.flush()
     stderr = _real_stderr = os.dup(2)
     command = [sys.executable, "-I", "-S", "-c", _FILTER, _NOISE]
