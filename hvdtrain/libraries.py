@@ -7,11 +7,14 @@ Raises:
     MisfitError: a library is missing or does not fit, in one line with the remedy.
 """
 
+import contextlib
 import functools
 import importlib
 import os
+import sys
 import warnings
 
+from hvdtrain import output
 from hvdtrain.installer import misfits
 from hvdtrain.installer.misfits import Misfit, MisfitError
 
@@ -19,7 +22,12 @@ from hvdtrain.installer.misfits import Misfit, MisfitError
 def _load() -> None:
     installed = misfits.read_installed()
     _raise(misfits.before_loading(installed, os.environ))
-    version = importlib.import_module("tensorflow").__version__
+    with contextlib.ExitStack() as stack:
+        if "tensorflow" not in sys.modules:
+            # Warnings remain: one says that TensorFlow cannot use the GPU.
+            os.environ.setdefault(output.LOG_LEVEL, "1")
+            stack.enter_context(output.without_noise())
+        version = importlib.import_module("tensorflow").__version__
     _raise(misfits.check_tensorflow(version, installed))
     _raise(misfits.check_horovod(installed, version))
     with warnings.catch_warnings():

@@ -24,6 +24,10 @@ for line in sys.stdin.buffer:
         os.write(1, line)
 """
 _FILTER_SECONDS = 5
+# The same in the output of a whole program, where a word alone may be the user's.
+_NOISE_LINE = re.compile(
+    rb"^(WARNING: All log messages before absl::InitializeLog|I0000 \d\d:).*\n", re.M
+)
 # Variable with the lowest level of the messages of TensorFlow's C++ code.
 LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _BUFFER_BYTES = 1 << 16
@@ -111,6 +115,11 @@ def without_noise() -> Iterator[None]:
         # With a limit: a process that was started inside may hold the pipe open.
         with contextlib.suppress(subprocess.TimeoutExpired):
             filtering.wait(_FILTER_SECONDS)
+
+
+def drop_noise(lines: bytes) -> bytes:
+    """Return complete lines of stderr without TensorFlow's messages at import."""
+    return _NOISE_LINE.sub(b"", lines)
 
 
 # TensorFlow puts the traceback of Python code that it calls, as in `tf.numpy_function`

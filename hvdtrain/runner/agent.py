@@ -23,6 +23,7 @@ from typing import IO
 import psutil
 from horovod.runner.common.util.host_hash import host_hash
 
+from hvdtrain import output
 from hvdtrain.environment import JOB_SECRET
 from hvdtrain.flight import descendants
 from hvdtrain.job import launchers
@@ -154,6 +155,7 @@ class _Stream:
 
     number: int
     file: IO[bytes]
+    has_noise: bool
     rest: bytes = b""
     is_open: bool = True
 
@@ -167,7 +169,8 @@ class _Stream:
         if not self.is_open or len(data) > 2 * _READ_BYTES:
             end = len(data)
         self.rest = data[end:]
-        return data[:end].decode(errors="replace")
+        lines = output.drop_noise(data[:end]) if self.has_noise else data[:end]
+        return lines.decode(errors="replace")
 
     def read_rest(self) -> str:
         """Return what has been written, without waiting for the pipe's end."""
@@ -195,13 +198,15 @@ class _Rank:
         self._reason = _memory_file(b"")
         self._returned = self._ended = 0.0
         files = (self._payload, self._outcome, self._reason)
+        # A function may import TensorFlow before hvdtrain.keras, which sets it as well.
+        level = os.environ.get(output.LOG_LEVEL, "1")
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "hvdtrain.runner.rank"),
                 *map(str, (os.getpid(), *files)),
                 os.environ.get("PYTHONPATH", ""),
             ],
-            env=_base_environment() | environment,
+            env=_base_environment() | {output.LOG_LEVEL: level} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -212,8 +217,8 @@ class _Rank:
         assert self.process.stdout
         assert self.process.stderr
         self.streams = (
-            _Stream(1, self.process.stdout),
-            _Stream(2, self.process.stderr),
+            _Stream(1, self.process.stdout, has_noise=False),
+            _Stream(2, self.process.stderr, has_noise=level != "0"),
         )
 
     def signal(self, number: signal.Signals) -> None:

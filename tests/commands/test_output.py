@@ -43,13 +43,21 @@ def test_the_lines_of_a_script_are_whole(run):
     unbuffered = {"PYTHONUNBUFFERED": "1"}
     job = run([], launcher="mpirun", program=program, environment=unbuffered)
     assert job.returncode == 0, job.text
-    lines = [line for line in job.text.splitlines() if "number" in line]
-    assert sorted(lines) == sorted(
+    # Nothing else: no message of TensorFlow.
+    assert sorted(job.text.splitlines()) == sorted(
         f"[1,{rank}]<{stream}>:{rank} number {i}"
         for rank in (0, 1)
         for stream in ("stdout", "stderr")
         for i in range(200)
     )
+
+
+def test_ranks_of_hvdtrain_run_print_no_messages_of_tensorflow(run, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import tensorflow as tf\nprint(tf.constant(1).numpy())\n")
+    job = run([], launcher="run", program=[sys.executable, str(script)])
+    assert job.returncode == 0, job.text
+    assert sorted(job.text.splitlines()) == ["[0]<stdout>:1", "[1]<stdout>:1"]
 
 
 # mpirun's messages of a real failure, which change with its version.

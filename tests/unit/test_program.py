@@ -221,6 +221,22 @@ def test_noise_is_dropped_and_errors_are_written(capfd):
     assert (filtered, last) == (["a warning", "an error"], "I0000 afterwards")
 
 
+def test_a_user_may_keep_the_noise(capfd, monkeypatch):
+    monkeypatch.setenv(output.LOG_LEVEL, "0")
+    with output.without_noise():
+        os.write(2, b"I0000 a message of TensorFlow\n")
+    assert capfd.readouterr().err == "I0000 a message of TensorFlow\n"
+
+
+def test_only_messages_of_tensorflow_are_dropped():
+    noise = (
+        b"WARNING: All log messages before absl::InitializeLog() is called\n"
+        b"I0000 00:00:1795715708.301419   30331 port.cc:153] oneDNN is on.\n"
+    )
+    kept = b"\xff oneDNN\nE0000 00:00:1795715708.3 1 cuda.cc:1] an error\n"
+    assert output.drop_noise(noise + kept + noise) == kept
+
+
 def test_the_reason_of_an_abort_is_written():
     script = """
 import os, signal
