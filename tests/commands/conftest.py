@@ -64,8 +64,12 @@ class Job:
             self.process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             pytest.fail(f"no end after {TIMEOUT_SECONDS} s:\n{self.text}")
-        _, alive = psutil.wait_procs(self.processes(), timeout=20)
-        assert not alive, f"left behind: {alive}\n{self.text}"
+        # Not until each has been reaped, which may take seconds: a process that has
+        # ended has no environment.
+        deadline = time.monotonic() + 20
+        while alive := self.processes():
+            assert time.monotonic() < deadline, f"left behind: {alive}\n{self.text}"
+            time.sleep(0.02)
         return self
 
     @property
