@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Runs the tests, after scripts/setup.sh if needed.
 #
-#     scripts/test.sh [lint] [unit] [parallel] [commands]      (all four)
+#     scripts/test.sh [lint] [unit] [commands] [parallel]      (all four)
 #     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers] [hub]
 #                     [verify] [engines]
 #
-# parallel: on two ranks; those of native reductions also on two hosts. more_ranks: the
-# tests that those leave out as long, then those of the parallel tests that depend on the
-# number of ranks, on three and on four, such as models that are sharded over meshes of
-# 2 x 2; three reduce through Horovod, with Gloo, and reductions by four also on two hosts.
+# lint, unit and commands run at the same time. parallel: on two ranks; those of native
+# reductions also on two hosts. more_ranks: the tests that those leave out as long, then
+# those of the parallel tests that depend on the number of ranks, on three and on four,
+# such as models that are sharded over meshes of 2 x 2; three reduce through Horovod, with
+# Gloo, and reductions by four also on two hosts.
 # oracle: only those that compare a training on two ranks with one process. keras: oracle,
 # and the unit tests that import Keras. oldest: keras, with the oldest Keras of setup.cfg,
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
@@ -64,25 +65,27 @@ run() {
   return "$status"
 }
 
-# beside FUNCTIONS...: at the same time; the output of each follows when it has ended.
+# beside FUNCTIONS...: at the same time. The output of the first one is shown as it comes,
+# that of each other one when those before it have ended.
 beside() {
-  local directory name status processes=() lines
+  local directory first=$1 name status lines output=1
+  local -A processes
   directory=$(mktemp -d)
   for name; do
+    [[ $name == "$first" ]] || exec {output}>"$directory/$name.output"
     (
       summary=() failed=0
       "$name"
       printf '%s\n' "${summary[@]}" >"$directory/$name.summary"
       exit "$failed"
-    ) >"$directory/$name.output" 2>&1 &
-    processes+=($!)
+    ) >&"$output" 2>&1 &
+    processes[$name]=$!
   done
   for name; do
     status=0
-    wait "${processes[0]}" || status=$?
-    processes=("${processes[@]:1}")
+    wait "${processes[$name]}" || status=$?
     ((status == 0)) || failed=1
-    cat "$directory/$name.output"
+    [[ $name == "$first" ]] || cat "$directory/$name.output"
     mapfile -t lines <"$directory/$name.summary"
     summary+=("${lines[@]}")
   done
@@ -108,30 +111,35 @@ site() {
   rm -rf "$directory"
 }
 
-# unit [FILES]; in two processes, one for each of two cores.
+# unit [FILES]; in three processes on two cores, since some of these tests wait.
 unit() {
-  run unit 500 python -m pytest -q -n 2 --dist worksteal -m "not long" "${@:-tests/unit}"
+  run unit 500 python -m pytest -q -n 3 --dist worksteal -m "not long" "${@:-tests/unit}"
 }
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
 # pytest's. The controller "hosts" is Gloo on several hosts, which are names of this
-# machine: three hosts for three ranks, else two.
+# machine: three hosts for three ranks, else two. Neither launcher tags the lines of
+# rank 0; the other ranks print nothing unless a test fails on them.
 launched() {
   local -x HVDTRAIN_REDUCTION=$1
-  local controller=$2 ranks=$3 options=("--$2")
+  local controller=$2 ranks=$3 launcher=(horovodrun --gloo --no-prefix-rank-0)
   shift 3
-  if [[ $controller == hosts ]]; then
-    options=(--gloo -H "localhost:$((ranks / 2)),127.0.0.1:$((ranks / 2))")
-    ((ranks != 3)) || options=(--gloo -H "localhost:1,127.0.0.1:1,$(hostname):1")
-  fi
+  case $controller in
+    mpi) launcher=(mpirun --bind-to none) ;;
+    hosts)
+      launcher+=(-H "localhost:$((ranks / 2)),127.0.0.1:$((ranks / 2))")
+      ((ranks != 3)) ||
+        launcher=("${launcher[@]::3}" -H "localhost:1,127.0.0.1:1,$(hostname):1")
+      ;;
+  esac
   run "$HVDTRAIN_REDUCTION $controller -np $ranks" 900 \
-    horovodrun "${options[@]}" -np "$ranks" \
+    "${launcher[@]}" -np "$ranks" \
     python -m pytest -q --color=no -p no:cacheprovider "$@"
 }
 
 parallel() {
   launched shared_memory mpi 2 -m "not long" tests/parallel
-  launched auto hosts 2 -m "not long" tests/parallel/test_{native_reduction,optimizer}.py
+  launched auto hosts 2 -m "not long" tests/parallel/test_native_reduction.py
 }
 
 # What the markers of pyproject.toml name.
@@ -204,11 +212,11 @@ hub() {
     python -m pytest -q tests/commands/test_examples.py -k gpt2
 }
 
-# In three processes on two cores: many of these tests wait, for a launcher that ends its
-# ranks, a rank that does not come, or a signal that is answered.
+# In two processes, beside those of `unit`: many of these tests wait, for a launcher that
+# ends its ranks, a rank that does not come, or a signal that is answered.
 commands() {
   run commands 900 \
-    python -m pytest -q -n 3 --dist worksteal \
+    python -m pytest -q -n 2 --dist worksteal \
     -m "not long and not verify and not engines" tests/commands
 }
 
@@ -223,7 +231,16 @@ engines() {
     python -m pytest -q -n 3 --dist worksteal -m engines tests/commands
 }
 
-for tier in "${tiers[@]}"; do "$tier"; done
+# At the same time: tests of `commands` wait while those of `unit` compute. The ranks of
+# `parallel` compute on both cores.
+together=()
+for tier in unit commands lint; do
+  [[ " ${tiers[*]} " != *" $tier "* ]] || together+=("$tier")
+done
+((${#together[@]} == 0)) || beside "${together[@]}"
+for tier in "${tiers[@]}"; do
+  [[ $tier =~ ^(unit|commands|lint)$ ]] || "$tier"
+done
 echo
 printf '%s\n' "${summary[@]}"
 exit "$failed"
