@@ -111,9 +111,9 @@ site() {
   rm -rf "$directory"
 }
 
-# unit [FILES]; in three processes on two cores, since some of these tests wait.
+# unit [FILES]; in two processes, one for each of two cores.
 unit() {
-  run unit 500 python -m pytest -q -n 3 --dist worksteal -m "not long" "${@:-tests/unit}"
+  run unit 500 python -m pytest -q -n 2 --dist worksteal -m "not long" "${@:-tests/unit}"
 }
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
@@ -212,11 +212,11 @@ hub() {
     python -m pytest -q tests/commands/test_examples.py -k gpt2
 }
 
-# In two processes, beside those of `unit`: many of these tests wait, for a launcher that
+# In three processes, beside those of `unit`: many of these tests wait, for a launcher that
 # ends its ranks, a rank that does not come, or a signal that is answered.
 commands() {
   run commands 900 \
-    python -m pytest -q -n 2 --dist worksteal \
+    python -m pytest -q -n 3 --dist worksteal \
     -m "not long and not verify and not engines" tests/commands
 }
 

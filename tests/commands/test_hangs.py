@@ -235,6 +235,8 @@ def test_a_slow_rank_is_named_with_its_cause(
             file.write(f"| {reason} | {launcher} | {worst} | {delay:.2f} |\n")
 
 
+# SIGQUIT and the answers of all ranks: tests/unit/test_guard.py.
+@pytest.mark.long
 def test_a_person_asks_where_the_ranks_are(start, run, tmp_path):
     model_dir = tmp_path / "run"
     job = start(

@@ -30,7 +30,7 @@ ENGINES = [
         for name in ("local[2]", EXECUTORS)
     ),
 ]
-# Of what test_a_job_continues_after_a_rank_was_killed covers most.
+# The error of a killed rank, and test_preemption.py, cover most of these.
 LONG_ENGINES = [pytest.param("local", marks=pytest.mark.long), *ENGINES[1:]]
 CAUSE = "KeyError('no such column')"
 
@@ -141,7 +141,7 @@ KILLED = "rank 1 on .* was killed by SIGKILL"
 ENDED = "rank [01] on .* was lost: its agent has ended"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LONG_ENGINES)
 def test_a_job_continues_after_a_rank_was_killed(case, expected, tmp_path, engine):
     check_a_kill(case, expected, tmp_path, engine, "rank", KILLED)
 
@@ -177,7 +177,7 @@ def check_a_kill(case, expected, tmp_path, engine, killed, error):
     assert_equal_weights(tmp_path, expected)
 
 
-@pytest.mark.parametrize("engine", LONG_ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_was_killed_is_an_error(case, engine):
     job = case(engine, "lost").wait()
     assert job.returncode != 0

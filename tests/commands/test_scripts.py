@@ -159,9 +159,9 @@ THREADS_SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(
-    "reduction", ["shared_memory", pytest.param("horovod", marks=pytest.mark.long)]
-)
+# In the ranks of pytest: tests/parallel/test_threads.py.
+@pytest.mark.long
+@pytest.mark.parametrize("reduction", ["shared_memory", "horovod"])
 def test_threads_without_an_order_are_refused_at_once(run, tmp_path, reduction):
     job = run(
         [],
