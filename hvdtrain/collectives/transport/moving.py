@@ -88,13 +88,15 @@ def broadcast_all(
     name = graph.operation_name(name, process_set)
     tensors = dtypes.as_tensors(values)
     signature = Signature(f"broadcast from rank {root_rank}", tensors)
-    exchange = functools.partial(_broadcast_all, tensors, root_rank, name, process_set)
+    broadcast: Callable[[list[tf.Tensor]], list[tf.Tensor]] = functools.partial(
+        _broadcast_all, root_rank=root_rank, name=name, process_set=process_set
+    )
     # Run one by one, each operation would wait for a negotiation of its own.
     if tf.executing_eagerly():
         specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in tensors)
         number = process_set.process_set_id
         broadcast = _traced_broadcast(specs, root_rank, name, process_set, number)
-        exchange = functools.partial(broadcast, tensors)
+    exchange = functools.partial(broadcast, tensors)
     return run(exchange, signature, name=name, process_set=process_set)
 
 
@@ -276,9 +278,9 @@ def _broadcast_all(
     ]
 
 
-# Tracing takes a hundred times as long as the broadcast of a small model, which is
-# repeated at the beginning of each `fit`. A process set that is added again has another
-# number, which is in the graph.
+# The broadcast is repeated at the beginning of each `fit`, where tracing takes most of
+# the time of a small model. A process set that is added again has another number, which
+# is in the graph.
 @functools.lru_cache(maxsize=8)
 def _traced_broadcast(
     specs: tuple[tf.TensorSpec, ...],
