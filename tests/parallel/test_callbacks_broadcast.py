@@ -400,10 +400,14 @@ def normalized_model():
     )
 
 
-def fit_normalized(model, fit, **options):
-    """Return losses and weights of a training on samples that are far from 0."""
+def samples_far_from_0():
     inputs, labels = oracle.samples(steps=3)
-    inputs = 5 * inputs + 40
+    return 5 * inputs + 40, labels
+
+
+def fit_normalized(model, fit, **options):
+    """Return losses and weights of a training."""
+    inputs, labels = samples_far_from_0()
     losses = fit(model, inputs, labels, **options).history["loss"]
     losses.append(model.evaluate(inputs, labels, verbose=0))
     return losses + model.get_weights()
@@ -413,7 +417,7 @@ def fit_normalized(model, fit, **options):
 def normalized_by_one_process():
     def train():
         single = normalized_model()
-        single.layers[0].adapt(5 * oracle.samples(steps=3)[0] + 40)
+        single.layers[0].adapt(samples_far_from_0()[0])
         single.compile(momentum_sgd(), oracle.LOSS)
         return fit_normalized(single, oracle.fit_big_batch)
 
@@ -422,8 +426,7 @@ def normalized_by_one_process():
 
 @pytest.mark.parametrize("way", ["callback", "by hand", "frozen", "after a step"])
 def test_normalization_computes_with_the_variables_of_rank_0(way):
-    inputs, labels = oracle.samples(steps=3)
-    inputs = 5 * inputs + 40
+    inputs, labels = samples_far_from_0()
     model = normalized_model()
     optimizer = hvd.DistributedOptimizer(momentum_sgd())
     model.compile(optimizer, oracle.LOSS)
