@@ -100,8 +100,10 @@ prepare_wheels() {
   local python=${HVDTRAIN_ENVIRONMENT:-.venv}/bin/python
   mkdir "$work/wheels"
   # Wheels for the MPI of this machine would not fit.
-  [[ ! -e $python ]] || type -P mpicxx >/dev/null || "$python" -m hvdtrain.install --wheels="$work/wheels" \
-    >"$work/wheels.log" 2>&1 || tail -n 5 "$work/wheels.log" >&2
+  if [[ -e $python ]] && ! type -P mpicxx >/dev/null; then
+    "$python" -m hvdtrain.install --wheels="$work/wheels" >"$work/wheels.log" 2>&1 ||
+      tail -n 5 "$work/wheels.log" >&2
+  fi
   compgen -G "$work/wheels/horovod-*-cp311-*.whl" >/dev/null || return 0
   wheels=$name-wheels
   tar -C "$work/wheels" -c . | "$docker" import - "$wheels" >/dev/null
@@ -114,7 +116,8 @@ build() {
   [[ ! -e ${PIP_CONFIG_FILE:-} ]] ||
     secrets+=(--secret "id=pip_conf,src=$PIP_CONFIG_FILE")
   timeout 1200 "$docker" build --network=host --progress=plain "${secrets[@]}" \
-    --build-arg "BASE_IMAGE=$base" --build-arg "WHEELS=$wheels" --tag "$name" --file docker/Dockerfile . \
+    --build-arg "BASE_IMAGE=$base" --build-arg "WHEELS=$wheels" \
+    --tag "$name" --file docker/Dockerfile . \
     >"$work/build.log" 2>&1 ||
     { tail -n 40 "$work/build.log" >&2 && die "the image cannot be built"; }
 }
