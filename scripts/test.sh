@@ -213,11 +213,12 @@ hub() {
     python -m pytest -q tests/commands/test_examples.py -k gpt2
 }
 
-# In three processes, beside those of `unit`: many of these tests wait, for a launcher that
-# ends its ranks, a rank that does not come, or a signal that is answered.
+# In two processes, beside those of `unit`: many of these tests wait, for a launcher that
+# ends its ranks, a rank that does not come, or a signal that is answered. With more, the
+# cores are busy anyway, and tests with limits of a second become late.
 commands() {
   run commands 900 \
-    python -m pytest -q -n 3 --dist worksteal \
+    python -m pytest -q -n 2 --dist worksteal \
     -m "not long and not verify and not engines" tests/commands
 }
 
@@ -227,7 +228,7 @@ engines() {
   local overlay
   download "Ray, Spark" -r scripts/requirements_engines.txt || return
   local -x PYTHONPATH=$overlay
-  # In three processes, as `commands`.
+  # In three processes: their ranks wait for the engine.
   run engines 900 \
     python -m pytest -q -n 3 --dist worksteal -m engines tests/commands
 }

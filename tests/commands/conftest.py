@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+WITHOUT_MATPLOTLIB = ROOT / "tests" / "commands" / "without"
 MNIST = [sys.executable, "-m", "hvdtrain.mnist"]
 # Long, since machines that test are busy; nothing is expected to come near.
 TIMEOUT_SECONDS = 240
@@ -176,7 +177,7 @@ def _environment(mark):
     return kept | {
         _MARK: mark,
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{WITHOUT_MATPLOTLIB}",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",

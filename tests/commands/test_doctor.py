@@ -43,6 +43,8 @@ def broken(findings):
     return {topic for topic, f in findings.items() if f["status"] == "broken"}
 
 
+# scripts/debian_test.sh calls the doctor, too.
+@pytest.mark.long
 def test_a_machine_that_works():
     code, findings, _ = examine()
     assert broken(findings) == set()

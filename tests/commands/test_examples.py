@@ -34,8 +34,6 @@ OTHERS = {
     "trackers/train.py",
     "trackers/wandb_observer.py",
 }
-# Other tests train with a pipeline and in mixed precision, and run a script with fit.
-LONG = {"dlrm_parquet.py", "mixed_precision.py", "mnist_fit.py", "pipeline.py"}
 
 
 def command(name, number=0):
@@ -92,13 +90,9 @@ def test_the_table_has_every_example():
     assert linked == files
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if name in LONG else ())
-        for name in ABOVE
-    ],
-)
+# The script of the README is an example that README's command runs: test_readme.py.
+@pytest.mark.long
+@pytest.mark.parametrize("name", ABOVE)
 def test_an_accuracy(shell, tmp_path, name):
     program = command(name).replace("=run", f"={tmp_path / 'run'}")
     text = shell(program, HVDTRAIN_CACHE_DIR=str(tmp_path))

@@ -38,6 +38,8 @@ except tf.errors.AbortedError as error:
 """
 
 
+# On one host: test_bad_input.py, with each launcher.
+@pytest.mark.long
 def test_a_killed_rank_is_noticed_by_other_hosts_at_once(run, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED)

@@ -219,7 +219,11 @@ def test_report_of_a_run(alone, run, tmp_path):
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     output = tmp_path / "report.png"
     arguments = [f"--output={output}", str(home / "run")]
-    job = run(arguments, program=[sys.executable, "-m", "hvdtrain.report"])
+    job = run(
+        arguments,
+        program=[sys.executable, "-m", "hvdtrain.report"],
+        environment={"PYTHONPATH": "."},
+    )
     cells = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in job.lines}
     summary = json.loads((home / "run" / "summary.json").read_text())
     assert cells["steps"] == "40 of 40", job.text

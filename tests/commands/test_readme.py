@@ -35,15 +35,10 @@ def test_the_ways_to_run_it_are_in_the_readme():
     assert starts == ["horovodrun", "sbatch", *["docker"] * 3, "mpirun", "python"]
 
 
-# Other tests train under mpirun and in one process.
+# Other tests train under these launchers, with other flags and on two ranks.
+@pytest.mark.long
 @pytest.mark.usefixtures("_no_network")
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(line, marks=() if "horovodrun" in line else pytest.mark.long)
-        for line in PROGRAMS
-    ],
-)
+@pytest.mark.parametrize("command", PROGRAMS)
 def test_a_way_to_run_it(run, command, tmp_path):
     command = command.replace("/tmp/digits", str(tmp_path))
     if "--epochs" not in command:
@@ -66,6 +61,7 @@ def test_the_example(run, tmp_path, launcher):
     assert "Epoch 2/2" in job.text
 
 
+@pytest.mark.long
 def test_the_script_of_your_own(run, tmp_path, monkeypatch):
     page = ROOT.joinpath("docs/training.md").read_text()
     for name, code in zip(

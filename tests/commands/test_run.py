@@ -101,6 +101,7 @@ def example():
     return re.search(r"```python\n(.*?)```", page, re.S)[1]
 
 
+@pytest.mark.long
 def test_the_example(run, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(example())

@@ -496,6 +496,7 @@ def test_a_script_without_steps(verify):
     assert "a script without a step" in job.text
 
 
+@pytest.mark.long
 def test_a_script_that_fails_with_its_own_flags(run, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nraise ValueError(sys.argv[1:])\n")

@@ -424,7 +424,15 @@ def normalized_by_one_process():
     return oracle.on_one_process(train)
 
 
-@pytest.mark.parametrize("way", ["callback", "by hand", "frozen", "after a step"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "callback",
+        pytest.param("by hand", marks=pytest.mark.long),
+        "frozen",
+        pytest.param("after a step", marks=pytest.mark.long),
+    ],
+)
 def test_normalization_computes_with_the_variables_of_rank_0(way):
     inputs, labels = samples_far_from_0()
     model = normalized_model()
@@ -568,7 +576,7 @@ COPIES = {
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(way, marks=() if way in ("copy", "load") else pytest.mark.long)
+        pytest.param(way, marks=() if way == "load" else pytest.mark.long)
         for way in COPIES
     ],
 )

@@ -140,7 +140,9 @@ def test_what_the_optimizer_knows_as_local_may_differ():
     assert len({tuple(bias) for bias in biases}) == hvd.size()
 
 
-@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize(
+    "is_built", [pytest.param(True, marks=pytest.mark.long), False]
+)
 def test_moving_averages_are_each_rank_s_own(is_built):
     model = keras.Sequential(
         [

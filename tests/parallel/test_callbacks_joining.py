@@ -39,7 +39,9 @@ def train_on_one_process(optimizer, epochs):
 @pytest.mark.parametrize(
     ("make", "validates"),
     [
-        pytest.param(keras.optimizers.SGD, True, marks=pytest.mark.ranks),
+        pytest.param(
+            keras.optimizers.SGD, True, marks=[pytest.mark.ranks, pytest.mark.long]
+        ),
         (keras.optimizers.Adam, False),
     ],
 )

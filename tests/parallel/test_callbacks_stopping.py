@@ -104,7 +104,12 @@ def restores_first_epoch(patience):
 
 @pytest.mark.parametrize(
     ("rank", "patience", "epochs", "use_ema"),
-    [(0, 2, 3, False), (1, 2, 3, False), (1, 9, 4, False), (1, 2, 3, True)],
+    [
+        pytest.param(0, 2, 3, False, marks=pytest.mark.long),
+        (1, 2, 3, False),
+        pytest.param(1, 9, 4, False, marks=pytest.mark.long),
+        (1, 2, 3, True),
+    ],
 )
 def test_weights_that_one_rank_restores_at_the_end(rank, patience, epochs, use_ema):
     notes, together = Weights(), hvd.callbacks.StopTogetherCallback()

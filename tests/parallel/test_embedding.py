@@ -86,7 +86,7 @@ def gradients(layer, ids, factor):
     ("dtype", "slicing"),
     [
         pytest.param("float32", "row", marks=[ranks, four_ranks]),
-        pytest.param("float32", "column", marks=[ranks, four_ranks]),
+        pytest.param("float32", "column", marks=[ranks, four_ranks, long]),
         ("mixed_float16", "row"),
         pytest.param("bfloat16", "column", marks=long),
     ],

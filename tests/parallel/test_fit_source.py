@@ -105,6 +105,7 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
     assert result.history == expected.history
 
 
+@pytest.mark.long
 def test_a_job_of_an_earlier_version_keeps_its_order(directory):
     """Its samples were dealt by a `Sampler`, whose order is not in the checkpoint."""
     sampler = data.Sampler(

@@ -44,7 +44,7 @@ def multi_optimizer(choice):
     ("choice", "scaled"),
     [
         (by_map, True),
-        (by_function, False),
+        pytest.param(by_function, False, marks=pytest.mark.long),
         pytest.param(by_map, False, marks=pytest.mark.long),
         pytest.param(by_function, True, marks=pytest.mark.long),
     ],

@@ -121,7 +121,12 @@ def test_fit_equals_the_big_batch(optimizer, feature):
 # can differ: steps per execution, windows of accumulation, the end of the training.
 # Without is_built, the first trace of the step creates the optimizer's variables.
 @pytest.mark.parametrize(
-    "feature", ["accumulation_and_clipping", "ema", "steps_per_execution"]
+    "feature",
+    [
+        "accumulation_and_clipping",
+        pytest.param("ema", marks=pytest.mark.long),
+        "steps_per_execution",
+    ],
 )
 def test_train_step_equals_the_big_batch(feature):
     model = train_shard(
@@ -133,7 +138,10 @@ def test_train_step_equals_the_big_batch(feature):
     check_against_big_batch(model, "momentum", feature)
 
 
-@pytest.mark.parametrize("feature", ["accumulation_and_clipping", "ema", "plain"])
+@pytest.mark.parametrize(
+    "feature",
+    ["accumulation_and_clipping", "ema", pytest.param("plain", marks=pytest.mark.long)],
+)
 def test_custom_loop_equals_the_big_batch(feature):
     model = train_shard(distributed("momentum", feature), oracle.train_by_loop)
     check_against_big_batch(model, "momentum", feature)

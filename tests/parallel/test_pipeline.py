@@ -329,7 +329,9 @@ class Recorder(keras.layers.Layer):
 
 
 @ranks
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b"]
+)
 def test_a_stage_keeps_the_activations_of_few_microbatches(mesh, schedule):
     dense = keras.Sequential([keras.Input((1,))])
     for _ in range(SIZE):

@@ -386,7 +386,9 @@ class TestSlotsThatStartAsCopiesOfTheWeights:
         oracle.fit_shard(model, *oracle.samples(4), callbacks=callbacks)
         return model.get_weights()
 
-    @pytest.mark.parametrize("shard_state", [True, "slices"])
+    @pytest.mark.parametrize(
+        "shard_state", [True, pytest.param("slices", marks=pytest.mark.long)]
+    )
     def test_they_are_copies_of_those_of_rank_0(self, shard_state):
         expected = self.fit(False)
         found = self.fit(shard_state)

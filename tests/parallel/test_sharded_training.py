@@ -22,7 +22,7 @@ Y = X.sum(axis=1, keepdims=True)
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("model", marks=pytest.mark.long), "pipeline"]
+    scope="module", params=["model", pytest.param("pipeline", marks=pytest.mark.long)]
 )
 def mesh(request):
     mesh = parallel.Mesh(**{request.param: 2})

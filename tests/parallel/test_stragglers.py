@@ -59,7 +59,9 @@ def model():
     return network
 
 
-@pytest.mark.parametrize("cause", ["input", "callbacks"])
+@pytest.mark.parametrize(
+    "cause", [pytest.param("input", marks=pytest.mark.long), "callbacks"]
+)
 def test_the_report_names_rank_and_cause(cause):
     keeper = Keeper()
     training.train_and_evaluate(

@@ -77,7 +77,11 @@ def assert_equal(results, expected):
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
-        ("float32", {"accumulation": 2, "steps_per_execution": 2}),
+        # In a graph, also: tests/parallel/test_recomputation.py.
+        pytest.param(
+            *("float32", {"accumulation": 2, "steps_per_execution": 2}),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "float32",
             {"block_args": ("gelu", "l2"), "run_eagerly": True, "epochs": 1},

@@ -209,7 +209,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     "name",
     [
-        "momentum, accumulation",
+        # Also on two ranks: tests/parallel/test_resuming.py.
+        pytest.param("momentum, accumulation", marks=pytest.mark.long),
         "adam, averaged weights, schedule",
         pytest.param("loss scale", marks=pytest.mark.long),
     ],
