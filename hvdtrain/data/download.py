@@ -133,8 +133,9 @@ def _read_into(
     content: bytearray, errors: list[Exception], url: str, patience_seconds: float
 ) -> None:
     try:
-        # Longer than `_fetch` waits: it ends this thread after `_fetch` has returned.
-        timeout_seconds = 2 * patience_seconds
+        # Longer than `_fetch` waits after the last byte, which is up to two periods: it
+        # ends this thread after `_fetch` has returned.
+        timeout_seconds = 3 * patience_seconds
         with urllib.request.urlopen(url, timeout=timeout_seconds) as response:
             while chunk := response.read1(_CHUNK_BYTES):
                 content += chunk
