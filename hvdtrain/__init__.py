@@ -6,7 +6,7 @@ function on the ranks of a new job. Importing `hvdtrain` itself loads no TensorF
 
 from typing import TYPE_CHECKING
 
-from hvdtrain import lazy, renamed
+from hvdtrain import lazy
 
 if TYPE_CHECKING:
     from hvdtrain.runner.caller import LostRankError as LostRankError
@@ -32,5 +32,3 @@ __getattr__ = lazy.getattr_of(
     },
     optional=("ray", "pyspark", "submitit"),
 )
-
-renamed.install()

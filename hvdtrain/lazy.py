@@ -10,7 +10,6 @@ def getattr_of(
     modules: Mapping[str, str],
     *,
     first: str | None = None,
-    otherwise: Callable[[str], Any] | None = None,
     optional: Collection[str] = (),
 ) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package.
@@ -22,14 +21,11 @@ def getattr_of(
         modules: the module inside the package that has a name, by name; "" for the
             module of that name.
         first: a module that is imported before these.
-        otherwise: the `__getattr__` for other names.
         optional: packages that some of the modules need, and that a user installs.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in modules:
-            if otherwise:
-                return otherwise(name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if first:
             importlib.import_module(first)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import keras
 
 import hvdtrain.keras as hvd
-from hvdtrain import parallel, renamed
+from hvdtrain import parallel
 from hvdtrain.classifier import description, models
 from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.classifier.schedule import (
@@ -276,7 +276,3 @@ def _eval_spec(
         every_epochs=options.evaluate_every,
         exporters=[exporting.BY_NAME[name]() for name in options.export or ()],
     )
-
-
-# Of training.image_classifier, which was this module.
-__getattr__ = renamed.getattr_of(__name__, {"Run": "Experiment"})

@@ -13,7 +13,7 @@ import keras
 from keras import layers
 
 import hvdtrain.keras as hvd
-from hvdtrain import optimizers, parallel, renamed
+from hvdtrain import optimizers, parallel
 from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.data import Dataset
 from hvdtrain.job import JobError
@@ -238,6 +238,3 @@ def compile_classifier(
         jit_compile=False,
     )
     return model
-
-
-__getattr__ = renamed.getattr_of(__name__, {"compiled": "compile_classifier"})

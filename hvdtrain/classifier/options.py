@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from hvdtrain import data, renamed
+from hvdtrain import data
 from hvdtrain.flag_fields import FlagCheck, flag_field, path_field
 from hvdtrain.job.world import MeshShape
 from hvdtrain.optimizers import LEARNING_RATES
@@ -244,5 +244,3 @@ CHECKS = (
         "expected a --model_dir for --profile_steps",
     ),
 )
-
-__getattr__ = renamed.getattr_of(__name__, {"Options": "ClassifierOptions"})

@@ -12,7 +12,7 @@ library for their format when they are first used.
 
 from typing import TYPE_CHECKING
 
-from hvdtrain import lazy, renamed
+from hvdtrain import lazy
 from hvdtrain.data.datasets import NAMES, Choice, Dataset, agree, load, prepare
 from hvdtrain.data.download import cached_mnist, default_cache_dir
 from hvdtrain.data.formats import DataError
@@ -46,8 +46,4 @@ __all__ = [
     *("agree", "cached_mnist", "default_cache_dir", "load", "prepare"),
     *_MODULES,
 ]
-__getattr__ = lazy.getattr_of(
-    __name__,
-    _MODULES,
-    otherwise=renamed.getattr_of(__name__, {"Shard": "Sampler"}),
-)
+__getattr__ = lazy.getattr_of(__name__, _MODULES)

@@ -22,7 +22,6 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from hvdtrain import renamed
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.index_shuffle import index_shuffle
 
@@ -171,7 +170,3 @@ def check_rank(rank: int, *, size: int, num_samples: int) -> None:
             f"Received {num_samples} samples for {size} ranks; expected at least one "
             "sample per rank: use fewer ranks or more data."
         )
-
-
-# Of data.sharding, which was this module.
-__getattr__ = renamed.getattr_of(__name__, {"Shard": "Sampler"})

@@ -2,19 +2,15 @@
 
 import ctypes
 import math
-import threading
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import native, renamed
+from hvdtrain import native
 from hvdtrain.data import batching
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.sampler import Sampler, check_rank
-from hvdtrain.data.sources.source import Source
 
 # Images and labels, of a block of steps or of one batch.
 Pair = tuple[np.ndarray, np.ndarray]
@@ -33,7 +29,6 @@ def input_wait_seconds() -> float:
     return 1e-6 * functions.hvdtrain_input_wait_microseconds()
 
 
-@renamed.keyword("shard", "sampler")
 def train_batches(
     x: np.ndarray,
     y: np.ndarray,
@@ -73,37 +68,6 @@ def train_batches(
         batches = batches.prefetch(block_steps)
     steps = tf.data.experimental.assert_cardinality(end_step - start_step)
     return batches.apply(steps)
-
-
-def read_batches(
-    sampler: Sampler,
-    read: Callable[[np.ndarray], Any],
-    *,
-    start_step: int,
-    end_step: int,
-) -> tf.data.Dataset:
-    """Return `batches` of the source whose samples are `read(indices)`. Deprecated."""
-    warnings.warn(
-        "read_batches is deprecated, and is removed in the next version. Use "
-        "hvdtrain.data.batches.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    source = _FunctionSource(sampler.num_samples, read)
-    return batching.batches(source, sampler, start_step, end_step)
-
-
-class _FunctionSource(Source):
-    def __init__(self, num_samples: int, read: Callable[[np.ndarray], Any]) -> None:
-        self._num_samples = num_samples
-        self._read = read
-        self.locks = [threading.Lock()]
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def read(self, indices: np.ndarray) -> Any:
-        return self._read(indices)
 
 
 def evaluation_batches(

@@ -265,19 +265,13 @@ def test_stream_of_images_larger_than_a_block():
 
 
 @pytest.mark.parametrize("start", [0, 9])
-def test_batches_of_a_reader_are_those_of_the_indices(tmp_path, start):
+def test_batches_of_a_file_have_the_samples_of_the_indices(tmp_path, start):
     """Over an array on disk, for more passes than its indices would fit in memory."""
     path = tmp_path / "x.npy"
     np.save(path, np.arange(20, dtype="float32").reshape(10, 2))
     x = np.load(path, mmap_mode="r")
     mine = sampler(10, 4, seed=1, rank=1, size=2)
-    with pytest.warns(DeprecationWarning, match=r"Use hvdtrain\.data\.batches"):
-        found = streams.read_batches(
-            mine,
-            lambda indices: {"x": x[indices], "index": indices},
-            start_step=start,
-            end_step=10**9,
-        )
+    found = data.batches({"x": x, "index": np.arange(10)}, mine, start, 10**9)
     assert len(found) == 10**9 - start
     assert found.element_spec["x"].shape == (2, 2)
     expected = mine.indices(start, start + 5)
