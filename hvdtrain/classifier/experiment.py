@@ -26,10 +26,16 @@ from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.fit_source import deal
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
-from hvdtrain.training.plan import Plan, fast_steps_per_execution
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
 from hvdtrain.training.replicas import Replicas, make_mesh
-from hvdtrain.training.specs import EvalSpec, Position, RunConfig, TrainSpec
+from hvdtrain.training.specs import (
+    EvalSpec,
+    Plan,
+    Position,
+    RunConfig,
+    TrainSpec,
+    fast_steps_per_execution,
+)
 
 _EVALUATION_BATCH_SIZE = 256
 

@@ -8,7 +8,7 @@ import keras
 from hvdtrain.data import Sampler
 from hvdtrain.job import JobError
 from hvdtrain.keras.learning_rates import set_learning_rate, warmup_factor
-from hvdtrain.training.plan import Plan
+from hvdtrain.training.specs import Plan
 
 _DEFAULT_MAX_STEPS = 10_000
 

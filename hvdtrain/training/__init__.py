@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from hvdtrain.training.fit_source import fit
     from hvdtrain.training.loop import train_and_evaluate
     from hvdtrain.training.observers import make_observers
-    from hvdtrain.training.plan import Plan
     from hvdtrain.training.specs import (
         EvalSpec,
+        Plan,
         Position,
         Result,
         RunConfig,

@@ -17,9 +17,8 @@ from hvdtrain.sharding.shards import has_summed_gradients
 from hvdtrain.training.checkpoint.header import FirstBatch
 from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.inputs import first_batch, first_step
-from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.specs import TrainSpec
+from hvdtrain.training.specs import Plan, TrainSpec
 
 
 class Batches(NamedTuple):

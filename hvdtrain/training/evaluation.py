@@ -17,7 +17,6 @@ from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.exporting import Evaluation, Exports
 from hvdtrain.training.observers import notify, scalars
-from hvdtrain.training.plan import Plan
 from hvdtrain.training.progress import check_loss
 from hvdtrain.training.requests import (
     MAX_GROWTH,
@@ -29,7 +28,7 @@ from hvdtrain.training.requests import (
     agree_on_pause,
     raise_preempted,
 )
-from hvdtrain.training.specs import EvalSpec
+from hvdtrain.training.specs import EvalSpec, Plan
 
 
 def evaluate(

@@ -22,10 +22,16 @@ from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.exporting import BestExporter
 from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
-from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.source_checks import as_samples, check_source
-from hvdtrain.training.specs import EvalSpec, Position, Result, RunConfig, TrainSpec
+from hvdtrain.training.specs import (
+    EvalSpec,
+    Plan,
+    Position,
+    Result,
+    RunConfig,
+    TrainSpec,
+)
 
 Callbacks = (
     Sequence[keras.callbacks.Callback]

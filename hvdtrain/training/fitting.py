@@ -18,7 +18,7 @@ from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.step_variables import StepVariables
-from hvdtrain.training.plan import Plan
+from hvdtrain.training.specs import Plan
 
 # The error of `assert_cardinality`.
 _EARLY_END = re.compile(r"expected to contain \d+ elements? but contained only (\d+)")

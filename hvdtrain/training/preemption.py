@@ -9,8 +9,8 @@ from typing import NoReturn
 from hvdtrain.job import World, signals
 from hvdtrain.training.checkpoint.writing import BackgroundWriter, complete_together
 from hvdtrain.training.evaluation import EvaluationCallback
-from hvdtrain.training.plan import Plan
 from hvdtrain.training.requests import STOP, Requests, StepCallback, raise_preempted
+from hvdtrain.training.specs import Plan
 
 # A request may arrive twice: from a launcher, and from the sender itself where it
 # signals all processes of a group or of a job of Slurm.

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.job import JobError
-from hvdtrain.training.plan import Plan
+from hvdtrain.training.specs import Plan
 
 
 def check_profile_steps(steps: tuple[int, int] | None, max_steps: int) -> None:

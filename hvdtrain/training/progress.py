@@ -29,10 +29,10 @@ from hvdtrain.keras.variables import get_process_set, optimizers_inside
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.snapshot import check_finite
 from hvdtrain.training.observers import Progress, RunEnd, RunStart, notify, scalars
-from hvdtrain.training.plan import Plan
 from hvdtrain.training.rank_times import RankTimes, column, process_seconds
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping
+from hvdtrain.training.specs import Plan
 from hvdtrain.training.stragglers import Straggler, find_straggler
 
 _REPORT_SECONDS = 1.0

@@ -22,7 +22,7 @@ from hvdtrain.job import World
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.keras import Sum, allreduce
-from hvdtrain.training.plan import Plan
+from hvdtrain.training.specs import Plan
 
 NAMES = ("save", "commit", "evaluate", "report", "stop")
 SAVE, COMMIT, EVALUATE, REPORT, STOP = NAMES

@@ -42,9 +42,8 @@ from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.checkpoint.storage import CheckpointError
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
 from hvdtrain.training.elastic import Commits
-from hvdtrain.training.plan import Plan
 from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.specs import Position, RunConfig
+from hvdtrain.training.specs import Plan, Position, RunConfig
 
 # Learning rates are stored in float32.
 _RELATIVE_ERROR = 1e-5

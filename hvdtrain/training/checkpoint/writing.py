@@ -18,9 +18,8 @@ from hvdtrain.training.checkpoint.snapshot import capture, check_finite
 from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.observers import notify
-from hvdtrain.training.plan import Plan
 from hvdtrain.training.requests import STOP, Interval, Requests, StepCallback
-from hvdtrain.training.specs import RunConfig
+from hvdtrain.training.specs import Plan, RunConfig
 
 _LIMIT_AFTER_ERROR_SECONDS = 10.0
 _CHECKPOINTS = "checkpoints"
