@@ -38,15 +38,12 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
+from hvdtrain.events import Progress, RunEnd, RunStart, Straggler
 from hvdtrain.job import JobError
 from hvdtrain.job.files import one_line_errors
 from hvdtrain.open_directory import open_regular
-
-if TYPE_CHECKING:
-    from hvdtrain.training.observers import Progress, RunEnd, RunStart
-    from hvdtrain.training.stragglers import Straggler
 
 NAME = "log.jsonl"
 Line = dict[str, Any]
@@ -136,10 +133,10 @@ class JsonLog:
             self._file = _open(self._path)
             self._is_within_line = not _ends_with_newline(self._file)
 
-    def on_start(self, start: "RunStart") -> None:
+    def on_start(self, start: RunStart) -> None:
         self._append("start", **dataclasses.asdict(start))
 
-    def on_progress(self, progress: "Progress") -> None:
+    def on_progress(self, progress: Progress) -> None:
         self._append(
             "progress",
             step=progress.step,
@@ -163,7 +160,7 @@ class JsonLog:
     def on_export(self, step: int, text: str) -> None:
         self._append("export", step=step, text=text)
 
-    def on_end(self, end: "RunEnd") -> None:
+    def on_end(self, end: RunEnd) -> None:
         self._append("end", **_finite_fields(end))
 
     def _append(self, event: str, **values: Any) -> None:
@@ -251,7 +248,7 @@ def _finite_values(metrics: Mapping[str, float]) -> Metrics:
     return {name: _finite(value) for name, value in metrics.items()}
 
 
-def _finite_fields(value: "Straggler | RunEnd") -> dict[str, Any]:
+def _finite_fields(value: Straggler | RunEnd) -> dict[str, Any]:
     fields = dataclasses.asdict(value).items()
     return {n: _finite(v) if isinstance(v, float) else v for n, v in fields}
 

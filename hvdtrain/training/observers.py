@@ -3,7 +3,6 @@
 hvdtrain/log.py has a third one, which writes log.jsonl.
 """
 
-import dataclasses
 import math
 import os
 import re
@@ -17,80 +16,12 @@ import numpy as np
 import tensorflow as tf
 import tqdm
 
+from hvdtrain.events import OTHER, Progress, RunEnd, RunStart, Straggler
 from hvdtrain.job import launchers
 from hvdtrain.job.files import local_path, one_line_errors
 from hvdtrain.log import JsonLog, WarnOnce
 from hvdtrain.training.rank_times import CAUSES
-from hvdtrain.training.stragglers import OTHER, Straggler, StragglerNotice
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunStart:
-    """The start of a run of a job, at `step`: 0 for a new job.
-
-    Attributes:
-        process_seconds: since the start of the chief's process.
-    """
-
-    step: int
-    max_steps: int
-    ranks: int
-    global_batch_size: int
-    process_seconds: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunEnd:
-    """The end of a run that was neither stopped nor killed.
-
-    Attributes:
-        evaluation_seconds: of the chief, since the last report of progress. NaN without
-            the native library.
-        saving_seconds: in which training stopped for checkpoints, in the same time.
-    """
-
-    step: int
-    evaluation_seconds: float
-    saving_seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The state of the training of the whole job.
-
-    Attributes:
-        metrics: results by name, over all ranks and the steps since the last report of
-            the epoch. A user's metric with states of its own is over the steps since
-            the epoch began.
-        learning_rate: at this step; if a schedule of Keras computes it, at the next.
-        communication: share of the time since the last report that ranks spent in
-            collectives, with the wait for the other ranks: the mean over the ranks.
-            Their computation may go on meanwhile. NaN on one rank, and without the
-            native library.
-        input_wait: share of the same time in which ranks waited for a batch: the mean
-            over the ranks. NaN without the native library.
-        samples_per_second: of all ranks since the last report.
-        skipped_updates: updates of the job that were left out, since their gradients
-            were not finite.
-        straggler: the rank that has delayed the others most since the last report. None
-            on one rank, and where arrivals at collectives are not measured.
-        evaluation_seconds: of the chief, since the last report. NaN without the native
-            library.
-        saving_seconds: in which training stopped for checkpoints, in the same time.
-    """
-
-    step: int
-    max_steps: int
-    metrics: dict[str, float]
-    learning_rate: float
-    communication: float
-    input_wait: float
-    samples_per_second: float
-    seconds_left: float
-    skipped_updates: int = 0
-    straggler: Straggler | None = None
-    evaluation_seconds: float = math.nan
-    saving_seconds: float = math.nan
+from hvdtrain.training.stragglers import StragglerNotice
 
 
 def notify(observers: Sequence, method: str, *arguments: object) -> None:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from hvdtrain.data.streams import input_wait_seconds
+from hvdtrain.events import Progress, RunEnd, RunStart, Straggler
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce
@@ -28,12 +29,12 @@ from hvdtrain.keras.metrics import (
 from hvdtrain.keras.variables import get_process_set, optimizers_inside
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.snapshot import check_finite
-from hvdtrain.training.observers import Progress, RunEnd, RunStart, notify, scalars
+from hvdtrain.training.observers import notify, scalars
 from hvdtrain.training.rank_times import RankTimes, column, process_seconds
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import Plan
-from hvdtrain.training.stragglers import Straggler, find_straggler
+from hvdtrain.training.stragglers import find_straggler
 
 _REPORT_SECONDS = 1.0
 # Objects, since they are keys beside names of metrics, which may be any text.

@@ -9,62 +9,13 @@ arrived last, and it came by (median of the others' waits - its wait) later.
 """
 
 import collections
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hvdtrain.events import OTHER, Straggler
 from hvdtrain.training.rank_times import CAUSES, COLUMNS, column
-
-OTHER = "other"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Straggler:
-    """The rank that has delayed the others most since the last report.
-
-    A rank is late by the time from the median arrival of the others to its arrival. It
-    is late in the collectives in which it is the last.
-
-    Attributes:
-        rank: the late rank.
-        host: name of its node.
-        last_share: share of the collectives in which it arrived last.
-        late_seconds: in each step.
-        delay: share of the time by which it was late.
-        delay_by_cause: `delay`, by what took longer on this rank than on the median of
-            the others: names of `rank_times.CAUSES`, and "other". Without zeros.
-        cause: the largest of `delay_by_cause`.
-        cause_seconds: of this rank in each step. NaN for "other".
-        others_seconds: the median of the others.
-        waiting: share of the time in which ranks waited for the last one, the mean over
-            the ranks. Other ranks than this one may have been the last.
-        late_seconds_by_rank: in each step, after the first rank.
-    """
-
-    rank: int
-    host: str
-    last_share: float
-    late_seconds: float
-    delay: float
-    delay_by_cause: dict[str, float]
-    cause: str
-    cause_seconds: float
-    others_seconds: float
-    waiting: float
-    late_seconds_by_rank: list[float]
-
-    def __str__(self) -> str:
-        delay = f"{100 * self.delay:.0f} %"
-        text = f"rank {self.rank} on {self.host} delays the others by {delay}"
-        if self.cause == OTHER:
-            return text
-        verb = "take" if self.cause == "callbacks" else "takes"
-        return (
-            f"{text}: its {self.cause} {verb} {_milliseconds(self.cause_seconds)} a "
-            f"step, theirs {_milliseconds(self.others_seconds)}"
-        )
 
 
 def find_straggler(
@@ -161,11 +112,6 @@ def _own_and_others(rows: np.ndarray, rank: int, cause: str) -> tuple[float, flo
 
 def _median_of_others(values: np.ndarray, rank: int) -> float:
     return float(np.median(np.delete(values, rank)))
-
-
-def _milliseconds(seconds: float) -> str:
-    value = 1000 * seconds
-    return f"{value:,.0f} ms" if value >= 10 else f"{value:.2g} ms"
 
 
 class StragglerNotice:

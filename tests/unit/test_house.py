@@ -30,7 +30,7 @@ FLOORS = [
     ["libraries"],
     ["installer"],
     ["flight"],
-    ["environment", "handshake", "lazy", "open_directory", "output"],
+    ["environment", "events", "handshake", "lazy", "open_directory", "output"],
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 MAX_LOCAL_IMPORTS = 5

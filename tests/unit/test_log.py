@@ -7,9 +7,8 @@ import os
 import pytest
 
 from hvdtrain import log
+from hvdtrain.events import Progress, RunEnd, RunStart, Straggler
 from hvdtrain.job import JobError
-from hvdtrain.training.observers import Progress, RunEnd, RunStart
-from hvdtrain.training.stragglers import Straggler
 
 
 def start(step, *, ranks=2):

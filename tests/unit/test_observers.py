@@ -11,10 +11,10 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hvdtrain.events import OTHER, Progress, Straggler
 from hvdtrain.job import JobError
-from hvdtrain.training.observers import Console, EventLog, Progress, make_observers
+from hvdtrain.training.observers import Console, EventLog, make_observers
 from hvdtrain.training.rank_times import CAUSES
-from hvdtrain.training.stragglers import OTHER, Straggler
 
 
 def progress(step, **changes):
