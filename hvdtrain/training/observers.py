@@ -16,12 +16,11 @@ import numpy as np
 import tensorflow as tf
 import tqdm
 
-from hvdtrain.events import OTHER, Progress, RunEnd, RunStart, Straggler
+from hvdtrain.events import OTHER, Progress, Straggler
 from hvdtrain.job import launchers
 from hvdtrain.job.files import local_path, one_line_errors
 from hvdtrain.log import JsonLog, WarnOnce
-from hvdtrain.training.rank_times import CAUSES
-from hvdtrain.training.stragglers import StragglerNotice
+from hvdtrain.training.stragglers import CAUSES, StragglerNotice
 
 
 def notify(observers: Sequence, method: str, *arguments: object) -> None:

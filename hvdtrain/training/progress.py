@@ -30,11 +30,15 @@ from hvdtrain.keras.variables import get_process_set, optimizers_inside
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.snapshot import check_finite
 from hvdtrain.training.observers import notify, scalars
-from hvdtrain.training.rank_times import RankTimes, column, process_seconds
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import Plan
-from hvdtrain.training.stragglers import find_straggler
+from hvdtrain.training.stragglers import (
+    RankTimes,
+    column,
+    find_straggler,
+    process_seconds,
+)
 
 _REPORT_SECONDS = 1.0
 # Objects, since they are keys beside names of metrics, which may be any text.

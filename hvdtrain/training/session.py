@@ -68,10 +68,10 @@ from hvdtrain.training.fitting import fit
 from hvdtrain.training.inputs import warn_if_changed
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
-from hvdtrain.training.rank_times import RankTimes
 from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Interval, Requests, Votes
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Plan, Result, RunConfig, TrainSpec
+from hvdtrain.training.stragglers import RankTimes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hvdtrain.events import OTHER, Progress, Straggler
 from hvdtrain.job import JobError
 from hvdtrain.training.observers import Console, EventLog, make_observers
-from hvdtrain.training.rank_times import CAUSES
+from hvdtrain.training.stragglers import CAUSES
 
 
 def progress(step, **changes):

@@ -10,9 +10,9 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.training.progress import ProgressCallback
-from hvdtrain.training.rank_times import RankTimes
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import Plan
+from hvdtrain.training.stragglers import RankTimes
 
 
 class Clock:

@@ -8,16 +8,14 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain.training import rank_times
-from hvdtrain.training.rank_times import (
+from hvdtrain.training import stragglers
+from hvdtrain.training.stragglers import (
     COLUMNS,
     GARBAGE,
     STOLEN,
     THROTTLING,
     WAITS,
     RankTimes,
-)
-from hvdtrain.training.stragglers import (
     StragglerNotice,
     align_waits,
     find_last,
@@ -95,7 +93,7 @@ def test_ranks_read_their_times_a_collective_apart():
 
 
 def test_a_cause_precedes_the_phase_in_which_it_happens():
-    excess = dict.fromkeys(rank_times.CAUSES, 0.0)
+    excess = dict.fromkeys(stragglers.CAUSES, 0.0)
     excess |= {"stolen CPU time": 0.75, "compute": 1.0, "input": -1.0}
     parts = {name: s for name, s in split(1.0, excess).items() if s}
     assert parts == {"stolen CPU time": 0.75, "compute": 0.25}
@@ -147,9 +145,9 @@ def test_a_row_is_since_the_last_one():
 
 
 def test_the_system_is_measured(tmp_path):
-    before = rank_times.measure_system()["garbage collection"]
+    before = stragglers.measure_system()["garbage collection"]
     gc.collect()
-    found = rank_times.measure_system()
+    found = stragglers.measure_system()
     assert before < found["garbage collection"] < before + 60
     assert all(seconds >= 0 for seconds in found.values())
     task = tmp_path / "1"
@@ -157,7 +155,7 @@ def test_the_system_is_measured(tmp_path):
     (task / "schedstat").write_text("5 2000000000 7\n")
     (tmp_path / "2").mkdir()
     cores = len(os.sched_getaffinity(0))
-    assert rank_times._run_queue_seconds(tmp_path) == pytest.approx(2 / cores)
+    assert stragglers._run_queue_seconds(tmp_path) == pytest.approx(2 / cores)
 
 
 def test_throttling_of_both_versions_of_control_groups(tmp_path):
@@ -166,11 +164,11 @@ def test_throttling_of_both_versions_of_control_groups(tmp_path):
     (tmp_path / "v1/cpu.stat").write_text("nr_throttled 3\nthrottled_time 500000000\n")
     (tmp_path / "v2/cpu.stat").write_text("nr_throttled 3\nthrottled_usec 250000\n")
     groups = [tmp_path / name for name in ("v1", "v2", "missing")]
-    assert rank_times._throttled_seconds(lambda: groups) == pytest.approx(0.75)
+    assert stragglers._throttled_seconds(lambda: groups) == pytest.approx(0.75)
 
 
 def test_seconds_of_the_process():
-    before = rank_times.process_seconds()
+    before = stragglers.process_seconds()
     time.sleep(0.02)
     assert before > 0
-    assert 0.02 <= rank_times.process_seconds() - before < 60
+    assert 0.02 <= stragglers.process_seconds() - before < 60
