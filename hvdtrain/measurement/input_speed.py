@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import data
-from hvdtrain.data.sources import optional
+from hvdtrain.data.sources.source import load_library
 from hvdtrain.measurement import figures
 
 # 300 bytes each: reading and parsing take longer than copying.
@@ -95,7 +95,7 @@ def _formats() -> dict[str, _Format]:
     }
     if importlib.util.find_spec("array_record"):
         formats["ArrayRecord"] = _Format(
-            lambda path: optional.load(_ARRAY_RECORD, "arrayrecord").ArrayRecordWriter(
+            lambda path: load_library(_ARRAY_RECORD, "arrayrecord").ArrayRecordWriter(
                 path, "group_size:1"
             ),
             data.ArrayRecord,
@@ -138,7 +138,7 @@ def _plain_tfrecord(path: str, batch_size: int) -> tf.data.Dataset:
 
 
 def _plain_arrayrecord(path: str, batch_size: int) -> tf.data.Dataset:
-    reader = optional.load(_ARRAY_RECORD, "arrayrecord").ArrayRecordReader(
+    reader = load_library(_ARRAY_RECORD, "arrayrecord").ArrayRecordReader(
         path,
         "readahead_buffer_size:0,max_parallelism:0",
         file_reader_buffer_size=1 << 15,

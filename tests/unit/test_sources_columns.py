@@ -13,8 +13,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import data
-from hvdtrain.data.sources.parquet import GroupCache
-from hvdtrain.data.sources.windows import WindowedOrder
+from hvdtrain.data.sources.parquet import GroupCache, WindowedOrder
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sources import optional
 from hvdtrain.data.sources.data_files import FileVersion
 from hvdtrain.data.sources.record_files import RecordFiles
+from hvdtrain.data.sources.source import load_library
 from hvdtrain.job.files import one_line_errors
 
 # Without buffers and threads for sequential reading. Measured with 300-byte records:
@@ -36,7 +36,7 @@ class ArrayRecord(RecordFiles[Any]):
     """
 
     def _count_records(self, files: Sequence[FileVersion]) -> Sequence[int]:
-        module = optional.load("array_record.python.array_record_module", "arrayrecord")
+        module = load_library("array_record.python.array_record_module", "arrayrecord")
         self._reader_class = module.ArrayRecordReader
         return [self._count(file) for file in files]
 

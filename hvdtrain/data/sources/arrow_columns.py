@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sources import optional
+from hvdtrain.data.sources.source import load_library
 
 SUPPORTED = "numbers, booleans, text, binary values and lists of numbers"
 
@@ -25,7 +25,7 @@ class ArrowColumns:
     """
 
     def __init__(self, extra: str) -> None:
-        self._pa = optional.load("pyarrow", extra)
+        self._pa = load_library("pyarrow", extra)
 
     def name_of_type(self, dtype: Any) -> str | None:
         """Return the name of a type of Arrow; None if columns of it cannot be read."""

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import pathlib
@@ -13,12 +14,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sampler import Sampler
-from hvdtrain.data.sources import optional
+from hvdtrain.data.index_shuffle import index_shuffle
+from hvdtrain.data.sampler import Sampler, by_epoch
 from hvdtrain.data.sources.arrow_columns import SUPPORTED, ArrowColumns
 from hvdtrain.data.sources.data_files import FileVersion, Pattern, find_files
-from hvdtrain.data.sources.source import Source, TensorFunction
-from hvdtrain.data.sources.windows import WindowedOrder
+from hvdtrain.data.sources.source import Source, TensorFunction, load_library
 from hvdtrain.job.files import one_line_errors
 
 _EXTRA = "parquet"
@@ -84,7 +84,7 @@ class Parquet(Source):
         self.parse = parse
         self._window = window
         self._arrow = ArrowColumns(_EXTRA)
-        self._parquet = optional.load("pyarrow.parquet", _EXTRA)
+        self._parquet = load_library("pyarrow.parquet", _EXTRA)
         self._files: list[FileVersion] = []
         # By column, the name of its type.
         self._types: dict[str, str] = {}
@@ -271,3 +271,73 @@ def _differences(
         return f"the column {', '.join(sorted(extra))}, which is not"
     name = next(name for name in expected if types[name] != expected[name])
     return f"the column {name} of type {types[name]}, which is {expected[name]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Epoch:
+    """The groups in the order of an epoch, and where they start in it.
+
+    Attributes:
+        starts: position of the first sample of each group, and the number of samples.
+        firsts: number of the first sample of each group.
+        windows: position of the first sample of each window, and the number of samples.
+    """
+
+    starts: np.ndarray
+    firsts: np.ndarray
+    windows: np.ndarray
+
+
+class WindowedOrder:
+    """The order of the samples of groups; a pure function of (seed, epoch, position).
+
+    For samples that are stored in groups, of which each is read as a whole. The groups
+    are permuted. Each `window` consecutive groups of this order form a window, and the
+    samples of a window are permuted. Hence the samples of a batch are in `window`
+    groups, or in twice as many where the batch contains the end of a window, and a
+    reader that keeps so many groups reads each of them once an epoch.
+
+    Args:
+        sizes: number of samples of each group, 1 or more. Sample numbers count through
+            the groups.
+        window: number of groups whose samples are permuted together.
+    """
+
+    def __init__(self, sizes: np.ndarray, window: int) -> None:
+        self._sizes = sizes.astype(np.int64)
+        self._window = window
+        # Two: a global batch may contain the end of one epoch and the start of the
+        # next. The cache belongs to this object, and ends with it.
+        self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
+
+    def shuffle(self, sampler: Sampler, positions: np.ndarray) -> np.ndarray:
+        """Return the numbers of the samples at positions in the endless sequence."""
+        permute = functools.partial(self._permute, seed=sampler.seed)
+        return by_epoch(positions, sampler.num_samples, permute)
+
+    def _permute(self, offsets: np.ndarray, epoch: int, *, seed: int) -> np.ndarray:
+        order = self._epoch(seed, epoch)
+        windows = np.searchsorted(order.windows, offsets, side="right") - 1
+        shuffled = np.empty_like(offsets)
+        for window in np.unique(windows):
+            in_window = windows == window
+            start, end = order.windows[window : window + 2]
+            # A seed is less than 2**32: no two windows have one permutation.
+            shuffled[in_window] = start + index_shuffle(
+                offsets[in_window] - start,
+                num_samples=int(end - start),
+                seed=seed + (int(window + 1) << 32),
+                epoch=epoch,
+            )
+        groups = np.searchsorted(order.starts, shuffled, side="right") - 1
+        return order.firsts[groups] + shuffled - order.starts[groups]
+
+    def _make_epoch(self, seed: int, epoch: int) -> _Epoch:
+        count = len(self._sizes)
+        groups = index_shuffle(
+            np.arange(count), num_samples=count, seed=seed, epoch=epoch
+        )
+        starts = np.concatenate([[0], np.cumsum(self._sizes[groups])])
+        firsts = np.cumsum(self._sizes) - self._sizes
+        windows = np.append(starts[: -1 : self._window], starts[-1])
+        return _Epoch(starts, firsts[groups], windows)

@@ -3,6 +3,7 @@
 import collections
 import collections.abc
 import dataclasses
+import importlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -363,3 +364,23 @@ def count_bytes(nest: Any) -> int:
     if nest.dtype == object:
         return sum(len(value) for value in nest.flat)
     return math.prod(nest.shape) * nest.dtype.itemsize
+
+
+def load_library(module: str, extra: str) -> Any:
+    """Return a module of a library that is installed by an extra of the package.
+
+    Raises:
+        DataError: it is not installed, or it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise DataError(
+            f"{module.partition('.')[0]} is not installed: pip install "
+            f"'hvdtrain[{extra}]'."
+        ) from None
+    except ImportError as error:
+        raise DataError(
+            f"Cannot import {module}: {str(error).splitlines()[0]}; expected the "
+            f"version of hvdtrain[{extra}]: install it again."
+        ) from None
