@@ -1,5 +1,6 @@
 """Records the state of a training after each step."""
 
+import collections
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from hvdtrain.verification.trajectory import (
     State,
     digest,
 )
-from hvdtrain.verification.variable_names import VariableNames
 
 
 class FinishedError(BaseException):
@@ -300,3 +300,42 @@ def _combined(aggregation: str, values: Sequence[np.ndarray]) -> np.ndarray:
     return (total / len(values) if aggregation == "mean" else total).astype(
         values[0].dtype
     )
+
+
+class VariableNames:
+    """Names variables by their path, and by the order in which they are made.
+
+    Variables of one script may have the same path, such as those of a model and of its
+    `keras.models.clone_model`. The second one is "path #2".
+    """
+
+    def __init__(self) -> None:
+        # By identity: variables are not hashable. In the order of creation.
+        self._names: dict[int, str] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def add(self, variable: Any) -> None:
+        """Name a variable that has just been made."""
+        # Of a variable that is gone, and whose memory this one has.
+        self._names.pop(id(variable), None)
+        path = _path(variable)
+        self._counts[path] += 1
+        number = self._counts[path]
+        self._names[id(variable)] = path if number == 1 else f"{path} #{number}"
+
+    def by_name(self, variables: Iterable[Any]) -> dict[str, Any]:
+        """Return distinct variables by their names."""
+        return {
+            self._names.get(id(variable), _path(variable)): variable
+            for variable in variables
+        }
+
+    def place(self, variables: Iterable[Any]) -> int:
+        """Return the place of the first of some variables in the order of creation."""
+        places = {identity: place for place, identity in enumerate(self._names)}
+        return min((places.get(id(each), -1) for each in variables), default=-1)
+
+
+def _path(variable: Any) -> str:
+    # A variable of TensorFlow has a name only.
+    return variable.path if hasattr(variable, "path") else variable.name

@@ -1,13 +1,69 @@
 """One rank of a phase: python -m hvdtrain.verification.worker OPTIONS SCRIPT ..."""
 
+import contextlib
 import gc
 import json
 import os
+import pathlib
 import runpy
 import sys
+from collections.abc import Iterator
 
-from hvdtrain.verification import recording
-from hvdtrain.verification.trajectory import PhaseOptions
+import keras
+
+import hvdtrain.keras as hvd
+from hvdtrain.job import launchers
+from hvdtrain.verification import capture
+from hvdtrain.verification.batches_by_rank import BatchRecorder, BatchReplacer
+from hvdtrain.verification.step_recorder import FinishedError, StepRecorder
+from hvdtrain.verification.trajectory import Directory, PhaseOptions
+
+# Each rank has a seed of its own, as without any seed: a missing broadcast is seen.
+_SEED = 20170815
+
+
+@contextlib.contextmanager
+def record_phase(options: PhaseOptions) -> Iterator[None]:
+    """Record what the script in the block does; end it after its last step."""
+    path = pathlib.Path(options.directory)
+    recorded, files = Directory(path, "ranks"), Directory(path, options.phase)
+    rank = launchers.launch().rank
+    batches = BatchRecorder(recorded, rank=rank)
+    is_reference = options.phase == "reference"
+    recorder = StepRecorder(
+        files,
+        rank=rank,
+        steps=options.steps,
+        on_steps=batches.note_steps if options.phase == "ranks" else lambda steps: None,
+        has_variables=options.phase != "alone",
+        compared=(recorded, options.size) if is_reference else None,
+    )
+    keras.utils.set_random_seed(_SEED + rank)
+    if options.dtype:
+        capture.compute_in(options.dtype)
+    capture.refuse_horovod()
+    capture.leave_out_dropout()
+    capture.record_steps(recorder, on_end=batches.note_end)
+    if options.phase == "ranks":
+        capture.note_reductions(recorder)
+        capture.note_losses(recorder)
+        capture.exchange_batches(batches)
+        capture.note_other_loops(batches)
+    if is_reference:
+        capture.compute_as_one_process()
+        replacer = BatchReplacer(recorded, rank=rank, size=options.size)
+        capture.exchange_batches(replacer)
+    with contextlib.suppress(FinishedError):
+        try:
+            yield
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        # The step of a loop that took its last batch.
+        recorder.record()
+    # A rank that leaves would end the collectives in which the others still are.
+    if hvd.is_initialized():
+        hvd.allgather_object(None, name="VerificationEnd")
 
 
 def main(options: PhaseOptions, command: list[str]) -> None:
@@ -24,7 +80,7 @@ def main(options: PhaseOptions, command: list[str]) -> None:
     # The recorder searches all objects at each step. This leaves out the objects of the
     # imports, which are hundreds of thousands.
     gc.freeze()
-    with recording.record_phase(options):
+    with record_phase(options):
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:

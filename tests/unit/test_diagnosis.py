@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 
 from hvdtrain import doctor
-from hvdtrain.diagnosis import cluster, horovod_build, installation, machine, ranks
+from hvdtrain.diagnosis import cluster, installation, machine, ranks
 from hvdtrain.diagnosis.finding import CommandResult, Finding, run
 from hvdtrain.installer import misfits, record
 from hvdtrain.job import JobError
@@ -297,6 +297,6 @@ def test_a_horovod_that_does_not_load_is_broken(monkeypatch, horovods):
 def test_every_patch_has_a_loss_or_is_needed_to_compile():
     patches = pathlib.Path(misfits.__file__).with_name("patches").glob("*.patch")
     numbers = sorted(int(patch.name.split("-")[0]) for patch in patches)
-    losses = [*horovod_build.GLOO_LOSSES, *horovod_build.LOSSES]
-    named = [*itertools.chain(*losses), *horovod_build.BUILD_ONLY]
+    losses = [*installation.GLOO_LOSSES, *installation.LOSSES]
+    named = [*itertools.chain(*losses), *installation.BUILD_ONLY]
     assert sorted(named) == numbers

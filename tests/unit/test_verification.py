@@ -7,9 +7,8 @@ import tensorflow as tf
 
 from hvdtrain.job import JobError
 from hvdtrain.verification import capture, comparison, phases, samples
-from hvdtrain.verification.step_recorder import StepRecorder
+from hvdtrain.verification.step_recorder import StepRecorder, VariableNames
 from hvdtrain.verification.trajectory import Directory, State
-from hvdtrain.verification.variable_names import VariableNames
 
 
 @pytest.fixture
