@@ -4,7 +4,7 @@ import dataclasses
 import platform
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import horovod
 import keras
@@ -16,36 +16,43 @@ from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.collectives import transport
 from hvdtrain.data import Dataset
 from hvdtrain.job.agreement import gather
-from hvdtrain.job.world import World
-from hvdtrain.training.specs import Result
-
-if TYPE_CHECKING:
-    # `experiment` imports this module.
-    from hvdtrain.classifier.experiment import Experiment
+from hvdtrain.job.world import MeshShape, World
+from hvdtrain.training.specs import Result, TrainSpec
 
 _RULE = "!" * 72
 
 
 def describe_run(
-    world: World, options: ClassifierOptions, experiment: "Experiment"
+    world: World,
+    options: ClassifierOptions,
+    *,
+    shape: MeshShape,
+    dataset: Dataset,
+    train_spec: TrainSpec,
+    batch_ranks: int,
 ) -> dict[str, Any]:
-    """Return the values of the summary that are known before training. A collective."""
+    """Return the values of the summary that are known before training. A collective.
+
+    Args:
+        batch_ranks: number of replicas that the global batch and the learning rate are
+            for.
+    """
     window = options.accumulation_steps
     return {
         **describe_job(world),
-        "mesh": dataclasses.asdict(experiment.replicas.shape),
+        "mesh": dataclasses.asdict(shape),
         "reduction": transport.reduction_path(),
-        "dataset": experiment.dataset.name,
+        "dataset": dataset.name,
         "requested_dataset": options.dataset,
         "model": options.model,
         "optimizer": options.optimizer,
-        "local_batch_size": experiment.train_spec.local_batch_size,
-        "batch_ranks": experiment.batch_ranks,
+        "local_batch_size": train_spec.local_batch_size,
+        "batch_ranks": batch_ranks,
         "accumulation_steps": window,
-        "global_batch_size": options.batch_size * experiment.batch_ranks * window,
-        "steps": experiment.train_spec.max_steps // window,
+        "global_batch_size": options.batch_size * batch_ranks * window,
+        "steps": train_spec.max_steps // window,
         "local_learning_rate": options.local_learning_rate,
-        "learning_rate": options.local_learning_rate * experiment.batch_ranks,
+        "learning_rate": options.local_learning_rate * batch_ranks,
         "seed": options.seed,
         "flags": dataclasses.asdict(options),
     }

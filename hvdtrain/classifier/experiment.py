@@ -85,7 +85,14 @@ def train(
     # In an elastic job this function is called again after each change of the ranks.
     def train_once(world: World, commits: Commits | None) -> None:
         experiment = build(options, world, commits, mesh)
-        info = description.describe_run(world, options, experiment)
+        info = description.describe_run(
+            world,
+            options,
+            shape=experiment.replicas.shape,
+            dataset=experiment.dataset,
+            train_spec=experiment.train_spec,
+            batch_ranks=experiment.batch_ranks,
+        )
         if world.is_chief:
             report(
                 description.banner(info, experiment.dataset, warning=experiment.warning)
