@@ -12,7 +12,8 @@ import keras
 from hvdtrain.keras.variables import (
     Optimizer,
     find_optimizers,
-    get_hook,
+    get_inner_optimizer,
+    is_distributed,
 )
 
 
@@ -34,10 +35,12 @@ def calling_model(optimizer: Optimizer) -> keras.Model | None:
     """Return the model of `optimizer` whose training step is on the stack, or None."""
     for frame in _frames():
         caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.Model):
-            hooks = map(get_hook, find_optimizers(caller))
-            if any(hook is optimizer.reduction_hook for hook in hooks):
-                return caller
+        if isinstance(caller, keras.Model) and any(
+            get_inner_optimizer(found).reduction_hook is optimizer.reduction_hook
+            for found in find_optimizers(caller)
+            if is_distributed(found)
+        ):
+            return caller
     return None
 
 

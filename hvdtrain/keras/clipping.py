@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import ProcessSet
 from hvdtrain.keras.gradients import Gradient, GradientReducer
+from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.variables import Optimizer, Variable
 from hvdtrain.sharding.shards import (
     get_sharding,
@@ -23,8 +24,7 @@ from hvdtrain.sharding.shards import (
 )
 
 if TYPE_CHECKING:
-    # Modules that import this one.
-    from hvdtrain.keras.sharded_state import ShardedState
+    # parallel imports this package.
     from hvdtrain.parallel.mesh import Mesh
 
 
@@ -40,7 +40,7 @@ class Clipping:
         reducer: GradientReducer,
         *,
         mesh: "Mesh | None" = None,
-        sharded_state: "ShardedState | None" = None,
+        sharded_state: ShardedState | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._reducer = reducer

@@ -26,8 +26,9 @@ from hvdtrain.collectives.objects import (
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.environment import stall_limits
 from hvdtrain.keras import full_saving
+from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.variables import find_optimizers, get_hook
+from hvdtrain.keras.variables import find_optimizers
 from hvdtrain.sharding.layer_checks import check_shards
 from hvdtrain.sharding.shards import get_sharding, is_split_over_ranks
 

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import zlib
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import keras
@@ -26,15 +26,8 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.gradients import Gradients
-from hvdtrain.keras.unlisted import Unlisted, find_unlisted
-from hvdtrain.keras.variables import (
-    Variable,
-    find_optimizers,
-    get_local_keys,
-    non_local_variables,
-    replicated_by_process_set,
-    variable_key,
-)
+from hvdtrain.keras.unlisted import Unlisted
+from hvdtrain.keras.variables import Variable
 from hvdtrain.sharding.shards import get_stages
 
 CHECK_SETUP = (
@@ -124,88 +117,10 @@ def is_checked() -> bool:
     return not _is_unchecked.get()
 
 
-def check_model(
-    model: keras.Model,
-    variables: Sequence[Variable],
-    *,
-    local_keys: Set[object] = frozenset(),
-    remedy: str = CHECK_SETUP,
-    includes_learned: bool = True,
-) -> None:
-    """Raise an error on every rank unless they hold the same model. A collective.
-
-    Args:
-        variables: variables of `model` and its optimizer; compared along each axis of
-            a mesh as far as its ranks replicate them. Hyperparameters are always
-            compared.
-        local_keys: `variable_key`s of variables that may differ, beside those that are
-            registered with the optimizers.
-        remedy: for variables that differ.
-        includes_learned: whether to compare what layers have learned from samples: to
-            read 500,000 words takes seconds, and no step changes them.
-
-    Raises:
-        DesynchronizedError: as in `check_consistency`.
-    """
-    axes = [
-        (process_set, replicated)
-        for process_set, _, replicated in replicated_by_process_set(
-            model.optimizer, variables
-        )
-        if needs_communication(process_set)
-    ]
-    if not axes:
-        return
-    unlisted = find_unlisted(
-        model if includes_learned else None,
-        find_optimizers(model),
-        local_keys | _all_local_keys(model),
-    )
-    for process_set, replicated in axes:
-        has_stages = trains_stages(process_set, model.weights)
-        check_consistency(
-            replicated,
-            () if has_stages else unlisted,
-            process_set=process_set,
-            remedy=remedy,
-        )
-
-
 def trains_stages(process_set: ProcessSet, weights: Iterable[keras.Variable]) -> bool:
     """Return whether several of these ranks train stages, which differ in layers."""
     stages = get_stages(weights)
     return stages is not None and len({*process_set.ranks} & {*stages.ranks}) > 1
-
-
-def check_trained(
-    model: keras.Model,
-    *,
-    local_keys: Set[object] = frozenset(),
-    remedy: str = CHECK_SETUP,
-    includes_learned: bool = True,
-) -> None:
-    """Call `check_model` with the variables that are equal in a training.
-
-    Weights that are not trainable are left out, since the moving statistics of
-    `BatchNormalization` differ by rank.
-
-    Args:
-        local_keys, remedy, includes_learned: as in `check_model`.
-    """
-    untrained = {variable_key(v) for v in model.non_trainable_weights}
-    excluded = local_keys | untrained | _all_local_keys(model)
-    variables = non_local_variables(model, local_keys=excluded)
-    check_model(
-        model,
-        variables,
-        local_keys=local_keys,
-        remedy=remedy,
-        includes_learned=includes_learned,
-    )
-
-
-def _all_local_keys(model: keras.Model) -> Set[object]:
-    return frozenset().union(*map(get_local_keys, find_optimizers(model)))
 
 
 def check_first_step(

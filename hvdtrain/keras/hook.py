@@ -29,6 +29,7 @@ from hvdtrain.keras.gradients import (
     sum_duplicate_rows,
 )
 from hvdtrain.keras.seams import replace
+from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.unlisted import Unlisted, find_unlisted
 from hvdtrain.keras.variables import (
     Optimizer,
@@ -42,8 +43,7 @@ from hvdtrain.sharding.optimizer_checks import check_elementwise
 from hvdtrain.sharding.shards import has_summed_gradients, is_replicated
 
 if TYPE_CHECKING:
-    # For types only: sharded_state.py imports this module, and parallel this package.
-    from hvdtrain.keras.sharded_state import ShardedState
+    # parallel imports this package.
     from hvdtrain.parallel.mesh import Mesh
 
 
@@ -164,7 +164,7 @@ class ReductionHook:
         *,
         window_factor: int,
         mesh: "Mesh | None" = None,
-        sharded_state: "ShardedState | None" = None,
+        sharded_state: ShardedState | None = None,
     ) -> None:
         self._optimizer = optimizer
         self.reducer = reducer

@@ -10,7 +10,8 @@ from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.layers import SyncBatchNormalization
-from hvdtrain.keras.variables import get_local_keys, get_process_set, variable_key
+from hvdtrain.keras.replication import get_local_keys, get_process_set
+from hvdtrain.keras.variables import variable_key
 
 
 def average_moving_statistics(model: keras.Model, *, steps: int | None = None) -> None:

@@ -26,12 +26,12 @@ from hvdtrain.keras import collective_calls
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, Groups
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.multi_optimizer import MultiOptimizerHook
+from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.sharded_state import ShardedState
 from hvdtrain.keras.variables import (
     Optimizer,
     find_optimizers,
-    get_hook,
     get_inner_optimizer,
     is_multi_optimizer,
     local_variables,

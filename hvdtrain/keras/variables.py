@@ -1,7 +1,7 @@
-"""Which variables of a model and its optimizer are equal on all ranks."""
+"""The variables of an optimizer, and the optimizers of a model."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import keras
 import tensorflow as tf
@@ -22,10 +22,6 @@ from hvdtrain.sharding.shards import (
     set_stages,
 )
 
-if TYPE_CHECKING:
-    # hook.py imports this module.
-    from hvdtrain.keras.hook import ReductionHook
-
 Variable: TypeAlias = keras.Variable | tf.Variable
 Optimizer: TypeAlias = keras.optimizers.Optimizer
 
@@ -38,78 +34,9 @@ def find_optimizers(model: keras.Model) -> list[Optimizer]:
         for value in vars(model).values()
         if isinstance(value, keras.optimizers.Optimizer)
         and value is not compiled
-        and get_hook(value) is not None
+        and is_distributed(value)
     ]
     return [compiled, *attributes] if compiled is not None else attributes
-
-
-def get_process_set(optimizer: Optimizer | None) -> ProcessSet:
-    """Return the ranks over which gradients are reduced; by default all.
-
-    With a `parallel.Mesh` these are the ranks along its axis data.
-    """
-    hook = get_hook(optimizer)
-    return hook.reducer.process_set if hook else global_process_set
-
-
-def get_training_ranks(optimizer: Optimizer | None) -> ProcessSet:
-    """Return the ranks that train: all of the optimizer's mesh, if it has one."""
-    hook = get_hook(optimizer)
-    return hook.all_ranks if hook else global_process_set
-
-
-def get_local_keys(optimizer: Optimizer | None) -> Set[object]:
-    """Return the `variable_key`s of variables that were registered as local."""
-    hook = get_hook(optimizer)
-    return hook.reducer.local_keys if hook else frozenset()
-
-
-def replicated_by_process_set(
-    optimizer: Optimizer | None,
-    variables: Iterable[Variable],
-    root_rank: int | None = None,
-) -> Iterator[tuple[ProcessSet, int, list[Variable]]]:
-    """Yield process sets, the root rank in each, and the variables it replicates.
-
-    With a mesh, the process sets are the ranks along each axis: broadcasts over all of
-    them, in this order, give all replicas of a variable the value of `root_rank` (by
-    default the first rank). The stages of a pipeline replicate the optimizer's
-    variables that belong to no weight, such as the learning rate.
-    """
-    hook = get_hook(optimizer)
-    if not hook:
-        yield global_process_set, root_rank or 0, list(variables)
-        return
-    for process_set, root in hook.axes(root_rank):
-        replicated = [v for v in variables if is_replicated(v, process_set)]
-        yield process_set, root, replicated
-
-
-def non_local_variables(
-    model: keras.Model,
-    *,
-    optimizer: Optimizer | None = None,
-    local_keys: Set[object] = frozenset(),
-) -> list[Variable]:
-    """Return the weights and the optimizer's variables that are not local to a rank.
-
-    Local weights are left out with their slots, and so are accumulated gradients.
-    Sharded weights and their slots are included although they differ by rank: filter
-    with `sharding.is_replicated`, for each process set.
-
-    Args:
-        model: a model that is built, compiled or not.
-        optimizer: by default the one that the model was compiled with.
-        local_keys: `variable_key`s of local variables, in addition to those
-            registered with the optimizer.
-    """
-    # A model that was never compiled has no such attribute.
-    optimizer = optimizer or getattr(model, "optimizer", None)
-    local_keys = local_keys | get_local_keys(optimizer)
-    weights = [w for w in model.weights if variable_key(w) not in local_keys]
-    if optimizer is None:
-        return weights
-    return weights + non_local_state(optimizer, model.trainable_variables, local_keys)
 
 
 @do_not_convert
@@ -277,6 +204,11 @@ def get_inner_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def is_distributed(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer, or the one inside it, has a `ReductionHook`."""
+    return hasattr(get_inner_optimizer(optimizer), "reduction_hook")
+
+
 def is_multi_optimizer(optimizer: Optimizer) -> bool:
     """Return whether this is a `MultiOptimizer`, which Keras has from 3.15."""
     multi_optimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
@@ -290,22 +222,6 @@ def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
     """
     base = get_inner_optimizer(optimizer)
     return list(base.optimizers) if is_multi_optimizer(base) else [base]
-
-
-def get_hook(optimizer: Optimizer | None) -> "ReductionHook | None":
-    """Return the hook of a distributed optimizer, or None."""
-    return getattr(get_inner_optimizer(optimizer), "reduction_hook", None)
-
-
-def finalize_weights(model: keras.Model) -> None:
-    """Assign the moving averages of the weights, if the optimizer has them (`use_ema`).
-
-    As Keras' `fit` does at its end, which the flight recorder counts. The optimizer is
-    distributed.
-    """
-    hook = get_hook(model.optimizer)
-    assert hook
-    hook.finalize(model.trainable_variables)
 
 
 def variable_key(variable: Variable | tf.Tensor) -> object:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
-from hvdtrain.keras.variables import finalize_weights, get_process_set
+from hvdtrain.keras.replication import finalize_weights, get_process_set
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.restoring import Start
 from hvdtrain.training.checkpoint.step_variables import StepVariables

@@ -26,7 +26,8 @@ from hvdtrain.keras.metrics import (
     metric_variables,
     results,
 )
-from hvdtrain.keras.variables import get_process_set, optimizers_inside
+from hvdtrain.keras.replication import get_process_set
+from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.snapshot import check_finite
 from hvdtrain.training.observers import notify, scalars

@@ -8,7 +8,7 @@ import keras
 
 from hvdtrain import parallel
 from hvdtrain.job.world import MeshShape, World
-from hvdtrain.keras.variables import get_hook
+from hvdtrain.keras.replication import get_hook
 
 _Value = TypeVar("_Value")
 

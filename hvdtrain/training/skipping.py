@@ -7,8 +7,8 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.variables import get_hook
 
 
 class Skipping:

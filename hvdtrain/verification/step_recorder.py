@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import metrics
+from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.unlisted import learned_state
-from hvdtrain.keras.variables import Optimizer, get_hook, non_local_state
+from hvdtrain.keras.variables import Optimizer, non_local_state
 from hvdtrain.sharding.shards import is_split_over_ranks
 from hvdtrain.verification.trajectory import (
     Directory,

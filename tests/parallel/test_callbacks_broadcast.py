@@ -13,8 +13,9 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.keras.replication import non_local_variables
 from hvdtrain.keras.seeds import seed_states, separate_seeds
-from hvdtrain.keras.variables import non_local_variables, variable_key
+from hvdtrain.keras.variables import variable_key
 
 
 def randomize(model):

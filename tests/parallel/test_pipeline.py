@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.keras.variables import get_hook
+from hvdtrain.keras.replication import get_hook
 
 ranks, four_ranks = pytest.mark.ranks, pytest.mark.four_ranks
 RANK, SIZE = hvd.rank(), hvd.size()

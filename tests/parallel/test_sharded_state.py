@@ -10,7 +10,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.collectives import transport
 from hvdtrain.job import World
-from hvdtrain.keras.variables import get_hook
+from hvdtrain.keras.replication import get_hook
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import get_sharding
 from hvdtrain.training.checkpoint.header import ArrayGroups

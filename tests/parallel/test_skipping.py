@@ -11,7 +11,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
-from hvdtrain.keras.variables import get_hook
+from hvdtrain.keras.replication import get_hook
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, progress
 
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.keras.variables import get_hook, unowned_variables
+from hvdtrain.keras.replication import get_hook
+from hvdtrain.keras.variables import unowned_variables
 
 EMBEDDING = keras.layers.Embedding
 

@@ -9,7 +9,7 @@ from toy import BATCH, batches
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
-from hvdtrain.keras.variables import get_hook
+from hvdtrain.keras.replication import get_hook
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
 
 STEPS, POISONED = 12, 5

@@ -20,18 +20,18 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.keras import layer_state
 from hvdtrain.keras.callbacks import fit_start
-from hvdtrain.keras.consistency import BROADCAST_AGAIN, check_model, check_trained
+from hvdtrain.keras.callbacks.consistency_check import check_model, check_trained
+from hvdtrain.keras.consistency import BROADCAST_AGAIN
 from hvdtrain.keras.optimizer import configure_compiled_model
-from hvdtrain.keras.seeds import seed_states, separate_seeds
-from hvdtrain.keras.variables import (
-    Variable,
+from hvdtrain.keras.replication import (
     get_hook,
     get_process_set,
     get_training_ranks,
     non_local_variables,
     replicated_by_process_set,
-    variable_key,
 )
+from hvdtrain.keras.seeds import seed_states, separate_seeds
+from hvdtrain.keras.variables import Variable, variable_key
 from hvdtrain.sharding.shards import is_sharded
 
 

@@ -1,18 +1,25 @@
 """Stops a job whose ranks no longer hold the same model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
+from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.keras.callbacks.stopping import EverySteps
-from hvdtrain.keras.consistency import check_model, check_trained
-from hvdtrain.keras.variables import (
-    find_optimizers,
-    get_inner_optimizer,
+from hvdtrain.keras.consistency import CHECK_SETUP, check_consistency, trains_stages
+from hvdtrain.keras.replication import (
+    get_local_keys,
     get_training_ranks,
     non_local_variables,
+    replicated_by_process_set,
+)
+from hvdtrain.keras.unlisted import find_unlisted
+from hvdtrain.keras.variables import (
+    Variable,
+    find_optimizers,
+    get_inner_optimizer,
     variable_key,
 )
 
@@ -99,3 +106,81 @@ class ConsistencyCheckCallback(keras.callbacks.Callback):
             local_keys=self._local_keys,
             includes_learned=includes_learned,
         )
+
+
+def check_model(
+    model: keras.Model,
+    variables: Sequence[Variable],
+    *,
+    local_keys: Set[object] = frozenset(),
+    remedy: str = CHECK_SETUP,
+    includes_learned: bool = True,
+) -> None:
+    """Raise an error on every rank unless they hold the same model. A collective.
+
+    Args:
+        variables: variables of `model` and its optimizer; compared along each axis of
+            a mesh as far as its ranks replicate them. Hyperparameters are always
+            compared.
+        local_keys: `variable_key`s of variables that may differ, beside those that are
+            registered with the optimizers.
+        remedy: for variables that differ.
+        includes_learned: whether to compare what layers have learned from samples: to
+            read 500,000 words takes seconds, and no step changes them.
+
+    Raises:
+        DesynchronizedError: as in `check_consistency`.
+    """
+    axes = [
+        (process_set, replicated)
+        for process_set, _, replicated in replicated_by_process_set(
+            model.optimizer, variables
+        )
+        if needs_communication(process_set)
+    ]
+    if not axes:
+        return
+    unlisted = find_unlisted(
+        model if includes_learned else None,
+        find_optimizers(model),
+        local_keys | _all_local_keys(model),
+    )
+    for process_set, replicated in axes:
+        has_stages = trains_stages(process_set, model.weights)
+        check_consistency(
+            replicated,
+            () if has_stages else unlisted,
+            process_set=process_set,
+            remedy=remedy,
+        )
+
+
+def check_trained(
+    model: keras.Model,
+    *,
+    local_keys: Set[object] = frozenset(),
+    remedy: str = CHECK_SETUP,
+    includes_learned: bool = True,
+) -> None:
+    """Call `check_model` with the variables that are equal in a training.
+
+    Weights that are not trainable are left out, since the moving statistics of
+    `BatchNormalization` differ by rank.
+
+    Args:
+        local_keys, remedy, includes_learned: as in `check_model`.
+    """
+    untrained = {variable_key(v) for v in model.non_trainable_weights}
+    excluded = local_keys | untrained | _all_local_keys(model)
+    variables = non_local_variables(model, local_keys=excluded)
+    check_model(
+        model,
+        variables,
+        local_keys=local_keys,
+        remedy=remedy,
+        includes_learned=includes_learned,
+    )
+
+
+def _all_local_keys(model: keras.Model) -> Set[object]:
+    return frozenset().union(*map(get_local_keys, find_optimizers(model)))

@@ -8,13 +8,8 @@ import numpy as np
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Average
-from hvdtrain.keras.variables import (
-    find_optimizers,
-    get_hook,
-    get_inner_optimizer,
-    get_local_keys,
-    non_local_variables,
-)
+from hvdtrain.keras.replication import get_hook, get_local_keys, non_local_variables
+from hvdtrain.keras.variables import find_optimizers, get_inner_optimizer
 from hvdtrain.sharding.shards import is_split_over_ranks
 
 

@@ -12,7 +12,7 @@ import keras
 from keras.src.utils import io_utils
 
 from hvdtrain.keras.learning_rates import set_learning_rate, warmup_factor
-from hvdtrain.keras.variables import get_hook
+from hvdtrain.keras.replication import get_hook
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -18,8 +18,8 @@ from hvdtrain.keras.metrics import (
     reduce_states,
     results,
 )
+from hvdtrain.keras.replication import get_process_set
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.variables import get_process_set
 
 # The value that a rank has logged, and whether it is the result of a metric.
 Entry = tuple[Any, bool]

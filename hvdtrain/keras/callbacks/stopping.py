@@ -11,13 +11,8 @@ from hvdtrain.collectives.objects import name_ranks
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.collectives.transport import Max
 from hvdtrain.keras.consistency import compute_checksum
-from hvdtrain.keras.variables import (
-    get_hook,
-    get_local_keys,
-    get_training_ranks,
-    optimizers_inside,
-    variable_key,
-)
+from hvdtrain.keras.replication import get_hook, get_local_keys, get_training_ranks
+from hvdtrain.keras.variables import optimizers_inside, variable_key
 from hvdtrain.sharding.shards import is_split_over_ranks
 
 

@@ -23,7 +23,8 @@ from hvdtrain.job.failures import is_collective_failure
 from hvdtrain.keras import layer_state
 from hvdtrain.keras.learning_rates import set_learning_rate
 from hvdtrain.keras.optimizer import configure_compiled_model
-from hvdtrain.keras.variables import get_inner_optimizer, non_local_variables
+from hvdtrain.keras.replication import non_local_variables
+from hvdtrain.keras.variables import get_inner_optimizer
 
 
 class KerasState(ObjectState):

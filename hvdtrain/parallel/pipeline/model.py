@@ -12,7 +12,7 @@ from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras import collective_calls
 from hvdtrain.keras.collective_calls import check_called_alike
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
-from hvdtrain.keras.variables import get_hook
+from hvdtrain.keras.replication import get_hook
 from hvdtrain.parallel.mesh import Mesh, active_mesh
 from hvdtrain.parallel.pipeline import batches, full_model, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, make_links

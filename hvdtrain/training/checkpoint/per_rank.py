@@ -19,8 +19,8 @@ from hvdtrain.job.agreement import on_chief
 from hvdtrain.job.world import World
 from hvdtrain.keras import layer_state
 from hvdtrain.keras.metrics import metric_variables
+from hvdtrain.keras.replication import get_process_set
 from hvdtrain.keras.seeds import seed_states, separate_seeds
-from hvdtrain.keras.variables import get_process_set
 from hvdtrain.training.checkpoint.header import (
     METRICS,
     RANDOM,

@@ -13,11 +13,8 @@ from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.keras.learning_rates import rate_variable, set_learning_rate
-from hvdtrain.keras.variables import (
-    finalize_weights,
-    optimizers_inside,
-    replicated_by_process_set,
-)
+from hvdtrain.keras.replication import finalize_weights, replicated_by_process_set
+from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.training.checkpoint.header import (
     REPLICATED,
     ArrayGroups,

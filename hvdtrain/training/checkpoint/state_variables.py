@@ -15,12 +15,8 @@ from hvdtrain.collectives.objects import RanksOfValue, group_by_value, name_valu
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import World
 from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.variables import (
-    accumulated_gradients,
-    non_local_variables,
-    replicated_by_process_set,
-    variable_key,
-)
+from hvdtrain.keras.replication import non_local_variables, replicated_by_process_set
+from hvdtrain.keras.variables import accumulated_gradients, variable_key
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import assign_shard, has_summed_gradients
 from hvdtrain.training.checkpoint.header import without_layer_numbers
