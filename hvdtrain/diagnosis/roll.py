@@ -3,6 +3,7 @@
 import math
 import pathlib
 
+from hvdtrain import processes
 from hvdtrain.flight import answer as answers
 from hvdtrain.flight import conclusion
 from hvdtrain.flight.answer import Answer
@@ -86,7 +87,7 @@ def _by_ring(answer: Answer) -> Answer:
     """Return the last records of a rank whose guard was killed with it."""
     if answer.state != "silent" or not answer.member.is_here:
         return answer
-    if answers.process_state(answer.member.pid):
+    if processes.read_state(answer.member.pid):
         return answer
     cause = "was killed together with its guard"
     return answers.observe(answer.member, state="ended", cause=cause)

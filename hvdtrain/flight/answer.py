@@ -135,16 +135,6 @@ def observe(
     )
 
 
-def process_state(pid: int) -> str:
-    """Return the letter of the state of a process in /proc; empty if it has ended."""
-    try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    # After the name of the program, which may contain spaces.
-    return stat.rpartition(")")[2].split()[0]
-
-
 def handles(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal."""
     try:

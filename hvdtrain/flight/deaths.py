@@ -17,8 +17,6 @@ _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _SECONDS_FOR_EVIDENCE = 1.0
 _POLL_SECONDS = 0.05
 _END_POLL_SECONDS = 0.01
-# In /proc/PID/stat, from the state of the process on.
-_STATUS_FIELD = 49
 # PROC_PID_INIT_INO of the kernel.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 # The clock of the log is not exactly the monotonic one.
@@ -68,7 +66,7 @@ def cause(
 
     Args:
         fatal_error: what `faulthandler` has written when the process ended.
-        status: of `wait_status`.
+        status: of `processes.read_wait_status`.
     """
     number = os.WTERMSIG(status)
     if fatal := _FATAL.search(fatal_error):
@@ -92,18 +90,6 @@ def signal_name(number: int) -> str:
     except ValueError:
         # Of the real-time signals only the first and the last one have a name.
         return f"signal {number}"
-
-
-def wait_status(pid: int) -> int:
-    """Return the wait status of a process that ends; 0 if it is not known.
-
-    The kernel removes it when the parent has reaped the process.
-    """
-    with contextlib.suppress(OSError):
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        # After the name of the program, which may contain spaces.
-        return int(stat.rpartition(")")[2].split()[_STATUS_FIELD])
-    return 0
 
 
 def wait_for_parent(pid: int, *, timeout_seconds: float) -> None:

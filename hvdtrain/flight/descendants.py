@@ -11,6 +11,8 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from hvdtrain.processes import read_stat
+
 # The values of one of these are equal in two processes only if a rank of a job has
 # started both, or is one of them.
 _IDENTITIES = (
@@ -35,9 +37,9 @@ class Orphans:
         self._rank = rank
         self._identity = identity(os.environ)
         # The rank may have ended before its guard has started.
-        self._start = _parent_and_start(os.getpid())[1]
+        self._start = read_stat(os.getpid()).start_seconds
         with contextlib.suppress(OSError):
-            self._start = _parent_and_start(rank)[1]
+            self._start = read_stat(rank).start_seconds
 
     def end(self) -> None:
         """Wait for the end of the rank, and end its programs."""
@@ -49,12 +51,12 @@ class Orphans:
         """Yield the programs without a parent; their children follow when they end."""
         for pid in find(self._identity):
             with contextlib.suppress(OSError):
-                parent, start = _parent_and_start(pid)
+                stat = read_stat(pid)
                 # A shell script that has started the rank is older, and has the same
                 # variables.
                 if (
-                    parent == os.getppid()
-                    and start > self._start
+                    stat.parent == os.getppid()
+                    and stat.start_seconds > self._start
                     and pid != os.getpid()
                 ):
                     yield pid
@@ -95,10 +97,3 @@ def find(identity: Mapping[str, str]) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if variables and variables <= set(path.read_bytes().split(b"\0")):
                 yield int(path.parent.name)
-
-
-def _parent_and_start(pid: int) -> tuple[int, int]:
-    """Return the parent of a process, and its start in ticks of the kernel."""
-    # After the name of the program, which may contain spaces.
-    fields = (_PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[1]), int(fields[19])

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 
+from hvdtrain import processes
 from hvdtrain.flight import answer as answers
 from hvdtrain.flight import conclusion, connections, deaths, descendants, ring, verdict
 from hvdtrain.flight.answer import Answer, Member
@@ -113,7 +114,7 @@ class Guard:
         ready = select.select(sources, [], [], timeout_seconds)[0]
         if _STDIN in ready:
             # First: the launcher reaps a rank that ends.
-            self._status = self._status or deaths.wait_status(self._member.pid)
+            self._status = self._status or processes.read_wait_status(self._member.pid)
         if self._task.stacks in ready:
             text = read_stacks(self._task.stacks)
             if self._awaits_stacks and not deaths.is_fatal(text):
@@ -173,7 +174,7 @@ class Guard:
     def _check_stopped(self) -> None:
         # Count periods instead of seconds: a scheduler that suspends all processes
         # suspends this one, too. The state of a debugger is another one.
-        is_stopped = answers.process_state(self._member.pid) == "T"
+        is_stopped = processes.read_state(self._member.pid) == "T"
         self._stopped_periods = self._stopped_periods + 1 if is_stopped else 0
         limit = self._limits.stop_seconds
         if self._killed or not limit or not is_stopped:
@@ -188,7 +189,7 @@ class Guard:
         """
         pid = self._member.pid
         is_cut = self._is_cut and self._is_in_job
-        is_alive = is_cut and answers.process_state(pid) in ("R", "S", "D")
+        is_alive = is_cut and processes.read_state(pid) in ("R", "S", "D")
         if is_alive and not answers.handles(pid, signal.SIGQUIT):
             program = answers.command(pid)
             self._kill_lost(f"has replaced its program by '{program}' (exec)")
@@ -327,7 +328,7 @@ class Guard:
     def _look(self) -> Answer:
         """Return where the rank is."""
         state, text = "running", self._stack_text
-        if answers.process_state(self._member.pid) == "T":
+        if processes.read_state(self._member.pid) == "T":
             state = "stopped"
         elif not text and not answers.handles(self._member.pid, signal.SIGQUIT):
             # Its default action would end the rank.

@@ -18,7 +18,8 @@ import threading
 import time
 import warnings
 
-from hvdtrain.flight.answer import Member, process_state
+from hvdtrain import processes
+from hvdtrain.flight.answer import Member
 from hvdtrain.flight.conclusion import conclude, suspects
 from hvdtrain.flight.limits import Limits
 from hvdtrain.flight.shared_directory import FOLDER, SharedDirectory
@@ -160,7 +161,7 @@ def _remove_old() -> None:
                 if time.time() - status.st_mtime < _KEPT_SECONDS:
                     continue
                 # A job that has run for long changes neither of its files.
-                if any(map(process_state, _processes(path, status))):
+                if any(map(processes.read_state, _processes(path, status))):
                     continue
                 if stat.S_ISDIR(status.st_mode):
                     SharedDirectory(path).clear()

@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from hvdtrain import processes
+
 _COMPILER = re.compile(
     r": (fatal )?error: |\bld: .*(cannot|not recognized|undefined)|^ *nvcc fatal"
 )
@@ -161,14 +163,11 @@ def _kill(session: int) -> None:
 
 def _processes(session: int) -> set[int]:
     found = set()
-    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
         # A process may end meanwhile.
         with contextlib.suppress(OSError):
-            # After the name of the program, which may contain spaces: state, parent,
-            # process group, session.
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                found.add(int(path.parent.name))
+            if processes.read_stat(int(path.name)).session == session:
+                found.add(int(path.name))
     return found
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 
+from hvdtrain import processes
 from hvdtrain.environment import quotas
 from hvdtrain.job import launchers
 
@@ -60,8 +61,8 @@ def _socket_and_core(cpu: int, topology: str | os.PathLike) -> tuple[int, int]:
 
 def _launcher_cores(default: int) -> int:
     """Return the number of cores of the process that started the ranks."""
-    for name, pid, _ in launchers.ancestors():
-        if name in launchers.PROCESSES:
+    for pid, stat in processes.read_ancestors():
+        if stat.name in launchers.PROCESSES:
             with contextlib.suppress(OSError):
                 return max(default, len(os.sched_getaffinity(pid)))
             break

@@ -2,9 +2,8 @@
 
 import dataclasses
 import os
-import pathlib
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from importlib import metadata
 
 from hvdtrain.environment import JOB_SECRET, is_elastic
@@ -66,31 +65,6 @@ def assign(
 ) -> None:
     """Set what `launch` returns in a job of horovodrun whose ranks have changed."""
     environ.update(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(size))
-
-
-def ancestors() -> Iterator[tuple[str, int, float]]:
-    """Yield name, PID and start of the ancestors of this process, the nearest first.
-
-    The start is in seconds after the boot. Ends at an ancestor that has ended, or that
-    /proc hides.
-    """
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            name, parent, start = process(pid)
-        except OSError:
-            return
-        yield name, pid, start
-        pid = parent
-
-
-def process(pid: int) -> tuple[str, int, float]:
-    """Return name, parent and start of a process; see `ancestors`."""
-    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    # The name may contain spaces and parentheses.
-    name = stat[stat.index("(") + 1 : stat.rindex(")")]
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return name, int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def has_rendezvous(environ: Mapping[str, str]) -> bool:

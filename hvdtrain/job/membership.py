@@ -2,7 +2,7 @@
 
 import os
 
-from hvdtrain import environment
+from hvdtrain import environment, processes
 from hvdtrain.flight import member
 from hvdtrain.flight.limits import Limits
 from hvdtrain.job import launchers
@@ -44,8 +44,8 @@ def _job() -> str:
     # the ranks of another host one by one.
     if launchers.is_gloo(os.environ):
         return "-".join(os.environ[name] for name in launchers.GLOO_RENDEZVOUS)
-    for name, pid, start in launchers.ancestors():
-        if name in launchers.PROCESSES:
-            return f"{pid}-{start * 100:.0f}"
+    for pid, stat in processes.read_ancestors():
+        if stat.name in launchers.PROCESSES:
+            return f"{pid}-{stat.start_seconds * 100:.0f}"
     parent = os.getppid()
-    return f"{parent}-{launchers.process(parent)[2] * 100:.0f}"
+    return f"{parent}-{processes.read_stat(parent).start_seconds * 100:.0f}"

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain import training
+from hvdtrain import processes, training
 from hvdtrain.job import World, launchers
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.measurement.benchmark_options import BenchmarkOptions
@@ -305,13 +305,14 @@ def seconds_since_command() -> float:
     process if there is none. If a launcher started this process through a daemon on
     another host, it is that daemon.
     """
-    _, _, command_started = launchers.process(os.getpid())
-    command = ""
-    for name, _, started in launchers.ancestors():
-        is_launcher = name in launchers.PROCESSES
-        if is_launcher and not (command and name == _SLURM_STEP_DAEMON):
-            command, command_started = name, started
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - command_started
+    command = processes.read_stat(os.getpid())
+    for _, stat in processes.read_ancestors():
+        is_first = command.name not in launchers.PROCESSES
+        if stat.name in launchers.PROCESSES and (
+            is_first or stat.name != _SLURM_STEP_DAEMON
+        ):
+            command = stat
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - command.start_seconds
 
 
 def memory() -> dict[str, int]:

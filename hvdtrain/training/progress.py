@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain import processes
 from hvdtrain.data.streams import input_wait_seconds
 from hvdtrain.events import Progress, RunEnd, RunStart, Straggler
 from hvdtrain.job.agreement import gather
@@ -38,7 +39,6 @@ from hvdtrain.training.stragglers import (
     RankTimes,
     column,
     find_straggler,
-    process_seconds,
 )
 
 _REPORT_SECONDS = 1.0
@@ -135,7 +135,7 @@ class ProgressCallback(keras.callbacks.Callback):
             max_steps=self._plan.max_steps,
             ranks=self._world.size,
             global_batch_size=self._global_batch_size,
-            process_seconds=process_seconds(),
+            process_seconds=processes.seconds_since_start(),
         )
         notify(self._observers, "on_start", start)
         if self._times:

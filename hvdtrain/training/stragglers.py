@@ -231,14 +231,6 @@ def measure_system() -> dict[str, float]:
     }
 
 
-def process_seconds(stat: str | os.PathLike = "/proc/self/stat") -> float:
-    """Return the seconds since the start of this process."""
-    # The name of the program is in parentheses, and may contain spaces.
-    fields = pathlib.Path(stat).read_text().rpartition(")")[2].split()
-    start = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start
-
-
 def _run_queue_seconds(tasks: str | os.PathLike = "/proc/self/task") -> float:
     """Return the seconds in which threads of this process waited for a core.
 

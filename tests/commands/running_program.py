@@ -17,6 +17,7 @@ import time
 import psutil
 
 import hvdtrain
+from hvdtrain import processes
 from hvdtrain.job import cores, launchers
 
 RANKS = 2
@@ -143,7 +144,7 @@ def rank_and_size(factor):
 
 def launcher():
     """Return the name of the process whose cores the ranks of a host share."""
-    names = [name for name, _, _ in launchers.ancestors()]
+    names = [stat.name for _, stat in processes.read_ancestors()]
     return next(name for name in names if name in launchers.PROCESSES)
 
 
