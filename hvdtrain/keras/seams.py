@@ -20,7 +20,6 @@ class Seam(NamedTuple):
         signature: the attribute; of a function with the names of its parameters but
             `self`, where "..." stands for any others, which are passed through.
         why: what it is needed for.
-        used_by: modules of hvdtrain that use Keras' own value.
         replaced_by: functions and classes of hvdtrain that replace it, on an instance,
             a class or a module. The outermost is the last.
         is_ordered: whether they must replace it in this order.
@@ -29,7 +28,6 @@ class Seam(NamedTuple):
 
     signature: str
     why: str
-    used_by: tuple[str, ...] = ()
     replaced_by: tuple[str, ...] = ()
     is_ordered: bool = False
     is_optional: bool = False
@@ -47,16 +45,11 @@ _EVALUATION = "verification.capture.note_other_loops"
 
 # `build` of the attention layers is overridden, and Keras' `call` reads what it makes.
 _ATTENTION = (
-    Seam(
-        "_get_common_kwargs_for_sublayer()",
-        "Arguments of the projections.",
-        ("parallel.attention",),
-    ),
+    Seam("_get_common_kwargs_for_sublayer()", "Arguments of the projections."),
     *(
         Seam(
             name,
             "A sublayer that `build` makes, and `call` reads.",
-            ("parallel.attention",),
             is_optional=name == "_gate_dense",
         )
         for name in (
@@ -83,7 +76,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_clip_gradients(grads)",
              "Runs between accumulation and clipping, also where nothing is clipped: "
              "gradients are reduced here.",
-             used_by=("keras.clipping",), replaced_by=(_HOOK,)),
+             replaced_by=(_HOOK,)),
         Seam("add_variable_from_reference(reference_variable, name, initializer)",
              "Accumulated gradients have the full shape, other slots the shard's.",
              replaced_by=(_SHARDED_STATE,)),
@@ -107,47 +100,30 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Takes this rank's shards of the full slots in a file.",
              replaced_by=("keras.full_saving.install",)),
         Seam("_trainable_variables",
-             "The weights, which Keras' `apply` compares with its argument.",
-             used_by=("keras.full_saving", "keras.hook", "keras.multi_optimizer",
-                      "keras.sharded_state", "keras.variables",
-                      "verification.step_recorder")),
-        Seam("_trainable_variables_indices", "The place of the slots of a weight.",
-             used_by=("keras.sharded_state",)),
-        Seam("_var_key(variable)", "Key of _trainable_variables_indices and others.",
-             used_by=("keras.sharded_state",)),
-        Seam("_untrack_variable(variable)", "Removes full slots, for those of shards.",
-             used_by=("keras.sharded_state",)),
+             "The weights, which Keras' `apply` compares with its argument."),
+        Seam("_trainable_variables_indices", "The place of the slots of a weight."),
+        Seam("_var_key(variable)", "Key of _trainable_variables_indices and others."),
+        Seam("_untrack_variable(variable)", "Removes full slots, for those of shards."),
         Seam("_exclude_from_weight_decay",
              "Keys of weights that do not decay, to which their shards are added.",
-             used_by=("keras.sharded_state",), is_optional=True),
+             is_optional=True),
         Seam("_iterations",
-             "Counts micro-steps; the public `iterations` counts windows.",
-             used_by=("keras.callbacks.consistency_check", "keras.callbacks.joining",
-                      "keras.elastic.callbacks", "keras.sharded_state",
-                      "parallel.pipeline.full_model", "verification.step_recorder")),
-        Seam("_learning_rate", "The variable or schedule; the public name calls it.",
-             used_by=("keras.callbacks.learning_rate", "keras.learning_rates",
-                      "keras.sharded_state", "keras.unlisted",
-                      "parallel.pipeline.full_model")),
-        Seam("_accumulated_gradients", "Sums of a window, which differ by rank.",
-             used_by=("keras.callbacks.joining", "keras.variables")),
+             "Counts micro-steps; the public `iterations` counts windows."),
+        Seam("_learning_rate", "The variable or schedule; the public name calls it."),
+        Seam("_accumulated_gradients", "Sums of a window, which differ by rank."),
         Seam("_model_variables_moving_average",
-             "The shards of the averages of the weights (`use_ema`).",
-             used_by=("keras.sharded_state",)),
-        Seam("_get_variable_index(variable)", "The place of a weight.",
-             used_by=("measurement.simulated_device",)),
-        Seam("_variables", "All variables: not a list of slots of one kind.",
-             used_by=("keras.variables",)),
+             "The shards of the averages of the weights (`use_ema`)."),
+        Seam("_get_variable_index(variable)", "The place of a weight."),
+        Seam("_variables", "All variables: not a list of slots of one kind."),
     ),
     "keras.optimizers.RMSprop": (
         Seam("_momentums",
-             "Velocities that contain the learning rate, and are scaled with it.",
-             used_by=("keras.learning_rates",)),
+             "Velocities that contain the learning rate, and are scaled with it."),
     ),
     "keras.optimizers.ScheduleFreeAdamW": (
         Seam("_momentums",
              "Slots that start as copies of the weights, which must be equal before.",
-             used_by=("keras.variables",), is_optional=True),
+             is_optional=True),
     ),
     "keras.optimizers.LossScaleOptimizer": (
         Seam("check_finite(grads)",
@@ -182,33 +158,27 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("train_function(iterator)",
              "Called by `fit` for each execution. It takes the steps of training/; it "
              "builds the model or passes over batches before the first step.",
-             used_by=("keras.optimizer",), replaced_by=(
+             replaced_by=(
                  "training.fitting.fit", "keras.callbacks.fit_start.substitute")),
         Seam("train_on_batch(x, y, sample_weight, ...)",
              "A verification records its batches and steps, or replaces its batches.",
              replaced_by=("verification.capture.exchange_batches", _RECORD)),
-        *(Seam(signature, "Keras makes it again where it is None.",
-               used_by=("training.building",))
+        *(Seam(signature, "Keras makes it again where it is None.")
           for signature in ("test_function(iterator)", "predict_function(data)")),
-        Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks.",
-             used_by=("training.evaluation",)),
+        Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks."),
         Seam("compute_loss(x, y, y_pred, sample_weight, training)",
              "Refuses regularizers, whose losses op=hvd.Sum would multiply.",
              replaced_by=("keras.optimizer.refuse_regularizers",)),
         Seam("reset_metrics()", "The states before it are averaged over the ranks.",
              replaced_by=("keras.callbacks.metric_average._KeptStates",)),
-        Seam("_initial_epoch", "The epoch in which BackupAndRestore makes `fit` start.",
-             used_by=("keras.callbacks.fit_start",)),
-        Seam("_compile_config", "The arguments of `compile`, functions as objects.",
-             used_by=("parallel.pipeline.full_model",)),
-        Seam("_compile_metrics", "The container of the metrics of `compile`.",
-             used_by=("sharding.layer_checks",)),
-        Seam("_loss_tracker", "The mean of the losses, which a train_step updates.",
-             used_by=("measurement.one_process", "parallel.pipeline.model")),
+        Seam("_initial_epoch",
+             "The epoch in which BackupAndRestore makes `fit` start."),
+        Seam("_compile_config", "The arguments of `compile`, functions as objects."),
+        Seam("_compile_metrics", "The container of the metrics of `compile`."),
+        Seam("_loss_tracker", "The mean of the losses, which a train_step updates."),
     ),
     "keras.src.trainers.compile_utils.CompileMetrics": (
-        Seam("_user_metrics", "The metrics of `compile`, before they are built.",
-             used_by=("sharding.layer_checks",)),
+        Seam("_user_metrics", "The metrics of `compile`, before they are built."),
     ),
     "keras.losses.Loss": (
         Seam("__call__(y_true, y_pred, sample_weight)",
@@ -219,12 +189,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "A verification records the steps of `fit`.", replaced_by=(_RECORD,)),
     ),
     "keras.Sequential": (
-        Seam("_functional", "The graph of a sequential model.",
-             used_by=("sharding.layer_checks",)),
+        Seam("_functional", "The graph of a sequential model."),
     ),
     "keras.src.models.functional.Functional": (
-        Seam("_nodes_by_depth", "The calls of layers in the order of computation.",
-             used_by=("sharding.layer_checks",)),
+        Seam("_nodes_by_depth", "The calls of layers in the order of computation."),
     ),
     "keras.src.models.cloning": (
         Seam("_wrap_clone_function(clone_function, call_function, recursive, cache)",
@@ -235,63 +203,47 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("call(...)", "Runs twice: with the gradients it is recomputed.",
              replaced_by=("parallel.recomputation.remat",)),
         Seam("_flatten_layers(include_self, recursive)",
-             "All layers inside of a layer; the public `layers` has one level.",
-             used_by=("keras.callbacks.fit_start", "keras.layer_state",
-                      "keras.moving_statistics", "keras.optimizer", "keras.unlisted",
-                      "parallel.pipeline.stage", "training.checkpoint.state_variables",
-                      "measurement.equivalence", "verification.step_recorder")),
-        Seam("_clear_losses()", "The losses of a trace have no value.", used_by=(
-                 "keras.callbacks.fit_start", "training.checkpoint.step_variables")),
+             "All layers inside of a layer; the public `layers` has one level."),
+        Seam("_clear_losses()", "The losses of a trace have no value."),
         Seam("_trainable_variables",
-             "A layer's own weights, frozen or not, without those of sublayers.",
-             used_by=("parallel.layer", "training.checkpoint.state_variables")),
-        Seam("_non_trainable_variables", "As _trainable_variables.",
-             used_by=("parallel.layer", "parallel.pipeline.stage")),
+             "A layer's own weights, frozen or not, without those of sublayers."),
+        Seam("_non_trainable_variables", "As _trainable_variables."),
         Seam("_check_load_own_variables(store)",
-             "Keras' error for a file with another number of weights.",
-             used_by=("parallel.layer",)),
-        Seam("_inbound_nodes", "The outputs of a layer in a model, with their masks.",
-             used_by=("parallel.pipeline.stage",)),
+             "Keras' error for a file with another number of weights."),
+        Seam("_inbound_nodes", "The outputs of a layer in a model, with their masks."),
     ),
     "keras.Variable": (
         Seam("__init__(initializer, ...)", "A verification names each variable.",
              replaced_by=(_RECORD,)),
-        Seam("_path", "Slots are named after it: a shard has the path of its weight.",
-             used_by=("keras.sharded_updates",)),
+        Seam("_path", "Slots are named after it: a shard has the path of its weight."),
     ),
     "keras.KerasTensor": (
-        Seam("_keras_history", "The layer that an input of a graph comes from.",
-             used_by=("sharding.layer_checks",)),
+        Seam("_keras_history", "The layer that an input of a graph comes from."),
         Seam("_keras_mask", "The mask of an output; absent without one.",
-             used_by=("parallel.pipeline.stage",), is_optional=True),
+             is_optional=True),
     ),
     "keras.layers.BatchNormalization": (
-        Seam("_moments(inputs, mask)", "Overridden: moments over all ranks.",
-             used_by=("keras.layers", "verification.step_recorder")),
-        Seam("_reduction_axes", "The axes of _moments.", used_by=("keras.layers",)),
+        Seam("_moments(inputs, mask)", "Overridden: moments over all ranks."),
+        Seam("_reduction_axes", "The axes of _moments."),
     ),
     "keras.layers.MultiHeadAttention": (
         Seam("_build_attention(rank)",
-             "Overridden: the layer of dropout draws for all heads.",
-             used_by=("parallel.attention",)),
+             "Overridden: the layer of dropout draws for all heads."),
         *_ATTENTION,
-        *(Seam(name, "An argument of the layer.", used_by=("parallel.attention",))
+        *(Seam(name, "An argument of the layer.")
           for name in ("_num_heads", "_key_dim", "_value_dim", "_use_bias",
                        "_attention_axes", "_output_shape", "_dropout")),
-        Seam("_use_gate", "An argument of the layer.",
-             used_by=("parallel.attention",), is_optional=True),
+        Seam("_use_gate", "An argument of the layer.", is_optional=True),
     ),
     "keras.layers.GroupQueryAttention": (
         *_ATTENTION,
-        *(Seam(name, "Is made by `build`, which is overridden, and read by `call`.",
-               used_by=("parallel.attention",))
+        *(Seam(name, "Is made by `build`, which is overridden, and read by `call`.")
           for name in ("_softmax", "_dot_product_equation", "_combine_equation")),
     ),
     "keras.metrics.Metric": (
-        Seam("_metrics", "The metrics inside of a metric.", used_by=("keras.metrics",)),
+        Seam("_metrics", "The metrics inside of a metric."),
         Seam("_variables",
-             "A metric's own states; the public `variables` has those inside, too.",
-             used_by=("keras.metrics",)),
+             "A metric's own states; the public `variables` has those inside, too."),
     ),
     "keras.metrics.Mean": (
         Seam("update_state(values, sample_weight)",
@@ -302,16 +254,12 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=("training.skipping.Skipping",)),
     ),
     "keras.src.backend.common.masking": (
-        Seam("get_keras_mask(x)", "Masks of the arguments of a layer.",
-             used_by=("parallel.attention", "parallel.recomputation")),
-        Seam("set_keras_mask(x, mask)", "Masks of tensors that the package computes.",
-             used_by=("parallel.attention", "parallel.recomputation",
-                      "parallel.vocabulary")),
+        Seam("get_keras_mask(x)", "Masks of the arguments of a layer."),
+        Seam("set_keras_mask(x, mask)", "Masks of tensors that the package computes."),
     ),
     "keras.src.backend": (
         Seam("in_stateless_scope()",
-             "Whether Keras infers shapes; a layer is not recomputed then.",
-             used_by=("parallel.recomputation",)),
+             "Whether Keras infers shapes; a layer is not recomputed then."),
     ),
     "keras.src.backend.random": (
         Seam("dropout(inputs, rate, noise_shape, seed)",
@@ -321,28 +269,22 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.src.backend.common.global_state": (
         Seam("get_global_attribute(name, default, set_to_default)",
              "Keras' seed generator, if it exists: checkpoints hold its state. The "
-             "arguments `current_call_ctx` and dtype `autocast_scope` of a call.",
-             used_by=("parallel.recomputation", "training.checkpoint.per_rank")),
+             "arguments `current_call_ctx` and dtype `autocast_scope` of a call."),
         Seam("set_global_attribute(name, value)",
-             "A second pass of a layer has the arguments and dtype of the first one.",
-             used_by=("parallel.recomputation",)),
+             "A second pass of a layer has the arguments and dtype of the first one."),
     ),
     "keras.src.random.seed_generator": (
-        Seam("global_seed_generator()", "Makes this generator, to restore its state.",
-             used_by=("training.checkpoint.per_rank",)),
+        Seam("global_seed_generator()", "Makes this generator, to restore its state."),
         Seam("draw_seed(seed)",
-             "The seed of Keras' random functions: a shard continues the full draw.",
-             used_by=("parallel.layer",)),
+             "The seed of Keras' random functions: a shard continues the full draw."),
     ),
     "keras.src.api_export": (
         Seam("get_name_from_symbol(symbol)",
-             "Whether a base class is public: an object is saved as one of it.",
-             used_by=("parallel.layer",)),
+             "Whether a base class is public: an object is saved as one of it."),
     ),
     "keras.src.utils.io_utils": (
         Seam("print_msg(message, line_break)",
-             "Prints as Keras' own callbacks do: through absl, if print is disabled.",
-             used_by=("keras.callbacks.learning_rate",)),
+             "Prints as Keras' own callbacks do: through absl, if print is disabled."),
     ),
 }
 # fmt: on
