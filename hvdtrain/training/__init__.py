@@ -39,10 +39,9 @@ _MODULES = {
     **dict.fromkeys(("BestExporter", "FinalExporter", "LatestExporter"), "exporting"),
     "train_and_evaluate": "loop",
     "make_observers": "observers",
-    "Plan": "plan",
     "fit": "fit_source",
     **dict.fromkeys(
-        ("EvalSpec", "Position", "Result", "RunConfig", "TrainSpec"), "specs"
+        ("EvalSpec", "Plan", "Position", "Result", "RunConfig", "TrainSpec"), "specs"
     ),
 }
 __all__ = list(_MODULES)

@@ -31,6 +31,7 @@ FLOORS = [
     ["installer"],
     ["flight"],
     ["environment", "events", "handshake", "lazy", "open_directory", "output"],
+    ["processes"],
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 MAX_LOCAL_IMPORTS = 5
