@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.job import JobError, World, launchers
+from hvdtrain import processes
+from hvdtrain.job import JobError, World
 from hvdtrain.measurement import (
     figures,
     input_speed,
@@ -282,13 +283,14 @@ class TestStartUp:
     )
     def test_the_command_is_the_outermost_launcher(self, monkeypatch, names, seconds):
         # Each ancestor started 10 s before its child, this process 10 s ago.
-        table = [("python", 2, -10.0)]
-        for number, name in enumerate(names, start=2):
-            is_last = number == len(names) + 1
-            table.append((name, 1 if is_last else number + 1, -10.0 * number))
-        monkeypatch.setattr(launchers, "process", lambda pid: table[pid - 1])
-        monkeypatch.setattr(variants.os, "getpid", lambda: 1)
-        monkeypatch.setattr(launchers.os, "getppid", lambda: 2)
+        table = [
+            processes.ProcessStat(name, "S", number + 1, 1, -10.0 * number, 0)
+            for number, name in enumerate(["python", *names], start=1)
+        ]
+        table[-1] = table[-1]._replace(parent=1)
+        monkeypatch.setattr(processes, "read_stat", lambda pid: table[pid - 1])
+        monkeypatch.setattr(processes.os, "getpid", lambda: 1)
+        monkeypatch.setattr(processes.os, "getppid", lambda: 2)
         monkeypatch.setattr(variants.time, "clock_gettime", lambda clock: 0.0)
         assert variants.seconds_since_command() == seconds
 
