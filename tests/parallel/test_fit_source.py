@@ -87,6 +87,8 @@ def test_all_ranks_compute_what_one_process_computes(transform):
     np.testing.assert_allclose(result.test_metrics["loss"], losses["loss"], rtol=1e-5)
 
 
+# Of `train_and_evaluate`, which it calls: test_resuming.py.
+@pytest.mark.long
 def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
     common = {"transform": add_noise, "steps_per_execution": 1}
     expected = fit(**common)
@@ -156,6 +158,7 @@ def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
         fit(model_dir=directory, **change)
 
 
+@pytest.mark.long
 def test_without_validation_there_is_no_evaluation(directory):
     seen = []
     callback = keras.callbacks.LambdaCallback(
