@@ -271,9 +271,7 @@ def model(column, row, optimizer, seed=3):
     return network
 
 
-@pytest.mark.parametrize(
-    "name", with_more_ranks(OPTIMIZERS, long=["adamw", "momentum, global norm"])
-)
+@pytest.mark.parametrize("name", with_more_ranks(OPTIMIZERS, long=["adamw"]))
 def test_fit_equals_the_dense_model_with_the_big_batch(meshes, name):
     rng = np.random.default_rng(7)
     # It has replicas, if any has.
