@@ -90,7 +90,7 @@ def test_wrong_flag_on_one_rank_is_printed_with_its_rank(run, launcher):
     assert reasons[0].startswith(f"rank 1 on {socket.gethostname()}: "), job.text
 
 
-# With other options: tests/parallel/test_resuming.py.
+# Options of `train_and_evaluate` that differ: tests/parallel/test_resuming.py.
 @pytest.mark.long
 def test_flags_that_differ_between_ranks(run):
     script = (

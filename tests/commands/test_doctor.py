@@ -43,7 +43,7 @@ def broken(findings):
     return {topic for topic, f in findings.items() if f["status"] == "broken"}
 
 
-# scripts/debian_test.sh calls the doctor, too.
+# CI calls it here and in bare Debians: what is broken is found by the next test.
 @pytest.mark.long
 def test_a_machine_that_works():
     code, findings, _ = examine()

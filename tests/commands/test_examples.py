@@ -90,7 +90,7 @@ def test_the_table_has_every_example():
     assert linked == files
 
 
-# The script of the README is an example that README's command runs: test_readme.py.
+# By default one script runs as users start it, the README's: test_readme.py.
 @pytest.mark.long
 @pytest.mark.parametrize("name", ABOVE)
 def test_an_accuracy(shell, tmp_path, name):

@@ -26,7 +26,7 @@ PHASES = ("step", "save", "evaluate")
 FAULT_STEP = 25
 STALL_SECONDS = 10
 LAUNCHERS = ("gloo", "mpi", "mpirun")
-# A killed rank under each other launcher: test_{bad_input,hosts,run}.py.
+# A killed rank under other launchers: test_{bad_input,run}.py; on hosts: long tests.
 FEW = [
     ("kill", 0, "step", "mpi"),
     *(

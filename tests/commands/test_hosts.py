@@ -38,7 +38,7 @@ except tf.errors.AbortedError as error:
 """
 
 
-# On one host: test_bad_input.py, with each launcher.
+# Within a host, survivors are tested by tests/unit/test_native_reduction.py.
 @pytest.mark.long
 def test_a_killed_rank_is_noticed_by_other_hosts_at_once(run, tmp_path):
     script = tmp_path / "script.py"

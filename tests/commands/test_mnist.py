@@ -222,6 +222,7 @@ def test_report_of_a_run(alone, run, tmp_path):
     job = run(
         arguments,
         program=[sys.executable, "-m", "hvdtrain.report"],
+        # With matplotlib, which other programs of these tests run without.
         environment={"PYTHONPATH": "."},
     )
     cells = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in job.lines}

@@ -10,8 +10,8 @@ import pytest
 
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
-# Some seconds on two ranks: the runs that are stopped and killed end long before the
-# last step. Windows of three steps end at few checkpoints.
+# Some seconds on two ranks: the runs that are stopped or killed, at one of the first
+# checkpoints, end long before the last step. Windows of three steps end at few of them.
 STEPS = 1_050
 FLAGS = [
     *("--dataset=digits", f"--max_steps={2 * STEPS}", "--optimizer=momentum"),
@@ -31,9 +31,9 @@ def as_a_terminal(job):
     os.killpg(job.process.pid, signal.SIGINT)
 
 
-# The launcher of the first run, how it is stopped, and what it prints; or no such run.
-# The launcher sends SIGTERM to the ranks on Ctrl-C; test_bad_input.py does this without
-# checkpoints.
+# The launcher of the first run, how it is stopped, and what it prints. None: the job is
+# only killed. The launcher sends SIGTERM to the ranks on Ctrl-C; test_bad_input.py does
+# this without checkpoints.
 @pytest.mark.parametrize(
     ("launcher", "stop", "cause"),
     [
@@ -85,6 +85,16 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
     for name in ("history", "evaluations"):
         assert getattr(found.header, name) == getattr(expected.header, name)
+
+
+def test_a_job_that_is_asked_to_stop_ends_with_its_own_code(start, tmp_path):
+    job = start([*FLAGS, f"--model_dir={tmp_path}"])
+    files = CheckpointFiles(tmp_path / "checkpoints")
+    job.wait_until(files.steps, "a checkpoint")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.wait().returncode == 75, job.text
+    step = re.search(r"^Stopped at step (\d+) of \d+ by SIGUSR1", job.lines[-1])[1]
+    assert files.steps()[0] == int(step)
 
 
 POOL = """

@@ -61,6 +61,7 @@ def test_the_example(run, tmp_path, launcher):
     assert "Epoch 2/2" in job.text
 
 
+# It calls `training.fit` on files, as unit tests do.
 @pytest.mark.long
 def test_the_script_of_your_own(run, tmp_path, monkeypatch):
     page = ROOT.joinpath("docs/training.md").read_text()

@@ -101,6 +101,7 @@ def example():
     return re.search(r"```python\n(.*?)```", page, re.S)[1]
 
 
+# The test above calls a function of the same kind.
 @pytest.mark.long
 def test_the_example(run, tmp_path):
     script = tmp_path / "script.py"

@@ -383,8 +383,8 @@ CLEAN = {
 }
 
 
-# As users call the program, one is in the README's command and two are long tests. All
-# others are in the tier verify, whose ranks are forks.
+# As users call the program, one of these scripts is in the README's command and two are
+# long tests. All others are in the tier verify, whose ranks are forks.
 SHORT = {"no broadcast"}
 LONG = {"fit", "loop"}
 
@@ -496,6 +496,7 @@ def test_a_script_without_steps(verify):
     assert "a script without a step" in job.text
 
 
+# That a script with a fault is found, README's command tests on another one.
 @pytest.mark.long
 def test_a_script_that_fails_with_its_own_flags(run, tmp_path):
     script = tmp_path / "script.py"

@@ -87,7 +87,7 @@ def test_all_ranks_compute_what_one_process_computes(transform):
     np.testing.assert_allclose(result.test_metrics["loss"], losses["loss"], rtol=1e-5)
 
 
-# Of `train_and_evaluate`, which it calls: test_resuming.py.
+# `train_and_evaluate`, which `fit` calls, has this test in test_resuming.py.
 @pytest.mark.long
 def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
     common = {"transform": add_noise, "steps_per_execution": 1}
@@ -107,6 +107,7 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
     assert result.history == expected.history
 
 
+# The orders themselves: tests/unit/test_sources.py.
 @pytest.mark.long
 def test_a_job_of_an_earlier_version_keeps_its_order(directory):
     """Its samples were dealt by a `Sampler`, whose order is not in the checkpoint."""
@@ -158,7 +159,6 @@ def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
         fit(model_dir=directory, **change)
 
 
-@pytest.mark.long
 def test_without_validation_there_is_no_evaluation(directory):
     seen = []
     callback = keras.callbacks.LambdaCallback(

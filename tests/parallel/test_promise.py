@@ -17,7 +17,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
 from hvdtrain.keras import moving_statistics
-from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.variables import is_distributed
 
 RANK, SIZE = hvd.rank(), hvd.size()
 SAMPLES = np.arange(1.0, 9.0, dtype="float32")

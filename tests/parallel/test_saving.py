@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 import hvdtrain.keras as hvd
-from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.variables import is_distributed
 
 INPUTS, LABELS = oracle.samples(steps=6)
 GLOBAL_BATCH_SIZE = oracle.LOCAL_BATCH_SIZE * hvd.size()

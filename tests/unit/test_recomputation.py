@@ -77,7 +77,8 @@ def assert_equal(results, expected):
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
-        # In a graph, also: tests/parallel/test_recomputation.py.
+        ("float32", {"accumulation": 2, "run_eagerly": True, "epochs": 1}),
+        # In a graph, without accumulation: tests/parallel/test_recomputation.py.
         pytest.param(
             *("float32", {"accumulation": 2, "steps_per_execution": 2}),
             marks=pytest.mark.long,
