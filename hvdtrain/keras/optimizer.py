@@ -33,6 +33,7 @@ from hvdtrain.keras.variables import (
     Optimizer,
     find_optimizers,
     get_inner_optimizer,
+    is_distributed,
     is_multi_optimizer,
     local_variables,
     optimizers_inside,
@@ -172,11 +173,6 @@ def distribute(
     if base is not optimizer:
         hook.share_finite_check(optimizer)
     return optimizer
-
-
-def is_distributed(optimizer: Optimizer | None) -> bool:
-    """Return whether `optimizer` went through `DistributedOptimizer`."""
-    return get_hook(optimizer) is not None
 
 
 @functools.cache

@@ -204,8 +204,8 @@ def get_inner_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def is_distributed(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer, or the one inside it, has a `ReductionHook`."""
+def is_distributed(optimizer: Optimizer | None) -> bool:
+    """Return whether `optimizer` went through `DistributedOptimizer`."""
     return hasattr(get_inner_optimizer(optimizer), "reduction_hook")
 
 

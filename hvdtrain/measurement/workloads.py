@@ -23,7 +23,7 @@ from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
-from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.variables import is_distributed
 from hvdtrain.measurement import simulated_device
 from hvdtrain.measurement.benchmark_options import WORKLOADS, BenchmarkOptions
 

@@ -11,8 +11,8 @@ import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.keras.callbacks import fit_start
-from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.keras.replication import get_hook
+from hvdtrain.keras.variables import is_distributed
 from hvdtrain.sharding.shards import has_summed_gradients
 from hvdtrain.training.checkpoint.header import FirstBatch
 from hvdtrain.training.checkpoint.step_variables import StepVariables

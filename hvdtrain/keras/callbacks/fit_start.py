@@ -15,8 +15,8 @@ from hvdtrain.collectives.process_sets import (
     global_process_set,
     needs_communication,
 )
-from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.keras.seams import replace
+from hvdtrain.keras.variables import is_distributed
 
 # Function of the iterator over batches; returns logs.
 TrainFunction = Callable[[Iterator], dict]
