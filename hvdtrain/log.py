@@ -16,7 +16,7 @@
     {"event": "end", "seconds": 1.5e9, "step": 5000, "evaluation_seconds": 0.3,
      "saving_seconds": 0.1}
 
-Lines of the event export have the fields of checkpoints. `training.stragglers` has the
+Lines of the event export have the fields of checkpoints. `events.Straggler` has the
 fields of a straggler, which is null where it is not measured. Logs of earlier versions
 lack `straggler`, `process_seconds`, `evaluation_seconds` and `saving_seconds`.
 `seconds` is the time since the epoch. A number that is not finite is null. All runs of

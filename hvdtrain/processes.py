@@ -36,7 +36,7 @@ def read_stat(pid: int) -> ProcessStat:
     Raises:
         OSError: there is no such process.
     """
-    text = (_PROC / f"{pid}/stat").read_text()
+    text = (_PROC / f"{pid}/stat").read_text(errors="replace")
     # The name may contain spaces and parentheses.
     name, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()

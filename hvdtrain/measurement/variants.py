@@ -307,10 +307,9 @@ def seconds_since_command() -> float:
     """
     command = processes.read_stat(os.getpid())
     for _, stat in processes.read_ancestors():
-        is_first = command.name not in launchers.PROCESSES
-        if stat.name in launchers.PROCESSES and (
-            is_first or stat.name != _SLURM_STEP_DAEMON
-        ):
+        has_launcher = command.name in launchers.PROCESSES
+        is_step = has_launcher and stat.name == _SLURM_STEP_DAEMON
+        if stat.name in launchers.PROCESSES and not is_step:
             command = stat
     return time.clock_gettime(time.CLOCK_BOOTTIME) - command.start_seconds
 

@@ -35,11 +35,7 @@ from hvdtrain.training.observers import notify, scalars
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import Plan
-from hvdtrain.training.stragglers import (
-    RankTimes,
-    column,
-    find_straggler,
-)
+from hvdtrain.training.stragglers import RankTimes, column, find_straggler
 
 _REPORT_SECONDS = 1.0
 # Objects, since they are keys beside names of metrics, which may be any text.

@@ -106,8 +106,8 @@ def find_last(waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def split(late_seconds: float, excess: dict[str, float]) -> dict[str, float]:
     """Split lateness into causes, which add up to it.
 
-    Each cause of `CAUSES` explains as much as its excess over the other
-    ranks, as far as the causes before it have left.
+    Each cause of `CAUSES` explains as much as its excess over the other ranks, as far
+    as the causes before it have left.
     """
     parts, left = {}, late_seconds
     for cause in CAUSES:
