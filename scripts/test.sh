@@ -150,8 +150,9 @@ more_ranks() {
   )
   launched shared_memory mpi 2 -m long tests/parallel
   run "unit and commands, long" 1500 \
-    python -m pytest -q -n 3 --dist loadgroup -m "long and not engines" \
+    python -m pytest -q -n 3 --dist loadgroup -m "long and not engines and not alone" \
     tests/{unit,commands}
+  run "commands, alone" 300 python -m pytest -q -m alone tests/commands
   launched horovod gloo 3 -m ranks tests/parallel
   launched shared_memory gloo 4 -m four_ranks tests/parallel
   launched auto hosts 3 tests/parallel/test_native_reduction.py

@@ -206,7 +206,9 @@ CAUSES = {"sleep": "callbacks", "input": "input", "throttling": "throttling"}
 SLOW = list(itertools.product(CAUSES, LAUNCHERS))
 
 
+# Beside other tests, a rank also waits for its core: the report names stolen time.
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("reason", "launcher"), SLOW if TABLE else [("throttling", "gloo")]
 )
