@@ -29,6 +29,11 @@ class ProcessStat(NamedTuple):
     start_seconds: float
     wait_status: int
 
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the start of the process."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - self.start_seconds
+
 
 def read_stat(pid: int) -> ProcessStat:
     """Return what the kernel says of a process.
@@ -83,9 +88,3 @@ def read_wait_status(pid: int) -> int:
         return read_stat(pid).wait_status
     except OSError:
         return 0
-
-
-def seconds_since_start() -> float:
-    """Return the seconds since the start of this process."""
-    start = read_stat(os.getpid()).start_seconds
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start

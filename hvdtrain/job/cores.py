@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 
-from hvdtrain import processes
 from hvdtrain.environment import quotas
 from hvdtrain.job import launchers
 
@@ -61,9 +60,7 @@ def _socket_and_core(cpu: int, topology: str | os.PathLike) -> tuple[int, int]:
 
 def _launcher_cores(default: int) -> int:
     """Return the number of cores of the process that started the ranks."""
-    for pid, stat in processes.read_ancestors():
-        if stat.name in launchers.PROCESSES:
-            with contextlib.suppress(OSError):
-                return max(default, len(os.sched_getaffinity(pid)))
-            break
+    if launcher := launchers.find_process():
+        with contextlib.suppress(OSError):
+            return max(default, len(os.sched_getaffinity(launcher[0])))
     return default

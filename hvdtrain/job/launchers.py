@@ -8,6 +8,7 @@ from importlib import metadata
 
 from hvdtrain.environment import JOB_SECRET, is_elastic
 from hvdtrain.job.world import SharedJobError
+from hvdtrain.processes import ProcessStat, read_ancestors
 
 # Launcher, variable of the number of ranks, variable of the rank. The inner launcher
 # comes first: in an allocation mpirun starts its daemons by srun.
@@ -65,6 +66,12 @@ def assign(
 ) -> None:
     """Set what `launch` returns in a job of horovodrun whose ranks have changed."""
     environ.update(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(size))
+
+
+def find_process() -> tuple[int, ProcessStat] | None:
+    """Return the nearest ancestor of this process that starts ranks, if any."""
+    found = (each for each in read_ancestors() if each[1].name in PROCESSES)
+    return next(found, None)
 
 
 def has_rendezvous(environ: Mapping[str, str]) -> bool:

@@ -44,8 +44,6 @@ def _job() -> str:
     # the ranks of another host one by one.
     if launchers.is_gloo(os.environ):
         return "-".join(os.environ[name] for name in launchers.GLOO_RENDEZVOUS)
-    for pid, stat in processes.read_ancestors():
-        if stat.name in launchers.PROCESSES:
-            return f"{pid}-{stat.start_seconds * 100:.0f}"
     parent = os.getppid()
-    return f"{parent}-{processes.read_stat(parent).start_seconds * 100:.0f}"
+    pid, stat = launchers.find_process() or (parent, processes.read_stat(parent))
+    return f"{pid}-{stat.start_seconds * 100:.0f}"

@@ -311,7 +311,7 @@ def seconds_since_command() -> float:
         is_step = has_launcher and stat.name == _SLURM_STEP_DAEMON
         if stat.name in launchers.PROCESSES and not is_step:
             command = stat
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - command.start_seconds
+    return command.age_seconds
 
 
 def memory() -> dict[str, int]:

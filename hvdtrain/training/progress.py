@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,7 +132,7 @@ class ProgressCallback(keras.callbacks.Callback):
             max_steps=self._plan.max_steps,
             ranks=self._world.size,
             global_batch_size=self._global_batch_size,
-            process_seconds=processes.seconds_since_start(),
+            process_seconds=processes.read_stat(os.getpid()).age_seconds,
         )
         notify(self._observers, "on_start", start)
         if self._times:

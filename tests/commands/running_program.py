@@ -17,7 +17,6 @@ import time
 import psutil
 
 import hvdtrain
-from hvdtrain import processes
 from hvdtrain.job import cores, launchers
 
 RANKS = 2
@@ -144,8 +143,8 @@ def rank_and_size(factor):
 
 def launcher():
     """Return the name of the process whose cores the ranks of a host share."""
-    names = [stat.name for _, stat in processes.read_ancestors()]
-    return next(name for name in names if name in launchers.PROCESSES)
+    _, stat = launchers.find_process()
+    return stat.name
 
 
 def host_and_cores():
