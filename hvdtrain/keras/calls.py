@@ -13,7 +13,6 @@ from hvdtrain.keras.variables import (
     Optimizer,
     find_optimizers,
     get_inner_optimizer,
-    is_distributed,
 )
 
 
@@ -36,9 +35,9 @@ def calling_model(optimizer: Optimizer) -> keras.Model | None:
     for frame in _frames():
         caller = frame.f_locals.get("self")
         if isinstance(caller, keras.Model) and any(
-            get_inner_optimizer(found).reduction_hook is optimizer.reduction_hook
+            getattr(get_inner_optimizer(found), "reduction_hook", None)
+            is optimizer.reduction_hook
             for found in find_optimizers(caller)
-            if is_distributed(found)
         ):
             return caller
     return None

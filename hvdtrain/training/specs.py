@@ -10,7 +10,7 @@ import math
 import operator
 import signal
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,10 +19,7 @@ import tensorflow as tf
 from hvdtrain.job import JobError
 from hvdtrain.job.files import local_path
 from hvdtrain.training.checkpoint.header import Header
-
-if TYPE_CHECKING:
-    # exporting.py imports this module.
-    from hvdtrain.training.exporting import Exporter
+from hvdtrain.training.exporting import Exporter
 
 
 def _check_numbers(spec: object, **lowest: float) -> None:
@@ -171,7 +168,7 @@ class EvalSpec:
     every_epochs: int = 0
     throttle_steps: int = 0
     throttle_seconds: float = 0.0
-    exporters: Sequence["Exporter"] = ()
+    exporters: Sequence[Exporter] = ()
 
     def __post_init__(self) -> None:
         _check_integers(self, steps=1, every_epochs=0, throttle_steps=0)
