@@ -18,13 +18,28 @@ alone=()
 ! unshare --pid --fork --mount-proc true 2>/dev/null ||
   alone=(unshare --pid --fork --kill-child --mount-proc sh -c '"$@"; exit' sh)
 
+# Seconds for which the cores were busy since the machine has started, of all cores.
+busy() {
+  awk -v rate="$(getconf CLK_TCK)" \
+    '/^cpu /{print int(($2 + $3 + $4 + $7 + $8) / rate)}' /proc/stat
+}
+
+# since SECONDS BUSY: the seconds since then, and how busy the cores were in them.
+since() {
+  local seconds=$((SECONDS - $1)) used=$(($(busy) - $2))
+  printf '%4d s %3d %%' "$seconds" $((100 * used / (seconds * $(nproc) + 1)))
+}
+
+began=$(busy)
+
 # run SECONDS COMMAND...: the others run also where one fails. A command that may end too
 # late on a slow machine is left out.
 run() {
-  local limit=$1 start=$SECONDS result=passed status=0
+  local limit=$1 start=$SECONDS before result=passed status=0
+  before=$(busy)
   shift
   if ((start + limit > last_end)); then
-    summary+=("   -   $* LEFT OUT after $start s: no time is left")
+    summary+=("   -         $* LEFT OUT after $start s: no time is left")
     return
   fi
   # A lane is a background job of this shell, which would ignore Ctrl-C: tests send it.
@@ -35,7 +50,7 @@ run() {
     result="FAILED (exit code $status)"
     ((status != 124 && status != 137)) || result="timed out after $limit s"
   fi
-  summary+=("$(printf '%4d s  %s %s' $((SECONDS - start)) "$*" "$result")")
+  summary+=("$(since "$start" "$before")  $* $result")
 }
 
 # beside LANES...: functions that run stages, at the same time. The output of each follows
@@ -63,11 +78,11 @@ beside() {
   rm -rf "$directory"
 }
 
-# Prints the ends of the outputs of failed stages, then the seconds of all. Fails if one
-# has failed.
+# Prints the ends of the outputs of failed stages, then the seconds of all, and the share
+# of them for which the cores were busy, also with other stages. Fails if one has failed.
 report() {
   ((${#failures[@]} == 0)) || printf '\nci: FAILED: %s\n%s\n' "${failures[@]}"
   printf '\n'
-  printf 'ci: %s\n' "${summary[@]}" "$(printf '%4d s  in all' "$SECONDS")"
+  printf 'ci: %s\n' "${summary[@]}" "$(since 0 "$began")  in all"
   ((${#failures[@]} == 0))
 }

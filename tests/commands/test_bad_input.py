@@ -116,6 +116,7 @@ def test_interrupt_while_tensorflow_loads(start):
     fails_with(job.wait(), "Stopped by SIGINT", code=130)
 
 
+@pytest.mark.long
 def test_a_run_whose_output_is_not_wanted(run, tmp_path):
     program = f"{sys.executable} -m hvdtrain.mnist --dataset=digits --max_steps=20"
     script = f"exec {program} --model_dir={tmp_path / 'run'} >&- 2>&-"
@@ -318,6 +319,7 @@ def test_bug_on_one_rank_is_shown_with_its_rank(run):
     assert "Another rank" not in job.text
 
 
+@pytest.mark.long
 def test_mistake_on_one_rank_is_printed_with_its_rank(run):
     program = [sys.executable, str(HERE / "broken_program.py")]
     flags = ["--on_rank=1", "--error=mistake"]

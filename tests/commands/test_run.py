@@ -19,7 +19,9 @@ import pytest
 import hvdtrain
 
 ROOT = pathlib.Path(__file__).parents[2]
-PROGRAM = [sys.executable, str(ROOT / "tests" / "commands" / "running_program.py")]
+HERE = ROOT / "tests" / "commands"
+PROGRAM = [sys.executable, str(HERE / "running_program.py")]
+WITHOUT_MATPLOTLIB = HERE / "without"
 SPARK = pytest.mark.skipif(not shutil.which("java"), reason="Spark needs Java")
 EXECUTORS = "local-cluster[2,1,1024]"
 ENGINES = [
@@ -42,7 +44,8 @@ def case(start, tmp_path):
     def case(engine, name, options="{}", **environment):
         arguments = [engine, name, str(tmp_path), options]
         # Of this process, which has found the engine's package.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        paths = [str(WITHOUT_MATPLOTLIB), *filter(None, sys.path)]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         # Ray would write a token to the home directory.
         environment["RAY_AUTH_MODE"] = "disabled"
         return start(arguments, program=PROGRAM, environment=environment)

@@ -430,7 +430,7 @@ def normalized_by_one_process():
     [
         "callback",
         pytest.param("by hand", marks=pytest.mark.long),
-        "frozen",
+        pytest.param("frozen", marks=pytest.mark.long),
         pytest.param("after a step", marks=pytest.mark.long),
     ],
 )
@@ -490,7 +490,10 @@ def change_momentum(model):
     ("change", "name"),
     [
         (add_to_weight, "1 of 10 variables differ. First: sequential.*bias"),
-        (change_rate, "1 of 10 variables differ. First: .*learning_rate"),
+        pytest.param(
+            *(change_rate, "1 of 10 variables differ. First: .*learning_rate"),
+            marks=pytest.mark.long,
+        ),
         (change_momentum, "The ranks differ in momentum of SGD: 0.5 on rank 0 and 0.9"),
     ],
 )
@@ -658,7 +661,9 @@ def test_a_callback_that_makes_the_optimizer_plain_is_refused(event, change):
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
 
 
-@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(
+    "is_first", [False, pytest.param(True, marks=pytest.mark.long)]
+)
 def test_a_model_may_be_compiled_for_inference_at_the_end(is_first):
     model = sgd_model()
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]

@@ -86,7 +86,7 @@ def test_a_window_of_accumulation_spans_two_epochs_of_unequal_length():
     assert int(optimizer.iterations) == 12 // 4
 
 
-@pytest.mark.parametrize("op", ["Average", "Sum"])
+@pytest.mark.parametrize("op", ["Average", pytest.param("Sum", marks=pytest.mark.long)])
 def test_an_open_window_has_the_mean_of_the_batches_that_took_part(op):
     # A window of 4 stays open over the epoch: rank 0 has 1 batch, of gradient 1, the
     # others have 3, of gradient 2. At step 4, one batch of gradient 0 closes it.

@@ -52,7 +52,10 @@ def fit(*callbacks, optimizer=None, epochs=3, **fit_args):
 
 @pytest.mark.parametrize(
     ("every_steps", "last"),
-    [(3, 5), (4, 3), (100, 9)],
+    [
+        (3, 5),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((4, 3), (100, 9))),
+    ],
 )
 def test_all_ranks_stop_at_the_next_question(every_steps, last):
     stop = StopAt(3, rank=1)
@@ -106,7 +109,7 @@ def restores_first_epoch(patience):
     ("rank", "patience", "epochs", "use_ema"),
     [
         pytest.param(0, 2, 3, False, marks=pytest.mark.long),
-        (1, 2, 3, False),
+        pytest.param(1, 2, 3, False, marks=pytest.mark.long),
         pytest.param(1, 9, 4, False, marks=pytest.mark.long),
         (1, 2, 3, True),
     ],
@@ -173,7 +176,11 @@ def test_shards_that_one_rank_restores_are_refused():
 
 @pytest.mark.parametrize(
     ("weight", "every_steps", "steps"),
-    [(np.nan, 1, 3), (1e38, 1, 3), (1e38, 100, STEPS)],
+    [
+        pytest.param(np.nan, 1, 3, marks=pytest.mark.long),
+        (1e38, 1, 3),
+        pytest.param(1e38, 100, STEPS, marks=pytest.mark.long),
+    ],
 )
 def test_a_bad_loss_on_one_rank_stops_all(weight, every_steps, steps):
     # Samples that weigh 1e38 make an infinite loss with finite gradients. Clipped,

@@ -181,7 +181,7 @@ def test_a_fit_without_the_callback_trains_after_a_change_while_passing_over():
         (5, 3, 1),
         pytest.param(3, 12, 6, marks=pytest.mark.long),
         # All are done: the last one is repeated, since an epoch needs a step.
-        (6, 3, 1),
+        pytest.param(6, 3, 1, marks=pytest.mark.long),
     ],
 )
 def test_the_position_in_an_epoch_is_in_proportion_to_its_steps(

@@ -210,17 +210,14 @@ def fit_adapted(name, rows, callbacks=(), share=lambda layer: None):
 
 
 # A broadcast helps normalization alone. For the others its callback raises the error,
-# without it the first step does: one of each kind is enough for the README's command.
-BY_FIRST_STEP = {"normalization", "tf_idf"}
-
-
+# without it the first step does.
 @pytest.mark.parametrize(
     ("name", "is_broadcast"),
     [
         *((name, True) for name in ADAPTED),
         *(
             pytest.param(
-                name, False, marks=() if name in BY_FIRST_STEP else pytest.mark.long
+                name, False, marks=() if name == "normalization" else pytest.mark.long
             )
             for name in ADAPTED
         ),

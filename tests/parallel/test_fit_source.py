@@ -154,7 +154,7 @@ def test_a_job_of_an_earlier_version_keeps_its_order(directory):
     ],
 )
 def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
-    fit(model_dir=directory, validation=None)
+    fit(model_dir=directory, epochs=1, validation=None)
     with pytest.raises(JobError, match=message):
         fit(model_dir=directory, **change)
 

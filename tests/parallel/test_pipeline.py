@@ -208,7 +208,9 @@ def assert_stage_of(model, dense):
 
 
 @ranks
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b"]
+)
 def test_a_step_is_bitwise_that_over_the_same_microbatches(mesh, schedule):
     x, y, _ = samples(BATCH)
     dense = dense_model(dropout=0.3)

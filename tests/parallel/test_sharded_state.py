@@ -68,7 +68,8 @@ EXACT = [
     *((name, "variables") for name in ALL),
     *((name, "slices") for name in ELEMENTWISE),
 ]
-ON_MORE_RANKS = [
+# Whole variables and slices, with and without what a step changes beside the slots.
+SOME = [
     ("adafactor", "variables"),
     ("adam, accumulation", "slices"),
     ("nadam, moving average", "slices"),
@@ -148,16 +149,22 @@ def test_the_same_weights_are_excluded_from_weight_decay(is_by_name):
         assert_equal(decay(shard_state), expected, shard_state)
 
 
-@pytest.mark.ranks
-@pytest.mark.four_ranks
-def test_sharded_state_is_updated_bitwise_like_replicated_state():
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(SOME, marks=[pytest.mark.ranks, pytest.mark.four_ranks]),
+        pytest.param(EXACT, marks=pytest.mark.long),
+    ],
+    ids=["some", "all"],
+)
+def test_sharded_state_is_updated_bitwise_like_replicated_state(cases):
     expected = {}
-    for name, shard_state in EXACT if SIZE == 2 else ON_MORE_RANKS:
+    for name, shard_state in cases:
         expected[name] = expected.get(name) or train(ALL[name])
         weights, replicated = expected[name]
         found, optimizer = train(ALL[name], shard_state=shard_state)
         assert_equal(found, weights, f"{name} {shard_state}")
-        if (name, shard_state) in ON_MORE_RANKS:
+        if (name, shard_state) in SOME:
             slots, others = slots_of(optimizer), slots_of(replicated)
             if RANK == 0:
                 assert_equal(slots, others, f"{name} {shard_state}")

@@ -11,6 +11,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import time
 import warnings
@@ -93,11 +94,12 @@ class Draws(keras.callbacks.Callback):
             logs["keras"] = float(keras.random.normal(()))
 
 
-@pytest.fixture(autouse=True)
-def _horovod(monkeypatch):
-    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
-    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
-    hvd.init()
+@pytest.fixture(autouse=True, scope="module")
+def _horovod():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_CONTROLLER", "gloo")
+        patch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
+        hvd.init()
 
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -179,6 +181,20 @@ def train(
 @functools.cache
 def uninterrupted():
     return train(None)
+
+
+@pytest.fixture(scope="module")
+def first_steps(tmp_path_factory):
+    """The directory of a job of ten steps, which no test changes."""
+    directory = tmp_path_factory.mktemp("first_steps")
+    train(directory, max_steps=10)
+    return directory
+
+
+@pytest.fixture
+def started(first_steps, tmp_path):
+    """Return the directory of a job that has ended after ten steps."""
+    return shutil.copytree(first_steps, tmp_path / "started")
 
 
 def state(result):
@@ -592,11 +608,10 @@ def test_a_finished_job_trains_nothing_and_returns_the_last_metrics(tmp_path):
     assert_equal(again, expected)
 
 
-def test_a_longer_job_continues_a_finished_one(tmp_path):
-    train(tmp_path, max_steps=4)
-    result = train(tmp_path, max_steps=8)
-    assert result.start_step == 4
-    assert int(result.model.optimizer.iterations) == 8
+def test_a_longer_job_continues_a_finished_one(started):
+    result = train(started, max_steps=12)
+    assert result.start_step == 10
+    assert int(result.model.optimizer.iterations) == 12
 
 
 def files(directory):
@@ -616,9 +631,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
     assert_equal(result, expected)
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path, monkeypatch):
-    train(tmp_path, max_steps=10)
-    names = sorted((tmp_path / "checkpoints").iterdir())
+def test_a_checkpoint_that_cannot_be_read_now_is_kept(started, monkeypatch):
+    names = sorted((started / "checkpoints").iterdir())
     with monkeypatch.context() as patch:
         quick = functools.partial(CheckpointFiles, sleep=lambda seconds: None)
         patch.setattr(writing, "CheckpointFiles", quick)
@@ -626,36 +640,33 @@ def test_a_checkpoint_that_cannot_be_read_now_is_kept(tmp_path, monkeypatch):
         patch.setattr(hashlib, "file_digest", error)
         # One line, and no step from an older checkpoint, which would replace it.
         with pytest.raises(JobError, match=r"^Cannot read .*10\.json: Input/output"):
-            train(tmp_path)
-    assert sorted((tmp_path / "checkpoints").iterdir()) == names
-    assert train(tmp_path, max_steps=12).start_step == 10
+            train(started)
+    assert sorted((started / "checkpoints").iterdir()) == names
+    assert train(started, max_steps=12).start_step == 10
 
 
-def test_no_usable_checkpoint_is_an_error_and_nothing_is_deleted(tmp_path):
-    train(tmp_path, max_steps=4, keep_max=2)
-    steps = files(tmp_path).steps()
+def test_no_usable_checkpoint_is_an_error_and_nothing_is_deleted(started):
+    steps = files(started).steps()
     for step in steps:
-        files(tmp_path).path(step).write_bytes(b"damaged")
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert len(names) == 4
+        files(started).path(step).write_bytes(b"damaged")
+    names = sorted(path.name for path in (started / "checkpoints").iterdir())
+    assert len(names) == 2 * len(steps) > 2
     with pytest.raises(JobError, match=r"No checkpoint can be used.*json: ") as caught:
-        train(tmp_path)
-    assert all(str(files(tmp_path).path(step)) in str(caught.value) for step in steps)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+        train(started)
+    assert all(str(files(started).path(step)) in str(caught.value) for step in steps)
+    assert sorted(path.name for path in (started / "checkpoints").iterdir()) == names
 
 
-def test_a_checkpoint_of_another_optimizer_is_an_error(tmp_path):
-    train(tmp_path, max_steps=2)
+def test_a_checkpoint_of_another_optimizer_is_an_error(started):
     with pytest.raises(
         JobError, match=r"(?i)it has sgd\S*iteration where the model has lion/"
     ):
-        train(tmp_path, make_optimizer=keras.optimizers.Lion)
+        train(started, make_optimizer=keras.optimizers.Lion)
 
 
-def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
-    train(tmp_path, max_steps=2)
+def test_a_checkpoint_of_another_model_is_an_error(started):
     with pytest.raises(JobError, match=r"another model.*\(6, 9\).*\(6, 8\)"):
-        train(tmp_path, units=9)
+        train(started, units=9)
 
 
 @pytest.mark.long
@@ -716,31 +727,25 @@ def double_batches(start_step, end_step):
     return batches(2 * start_step, 2 * end_step).unbatch().batch(2 * BATCH)
 
 
-def test_another_global_batch_is_refused(tmp_path):
-    train(tmp_path, max_steps=2)
+def test_another_global_batch_is_refused(started):
     with pytest.raises(JobError, match=r"global batch of 8 samples .* expected 4"):
-        train(
-            tmp_path,
-            local_batch_size=2 * BATCH,
-            input_fn=double_batches,
-        )
+        train(started, local_batch_size=2 * BATCH, input_fn=double_batches)
 
 
-def test_what_a_job_that_scales_its_batch_refuses(tmp_path):
-    train(tmp_path, max_steps=10)
-    here = training.position(RunConfig(model_dir=str(tmp_path)), World())
+def test_what_a_job_that_scales_its_batch_refuses(started, tmp_path):
+    here = training.position(RunConfig(model_dir=str(started)), World())
     assert here == training.Position(step=10, sample=10 * BATCH, original_size=1)
     # It scales with the number of ranks only.
     with pytest.raises(JobError, match=r"global batch of 8 samples .* expected 4"):
-        train(tmp_path, local_batch_size=8, input_fn=double_batches, scale_from=here)
+        train(started, local_batch_size=8, input_fn=double_batches, scale_from=here)
     other = training.Position(step=9, sample=9 * BATCH, original_size=1)
     with pytest.raises(JobError, match=r"scale_from of step 9; expected 10"):
-        train(tmp_path, scale_from=other)
-    found = files(tmp_path).read(10)
+        train(started, scale_from=other)
+    found = files(started).read(10)
     scaled = dataclasses.replace(found.header, sample=12 * BATCH)
-    files(tmp_path).write(dataclasses.replace(found, header=scaled))
+    files(started).write(dataclasses.replace(found, header=scaled))
     with pytest.raises(JobError, match=r"step 10 after 48 samples; expected 40: .*Set"):
-        train(tmp_path)
+        train(started)
     new = training.position(RunConfig(), World())
     with pytest.raises(JobError, match="repeat and scale_from; expected one"):
         train(None, scale_from=new, repeat=True)
@@ -749,11 +754,10 @@ def test_what_a_job_that_scales_its_batch_refuses(tmp_path):
         train(tmp_path / "new", scale_from=new, make_optimizer=accumulating)
 
 
-def test_a_damaged_checkpoint_is_no_position(tmp_path):
-    train(tmp_path, max_steps=4)
-    newest, before = files(tmp_path).steps()[:2]
-    files(tmp_path).path(newest).write_bytes(b"")
-    here = training.position(RunConfig(model_dir=str(tmp_path)), World())
+def test_a_damaged_checkpoint_is_no_position(started):
+    newest, before = files(started).steps()[:2]
+    files(started).path(newest).write_bytes(b"")
+    here = training.position(RunConfig(model_dir=str(started)), World())
     assert (here.step, here.sample) == (before, before * BATCH)
 
 
@@ -892,27 +896,24 @@ def test_a_model_that_is_not_compiled():
         )
 
 
-def test_a_training_that_has_diverged_keeps_its_last_good_checkpoints(tmp_path):
-    train(tmp_path, max_steps=10, keep_max=2)
-    before = files(tmp_path).steps()
+def test_a_training_that_has_diverged_keeps_its_last_good_checkpoints(started):
+    before = files(started).steps()
     with pytest.raises(JobError, match=r"no longer finite|loss became"):
         train(
-            tmp_path,
-            keep_max=2,
-            make_optimizer=momentum,
+            started,
             max_steps=35,
             input_fn=lambda start, end: batches(start, end).map(
                 lambda x, y: (x * np.inf, y)
             ),
         )
-    assert files(tmp_path).steps() == before
-    errors = json.loads((tmp_path / "errors/rank-0.json").read_text())
+    assert files(started).steps() == before
+    errors = json.loads((started / "errors/rank-0.json").read_text())
     assert errors["rank"] == 0
     assert "JobError" in errors["error"]
     assert "Traceback" in errors["traceback"]
     # The next run deletes it.
-    train(tmp_path, max_steps=10)
-    assert not list((tmp_path / "errors").iterdir())
+    train(started, max_steps=10)
+    assert not list((started / "errors").iterdir())
 
 
 def test_a_directory_in_use_is_refused(tmp_path):
@@ -1037,13 +1038,12 @@ def test_an_input_that_ignores_its_steps_is_refused(tmp_path):
     train(tmp_path, input_fn=lambda start, end: constant, max_steps=2)
 
 
-def test_changed_data_raise_a_warning(tmp_path):
+def test_changed_data_raise_a_warning(started):
     def others(start, end):
         return batches(start + 1, end + 1)
 
-    train(tmp_path, max_steps=2)
     with pytest.warns(UserWarning, match="The batch of step 0 differs from that of"):
-        train(tmp_path, max_steps=4, input_fn=others)
+        train(started, max_steps=12, input_fn=others)
 
 
 def test_an_input_that_is_not_checked_may_change(tmp_path):

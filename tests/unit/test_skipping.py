@@ -100,7 +100,10 @@ def assert_same_state(model, expected):
             *(keras.optimizers.SGD, {"momentum": 0.9, "nesterov": True}, 1),
             marks=pytest.mark.long,
         ),
-        (keras.optimizers.SGD, {"gradient_accumulation_steps": 4}, 5),
+        pytest.param(
+            *(keras.optimizers.SGD, {"gradient_accumulation_steps": 4}, 5),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             *(keras.optimizers.AdamW, {"global_clipnorm": 0.1}, 4),
             marks=pytest.mark.long,
