@@ -25,7 +25,7 @@ from absl import flags
 
 from hvdtrain import program
 from hvdtrain.installer import cache, installing
-from hvdtrain.installer.steps import InstallError
+from hvdtrain.installer.commands import InstallError
 from hvdtrain.job import JobError, signals
 
 _WHEELS = flags.DEFINE_string(

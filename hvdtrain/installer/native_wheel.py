@@ -10,9 +10,9 @@ import sys
 from importlib import metadata
 
 from hvdtrain.installer import horovod_wheel, record, wheels
+from hvdtrain.installer.commands import Steps
 from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.record import BuildRecord
-from hvdtrain.installer.steps import Steps
 from hvdtrain.installer.target import CompileFlags, Target
 
 _OPTIONS = "-Wall -Wextra -O3 -fPIC -fvisibility=hidden -shared".split()  # noqa: SIM905

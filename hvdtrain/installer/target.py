@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from hvdtrain.installer import mpi_library, record, supported
+from hvdtrain.installer.commands import InstallError
 from hvdtrain.installer.mpi_library import MpiLibrary
-from hvdtrain.installer.steps import InstallError
 
 # Variables that Horovod's build reads. The other variables HOROVOD_* are read at run
 # time.

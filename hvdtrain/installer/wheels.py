@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from hvdtrain import __version__
 from hvdtrain.installer import record
+from hvdtrain.installer.commands import InstallError
 from hvdtrain.installer.packages import Packages
-from hvdtrain.installer.steps import InstallError
 from hvdtrain.installer.target import Target
 
 HOROVOD_VERSION = "0.28.1"

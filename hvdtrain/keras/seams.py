@@ -159,7 +159,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Called by `fit` for each execution. It takes the steps of training/; it "
              "builds the model or passes over batches before the first step.",
              replaced_by=(
-                 "training.fitting.fit", "keras.callbacks.fit_start.substitute")),
+                 "training.loop.train", "keras.callbacks.fit_start.substitute")),
         Seam("train_on_batch(x, y, sample_weight, ...)",
              "A verification records its batches and steps, or replaces its batches.",
              replaced_by=("verification.capture.exchange_batches", _RECORD)),

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         LatestExporter,
     )
     from hvdtrain.training.fit_source import fit
-    from hvdtrain.training.loop import train_and_evaluate
     from hvdtrain.training.observers import make_observers
     from hvdtrain.training.specs import (
         EvalSpec,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         RunConfig,
         TrainSpec,
     )
+    from hvdtrain.training.train import train_and_evaluate
 
 _MODULES = {
     **dict.fromkeys(("observers", "replicas", "run_directory"), ""),
@@ -37,7 +37,7 @@ _MODULES = {
     "run_elastic": "elastic",
     "evaluate": "evaluation",
     **dict.fromkeys(("BestExporter", "FinalExporter", "LatestExporter"), "exporting"),
-    "train_and_evaluate": "loop",
+    "train_and_evaluate": "train",
     "make_observers": "observers",
     "fit": "fit_source",
     **dict.fromkeys(

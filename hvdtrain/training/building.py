@@ -111,7 +111,7 @@ def _build_with(
     if has_call or not has_step:
         has_loss = model.loss is not None or not has_step
         fit_start.build(model, functools.partial(_forward, model, has_loss), batch)
-    # `fitting.fit` loops over the steps of an execution itself. Evaluations run batch
+    # `loop.train` loops over the steps of an execution itself. Evaluations run batch
     # by batch, so that the ranks can vote on a stop between two batches.
     model.steps_per_execution = 1
     model.test_function = model.predict_function = None

@@ -20,7 +20,6 @@ from hvdtrain.training import run_directory
 from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.exporting import BestExporter
-from hvdtrain.training.loop import train_and_evaluate
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.source_checks import as_samples, check_source
@@ -32,6 +31,7 @@ from hvdtrain.training.specs import (
     RunConfig,
     TrainSpec,
 )
+from hvdtrain.training.train import train_and_evaluate
 
 Callbacks = (
     Sequence[keras.callbacks.Callback]

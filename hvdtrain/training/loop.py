@@ -1,186 +1,212 @@
-"""Train and evaluate a Keras model on all ranks. The loop is Keras' `fit`."""
+"""The loop of a training: epochs, executions and steps, from any step on.
 
-import contextlib
+Epochs and metrics begin and end as in Keras' `fit`. The model's `train_step`, metrics
+and callbacks are called as Keras calls them.
+"""
+
+import re
 from collections.abc import Callable, Sequence
 
 import keras
+import tensorflow as tf
 
-from hvdtrain.flight import member
-from hvdtrain.job import World
-from hvdtrain.job.agreement import check_same, fail_together
-from hvdtrain.keras.unlisted import learned_state
+import hvdtrain.keras as hvd
+from hvdtrain.job import JobError, World
+from hvdtrain.job.world import SharedJobError
+from hvdtrain.keras.learning_rates import rate_variable
+from hvdtrain.keras.seams import replace
+from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
-from hvdtrain.training import exporting, run_directory
-from hvdtrain.training.building import Batches, agree_on_batches, build
-from hvdtrain.training.checkpoint.header import Header, without_layer_numbers
-from hvdtrain.training.checkpoint.restoring import Start, assign_all, restore
-from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
-from hvdtrain.training.elastic import Commits
-from hvdtrain.training.session import RunState, Session
-from hvdtrain.training.skipping import Skipping
-from hvdtrain.training.specs import EvalSpec, Result, RunConfig, TrainSpec
+from hvdtrain.training.checkpoint.step_variables import StepVariables
+from hvdtrain.training.specs import Plan
+from hvdtrain.training.steps import BatchReader, make_steps
+
+# The error of `assert_cardinality`.
+_EARLY_END = re.compile(r"expected to contain \d+ elements? but contained only (\d+)")
 
 
-def train_and_evaluate(
-    model_fn: Callable[[], keras.Model],
-    train_spec: TrainSpec,
-    eval_spec: EvalSpec,
-    config: RunConfig | None = None,
+def train(
+    model: keras.Model,
+    batches: tf.data.Dataset,
+    plan: Plan,
     *,
     world: World,
-    observers: Sequence[object] = (),
-    commits: Commits | None = None,
-) -> Result:
-    """Train a model on all ranks, then evaluate it over the whole test set.
+    start_step: int,
+    stops: Callable[[int], int],
+    step_variables: StepVariables,
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> None:
+    """Train from `start_step` to the end of the plan.
 
-    With a `model_dir`, a job that was stopped or killed continues from its newest
-    checkpoint there, and computes what the uninterrupted job computes. A job that is
-    finished trains nothing, and returns its last metrics.
+    The callbacks see a training in which batches are numbered as if it had not been
+    interrupted.
 
     Args:
-        model_fn: returns a compiled Keras model. Its optimizer becomes a
-            `DistributedOptimizer` if it is not one.
-        observers: objects whose methods are called on the chief, each as far as it has
-            them: `on_start(start)` with a `RunStart`, `on_progress(progress)` with a
-            `Progress` every second, `on_evaluation(step, metrics)` after an evaluation,
-            `on_checkpoint(step, text)` when a checkpoint was written, or was not,
-            `on_export(step, text)` for exports, and `on_end(end)` with a `RunEnd` after
-            a run that was neither stopped nor killed.
-        commits: in an elastic job, what `run_elastic` passes.
+        batches: of the steps from `start_step` on.
+        stops: `stops(step)` returns the next step at which an execution is split: a
+            vote, a checkpoint or an evaluation is due there. Callbacks that have the
+            attribute `acts_within_executions` are called after it.
+        step_variables: finds the variables of the step when it is traced.
 
     Raises:
-        PreemptedError: on all ranks, when the job was asked to stop.
-        JobError: on all ranks, when local batch sizes differ and the model has tables
-            that are sharded over the data ranks, when the loss is not finite, when
-            there are checkpoints and none can be used, when another job uses the
-            directory, or when the last checkpoint or an export of the last step cannot
-            be written.
+        JobError: the ranks hold different weights, the input has ended early, or a
+            callback has compiled the model again.
     """
-    config = config or RunConfig()
-    _check_alike(train_spec, eval_spec, config, world)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(recorder.phase("start"))
-        if config.model_dir:
-            with fail_together(world):
-                if world.is_chief:
-                    stack.enter_context(run_directory.locked(config.model_dir))
-                    member.clear(config.model_dir)
-            member.use_directory(config.model_dir)
-            stack.enter_context(run_directory.recorded(config.model_dir, world))
-        return _train_and_evaluate(
-            model_fn,
-            train_spec,
-            eval_spec,
-            config,
-            world,
-            observers=observers if world.is_chief else (),
-            commits=commits,
-        )
-
-
-_ALIKE = (
-    *("max_steps", "repeat", "scale_from", "check_input"),
-    *("every_epochs", "throttle_steps"),
-    *("save_every_steps", "commit_every_steps", "seed", "skip_nonfinite"),
-)
-
-
-def _check_alike(
-    train_spec: TrainSpec, eval_spec: EvalSpec, config: RunConfig, world: World
-) -> None:
-    """Check the options that decide what the ranks do together. A collective."""
-    options = vars(train_spec) | vars(eval_spec) | vars(config)
-    values = {name: options[name] for name in _ALIKE}
-    values["model_dir"] = config.model_dir is not None
-    values["exporters"] = [exporter.name for exporter in eval_spec.exporters]
-    check_same(world, values)
-
-
-def _train_and_evaluate(
-    model_fn: Callable[[], keras.Model],
-    train_spec: TrainSpec,
-    eval_spec: EvalSpec,
-    config: RunConfig,
-    world: World,
-    *,
-    observers: Sequence[object],
-    commits: Commits | None,
-) -> Result:
-    if config.seed is not None:
-        keras.utils.set_random_seed(config.seed)
-    has_checkpoints = bool(config.model_dir or commits)
-    model, digest, step_variables = build(
-        model_fn, train_spec, world, has_checkpoints=has_checkpoints
-    )
-    with fail_together(world):
-        # Before the training: what `input_fn` returns may be an error.
-        eval_spec.batches()
-    exports = exporting.prepare(
-        eval_spec.exporters, model, world, observers, model_dir=config.model_dir
-    )
-    batches = agree_on_batches(model, train_spec, world, digest)
-    if commits:
-        # The writer of the last run may still write to the directory.
-        wait_for_writer(world, commits.writer)
-    files = checkpoint_files(config)
-    stores = [store for store in (commits, files) if store]
-    new_job = _new_job(model, batches, config, commits)
-    start = Start(header=new_job)
-    if stores:
-        start = restore(
+    steps = plan.max_steps - start_step
+    # Without `take`, one batch more than asserted would be read, and be an error.
+    batches = batches.take(steps)
+    batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
+    iterator = iter(batches)
+    recorder.set_step(start_step)
+    try:
+        loop = _Loop(
             model,
-            stores,
-            world,
-            new_job=new_job,
+            plan,
+            start_step=start_step,
+            stops=stops,
             step_variables=step_variables,
-            scale_from=train_spec.scale_from,
+            batches=BatchReader(iterator, world),
+            callbacks=callbacks,
         )
-    run = RunState(
-        world=world,
-        config=config,
-        batches=batches,
-        plan=batches.plan.with_epochs_of(start.header),
-        start=start,
-        step_variables=step_variables,
-        files=files,
-        commits=commits,
-        exports=exports,
-        skipping=Skipping(
-            start.header.skipped_updates,
-            model if config.skip_nonfinite else None,
-        ),
-        observers=observers,
-    )
-    session = Session(run)
-    if world.is_chief:
-        run.warn_of_changes()
-    if run.is_finished:
-        assign_all(model, start)
-        session.complete(model, eval_spec)
-    else:
-        session.run(model, train_spec, eval_spec)
-    return session.result(model)
+        loop.run()
+    except hvd.callbacks.DesynchronizedError as error:
+        raise SharedJobError(str(error)) from None
+    except tf.errors.OpError as error:
+        if early_end := _EARLY_END.search(str(error)):
+            raise JobError(
+                f"Received {early_end[1]} batches from input_fn for the steps "
+                f"{start_step} to {plan.max_steps}; expected one for each step: set "
+                "TrainSpec.repeat, or lower max_steps."
+            ) from None
+        raise
+    finally:
+        model.train_function = None
 
 
-def _new_job(
-    model: keras.Model, batches: Batches, config: RunConfig, commits: Commits | None
-) -> Header:
-    """Return the header with which a job without checkpoints starts."""
-    local_sizes = batches.local_sizes
-    # Checkpoints hold variables, and no vocabulary: `model_fn` has to make the same.
-    learned = enumerate(learned_state(model, is_derived=False), start=1)
-    # By their order, too: the names of two layers may differ by the number alone.
-    texts = {
-        f"{without_layer_numbers(value.name)} (number {number})": value.text
-        for number, value in learned
-    }
-    return Header(
-        step=0,
-        local_batch_sizes=local_sizes,
-        global_batch_size=sum(local_sizes),
-        unchanged=texts | config.unchanged,
-        sample=0,
-        original_size=commits.original_size if commits else len(local_sizes),
-        fit_epoch_steps=batches.plan.fit_epoch_steps,
-        steps_per_execution=batches.plan.steps_per_execution,
-    )
+class _Loop:
+    """Calls callbacks, and takes the steps between them.
+
+    Callbacks are called once in an execution, which may be split into several calls of
+    the compiled function. Callbacks with the attribute `acts_within_executions` are
+    called after each of these calls.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        plan: Plan,
+        *,
+        start_step: int,
+        stops: Callable[[int], int],
+        step_variables: StepVariables,
+        batches: BatchReader,
+        callbacks: Sequence[keras.callbacks.Callback],
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._step = start_step
+        self._stops = stops
+        self._step_variables = step_variables
+        self._batches = batches
+        self._callbacks = keras.callbacks.CallbackList(
+            callbacks,
+            add_history=True,
+            model=model,
+            verbose=0,
+            epochs=plan.epochs,
+            steps=plan.fit_epoch_steps,
+            steps_per_execution=plan.steps_per_execution,
+        )
+        self._within = [
+            callback
+            for callback in self._callbacks.callbacks
+            if getattr(callback, "acts_within_executions", False)
+        ]
+        self._logs: dict = {}
+
+    def run(self) -> None:
+        """Train to the end of the plan, or until a callback ends the training."""
+        model, plan = self._model, self._plan
+        model.stop_training = False
+        # `compile` removes it.
+        replace(model, "train_function", self._take_steps, by=train)
+        with recorder.phase("callbacks"):
+            self._callbacks.on_train_begin()
+        # After the callbacks, which may replace the model's `train_step`.
+        self._steps = make_steps(
+            model, self._batches, plan.steps_per_execution, self._step_variables
+        )
+        logs = None
+        for epoch in range(self._step // plan.fit_epoch_steps, plan.epochs):
+            self._begin_epoch(epoch)
+            self._take_epoch(epoch)
+            logs = self._end_epoch(epoch)
+            if model.stop_training:
+                break
+        model.optimizer.finalize_variable_values(model.trainable_weights)
+        self._callbacks.on_train_end(logs)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._model.reset_metrics()
+        # In an interrupted epoch, callbacks such as `LearningRateScheduler` have set
+        # the learning rate before, and would now change it twice.
+        is_continued = self._step > self._plan.step(epoch)
+        rates = map(rate_variable, optimizers_inside(self._model.optimizer))
+        variables = [rate for rate in rates if rate is not None]
+        kept = [(v, v.numpy()) for v in variables] if is_continued else []
+        with recorder.phase("callbacks"):
+            self._callbacks.on_epoch_begin(epoch)
+        for variable, value in kept:
+            variable.assign(value)
+
+    def _take_epoch(self, epoch: int) -> None:
+        start, end = self._plan.step(epoch), self._plan.step(epoch + 1)
+        while self._step < end:
+            first, last = self._plan.execution(self._step)
+            with recorder.phase("callbacks"):
+                self._callbacks.on_train_batch_begin(first - start)
+            self._check_train_function()
+            self._take_execution(start, last)
+            if self._model.stop_training:
+                break
+
+    def _take_execution(self, epoch_start: int, end: int) -> None:
+        while self._step < end:
+            self._logs = self._take_steps(min(self._stops(self._step), end))
+            batch = self._step - epoch_start - 1
+            with recorder.phase("callbacks"):
+                if self._step == end:
+                    self._callbacks.on_train_batch_end(batch, self._logs)
+                else:
+                    for callback in self._within:
+                        callback.on_train_batch_end(batch, self._logs)
+            if self._model.stop_training:
+                break
+
+    def _take_steps(self, end: int) -> dict:
+        logs = self._steps(end - self._step)
+        self._step = end
+        return logs
+
+    def _end_epoch(self, epoch: int) -> dict:
+        logs = dict(self._epoch_logs())
+        # Keras converts numbers of other dtypes.
+        for name, value in logs.items():
+            if tf.is_tensor(value) and value.dtype == tf.bfloat16:
+                logs[name] = tf.cast(value, tf.float32).numpy().tolist()
+        with recorder.phase("callbacks"):
+            self._callbacks.on_epoch_end(epoch, logs)
+        return logs
+
+    def _epoch_logs(self) -> dict:
+        # As in `fit`: a `train_step` may return other logs than the model's metrics.
+        results = self._model.get_metrics_result()
+        return results if results.keys() == self._logs.keys() else self._logs
+
+    def _check_train_function(self) -> None:
+        # A checkpoint restores what model_fn returns: a resumed job would differ.
+        if self._model.train_function != self._take_steps:
+            raise JobError(
+                "Received a model that a callback has compiled again; expected the "
+                "model that model_fn has compiled: compile it there."
+            )

@@ -68,7 +68,7 @@ class ProgressCallback(keras.callbacks.Callback):
         times: None to find no straggler.
     """
 
-    # See `fitting.fit`.
+    # See `loop.train`.
     acts_within_executions = True
 
     def __init__(

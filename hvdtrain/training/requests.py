@@ -199,7 +199,7 @@ class StepCallback(keras.callbacks.Callback):
     statistics are averaged, and the learning rate of the next epoch is set.
     """
 
-    # See `fitting.fit`.
+    # See `loop.train`.
     acts_within_executions = True
 
     def __init__(self, plan: Plan) -> None:

@@ -64,8 +64,8 @@ from hvdtrain.training.evaluation import (
     evaluate_finished,
 )
 from hvdtrain.training.exporting import Exports
-from hvdtrain.training.fitting import fit
 from hvdtrain.training.inputs import warn_if_changed
+from hvdtrain.training.loop import train
 from hvdtrain.training.preemption import PreemptionCallback, stopping_on
 from hvdtrain.training.progress import ProgressCallback
 from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Interval, Requests, Votes
@@ -170,7 +170,7 @@ class Session:
         history = self._history.history.items()
         self._history.history = {name: values[:epochs] for name, values in history}
         with self._stopping_on_signals(), self._writer or contextlib.nullcontext():
-            fit(
+            train(
                 model,
                 train_spec.batches(start_step, run.plan.max_steps),
                 run.plan,

@@ -16,7 +16,7 @@ from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from hvdtrain.installer.steps import Steps
+from hvdtrain.installer.commands import Steps
 from hvdtrain.verification import phases, worker
 from hvdtrain.verification.trajectory import PhaseOptions
 

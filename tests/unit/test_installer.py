@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain.installer import (
     cache,
+    commands,
     horovod_wheel,
     installing,
     missing_tools,
@@ -20,14 +21,13 @@ from hvdtrain.installer import (
     native_wheel,
     portability,
     record,
-    steps,
     target,
     wheels,
 )
+from hvdtrain.installer.commands import InstallError, Steps
 from hvdtrain.installer.mpi_library import MpiLibrary
 from hvdtrain.installer.packages import Packages
 from hvdtrain.installer.record import BuildRecord
-from hvdtrain.installer.steps import InstallError, Steps
 from hvdtrain.installer.target import Target
 
 OPEN_MPI = MpiLibrary(pathlib.Path("/opt/mpi/bin/mpicxx"), True, "openmpi4", "4.1.8")
@@ -312,7 +312,7 @@ def test_a_signal_ends_the_commands_and_removes_their_files(tmp_path, monkeypatc
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.setattr(installing, "_folders", [str(work)])
-    monkeypatch.setattr(steps, "_is_aborted", threading.Event())
+    monkeypatch.setattr(commands, "_is_aborted", threading.Event())
     started = tmp_path / "started"
     os.mkfifo(started)
 
@@ -409,4 +409,4 @@ LOGS = {
 @pytest.mark.parametrize("kind", LOGS)
 def test_the_reason_is_found_in_the_log(kind):
     log, reason = LOGS[kind]
-    assert steps.first_errors(log) == reason.splitlines()
+    assert commands.first_errors(log) == reason.splitlines()

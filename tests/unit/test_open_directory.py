@@ -19,7 +19,7 @@ from hvdtrain.flight import member, ring
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.shared_directory import SharedDirectory
 from hvdtrain.installer import cache
-from hvdtrain.installer.steps import InstallError
+from hvdtrain.installer.commands import InstallError
 from hvdtrain.job import JobError
 from hvdtrain.open_directory import OpenDirectory, open_regular
 
