@@ -24,7 +24,7 @@ from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 from hvdtrain.measurement.figures import Executions
 from hvdtrain.measurement.workloads import Workload
 from hvdtrain.training.observers import metrics_text
-from hvdtrain.training.progress import ProgressCallback
+from hvdtrain.training.progress import ProgressMeter
 
 # The first execution traces; the others give an estimate of the time.
 _WARM_UP_EXECUTIONS = 3
@@ -160,7 +160,13 @@ def lone_training_variant(
 
     def callbacks(steps: int) -> list[keras.callbacks.Callback]:
         plan = training.Plan.of(_train_spec(input_fn, steps, options))
-        return [ProgressCallback(plan, options.batch_size, World(), ())]
+        meter = ProgressMeter(model, plan, options.batch_size, World(), ())
+        return [
+            keras.callbacks.LambdaCallback(
+                on_epoch_begin=lambda epoch, logs: meter.begin_epoch(epoch),
+                on_train_batch_end=lambda batch, logs: meter.read(batch + 1, logs),
+            )
+        ]
 
     return fit_variant(model, input_fn, options, callbacks=callbacks)
 

@@ -24,7 +24,6 @@ from hvdtrain.training.requests import (
     STOP,
     Interval,
     Requests,
-    StepCallback,
     agree_on_pause,
     raise_preempted,
 )
@@ -195,11 +194,8 @@ def evaluated_weights(
             variable.assign(value)
 
 
-class EvaluationCallback(StepCallback):
+class Evaluations:
     """Evaluates over all ranks when it is due, and at the end of the training.
-
-    This callback precedes the user's callbacks: the logs of an epoch contain the
-    results of its last evaluation, with the prefix `val_`.
 
     Args:
         is_due: by steps or seconds; at ends of epochs, the spec decides.
@@ -209,8 +205,8 @@ class EvaluationCallback(StepCallback):
         start: the evaluation in which the run before was stopped is due.
         step_variables: training continues with their values from before.
         callbacks: the user's.
-        save: `save(logs)` writes a checkpoint before the last evaluation; None without
-            checkpoints.
+        save: `save(step, logs)` writes a checkpoint before the last evaluation; None
+            without checkpoints.
 
     Attributes:
         was_interrupted: whether a request to stop has ended an evaluation, which is
@@ -219,6 +215,7 @@ class EvaluationCallback(StepCallback):
 
     def __init__(
         self,
+        model: keras.Model,
         spec: EvalSpec,
         plan: Plan,
         is_due: Interval,
@@ -232,118 +229,116 @@ class EvaluationCallback(StepCallback):
         start: Start,
         step_variables: StepVariables,
         callbacks: Sequence[keras.callbacks.Callback],
-        save: Callable[[dict], None] | None,
+        save: Callable[[int, dict], None] | None,
     ) -> None:
-        super().__init__(plan)
+        self._model = model
+        self._spec = spec
+        self._plan = plan
+        self._is_due = is_due
+        self._observers = observers
+        self._results = results
+        self._exports = exports
+        self._left_out = left_out
         self._requests = requests
         self._world = world
         self._due_step: int | None = None
         if start.header.evaluation_is_due:
             self._due_step = start.step
-        self.was_interrupted = False
-        self._left_out = left_out
-        self._exports = exports
-        self._results = results
-        self._spec = spec
-        self._is_due = is_due
         self._step_variables = step_variables
         self._callbacks = callbacks
-        self._observers = observers
         self._save = save
+        self.was_interrupted = False
         self._is_pending = self._has_ended = False
         self._test_logs: dict[str, float] = {}
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        super().on_epoch_begin(epoch, logs)
-        # The last run was stopped in this evaluation. Evaluate before a step changes
-        # the weights.
+    def run_interrupted(self, epoch: int) -> None:
+        """Run the evaluation in which the last run was stopped, if there is one.
+
+        Called before a step changes the weights.
+        """
         if self._due_step is not None:
-            self.step, self._due_step = self._due_step, None
-            steps = self.step - self.plan.step(epoch)
-            self._run(steps=steps or None, is_end=False)
+            step, self._due_step = self._due_step, None
+            self._run(step, steps=step - self._plan.step(epoch) or None)
 
-    def note_step(self) -> None:
-        # Kept until `on_epoch_end` if the step ends an epoch: `act` follows there only.
-        self._is_pending |= self._is_due(self.step)
+    def note(self, step: int) -> None:
+        """Note whether an evaluation is due after `step` steps.
 
-    def act(self, *, is_epoch_end: bool) -> None:
+        It is kept until the end of the epoch if the step ends it.
+        """
+        self._is_pending |= self._is_due(step)
+
+    def run_if_due(self, step: int, *, epoch_steps: int) -> None:
+        """Evaluate within an epoch, `epoch_steps` steps after its begin."""
         if self._is_pending:
-            self._run(steps=self.epoch_steps, is_end=False)
+            self._run(step, steps=epoch_steps)
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        logs = {} if logs is None else logs
+    def end_epoch(self, epoch: int, step: int, logs: dict, *, is_last: bool) -> None:
+        """Evaluate at the end of an epoch if it is due, or the last one.
+
+        The results of the epoch's last evaluation are added to the logs for the user's
+        callbacks, with the prefix `val_`.
+        """
         every = self._spec.every_epochs
-        if self.is_last:
-            self._end(logs)
+        if is_last:
+            self._end(step, logs)
         elif self._is_pending or (every and (epoch + 1) % every == 0):
-            self._run(steps=None, is_end=False)
+            self._run(step, steps=None)
         # A job that continues within an epoch has its evaluations from the checkpoint.
         self._test_logs = {}
-        if self._results and self._results[-1]["step"] > self.plan.step(epoch):
+        if self._results and self._results[-1]["step"] > self._plan.step(epoch):
             numbers = scalars(self._results[-1]["metrics"])
             self._test_logs = {f"val_{name}": value for name, value in numbers.items()}
         logs.update(self._test_logs)
 
-    def end(self, logs: dict) -> None:
-        """Evaluate if a callback has ended the training after `on_epoch_end`.
+    def end_callbacks(self, step: int, logs: dict, *, is_last: bool) -> None:
+        """Evaluate if a callback has ended the training after `end_epoch`.
 
         Remove test metrics from the logs: the history of a job has training metrics.
         """
         for name in self._test_logs:
             logs.pop(name, None)
-        if self.is_last and not self._has_ended:
-            self._end(logs)
+        if is_last and not self._has_ended:
+            self._end(step, logs)
 
-    def _end(self, logs: dict) -> None:
+    def _end(self, step: int, logs: dict) -> None:
         self._has_ended = True
         if self._save:
             # `input_fn` and exporters are user code: if they fail, the training that
             # is complete must not be lost.
-            self._save(logs)
+            self._save(step, logs)
         # At the end of an epoch the moving statistics are equal already.
-        self._run(steps=None, is_end=True)
+        self._run(step, steps=None, is_end=True)
 
     @recorder.phase("evaluation")
-    def _run(self, *, steps: int | None, is_end: bool) -> None:
+    def _run(self, step: int, *, steps: int | None, is_end: bool = False) -> None:
         self._is_pending = False
-        unlisted = self._step_variables.unlisted(self.model)
+        unlisted = self._step_variables.unlisted(self._model)
         with (
             self._left_out(),
-            evaluated_weights(self.model, steps=steps, unlisted=unlisted),
+            evaluated_weights(self._model, steps=steps, unlisted=unlisted),
         ):
-            if not self._results or self._results[-1]["step"] != self.step:
+            if not self._results or self._results[-1]["step"] != step:
                 try:
-                    self._evaluate(is_end)
+                    self._evaluate(step, is_end)
                 except InterruptedEvaluationError:
-                    # Raised on all ranks, so no vote is needed: the callbacks that
-                    # follow save, and end the run.
+                    # Raised on all ranks, so no vote is needed: the loop saves, and
+                    # ends the run.
                     self.was_interrupted = True
                     self._requests.agreed |= {STOP}
             elif self._exports:
                 # The training ends where it was just evaluated.
-                self._exports.write_missing(self.model, self._results)
+                self._exports.write_missing(self._model, self._results)
 
-    def _evaluate(self, is_end: bool) -> None:
+    def _evaluate(self, step: int, is_end: bool) -> None:
         results = _evaluate_spec(
-            self.model, self._spec, self._requests, self._world, self._callbacks
+            self._model, self._spec, self._requests, self._world, self._callbacks
         )
         # The loss of a training step is computed before its update: if an update of the
         # last steps has broken the weights, no training loss shows it.
         if "loss" in results:
-            check_loss(results["loss"], self.step)
-        self._results.append({"step": self.step, "metrics": results})
+            check_loss(results["loss"], step)
+        self._results.append({"step": step, "metrics": results})
         if self._spec.input_fn:
-            notify(self._observers, "on_evaluation", self.step, scalars(results))
+            notify(self._observers, "on_evaluation", step, scalars(results))
         if self._exports:
-            self._exports.write(self.model, self._results, is_last=is_end)
-
-
-class EndOfEvaluationsCallback(keras.callbacks.Callback):
-    """Calls `EvaluationCallback.end` after the user's callbacks."""
-
-    def __init__(self, evaluation: EvaluationCallback) -> None:
-        super().__init__()
-        self._evaluation = evaluation
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self._evaluation.end(logs or {})
+            self._exports.write(self._model, self._results, is_last=is_end)

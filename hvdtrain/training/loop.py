@@ -1,212 +1,327 @@
 """The loop of a training: epochs, executions and steps, from any step on.
 
-Epochs and metrics begin and end as in Keras' `fit`. The model's `train_step`, metrics
-and callbacks are called as Keras calls them.
+The model's `train_step`, its metrics and the user's callbacks are called as Keras'
+`fit` calls them, and batches are numbered as if the training had not been interrupted.
 """
 
+import contextlib
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.job import JobError, World
+from hvdtrain.job import JobError
+from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.learning_rates import rate_variable
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
-from hvdtrain.training.checkpoint.step_variables import StepVariables
-from hvdtrain.training.specs import Plan
+from hvdtrain.training.checkpoint.writing import complete_together
+from hvdtrain.training.requests import STOP, raise_preempted
+from hvdtrain.training.session import Session
+from hvdtrain.training.specs import EvalSpec, TrainSpec
 from hvdtrain.training.steps import BatchReader, make_steps
 
 # The error of `assert_cardinality`.
 _EARLY_END = re.compile(r"expected to contain \d+ elements? but contained only (\d+)")
 
 
-def train(
-    model: keras.Model,
-    batches: tf.data.Dataset,
-    plan: Plan,
-    *,
-    world: World,
-    start_step: int,
-    stops: Callable[[int], int],
-    step_variables: StepVariables,
-    callbacks: Sequence[keras.callbacks.Callback],
-) -> None:
-    """Train from `start_step` to the end of the plan.
-
-    The callbacks see a training in which batches are numbered as if it had not been
-    interrupted.
-
-    Args:
-        batches: of the steps from `start_step` on.
-        stops: `stops(step)` returns the next step at which an execution is split: a
-            vote, a checkpoint or an evaluation is due there. Callbacks that have the
-            attribute `acts_within_executions` are called after it.
-        step_variables: finds the variables of the step when it is traced.
+def train(session: Session, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
+    """Train to the end of the plan, or until the job is asked to stop. A collective.
 
     Raises:
         JobError: the ranks hold different weights, the input has ended early, or a
             callback has compiled the model again.
+        PreemptedError: on all ranks, when the job was asked to stop.
     """
-    steps = plan.max_steps - start_step
-    # Without `take`, one batch more than asserted would be read, and be an error.
-    batches = batches.take(steps)
-    batches = batches.apply(tf.data.experimental.assert_cardinality(steps))
-    iterator = iter(batches)
-    recorder.set_step(start_step)
-    try:
-        loop = _Loop(
-            model,
-            plan,
-            start_step=start_step,
-            stops=stops,
-            step_variables=step_variables,
-            batches=BatchReader(iterator, world),
-            callbacks=callbacks,
-        )
-        loop.run()
-    except hvd.callbacks.DesynchronizedError as error:
-        raise SharedJobError(str(error)) from None
-    except tf.errors.OpError as error:
-        if early_end := _EARLY_END.search(str(error)):
-            raise JobError(
-                f"Received {early_end[1]} batches from input_fn for the steps "
-                f"{start_step} to {plan.max_steps}; expected one for each step: set "
-                "TrainSpec.repeat, or lower max_steps."
-            ) from None
-        raise
-    finally:
-        model.train_function = None
+    run = session.run
+    start, end = run.start.step, run.plan.max_steps
+    with session.stopping_on_signals(), session.writer or contextlib.nullcontext():
+        # Without `take`, one batch more than asserted would be read, and be an error.
+        batches = train_spec.batches(start, end).take(end - start)
+        batches = batches.apply(tf.data.experimental.assert_cardinality(end - start))
+        iterator = iter(batches)
+        recorder.set_step(start)
+        try:
+            loop = _Loop(session, train_spec, eval_spec)
+            loop.run(BatchReader(iterator, run.world))
+        except hvd.callbacks.DesynchronizedError as error:
+            raise SharedJobError(str(error)) from None
+        except tf.errors.OpError as error:
+            if early_end := _EARLY_END.search(str(error)):
+                raise JobError(
+                    f"Received {early_end[1]} batches from input_fn for the steps "
+                    f"{start} to {end}; expected one for each step: set "
+                    "TrainSpec.repeat, or lower max_steps."
+                ) from None
+            raise
+        finally:
+            run.model.train_function = None
+        complete_together(run.world, session.writer)
+        with fail_together(run.world):
+            if run.exports:
+                run.exports.check()
 
 
 class _Loop:
-    """Calls callbacks, and takes the steps between them.
+    """Takes the steps of a run. `_after_steps` and `_end_epoch` say what follows them.
 
-    Callbacks are called once in an execution, which may be split into several calls of
-    the compiled function. Callbacks with the attribute `acts_within_executions` are
-    called after each of these calls.
+    Whether a checkpoint, a commit or an evaluation is due is decided by a
+    `requests.Interval`, which has its steps and seconds from `RunConfig` and
+    `EvalSpec`. The ranks vote on what is due by seconds, and on a stop.
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        plan: Plan,
-        *,
-        start_step: int,
-        stops: Callable[[int], int],
-        step_variables: StepVariables,
-        batches: BatchReader,
-        callbacks: Sequence[keras.callbacks.Callback],
+        self, session: Session, train_spec: TrainSpec, eval_spec: EvalSpec
     ) -> None:
-        self._model = model
-        self._plan = plan
-        self._step = start_step
-        self._stops = stops
-        self._step_variables = step_variables
-        self._batches = batches
-        self._callbacks = keras.callbacks.CallbackList(
-            callbacks,
-            add_history=True,
-            model=model,
-            verbose=0,
-            epochs=plan.epochs,
-            steps=plan.fit_epoch_steps,
-            steps_per_execution=plan.steps_per_execution,
-        )
-        self._within = [
-            callback
-            for callback in self._callbacks.callbacks
-            if getattr(callback, "acts_within_executions", False)
-        ]
+        run = session.run
+        self._session, self._run, self._model = session, run, run.model
+        self._progress, self._plan = session.progress, run.plan
+        self._step = run.start.step
         self._logs: dict = {}
+        # What differs by rank in the checkpoint, until the first epoch has begun.
+        self._per_rank = run.start.per_rank_state
+        self._saves = list(session.make_saves(self._make_header))
+        # Once: evaluations call them, too.
+        users = list(train_spec.callbacks(run.plan) if train_spec.callbacks else ())
+        self._evaluations = session.make_evaluations(
+            eval_spec,
+            users,
+            save=self._saves[0].save_before_evaluation if run.files else None,
+        )
+        make_list = functools.partial(
+            keras.callbacks.CallbackList,
+            model=run.model,
+            verbose=0,
+            epochs=run.plan.epochs,
+            steps=run.plan.fit_epoch_steps,
+            steps_per_execution=run.plan.steps_per_execution,
+        )
+        # Equal weights before the first step, and moving statistics, then metrics, of
+        # all ranks at the end of an epoch: evaluations and checkpoints need them.
+        self._first = make_list(
+            [
+                hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+                hvd.callbacks.AverageMovingStatisticsCallback(),
+                hvd.callbacks.MetricAverageCallback(),
+            ]
+        )
+        # The last evaluation has collectives, and so do checkpoints: before them, the
+        # ranks agree whether the training ends.
+        self._agreements = [
+            hvd.callbacks.StopTogetherCallback(every_steps=None) for _ in range(2)
+        ]
+        make_list(self._agreements)
+        self._users = make_list(users)
+        # Of the whole job, as opposed to a user's own.
+        session.history.set_model(run.model)
+        run.model.history = session.history
 
-    def run(self) -> None:
-        """Train to the end of the plan, or until a callback ends the training."""
+    def run(self, batches: BatchReader) -> None:
         model, plan = self._model, self._plan
+        # Drop the partial last epoch from the history: it is recomputed.
+        first_epoch = self._step // plan.fit_epoch_steps
+        history = self._session.history.history
+        for name, values in history.items():
+            history[name] = values[:first_epoch]
         model.stop_training = False
         # `compile` removes it.
         replace(model, "train_function", self._take_steps, by=train)
-        with recorder.phase("callbacks"):
-            self._callbacks.on_train_begin()
+        self._begin()
         # After the callbacks, which may replace the model's `train_step`.
         self._steps = make_steps(
-            model, self._batches, plan.steps_per_execution, self._step_variables
+            model, batches, plan.steps_per_execution, self._run.step_variables
         )
-        logs = None
-        for epoch in range(self._step // plan.fit_epoch_steps, plan.epochs):
+        logs: dict = {}
+        for epoch in range(first_epoch, plan.epochs):
             self._begin_epoch(epoch)
             self._take_epoch(epoch)
             logs = self._end_epoch(epoch)
             if model.stop_training:
                 break
         model.optimizer.finalize_variable_values(model.trainable_weights)
-        self._callbacks.on_train_end(logs)
+        self._end(logs)
 
+    @recorder.phase("callbacks")
+    def _begin(self) -> None:
+        before, after = self._agreements
+        self._first.on_train_begin()
+        if self._per_rank:
+            self._per_rank.assign(self._model)
+        self._progress.begin()
+        before.on_train_begin()
+        self._users.on_train_begin()
+        after.on_train_begin()
+        self._session.history.on_train_begin()
+        # Last: the checkpoint has what callbacks draw when a training begins.
+        if self._per_rank:
+            self._per_rank.restore_generators()
+
+    @recorder.phase("callbacks")
     def _begin_epoch(self, epoch: int) -> None:
         self._model.reset_metrics()
-        # In an interrupted epoch, callbacks such as `LearningRateScheduler` have set
-        # the learning rate before, and would now change it twice.
         is_continued = self._step > self._plan.step(epoch)
-        rates = map(rate_variable, optimizers_inside(self._model.optimizer))
-        variables = [rate for rate in rates if rate is not None]
-        kept = [(v, v.numpy()) for v in variables] if is_continued else []
-        with recorder.phase("callbacks"):
-            self._callbacks.on_epoch_begin(epoch)
-        for variable, value in kept:
+        rates = self._read_rates() if is_continued else []
+        self._first.on_epoch_begin(epoch)
+        if self._per_rank and is_continued:
+            self._per_rank.assign_metrics(self._model)
+        self._progress.begin_epoch(epoch)
+        self._evaluations.run_interrupted(epoch)
+        self._users.on_epoch_begin(epoch)
+        if self._evaluations.was_interrupted:
+            # It stays due in the checkpoint that this run has read, since no step has
+            # changed the weights.
+            self._stop()
+        if self._per_rank:
+            if is_continued:
+                self._per_rank.restore_generators()
+            self._per_rank.release()
+            self._per_rank = None
+        # Callbacks such as `LearningRateScheduler` have set the rate before.
+        for variable, value in rates:
             variable.assign(value)
 
+    def _read_rates(self) -> list[tuple]:
+        rates = map(rate_variable, optimizers_inside(self._model.optimizer))
+        return [(rate, rate.numpy()) for rate in rates if rate is not None]
+
     def _take_epoch(self, epoch: int) -> None:
-        start, end = self._plan.step(epoch), self._plan.step(epoch + 1)
-        while self._step < end:
-            first, last = self._plan.execution(self._step)
-            with recorder.phase("callbacks"):
-                self._callbacks.on_train_batch_begin(first - start)
-            self._check_train_function()
-            self._take_execution(start, last)
-            if self._model.stop_training:
-                break
+        epoch_start, epoch_end = self._plan.step(epoch), self._plan.step(epoch + 1)
+        while self._step < epoch_end:
+            first, end = self._plan.execution(self._step)
+            self._begin_execution(first - epoch_start)
+            while self._step < end:
+                self._logs = self._take_steps(
+                    min(self._session.next_stop(self._step), end)
+                )
+                self._after_steps(
+                    self._step - epoch_start, is_execution_end=self._step == end
+                )
+                if self._model.stop_training:
+                    return
 
-    def _take_execution(self, epoch_start: int, end: int) -> None:
-        while self._step < end:
-            self._logs = self._take_steps(min(self._stops(self._step), end))
-            batch = self._step - epoch_start - 1
-            with recorder.phase("callbacks"):
-                if self._step == end:
-                    self._callbacks.on_train_batch_end(batch, self._logs)
-                else:
-                    for callback in self._within:
-                        callback.on_train_batch_end(batch, self._logs)
-            if self._model.stop_training:
-                break
-
-    def _take_steps(self, end: int) -> dict:
-        logs = self._steps(end - self._step)
-        self._step = end
-        return logs
-
-    def _end_epoch(self, epoch: int) -> dict:
-        logs = dict(self._epoch_logs())
-        # Keras converts numbers of other dtypes.
-        for name, value in logs.items():
-            if tf.is_tensor(value) and value.dtype == tf.bfloat16:
-                logs[name] = tf.cast(value, tf.float32).numpy().tolist()
-        with recorder.phase("callbacks"):
-            self._callbacks.on_epoch_end(epoch, logs)
-        return logs
-
-    def _epoch_logs(self) -> dict:
-        # As in `fit`: a `train_step` may return other logs than the model's metrics.
-        results = self._model.get_metrics_result()
-        return results if results.keys() == self._logs.keys() else self._logs
-
-    def _check_train_function(self) -> None:
+    @recorder.phase("callbacks")
+    def _begin_execution(self, batch: int) -> None:
+        self._first.on_train_batch_begin(batch)
+        self._users.on_train_batch_begin(batch)
         # A checkpoint restores what model_fn returns: a resumed job would differ.
         if self._model.train_function != self._take_steps:
             raise JobError(
                 "Received a model that a callback has compiled again; expected the "
                 "model that model_fn has compiled: compile it there."
             )
+
+    def _take_steps(self, end: int) -> dict:
+        logs = self._steps(end - self._step)
+        self._step = end
+        return logs
+
+    @recorder.phase("callbacks")
+    def _after_steps(self, epoch_steps: int, *, is_execution_end: bool) -> None:
+        """Do what is due after some steps: on all ranks after the same ones.
+
+        At the end of an epoch, evaluations and checkpoints follow in `_end_epoch`.
+        """
+        # First, since it reads the clocks. It checks the loss before a checkpoint of
+        # diverged weights could replace a good one.
+        self._progress.read(self._step, self._logs)
+        self._evaluations.note(self._step)
+        if not self._ends_epoch:
+            self._evaluations.run_if_due(self._step, epoch_steps=epoch_steps)
+        if is_execution_end:
+            self._first.on_train_batch_end(epoch_steps - 1)
+            self._users.on_train_batch_end(epoch_steps - 1, self._logs)
+        for save in self._saves:
+            save.note(self._step)
+        if not self._ends_epoch:
+            self._save_or_stop(is_finished=False)
+
+    def _end_epoch(self, epoch: int) -> dict:
+        """End an epoch, and return its logs."""
+        before, after = self._agreements
+        logs = _as_numbers(self._epoch_logs())
+        with recorder.phase("callbacks"):
+            for callback in self._first.callbacks:
+                callback.on_epoch_end(epoch, logs)
+            self._progress.end_epoch(logs)
+            before.on_epoch_end(epoch)
+            self._evaluations.end_epoch(epoch, self._step, logs, is_last=self._is_last)
+            for callback in self._users.callbacks:
+                callback.on_epoch_end(epoch, logs)
+            after.on_epoch_end(epoch)
+            self._evaluations.end_callbacks(self._step, logs, is_last=self._is_last)
+            self._session.history.on_epoch_end(epoch, logs)
+            self._save_or_stop(is_finished=self._is_last)
+        return logs
+
+    def _end(self, logs: dict) -> None:
+        before, after = self._agreements
+        for callback in self._first.callbacks:
+            callback.on_train_end(logs)
+        self._progress.end()
+        before.on_train_end()
+        self._users.on_train_end(logs)
+        after.on_train_end()
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the training ends here; a callback may have ended it."""
+        return self._step == self._plan.max_steps or self._model.stop_training
+
+    @property
+    def _ends_epoch(self) -> bool:
+        return self._plan.is_epoch_end(self._step) or self._model.stop_training
+
+    def _epoch_logs(self) -> dict:
+        # As in `fit`: a `train_step` may return other logs than the model's metrics.
+        results = self._model.get_metrics_result()
+        return results if results.keys() == self._logs.keys() else self._logs
+
+    def _save_or_stop(self, *, is_finished: bool) -> None:
+        is_stopped = STOP in self._session.requests.agreed
+        for save in self._saves:
+            save.save_if_due(self._step, is_finished=is_finished, is_stopped=is_stopped)
+        # A job whose last evaluation was interrupted has to continue.
+        is_end = is_finished and not self._evaluations.was_interrupted
+        if is_stopped and not is_end:
+            self._stop()
+
+    def _stop(self) -> NoReturn:
+        # A launcher kills all ranks once one has ended with exit code 75, and so would
+        # kill a chief that is still writing.
+        complete_together(self._run.world, self._session.writer)
+        raise_preempted(
+            self._session.requests,
+            self._run.world,
+            step=self._step,
+            max_steps=self._plan.max_steps,
+        )
+
+    def _make_header(self, step: int, is_finished: bool, logs: dict) -> Any:
+        return self._session.make_header(
+            step,
+            is_finished,
+            logs,
+            evaluation_is_due=self._evaluations.was_interrupted,
+        )
+
+
+def _as_numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return logs as Keras passes them to callbacks: flat, with numbers as floats."""
+    numbers: dict[str, Any] = {}
+    for name, value in sorted(logs.items()):
+        if isinstance(value, dict):
+            numbers |= _as_numbers(value)
+            continue
+        if tf.is_tensor(value):
+            is_bfloat16 = value.dtype == tf.bfloat16
+            value = (tf.cast(value, tf.float32) if is_bfloat16 else value).numpy()
+        with contextlib.suppress(TypeError, ValueError):
+            value = float(value)
+        numbers[name] = value
+    return numbers

@@ -52,8 +52,8 @@ def check_loss(loss: float, step: int) -> None:
         )
 
 
-class ProgressCallback(keras.callbacks.Callback):
-    """Measures `fit`, and calls the observers on the chief about every second.
+class ProgressMeter:
+    """Measures a training, and calls the observers on the chief about every second.
 
     A report combines the metrics of the ranks, which is a collective: all ranks report
     at the same steps, on which they vote. The chief asks for it. A loss that is not
@@ -68,11 +68,9 @@ class ProgressCallback(keras.callbacks.Callback):
         times: None to find no straggler.
     """
 
-    # See `loop.train`.
-    acts_within_executions = True
-
     def __init__(
         self,
+        model: keras.Model,
         plan: Plan,
         global_batch_size: int,
         world: World,
@@ -88,7 +86,7 @@ class ProgressCallback(keras.callbacks.Callback):
         input_seconds: Callable[[], float] = input_wait_seconds,
         times: RankTimes | None = None,
     ) -> None:
-        super().__init__()
+        self._model = model
         self._requests = requests or Requests()
         self._votes = votes or Votes(
             self._requests, plan, world, start_step=start_step, clock=clock
@@ -126,7 +124,8 @@ class ProgressCallback(keras.callbacks.Callback):
         speed = self._steps_per_second(self._first_steps, self._first_seconds)
         return speed * self._global_batch_size
 
-    def on_train_begin(self, logs: dict | None = None) -> None:
+    def begin(self) -> None:
+        """Report the start of the run. A collective."""
         start = RunStart(
             step=self._start_step,
             max_steps=self._plan.max_steps,
@@ -138,7 +137,8 @@ class ProgressCallback(keras.callbacks.Callback):
         if self._times:
             self._hosts = gather(self._world, socket.gethostname())
 
-    def on_train_end(self, logs: dict | None = None) -> None:
+    def end(self) -> None:
+        """Report the end of the training."""
         own = self._read_times()
         end = RunEnd(
             step=self._steps,
@@ -147,21 +147,23 @@ class ProgressCallback(keras.callbacks.Callback):
         )
         notify(self._observers, "on_end", end)
 
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+    def begin_epoch(self, epoch: int) -> None:
+        """Start the clocks, and the means of an epoch."""
         self._epoch = epoch
         self._resume()
         # Steps and means of the last report; a mean covers the epoch so far.
         self._reported_means: tuple[float, Mapping[str, float]] | None = None
-        self._recent = _RecentMetrics(self.model, self._world)
+        self._recent = _RecentMetrics(self._model, self._world)
         self._skipping.begin_epoch()
 
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+    def end_epoch(self, logs: Mapping[str, Any]) -> None:
+        """Stop the clock of input, and check weights that no loss checks."""
         # Before the evaluation, which waits for input of its own.
         self._input.read()
-        if "loss" not in (logs or {}):
+        if "loss" not in logs:
             # No loss shows a divergence, and metrics such as an accuracy stay finite:
             # read the weights. Once an epoch, since this takes long for large models.
-            check_finite(self.model, self._world, self._steps)
+            check_finite(self._model, self._world, self._steps)
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
@@ -174,8 +176,12 @@ class ProgressCallback(keras.callbacks.Callback):
         for clock in self._clocks:
             clock.resume()
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        self._steps = self._plan.step(self._epoch, batch + 1)
+    def read(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Read the clocks after `step` steps, vote, and report if all ranks agree.
+
+        Called before anything else takes time. A collective.
+        """
+        self._steps = step
         # The clock of input is read in reports only: reading it takes longer than all
         # Python code of a short step.
         self._time.read()
@@ -189,7 +195,7 @@ class ProgressCallback(keras.callbacks.Callback):
             self._requests.ask(REPORT)
         self._votes(self._steps)
         if REPORT in self._requests.agreed or self._steps == self._plan.max_steps:
-            self._report(scalars(logs or {}))
+            self._report(scalars(logs))
 
     def _is_report_due(self) -> bool:
         # The first report comes soon: after the second execution.
@@ -235,7 +241,7 @@ class ProgressCallback(keras.callbacks.Callback):
         elif not all(map(math.isfinite, means.values())):
             # No loss was finite, or a `train_step` of the user's own returns none.
             # Training goes on as long as the weights are finite.
-            check_finite(self.model, self._world, self._steps)
+            check_finite(self._model, self._world, self._steps)
 
     def _note_report(self) -> None:
         self._reported_steps = self._steps
@@ -255,7 +261,7 @@ class ProgressCallback(keras.callbacks.Callback):
     @functools.cached_property
     def _read_rate(self) -> Callable[[], float]:
         # Of a MultiOptimizer, the rate of the first of its optimizers.
-        return rate_reader(optimizers_inside(self.model.optimizer)[0])
+        return rate_reader(optimizers_inside(self._model.optimizer)[0])
 
     def _progress(
         self, metrics: dict[str, float], means: Mapping[object, Any], own: np.ndarray

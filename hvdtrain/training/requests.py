@@ -4,7 +4,6 @@
                     equal on all ranks, or by seconds, for which it makes a request
     Requests        the requests of this rank, and what all ranks have agreed on
     Votes           adds up the requests of all ranks, at steps that are equal on all
-    StepCallback    acts between two steps on what was agreed on
 
 A clock or a signal of one rank must never decide alone: the other ranks would block
 in the collectives of a checkpoint or an evaluation that one rank enters.
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-import keras
 import numpy as np
 
 from hvdtrain.job import World
@@ -190,48 +188,6 @@ class Votes:
         # A vote within an execution cuts it in two: only where its steps are slow.
         is_full = end <= next_step < self._plan.max_steps
         return self._plan.execution(next_step)[0] if is_full else next_step
-
-
-class StepCallback(keras.callbacks.Callback):
-    """Calls `act` between two steps, or at the end of the epoch if that follows.
-
-    At the end of an epoch, all callbacks before this one have done their part: moving
-    statistics are averaged, and the learning rate of the next epoch is set.
-    """
-
-    # See `loop.train`.
-    acts_within_executions = True
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
-        # `step` counts global steps, `epoch_steps` the steps of the current epoch.
-        self.step = self.epoch_steps = 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the training ends here; a callback may have set `stop_training`."""
-        return self.step == self.plan.max_steps or self.model.stop_training
-
-    def note_step(self) -> None:
-        """Note that steps were taken; called before `act`."""
-
-    def act(self, *, is_epoch_end: bool) -> None:
-        """Act between two steps, on all ranks."""
-        raise NotImplementedError
-
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self._epoch = epoch
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        self.epoch_steps = batch + 1
-        self.step = self.plan.step(self._epoch, batch + 1)
-        self.note_step()
-        if not (self.plan.is_epoch_end(self.step) or self.model.stop_training):
-            self.act(is_epoch_end=False)
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self.act(is_epoch_end=True)
 
 
 def agree_on_pause(

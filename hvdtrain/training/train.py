@@ -10,7 +10,7 @@ from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.native import recorder
-from hvdtrain.training import exporting, run_directory
+from hvdtrain.training import exporting, loop, run_directory
 from hvdtrain.training.building import Batches, agree_on_batches, build
 from hvdtrain.training.checkpoint.header import Header, without_layer_numbers
 from hvdtrain.training.checkpoint.restoring import Start, assign_all, restore
@@ -136,6 +136,7 @@ def _train_and_evaluate(
             scale_from=train_spec.scale_from,
         )
     run = RunState(
+        model=model,
         world=world,
         config=config,
         batches=batches,
@@ -156,10 +157,10 @@ def _train_and_evaluate(
         run.warn_of_changes()
     if run.is_finished:
         assign_all(model, start)
-        session.complete(model, eval_spec)
+        session.complete(eval_spec)
     else:
-        session.run(model, train_spec, eval_spec)
-    return session.result(model)
+        loop.train(session, train_spec, eval_spec)
+    return session.result
 
 
 def _new_job(

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
-from hvdtrain.training.progress import ProgressCallback
+from hvdtrain.training.progress import ProgressMeter
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import Plan
 from hvdtrain.training.stragglers import RankTimes
@@ -33,14 +33,27 @@ def clock():
     return Clock()
 
 
-def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1, **options):
+def make(
+    clock,
+    *,
+    max_steps=100,
+    fit_epoch_steps=100,
+    keeper,
+    size=1,
+    model=None,
+    **options,
+):
+    if not model:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.125), "mse")
     plan = Plan(
         max_steps=max_steps,
         epochs=math.ceil(max_steps / fit_epoch_steps),
         fit_epoch_steps=fit_epoch_steps,
         steps_per_execution=10,
     )
-    callback = ProgressCallback(
+    return ProgressMeter(
+        model,
         plan,
         32,
         World(size=size),
@@ -50,24 +63,20 @@ def make(clock, *, max_steps=100, fit_epoch_steps=100, keeper, size=1, **options
         input_seconds=lambda: clock.input_seconds,
         **options,
     )
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.125), "mse")
-    callback.set_model(model)
-    return callback
 
 
-def run(callback, clock, means, *, seconds=0.5, first=0):
+def run(meter, clock, means, *, seconds=0.5, first=0):
     """Go through executions of ten steps with these running means of the loss."""
-    for number, mean in enumerate(means):
+    for number, mean in enumerate(means, 1):
         clock.seconds += seconds
-        callback.on_train_batch_end(first + number * 10 + 9, {"loss": mean})
+        meter.read(first + number * 10, {"loss": mean})
 
 
 def test_reports_are_about_a_second_apart_and_the_last_step_is_one(clock):
     keeper = Keeper()
-    callback = make(clock, keeper=keeper)
-    callback.on_epoch_begin(0)
-    run(callback, clock, [1.0] * 10)
+    meter = make(clock, keeper=keeper)
+    meter.begin_epoch(0)
+    run(meter, clock, [1.0] * 10)
     # Not the first execution, in which TensorFlow traces; then every 20 steps.
     assert [progress.step for progress in keeper] == [20, 40, 60, 80, 100]
     assert [p.samples_per_second for p in keeper] == pytest.approx([640.0] * 5)
@@ -77,25 +86,26 @@ def test_reports_are_about_a_second_apart_and_the_last_step_is_one(clock):
 
 def test_learning_rate_of_a_schedule_with_loss_scaling(clock):
     keeper = Keeper()
-    callback = make(clock, keeper=keeper)
     rates = keras.optimizers.schedules.PiecewiseConstantDecay([25], [0.5, 0.25])
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rates))
-    callback.model.compile(optimizer, "mse")
-    callback.on_epoch_begin(0)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    meter = make(clock, keeper=keeper, model=model)
+    meter.begin_epoch(0)
     for steps in (10, 20, 30):
         optimizer.inner_optimizer.iterations.assign(steps)
         clock.seconds += 0.5
-        callback.on_train_batch_end(steps - 1, {"loss": 1.0})
-    callback.on_train_batch_end(99, {"loss": 1.0})
+        meter.read(steps, {"loss": 1.0})
+    meter.read(100, {"loss": 1.0})
     assert [p.learning_rate for p in keeper] == [0.5, 0.25]
 
 
 def test_metrics_are_means_since_the_last_report(clock):
     keeper = Keeper()
-    callback = make(clock, keeper=keeper, max_steps=60)
-    callback.on_epoch_begin(0)
+    meter = make(clock, keeper=keeper, max_steps=60)
+    meter.begin_epoch(0)
     # Losses of 4, 2, 1, 1, 0, 0 in the six executions: their running means.
-    run(callback, clock, [4, 3, 7 / 3, 2, 8 / 5, 8 / 6])
+    run(meter, clock, [4, 3, 7 / 3, 2, 8 / 5, 8 / 6])
     assert [p.metrics["loss"] for p in keeper] == pytest.approx([3, 1, 0])
 
 
@@ -116,8 +126,8 @@ class Largest(keras.metrics.Metric):
 
 def test_metrics_that_are_no_means_are_those_since_the_last_report(clock):
     keeper = Keeper()
-    callback = make(clock, keeper=keeper, max_steps=60)
-    model = callback.model
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    meter = make(clock, keeper=keeper, max_steps=60, model=model)
     model.set_weights([np.ones((1, 1)), np.zeros(1)])
     metrics = [keras.metrics.AUC(name="auc"), Largest()]
     hits = keras.metrics.TruePositives(name="hits")
@@ -125,7 +135,7 @@ def test_metrics_that_are_no_means_are_those_since_the_last_report(clock):
     model.compile(
         keras.optimizers.SGD(0.0), "mse", metrics=metrics, weighted_metrics=[hits, mean]
     )
-    callback.on_epoch_begin(0)
+    meter.begin_epoch(0)
     # Scores of a positive and of a negative sample, and the weight of both.
     batches = [
         *[(0.9, 0.1, 1), (0.8, 0.2, 1)],
@@ -137,7 +147,7 @@ def test_metrics_that_are_no_means_are_those_since_the_last_report(clock):
         y, weights = np.array([[1.0], [0.0]], "float32"), np.full(2, weight, "float32")
         logs = model.train_step((x, y, weights))
         clock.seconds += 0.5
-        callback.on_train_batch_end(number * 10 + 9, logs)
+        meter.read(number * 10 + 10, logs)
     found = {name: [p.metrics[name] for p in keeper] for name in keeper[0].metrics}
     # Pairs in order: 4 of 4, 3 of 4 and 1 of 4.
     assert found["auc"] == pytest.approx([1, 0.75, 0.25], abs=1e-4)
@@ -149,12 +159,12 @@ def test_metrics_that_are_no_means_are_those_since_the_last_report(clock):
 
 def test_means_in_an_epoch_whose_batch_has_changed(clock):
     keeper = Keeper()
-    callback = make(clock, keeper=keeper, max_steps=70, start_step=30, batch_before=64)
-    callback.on_epoch_begin(0)
+    meter = make(clock, keeper=keeper, max_steps=70, start_step=30, batch_before=64)
+    meter.begin_epoch(0)
     # 30 steps of 64 samples with a loss of 4, then 32 samples with 2, 2, 1, 1.
     totals = [60 * 4 + 20, 60 * 4 + 40, 60 * 4 + 50, 60 * 4 + 60]
     means = [total / (60 + 10 * i) for i, total in enumerate(totals, 1)]
-    run(callback, clock, means, first=30)
+    run(meter, clock, means, first=30)
     assert [p.step for p in keeper] == [50, 70]
     # The first report is of the epoch so far.
     assert [p.metrics["loss"] for p in keeper] == pytest.approx([280 / 80, 1])
@@ -162,38 +172,38 @@ def test_means_in_an_epoch_whose_batch_has_changed(clock):
 
 def test_means_start_anew_with_each_epoch(clock):
     keeper = Keeper()
-    callback = make(clock, keeper=keeper, max_steps=60, fit_epoch_steps=40)
-    callback.on_epoch_begin(0)
-    run(callback, clock, [4.0, 4.0, 4.0, 4.0])
-    callback.on_epoch_begin(1)
-    run(callback, clock, [2.0, 2.0])
+    meter = make(clock, keeper=keeper, max_steps=60, fit_epoch_steps=40)
+    meter.begin_epoch(0)
+    run(meter, clock, [4.0, 4.0, 4.0, 4.0])
+    meter.begin_epoch(1)
+    run(meter, clock, [2.0, 2.0], first=40)
     assert [p.step for p in keeper] == [20, 40, 60]
     assert [p.metrics["loss"] for p in keeper] == [4.0, 4.0, 2.0]
 
 
 def test_time_between_epochs_is_not_training(clock):
-    callback = make(clock, keeper=Keeper(), fit_epoch_steps=50)
-    callback.on_epoch_begin(0)
-    run(callback, clock, [1.0] * 5)
+    meter = make(clock, keeper=Keeper(), fit_epoch_steps=50)
+    meter.begin_epoch(0)
+    run(meter, clock, [1.0] * 5)
     clock.seconds += 1000  # an evaluation
-    callback.on_epoch_begin(1)
-    run(callback, clock, [1.0] * 5)
-    assert callback.seconds == pytest.approx(5.0)
+    meter.begin_epoch(1)
+    run(meter, clock, [1.0] * 5, first=50)
+    assert meter.seconds == pytest.approx(5.0)
 
 
 def test_speed_leaves_out_the_first_execution(clock):
-    callback = make(clock, keeper=Keeper())
-    callback.on_epoch_begin(0)
-    run(callback, clock, [1.0], seconds=60)
-    run(callback, clock, [1.0] * 9, first=10)
-    assert callback.samples_per_second == pytest.approx(32 * 10 / 0.5)
+    meter = make(clock, keeper=Keeper())
+    meter.begin_epoch(0)
+    run(meter, clock, [1.0], seconds=60)
+    run(meter, clock, [1.0] * 9, first=10)
+    assert meter.samples_per_second == pytest.approx(32 * 10 / 0.5)
 
 
 def test_speed_of_a_single_execution_is_that_of_the_execution(clock):
-    callback = make(clock, keeper=Keeper(), max_steps=10, fit_epoch_steps=10)
-    callback.on_epoch_begin(0)
-    run(callback, clock, [1.0])
-    assert callback.samples_per_second == pytest.approx(32 * 10 / 0.5)
+    meter = make(clock, keeper=Keeper(), max_steps=10, fit_epoch_steps=10)
+    meter.begin_epoch(0)
+    run(meter, clock, [1.0])
+    assert meter.samples_per_second == pytest.approx(32 * 10 / 0.5)
 
 
 def test_communication_and_input_wait_are_shares_of_the_time(clock, monkeypatch):
@@ -201,13 +211,13 @@ def test_communication_and_input_wait_are_shares_of_the_time(clock, monkeypatch)
     monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
     hvd.init()
     keeper = Keeper()
-    callback = make(clock, keeper=keeper, max_steps=80, fit_epoch_steps=40, size=2)
+    meter = make(clock, keeper=keeper, max_steps=80, fit_epoch_steps=40, size=2)
     for epoch in (0, 1):
-        callback.on_epoch_begin(epoch)
+        meter.begin_epoch(epoch)
         for number, seconds in enumerate((0.5, 0.25, 0.125, 0.0)):
             clock.collective_seconds += seconds
             clock.input_seconds += seconds / 2
-            run(callback, clock, [1.0], first=10 * number)
+            run(meter, clock, [1.0], first=40 * epoch + 10 * number)
         # An evaluation.
         clock.seconds += 100
         clock.collective_seconds += 100
@@ -225,14 +235,14 @@ def test_times_of_evaluation_and_saving(clock):
     keeper, phases = Keeper(), {"evaluation": 5.0, "saving": 1.0}
     keeper.on_end = keeper.append
     times = RankTimes(lambda: phases, lambda count: (0, np.empty(0)))
-    callback = make(clock, keeper=keeper, max_steps=20, times=times)
-    callback.on_train_begin()
-    callback.on_epoch_begin(0)
-    run(callback, clock, [1.0])
+    meter = make(clock, keeper=keeper, max_steps=20, times=times)
+    meter.begin()
+    meter.begin_epoch(0)
+    run(meter, clock, [1.0])
     phases["evaluation"], phases["saving"] = 5.5, 1.25
-    run(callback, clock, [1.0], first=10)
+    run(meter, clock, [1.0], first=10)
     phases["evaluation"] = 7.5
-    callback.on_train_end()
+    meter.end()
     found = [(value.evaluation_seconds, value.saving_seconds) for value in keeper]
     assert found == [(0.5, 0.25), (2.0, 0.0)]
     assert keeper[0].straggler is None
@@ -240,18 +250,18 @@ def test_times_of_evaluation_and_saving(clock):
 
 def test_communication_of_one_rank_is_not_measured(clock):
     keeper = Keeper()
-    callback = make(clock, keeper=keeper, max_steps=20)
-    callback.on_epoch_begin(0)
-    run(callback, clock, [1.0, 1.0])
+    meter = make(clock, keeper=keeper, max_steps=20)
+    meter.begin_epoch(0)
+    run(meter, clock, [1.0, 1.0])
     assert [math.isnan(p.communication) for p in keeper] == [True]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_broken_loss_is_an_error(clock, loss):
-    callback = make(clock, keeper=Keeper())
-    callback.on_epoch_begin(0)
+    meter = make(clock, keeper=Keeper())
+    meter.begin_epoch(0)
     with pytest.raises(JobError, match=f"loss became {loss} before step 20"):
-        run(callback, clock, [1.0, loss])
+        run(meter, clock, [1.0, loss])
 
 
 def test_losses_that_are_left_out_do_not_count(clock, monkeypatch):
@@ -261,13 +271,12 @@ def test_losses_that_are_left_out_do_not_count(clock, monkeypatch):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
     keeper, skipping = Keeper(), Skipping(3, model)
-    callback = make(clock, keeper=keeper, max_steps=60, skipping=skipping)
-    callback.set_model(model)
-    callback.on_epoch_begin(0)
+    meter = make(clock, keeper=keeper, max_steps=60, skipping=skipping, model=model)
+    meter.begin_epoch(0)
     # On inputs of 0 the losses are the squares.
     for number, target in enumerate([2, math.nan, math.nan, math.nan, 1, 3]):
         batch = tf.zeros((2, 1)), tf.fill((2, 1), float(target))
-        run(callback, clock, [model.train_step(batch)["loss"]], first=10 * number)
+        run(meter, clock, [model.train_step(batch)["loss"]], first=10 * number)
     losses = [p.metrics["loss"] for p in keeper]
     assert losses == pytest.approx([4, math.nan, 5], nan_ok=True)
     assert [p.skipped_updates for p in keeper] == [4, 6, 6]

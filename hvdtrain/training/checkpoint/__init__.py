@@ -8,5 +8,5 @@ while training goes on; it calls no collective.
 To restore one (`restoring.restore`, a collective), the chief reads the newest valid
 checkpoint and assigns its own variables; header, shards and per-rank state are sent to
 the other ranks. `BroadcastGlobalVariablesCallback` broadcasts replicated variables
-before the first step, and `RestoreCallback` then assigns the per-rank state.
+before the first step, and the loop then assigns the per-rank state.
 """

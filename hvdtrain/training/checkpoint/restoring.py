@@ -40,7 +40,7 @@ from hvdtrain.training.checkpoint.storage import CheckpointError
 from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.specs import Plan, Position, RunConfig
+from hvdtrain.training.specs import Position, RunConfig
 
 # Learning rates are stored in float32.
 _RELATIVE_ERROR = 1e-5
@@ -237,7 +237,7 @@ def _read(
 def assign_all(model: keras.Model, start: Start) -> None:
     """Give all ranks the full state of a finished job. A collective.
 
-    In a job that trains, callbacks do this before the first step.
+    In a job that trains, the loop does this before the first step.
     """
     assert start.per_rank_state
     variables = [*model.variables, *model.optimizer.variables]
@@ -346,43 +346,3 @@ def _adjust_learning_rate(
             )
     if factor != 1:
         set_learning_rate(optimizer, restored * factor)
-
-
-class _RestoringCallback(keras.callbacks.Callback):
-    def __init__(self, start: Start, plan: Plan) -> None:
-        super().__init__()
-        self._per_rank_state = start.per_rank_state
-        self._is_within_epoch = not plan.is_epoch_end(start.step)
-
-
-class RestoreGeneratorsCallback(_RestoringCallback):
-    """Restores the global random generators, after all other callbacks.
-
-    The states in a checkpoint already include what callbacks draw when a training or an
-    epoch begins.
-    """
-
-    def on_train_begin(self, logs: dict | None = None) -> None:
-        if self._per_rank_state:
-            self._per_rank_state.restore_generators()
-
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        if self._per_rank_state:
-            if self._is_within_epoch:
-                self._per_rank_state.restore_generators()
-            self._per_rank_state.release()
-        self._per_rank_state = None
-
-
-class RestoreCallback(_RestoringCallback):
-    """Restores other per-rank state: after the broadcast, and in the first epoch."""
-
-    def on_train_begin(self, logs: dict | None = None) -> None:
-        if self._per_rank_state:
-            self._per_rank_state.assign(self.model)
-
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        # `fit` has just reset the metrics, in an interrupted epoch too.
-        if self._per_rank_state and self._is_within_epoch:
-            self._per_rank_state.assign_metrics(self.model)
-        self._per_rank_state = None

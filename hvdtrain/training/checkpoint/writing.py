@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+import keras
+
 from hvdtrain.job import World, agreement
 from hvdtrain.native import recorder
 from hvdtrain.training.checkpoint.header import Checkpoint, Header
@@ -18,8 +20,8 @@ from hvdtrain.training.checkpoint.snapshot import capture, check_finite
 from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 from hvdtrain.training.observers import notify
-from hvdtrain.training.requests import STOP, Interval, Requests, StepCallback
-from hvdtrain.training.specs import Plan, RunConfig
+from hvdtrain.training.requests import Interval
+from hvdtrain.training.specs import RunConfig
 
 _LIMIT_AFTER_ERROR_SECONDS = 10.0
 _CHECKPOINTS = "checkpoints"
@@ -160,11 +162,8 @@ def complete_together(world: World, writer: BackgroundWriter | None) -> None:
             writer.check()
 
 
-class CheckpointCallback(StepCallback):
+class PeriodicSave:
     """Copies the state when a checkpoint is due, and gives the copy to the writer.
-
-    After all other callbacks: a checkpoint contains their changes at the end of an
-    epoch.
 
     Args:
         writer: the `BackgroundWriter` on the chief and None elsewhere, or the
@@ -173,25 +172,23 @@ class CheckpointCallback(StepCallback):
             moment; `logs` belong to an epoch that is not in the history yet, or are
             empty.
         is_commit: whether all ranks keep the state. There is no commit at the end of
-            the training: the ranks would leave it for hosts that have come.
+            a run: the ranks would leave it for hosts that have come.
     """
 
     def __init__(
         self,
         writer: Writer | None,
-        plan: Plan,
         is_due: Interval,
-        requests: Requests,
+        *,
+        model: keras.Model,
         world: World,
         make_header: Callable[[int, bool, dict], Header],
         step_variables: StepVariables,
-        *,
         is_commit: bool = False,
     ) -> None:
-        super().__init__(plan)
         self._writer = writer
         self._is_due = is_due
-        self._requests = requests
+        self._model = model
         self._world = world
         self._make_header = make_header
         self._step_variables = step_variables
@@ -200,12 +197,18 @@ class CheckpointCallback(StepCallback):
         # job, and would start from the beginning if the others were lost.
         self._is_pending = is_commit
 
-    def note_step(self) -> None:
-        self._is_pending |= self._is_due(self.step)
+    def note(self, step: int) -> None:
+        """Note whether a checkpoint is due after `step` steps; called for each stop."""
+        self._is_pending |= self._is_due(step)
 
-    def act(self, *, is_epoch_end: bool) -> None:
-        is_finished = is_epoch_end and self.is_last
-        is_end = is_finished or STOP in self._requests.agreed
+    def save_if_due(self, step: int, *, is_finished: bool, is_stopped: bool) -> None:
+        """Save the state if a checkpoint is due, or if the run ends. A collective.
+
+        Args:
+            is_finished: whether the training ends here.
+            is_stopped: whether the run ends here, to be continued.
+        """
+        is_end = is_finished or is_stopped
         if self._is_commit and is_end:
             return
         if is_end:
@@ -213,16 +216,16 @@ class CheckpointCallback(StepCallback):
             self._wait_for_writer()
         if self._is_pending or is_end:
             self._is_pending = False
-            self._save(is_finished)
+            self._save(step, is_finished)
 
-    def save_before_evaluation(self, logs: dict) -> None:
+    def save_before_evaluation(self, step: int, logs: dict) -> None:
         """Save a training that ends here, before its last evaluation. A collective.
 
         The evaluation calls code of users, which may fail. A checkpoint with its
         results replaces this one. The logs belong to the last epoch.
         """
         self._wait_for_writer()
-        self._save(True, logs)
+        self._save(step, True, logs)
 
     def _wait_for_writer(self) -> None:
         # Commits are in memory at once. All ranks have one, or none has.
@@ -231,17 +234,17 @@ class CheckpointCallback(StepCallback):
                 wait_for_writer(self._world, self._writer)
 
     @recorder.phase("saving")
-    def _save(self, is_finished: bool, logs: dict | None = None) -> None:
+    def _save(self, step: int, is_finished: bool, logs: dict | None = None) -> None:
         start = time.perf_counter()
-        check_finite(self.model, self._world, self.step)
-        unlisted = self._step_variables.unlisted(self.model)
+        check_finite(self._model, self._world, step)
+        unlisted = self._step_variables.unlisted(self._model)
         captured = capture(
-            self.model, self._world, everywhere=self._is_commit, unlisted=unlisted
+            self._model, self._world, everywhere=self._is_commit, unlisted=unlisted
         )
         copy_seconds = time.perf_counter() - start
         if captured is None or self._writer is None:
             return
-        header = self._make_header(self.step, is_finished, logs or {})
+        header = self._make_header(step, is_finished, logs or {})
         header = dataclasses.replace(header, unlisted=captured.unlisted)
         checkpoint = Checkpoint(header=header, arrays=captured.arrays)
         # A checkpoint before the last evaluation is soon replaced, and not reported.
