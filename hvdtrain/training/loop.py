@@ -7,20 +7,21 @@ The model's `train_step`, its metrics and the user's callbacks are called as Ker
 import contextlib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import JobError
-from hvdtrain.job.agreement import fail_together
+from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
-from hvdtrain.keras.learning_rates import rate_variable
+from hvdtrain.keras.metrics import local_states, metric_variables
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
+from hvdtrain.training.callback_states import CallbackStates
 from hvdtrain.training.checkpoint.writing import complete_together
 from hvdtrain.training.requests import STOP, raise_preempted
 from hvdtrain.training.session import Session
@@ -86,9 +87,12 @@ class _Loop:
         self._logs: dict = {}
         # What differs by rank in the checkpoint, until the first epoch has begun.
         self._per_rank = run.start.per_rank_state
-        self._saves = list(session.make_saves(self._make_header))
+        self._stored_callbacks = self._per_rank.callbacks if self._per_rank else None
         # Once: evaluations call them, too.
         users = list(train_spec.callbacks(run.plan) if train_spec.callbacks else ())
+        self._callback_states = CallbackStates(users)
+        self._has_callbacks = bool(users)
+        self._saves = list(session.make_saves(self._make_header, self._read_callbacks))
         self._evaluations = session.make_evaluations(
             eval_spec,
             users,
@@ -151,11 +155,16 @@ class _Loop:
     def _begin(self) -> None:
         before, after = self._agreements
         self._first.on_train_begin()
+        self._has_callbacks = any(gather(self._run.world, self._has_callbacks))
         if self._per_rank:
             self._per_rank.assign(self._model)
         self._progress.begin()
         before.on_train_begin()
-        self._users.on_train_begin()
+        with self._keep_variables("on_train_begin", is_kept=bool(self._per_rank)):
+            self._users.on_train_begin()
+        self._callback_states.note_begin()
+        if self._plan.is_epoch_end(self._step):
+            self._restore_callbacks()
         after.on_train_begin()
         self._session.history.on_train_begin()
         # Last: the checkpoint has what callbacks draw when a training begins.
@@ -166,13 +175,15 @@ class _Loop:
     def _begin_epoch(self, epoch: int) -> None:
         self._model.reset_metrics()
         is_continued = self._step > self._plan.step(epoch)
-        rates = self._read_rates() if is_continued else []
         self._first.on_epoch_begin(epoch)
         if self._per_rank and is_continued:
             self._per_rank.assign_metrics(self._model)
         self._progress.begin_epoch(epoch)
         self._evaluations.run_interrupted(epoch)
-        self._users.on_epoch_begin(epoch)
+        with self._keep_variables("on_epoch_begin", is_kept=is_continued):
+            self._users.on_epoch_begin(epoch)
+        if self._step == self._plan.execution(self._step)[0]:
+            self._restore_callbacks()
         if self._evaluations.was_interrupted:
             # It stays due in the checkpoint that this run has read, since no step has
             # changed the weights.
@@ -182,13 +193,39 @@ class _Loop:
                 self._per_rank.restore_generators()
             self._per_rank.release()
             self._per_rank = None
-        # Callbacks such as `LearningRateScheduler` have set the rate before.
-        for variable, value in rates:
+
+    @contextlib.contextmanager
+    def _keep_variables(self, hook: str, *, is_kept: bool) -> Iterator[None]:
+        """Put back all variables that callbacks change in the block.
+
+        In a run that continues, callbacks begin the training, and perhaps its epoch and
+        execution, for the second time. The checkpoint has what they changed then, such
+        as a learning rate or pretrained weights.
+        """
+        general = getattr(keras.callbacks.Callback, hook)
+        acting = [c for c in self._users.callbacks if getattr(type(c), hook) != general]
+        if not (is_kept and acting):
+            yield
+            return
+        variables = [
+            *self._model.variables,
+            *self._model.optimizer.variables,
+            *metric_variables(self._model.metrics),
+            *self._run.step_variables.unlisted(self._model),
+        ]
+        before = local_states(variables)
+        yield
+        for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
 
-    def _read_rates(self) -> list[tuple]:
-        rates = map(rate_variable, optimizers_inside(self._model.optimizer))
-        return [(rate, rate.numpy()) for rate in rates if rate is not None]
+    def _restore_callbacks(self) -> None:
+        """Restore the states of callbacks, which have begun what was interrupted."""
+        if self._stored_callbacks is not None:
+            self._callback_states.restore(self._stored_callbacks)
+            self._stored_callbacks = None
+
+    def _read_callbacks(self) -> dict[str, np.ndarray] | None:
+        return self._callback_states.capture() if self._has_callbacks else None
 
     def _take_epoch(self, epoch: int) -> None:
         epoch_start, epoch_end = self._plan.step(epoch), self._plan.step(epoch + 1)
@@ -208,7 +245,10 @@ class _Loop:
     @recorder.phase("callbacks")
     def _begin_execution(self, batch: int) -> None:
         self._first.on_train_batch_begin(batch)
-        self._users.on_train_batch_begin(batch)
+        is_continued = self._stored_callbacks is not None
+        with self._keep_variables("on_train_batch_begin", is_kept=is_continued):
+            self._users.on_train_batch_begin(batch)
+        self._restore_callbacks()
         # A checkpoint restores what model_fn returns: a resumed job would differ.
         if self._model.train_function != self._take_steps:
             raise JobError(

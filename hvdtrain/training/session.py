@@ -180,7 +180,9 @@ class Session:
         )
 
     def make_saves(
-        self, make_header: Callable[[int, bool, dict], Header]
+        self,
+        make_header: Callable[[int, bool, dict], Header],
+        read_callbacks: Callable[[], dict[str, np.ndarray] | None],
     ) -> Iterator[PeriodicSave]:
         """Yield what saves the state: first to files, then in commits.
 
@@ -193,6 +195,7 @@ class Session:
             world=run.world,
             make_header=make_header,
             step_variables=run.step_variables,
+            read_callbacks=read_callbacks,
         )
         if run.files:
             steps, seconds = config.save_every_steps, config.save_every_seconds

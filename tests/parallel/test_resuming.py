@@ -97,6 +97,23 @@ class LogTestLoss(keras.callbacks.Callback):
         logs["seen"] = logs["val_loss"]
 
 
+class OfRank(keras.callbacks.Callback):
+    """Has a state of which a part differs by rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.arrays, self.restored = [np.arange(4), np.zeros(SIZE)], None
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.arrays[1][RANK] += 1
+
+    def get_state(self):
+        return {"arrays": self.arrays}
+
+    def set_state(self, state):
+        self.arrays = self.restored = state["arrays"]
+
+
 class Count(keras.layers.Layer):
     """Adds variables that Keras does not list: calls, and sums of each rank."""
 
@@ -143,12 +160,18 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
 
     expected = train(model_fn, callbacks=[LogTestLoss()])
     # Within the second epoch; twice: tests/unit/test_resuming.py.
-    callbacks = [LogTestLoss(), oracle.killed_after(9)]
+    callbacks = [LogTestLoss(), OfRank(), oracle.killed_after(9)]
     with pytest.raises(oracle.KilledError):
         train(model_fn, directory=directory, callbacks=callbacks)
-    result = train(model_fn, directory=directory, callbacks=[LogTestLoss()])
+    of_rank = OfRank()
+    callbacks = [LogTestLoss(), of_rank]
+    result = train(model_fn, directory=directory, callbacks=callbacks)
     assert 0 < result.start_step < STEPS
     assert_equal(result, expected)
+    np.testing.assert_array_equal(of_rank.restored[0], np.arange(4))
+    steps = np.zeros(SIZE)
+    steps[RANK] = STEPS
+    np.testing.assert_array_equal(of_rank.arrays[1], steps)
     oracle.assert_bitwise_equal_over_ranks(result.history["seen"])
     assert float(counts[-1].count) == float(counts[0].count) == STEPS
     found, wanted = counts[-1].sums[0].numpy(), counts[0].sums[0].numpy()

@@ -28,6 +28,9 @@ def events(monkeypatch):
     def make_steps(model, *_):
         def take(count):
             model.optimizer.iterations.assign_add(count)
+            # The speed decides where the ranks vote, which splits the steps.
+            if events[-1].endswith(" steps"):
+                count += int(events.pop().split()[0])
             events.append(f"{count} steps")
             return {"loss": 1.0}
 
@@ -105,7 +108,7 @@ def test_the_order_after_steps(events, tmp_path):
     train(tmp_path, Recorder(events), throttle_steps=3, save_every_steps=3)
     assert events == [
         *("train begins", "epoch 0 begins"),
-        *("batch 0 begins", "1 steps", "1 steps", "batch 1 ends"),
+        *("batch 0 begins", "2 steps", "batch 1 ends"),
         # What is due by steps splits an execution, which callbacks do not see.
         *("batch 2 begins", "1 steps", "evaluation", "save", "1 steps", "batch 3 ends"),
         *("epoch 0 ends with ['loss', 'val_loss']", "epoch 1 begins"),
@@ -124,7 +127,7 @@ def test_a_callback_ends_the_training_within_an_epoch(events, tmp_path):
 
     result = train(tmp_path, Recorder(events, stop), save_every_steps=2)
     assert events[3:] == [
-        *("1 steps", "1 steps", "batch 1 ends", "save", "evaluation"),
+        *("2 steps", "batch 1 ends", "save", "evaluation"),
         *("epoch 0 ends with ['loss', 'val_loss']", "save", "train ends"),
     ]
     assert result.step == 2

@@ -22,6 +22,7 @@ from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.replication import get_process_set
 from hvdtrain.keras.seeds import seed_states, separate_seeds
 from hvdtrain.training.checkpoint.header import (
+    CALLBACKS,
     METRICS,
     RANDOM,
     RANK,
@@ -47,11 +48,13 @@ class ReplicaState(TypedDict, total=False):
     metrics: values of `StateVariables.metrics`; None for each new one.
     random: states of the global random generators by name; absent if the number of
         replicas has changed.
+    callbacks: states of the callbacks, of each rank.
     """
 
     rank: dict[int, np.ndarray]
     metrics: list[np.ndarray | None]
     random: dict[str, np.ndarray]
+    callbacks: dict[str, np.ndarray]
 
 
 def regroup(
@@ -134,7 +137,10 @@ class PerRankState:
             states = states_by_replica(
                 arrays, replicas.size, variables, local_batch_sizes
             )
-            return [state for n, state in enumerate(states) for _ in replicas.ranks(n)]
+            by_rank = [s for n, s in enumerate(states) for _ in replicas.ranks(n)]
+            callbacks = callbacks_by_rank(arrays, world.size)
+            pairs = zip(by_rank, callbacks, strict=True)
+            return [ReplicaState(**state, callbacks=own) for state, own in pairs]
 
         states = on_chief(world, read) or []
         # Each rank receives its own state only: the traffic and the memory of a rank do
@@ -151,6 +157,11 @@ class PerRankState:
         if not self._is_same_size:
             # Replicas without a predecessor have taken the seeds of the first one.
             separate_seeds(seed_states(model), get_process_set(model.optimizer))
+
+    @property
+    def callbacks(self) -> Arrays:
+        """The states of the callbacks of this rank."""
+        return self._state["callbacks"]
 
     def restore_generators(self) -> None:
         if self._is_same_size:
@@ -210,6 +221,22 @@ def states_by_replica(
             metrics=first_metrics if n == 0 else other_metrics,
         )
         for n in range(size)
+    ]
+
+
+def callbacks_by_rank(arrays: Arrays, size: int) -> list[dict[str, np.ndarray]]:
+    """Return the states of the callbacks of each rank, of `size` ranks now.
+
+    If the number of ranks has changed, all take the states of rank 0.
+    """
+    groups = ArrayGroups(arrays)
+    first = groups.by_name(CALLBACKS.format(0))
+    is_same_size = [
+        bool(groups.by_name(CALLBACKS.format(rank))) for rank in range(size + 1)
+    ] == [True] * size + [False]
+    return [
+        first | (groups.by_name(CALLBACKS.format(rank)) if is_same_size else {})
+        for rank in range(size)
     ]
 
 

@@ -1,5 +1,6 @@
 """Copies of the state of a training as arrays; and arrays back into the variables."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, cast
@@ -8,13 +9,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.objects import gather_object
+from hvdtrain.collectives.objects import broadcast_object, gather_object
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras.metrics import local_states
 from hvdtrain.sharding.full_values import Block, FullVariable, assemble
 from hvdtrain.sharding.shards import get_sharding
 from hvdtrain.training.checkpoint.header import (
+    CALLBACKS,
+    CALLBACKS_JSON,
     METRICS,
     RANDOM,
     RANK,
@@ -55,6 +58,7 @@ class _RankState(NamedTuple):
     shards: list[tuple[Block | None, np.ndarray | None]]
     metrics: list[np.ndarray]
     random: dict[str, np.ndarray]
+    callbacks: dict[str, np.ndarray]
 
 
 def capture(
@@ -63,12 +67,17 @@ def capture(
     *,
     everywhere: bool,
     unlisted: Sequence[tf.Variable] = (),
+    callbacks: dict[str, np.ndarray] | None = None,
 ) -> Captured | None:
     """Return copies of all arrays. A collective.
 
     All ranks return them with `everywhere`; otherwise the chief does, and the others
-    return None. The optimizer of the model is built. For `unlisted`, see
-    `StepVariables`.
+    return None. The optimizer of the model is built.
+
+    Args:
+        unlisted: see `StepVariables`.
+        callbacks: states of the callbacks of this rank; None on all ranks if no rank
+            has callbacks.
     """
     variables = StateVariables.of(model).with_unlisted(unlisted)
     variables = variables.find_replicated(model, world)
@@ -77,6 +86,7 @@ def capture(
         shards=[(v.block, v.local_value()) for v in per_replica.values()],
         metrics=local_states(variables.metrics),
         random=capture_generators(),
+        callbacks=_without_those_of_rank_0(callbacks, world) if callbacks else {},
     )
     states_by_rank: list[_RankState] | None
     if everywhere or world.size == 1:
@@ -93,7 +103,34 @@ def capture(
     for number in range(replicas.size):
         states = [states_by_rank[rank] for rank in replicas.ranks(number)]
         arrays |= _arrays_of_replica(number, per_replica, variables.metrics, states)
+    for rank, state in enumerate(states_by_rank):
+        for name, value in state.callbacks.items():
+            arrays[f"{CALLBACKS.format(rank)}/{name}"] = value
     return Captured(arrays, len(variables.unlisted))
+
+
+def _without_those_of_rank_0(
+    arrays: dict[str, np.ndarray], world: World
+) -> dict[str, np.ndarray]:
+    """Return the arrays that differ from rank 0's; on rank 0 all. A collective.
+
+    Weights that EarlyStopping keeps are equal on all ranks: once is enough.
+    """
+    if world.size == 1:
+        return arrays
+    own = {
+        name: (array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).digest())
+        for name, array in arrays.items()
+    }
+    first = broadcast_object(own, name="CallbackStates")
+    if world.is_chief:
+        return arrays
+    # The JSON always: it shows how many ranks there were.
+    return {
+        name: array
+        for name, array in arrays.items()
+        if name == CALLBACKS_JSON or own[name] != first.get(name)
+    }
 
 
 def _arrays_stored_once(

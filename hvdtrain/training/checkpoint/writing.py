@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import keras
+import numpy as np
 
 from hvdtrain.job import World, agreement
 from hvdtrain.native import recorder
@@ -171,6 +172,7 @@ class PeriodicSave:
         make_header: `make_header(step, is_finished, logs)` returns the header at this
             moment; `logs` belong to an epoch that is not in the history yet, or are
             empty.
+        read_callbacks: returns the `callbacks` of `snapshot.capture`.
         is_commit: whether all ranks keep the state. There is no commit at the end of
             a run: the ranks would leave it for hosts that have come.
     """
@@ -184,6 +186,7 @@ class PeriodicSave:
         world: World,
         make_header: Callable[[int, bool, dict], Header],
         step_variables: StepVariables,
+        read_callbacks: Callable[[], dict[str, np.ndarray] | None],
         is_commit: bool = False,
     ) -> None:
         self._writer = writer
@@ -192,6 +195,7 @@ class PeriodicSave:
         self._world = world
         self._make_header = make_header
         self._step_variables = step_variables
+        self._read_callbacks = read_callbacks
         self._is_commit = is_commit
         # Commit after the first step: a worker that has just joined has no state of the
         # job, and would start from the beginning if the others were lost.
@@ -239,7 +243,11 @@ class PeriodicSave:
         check_finite(self._model, self._world, step)
         unlisted = self._step_variables.unlisted(self._model)
         captured = capture(
-            self._model, self._world, everywhere=self._is_commit, unlisted=unlisted
+            self._model,
+            self._world,
+            everywhere=self._is_commit,
+            unlisted=unlisted,
+            callbacks=self._read_callbacks(),
         )
         copy_seconds = time.perf_counter() - start
         if captured is None or self._writer is None:
