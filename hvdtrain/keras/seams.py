@@ -156,8 +156,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         # `substitute` puts a function in place of the present one, and takes it out
         # before its first call; Keras makes another one where it is None.
         Seam("train_function(iterator)",
-             "Called by `fit` for each execution. It takes the steps of training/; it "
-             "builds the model or passes over batches before the first step.",
+             "Called by `fit` for each execution: builds the model or passes over "
+             "batches before the first step. `compile` removes it, which a training "
+             "refuses.",
              replaced_by=(
                  "training.loop.train", "keras.callbacks.fit_start.substitute")),
         Seam("train_on_batch(x, y, sample_weight, ...)",

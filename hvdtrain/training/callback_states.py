@@ -1,19 +1,16 @@
 """The states of callbacks in checkpoints.
 
-Callbacks of Keras, and classes derived from them, have their state in attributes. Of
-these, the ones that have changed since the callback was made are saved: the others are
-arguments, which a later run may choose anew. Other callbacks are saved if they have the
-methods `get_state()` and `set_state(state)`.
+Of Keras' callbacks the attributes in `_ATTRIBUTES` are saved: the others are arguments,
+which a later run may choose anew, or belong to the process, such as open files. Other
+callbacks are saved if they have the methods `get_state()` and `set_state(state)`.
 
 A state consists of numbers, strings, None, arrays, and lists, tuples and dictionaries
 of them. It is stored as JSON, in which arrays are numbered.
 """
 
-import contextlib
-import copy
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -21,51 +18,63 @@ import numpy as np
 
 from hvdtrain.training.checkpoint.header import CALLBACKS_JSON, Arrays
 
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: (
+        *("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
+    ),
+    keras.callbacks.History: ("epoch", "history"),
+    keras.callbacks.ModelCheckpoint: (
+        *("best", "_batches_seen_since_last_saving", "_current_epoch"),
+        "_last_batch_seen",
+    ),
+    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: ("_global_test_batch", "_global_train_batch"),
+}
+_METHODS, _OF_KERAS = "methods", "attributes"
 _ARRAY, _TUPLE = "hvdtrain.array", "hvdtrain.tuple"
-_NUMBERS = "biufc"
-# Set by `CallbackList`; and an argument that Keras negates when it first monitors.
-_NO_STATE = {"model", "_model", "params", "min_delta"}
+# What a file of arrays can contain.
+_DTYPES = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("bfloat16", "float16", "float32", "float64"),
+}
 
 
 class _NoStateError(TypeError):
-    """A value cannot be part of a state."""
+    """A value of this type cannot be part of a state."""
 
 
 class CallbackStates:
     """The states of the callbacks of a user on this rank.
 
     Args:
-        callbacks: as they were made; their training has not begun.
+        callbacks: they have the model, and their training has not begun.
     """
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self._callbacks = callbacks
-        self._made = self._copy_attributes()
-        self._begun = self._made
-        self._is_warned = False
-
-    def note_begin(self) -> None:
-        """Note the attributes that `on_train_begin` has set."""
-        self._begun = self._copy_attributes()
+        # Of callbacks whose state is not saved, until the first checkpoint.
+        self._unsaved = [
+            (callback, dict(_numbers(callback)))
+            for callback in callbacks
+            if not _attribute_names(callback) and not _has_methods(callback)
+        ]
 
     def capture(self) -> dict[str, np.ndarray]:
         """Return the states, as copies."""
+        self._warn_of_unsaved()
         arrays: dict[str, np.ndarray] = {}
         states = []
-        for number, callback in enumerate(self._callbacks):
-            name = type(callback).__name__
-            try:
-                state = _encode(self._read(number), arrays)
-            except _NoStateError as error:
-                state = None
-                self._warn(
-                    f"{name}.get_state() returned a state with a value of type {error};"
-                    " expected numbers, strings, None, arrays, and lists, tuples and "
-                    "dictionaries of them. Checkpoints do not contain it."
-                )
-            states.append({"class": name, "state": state})
-        self._warn_of_unsaved()
-        self._is_warned = True
+        for callback in self._callbacks:
+            state = _read(callback)
+            if state is not None:
+                kind = _METHODS if _has_methods(callback) else _OF_KERAS
+                try:
+                    encoded = _encode(state, arrays)
+                except _NoStateError as error:
+                    _warn_of_type(callback, error)
+                    kind, encoded = "", None
+                states.append([type(callback).__name__, kind, encoded])
         arrays[CALLBACKS_JSON] = np.frombuffer(json.dumps(states).encode(), "uint8")
         return {name: np.array(array) for name, array in arrays.items()}
 
@@ -77,120 +86,111 @@ class CallbackStates:
         """
         if CALLBACKS_JSON not in arrays:
             return
-        stored: dict[str, list[Any]] = {}
-        for each in json.loads(arrays[CALLBACKS_JSON].tobytes()):
-            stored.setdefault(each["class"], []).append(each["state"])
-        present: dict[str, list[Any]] = {}
-        for callback in self._callbacks:
-            present.setdefault(type(callback).__name__, []).append(callback)
-        for name in present.keys() & stored.keys():
-            if len(present[name]) != len(stored[name]):
+        stored: dict[str, list[tuple[str, Any]]] = {}
+        for name, kind, state in json.loads(arrays[CALLBACKS_JSON].tobytes()):
+            stored.setdefault(name, []).append((kind, state))
+        for name, states in stored.items():
+            present = [c for c in self._callbacks if type(c).__name__ == name]
+            if present and len(present) != len(states):
                 warnings.warn(
-                    f"There are {len(present[name])} callbacks of the class {name}, "
-                    f"and the checkpoint has the states of {len(stored[name])}: all of "
-                    "them start anew.",
+                    f"There are {len(present)} callbacks of the class {name}, and the "
+                    f"checkpoint has the states of {len(states)}: they start anew.",
                     stacklevel=2,
                 )
                 continue
-            for callback, state in zip(present[name], stored[name], strict=True):
-                _set_state(callback, _decode(state, arrays))
-
-    def _copy_attributes(self) -> list[dict[str, Any]]:
-        return [copy.deepcopy(_attributes(each)) for each in self._callbacks]
-
-    def _read(self, number: int) -> Any:
-        """Return the state of a callback, None if there is none to save."""
-        callback: Any = self._callbacks[number]
-        if _has_methods(callback):
-            return callback.get_state()
-        return self._changed(number) if _is_of("keras", callback) else None
-
-    def _changed(self, number: int) -> dict[str, Any]:
-        """Return the attributes that are no arguments of the callback."""
-        before = self._made[number], self._begun[number]
-        return {
-            name: value
-            for name, value in _attributes(self._callbacks[number]).items()
-            if not all(name in old and _is_same(value, old[name]) for old in before)
-        }
+            for callback, (kind, state) in zip(present, states, strict=False):
+                _set(callback, kind, state, arrays)
 
     def _warn_of_unsaved(self) -> None:
-        for number, callback in enumerate(self._callbacks):
-            # Of the callbacks of this package, none needs its state.
-            is_exempt = any(_is_of(each, callback) for each in ("keras", "hvdtrain"))
-            if is_exempt or _has_methods(callback):
-                continue
-            if names := sorted(self._changed(number)):
-                self._warn(
+        unsaved, self._unsaved = self._unsaved, []
+        for callback, before in unsaved:
+            now = dict(_numbers(callback))
+            names = [name for name in now if now[name] != before.get(name)]
+            if names:
+                warnings.warn(
                     "Checkpoints do not contain the state of the callback "
-                    f"{type(callback).__name__}, of which {', '.join(names)} changed: "
-                    "in a job that continues, it starts anew. Give it the methods "
-                    "get_state() and set_state(state)."
+                    f"{type(callback).__name__}, of which {', '.join(sorted(names))} "
+                    "changed: in a job that continues, it starts anew. Give it the "
+                    "methods get_state() and set_state(state).",
+                    stacklevel=2,
                 )
-
-    def _warn(self, text: str) -> None:
-        if not self._is_warned:
-            warnings.warn(text, stacklevel=3)
 
 
 def _has_methods(callback: Any) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
-def _set_state(callback: Any, state: Any) -> None:
+def _attribute_names(callback: keras.callbacks.Callback) -> list[str]:
+    """Return the names of the attributes that are the state of a Keras callback."""
+    classes = [cls for cls in _ATTRIBUTES if isinstance(callback, cls)]
+    names = [name for cls in classes for name in _ATTRIBUTES[cls]]
+    return [name for name in names if name in vars(callback)]
+
+
+def _numbers(callback: keras.callbacks.Callback) -> Iterator[tuple[str, Any]]:
+    """Yield attributes that may be a state, apart from arrays, by name.
+
+    Of the callbacks of this package, none needs its state.
+    """
+    if type(callback).__module__.partition(".")[0] in ("keras", "hvdtrain"):
+        return
+    for name, value in vars(callback).items():
+        if isinstance(value, bool | int | float | str) or value is None:
+            yield name, value
+        elif isinstance(value, list | dict | set):
+            yield name, len(value)
+
+
+def _read(callback: Any) -> Any:
+    """Return the state of a callback, None if there is none to save."""
     if _has_methods(callback):
+        return callback.get_state()
+    names = _attribute_names(callback)
+    return {name: vars(callback)[name] for name in names} if names else None
+
+
+def _set(callback: Any, kind: str, state: Any, arrays: Arrays) -> None:
+    if kind != (_METHODS if _has_methods(callback) else _OF_KERAS):
+        return
+    try:
+        state = _decode(state, arrays)
+    except KeyError:
+        warnings.warn(
+            f"{type(callback).__name__} starts anew: its state has weights of a model "
+            "that was sharded over other ranks.",
+            stacklevel=3,
+        )
+        return
+    if kind == _METHODS:
         callback.set_state(state)
-    elif state is not None:
+    else:
         vars(callback).update(state)
 
 
-def _is_of(library: str, callback: keras.callbacks.Callback) -> bool:
-    """Return whether a class of this library, as EarlyStopping, is a base."""
-    general = keras.callbacks.Callback, keras.callbacks.LambdaCallback
-    return any(
-        base.__module__.partition(".")[0] == library and base not in general
-        for base in type(callback).__mro__
+def _warn_of_type(callback: keras.callbacks.Callback, error: _NoStateError) -> None:
+    warnings.warn(
+        f"The state of the callback {type(callback).__name__} has a value of type "
+        f"{error}; expected numbers, strings, None, arrays, and lists, tuples and "
+        "dictionaries of them. Checkpoints do not contain it.",
+        stacklevel=3,
     )
-
-
-def _attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    """Return the attributes that may be part of a state."""
-    found = {}
-    for name, value in vars(callback).items():
-        if name in _NO_STATE:
-            continue
-        with contextlib.suppress(_NoStateError):
-            _encode(value, {})
-            found[name] = value
-    return found
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, np.ndarray | np.generic):
-        is_alike = (value.dtype, value.shape) == (other.dtype, other.shape)
-        return is_alike and value.tobytes() == other.tobytes()
-    if isinstance(value, dict):
-        is_alike = value.keys() == other.keys()
-        return is_alike and all(_is_same(value[key], other[key]) for key in value)
-    if isinstance(value, list | tuple):
-        return len(value) == len(other) and all(map(_is_same, value, other))
-    return value == other or (value != value and other != other)
 
 
 def _encode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     """Return a value for JSON; add its arrays to `arrays`."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMBERS:
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.name not in _DTYPES:
+            raise _NoStateError(value.dtype.name)
         arrays[str(len(arrays))] = np.asarray(value)
         return {_ARRAY: len(arrays) - 1}
-    if isinstance(value, list):
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    # A subclass, such as `collections.Counter`, would come back as a plain one.
+    if type(value) is list:
         return [_encode(each, arrays) for each in value]
     if type(value) is tuple:
         return {_TUPLE: [_encode(each, arrays) for each in value]}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if type(value) is dict and all(isinstance(key, str) for key in value):
         return {key: _encode(each, arrays) for key, each in value.items()}
     raise _NoStateError(type(value).__name__)
 

@@ -102,7 +102,7 @@ def fit(
         transform: see `data.batches`. It is applied to training samples only.
         workers: see `data.batches`.
         callbacks: Keras callbacks of this rank; or a function of the `Plan` that
-            returns them. Their own attributes are not in checkpoints.
+            returns them. For their states in checkpoints, see `callback_states`.
         seed: of the order of samples, of initial weights and of random layers; None for
             the seed of `job.start`.
         mesh: over which the model is sharded; None for data parallelism alone.

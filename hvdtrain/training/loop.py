@@ -22,6 +22,7 @@ from hvdtrain.keras.metrics import local_states, metric_variables
 from hvdtrain.keras.seams import replace
 from hvdtrain.native import recorder
 from hvdtrain.training.callback_states import CallbackStates
+from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.checkpoint.writing import complete_together
 from hvdtrain.training.requests import STOP, raise_preempted
 from hvdtrain.training.session import Session
@@ -87,10 +88,8 @@ class _Loop:
         self._logs: dict = {}
         # What differs by rank in the checkpoint, until the first epoch has begun.
         self._per_rank = run.start.per_rank_state
-        self._stored_callbacks = self._per_rank.callbacks if self._per_rank else None
         # Once: evaluations call them, too.
         users = list(train_spec.callbacks(run.plan) if train_spec.callbacks else ())
-        self._callback_states = CallbackStates(users)
         self._has_callbacks = bool(users)
         self._saves = list(session.make_saves(self._make_header, self._read_callbacks))
         self._evaluations = session.make_evaluations(
@@ -122,9 +121,9 @@ class _Loop:
         ]
         make_list(self._agreements)
         self._users = make_list(users)
+        self._callback_states = CallbackStates(self._users.callbacks)
         # Of the whole job, as opposed to a user's own.
-        session.history.set_model(run.model)
-        run.model.history = session.history
+        make_list([session.history])
 
     def run(self, batches: BatchReader) -> None:
         model, plan = self._model, self._plan
@@ -160,9 +159,8 @@ class _Loop:
             self._per_rank.assign(self._model)
         self._progress.begin()
         before.on_train_begin()
-        with self._keep_variables("on_train_begin", is_kept=bool(self._per_rank)):
+        with self._keep_variables(is_kept=bool(self._per_rank)):
             self._users.on_train_begin()
-        self._callback_states.note_begin()
         if self._plan.is_epoch_end(self._step):
             self._restore_callbacks()
         after.on_train_begin()
@@ -179,11 +177,16 @@ class _Loop:
         if self._per_rank and is_continued:
             self._per_rank.assign_metrics(self._model)
         self._progress.begin_epoch(epoch)
-        self._evaluations.run_interrupted(epoch)
-        with self._keep_variables("on_epoch_begin", is_kept=is_continued):
+        if not is_continued:
+            self._evaluations.run_interrupted(epoch)
+        with self._keep_variables(is_kept=is_continued):
             self._users.on_epoch_begin(epoch)
-        if self._step == self._plan.execution(self._step)[0]:
+            first, _ = self._plan.execution(self._step)
+            if self._step > first:
+                self._begin_execution(first - self._plan.step(epoch))
+        if is_continued:
             self._restore_callbacks()
+            self._evaluations.run_interrupted(epoch)
         if self._evaluations.was_interrupted:
             # It stays due in the checkpoint that this run has read, since no step has
             # changed the weights.
@@ -195,16 +198,14 @@ class _Loop:
             self._per_rank = None
 
     @contextlib.contextmanager
-    def _keep_variables(self, hook: str, *, is_kept: bool) -> Iterator[None]:
+    def _keep_variables(self, *, is_kept: bool) -> Iterator[None]:
         """Put back all variables that callbacks change in the block.
 
         In a run that continues, callbacks begin the training, and perhaps its epoch and
         execution, for the second time. The checkpoint has what they changed then, such
         as a learning rate or pretrained weights.
         """
-        general = getattr(keras.callbacks.Callback, hook)
-        acting = [c for c in self._users.callbacks if getattr(type(c), hook) != general]
-        if not (is_kept and acting):
+        if not (is_kept and self._users.callbacks):
             yield
             return
         variables = [
@@ -220,9 +221,9 @@ class _Loop:
 
     def _restore_callbacks(self) -> None:
         """Restore the states of callbacks, which have begun what was interrupted."""
-        if self._stored_callbacks is not None:
-            self._callback_states.restore(self._stored_callbacks)
-            self._stored_callbacks = None
+        # A finished job that is made longer begins anew to wait for an improvement.
+        if self._per_rank and not self._run.start.header.finished:
+            self._callback_states.restore(self._per_rank.callbacks)
 
     def _read_callbacks(self) -> dict[str, np.ndarray] | None:
         return self._callback_states.capture() if self._has_callbacks else None
@@ -231,7 +232,8 @@ class _Loop:
         epoch_start, epoch_end = self._plan.step(epoch), self._plan.step(epoch + 1)
         while self._step < epoch_end:
             first, end = self._plan.execution(self._step)
-            self._begin_execution(first - epoch_start)
+            if self._step == first:
+                self._begin_execution(first - epoch_start)
             while self._step < end:
                 self._logs = self._take_steps(
                     min(self._session.next_stop(self._step), end)
@@ -245,10 +247,7 @@ class _Loop:
     @recorder.phase("callbacks")
     def _begin_execution(self, batch: int) -> None:
         self._first.on_train_batch_begin(batch)
-        is_continued = self._stored_callbacks is not None
-        with self._keep_variables("on_train_batch_begin", is_kept=is_continued):
-            self._users.on_train_batch_begin(batch)
-        self._restore_callbacks()
+        self._users.on_train_batch_begin(batch)
         # A checkpoint restores what model_fn returns: a resumed job would differ.
         if self._model.train_function != self._take_steps:
             raise JobError(
@@ -342,7 +341,7 @@ class _Loop:
             max_steps=self._plan.max_steps,
         )
 
-    def _make_header(self, step: int, is_finished: bool, logs: dict) -> Any:
+    def _make_header(self, step: int, is_finished: bool, logs: dict) -> Header:
         return self._session.make_header(
             step,
             is_finished,

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import tensorflow as tf
@@ -30,9 +30,18 @@ def notify(observers: Sequence, method: str, *arguments: object) -> None:
             call(*arguments)
 
 
-def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
-    """Return the metrics that are numbers, as floats, without arrays."""
-    return {name: float(v) for name, v in metrics.items() if np.ndim(v) == 0}
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers, as floats, without arrays.
+
+    As in `fit`, dictionaries in the logs of a `train_step` are flattened.
+    """
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            found |= scalars(value)
+        elif np.ndim(value) == 0:
+            found[name] = float(value)
+    return found
 
 
 def make_observers(

@@ -1,4 +1,4 @@
-"""Progress of `fit`: speed, metrics over all ranks, and the check of the loss."""
+"""Progress of a training: speed, metrics over all ranks, and the check of the loss."""
 
 import contextlib
 import functools

@@ -4,19 +4,22 @@
                     equal on all ranks, or by seconds, for which it makes a request
     Requests        the requests of this rank, and what all ranks have agreed on
     Votes           adds up the requests of all ranks, at steps that are equal on all
+    stopping_on     turns signals into requests to stop
 
 A clock or a signal of one rank must never decide alone: the other ranks would block
 in the collectives of a checkpoint or an evaluation that one rank enters.
 """
 
+import contextlib
 import math
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import numpy as np
 
-from hvdtrain.job import World
+from hvdtrain.job import World, signals
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.keras import Sum, allreduce
@@ -32,6 +35,9 @@ _MAX_PAUSE_SECONDS = 1.0
 _CALL_SECONDS = 0.05
 # A pause between two votes is at most so many times the one before.
 MAX_GROWTH = 4
+# A request may arrive twice: from a launcher, and from the sender itself where it
+# signals all processes of a group or of a job of Slurm.
+_SAME_REQUEST_SECONDS = 1.0
 
 
 class Requests:
@@ -188,6 +194,34 @@ class Votes:
         # A vote within an execution cuts it in two: only where its steps are slow.
         is_full = end <= next_step < self._plan.max_steps
         return self._plan.execution(next_step)[0] if is_full else next_step
+
+
+@contextlib.contextmanager
+def stopping_on(
+    numbers: Sequence[signal.Signals],
+    requests: Requests,
+    *,
+    rank: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[None]:
+    """Turn these signals into requests to stop, within the block.
+
+    The first signal asks all ranks to save at the same step and to stop there. One
+    that arrives more than a second later ends this process at once, as before. The
+    message of the stop contains `rank`.
+    """
+    received: list[float] = []
+
+    def postpone(number: int) -> bool:
+        received.append(clock())
+        requests.stop(f"{signal.Signals(number).name} on rank {rank}")
+        return received[-1] - received[0] <= _SAME_REQUEST_SECONDS
+
+    signals.subscribe(numbers, postpone)
+    try:
+        yield
+    finally:
+        signals.unsubscribe(postpone)
 
 
 def agree_on_pause(

@@ -23,9 +23,16 @@ from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation import Evaluations, evaluate_finished
 from hvdtrain.training.exporting import Exports
 from hvdtrain.training.inputs import warn_if_changed
-from hvdtrain.training.preemption import stopping_on
 from hvdtrain.training.progress import ProgressMeter
-from hvdtrain.training.requests import COMMIT, EVALUATE, SAVE, Interval, Requests, Votes
+from hvdtrain.training.requests import (
+    COMMIT,
+    EVALUATE,
+    SAVE,
+    Interval,
+    Requests,
+    Votes,
+    stopping_on,
+)
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Plan, Result, RunConfig
 from hvdtrain.training.stragglers import RankTimes

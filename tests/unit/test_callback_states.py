@@ -1,5 +1,6 @@
 """Callbacks of a job that is killed act as those of the uninterrupted job."""
 
+import collections
 import time
 
 import keras
@@ -12,6 +13,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
 from hvdtrain.training.callback_states import CallbackStates
+from hvdtrain.training.checkpoint.per_rank import callbacks_by_rank
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 EPOCH_STEPS, MAX_STEPS = 10, 45
@@ -57,7 +59,7 @@ def make_model(optimizer=None):
 
 def input_fn(start, end):
     # Noise: the loss rises and falls.
-    noise = np.random.default_rng(3).normal(size=(MAX_STEPS * toy.BATCH, 1))
+    noise = np.random.default_rng(3).normal(size=(80 * toy.BATCH, 1))
     places = np.arange(start * toy.BATCH, end * toy.BATCH)
     pairs = tf.data.Dataset.from_tensor_slices((toy.X[places], noise[places]))
     options = tf.data.Options()
@@ -66,13 +68,19 @@ def input_fn(start, end):
 
 
 def train(
-    directory, callbacks, *, steps_per_execution=1, model_fn=make_model, save_every=0
+    directory,
+    callbacks,
+    *,
+    steps_per_execution=1,
+    model_fn=make_model,
+    save_every=0,
+    max_steps=MAX_STEPS,
 ):
     return training.train_and_evaluate(
         model_fn,
         training.TrainSpec(
             input_fn=input_fn,
-            max_steps=MAX_STEPS,
+            max_steps=max_steps,
             pass_steps=EPOCH_STEPS,
             local_batch_size=toy.BATCH,
             steps_per_execution=steps_per_execution,
@@ -185,31 +193,82 @@ def test_a_killed_job_has_the_callbacks_of_the_uninterrupted_one(
     assert result.step == (30 if make_callbacks is stops else MAX_STEPS)
 
 
+class Counts(keras.callbacks.Callback):
+    """Counts the executions that begin, and draws a random number for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.drawn = 0, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.count += 1
+        self.drawn.append(np.random.normal())
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs |= {"count": float(self.count), "drawn": float(sum(self.drawn))}
+
+    def get_state(self):
+        return {"count": self.count, "drawn": self.drawn}
+
+    def set_state(self, state):
+        self.count, self.drawn = state["count"], state["drawn"]
+
+
+def lower_rate():
+    """Return a callback whose hook is an attribute of it, and no method."""
+
+    def lower(epoch, logs):
+        rate = callback.model.optimizer.learning_rate
+        rate.assign(rate * 0.5)
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_begin=lower)
+    return callback
+
+
+# Executions have four steps, and epochs ten: the second epoch has one from 14 to 18.
 def test_a_killed_job_goes_on_within_an_execution(tmp_path):
-    # Checkpoints of each step split the executions of four steps.
-    check(tmp_path, lambda: [AddToBias()], kill_after=(14,), steps_per_execution=4)
+    def make_callbacks():
+        return [AddToBias(), Counts(), lower_rate()]
+
+    check(tmp_path, make_callbacks, kill_after=(16,), steps_per_execution=4)
 
 
 def test_the_best_of_a_model_checkpoint_is_kept(tmp_path):
-    saved = tmp_path / "best.weights.h5"
-
-    def make_callbacks():
-        checkpoint = keras.callbacks.ModelCheckpoint(
-            saved, "val_loss", save_best_only=True, save_weights_only=True
+    def make_callback():
+        return keras.callbacks.ModelCheckpoint(
+            tmp_path / "best.weights.h5",
+            "val_loss",
+            save_best_only=True,
+            save_weights_only=True,
         )
-        return [checkpoint]
 
-    first = make_callbacks()
+    class Unreachable(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            first.best = -1.0
+
+    first, second = make_callback(), make_callback()
+    callbacks = [first, Unreachable(), Kill(tmp_path, 12)]
     with pytest.raises(KilledError):
-        train(tmp_path, [*first, Kill(tmp_path, 12)], save_every=12)
-    second = make_callbacks()
-    train(tmp_path, second)
-    assert second[0].best <= first[0].best
+        train(tmp_path, callbacks, save_every=12)
+    (tmp_path / "best.weights.h5").unlink()
+    train(tmp_path, [second])
+    assert second.best == -1.0
+    assert not (tmp_path / "best.weights.h5").exists()
+
+
+def test_a_longer_job_than_one_that_has_ended_waits_anew(tmp_path):
+    def stopping():
+        return [keras.callbacks.EarlyStopping("loss", patience=2, min_delta=10)]
+
+    assert train(tmp_path, stopping()).step == 30
+    # Two more epochs without an improvement, after the first one.
+    assert train(tmp_path, stopping(), max_steps=80).step == 60
 
 
 def test_arguments_of_a_later_run_are_its_own():
     before = keras.callbacks.EarlyStopping("loss", patience=2)
     states = CallbackStates([before])
+    before.on_train_begin()
     before.wait, before.best = 1, np.float32(0.5)
     arrays = states.capture()
     now = keras.callbacks.EarlyStopping("loss", patience=7)
@@ -217,57 +276,109 @@ def test_arguments_of_a_later_run_are_its_own():
     assert (now.patience, now.wait, now.best) == (7, 1, 0.5)
 
 
+class Holder(keras.callbacks.Callback):
+    def __init__(self, state=None):
+        super().__init__()
+        self.state = state
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
 def test_values_of_a_state_keep_their_types():
-    class Holder(keras.callbacks.Callback):
-        state = None
-
-        def get_state(self):
-            return self.state
-
-        def set_state(self, state):
-            self.state = state
-
-    before, now = Holder(), Holder()
-    before.state = {
+    before = {
         "list": [1, 2.5, None, True, "text", float("inf")],
         "tuple": (np.arange(3, dtype="int16"), {"a": np.float32(2)}),
     }
-    CallbackStates([now]).restore(CallbackStates([before]).capture())
-    assert now.state["list"] == before.state["list"]
+    now = Holder()
+    CallbackStates([now]).restore(CallbackStates([Holder(before)]).capture())
+    assert now.state["list"] == before["list"]
     array, number = now.state["tuple"]
     assert (array.dtype, array.tolist()) == ("int16", [0, 1, 2])
     assert (type(number["a"]), number["a"]) == (np.float32, 2)
-    before.state = {"model": object()}
-    with pytest.warns(match=r"^Holder\.get_state\(\) returned .* of type object; exp"):
-        CallbackStates([before]).capture()
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"model": object()}, "object"),
+        ({"counts": collections.Counter("abc")}, "Counter"),
+        ([np.complex128(1)], "complex128"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_left_out(state, name):
+    with pytest.warns(match=rf"callback Holder has a value of type {name}; expected"):
+        arrays = CallbackStates([Holder(state)]).capture()
+    now = Holder("as it was made")
+    CallbackStates([now]).restore(arrays)
+    assert now.state == "as it was made"
+
+
+def test_a_callback_that_has_got_methods_since_starts_anew():
+    class Plain(keras.callbacks.Callback):
+        pass
+
+    arrays = CallbackStates([Plain()]).capture()
+    now = type("Plain", (Holder,), {})("as it was made")
+    CallbackStates([now]).restore(arrays)
+    assert now.state == "as it was made"
 
 
 def test_a_callback_whose_state_is_not_saved_is_named_once(recwarn):
-    class Counts(keras.callbacks.Callback):
+    class Calls(keras.callbacks.Callback):
         def __init__(self):
             super().__init__()
-            self.limit, self.calls = 3, 0
+            self.limit, self.calls, self.seen = 3, 0, []
 
-    counts = Counts()
-    states = CallbackStates([counts, keras.callbacks.LambdaCallback()])
-    states.capture()
+    callback = Calls()
+    CallbackStates([callback, keras.callbacks.LambdaCallback()]).capture()
     assert not recwarn.list
-    counts = Counts()
-    states = CallbackStates([counts])
-    counts.calls = 1
+    states = CallbackStates([callback])
+    callback.calls = 1
+    callback.seen.append(2)
     for _ in range(2):
         states.capture()
     [warning] = recwarn.list
-    text = "the state of the callback Counts, of which calls changed: in a job"
+    text = "the state of the callback Calls, of which calls, seen changed: in a job"
     assert text in str(warning.message)
 
 
 def test_other_numbers_of_callbacks_of_a_class_start_anew():
     stoppings = [keras.callbacks.EarlyStopping("loss") for _ in range(2)]
-    states = CallbackStates(stoppings)
     stoppings[0].wait = 4
-    arrays = states.capture()
+    arrays = CallbackStates(stoppings).capture()
     now = keras.callbacks.EarlyStopping("loss")
-    with pytest.warns(match="1 callbacks of the class EarlyStopping, and .* of 2"):
+    with pytest.warns(match=r"1 callbacks of the class EarlyStopping, and .* of 2"):
         CallbackStates([now]).restore(arrays)
     assert now.wait == 0
+
+
+def test_shards_that_a_callback_holds_are_not_given_to_other_ranks():
+    stored = {}
+    for rank in range(2):
+        state = CallbackStates([Holder(np.full(2, rank))]).capture()
+        stored |= {f"callbacks{rank}/{name}": value for name, value in state.items()}
+    for size, is_same_size, is_sharded, expected in [
+        (2, True, True, [0, 1]),
+        (1, False, False, [0]),
+        (3, False, False, [0, 0, 0]),
+        # Of two ranks that are one replica now, and were two.
+        (2, False, True, None),
+    ]:
+        by_rank = callbacks_by_rank(
+            stored, size, is_same_size=is_same_size, is_sharded=is_sharded
+        )
+        holders = [Holder("as it was made") for _ in by_rank]
+        for holder, arrays in zip(holders, by_rank, strict=True):
+            if expected is None:
+                with pytest.warns(match="Holder starts anew: its state has weights"):
+                    CallbackStates([holder]).restore(arrays)
+            else:
+                CallbackStates([holder]).restore(arrays)
+        if expected is None:
+            assert {holder.state for holder in holders} == {"as it was made"}
+        else:
+            assert [holder.state[0] for holder in holders] == expected

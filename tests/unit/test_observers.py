@@ -7,13 +7,14 @@ import math
 import os
 import subprocess
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdtrain.events import OTHER, Progress, Straggler
 from hvdtrain.job import JobError
-from hvdtrain.training.observers import Console, EventLog, make_observers
+from hvdtrain.training.observers import Console, EventLog, make_observers, scalars
 from hvdtrain.training.stragglers import CAUSES
 
 
@@ -84,6 +85,11 @@ def test_a_line_of_evaluation():
     file = io.StringIO()
     Console(file, has_bar=False).on_evaluation(7, {"accuracy": 0.25, "loss": 2})
     assert file.getvalue() == "evaluation at step 7: loss 2.0000  accuracy 0.2500\n"
+
+
+def test_logs_of_a_train_step_may_have_dictionaries():
+    logs = {"loss": 1, "parts": {"a": np.float32(2), "b": np.zeros(2)}}
+    assert scalars(logs) == {"loss": 1.0, "a": 2.0}
 
 
 def test_lines_of_files():

@@ -11,8 +11,14 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World, signals
 from hvdtrain.training import Plan, RunConfig
-from hvdtrain.training.preemption import stopping_on
-from hvdtrain.training.requests import SAVE, STOP, Interval, Requests, Votes
+from hvdtrain.training.requests import (
+    SAVE,
+    STOP,
+    Interval,
+    Requests,
+    Votes,
+    stopping_on,
+)
 
 TIMEOUT_SECONDS = 60
 

@@ -21,8 +21,10 @@ from hvdtrain.keras import layer_state
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.replication import get_process_set
 from hvdtrain.keras.seeds import seed_states, separate_seeds
+from hvdtrain.sharding.shards import get_sharding
 from hvdtrain.training.checkpoint.header import (
     CALLBACKS,
+    CALLBACKS_JSON,
     METRICS,
     RANDOM,
     RANK,
@@ -138,7 +140,16 @@ class PerRankState:
                 arrays, replicas.size, variables, local_batch_sizes
             )
             by_rank = [s for n, s in enumerate(states) for _ in replicas.ranks(n)]
-            callbacks = callbacks_by_rank(arrays, world.size)
+            callbacks = callbacks_by_rank(
+                arrays,
+                world.size,
+                is_same_size=self._is_same_size,
+                # A stage of a pipeline has none of the variables of the others.
+                is_sharded=any(
+                    v.variable is None or get_sharding(v.variable) is not None
+                    for v in variables.shared
+                ),
+            )
             pairs = zip(by_rank, callbacks, strict=True)
             return [ReplicaState(**state, callbacks=own) for state, own in pairs]
 
@@ -224,20 +235,26 @@ def states_by_replica(
     ]
 
 
-def callbacks_by_rank(arrays: Arrays, size: int) -> list[dict[str, np.ndarray]]:
+def callbacks_by_rank(
+    arrays: Arrays, size: int, *, is_same_size: bool, is_sharded: bool
+) -> list[dict[str, np.ndarray]]:
     """Return the states of the callbacks of each rank, of `size` ranks now.
 
-    If the number of ranks has changed, all take the states of rank 0.
+    If the number of ranks or of replicas has changed, all take the states of rank 0. Of
+    a sharded model these have no arrays: they may be shards of its weights.
+
+    Args:
+        is_same_size: whether there are as many replicas as before.
+        is_sharded: whether ranks have shards of the model.
     """
     groups = ArrayGroups(arrays)
-    first = groups.by_name(CALLBACKS.format(0))
-    is_same_size = [
-        bool(groups.by_name(CALLBACKS.format(rank))) for rank in range(size + 1)
-    ] == [True] * size + [False]
-    return [
-        first | (groups.by_name(CALLBACKS.format(rank)) if is_same_size else {})
-        for rank in range(size)
-    ]
+    by_rank = [groups.by_name(CALLBACKS.format(rank)) for rank in range(size + 1)]
+    first, count = by_rank[0], sum(map(bool, by_rank))
+    if is_same_size and count == size:
+        return [first | own for own in by_rank[:size]]
+    if is_sharded:
+        first = {name: v for name, v in first.items() if name == CALLBACKS_JSON}
+    return [first] * size
 
 
 def _values(groups: ArrayGroups, prefix: str) -> dict[int, np.ndarray]:
