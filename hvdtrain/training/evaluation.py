@@ -46,7 +46,7 @@ def evaluate(
         batches: of this rank's samples; ranks may have different numbers of them.
         steps: batches that are evaluated, None for all.
         rounds: the ranks vote in these on a request to stop; by default they do not.
-        callbacks: those of a training of the model: `on_test_` methods are called.
+        callbacks: of a training of the model; their `on_test_` methods are called.
 
     Raises:
         SharedJobError: on all ranks, if no rank has a sample.

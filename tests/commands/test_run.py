@@ -21,7 +21,10 @@ import hvdtrain
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = ROOT / "tests" / "commands"
 PROGRAM = [sys.executable, str(HERE / "running_program.py")]
-WITHOUT_MATPLOTLIB = HERE / "without"
+# Of this process, which has found the engine's package.
+ENGINE_PATH = os.pathsep.join(filter(None, sys.path))
+# Without matplotlib.
+LOCAL_PATH = os.pathsep.join([str(HERE / "without"), ENGINE_PATH])
 SPARK = pytest.mark.skipif(not shutil.which("java"), reason="Spark needs Java")
 EXECUTORS = "local-cluster[2,1,1024]"
 ENGINES = [
@@ -43,9 +46,8 @@ def case(start, tmp_path):
 
     def case(engine, name, options="{}", **environment):
         arguments = [engine, name, str(tmp_path), options]
-        # Of this process, which has found the engine's package.
-        paths = [str(WITHOUT_MATPLOTLIB), *filter(None, sys.path)]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        path = LOCAL_PATH if engine == "local" else ENGINE_PATH
+        environment["PYTHONPATH"] = path
         # Ray would write a token to the home directory.
         environment["RAY_AUTH_MODE"] = "disabled"
         return start(arguments, program=PROGRAM, environment=environment)
@@ -270,7 +272,7 @@ def test_the_ranks_of_a_caller_that_is_bound_share_its_cores(run, tmp_path):
 def test_programs_of_a_rank_have_the_search_path_of_the_caller(case):
     # Not its whole `sys.path`, with which the rank itself finds modules.
     job = case("local", "path").wait()
-    assert results_of(job) == str([os.pathsep.join(filter(None, sys.path))] * 2)
+    assert results_of(job) == str([LOCAL_PATH] * 2)
 
 
 @pytest.mark.engines

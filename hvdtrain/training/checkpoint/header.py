@@ -24,7 +24,7 @@ STORED_ONCE = (SHARED, TABLES, REPLICATED)
 RANK = "rank{}"  # other variables: seeds, accumulated gradients, moving statistics ...
 METRICS = "metrics{}"  # the states of metrics
 RANDOM = "random{}"  # states of global random generators; `random0/python` for example
-# Written for each rank, with its number; arrays that equal those of rank 0 only once:
+# Written for each rank, with its number; an array that equals rank 0's only once:
 CALLBACKS = "callbacks{}"  # states of the user's callbacks; see `callback_states`
 CALLBACKS_JSON = "json"  # their structure, as text
 

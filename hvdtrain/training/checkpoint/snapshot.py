@@ -86,7 +86,7 @@ def capture(
         shards=[(v.block, v.local_value()) for v in per_replica.values()],
         metrics=local_states(variables.metrics),
         random=capture_generators(),
-        callbacks=_without_those_of_rank_0(callbacks, world) if callbacks else {},
+        callbacks=_drop_equal_to_rank_0(callbacks, world) if callbacks else {},
     )
     states_by_rank: list[_RankState] | None
     if everywhere or world.size == 1:
@@ -109,7 +109,7 @@ def capture(
     return Captured(arrays, len(variables.unlisted))
 
 
-def _without_those_of_rank_0(
+def _drop_equal_to_rank_0(
     arrays: dict[str, np.ndarray], world: World
 ) -> dict[str, np.ndarray]:
     """Return the arrays that differ from rank 0's; on rank 0 all. A collective.
