@@ -184,9 +184,16 @@ def evaluated_weights(
     # `model.variables` has the seeds of random layers, some of which draw in
     # evaluations, too: training must continue with the seeds from before.
     variables = [*model.variables, *metrics.metric_variables(model.metrics), *unlisted]
+    with kept_values(variables):
+        average_moving_statistics(model, steps=steps)
+        finalize_weights(model)
+        yield
+
+
+@contextlib.contextmanager
+def kept_values(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[None]:
+    """Put back the values of variables at the end of the block."""
     before = metrics.local_states(variables)
-    average_moving_statistics(model, steps=steps)
-    finalize_weights(model)
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ The model's `train_step`, its metrics and the user's callbacks are called as Ker
 import contextlib
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import keras
@@ -18,12 +18,13 @@ import hvdtrain.keras as hvd
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
-from hvdtrain.keras.metrics import local_states, metric_variables
+from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.seams import replace
 from hvdtrain.native import recorder
 from hvdtrain.training.callback_states import CallbackStates
 from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.checkpoint.writing import complete_together
+from hvdtrain.training.evaluation import kept_values
 from hvdtrain.training.requests import STOP, raise_preempted
 from hvdtrain.training.session import Session
 from hvdtrain.training.specs import EvalSpec, TrainSpec
@@ -197,27 +198,23 @@ class _Loop:
             self._per_rank.release()
             self._per_rank = None
 
-    @contextlib.contextmanager
-    def _keep_variables(self, *, is_kept: bool) -> Iterator[None]:
-        """Put back all variables that callbacks change in the block.
+    def _keep_variables(self, *, is_kept: bool) -> contextlib.AbstractContextManager:
+        """Return a context that puts back all variables that callbacks change in it.
 
         In a run that continues, callbacks begin the training, and perhaps its epoch and
         execution, for the second time. The checkpoint has what they changed then, such
         as a learning rate or pretrained weights.
         """
         if not (is_kept and self._users.callbacks):
-            yield
-            return
-        variables = [
-            *self._model.variables,
-            *self._model.optimizer.variables,
-            *metric_variables(self._model.metrics),
-            *self._run.step_variables.unlisted(self._model),
-        ]
-        before = local_states(variables)
-        yield
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+            return contextlib.nullcontext()
+        return kept_values(
+            [
+                *self._model.variables,
+                *self._model.optimizer.variables,
+                *metric_variables(self._model.metrics),
+                *self._run.step_variables.unlisted(self._model),
+            ]
+        )
 
     def _restore_callbacks(self) -> None:
         """Restore the states of callbacks, which have begun what was interrupted."""

@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 import toy
 
-import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
 from hvdtrain.training.callback_states import CallbackStates
@@ -19,12 +18,7 @@ from hvdtrain.training.checkpoint.storage import CheckpointFiles
 EPOCH_STEPS, MAX_STEPS = 10, 45
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _horovod():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOROVOD_CONTROLLER", "gloo")
-        patch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
-        hvd.init()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class KilledError(Exception):

@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 import toy
 
-import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.training import BestExporter, FinalExporter, LatestExporter
@@ -24,12 +23,7 @@ ALL = (LatestExporter(exports_to_keep=2), BestExporter(), FinalExporter())
 WORST = BestExporter("worst", mode="max")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _horovod():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOROVOD_CONTROLLER", "gloo")
-        patch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
-        hvd.init()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Recorder:

@@ -4,7 +4,6 @@ import keras
 import pytest
 import toy
 
-import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import World
 from hvdtrain.job.world import PreemptedError
@@ -12,12 +11,7 @@ from hvdtrain.training import evaluation, loop
 from hvdtrain.training.checkpoint import writing
 from hvdtrain.training.checkpoint.snapshot import capture
 
-
-@pytest.fixture(autouse=True)
-def _horovod(monkeypatch):
-    monkeypatch.setenv("HOROVOD_CONTROLLER", "gloo")
-    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
-    hvd.init()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture

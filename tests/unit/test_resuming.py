@@ -24,7 +24,6 @@ import pytest
 import tensorflow as tf
 from toy import BATCH, X, Y, batches
 
-import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
@@ -94,12 +93,7 @@ class Draws(keras.callbacks.Callback):
             logs["keras"] = float(keras.random.normal(()))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _horovod():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOROVOD_CONTROLLER", "gloo")
-        patch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
-        hvd.init()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

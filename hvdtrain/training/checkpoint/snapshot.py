@@ -1,6 +1,5 @@
 """Copies of the state of a training as arrays; and arrays back into the variables."""
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, cast
@@ -35,6 +34,7 @@ from hvdtrain.training.checkpoint.per_rank import capture_generators
 from hvdtrain.training.checkpoint.state_variables import (
     StateVariables,
     assign,
+    compute_digest,
     shared_weights,
 )
 from hvdtrain.training.replicas import Replicas, get_mesh
@@ -119,7 +119,7 @@ def _drop_equal_to_rank_0(
     if world.size == 1:
         return arrays
     own = {
-        name: (array.dtype.name, array.shape, _digest(array))
+        name: (array.dtype.name, array.shape, compute_digest(array))
         for name, array in arrays.items()
     }
     first = broadcast_object(own, name="CallbackStates")
@@ -131,11 +131,6 @@ def _drop_equal_to_rank_0(
         for name, array in arrays.items()
         if name == CALLBACKS_JSON or own[name] != first.get(name)
     }
-
-
-def _digest(array: np.ndarray) -> bytes:
-    value = np.ascontiguousarray(array).reshape(-1).view("uint8").data
-    return hashlib.blake2b(value, digest_size=16).digest()
 
 
 def _arrays_stored_once(

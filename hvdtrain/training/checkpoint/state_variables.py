@@ -267,9 +267,14 @@ def _digest(
         return _PER_RANK
     if not needs_value:
         return _ONE_REPLICA
-    value = np.ascontiguousarray(variable.numpy()).reshape(-1).view("uint8").data
+    return 2 + compute_digest(variable.numpy())
+
+
+def compute_digest(array: np.ndarray) -> int:
+    """Return a digest of the bytes of an array, which is not negative."""
+    value = np.ascontiguousarray(array).reshape(-1).view("uint8").data
     # Training waits for it: both are far faster than a cryptographic digest.
-    return 2 + (zlib.crc32(value) << 30 ^ zlib.adler32(value))
+    return zlib.crc32(value) << 30 ^ zlib.adler32(value)
 
 
 def assign(variables: Iterable[FullVariable], values: Iterable[np.ndarray]) -> None:
