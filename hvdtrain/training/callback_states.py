@@ -49,9 +49,18 @@ class CallbackStates:
 
     Args:
         callbacks: they have the model, and their training has not begun.
+
+    Raises:
+        ValueError: there is a `keras.callbacks.BackupAndRestore`.
     """
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+            raise ValueError(
+                "callbacks must not have BackupAndRestore, which restores an epoch: a "
+                "checkpoint restores a step. Leave it out; a job with a `model_dir` "
+                "continues from its newest checkpoint."
+            )
         self._callbacks = callbacks
         # Of callbacks whose state is not saved, until the first checkpoint.
         self._unsaved = [

@@ -16,6 +16,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 WITHOUT_MATPLOTLIB = ROOT / "tests" / "commands" / "without"
+FORKING = ROOT / "tests" / "commands" / "forking"
 MNIST = [sys.executable, "-m", "hvdtrain.mnist"]
 # Long, since machines that test are busy; nothing is expected to come near.
 TIMEOUT_SECONDS = 240
@@ -53,11 +54,12 @@ _LAUNCHER_SPEECH = re.compile(
 
 @dataclasses.dataclass
 class Job:
-    """A program under a launcher."""
+    """A program under a launcher; `server` is the parent of its forks, if any."""
 
     process: subprocess.Popen
     output: pathlib.Path
     mark: str
+    server: psutil.Process | None
 
     def wait(self):
         """Wait for the launcher's end, then for the end of all ranks."""
@@ -89,7 +91,10 @@ class Job:
 
     def processes(self):
         """The processes of this job that are alive."""
-        return [p for p in psutil.process_iter() if _mark_of(p) == self.mark]
+        marked = [p for p in psutil.process_iter() if _mark_of(p) == self.mark]
+        # A fork has the environment of its server in /proc.
+        forks = self.server.children(recursive=True) if self.server else []
+        return marked + [p for p in forks if p.status() != psutil.STATUS_ZOMBIE]
 
     def ranks(self):
         """The processes of the ranks, by rank."""
@@ -126,6 +131,8 @@ class Job:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait(TIMEOUT_SECONDS)
+        if self.server:
+            self.server.kill()
 
 
 def _mark_of(process):
@@ -135,25 +142,65 @@ def _mark_of(process):
         return None
 
 
+@pytest.fixture(scope="session")
+def fork_server():
+    """Return a function that starts the server of a job's forks on a socket."""
+    process = subprocess.Popen(
+        [sys.executable, str(FORKING / "server.py")],
+        # The level that `program.run` sets before it imports TensorFlow.
+        env=_environment("") | {"TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def serve(path):
+        print(path, file=process.stdin, flush=True)
+        return psutil.Process(int(process.stdout.readline()))
+
+    yield serve
+    process.kill()
+    process.communicate()
+
+
 @pytest.fixture
-def start(tmp_path):
-    """Return `start(arguments, ...)`: starts a `Job` that is killed in the end."""
+def start(tmp_path, request):
+    """Return `start(arguments, ...)`: starts a `Job` that is killed in the end.
+
+    With `forked`, its programs in Python are forks of a process that has imported
+    TensorFlow: for a job that a test only waits for.
+    """
     jobs = []
 
-    def start(arguments, *, launcher="alone", ranks=2, program=MNIST, environment=()):
+    def start(
+        arguments,
+        *,
+        launcher="alone",
+        ranks=2,
+        program=MNIST,
+        environment=(),
+        forked=False,
+    ):
         mark = uuid.uuid4().hex
         output = pathlib.Path(tempfile.mkstemp(dir=tmp_path, suffix=".log")[1])
+        environment = _environment(mark) | dict(environment)
+        server = None
+        if forked:
+            socket = tmp_path / f"{len(jobs)}.socket"
+            server = request.getfixturevalue("fork_server")(socket)
+            environment["HVDTRAIN_TEST_SERVER"] = str(socket)
+            environment["PYTHONPATH"] += f"{os.pathsep}{FORKING}"
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [*_LAUNCHERS[launcher](ranks), *program, *arguments],
                 cwd=ROOT,
-                env=_environment(mark) | dict(environment),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        jobs.append(Job(process, output, mark))
+        jobs.append(Job(process, output, mark, server))
         return jobs[-1]
 
     yield start
@@ -164,7 +211,11 @@ def start(tmp_path):
 @pytest.fixture
 def run(start):
     """Return `run(arguments, ...)`: `start`, and wait for the end."""
-    return lambda arguments, **options: start(arguments, **options).wait()
+
+    def run(arguments, *, forked=True, **options):
+        return start(arguments, forked=forked, **options).wait()
+
+    return run
 
 
 def _environment(mark):

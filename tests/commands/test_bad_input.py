@@ -46,7 +46,8 @@ def save_npz(directory, *, labels=40):
 
 def test_libraries_that_do_not_fit_are_one_line(run):
     # Other misfits: tests/unit/test_misfits.py. This one ends before TensorFlow loads.
-    job = run([], launcher="mpirun", environment={"TF_USE_LEGACY_KERAS": "1"})
+    environment = {"TF_USE_LEGACY_KERAS": "1"}
+    job = run([], launcher="mpirun", environment=environment, forked=False)
     job = fails_with(job, "TF_USE_LEGACY_KERAS=1", "unset TF_USE_LEGACY_KERAS")
     assert len(job.lines) == 1, job.text
 
@@ -120,7 +121,7 @@ def test_interrupt_while_tensorflow_loads(start):
 def test_a_run_whose_output_is_not_wanted(run, tmp_path):
     program = f"{sys.executable} -m hvdtrain.mnist --dataset=digits --max_steps=20"
     script = f"exec {program} --model_dir={tmp_path / 'run'} >&- 2>&-"
-    assert run([], program=["sh", "-c", script]).returncode == 0
+    assert run([], program=["sh", "-c", script], forked=False).returncode == 0
     assert (tmp_path / "run" / "summary.json").is_file()
 
 

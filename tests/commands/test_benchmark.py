@@ -111,6 +111,8 @@ def test_a_model_of_ones_own(run, tmp_path):
         [*FEW, *flags],
         program=BENCHMARK,
         environment={"PYTHONPATH": f"{tmp_path}:."},
+        # Its start-up is measured.
+        forked=False,
     )
     assert job.returncode == 0, job.text
     result, figures = figures_of(path, size=1, devices=1)

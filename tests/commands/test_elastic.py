@@ -133,7 +133,8 @@ def run_script(run, folder, script, *, hosts):
         *("--min-np", "1", "--max-np", "2", "--network-interface", "lo"),
         *("--host-discovery-script", str(discover)),
     ]
-    job = run([sys.executable, str(folder / "train.py"), str(folder)], program=launcher)
+    program = [sys.executable, str(folder / "train.py"), str(folder)]
+    job = run(program, program=launcher, forked=False)
     assert job.returncode == 0, job.text
 
 

@@ -45,7 +45,7 @@ def test_a_killed_rank_is_noticed_by_other_hosts_at_once(run, tmp_path):
     script.write_text(KILLED)
     program = [sys.executable, str(script)]
     noticed = tmp_path / "noticed"
-    job = run([str(noticed)], program=program, launcher="hosts", ranks=4)
+    job = run([str(noticed)], program=program, launcher="hosts", ranks=4, forked=False)
     assert job.returncode != 0
     # Rank 1 is connected to it, rank 2 is on its host.
     assert re.search(r"aborted: .*the connection to rank 3 has ended", job.text)

@@ -41,7 +41,9 @@ for i in range(200):
 def test_the_lines_of_a_script_are_whole(run):
     program = ["--tag-output", sys.executable, "-c", SCRIPT]
     unbuffered = {"PYTHONUNBUFFERED": "1"}
-    job = run([], launcher="mpirun", program=program, environment=unbuffered)
+    job = run(
+        [], launcher="mpirun", program=program, environment=unbuffered, forked=False
+    )
     assert job.returncode == 0, job.text
     # Nothing else: no message of TensorFlow.
     assert sorted(job.text.splitlines()) == sorted(

@@ -12,7 +12,7 @@ from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 # Some seconds on two ranks: the runs that are stopped or killed, at one of the first
 # checkpoints, end long before the last step. Windows of three steps end at few of them.
-STEPS = 600
+STEPS = 1050
 FLAGS = [
     *("--dataset=digits", f"--max_steps={2 * STEPS}", "--optimizer=momentum"),
     *("--accumulation_steps=3", "--save_every_steps=200"),

@@ -44,7 +44,7 @@ def test_a_way_to_run_it(run, command, tmp_path):
     if "--epochs" not in command:
         # The default number of steps: test_mnist.py.
         command += " --max_steps=40"
-    job = run([], program=["sh", "-c", command])
+    job = run([], program=["sh", "-c", command], forked=False)
     assert job.returncode == 0, job.text
     assert "test accuracy" in job.text
 

@@ -9,9 +9,6 @@ import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 VERIFY = [sys.executable, "-m", "hvdtrain.verify", "-np", "2"]
-# Without the launcher, and with one import of TensorFlow instead of five to ten.
-FORKING = pathlib.Path(__file__).with_name("forking_verify.py")
-FORKING_VERIFY = [sys.executable, str(FORKING), "-np", "2"]
 
 FIT = """
 import keras
@@ -383,8 +380,8 @@ CLEAN = {
 }
 
 
-# As users call the program, one of these scripts is in the README's command and two are
-# long tests. All others are in the tier verify, whose ranks are forks.
+# One of these scripts is in the README's command, and two are long tests, which have no
+# forks. All others are in the tier verify.
 SHORT = {"no broadcast"}
 LONG = {"fit", "loop"}
 
@@ -397,19 +394,14 @@ def in_tiers(names):
 
 
 @pytest.fixture
-def program(request):
-    """Return the command that verifies, for the tier of this test."""
-    return FORKING_VERIFY if request.node.get_closest_marker("verify") else VERIFY
-
-
-@pytest.fixture
-def verify(run, tmp_path, program):
+def verify(run, tmp_path, request):
     """Return `verify(text)`: the job that verifies a script of this text."""
+    forked = not request.node.get_closest_marker("long")
 
     def verify(text):
         script = tmp_path / "script.py"
         script.write_text(text)
-        return run([str(script)], program=program)
+        return run([str(script)], program=VERIFY, forked=forked)
 
     return verify
 
@@ -452,11 +444,11 @@ def test_a_script_that_cannot_be_compared(verify, name):
 @pytest.mark.parametrize(
     "name", in_tiers(["custom_loop.py", "gan.py", "mixed_precision.py"])
 )
-def test_an_example(run, name, tmp_path, program):
+def test_an_example(run, name, tmp_path):
     """The examples compute what one process computes; GANs draw noise of their own."""
     job = run(
         [str(EXAMPLES / name)],
-        program=program,
+        program=VERIFY,
         environment={
             "HVDTRAIN_MNIST_URLS": "http://127.0.0.1:1/",
             "HVDTRAIN_CACHE_DIR": str(tmp_path),

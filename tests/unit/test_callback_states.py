@@ -376,3 +376,10 @@ def test_shards_that_a_callback_holds_are_not_given_to_other_ranks():
             assert {holder.state for holder in holders} == {"as it was made"}
         else:
             assert [holder.state[0] for holder in holders] == expected
+
+
+def test_a_callback_that_restores_by_itself_is_refused(tmp_path):
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(ValueError, match=r"not have BackupAndRestore.*`model_dir`"):
+        train(tmp_path, [backup])
+    assert not (tmp_path / "backup").exists()
