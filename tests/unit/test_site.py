@@ -16,8 +16,8 @@ DOCS = ROOT / "docs"
 SOURCES = [*ROOT.glob("hvdtrain/**/*.py")]
 PAGES = {
     "hvdtrain.keras": "keras.md",
-    "hvdtrain.keras.callbacks": "callbacks.md",
-    "hvdtrain.keras.elastic": "elastic.md",
+    "hvdtrain.keras.callbacks": "keras.md",
+    "hvdtrain.keras.elastic": "keras.md",
     "hvdtrain.training": "training.md",
     "hvdtrain.data": "data.md",
     "hvdtrain.parallel": "parallel.md",
