@@ -43,6 +43,9 @@ _SIGNAL_WRITE_SECONDS = 1.0
 # When a rank has failed, the launcher signals the other ranks. Their collectives fail
 # at the same time, because the connections are broken.
 _SIGNAL_OF_LAUNCHER_SECONDS = 5.0
+# The launcher signals one rank after the other. Rank 0 prints the reason unless one of
+# its collectives has failed before, because another rank has ended.
+_SIGNAL_TO_RANK_0_SECONDS = 0.3
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _INDENT = " " * 6
@@ -187,6 +190,8 @@ def _report_signal(number: int) -> NoReturn:
     if prints and not _is_collective_failure(_handled_exception()):
         reason = f"Stopped by {signal.Signals(number).name}."
         _write_reason(reason, timeout_seconds=_SIGNAL_WRITE_SECONDS)
+    elif not prints:
+        time.sleep(_SIGNAL_TO_RANK_0_SECONDS)
     _end(128 + number)
 
 
