@@ -125,7 +125,7 @@ def _leave_after_bug(error: Exception) -> NoReturn:
         # prints a reason only if the launcher sends none.
         _exit_codes.append(1)
         if signals.seconds_since_last() < _SIGNAL_OF_LAUNCHER_SECONDS:
-            _end(1)
+            _end(_exit_codes[0])
         time.sleep(_PATIENCE_SECONDS)
         reason = (
             "Another rank has left the job, or has not called a collective within "
@@ -191,6 +191,8 @@ def _report_signal(number: int) -> NoReturn:
         reason = f"Stopped by {signal.Signals(number).name}."
         _write_reason(reason, timeout_seconds=_SIGNAL_WRITE_SECONDS)
     elif not prints:
+        # Also where a collective fails meanwhile, because rank 0 has ended.
+        _exit_codes.append(128 + number)
         time.sleep(_SIGNAL_TO_RANK_0_SECONDS)
     _end(128 + number)
 

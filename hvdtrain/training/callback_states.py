@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.job import JobError
 from hvdtrain.training.checkpoint.header import CALLBACKS_JSON, Arrays
 
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
@@ -49,18 +50,9 @@ class CallbackStates:
 
     Args:
         callbacks: they have the model, and their training has not begun.
-
-    Raises:
-        ValueError: there is a `keras.callbacks.BackupAndRestore`.
     """
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
-            raise ValueError(
-                "callbacks must not have BackupAndRestore, which restores an epoch: a "
-                "checkpoint restores a step. Leave it out; a job with a `model_dir` "
-                "continues from its newest checkpoint."
-            )
         self._callbacks = callbacks
         # Of callbacks whose state is not saved, until the first checkpoint.
         self._unsaved = [
@@ -127,6 +119,16 @@ class CallbackStates:
 
 def _has_methods(callback: Any) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Raise a `JobError` for a callback that restores a training by itself."""
+    if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+        raise JobError(
+            "callbacks must not have BackupAndRestore, which restores an epoch: a "
+            "checkpoint restores a step. Leave it out; a job with a `model_dir` "
+            "continues from its newest checkpoint."
+        )
 
 
 def _attribute_names(callback: keras.callbacks.Callback) -> list[str]:

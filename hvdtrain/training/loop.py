@@ -21,7 +21,7 @@ from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.seams import replace
 from hvdtrain.native import recorder
-from hvdtrain.training.callback_states import CallbackStates
+from hvdtrain.training.callback_states import CallbackStates, check_callbacks
 from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.checkpoint.writing import complete_together
 from hvdtrain.training.evaluation import kept_values
@@ -39,7 +39,7 @@ def train(session: Session, train_spec: TrainSpec, eval_spec: EvalSpec) -> None:
 
     Raises:
         JobError: the ranks hold different weights, the input has ended early, or a
-            callback has compiled the model again.
+            callback has compiled the model again or is a `BackupAndRestore`.
         PreemptedError: on all ranks, when the job was asked to stop.
     """
     run = session.run
@@ -90,7 +90,9 @@ class _Loop:
         # What differs by rank in the checkpoint, until the first epoch has begun.
         self._per_rank = run.start.per_rank_state
         # Once: evaluations call them, too.
-        users = list(train_spec.callbacks(run.plan) if train_spec.callbacks else ())
+        with fail_together(run.world):
+            users = list(train_spec.callbacks(run.plan) if train_spec.callbacks else ())
+            check_callbacks(users)
         self._has_callbacks = bool(users)
         self._saves = list(session.make_saves(self._make_header, self._read_callbacks))
         self._evaluations = session.make_evaluations(

@@ -51,10 +51,10 @@ def train_and_evaluate(
     Raises:
         PreemptedError: on all ranks, when the job was asked to stop.
         JobError: on all ranks, when local batch sizes differ and the model has tables
-            that are sharded over the data ranks, when the loss is not finite, when
-            there are checkpoints and none can be used, when another job uses the
-            directory, or when the last checkpoint or an export of the last step cannot
-            be written.
+            that are sharded over the data ranks, when there is a `BackupAndRestore`
+            among the callbacks, when the loss is not finite, when there are checkpoints
+            and none can be used, when another job uses the directory, or when the last
+            checkpoint or an export of the last step cannot be written.
     """
     config = config or RunConfig()
     _check_alike(train_spec, eval_spec, config, world)

@@ -93,8 +93,10 @@ class Job:
         """The processes of this job that are alive."""
         marked = [p for p in psutil.process_iter() if _mark_of(p) == self.mark]
         # A fork has the environment of its server in /proc.
-        forks = self.server.children(recursive=True) if self.server else []
-        return marked + [p for p in forks if p.status() != psutil.STATUS_ZOMBIE]
+        forks = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            forks = self.server.children(recursive=True) if self.server else []
+        return marked + [p for p in forks if _is_alive(p)]
 
     def ranks(self):
         """The processes of the ranks, by rank."""
@@ -132,7 +134,15 @@ class Job:
                 process.kill()
         self.process.wait(TIMEOUT_SECONDS)
         if self.server:
-            self.server.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.server.kill()
+
+
+def _is_alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _mark_of(process):
@@ -152,10 +162,11 @@ def fork_server():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
-    def serve(path):
-        print(path, file=process.stdin, flush=True)
+    def serve(name):
+        print(name, file=process.stdin, flush=True)
         return psutil.Process(int(process.stdout.readline()))
 
     yield serve
@@ -186,9 +197,8 @@ def start(tmp_path, request):
         environment = _environment(mark) | dict(environment)
         server = None
         if forked:
-            socket = tmp_path / f"{len(jobs)}.socket"
-            server = request.getfixturevalue("fork_server")(socket)
-            environment["HVDTRAIN_TEST_SERVER"] = str(socket)
+            server = request.getfixturevalue("fork_server")(mark)
+            environment["HVDTRAIN_TEST_SERVER"] = mark
             environment["PYTHONPATH"] += f"{os.pathsep}{FORKING}"
         with output.open("wb") as file:
             process = subprocess.Popen(

@@ -54,7 +54,8 @@ def test_two_ranks(run, tmp_path):
     path = tmp_path / "two.json"
     # The first command of the page; the default rounds take a minute.
     command, _ = re.search(r"```sh\n(.*hvdtrain\.benchmark.*)", PAGE)[1].split("#")
-    job = run([], program=["sh", "-c", " ".join([command, *FEW, f"--json={path}"])])
+    script = " ".join([command, *FEW, f"--json={path}"])
+    job = run([], program=["sh", "-c", script], forked=False)
     assert job.returncode == 0, job.text
     for word in ("communication", "bare Keras", "consistency", "start-up"):
         assert word in job.text

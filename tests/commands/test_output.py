@@ -37,6 +37,15 @@ for i in range(200):
 """
 
 
+def test_ranks_of_a_job_that_a_test_waits_for_are_forks(run):
+    program = [sys.executable, "-c", "import sys; print('keras' in sys.modules)"]
+    assert sorted(run([], launcher="gloo", program=program).lines) == ["True", "True"]
+    # Also where the fork is killed: the program does not run again.
+    killed = "import os; print(1, flush=True); os.kill(os.getpid(), 9)"
+    job = run([], program=[sys.executable, "-c", killed])
+    assert (job.lines, job.returncode) == (["1"], -9)
+
+
 # mpirun is what cuts lines, and only where several ranks print.
 def test_the_lines_of_a_script_are_whole(run):
     program = ["--tag-output", sys.executable, "-c", SCRIPT]

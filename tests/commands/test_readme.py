@@ -56,7 +56,8 @@ def test_the_example(run, tmp_path, launcher):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
     script = tmp_path / "script.py"
     script.write_text(code)
-    job = run([], program=[sys.executable, str(script)], launcher=launcher)
+    program = [sys.executable, str(script)]
+    job = run([], program=program, launcher=launcher, forked=False)
     assert job.returncode == 0, job.text
     assert "Epoch 2/2" in job.text
 
@@ -113,7 +114,8 @@ def test_the_script_of_a_sharded_model(run, tmp_path):
 def test_an_environment_of_your_own(run):
     """The commands find what is installed: test_install.py has empty environments."""
     [commands] = re.findall(r"```bash\n(pip install .*?)\n```", README, re.S)
-    job = run([], program=["sh", "-ec", f"export PIP_NO_INDEX=1\n{commands}"])
+    script = f"export PIP_NO_INDEX=1\n{commands}"
+    job = run([], program=["sh", "-ec", script], forked=False)
     assert job.returncode == 0, job.text
     assert "is installed, nothing to do" in job.text
 

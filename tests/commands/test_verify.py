@@ -380,8 +380,8 @@ CLEAN = {
 }
 
 
-# One of these scripts is in the README's command, and two are long tests, which have no
-# forks. All others are in the tier verify.
+# One of these scripts is in the README's command, two are long tests, which have no
+# forks, and all others are in the tier verify.
 SHORT = {"no broadcast"}
 LONG = {"fit", "loop"}
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import toy
 
 from hvdtrain import training
-from hvdtrain.job import World
+from hvdtrain.job import JobError, World
 from hvdtrain.training.callback_states import CallbackStates
 from hvdtrain.training.checkpoint.per_rank import callbacks_by_rank
 from hvdtrain.training.checkpoint.storage import CheckpointFiles
@@ -380,6 +380,6 @@ def test_shards_that_a_callback_holds_are_not_given_to_other_ranks():
 
 def test_a_callback_that_restores_by_itself_is_refused(tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    with pytest.raises(ValueError, match=r"not have BackupAndRestore.*`model_dir`"):
+    with pytest.raises(JobError, match=r"not have BackupAndRestore.*`model_dir`"):
         train(tmp_path, [backup])
     assert not (tmp_path / "backup").exists()

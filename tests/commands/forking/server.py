@@ -1,6 +1,6 @@
-"""Forks the programs of tests after TensorFlow was imported, but not used, once.
+"""Imports TensorFlow once, without using it, and forks the programs of tests.
 
-Each line of the standard input is the path of a socket: a fork that serves one job
+Each line of the standard input is the name of a socket: a fork that serves one job
 listens there, and its PID is the answer. Programs arrive from `sitecustomize.py`.
 """
 
@@ -28,7 +28,7 @@ def main():
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(line.rstrip("\n"))
+        listener.bind("\0" + line.rstrip("\n"))
         listener.listen()
         if not (pid := os.fork()):
             _run(*_serve(listener))
@@ -44,7 +44,7 @@ def _serve(listener):
     # What a rank leaves behind is found among the descendants of this process.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # An ancestor of the ranks that has started them all: the product looks for it.
-    pathlib.Path("/proc/self/comm").write_text("mpirun")
+    _name("mpirun")
     events = select.poll()
     events.register(listener, select.POLLIN)
     # By the file of its connection, and by that of its process.
@@ -53,12 +53,13 @@ def _serve(listener):
         for file, _ in events.poll():
             if file == listener.fileno():
                 connection, _ = listener.accept()
-                program, standard_files = _receive(connection)
+                if (received := _receive(connection)) is None:
+                    continue
                 if not (pid := os.fork()):
-                    return program, standard_files
-                for each in standard_files:
+                    return received
+                for each in received[1]:
                     os.close(each)
-                connection.sendall(pid.to_bytes(8, "big"))
+                _send(connection, pid)
                 process = os.pidfd_open(pid)
                 forks[process] = forks[connection.fileno()] = pid, process, connection
                 events.register(process, select.POLLIN)
@@ -69,7 +70,7 @@ def _serve(listener):
                 if file != process:  # What stands for the fork was killed.
                     signal.pidfd_send_signal(process, signal.SIGKILL)
                     continue
-                _send_exit_code(pid, connection)
+                _send(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 if forks.pop(connection.fileno(), None):
                     events.unregister(connection)
                 connection.close()
@@ -77,24 +78,29 @@ def _serve(listener):
 
 
 def _receive(connection):
-    size, files, *_ = socket.recv_fds(connection, 8, 3)
-    with connection.makefile("rb") as stream:
-        return marshal.loads(stream.read(int.from_bytes(size, "big"))), files
+    """Return a program and its files; None if its process was killed meanwhile."""
+    with contextlib.suppress(ConnectionError, EOFError):
+        size, files, *_ = socket.recv_fds(connection, 8, 3)
+        with connection.makefile("rb") as stream:
+            return marshal.loads(stream.read(int.from_bytes(size, "big"))), files
+    return None
 
 
-def _send_exit_code(pid, connection):
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with contextlib.suppress(BrokenPipeError):
-        connection.sendall(code.to_bytes(8, "big", signed=True))
+def _send(connection, number):
+    # Of a process that was killed meanwhile, the next event ends the fork.
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(number.to_bytes(8, "big", signed=True))
 
 
 def _run(program, standard_files):
     """Run the program in this fork as Python runs it."""
     _end_with_parent()
+    _name("python")
     (_, option, *words), search_path, environment, directory, cores = program
     for number, file in enumerate(standard_files):
         os.dup2(file, number)
         os.close(file)
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
@@ -116,6 +122,10 @@ def _run(program, standard_files):
         sys.argv = [option, *words]
         sys.path.insert(0, os.path.dirname(os.path.abspath(option)))
         runpy.run_path(option, run_name="__main__")
+
+
+def _name(name):
+    pathlib.Path("/proc/self/comm").write_text(name)
 
 
 def _end_with_parent():
