@@ -1,8 +1,8 @@
 """Each fault of a rank ends the job in bounded time, with its first cause.
 
 The rank has started programs, and nothing of it is left: `Job.wait` looks for them. All
-faults, on either rank, in each phase, under each launcher, are 90 launches. By
-default a few of them run; HVDTRAIN_FAULT_TABLE=FILE runs all, and writes the table of
+faults, on either rank, in each phase, under each launcher, are 90 launches. The long
+tests run a few of them; HVDTRAIN_FAULT_TABLE=FILE runs all, and writes the table of
 docs/preemption.md to FILE.
 """
 
@@ -26,21 +26,16 @@ PHASES = ("step", "save", "evaluate")
 FAULT_STEP = 25
 STALL_SECONDS = 10
 LAUNCHERS = ("gloo", "mpi", "mpirun")
-# A killed rank under other launchers: test_{bad_input,run}.py; on hosts: long tests.
+# A killed rank is also in test_{bad_input,run}.py.
 FEW = [
     ("kill", 0, "step", "mpi"),
-    *(
-        pytest.param(*case, marks=pytest.mark.long)
-        for case in [
-            ("stop", 0, "save", "mpirun"),
-            ("hang", 1, "step", "mpirun"),
-            ("kill", 1, "step", "hosts"),
-            ("hang", 0, "step", "hosts"),
-            ("kill", 0, "step", "mpirun"),
-            ("raise", 1, "step", "gloo"),
-            ("exit", 0, "step", "gloo"),
-        ]
-    ),
+    ("stop", 0, "save", "mpirun"),
+    ("hang", 1, "step", "mpirun"),
+    ("kill", 1, "step", "hosts"),
+    ("hang", 0, "step", "hosts"),
+    ("kill", 0, "step", "mpirun"),
+    ("raise", 1, "step", "gloo"),
+    ("exit", 0, "step", "gloo"),
 ]
 TABLE = os.environ.get("HVDTRAIN_FAULT_TABLE")
 ALL = list(itertools.product(FAULTS, (0, 1), PHASES, LAUNCHERS))
@@ -58,6 +53,7 @@ CAUSES = {
 KILLED = rf"rank {{rank}} (with PID \d+ )?on (node )?{HOST}\W.*(SIGKILL|signal 9)"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "rank", "phase", "launcher"), ALL if TABLE else FEW)
 def test_a_fault_of_one_rank_ends_the_job(
     start, tmp_path, fault, rank, phase, launcher

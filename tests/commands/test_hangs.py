@@ -1,6 +1,6 @@
 """A job that hangs, or loses a rank, names the rank and its line, and ends.
 
-All faults under each launcher are 250 launches. By default a few of them run;
+All faults under each launcher are 250 launches. The long tests run a few of them;
 HVDTRAIN_HANG_TABLE=FILE runs all, and writes the tables of docs/troubleshooting.md.
 """
 
@@ -17,6 +17,8 @@ import time
 from collections import Counter
 
 import pytest
+
+pytestmark = pytest.mark.long
 
 PATH = pathlib.Path(__file__).parent / "hanging_program.py"
 PROGRAM = [sys.executable, str(PATH)]
@@ -43,15 +45,10 @@ FAULTS = {
 ALL = list(itertools.product(FAULTS, LAUNCHERS))
 FEW = [
     ("py_function", "gloo"),
-    *(
-        pytest.param(*case, marks=pytest.mark.long)
-        for case in [
-            ("gil", "mpirun"),
-            ("order", "mpi"),
-            ("stop", "gloo"),
-            ("lock", "hosts"),
-        ]
-    ),
+    ("gil", "mpirun"),
+    ("order", "mpi"),
+    ("stop", "gloo"),
+    ("lock", "hosts"),
 ]
 
 
@@ -169,7 +166,6 @@ NAMED = (
 )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "phase", "launcher"), ALL_ENDS if TABLE else FEW_ENDS
 )
@@ -207,7 +203,6 @@ SLOW = list(itertools.product(CAUSES, LAUNCHERS))
 
 
 # Beside other tests, a rank also waits for its core: the report names stolen time.
-@pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("reason", "launcher"), SLOW if TABLE else [("throttling", "gloo")]
@@ -238,7 +233,6 @@ def test_a_slow_rank_is_named_with_its_cause(
 
 
 # SIGQUIT and the answers of all ranks: tests/unit/test_guard.py.
-@pytest.mark.long
 def test_a_person_asks_where_the_ranks_are(start, run, tmp_path):
     model_dir = tmp_path / "run"
     job = start(

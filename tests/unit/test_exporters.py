@@ -161,6 +161,7 @@ def test_exports_do_not_change_the_training(whole):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.long
 def test_a_killed_job_ends_with_the_same_exports(whole, tmp_path):
     # The best is due at each evaluation: the worst shows that those before are known.
     exporters = [LatestExporter(exports_to_keep=2), WORST, FinalExporter()]

@@ -88,7 +88,6 @@ def assert_equal(results, expected):
             {"block_args": ("gelu", "l2"), "run_eagerly": True, "epochs": 1},
             marks=pytest.mark.long,
         ),
-        ("mixed_float16", {"run_eagerly": True, "epochs": 1}),
         pytest.param("mixed_float16", {}, marks=pytest.mark.long),
     ],
 )
@@ -104,6 +103,7 @@ def test_with_gelu_it_is_equal_where_the_graphs_are_not_rewritten():
     assert_equal(trained(parallel.remat, **options), trained(same, **options))
 
 
+@pytest.mark.long
 def test_the_oracle_sees_a_second_update_and_other_masks():
     options = {"epochs": 1, "run_eagerly": True}
     with pytest.raises(AssertionError):

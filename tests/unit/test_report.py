@@ -251,7 +251,7 @@ def test_a_directory_without_a_log(tmp_path):
         runs.read([good, tmp_path / "b"])
 
 
-@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.long)])
 def test_a_picture(tmp_path, count):
     plotting = pytest.importorskip("hvdtrain.reporting.plotting")
     directories = [write(tmp_path / str(n), CONTINUED) for n in range(count)]

@@ -532,6 +532,7 @@ def normalized(rows):
     return make_model
 
 
+@pytest.mark.long
 def test_a_resumed_job_normalizes_by_the_rows_of_its_first_run(tmp_path):
     first, other = normalized(X), normalized(5 * X + 10)
     expected = train(None, make_model=first)
@@ -568,6 +569,7 @@ def binned(bins_rows=X, words=(1, 1, 1, 2, 2, 3)):
     return make_model
 
 
+@pytest.mark.long
 def test_a_job_with_other_bins_than_its_checkpoint_is_refused(tmp_path):
     expected = train(None, make_model=binned())
     with pytest.raises(KilledError):
@@ -583,6 +585,7 @@ def test_a_job_with_other_bins_than_its_checkpoint_is_refused(tmp_path):
     assert_equal(train(tmp_path, make_model=binned()), expected)
 
 
+@pytest.mark.long
 def test_the_comparison_sees_what_is_not_restored(tmp_path, monkeypatch):
     expected = uninterrupted()
     with pytest.raises(KilledError):
@@ -1118,7 +1121,8 @@ def test_a_test_set_without_end_is_refused_at_once():
     train(None, evaluation=spec, max_steps=2)
 
 
-@pytest.mark.parametrize("at", [35, pytest.param(6, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("at", [35, 6])
 def test_a_signal_stops_a_job_in_a_long_evaluation(tmp_path, at):
     """The job that continues evaluates there, also after the last step.
 
