@@ -17,13 +17,14 @@ the first process, and the time between a kill and the next start.
 """
 
 import importlib
+import importlib.util
 
 from absl import flags
 
 from hvdtrain import program
 from hvdtrain.flag_fields import PathParser
-from hvdtrain.job.files import atomic_write, writing_output
-from hvdtrain.measurement.records import check_plot
+from hvdtrain.job import JobError
+from hvdtrain.job.files import atomic_write, check_output, writing_output
 from hvdtrain.reporting import goodput, runs, table
 
 _OUTPUT = flags.DEFINE(
@@ -40,7 +41,11 @@ def main(directories: list[str]) -> None:
         text = goodput.goodput_text(goodput.compute_goodput(run.lines))
         print(f"{run.name}: {text}" if len(logged_runs) > 1 else text, flush=True)
     path = _OUTPUT.value
-    check_plot(path, "output")
+    check_output(path, "--output")
+    if not importlib.util.find_spec("matplotlib"):
+        raise JobError(
+            "matplotlib is missing; --output needs it: pip install matplotlib."
+        )
     # Not at the top: it loads matplotlib, an extra that the table does not need.
     plotting = importlib.import_module("hvdtrain.reporting.plotting")
     with writing_output(path, "--output"), atomic_write(path) as temporary:

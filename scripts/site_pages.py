@@ -82,8 +82,11 @@ def variables() -> str:
 
 def program_flags(name: str) -> str:
     """Return the section of the flags of a program."""
+    module = f"hvdtrain.{name}"
+    if (ROOT / "hvdtrain" / name).is_dir():
+        module += ".__main__"
     listed = subprocess.run(
-        [sys.executable, "-c", LIST_FLAGS, f"hvdtrain.{name}"],
+        [sys.executable, "-c", LIST_FLAGS, module],
         cwd=ROOT,
         check=True,
         stdout=subprocess.PIPE,

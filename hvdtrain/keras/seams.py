@@ -113,7 +113,6 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_accumulated_gradients", "Sums of a window, which differ by rank."),
         Seam("_model_variables_moving_average",
              "The shards of the averages of the weights (`use_ema`)."),
-        Seam("_get_variable_index(variable)", "The place of a weight."),
         Seam("_variables", "All variables: not a list of slots of one kind."),
     ),
     "keras.optimizers.RMSprop": (
@@ -149,8 +148,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "`model`; runs on several devices in the benchmark.",
              replaced_by=("training.skipping.Skipping",
                           "keras.collective_calls.compare_along_model",
-                          "measurement.one_process.build",
-                          "measurement.one_process.independent_models")),
+                          "benchmark.one_process.build",
+                          "benchmark.one_process.independent_models")),
         Seam("test_step(data)", "Compares samples along the axis `model`.",
              replaced_by=("keras.collective_calls.compare_along_model",)),
         # `substitute` puts a function in place of the present one, and takes it out

@@ -4,8 +4,8 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from benchmarks.sent_bytes import count_bytes
 from hvdtrain.collectives import transport
-from hvdtrain.measurement.sent_bytes import count_bytes
 
 pytestmark = pytest.mark.ranks
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FLOORS = [
     [
         *("mnist", "benchmark", "doctor", "install", "report", "verify", "program"),
-        *("diagnosis", "measurement", "reporting", "verification"),
+        *("diagnosis", "reporting", "verification"),
     ],
     ["classifier"],
     ["training"],
@@ -145,13 +145,8 @@ def test_few_imports_stand_inside_of_functions():
     assert len(local) <= MAX_LOCAL_IMPORTS, sorted(local)
 
 
-# The benchmark measures Horovod's allreduce against ours; the proof of an installation
-# runs without the rest of the package.
-CALLERS = (
-    "hvdtrain.collectives.transport",
-    "hvdtrain.installer.proof",
-    "hvdtrain.measurement.allreduce_speed",
-)
+# The proof of an installation runs without the rest of the package.
+CALLERS = ("hvdtrain.collectives.transport", "hvdtrain.installer.proof")
 
 
 def test_only_transport_calls_horovods_operations():
@@ -191,7 +186,7 @@ def test_data_and_models_are_independent_of_horovod():
 
 # Programs define flags of the same name: one process imports one of them.
 @pytest.mark.parametrize(
-    "program", ["mnist", "benchmark", "doctor", "install", "report", "verify"]
+    "program", ["mnist", "benchmark.__main__", "doctor", "install", "report", "verify"]
 )
 def test_importing_the_package_loads_no_tensorflow(program):
     code = (

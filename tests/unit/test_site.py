@@ -39,7 +39,7 @@ def test_the_reference_has_all_flags_variables_and_exit_codes(site_pages):
     assert "<!--" not in text
     for name in site_pages.PROGRAMS:
         assert f"### `hvdtrain.{name}`" in text
-    for flag in ("model_dir", "collectives", "output", "hosts", "wheels"):
+    for flag in ("model_dir", "strategy", "output", "hosts", "wheels"):
         assert f"\n| `--{flag}` |" in text
     for name in {**environment.VARIABLES, **environment.HOROVOD_VARIABLES}:
         assert f"\n| `{name}` |" in text
@@ -63,6 +63,7 @@ def test_all_programs_are_in_the_reference(site_pages):
         for path in ROOT.glob("hvdtrain/*.py")
         if 'if __name__ == "__main__":' in path.read_text()
     }
+    programs |= {path.parent.name for path in ROOT.glob("hvdtrain/*/__main__.py")}
     assert programs == set(site_pages.PROGRAMS)
 
 

@@ -1,17 +1,41 @@
-"""A PNG file of the figures. Importing this module loads matplotlib, an extra."""
+"""Draws a picture of figures that --json of a benchmark wrote. Needs matplotlib.
+
+python -m benchmarks.charts --output=allreduce.png allreduce.json
+
+Argument: the file of --json of hvdtrain.benchmark, benchmarks.allreduce or
+benchmarks.parallelism.
+"""
 
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from absl import flags
 from matplotlib.figure import Figure
 
-from hvdtrain.measurement import tables
-from hvdtrain.measurement.tables import largest_memory
+from benchmarks.allreduce import sent_bytes
+from benchmarks.parallelism import largest_memory
+from hvdtrain import program
+from hvdtrain.benchmark import records, tables
+from hvdtrain.flag_fields import PathParser
+from hvdtrain.job import JobError
+from hvdtrain.job.files import atomic_write, check_output, writing_output
+
+
+def main(paths: list[str]) -> None:
+    """Draw the picture of one file."""
+    if len(paths) > 1:
+        raise JobError(f"Received {len(paths)} files; expected one.")
+    output = flags.FLAGS.output
+    check_output(output, "--output")
+    (result,) = records.read_json(paths).values()
+    with writing_output(output, "--output"), atomic_write(output) as temporary:
+        draw(result, temporary)
+    print(f"written to {output}", flush=True)
 
 
 def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw a result of `running.run` as a PNG file."""
+    """Draw the result of a benchmark as a PNG file."""
     # Without pyplot, which needs a display or the choice of a backend.
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     if "collectives" in result:
@@ -32,7 +56,7 @@ def _draw_collectives(figure: Figure, result: Mapping[str, Any]) -> None:
         seconds = [row["seconds"][name] for row in rows]
         latency.loglog(counts, [1e6 * each for each in seconds], "o-", label=name)
         speeds = [
-            tables.sent_bytes(count, size) / each / 1e9
+            sent_bytes(count, size) / each / 1e9
             for count, each in zip(counts, seconds, strict=True)
         ]
         bandwidth.loglog(counts, speeds, "o-", label=name)
@@ -96,3 +120,10 @@ def _draw_training(figure: Figure, result: Mapping[str, Any]) -> None:
         f"{flags['workload']}, {flags['strategy']}, ranks: {result['size']}: "
         f"{figures['samples_per_second']:,.0f} samples/s ({result['machine']})"
     )
+
+
+if __name__ == "__main__":
+    flags.DEFINE(
+        PathParser(), "output", "chart.png", "PNG file to draw the picture in."
+    )
+    program.run(main, page=__doc__, operands="FILE")

@@ -1,13 +1,14 @@
-"""Kinds of parallelism in the benchmark, against numbers computed by hand."""
+"""Kinds of parallelism beside each other, against numbers computed by hand."""
 
 import numpy as np
 import pytest
 
 import hvdtrain.keras as hvd
+from benchmarks import kinds as measured_kinds
+from benchmarks import parallel_workloads
+from benchmarks.parallel_workloads import BATCHES, WORKLOADS
+from benchmarks.parallelism import ParallelismOptions
 from hvdtrain.job import World
-from hvdtrain.measurement import parallel_workloads, running
-from hvdtrain.measurement.benchmark_options import BenchmarkOptions
-from hvdtrain.measurement.parallel_workloads import BATCHES, WORKLOADS
 
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, BATCH = (300, 17), 4, 32
@@ -36,15 +37,12 @@ def options(workload, **changes):
         "columns": COLUMNS,
         "units": ("6",),
         "optimizer": "momentum",
-        "consistency_steps": 0,
     }
-    return BenchmarkOptions(**values | changes).with_defaults()
+    return ParallelismOptions(**values | changes).with_defaults()
 
 
 def run(world, given):
-    result, table = running.run(given, world, mpi_seconds={})
-    kinds = result["parallelism"]
-    assert all(f"\n{name} " in table for name in kinds)
+    kinds = measured_kinds.measure(given, world)
     losses = [each["loss"] for each in kinds.values()]
     np.testing.assert_allclose(losses, losses[0], atol=1e-6)
     for figures in kinds.values():

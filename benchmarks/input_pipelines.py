@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import data
+from hvdtrain.benchmark import figures
 from hvdtrain.data.sources.source import load_library
-from hvdtrain.measurement import figures
 
 # 300 bytes each: reading and parsing take longer than copying.
 _SAMPLES = 50_000

@@ -2,20 +2,21 @@
 
 python -m hvdtrain.benchmark
 horovodrun -np 2 python -m hvdtrain.benchmark --workload=cnn --json=cnn.json
-mpirun -np 2 python -m hvdtrain.benchmark --collectives --plot=collectives.png
-mpirun -np 2 python -m hvdtrain.benchmark --workload=recommender
-python -m hvdtrain.benchmark --input
+mpirun -np 2 python -m hvdtrain.benchmark --workload=my_model:make
 python -m hvdtrain.benchmark --strategy=mirrored --workload=resnet18
 
 The default takes about a minute. docs/figures/benchmark.md describes the figures.
 """
 
+import dataclasses
+
 from absl import flags
 
 from hvdtrain import environment, flag_fields, job, program
+from hvdtrain.benchmark import benchmark_options, records, tables
+from hvdtrain.benchmark.benchmark_options import BenchmarkOptions
 from hvdtrain.job import launchers
-from hvdtrain.measurement import benchmark_options, mpi, records, tables
-from hvdtrain.measurement.benchmark_options import BenchmarkOptions
+from hvdtrain.job.files import check_output
 
 flag_fields.define_flags(BenchmarkOptions, benchmark_options.CHECKS)
 _COMPARE = flags.DEFINE_list(
@@ -29,30 +30,25 @@ def _check_compare(paths: list[str] | None) -> bool:
 
 
 def main() -> None:
-    """Measure, print the figures, and write them to files."""
+    """Measure, print the figures, and write them to a file."""
     if _COMPARE.value:
         print(tables.comparison(records.read_json(_COMPARE.value)), flush=True)
         return
-    options = flag_fields.read_flags(BenchmarkOptions).with_defaults()
+    chosen = flag_fields.read_flags(BenchmarkOptions).with_defaults()
     launched = launchers.launch()
-    options.check(launched.size)
-    if launched.rank == 0:
-        records.check(options)
+    chosen.check(launched.size)
+    if launched.rank == 0 and chosen.json:
+        check_output(chosen.json, "--json")
     environment.set_default_stall_limits(environment.BENCHMARK_LIMITS)
-    mpi_seconds = {}
-    if options.collectives:
-        mpi_seconds = mpi.measure(
-            options.message_sizes, rounds=options.rounds, seconds=options.seconds
-        )
-    world = job.start(seed=options.seed, mesh=options.mesh_shape(launched.size))
+    world = job.start(seed=chosen.seed)
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
-    from hvdtrain.measurement import running
+    from hvdtrain.benchmark import conditions, throughput
 
-    result, table = running.run(options, world, mpi_seconds=mpi_seconds)
-    if world.is_chief:
-        print(table, flush=True)
-    running.write(options, world, result)
+    values = dataclasses.asdict(chosen)
+    result = conditions.describe(world, values, strategy=chosen.strategy)
+    result["figures"] = throughput.measure(chosen, world)
+    conditions.report(world, result, tables.training(result), path=chosen.json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.measurement.benchmark_options import BenchmarkOptions
+from hvdtrain.benchmark.benchmark_options import BenchmarkOptions
 
 PERCENTILES = (50, 90, 99)
 

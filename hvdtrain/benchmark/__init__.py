@@ -1,4 +1,4 @@
-"""What `hvdtrain.benchmark` measures, and how.
+"""What `python -m hvdtrain.benchmark` measures, and how.
 
 docs/figures/benchmark.md describes the figures. The modules `benchmark_options`,
 `figures`, `records` and `tables` load no TensorFlow; import the others by name.

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import optimizers
+from hvdtrain.benchmark.benchmark_options import WORKLOADS, BenchmarkOptions
 from hvdtrain.classifier import models
 from hvdtrain.classifier.models import compile_classifier
 from hvdtrain.collectives.objects import group_by_value, name_values
@@ -24,8 +25,6 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.variables import is_distributed
-from hvdtrain.measurement import simulated_device
-from hvdtrain.measurement.benchmark_options import WORKLOADS, BenchmarkOptions
 
 _SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
 _CLASSES = 10
@@ -95,8 +94,6 @@ def load(options: BenchmarkOptions, world: World) -> Workload:
             not return a compiled Keras model, or the models of the ranks differ.
     """
     name, size = options.workload, options.batch_size
-    if name == "backward":
-        return _backward(options)
     if name in _SYNTHETIC_SHAPES:
         return _synthetic(name, size)
     if name in WORKLOADS:
@@ -168,18 +165,6 @@ def _synthetic(name: str, batch_size: int) -> Workload:
 def _compile_sgd(model: keras.Model, learning_rate_factor: int) -> keras.Model:
     rate = optimizers.LEARNING_RATES["sgd"] * learning_rate_factor
     return compile_classifier(model, optimizers.make("sgd", learning_rate=rate))
-
-
-def _backward(options: BenchmarkOptions) -> Workload:
-    def build(learning_rate_factor: int = 1) -> keras.Model:
-        return simulated_device.build(backward_seconds=options.backward_ms / 1000)
-
-    zeros = np.zeros((options.batch_size, 1), "float32")
-    return Workload(
-        build=build,
-        batch=(zeros, zeros),
-        note=f"none; backward pass of {options.backward_ms:g} ms off the CPU",
-    )
 
 
 def _load_function(name: str, batch_size: int) -> Workload:

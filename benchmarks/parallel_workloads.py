@@ -18,8 +18,8 @@ import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
+from benchmarks.parallelism import ParallelismOptions
 from hvdtrain import optimizers, parallel
-from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 
 # Of each rank; the bytes and the loss of a step are means over them.
 BATCHES = 8
@@ -46,7 +46,7 @@ class Kind:
         most_ranks: the kind is left out with more.
     """
 
-    build: Callable[[BenchmarkOptions], keras.Model]
+    build: Callable[[ParallelismOptions], keras.Model]
     shares_samples: bool = False
     most_ranks: float = math.inf
 
@@ -60,11 +60,11 @@ class ParallelWorkload(NamedTuple):
         kinds: by name, "replicated" first.
     """
 
-    samples: Callable[[BenchmarkOptions, int], Batches]
+    samples: Callable[[ParallelismOptions, int], Batches]
     kinds: dict[str, Kind]
 
 
-def _recommender_samples(options: BenchmarkOptions, rank: int) -> Batches:
+def _recommender_samples(options: ParallelismOptions, rank: int) -> Batches:
     """Return int32 ids of the shape (batches, samples, tables), and their targets.
 
     The targets are float32 of the shape (batches, samples, 1), 0 or 1.
@@ -91,7 +91,7 @@ def zipf(
     return np.minimum(drawn, size - 1)
 
 
-def _build_recommender(embed: Embed, options: BenchmarkOptions) -> keras.Model:
+def _build_recommender(embed: Embed, options: ParallelismOptions) -> keras.Model:
     keras.utils.set_random_seed(options.seed)
     ids = keras.Input((len(options.table_rows),), dtype="int32")
     tables = [(rows, options.columns) for rows in options.table_rows]
@@ -108,7 +108,7 @@ def _build_recommender(embed: Embed, options: BenchmarkOptions) -> keras.Model:
 def _compile(
     model: keras.Model,
     loss: str | keras.Loss,
-    options: BenchmarkOptions,
+    options: ParallelismOptions,
     **distribution: Any,
 ) -> keras.Model:
     rate = optimizers.LEARNING_RATES[options.optimizer]
@@ -155,7 +155,7 @@ _RECOMMENDER_KINDS = {
 }
 
 
-def _wide_samples(options: BenchmarkOptions, rank: int) -> Batches:
+def _wide_samples(options: ParallelismOptions, rank: int) -> Batches:
     """Return float32 inputs of the shape (batches, samples, 1024), and their targets.
 
     The targets are int32 of the shape (batches, samples), 0 to 9.
@@ -167,7 +167,7 @@ def _wide_samples(options: BenchmarkOptions, rank: int) -> Batches:
 
 
 def _build_wide(
-    options: BenchmarkOptions,
+    options: ParallelismOptions,
     widen: Callable[..., keras.Layer] = keras.layers.Dense,
     narrow: Callable[..., keras.Layer] = keras.layers.Dense,
 ) -> keras.Model:
@@ -179,19 +179,19 @@ def _build_wide(
 
 
 def _compile_wide(
-    model: keras.Model, options: BenchmarkOptions, **distribution: Any
+    model: keras.Model, options: ParallelismOptions, **distribution: Any
 ) -> keras.Model:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return _compile(model, loss, options, **distribution)
 
 
 def _data_parallel(
-    options: BenchmarkOptions, shard_state: bool | str = False
+    options: ParallelismOptions, shard_state: bool | str = False
 ) -> keras.Model:
     return _compile_wide(_build_wide(options), options, shard_state=shard_state)
 
 
-def _model_parallel(options: BenchmarkOptions) -> keras.Model:
+def _model_parallel(options: ParallelismOptions) -> keras.Model:
     with parallel.Mesh(model=hvd.size()) as mesh:
         model = _build_wide(
             options,
@@ -201,7 +201,7 @@ def _model_parallel(options: BenchmarkOptions) -> keras.Model:
     return _compile_wide(model, options, mesh=mesh)
 
 
-def _pipeline(options: BenchmarkOptions) -> keras.Model:
+def _pipeline(options: ParallelismOptions) -> keras.Model:
     size = hvd.size()
     # Stages of complete pairs send the narrow activations, not the wide ones.
     stages = [2 * len(pairs) for pairs in np.array_split(range(_PAIRS), size)]

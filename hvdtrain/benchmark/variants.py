@@ -18,11 +18,11 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import processes, training
+from hvdtrain.benchmark.benchmark_options import BenchmarkOptions
+from hvdtrain.benchmark.figures import Executions
+from hvdtrain.benchmark.workloads import Workload
 from hvdtrain.job import World, launchers
 from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.measurement.benchmark_options import BenchmarkOptions
-from hvdtrain.measurement.figures import Executions
-from hvdtrain.measurement.workloads import Workload
 from hvdtrain.training.observers import metrics_text
 from hvdtrain.training.progress import ProgressMeter
 
@@ -219,7 +219,7 @@ def fit_variant(
 
 
 def function_variant(
-    model: keras.Model, batches: tf.data.Dataset, options: BenchmarkOptions
+    model: keras.Model, batches: tf.data.Dataset, steps_per_execution: int
 ) -> Variant:
     """Return the variant that calls the compiled train function in a loop, not `fit`.
 
@@ -228,7 +228,7 @@ def function_variant(
     """
 
     def run(executions: int) -> list[float]:
-        model.steps_per_execution = options.steps_per_execution
+        model.steps_per_execution = steps_per_execution
         # Keeps the function that an earlier `fit` has traced.
         model.make_train_function()
         iterator = iter(batches)

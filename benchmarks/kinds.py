@@ -8,24 +8,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from benchmarks.parallel_workloads import BATCHES, WORKLOADS, Kind, ParallelWorkload
+from benchmarks.parallelism import ParallelismOptions
+from benchmarks.sent_bytes import count_bytes
+from hvdtrain.benchmark import variants
+from hvdtrain.benchmark.figures import Figures, median_ratio
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.measurement import variants
-from hvdtrain.measurement.benchmark_options import BenchmarkOptions
-from hvdtrain.measurement.figures import Figures, median_ratio
-from hvdtrain.measurement.parallel_workloads import (
-    BATCHES,
-    WORKLOADS,
-    Kind,
-    ParallelWorkload,
-)
-from hvdtrain.measurement.sent_bytes import count_bytes
 
 # The kind that the others are compared with.
 REPLICATED = "replicated"
 
 
-def measure(options: BenchmarkOptions, world: World) -> Figures:
+def measure(options: ParallelismOptions, world: World) -> Figures:
     """Measure the kinds of parallelism of a workload. A collective.
 
     Args:
@@ -33,7 +28,7 @@ def measure(options: BenchmarkOptions, world: World) -> Figures:
 
     Returns:
         By kind, "replicated" first, a dict for JSON, the same on all ranks;
-        docs/figures/benchmark.md describes it.
+        docs/figures/comparisons.md describes it.
     """
     workload = WORKLOADS[options.workload]
     figures: dict[str, Figures] = {}
@@ -45,7 +40,9 @@ def measure(options: BenchmarkOptions, world: World) -> Figures:
             model = kind.build(options)
             batches = _batches(workload, kind, options, world)
             figures[name] = _first_steps(model, batches, options) | _memory(model)
-        runs[name] = variants.function_variant(model, batches, options)
+        runs[name] = variants.function_variant(
+            model, batches, options.steps_per_execution
+        )
     speeds = variants.warm_up(world, runs)
     measured = variants.run_rounds(
         world, runs, speeds, rounds=options.rounds, seconds=options.seconds
@@ -104,7 +101,7 @@ def _slowest(ranks: Sequence[Figures]) -> list[float]:
 
 
 def _batches(
-    workload: ParallelWorkload, kind: Kind, options: BenchmarkOptions, world: World
+    workload: ParallelWorkload, kind: Kind, options: ParallelismOptions, world: World
 ) -> tf.data.Dataset:
     """Return an endless dataset of a rank's batches."""
     ranks = range(world.size) if kind.shares_samples else [world.rank]
@@ -114,7 +111,7 @@ def _batches(
 
 
 def _first_steps(
-    model: keras.Model, batches: tf.data.Dataset, options: BenchmarkOptions
+    model: keras.Model, batches: tf.data.Dataset, options: ParallelismOptions
 ) -> dict[str, float]:
     """Train some steps; return the mean bytes and loss of one."""
     model.steps_per_execution = options.steps_per_execution

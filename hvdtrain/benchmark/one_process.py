@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
+from hvdtrain.benchmark import variants
+from hvdtrain.benchmark.benchmark_options import BenchmarkOptions
+from hvdtrain.benchmark.variants import Variant
+from hvdtrain.benchmark.workloads import Workload
 from hvdtrain.job import JobError
 from hvdtrain.keras.seams import replace
-from hvdtrain.measurement import variants
-from hvdtrain.measurement.benchmark_options import BenchmarkOptions
-from hvdtrain.measurement.variants import Variant
-from hvdtrain.measurement.workloads import Workload
 
 # Inputs and targets of a batch.
 Batch = tuple[tf.Tensor, tf.Tensor]
@@ -137,7 +137,8 @@ def compared_variants(
     batches = constant
     if options.strategy == "mirrored":
         batches = model.distribute_strategy.experimental_distribute_dataset(constant)
-    measured = {"function": variants.function_variant(model, batches, options)}
+    steps = options.steps_per_execution
+    measured = {"function": variants.function_variant(model, batches, steps)}
     if workload.batches:
         measured["constant"] = variants.fit_variant(
             model, workload.constant_input(count), options
@@ -146,7 +147,7 @@ def compared_variants(
         plain = workload.build()
     if count > 1:
         measured["local"] = variants.function_variant(
-            independent_models(workload, names), constant, options
+            independent_models(workload, names), constant, steps
         )
         measured["alone"] = variants.fit_variant(
             plain, workload.input(options), options

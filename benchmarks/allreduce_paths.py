@@ -1,4 +1,4 @@
-"""The time of an allreduce by its size, on each path that this job has.
+"""The time of an allreduce by its size, on each path that a job has.
 
 Measured in a loop inside one `tf.function`, as in a training with several steps per
 execution: a call of such a function takes longer than a small reduction. Each reduction
@@ -16,24 +16,13 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.collectives import transport
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.measurement.benchmark_options import BenchmarkOptions
 
 _MAX_REPEATS = 2000
 
 # Reduces, or copies, so many times.
 Run = Callable[[int], Any]
-
-
-def name_path(world: World, options: BenchmarkOptions) -> str:
-    """Return how this job reduces: a word or two, such as shared memory."""
-    if options.strategy in ("mirrored", "split"):
-        return "in one process"
-    if world.size == 1:
-        return "no reduction"
-    return transport.reduction_path()
 
 
 def measure(

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 import keras
 
 import hvdtrain.keras as hvd
+from hvdtrain.benchmark import one_process, variants, workloads
+from hvdtrain.benchmark.benchmark_options import BenchmarkOptions
+from hvdtrain.benchmark.figures import Figures, summarize
+from hvdtrain.benchmark.variants import Variant
+from hvdtrain.benchmark.workloads import Workload
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.keras import gradients
-from hvdtrain.measurement import equivalence, one_process, variants, workloads
-from hvdtrain.measurement.benchmark_options import BenchmarkOptions
-from hvdtrain.measurement.figures import Figures, summarize
-from hvdtrain.measurement.variants import Variant
-from hvdtrain.measurement.workloads import Workload
 
 _LINE_STEPS = 25
 
@@ -48,8 +48,6 @@ def measure(options: BenchmarkOptions, world: World) -> Figures:
     count = max(world.size, len(names))
     figures = summarize(gather(world, measured), options, count)
     groups = gradients.group_bytes(model.trainable_variables) if count > 1 else []
-    if count > 1 and options.consistency_steps and options.workload != "backward":
-        figures["consistency"] = equivalence.measure(options, world, workload, names)
     return {
         "data": workload.note,
         "warning": workload.warning,
@@ -109,13 +107,14 @@ def _compared_variants(
     """
     constant = workload.constant_batches()
     plain = workload.build()
-    measured = {"function": variants.function_variant(model, constant, options)}
+    steps = options.steps_per_execution
+    measured = {"function": variants.function_variant(model, constant, steps)}
     if workload.batches:
         measured["constant"] = variants.training_variant(
             model, workload.constant_input(), workload, options, world
         )
     if world.size > 1:
-        measured["local"] = variants.function_variant(plain, constant, options)
+        measured["local"] = variants.function_variant(plain, constant, steps)
         measured["alone"] = variants.lone_training_variant(
             plain, workload.input(options), options
         )

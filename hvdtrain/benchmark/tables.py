@@ -1,4 +1,4 @@
-"""The figures as text: a table for each kind of result, and of several results."""
+"""The figures as text: the table of a result, and of several results."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -6,16 +6,15 @@ from typing import Any
 from hvdtrain.job import JobError
 
 # Version of the JSON files: increase it when a figure changes its name or its meaning.
-FORMAT = 2
+FORMAT = 3
 NOT_MEASURED = "-"
 # With fewer rounds, a median is no protection against one slow round.
 _MIN_ROUNDS = 3
 _LABEL_WIDTH = 15
-_CELL_WIDTH = 24
 _COLUMN_WIDTH = 22
 
-# The dict of `running.run`, and the figures in it: docs/figures/benchmark.md has their
-# keys.
+# The dict of `conditions.describe`, and the figures in it, whose keys
+# docs/figures/benchmark.md has.
 Result = Mapping[str, Any]
 Figures = Mapping[str, Any]
 # Label and text.
@@ -26,94 +25,21 @@ def training(result: Result) -> str:
     """Return the table of a result with `figures`."""
     size, figures = result["size"], result["figures"]
     rows = [
-        *_environment(result),
+        *environment_rows(result),
         *_workload(result["flags"], figures),
         *_speed(figures),
         *_split(figures),
-        *_doubts(result),
+        *doubt_rows(result),
         *_doubts_of_split(figures),
         *_one_rank(figures["one_rank"], figures["devices"], size),
-        *_comparison(figures, size),
+        *_load_balance(figures),
         *_resources(figures),
     ]
-    return "\n".join(_label(rows))
+    return "\n".join(label_rows(rows))
 
 
-def collectives(result: Result) -> str:
-    """Return the table of a result with `collectives`."""
-    size, rows = result["size"], result["collectives"]["rows"]
-    lines = [
-        *_label(_environment(result)),
-        "",
-        f"allreduce of float32 over {size} ranks: time, and bytes x 2 (N-1)/N",
-        "copy: each rank copies as many bytes in memory, all at once",
-        _line(f"{'bytes':>12}", rows[0]["seconds"]),
-    ]
-    for row in rows:
-        sent = sent_bytes(row["bytes"], size)
-        cells = [
-            f"{_time(seconds)}{sent / seconds / 1e9:7.2f} GB/s"
-            for seconds in row["seconds"].values()
-        ]
-        lines.append(_line(f"{row['bytes']:>12,}", cells))
-    return "\n".join(lines)
-
-
-def input_speed(result: Result) -> str:
-    """Return the table of a result with `input`."""
-    pipelines = next(iter(result["input"].values()))["samples_per_second"]
-    lines = [
-        *_label(_environment(result)),
-        *_label(_doubts(result)),
-        "",
-        f"samples/s in batches of {result['flags']['batch_size']:,}, from files in the "
-        "page cache",
-        _line(f"{'':<12}", [*pipelines, "ratio"]),
-    ]
-    for name, speeds in result["input"].items():
-        cells = [number(speed) for speed in speeds["samples_per_second"].values()]
-        lines.append(_line(f"{name:<12}", [*cells, f"{speeds['ratio']:.2f}"]))
-    return "\n".join(lines)
-
-
-def parallelism(result: Result) -> str:
-    """Return the table of a result with `parallelism`."""
-    flags = result["flags"]
-    workload = flags["workload"]
-    if workload == "recommender":
-        tables = ", ".join(f"{int(rows):,}" for rows in flags["tables"])
-        workload += f"; tables of {flags['columns']} columns and {tables} rows"
-        workload += f"; {', '.join([*flags['units'], '1'])} units"
-    rows = [
-        *_environment(result),
-        ("workload", f"{workload}; {flags['optimizer']}"),
-        ("batch", f"{_batch(flags)} per kind"),
-        *_doubts(result),
-    ]
-    heads = ("weights and slots", "sent in a step", "step", "loss")
-    lines = [
-        *_label(rows),
-        "",
-        "the most of a rank, and how many times replicated",
-        _line(f"{'':<12}", heads),
-    ]
-    for name, figures in result["parallelism"].items():
-        lines.append(_line(f"{name:<12}", _parallelism_cells(figures)))
-    return "\n".join(lines)
-
-
-def _parallelism_cells(figures: Figures) -> list[str]:
-    ratios = figures["against_replicated"]
-    texts = {
-        "memory": size_text(largest_memory(figures)),
-        "sent_bytes": size_text(max(figures["sent_bytes_by_rank"])),
-        "step_seconds": milliseconds(figures["step_seconds"]),
-    }
-    cells = [f"{text} {ratios[name]:7.3f}" for name, text in texts.items()]
-    return [*cells, f"{figures['loss']:.6f}"]
-
-
-def _environment(result: Result) -> Iterator[Row]:
+def environment_rows(result: Result) -> Iterator[Row]:
+    """Yield versions, ranks and machine of a result."""
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     hosts = ", ".join(f"{count} on {host}" for host, count in result["hosts"].items())
     threads = " or ".join(str(n) for n in sorted(set(result["threads"])))
@@ -128,12 +54,13 @@ def _environment(result: Result) -> Iterator[Row]:
 def _workload(flags: Mapping[str, Any], figures: Figures) -> Iterator[Row]:
     text = f"{flags['workload']}, {flags['strategy']}; data: {figures['data']}"
     yield "workload", text
-    yield "batch", f"{_batch(flags)} per variant"
+    yield "batch", f"{batch_text(flags)} per variant"
     if figures["warning"]:
         yield "WARNING", figures["warning"]
 
 
-def _batch(flags: Mapping[str, Any]) -> str:
+def batch_text(flags: Mapping[str, Any]) -> str:
+    """Return batch and rounds as text."""
     return (
         f"{flags['batch_size']} per rank; {flags['steps_per_execution']} steps per "
         f"execution; {flags['rounds']} rounds of {flags['seconds']:g} s"
@@ -171,7 +98,7 @@ def _split(figures: Figures) -> Iterator[Row]:
         )
 
 
-def _doubts(result: Result) -> Iterator[Row]:
+def doubt_rows(result: Result) -> Iterator[Row]:
     """Yield the reasons to doubt any figure of this run."""
     flags = result["flags"]
     threads, load = sum(result["threads"]), result["load_average"]
@@ -215,15 +142,7 @@ def _one_rank(figures: Figures, count: int, size: int) -> Iterator[Row]:
     yield "bare Keras", bare
 
 
-def _comparison(figures: Figures, size: int) -> Iterator[Row]:
-    if consistency := figures.get("consistency"):
-        equal = "equal to the bit" if consistency["ranks_are_equal"] else "DIFFERENT"
-        ranks = f"; ranks are {equal}" if size > 1 else ""
-        yield (
-            "consistency",
-            f"weights after {consistency['steps']} steps differ by "
-            f"{consistency['largest_difference']:.1e} from one process{ranks}",
-        )
+def _load_balance(figures: Figures) -> Iterator[Row]:
     if figures["reduced_bytes"]:
         yield "load balance", f"mean over maximum {figures['load_balance']:.2f}"
 
@@ -295,22 +214,12 @@ def _column(result: Mapping[str, Any]) -> dict[str, str]:
         "load balance": balance if has_several else NOT_MEASURED,
         "memory, all": size_text(sum(shares)),
         "memory, largest peak": size_text(max(peaks)),
-        "largest difference": _difference(figures),
     }
 
 
-def _difference(figures: Mapping[str, Any]) -> str:
-    if "consistency" not in figures:
-        return NOT_MEASURED
-    return f"{figures['consistency']['largest_difference']:.1e}"
-
-
-def _label(rows: Iterable[Row]) -> list[str]:
+def label_rows(rows: Iterable[Row]) -> list[str]:
+    """Return the lines of labels and texts."""
     return [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in rows]
-
-
-def _line(label: str, cells: Iterable[str]) -> str:
-    return label + "".join(f"{cell:>{_CELL_WIDTH}}" for cell in cells)
 
 
 def measured_parts(figures: Figures) -> dict[str, Any]:
@@ -326,17 +235,6 @@ def measured_parts(figures: Figures) -> dict[str, Any]:
     }
 
 
-def largest_memory(figures: Figures) -> int:
-    """Return the bytes of weights and slots of the rank with most of them."""
-    weights, slots = figures["weight_bytes_by_rank"], figures["slot_bytes_by_rank"]
-    return max(map(sum, zip(weights, slots, strict=True)))
-
-
-def sent_bytes(count: int, size: int) -> float:
-    """Return what each rank sends at least in an allreduce of `count` bytes."""
-    return 2 * (size - 1) / size * count
-
-
 def milliseconds(seconds: float | None) -> str:
     """Return seconds as text in milliseconds, three decimals below 10 and else one."""
     if seconds is None:
@@ -344,12 +242,6 @@ def milliseconds(seconds: float | None) -> str:
     value = 1000 * seconds
     digits = 3 if abs(value) < 10 else 1
     return f"{value:,.{digits}f} ms"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:7.1f} us"
-    return f"{1e3 * seconds:7.1f} ms"
 
 
 def number(value: float) -> str:

@@ -1,0 +1,108 @@
+"""Measures the time of an allreduce by its size, on each path that a job has.
+
+mpirun -np 2 python -m benchmarks.allreduce
+horovodrun --gloo -np 2 python -m benchmarks.allreduce --json=gloo.json
+
+docs/figures/comparisons.md describes the paths.
+"""
+
+import dataclasses
+from typing import Any
+
+from benchmarks import mpi, report
+from hvdtrain import environment, flag_fields, job, program
+from hvdtrain.flag_fields import flag_field, path_field
+from hvdtrain.job import launchers
+from hvdtrain.job.world import SharedJobError
+
+_FIRST_BYTES, _FACTOR = 1000, 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllreduceOptions:
+    """The options of the program. The fields are flags: `--help` describes them."""
+
+    max_bytes: int = flag_field(
+        256_000_000, "Largest message.", low=4000, high=4_000_000_000
+    )
+    rounds: int = flag_field(7, "Rounds of all paths.", low=1, high=10_000)
+    seconds: float = flag_field(0.1, "Of each path in a round.", low=0, high=120)
+    seed: int = flag_field(0, "Of the job.", low=0, high=2**32 - 1)
+    json: str | None = path_field("File to write the figures to.")
+
+    @property
+    def message_sizes(self) -> list[int]:
+        """The bytes of the messages: 1 kB, 4 kB, ..., and the largest.
+
+        Multiples of 4, the bytes of a float32.
+        """
+        sizes, last = [_FIRST_BYTES], self.max_bytes // 4 * 4
+        while sizes[-1] * _FACTOR < last:
+            sizes.append(sizes[-1] * _FACTOR)
+        return [*sizes, last]
+
+
+def main() -> None:
+    """Measure, print the table, and write the file."""
+    options = flag_fields.read_flags(AllreduceOptions)
+    if launchers.launch().size == 1:
+        raise SharedJobError(
+            "Received a job of 1 rank; expected 2 or more: start it by horovodrun -np "
+            "2 or mpirun -np 2."
+        )
+    report.check_json(options.json)
+    environment.set_default_stall_limits(environment.BENCHMARK_LIMITS)
+    mpi_seconds = mpi.measure(
+        options.message_sizes, rounds=options.rounds, seconds=options.seconds
+    )
+    world = job.start(seed=options.seed)
+    # Not at the top: TensorFlow and Horovod read their environment at the import, and
+    # `start` sets it.
+    from benchmarks import allreduce_paths
+    from hvdtrain.benchmark import conditions
+
+    result = conditions.describe(world, dataclasses.asdict(options))
+    rows = allreduce_paths.measure(
+        world, options.message_sizes, rounds=options.rounds, seconds=options.seconds
+    )
+    for row in rows:
+        if mpi_seconds:
+            row["seconds"] = {"MPI": mpi_seconds[row["bytes"]], **row["seconds"]}
+    result["collectives"] = {"rows": rows}
+    conditions.report(world, result, table(result), path=options.json)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the table of a result."""
+    size, rows = result["size"], result["collectives"]["rows"]
+    lines = [
+        *report.head(result),
+        "",
+        f"allreduce of float32 over {size} ranks: time, and bytes x 2 (N-1)/N",
+        "copy: each rank copies as many bytes in memory, all at once",
+        report.line(f"{'bytes':>12}", rows[0]["seconds"]),
+    ]
+    for row in rows:
+        sent = sent_bytes(row["bytes"], size)
+        cells = [
+            f"{_time(seconds)}{sent / seconds / 1e9:7.2f} GB/s"
+            for seconds in row["seconds"].values()
+        ]
+        lines.append(report.line(f"{row['bytes']:>12,}", cells))
+    return "\n".join(lines)
+
+
+def sent_bytes(count: int, size: int) -> float:
+    """Return what each rank sends at least in an allreduce of `count` bytes."""
+    return 2 * (size - 1) / size * count
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:7.1f} us"
+    return f"{1e3 * seconds:7.1f} ms"
+
+
+if __name__ == "__main__":
+    flag_fields.define_flags(AllreduceOptions)
+    program.run(main, page=__doc__)

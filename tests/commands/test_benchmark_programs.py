@@ -1,0 +1,75 @@
+"""The programs of benchmarks/ for a few rounds: their tables and files."""
+
+import json
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
+def test_collectives(run, tmp_path, launcher):
+    path = tmp_path / "collectives.json"
+    few = ["--rounds=2", "--seconds=0.01", "--max_bytes=64000"]
+    program = [sys.executable, "-m", "benchmarks.allreduce"]
+    job = run([*few, f"--json={path}"], program=program, launcher=launcher)
+    assert job.returncode == 0, job.text
+    measured = json.loads(path.read_text())["collectives"]
+    assert [row["bytes"] for row in measured["rows"]] == [1000, 4000, 16000, 64000]
+    paths = ["Horovod", "hvdtrain", "copy"]
+    if launcher == "mpi":
+        paths = ["MPI", *paths]
+    for row in measured["rows"]:
+        assert list(row["seconds"]) == paths
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+
+
+def test_input(run, tmp_path):
+    path = tmp_path / "input.json"
+    few = ["--rounds=2", "--seconds=0.05", "--batch_size=100"]
+    program = [sys.executable, "-m", "benchmarks.input_speed"]
+    job = run([*few, f"--json={path}"], program=program)
+    assert job.returncode == 0, job.text
+    result = json.loads(path.read_text())
+    assert result["flags"]["batch_size"] == 100
+    for name, speeds in result["input"].items():
+        assert any(line.startswith(name) for line in job.lines), job.text
+        assert list(speeds["samples_per_second"]) == ["data.batches", "tf.data"]
+
+
+def test_kinds_of_parallelism(run, tmp_path):
+    path, picture = tmp_path / "kinds.json", tmp_path / "kinds.png"
+    few = ["--rounds=2", "--seconds=0.01", "--tables=17,300", "--batch_size=8"]
+    program = [sys.executable, "-m", "benchmarks.parallelism"]
+    job = run([*few, f"--json={path}"], program=program, launcher="mpirun")
+    assert job.returncode == 0, job.text
+    kinds = json.loads(path.read_text())["parallelism"]
+    assert list(kinds) == ["replicated", "row", "column", "tables"]
+    for name in kinds:
+        assert any(line.startswith(name) for line in job.lines), job.text
+    pytest.importorskip("matplotlib")
+    program = [sys.executable, "-m", "benchmarks.charts"]
+    drawn = run(
+        [f"--output={picture}", str(path)],
+        program=program,
+        # With matplotlib, which other programs of these tests run without.
+        environment={"PYTHONPATH": "."},
+    )
+    assert drawn.returncode == 0, drawn.text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_backward_pass_that_leaves_the_cpu_free(run, tmp_path):
+    path = tmp_path / "backward.json"
+    few = ["--rounds=1", "--seconds=0.01", "--batch_size=1", f"--json={path}"]
+    job = run(
+        ["--workload=benchmarks.backward:model", *few],
+        program=[sys.executable, "-m", "hvdtrain.benchmark"],
+        launcher="mpirun",
+        environment={"BACKWARD_MS": "20"},
+    )
+    assert job.returncode == 0, job.text
+    figures = json.loads(path.read_text())["figures"]
+    assert figures["reduced_bytes"] == 4 * 20 * 1118**2
+    assert figures["split_seconds"]["compute"] > 0.02
