@@ -40,8 +40,8 @@ class Seam(NamedTuple):
 _SHARDED_STATE = "keras.sharded_state.ShardedState"
 _HOOK = "keras.hook.ReductionHook"
 _SKIPPING = "keras.hook.UpdateSkipping"
-_RECORD = "verification.capture.record_steps"
-_EVALUATION = "verification.capture.note_other_loops"
+_RECORD = "verify.capture.record_steps"
+_EVALUATION = "verify.capture.note_other_loops"
 
 # `build` of the attention layers is overridden, and Keras' `call` reads what it makes.
 _ATTENTION = (
@@ -162,7 +162,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
                  "training.loop.train", "keras.callbacks.fit_start.substitute")),
         Seam("train_on_batch(x, y, sample_weight, ...)",
              "A verification records its batches and steps, or replaces its batches.",
-             replaced_by=("verification.capture.exchange_batches", _RECORD)),
+             replaced_by=("verify.capture.exchange_batches", _RECORD)),
         *(Seam(signature, "Keras makes it again where it is None.")
           for signature in ("test_function(iterator)", "predict_function(data)")),
         Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks."),
@@ -264,7 +264,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.src.backend.random": (
         Seam("dropout(inputs, rate, noise_shape, seed)",
              "A verification leaves it out: masks depend on the size of a batch.",
-             replaced_by=("verification.capture.leave_out_dropout",)),
+             replaced_by=("verify.capture.leave_out_dropout",)),
     ),
     "keras.src.backend.common.global_state": (
         Seam("get_global_attribute(name, default, set_to_default)",

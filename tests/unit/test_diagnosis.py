@@ -11,9 +11,9 @@ import time
 import pytest
 from absl import flags
 
-from hvdtrain import doctor
-from hvdtrain.diagnosis import cluster, installation, machine, ranks
-from hvdtrain.diagnosis.finding import CommandResult, Finding, run
+from hvdtrain.doctor import __main__ as doctor
+from hvdtrain.doctor import cluster, installation, machine, ranks
+from hvdtrain.doctor.finding import CommandResult, Finding, run
 from hvdtrain.installer import misfits, record
 from hvdtrain.job import JobError
 

@@ -16,7 +16,7 @@ import time
 import psutil
 import pytest
 
-from hvdtrain.diagnosis import roll
+from hvdtrain.doctor import roll
 from hvdtrain.flight import ring
 from hvdtrain.flight.answer import Answer, Member, handles
 from hvdtrain.flight.guard import Guard

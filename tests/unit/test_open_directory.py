@@ -14,7 +14,7 @@ import time
 import pytest
 
 from hvdtrain.data.sources import index_cache
-from hvdtrain.diagnosis import roll
+from hvdtrain.doctor import roll
 from hvdtrain.flight import member, ring
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.shared_directory import SharedDirectory

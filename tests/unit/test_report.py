@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from hvdtrain.job import JobError
-from hvdtrain.reporting import goodput, runs
-from hvdtrain.reporting.table import table
+from hvdtrain.report import goodput, runs
+from hvdtrain.report.table import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -253,7 +253,7 @@ def test_a_directory_without_a_log(tmp_path):
 
 @pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.long)])
 def test_a_picture(tmp_path, count):
-    plotting = pytest.importorskip("hvdtrain.reporting.plotting")
+    plotting = pytest.importorskip("hvdtrain.report.plotting")
     directories = [write(tmp_path / str(n), CONTINUED) for n in range(count)]
     # No metric, and one that exists in no line of progress.
     directories.append(write(tmp_path / "new", [start(0, 0)]))

@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.job import JobError
-from hvdtrain.verification import capture, comparison, phases, samples
-from hvdtrain.verification.step_recorder import StepRecorder, VariableNames
-from hvdtrain.verification.trajectory import Directory, State
+from hvdtrain.verify import capture, comparison, phases, samples
+from hvdtrain.verify.step_recorder import StepRecorder, VariableNames
+from hvdtrain.verify.trajectory import Directory, State
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.verification.trajectory import Directory
+from hvdtrain.verify.trajectory import Directory
 
 # Tensors or arrays in any nest.
 Batch: TypeAlias = Any

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.job import JobError
-from hvdtrain.verification.trajectory import Directory, State
+from hvdtrain.verify.trajectory import Directory, State
 
 # What a variable may differ by: this share of its change since the start, ...
 _SHARE_OF_CHANGE = 1e-3

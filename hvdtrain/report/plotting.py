@@ -14,8 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from hvdtrain.log import Line
-from hvdtrain.reporting import goodput
-from hvdtrain.reporting.runs import LoggedRun
+from hvdtrain.report import goodput
+from hvdtrain.report.runs import LoggedRun
 
 Series = tuple[list[int], list[float]]
 Color = str | tuple[float, float, float, float]

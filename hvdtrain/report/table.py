@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hvdtrain.log import Line
-from hvdtrain.reporting.runs import (
+from hvdtrain.report.runs import (
     LoggedRun,
     compute_costs,
     compute_delays,

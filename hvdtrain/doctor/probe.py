@@ -1,6 +1,6 @@
 """Imports one library and prints its properties as JSON.
 
-    python -m hvdtrain.diagnosis.probe tensorflow
+    python -m hvdtrain.doctor.probe tensorflow
 
 A process of its own: a broken library may crash the process that imports it.
 """

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from hvdtrain.log import Line
-from hvdtrain.reporting.runs import duration_text, seconds_of_steps, split_at_starts
+from hvdtrain.report.runs import duration_text, seconds_of_steps, split_at_starts
 
 PRODUCTIVE = "productive"
 START_UP = "start-up and tracing"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hvdtrain.verification.trajectory import Directory
+from hvdtrain.verify.trajectory import Directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import tempfile
 import time
 
 from hvdtrain import job
-from hvdtrain.diagnosis import installation
-from hvdtrain.diagnosis.finding import Finding, broken, fine, run
+from hvdtrain.doctor import installation
+from hvdtrain.doctor.finding import Finding, broken, fine, run
 from hvdtrain.installer import misfits
 from hvdtrain.job import cores
 
@@ -40,7 +40,7 @@ def check() -> list[Finding]:
 
 def _run(horovodrun: str, controller: str) -> Finding:
     topic = f"2 ranks, {controller}"
-    program = [sys.executable, "-m", "hvdtrain.diagnosis.ranks"]
+    program = [sys.executable, "-m", "hvdtrain.doctor.ranks"]
     command = [horovodrun, f"--{controller.lower()}", "-np", "2", *program]
     with tempfile.NamedTemporaryFile() as file:
         done = run([*command, file.name], timeout_seconds=_LIMIT_SECONDS)

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from absl import flags
 
 from hvdtrain import __version__, program
-from hvdtrain.diagnosis import cluster, installation, machine, ranks, roll
-from hvdtrain.diagnosis.finding import Finding
+from hvdtrain.doctor import cluster, installation, machine, ranks, roll
+from hvdtrain.doctor.finding import Finding
 from hvdtrain.job import JobError, launchers
 
 _HOSTS = flags.DEFINE_list("hosts", [], "Other hosts of the job, checked by ssh.")

@@ -23,8 +23,8 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.transport import op_name
 from hvdtrain.keras.gradients import GradientReducer, Gradients
 from hvdtrain.keras.seams import replace
-from hvdtrain.verification.batches_by_rank import Batch, BatchRecorder, BatchReplacer
-from hvdtrain.verification.step_recorder import StepRecorder
+from hvdtrain.verify.batches_by_rank import Batch, BatchRecorder, BatchReplacer
+from hvdtrain.verify.step_recorder import StepRecorder
 
 # Over one rank, these return their first argument.
 _COLLECTIVES = (

@@ -8,9 +8,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from hvdtrain.verification.comparison import Difference
-from hvdtrain.verification.samples import Samples
-from hvdtrain.verification.trajectory import Facts, State, digest
+from hvdtrain.verify.comparison import Difference
+from hvdtrain.verify.samples import Samples
+from hvdtrain.verify.trajectory import Facts, State, digest
 
 _RATIO_TOLERANCE = 0.02
 

@@ -8,7 +8,7 @@ import tempfile
 
 import psutil
 
-from hvdtrain.diagnosis.finding import Finding, broken, fine, warning
+from hvdtrain.doctor.finding import Finding, broken, fine, warning
 from hvdtrain.job import cores
 
 _MIB = 1 << 20

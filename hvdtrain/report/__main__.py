@@ -25,7 +25,7 @@ from hvdtrain import program
 from hvdtrain.flag_fields import PathParser
 from hvdtrain.job import JobError
 from hvdtrain.job.files import atomic_write, check_output, writing_output
-from hvdtrain.reporting import goodput, runs, table
+from hvdtrain.report import goodput, runs, table
 
 _OUTPUT = flags.DEFINE(
     PathParser(), "output", "report.png", "PNG file to draw the curves in."
@@ -47,7 +47,7 @@ def main(directories: list[str]) -> None:
             "matplotlib is missing; --output needs it: pip install matplotlib."
         )
     # Not at the top: it loads matplotlib, an extra that the table does not need.
-    plotting = importlib.import_module("hvdtrain.reporting.plotting")
+    plotting = importlib.import_module("hvdtrain.report.plotting")
     with writing_output(path, "--output"), atomic_write(path) as temporary:
         plotting.draw(logged_runs, temporary)
     print(f"written to {path}", flush=True)

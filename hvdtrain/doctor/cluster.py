@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hvdtrain import __version__
-from hvdtrain.diagnosis.finding import (
+from hvdtrain.doctor.finding import (
     CommandResult,
     Finding,
     broken,

@@ -12,10 +12,10 @@ from hvdtrain import environment
 from hvdtrain.installer.commands import InstallError, Steps
 from hvdtrain.job import JobError
 from hvdtrain.job.launchers import without_launch
-from hvdtrain.verification import causes, comparison, samples
-from hvdtrain.verification.trajectory import Directory, Phase, PhaseOptions
+from hvdtrain.verify import causes, comparison, samples
+from hvdtrain.verify.trajectory import Directory, Phase, PhaseOptions
 
-_WORKER = (sys.executable, "-m", "hvdtrain.verification.worker")
+_WORKER = (sys.executable, "-m", "hvdtrain.verify.worker")
 # What launchers put before each piece that they read of the output of a rank.
 _PREFIX = re.compile(r"(\[(?:\d+,)?\d+\]<std(?:out|err)>:)")
 _ERROR = re.compile(r"^[\w.]*(Error|Exception): .|^rank \d+ on ")

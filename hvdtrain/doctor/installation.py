@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.diagnosis.finding import (
+from hvdtrain.doctor.finding import (
     CommandResult,
     Finding,
     broken,
@@ -121,7 +121,7 @@ def load_horovod() -> tuple[Properties | None, list[Finding]]:
 
 def _probe(library: str) -> tuple[Properties | None, CommandResult]:
     """Return the properties that `probe` prints of a library, and its process."""
-    command = [sys.executable, "-m", "hvdtrain.diagnosis.probe", library]
+    command = [sys.executable, "-m", "hvdtrain.doctor.probe", library]
     done = run(command, timeout_seconds=_LOAD_SECONDS)
     if done.code:
         return None, done

@@ -1,4 +1,4 @@
-"""One rank of a phase: python -m hvdtrain.verification.worker OPTIONS SCRIPT ..."""
+"""One rank of a phase: python -m hvdtrain.verify.worker OPTIONS SCRIPT ..."""
 
 import contextlib
 import gc
@@ -13,10 +13,10 @@ import keras
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import launchers
-from hvdtrain.verification import capture
-from hvdtrain.verification.batches_by_rank import BatchRecorder, BatchReplacer
-from hvdtrain.verification.step_recorder import FinishedError, StepRecorder
-from hvdtrain.verification.trajectory import Directory, PhaseOptions
+from hvdtrain.verify import capture
+from hvdtrain.verify.batches_by_rank import BatchRecorder, BatchReplacer
+from hvdtrain.verify.step_recorder import FinishedError, StepRecorder
+from hvdtrain.verify.trajectory import Directory, PhaseOptions
 
 # Each rank has a seed of its own, as without any seed: a missing broadcast is seen.
 _SEED = 20170815

@@ -23,10 +23,10 @@ from absl import flags
 from hvdtrain import program
 from hvdtrain.installer import commands
 from hvdtrain.job import JobError, launchers, signals
-from hvdtrain.verification import causes
-from hvdtrain.verification.comparison import Comparison, Difference
-from hvdtrain.verification.phases import PhaseError, Verification
-from hvdtrain.verification.samples import Samples
+from hvdtrain.verify import causes
+from hvdtrain.verify.comparison import Comparison, Difference
+from hvdtrain.verify.phases import PhaseError, Verification
+from hvdtrain.verify.samples import Samples
 
 _NP = flags.DEFINE_integer("np", 2, "Number of ranks.", lower_bound=2)
 _STEPS = flags.DEFINE_integer(

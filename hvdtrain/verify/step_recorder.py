@@ -14,7 +14,7 @@ from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.keras.variables import Optimizer, non_local_state
 from hvdtrain.sharding.shards import is_split_over_ranks
-from hvdtrain.verification.trajectory import (
+from hvdtrain.verify.trajectory import (
     Directory,
     Facts,
     Reductions,
