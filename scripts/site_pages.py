@@ -18,8 +18,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hvdtrain import environment, program  # noqa: E402
+from hvdtrain.__main__ import PROGRAMS, source  # noqa: E402
 
-PROGRAMS = ("mnist", "verify", "benchmark", "report", "doctor", "install")
 # In a process for each program: absl has one set of flags, and two programs have flags
 # of one name.
 LIST_FLAGS = """
@@ -83,7 +83,7 @@ def variables() -> str:
 def program_flags(name: str) -> str:
     """Return the section of the flags of a program."""
     module = f"hvdtrain.{name}"
-    if (ROOT / "hvdtrain" / name).is_dir():
+    if source(name).stem == "__main__":
         module += ".__main__"
     listed = subprocess.run(
         [sys.executable, "-c", LIST_FLAGS, module],

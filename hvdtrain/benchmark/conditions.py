@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.benchmark import records, tables
-from hvdtrain.classifier import description
 from hvdtrain.collectives import transport
 from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
+from hvdtrain.mnist import description
 
 # The chief writes files, and hosts may have their data in different places.
 _OWN_FLAGS = ("data_dir", "json")

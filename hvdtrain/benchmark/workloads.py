@@ -16,8 +16,6 @@ import tensorflow as tf
 
 from hvdtrain import optimizers
 from hvdtrain.benchmark.benchmark_options import WORKLOADS, BenchmarkOptions
-from hvdtrain.classifier import models
-from hvdtrain.classifier.models import compile_classifier
 from hvdtrain.collectives.objects import group_by_value, name_values
 from hvdtrain.data import Sampler, streams
 from hvdtrain.data.loading import load_everywhere
@@ -25,6 +23,8 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.keras.variables import is_distributed
+from hvdtrain.mnist import models
+from hvdtrain.mnist.models import compile_classifier
 
 _SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
 _CLASSES = 10

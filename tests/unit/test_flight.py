@@ -97,7 +97,7 @@ def test_the_frame_of_the_user_is_the_innermost_one():
 def test_a_frame_of_a_library_where_there_is_no_other():
     installed = (f"{PACKAGES}/pandas/io.py", 7, "read")
     assert find_place(stack(FIT, installed)) == Place(Frame(*installed))
-    ours = (str(ROOT / "hvdtrain/mnist.py"), 5, "main")
+    ours = (str(ROOT / "hvdtrain/mnist/__main__.py"), 5, "main")
     assert find_place(stack(FIT, ours)) == Place(Frame(*ours))
 
 

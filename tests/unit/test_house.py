@@ -13,8 +13,10 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 # Top floor first. The names are modules and packages of hvdtrain.
 FLOORS = [
-    ["mnist", "benchmark", "doctor", "install", "report", "verify", "program"],
-    ["classifier"],
+    [
+        *("mnist", "benchmark", "doctor", "install", "report", "verify", "program"),
+        "__main__",
+    ],
     ["training"],
     ["data", "flag_fields", "log", "optimizers"],
     ["parallel"],
@@ -186,7 +188,7 @@ def test_data_and_models_are_independent_of_horovod():
 @pytest.mark.parametrize(
     "program",
     [
-        *("mnist", "install", "benchmark.__main__", "doctor.__main__"),
+        *("install", "mnist.__main__", "benchmark.__main__", "doctor.__main__"),
         *("report.__main__", "verify.__main__"),
     ],
 )

@@ -10,11 +10,11 @@ from absl import flags
 from absl.testing import flagsaver
 
 import hvdtrain.keras as hvd
-from hvdtrain import mnist
-from hvdtrain.classifier.experiment import build
-from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World
+from hvdtrain.mnist import __main__ as mnist
+from hvdtrain.mnist.experiment import build
+from hvdtrain.mnist.options import ClassifierOptions
 from hvdtrain.training import Plan, train_and_evaluate
 from hvdtrain.training.checkpoint.header import Checkpoint, Header
 from hvdtrain.training.checkpoint.storage import CheckpointFiles

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.classifier import models
 from hvdtrain.job import JobError
+from hvdtrain.mnist import models
 
 
 @pytest.mark.parametrize(("name", "weights"), [("mlp", 101_770), ("cnn", 1_199_882)])

@@ -5,9 +5,9 @@ import math
 import keras
 import pytest
 
-from hvdtrain.classifier import schedule
 from hvdtrain.data import Sampler
 from hvdtrain.job import JobError
+from hvdtrain.mnist import schedule
 from hvdtrain.training import Plan
 
 

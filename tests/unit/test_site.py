@@ -5,6 +5,8 @@ import importlib.util
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -64,7 +66,15 @@ def test_all_programs_are_in_the_reference(site_pages):
         if 'if __name__ == "__main__":' in path.read_text()
     }
     programs |= {path.parent.name for path in ROOT.glob("hvdtrain/*/__main__.py")}
+    programs.remove("__main__")
     assert programs == set(site_pages.PROGRAMS)
+
+
+def test_the_package_lists_its_programs(site_pages):
+    command = [sys.executable, "-m", "hvdtrain"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    for name in site_pages.PROGRAMS:
+        assert f"\npython -m hvdtrain.{name} " in done.stdout, done
 
 
 def test_all_variables_that_are_read_are_listed():

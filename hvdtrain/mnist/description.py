@@ -12,11 +12,11 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import __version__
-from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.collectives import transport
 from hvdtrain.data import Dataset
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import MeshShape, World
+from hvdtrain.mnist.options import ClassifierOptions
 from hvdtrain.training.specs import Result, TrainSpec
 
 _RULE = "!" * 72

@@ -8,18 +8,18 @@ import keras
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.classifier import description, models
-from hvdtrain.classifier.options import ClassifierOptions
-from hvdtrain.classifier.schedule import (
+from hvdtrain.data import Dataset, Sampler, streams
+from hvdtrain.data.loading import load_everywhere
+from hvdtrain.job.agreement import check_same, fail_together
+from hvdtrain.job.world import World
+from hvdtrain.mnist import description, models
+from hvdtrain.mnist.options import ClassifierOptions
+from hvdtrain.mnist.schedule import (
     LearningRateCallback,
     Schedule,
     check_warmup,
     count_steps,
 )
-from hvdtrain.data import Dataset, Sampler, streams
-from hvdtrain.data.loading import load_everywhere
-from hvdtrain.job.agreement import check_same, fail_together
-from hvdtrain.job.world import World
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import Commits, run_elastic

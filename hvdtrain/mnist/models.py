@@ -14,9 +14,9 @@ from keras import layers
 
 import hvdtrain.keras as hvd
 from hvdtrain import optimizers, parallel
-from hvdtrain.classifier.options import ClassifierOptions
 from hvdtrain.data import Dataset
 from hvdtrain.job import JobError
+from hvdtrain.mnist.options import ClassifierOptions
 
 ImageShape = tuple[int, int, int]
 MakeLayer = Callable[..., keras.layers.Layer]

@@ -9,10 +9,10 @@ import functools
 import os
 
 from hvdtrain import flag_fields, job, program
-from hvdtrain.classifier import options
 from hvdtrain.job import launchers
 from hvdtrain.job.files import check_output
 from hvdtrain.job.world import SharedJobError
+from hvdtrain.mnist import options
 
 flag_fields.define_flags(options.ClassifierOptions, options.CHECKS)
 
@@ -25,7 +25,7 @@ def main() -> None:
     world = job.start(seed=chosen.seed, mesh=chosen.mesh_shape)
     # Not at the top: TensorFlow and Horovod read their environment at the import, and
     # `start` sets it.
-    from hvdtrain.classifier import experiment
+    from hvdtrain.mnist import experiment
 
     experiment.train(chosen, world, report=functools.partial(print, flush=True))
 

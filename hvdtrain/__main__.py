@@ -1,0 +1,32 @@
+"""Lists the programs of the package: python -m hvdtrain."""
+
+import ast
+import pathlib
+
+from hvdtrain import __version__
+
+PROGRAMS = ("mnist", "verify", "benchmark", "report", "doctor", "install")
+
+
+def page() -> str:
+    """Return a line for each program, from its --help."""
+    lines = [f"hvdtrain {__version__}. The programs, each with --help:"]
+    lines += [f"python -m hvdtrain.{name:<9}  {_summary(name)}" for name in PROGRAMS]
+    return "\n".join(lines)
+
+
+def source(program: str) -> pathlib.Path:
+    """Return the file of a program: a module, or the `__main__` of a package."""
+    directory = pathlib.Path(__file__).parent
+    module = directory / f"{program}.py"
+    return module if module.exists() else directory / program / "__main__.py"
+
+
+def _summary(program: str) -> str:
+    # Not imported: each program defines flags.
+    text = ast.get_docstring(ast.parse(source(program).read_text()))
+    return (text or "").partition("\n")[0]
+
+
+if __name__ == "__main__":
+    print(page())
