@@ -20,13 +20,12 @@ from hvdtrain.mnist.schedule import (
     check_warmup,
     count_steps,
 )
+from hvdtrain.parallel.replicas import Replicas, make_mesh
 from hvdtrain.training import exporting, run_directory
-from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.fit_source import deal
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
-from hvdtrain.training.replicas import Replicas, make_mesh
 from hvdtrain.training.specs import (
     EvalSpec,
     Plan,
@@ -149,7 +148,7 @@ def build(
     )
     config = _config(options, dataset)
     replicas = Replicas.of(world, mesh)
-    position = restoring.position(config, world, commits, replicas=replicas)
+    position = run_directory.position(config, world, commits, replicas=replicas)
     batch_ranks = replicas.size if options.scale_batch else position.original_size
     # What fails in here on one rank, such as a directory that only the chief writes,
     # would leave the others blocked in the first collective of the training.

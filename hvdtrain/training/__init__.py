@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from hvdtrain import lazy
 
 if TYPE_CHECKING:
-    from hvdtrain.training import observers, replicas, run_directory
-    from hvdtrain.training.checkpoint.restoring import position
+    from hvdtrain.checkpoint.header import Position
+    from hvdtrain.training import observers, run_directory
     from hvdtrain.training.elastic import run_elastic
     from hvdtrain.training.evaluation import evaluate
     from hvdtrain.training.exporting import (
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     )
     from hvdtrain.training.fit_source import fit
     from hvdtrain.training.observers import make_observers
+    from hvdtrain.training.run_directory import position
     from hvdtrain.training.specs import (
         EvalSpec,
         Plan,
-        Position,
         Result,
         RunConfig,
         TrainSpec,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hvdtrain.training.train import train_and_evaluate
 
 _MODULES = {
-    **dict.fromkeys(("observers", "replicas", "run_directory"), ""),
-    "position": "checkpoint.restoring",
+    **dict.fromkeys(("observers", "run_directory"), ""),
+    "position": "run_directory",
     "run_elastic": "elastic",
     "evaluate": "evaluation",
     **dict.fromkeys(("BestExporter", "FinalExporter", "LatestExporter"), "exporting"),

@@ -8,16 +8,16 @@ import keras
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.checkpoint.header import FirstBatch
+from hvdtrain.checkpoint.step_variables import StepVariables
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.variables import is_distributed
+from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.sharding.shards import has_summed_gradients
-from hvdtrain.training.checkpoint.header import FirstBatch
-from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.inputs import first_batch, first_step
-from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.specs import Plan, TrainSpec
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.checkpoint.header import CALLBACKS_JSON, Arrays
 from hvdtrain.job import JobError
-from hvdtrain.training.checkpoint.header import CALLBACKS_JSON, Arrays
 
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: (

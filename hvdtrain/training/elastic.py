@@ -13,11 +13,11 @@ import horovod.tensorflow as horovod
 from horovod.common.elastic import State
 
 import hvdtrain.keras as hvd
+from hvdtrain.checkpoint.header import Checkpoint, Header
+from hvdtrain.checkpoint.writing import BackgroundWriter
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import World, backend
-from hvdtrain.training.checkpoint.header import Checkpoint, Header
-from hvdtrain.training.checkpoint.writing import BackgroundWriter
 from hvdtrain.training.requests import Requests
 
 Returned = TypeVar("Returned")

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
+from hvdtrain.checkpoint.restoring import Start
+from hvdtrain.checkpoint.step_variables import StepVariables
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.keras.replication import finalize_weights, get_process_set
 from hvdtrain.native import recorder
-from hvdtrain.training.checkpoint.restoring import Start
-from hvdtrain.training.checkpoint.step_variables import StepVariables
 from hvdtrain.training.exporting import Evaluation, Exports
 from hvdtrain.training.observers import notify, scalars
 from hvdtrain.training.progress import check_loss

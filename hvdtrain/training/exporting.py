@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 import keras
 import tensorflow as tf
 
+from hvdtrain.checkpoint.header import Evaluation
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.files import (
@@ -27,7 +28,6 @@ from hvdtrain.job.files import (
     remove_partial,
 )
 from hvdtrain.keras import metrics
-from hvdtrain.training.checkpoint.header import Evaluation
 from hvdtrain.training.observers import error_reason, notify
 
 

@@ -16,12 +16,11 @@ from hvdtrain.data.sampler import Order, Sampler
 from hvdtrain.data.sources.source import Source
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import check_same, fail_together
+from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.training import run_directory
-from hvdtrain.training.checkpoint import restoring
 from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.exporting import BestExporter
 from hvdtrain.training.observers import make_observers
-from hvdtrain.training.replicas import Replicas
 from hvdtrain.training.source_checks import as_samples, check_source
 from hvdtrain.training.specs import (
     EvalSpec,
@@ -292,7 +291,7 @@ class _Samples:
         )
         if is_checked:
             check_source(self.source, world)
-        position = restoring.position(config, world, commits, replicas=replicas)
+        position = run_directory.position(config, world, commits, replicas=replicas)
         # A job that was started with the permutation of an earlier version keeps it.
         first_order = "permutation" if position.step else "index_shuffle"
         return position, position.unchanged.get(_ORDER, first_order)

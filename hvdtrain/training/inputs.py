@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.checkpoint.header import FirstBatch, Header
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, on_all
-from hvdtrain.training.checkpoint.header import FirstBatch, Header
 from hvdtrain.training.specs import TrainSpec
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.checkpoint.header import Header
+from hvdtrain.checkpoint.writing import complete_together
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
@@ -22,8 +24,6 @@ from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.seams import replace
 from hvdtrain.native import recorder
 from hvdtrain.training.callback_states import CallbackStates, check_callbacks
-from hvdtrain.training.checkpoint.header import Header
-from hvdtrain.training.checkpoint.writing import complete_together
 from hvdtrain.training.evaluation import kept_values
 from hvdtrain.training.requests import STOP, raise_preempted
 from hvdtrain.training.session import Session

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from hvdtrain import processes
+from hvdtrain.checkpoint.snapshot import check_finite
 from hvdtrain.data.streams import input_wait_seconds
 from hvdtrain.events import Progress, RunEnd, RunStart, Straggler
 from hvdtrain.job.agreement import gather
@@ -31,7 +32,6 @@ from hvdtrain.keras.metrics import (
 from hvdtrain.keras.replication import get_process_set
 from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
-from hvdtrain.training.checkpoint.snapshot import check_finite
 from hvdtrain.training.observers import notify, scalars
 from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping

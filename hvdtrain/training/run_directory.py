@@ -1,4 +1,4 @@
-"""The directory of a run: `model.keras` and `summary.json`, written atomically."""
+"""The directory of a run: checkpoints, `model.keras`, `summary.json`, its lock."""
 
 import contextlib
 import datetime
@@ -18,14 +18,22 @@ from typing import Any, TextIO
 import keras
 
 from hvdtrain import output
+from hvdtrain.checkpoint.header import Position
+from hvdtrain.checkpoint.restoring import newest_position
+from hvdtrain.checkpoint.storage import CheckpointFiles
+from hvdtrain.checkpoint.writing import wait_for_writer
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.files import atomic_write, local_path, make_directory, one_line_errors
 from hvdtrain.job.world import PreemptedError, World
 from hvdtrain.keras.collective_calls import save_by_rank_0
 from hvdtrain.open_directory import OpenDirectory, open_regular
+from hvdtrain.parallel.replicas import Replicas
+from hvdtrain.training.elastic import Commits
+from hvdtrain.training.specs import RunConfig
 
 _MODEL, _SUMMARY, _LOCK, _ERRORS = "model.keras", "summary.json", ".lock", "errors"
+_CHECKPOINTS = "checkpoints"
 _ERROR_FILES = re.compile(r"rank-\d+\.json|stacks-step-\d+\.txt")
 # The largest model with the largest optimizer state, and some logs.
 _NEEDED_BYTES = 32 << 20
@@ -55,6 +63,37 @@ def prepare(model_dir: str | PathLike, *, needed_bytes: int = _NEEDED_BYTES) -> 
         # an allocation fails on them.
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, needed_bytes)
+
+
+def checkpoint_files(config: RunConfig) -> CheckpointFiles | None:
+    """Return the `CheckpointFiles` of a `RunConfig`, None without `model_dir`."""
+    if not config.model_dir:
+        return None
+    return CheckpointFiles(
+        os.path.join(config.model_dir, _CHECKPOINTS),
+        keep_max=config.keep_max,
+        keep_every_hours=config.keep_every_hours,
+    )
+
+
+def position(
+    config: RunConfig,
+    world: World,
+    commits: Commits | None = None,
+    *,
+    replicas: Replicas | None = None,
+) -> Position:
+    """Return the `Position` from which a job continues. A collective.
+
+    By default, each rank is a replica. For `commits`, see `train_and_evaluate`.
+    """
+    original_size = (replicas or Replicas.of(world)).size
+    if commits:
+        # The writer of the last run may still be writing a newer checkpoint.
+        wait_for_writer(world, commits.writer)
+        original_size = commits.original_size
+    stores = [store for store in (commits, checkpoint_files(config)) if store]
+    return newest_position(stores, world, original_size=original_size)
 
 
 @contextlib.contextmanager

@@ -10,19 +10,21 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.checkpoint.header import Header
+from hvdtrain.checkpoint.restoring import Start
+from hvdtrain.checkpoint.step_variables import StepVariables
+from hvdtrain.checkpoint.storage import CheckpointFiles
+from hvdtrain.checkpoint.writing import BackgroundWriter
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.native import recorder
 from hvdtrain.training.building import Batches
-from hvdtrain.training.checkpoint.header import Header
-from hvdtrain.training.checkpoint.restoring import Start
-from hvdtrain.training.checkpoint.step_variables import StepVariables
-from hvdtrain.training.checkpoint.storage import CheckpointFiles
-from hvdtrain.training.checkpoint.writing import BackgroundWriter, PeriodicSave
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation import Evaluations, evaluate_finished
 from hvdtrain.training.exporting import Exports
 from hvdtrain.training.inputs import warn_if_changed
+from hvdtrain.training.observers import notify
+from hvdtrain.training.periodic_save import PeriodicSave
 from hvdtrain.training.progress import ProgressMeter
 from hvdtrain.training.requests import (
     COMMIT,
@@ -100,7 +102,9 @@ class Session:
         self.writer = None
         if world.is_chief and run.files:
             self.writer = BackgroundWriter(
-                run.files, run.observers, on_failure=self._on_failed_save
+                run.files,
+                functools.partial(notify, run.observers, "on_checkpoint"),
+                on_failure=self._on_failed_save,
             )
         if commits:
             commits.writer = self.writer

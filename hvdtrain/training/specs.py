@@ -16,9 +16,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.checkpoint.header import Header, Position
 from hvdtrain.job import JobError
 from hvdtrain.job.files import local_path
-from hvdtrain.training.checkpoint.header import Header
 from hvdtrain.training.exporting import Exporter
 
 
@@ -73,23 +73,6 @@ def _check_dataset(spec: object, received: object) -> tf.data.Dataset:
             "tf.data.Dataset.from_tensor_slices(arrays)."
         )
     return received
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a job continues; `position` returns it.
-
-    Attributes:
-        step: steps taken before; 0 for a new job.
-        sample: samples of all ranks that these steps took.
-        original_size: number of replicas that the job was first started with.
-        unchanged: `RunConfig.unchanged` of the checkpoint; empty for a new job.
-    """
-
-    step: int
-    sample: int
-    original_size: int
-    unchanged: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

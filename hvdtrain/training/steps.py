@@ -7,10 +7,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.checkpoint.step_variables import StepVariables
 from hvdtrain.job import World
 from hvdtrain.job.agreement import on_all
 from hvdtrain.native import recorder
-from hvdtrain.training.checkpoint.step_variables import StepVariables
 
 
 class BatchReader:

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 
 import keras
 
+from hvdtrain.checkpoint.header import Header, without_layer_numbers
+from hvdtrain.checkpoint.restoring import Start, assign_all, restore
+from hvdtrain.checkpoint.writing import wait_for_writer
 from hvdtrain.flight import member
 from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
@@ -12,9 +15,6 @@ from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.native import recorder
 from hvdtrain.training import exporting, loop, run_directory
 from hvdtrain.training.building import Batches, agree_on_batches, build
-from hvdtrain.training.checkpoint.header import Header, without_layer_numbers
-from hvdtrain.training.checkpoint.restoring import Start, assign_all, restore
-from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.session import RunState, Session
 from hvdtrain.training.skipping import Skipping
@@ -122,7 +122,7 @@ def _train_and_evaluate(
     if commits:
         # The writer of the last run may still write to the directory.
         wait_for_writer(world, commits.writer)
-    files = checkpoint_files(config)
+    files = run_directory.checkpoint_files(config)
     stores = [store for store in (commits, files) if store]
     new_job = _new_job(model, batches, config, commits)
     start = Start(header=new_job)

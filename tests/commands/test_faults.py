@@ -18,7 +18,7 @@ import time
 import psutil
 import pytest
 
-from hvdtrain.training.checkpoint.storage import CheckpointFiles
+from hvdtrain.checkpoint.storage import CheckpointFiles
 
 PROGRAM = [sys.executable, str(pathlib.Path(__file__).parent / "faulty_program.py")]
 FAULTS = ("raise", "kill", "exit", "stop", "hang")

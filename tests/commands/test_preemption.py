@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from hvdtrain.training.checkpoint.storage import CheckpointFiles
+from hvdtrain.checkpoint.storage import CheckpointFiles
 
 # Some seconds on two ranks: the runs that are stopped or killed, at one of the first
 # checkpoints, end long before the last step. Windows of three steps end at few of them.

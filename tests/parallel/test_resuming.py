@@ -15,12 +15,12 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import training
+from hvdtrain.checkpoint.snapshot import capture
+from hvdtrain.checkpoint.storage import CheckpointFiles
 from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World, agreement
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.training import EvalSpec, RunConfig, TrainSpec
-from hvdtrain.training.checkpoint.snapshot import capture
-from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 RANK, SIZE = hvd.rank(), hvd.size()
 WORLD = World(rank=RANK, size=SIZE)

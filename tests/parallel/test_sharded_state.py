@@ -8,14 +8,14 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
+from hvdtrain.checkpoint.header import ArrayGroups
+from hvdtrain.checkpoint.snapshot import capture
+from hvdtrain.checkpoint.state_variables import StateVariables
 from hvdtrain.collectives import transport
 from hvdtrain.job import World
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import get_sharding
-from hvdtrain.training.checkpoint.header import ArrayGroups
-from hvdtrain.training.checkpoint.snapshot import capture
-from hvdtrain.training.checkpoint.state_variables import StateVariables
 
 RANK, SIZE = hvd.rank(), hvd.size()
 optimizers = keras.optimizers

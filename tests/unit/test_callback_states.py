@@ -10,10 +10,10 @@ import tensorflow as tf
 import toy
 
 from hvdtrain import training
+from hvdtrain.checkpoint.per_rank import callbacks_by_rank
+from hvdtrain.checkpoint.storage import CheckpointFiles
 from hvdtrain.job import JobError, World
 from hvdtrain.training.callback_states import CallbackStates
-from hvdtrain.training.checkpoint.per_rank import callbacks_by_rank
-from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 EPOCH_STEPS, MAX_STEPS = 10, 45
 

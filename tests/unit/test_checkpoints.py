@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hvdtrain.training.checkpoint.header import Checkpoint, FirstBatch, Header
-from hvdtrain.training.checkpoint.storage import (
+from hvdtrain.checkpoint.header import Checkpoint, FirstBatch, Header
+from hvdtrain.checkpoint.storage import (
     CheckpointError,
     CheckpointFiles,
     UnreadableError,

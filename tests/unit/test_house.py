@@ -18,6 +18,7 @@ FLOORS = [
         "__main__",
     ],
     ["training"],
+    ["checkpoint"],
     ["data", "flag_fields", "log", "optimizers"],
     ["parallel"],
     ["keras"],

@@ -10,14 +10,14 @@ from absl import flags
 from absl.testing import flagsaver
 
 import hvdtrain.keras as hvd
+from hvdtrain.checkpoint.header import Checkpoint, Header
+from hvdtrain.checkpoint.storage import CheckpointFiles
 from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World
 from hvdtrain.mnist import __main__ as mnist
 from hvdtrain.mnist.experiment import build
 from hvdtrain.mnist.options import ClassifierOptions
 from hvdtrain.training import Plan, train_and_evaluate
-from hvdtrain.training.checkpoint.header import Checkpoint, Header
-from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 
 @pytest.fixture(autouse=True)

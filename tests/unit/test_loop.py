@@ -5,11 +5,10 @@ import pytest
 import toy
 
 from hvdtrain import training
+from hvdtrain.checkpoint.snapshot import capture
 from hvdtrain.job import World
 from hvdtrain.job.world import PreemptedError
-from hvdtrain.training import evaluation, loop
-from hvdtrain.training.checkpoint import writing
-from hvdtrain.training.checkpoint.snapshot import capture
+from hvdtrain.training import evaluation, loop, periodic_save
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -40,7 +39,7 @@ def events(monkeypatch):
 
     monkeypatch.setattr(loop, "make_steps", make_steps)
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
-    monkeypatch.setattr(writing, "capture", save)
+    monkeypatch.setattr(periodic_save, "capture", save)
     return events
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.checkpoint.header import OtherModelError
+from hvdtrain.checkpoint.per_rank import regroup, states_by_replica
+from hvdtrain.checkpoint.state_variables import StateVariables
 from hvdtrain.sharding.full_values import FullVariable
 from hvdtrain.sharding.shards import Sharding, set_sharding
-from hvdtrain.training.checkpoint.header import OtherModelError
-from hvdtrain.training.checkpoint.per_rank import regroup, states_by_replica
-from hvdtrain.training.checkpoint.state_variables import StateVariables
 
 SHARDING = Sharding(
     axis=0, size=4, num_shards=2, rank=0, process_set=None, sums_gradients=True

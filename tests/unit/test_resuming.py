@@ -25,6 +25,10 @@ import tensorflow as tf
 from toy import BATCH, X, Y, batches
 
 from hvdtrain import training
+from hvdtrain.checkpoint.header import Checkpoint, FirstBatch, Header
+from hvdtrain.checkpoint.per_rank import PerRankState
+from hvdtrain.checkpoint.restoring import Start
+from hvdtrain.checkpoint.storage import CheckpointFiles
 from hvdtrain.job import JobError, World
 from hvdtrain.job.world import PreemptedError
 from hvdtrain.keras.callbacks import fit_start
@@ -36,11 +40,6 @@ from hvdtrain.training import (
     inputs,
     run_directory,
 )
-from hvdtrain.training.checkpoint import writing
-from hvdtrain.training.checkpoint.header import Checkpoint, FirstBatch, Header
-from hvdtrain.training.checkpoint.per_rank import PerRankState
-from hvdtrain.training.checkpoint.restoring import Start
-from hvdtrain.training.checkpoint.storage import CheckpointFiles
 
 EPOCH_STEPS = 10
 
@@ -632,7 +631,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_kept(started, monkeypatch):
     names = sorted((started / "checkpoints").iterdir())
     with monkeypatch.context() as patch:
         quick = functools.partial(CheckpointFiles, sleep=lambda seconds: None)
-        patch.setattr(writing, "CheckpointFiles", quick)
+        patch.setattr(run_directory, "CheckpointFiles", quick)
         error = mock.Mock(side_effect=OSError(5, "Input/output error"))
         patch.setattr(hashlib, "file_digest", error)
         # One line, and no step from an older checkpoint, which would replace it.

@@ -11,16 +11,16 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.checkpoint.header import without_layer_numbers
 from hvdtrain.collectives.objects import RanksOfValue, group_by_value, name_values
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import World
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.replication import non_local_variables, replicated_by_process_set
 from hvdtrain.keras.variables import accumulated_gradients, variable_key
+from hvdtrain.parallel.replicas import Replicas, get_mesh
 from hvdtrain.sharding.full_values import FullValues, FullVariable
 from hvdtrain.sharding.shards import assign_shard, has_summed_gradients
-from hvdtrain.training.checkpoint.header import without_layer_numbers
-from hvdtrain.training.replicas import Replicas, get_mesh
 
 # In place of the digest of a value: this rank has no such variable; the variable
 # belongs to its rank; there is one replica, with nothing to compare.

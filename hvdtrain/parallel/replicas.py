@@ -6,21 +6,21 @@ from typing import TypeVar
 
 import keras
 
-from hvdtrain import parallel
 from hvdtrain.job.world import MeshShape, World
 from hvdtrain.keras.replication import get_hook
+from hvdtrain.parallel.mesh import Mesh
 
 _Value = TypeVar("_Value")
 
 
-def make_mesh(shape: MeshShape) -> parallel.Mesh | None:
+def make_mesh(shape: MeshShape) -> Mesh | None:
     """Return the mesh of a shape; None if each rank has the full model."""
     if not shape.splits_model:
         return None
-    return parallel.Mesh(model=shape.model, pipeline=shape.pipeline, data=shape.data)
+    return Mesh(model=shape.model, pipeline=shape.pipeline, data=shape.data)
 
 
-def get_mesh(model: keras.Model) -> parallel.Mesh | None:
+def get_mesh(model: keras.Model) -> Mesh | None:
     """Return the mesh of a model that is compiled with a distributed optimizer."""
     hook = get_hook(model.optimizer)
     return hook.mesh if hook else None
@@ -37,7 +37,7 @@ class Replicas:
     rank: int
 
     @classmethod
-    def of(cls, world: World, mesh: parallel.Mesh | None = None) -> "Replicas":
+    def of(cls, world: World, mesh: Mesh | None = None) -> "Replicas":
         """Return the replicas on a mesh, or without one."""
         return cls(mesh.shape if mesh else MeshShape().of(world.size), world.rank)
 

@@ -8,13 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.objects import broadcast_object, gather_object
-from hvdtrain.job.agreement import fail_together, gather
-from hvdtrain.job.world import SharedJobError, World
-from hvdtrain.keras.metrics import local_states
-from hvdtrain.sharding.full_values import Block, FullVariable, assemble
-from hvdtrain.sharding.shards import get_sharding
-from hvdtrain.training.checkpoint.header import (
+from hvdtrain.checkpoint.header import (
     CALLBACKS,
     CALLBACKS_JSON,
     METRICS,
@@ -30,14 +24,20 @@ from hvdtrain.training.checkpoint.header import (
     array_name,
     without_layer_numbers,
 )
-from hvdtrain.training.checkpoint.per_rank import capture_generators
-from hvdtrain.training.checkpoint.state_variables import (
+from hvdtrain.checkpoint.per_rank import capture_generators
+from hvdtrain.checkpoint.state_variables import (
     StateVariables,
     assign,
     compute_digest,
     shared_weights,
 )
-from hvdtrain.training.replicas import Replicas, get_mesh
+from hvdtrain.collectives.objects import broadcast_object, gather_object
+from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.job.world import SharedJobError, World
+from hvdtrain.keras.metrics import local_states
+from hvdtrain.parallel.replicas import Replicas, get_mesh
+from hvdtrain.sharding.full_values import Block, FullVariable, assemble
+from hvdtrain.sharding.shards import get_sharding
 
 
 class Captured(NamedTuple):

@@ -5,10 +5,9 @@ Each function raises a `JobError` of one line if not.
 
 import keras
 
+from hvdtrain.checkpoint.header import Header, Position
 from hvdtrain.job import JobError
 from hvdtrain.keras.variables import accumulated_gradients, is_multi_optimizer
-from hvdtrain.training.checkpoint.header import Header
-from hvdtrain.training.specs import Position
 
 
 def check_unchanged(before: Header, new: Header) -> None:

@@ -8,9 +8,7 @@ from typing import NamedTuple, Self
 import keras
 import tensorflow as tf
 
-from hvdtrain.job.agreement import gather
-from hvdtrain.job.world import World
-from hvdtrain.training.checkpoint.header import (
+from hvdtrain.checkpoint.header import (
     RANK,
     REPLICATED,
     TABLES,
@@ -20,9 +18,11 @@ from hvdtrain.training.checkpoint.header import (
     array_name,
     without_layer_numbers,
 )
-from hvdtrain.training.checkpoint.state_variables import StateVariables
-from hvdtrain.training.checkpoint.step_variables import StepVariables
-from hvdtrain.training.replicas import Replicas
+from hvdtrain.checkpoint.state_variables import StateVariables
+from hvdtrain.checkpoint.step_variables import StepVariables
+from hvdtrain.job.agreement import gather
+from hvdtrain.job.world import World
+from hvdtrain.parallel.replicas import Replicas
 
 
 class _UnlistedVariable(NamedTuple):

@@ -103,6 +103,23 @@ class Header:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a job continues; `run_directory.position` returns it.
+
+    Attributes:
+        step: steps taken before; 0 for a new job.
+        sample: samples of all ranks that these steps took.
+        original_size: number of replicas that the job was first started with.
+        unchanged: `RunConfig.unchanged` of the checkpoint; empty for a new job.
+    """
+
+    step: int
+    sample: int
+    original_size: int
+    unchanged: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A header and arrays by name."""
 

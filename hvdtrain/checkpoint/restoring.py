@@ -9,38 +9,36 @@ from typing import Protocol
 import keras
 
 import hvdtrain.keras as hvd
+from hvdtrain.checkpoint.header import (
+    REPLICATED,
+    ArrayGroups,
+    Checkpoint,
+    Header,
+    OtherModelError,
+    Position,
+)
+from hvdtrain.checkpoint.job_checks import (
+    check_batch,
+    check_position,
+    check_scales,
+    check_unchanged,
+)
+from hvdtrain.checkpoint.job_variables import (
+    JobVariables,
+    without_unlisted,
+)
+from hvdtrain.checkpoint.per_rank import PerRankState, new_metrics, regroup
+from hvdtrain.checkpoint.snapshot import assign_stored_once
+from hvdtrain.checkpoint.state_variables import StateVariables
+from hvdtrain.checkpoint.step_variables import StepVariables
+from hvdtrain.checkpoint.storage import CheckpointError
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.keras.learning_rates import rate_variable, set_learning_rate
 from hvdtrain.keras.replication import finalize_weights, replicated_by_process_set
 from hvdtrain.keras.variables import optimizers_inside
-from hvdtrain.training.checkpoint.header import (
-    REPLICATED,
-    ArrayGroups,
-    Checkpoint,
-    Header,
-    OtherModelError,
-)
-from hvdtrain.training.checkpoint.job_checks import (
-    check_batch,
-    check_position,
-    check_scales,
-    check_unchanged,
-)
-from hvdtrain.training.checkpoint.job_variables import (
-    JobVariables,
-    without_unlisted,
-)
-from hvdtrain.training.checkpoint.per_rank import PerRankState, new_metrics, regroup
-from hvdtrain.training.checkpoint.snapshot import assign_stored_once
-from hvdtrain.training.checkpoint.state_variables import StateVariables
-from hvdtrain.training.checkpoint.step_variables import StepVariables
-from hvdtrain.training.checkpoint.storage import CheckpointError
-from hvdtrain.training.checkpoint.writing import checkpoint_files, wait_for_writer
-from hvdtrain.training.elastic import Commits
-from hvdtrain.training.replicas import Replicas
-from hvdtrain.training.specs import Position, RunConfig
+from hvdtrain.parallel.replicas import Replicas
 
 # Learning rates are stored in float32.
 _RELATIVE_ERROR = 1e-5
@@ -85,25 +83,15 @@ class Start:
         return abs(left - left_before) < max(before, global_batch_size)
 
 
-def position(
-    config: RunConfig,
-    world: World,
-    commits: Commits | None = None,
-    *,
-    replicas: Replicas | None = None,
+def newest_position(
+    stores: Sequence[Store], world: World, *, original_size: int
 ) -> Position:
-    """Return the `Position` from which a job continues. A collective.
+    """Return the `Position` of the newest valid checkpoint. A collective.
 
-    By default, each rank is a replica. For `commits`, see `train_and_evaluate`.
+    Args:
+        stores: in order of preference; on the chief only.
+        original_size: of a new job.
     """
-    original_size = (replicas or Replicas.of(world)).size
-    if commits:
-        # The writer of the last run may still be writing a newer checkpoint.
-        wait_for_writer(world, commits.writer)
-        original_size = commits.original_size
-    stores: list[Store] = [
-        store for store in (commits, checkpoint_files(config)) if store
-    ]
 
     def read() -> Position:
         for store, step in [(s, step) for s in stores for step in s.steps()]:

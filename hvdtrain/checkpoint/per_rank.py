@@ -14,15 +14,7 @@ import numpy as np
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
-from hvdtrain.collectives.objects import scatter_object
-from hvdtrain.job.agreement import on_chief
-from hvdtrain.job.world import World
-from hvdtrain.keras import layer_state
-from hvdtrain.keras.metrics import metric_variables
-from hvdtrain.keras.replication import get_process_set
-from hvdtrain.keras.seeds import seed_states, separate_seeds
-from hvdtrain.sharding.shards import get_sharding
-from hvdtrain.training.checkpoint.header import (
+from hvdtrain.checkpoint.header import (
     CALLBACKS,
     CALLBACKS_JSON,
     METRICS,
@@ -36,8 +28,16 @@ from hvdtrain.training.checkpoint.header import (
     array_name,
     without_layer_numbers,
 )
-from hvdtrain.training.checkpoint.state_variables import StateVariables, assign
-from hvdtrain.training.replicas import Replicas
+from hvdtrain.checkpoint.state_variables import StateVariables, assign
+from hvdtrain.collectives.objects import scatter_object
+from hvdtrain.job.agreement import on_chief
+from hvdtrain.job.world import World
+from hvdtrain.keras import layer_state
+from hvdtrain.keras.metrics import metric_variables
+from hvdtrain.keras.replication import get_process_set
+from hvdtrain.keras.seeds import seed_states, separate_seeds
+from hvdtrain.parallel.replicas import Replicas
+from hvdtrain.sharding.shards import get_sharding
 
 # A variable without its number: path, shape and dtype.
 _Described = tuple[str, tuple[int, ...], str]

@@ -27,9 +27,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from hvdtrain.job import JobError
-from hvdtrain.job.files import atomic_write, one_line_errors, remove_partial
-from hvdtrain.training.checkpoint.header import (
+from hvdtrain.checkpoint.header import (
     FORMAT,
     Arrays,
     Checkpoint,
@@ -37,6 +35,8 @@ from hvdtrain.training.checkpoint.header import (
     check_format,
     parse,
 )
+from hvdtrain.job import JobError
+from hvdtrain.job.files import atomic_write, one_line_errors, remove_partial
 
 _NAME = re.compile(r"step-(\d{8,})\.json")
 # The key of the digest of all other values in the JSON file.

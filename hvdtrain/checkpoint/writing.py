@@ -1,0 +1,127 @@
+"""The thread that writes checkpoints while training goes on."""
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from hvdtrain.checkpoint.header import Checkpoint
+from hvdtrain.checkpoint.storage import CheckpointFiles
+from hvdtrain.job import World, agreement
+
+_LIMIT_AFTER_ERROR_SECONDS = 10.0
+
+
+class BackgroundWriter:
+    """Writes checkpoints in a thread, one at a time.
+
+    Training goes on meanwhile, also if the disk is full, or slower than the interval
+    of checkpoints: checkpoints that are not written are reported.
+
+    Args:
+        report: `report(step, text)` is called when a checkpoint was written, or was
+            not.
+        on_failure: called in the thread when a checkpoint could not be written.
+    """
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        report: Callable[[int, str], object],
+        *,
+        on_failure: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._files = files
+        self._report = report
+        self._on_failure = on_failure
+        self._clock = clock
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def submit(
+        self, checkpoint: Checkpoint, *, copy_seconds: float, is_reported: bool = True
+    ) -> None:
+        """Write a checkpoint, unless an earlier one is still being written.
+
+        Args:
+            checkpoint: not changed after this.
+            copy_seconds: for which training has stopped, to be reported.
+            is_reported: whether its success is reported; a failure always is.
+        """
+        if not self.is_done(0):
+            self._report(
+                checkpoint.step,
+                "not written: the one before is still being written; the disk is "
+                "slower than the interval of checkpoints",
+            )
+        else:
+            # A daemon: a disk that hangs does not block the exit of Python.
+            self._thread = threading.Thread(
+                target=self._write,
+                args=(checkpoint, copy_seconds, is_reported),
+                daemon=True,
+            )
+            self._thread.start()
+
+    def is_done(self, timeout_seconds: float | None = None) -> bool:
+        """Wait, by default without a limit; return whether no write is in progress."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise the error of the last checkpoint, if it was not written."""
+        if self._error:
+            raise self._error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error with a limit: the disk may be its cause, and hang.
+        self.is_done(_LIMIT_AFTER_ERROR_SECONDS if error else None)
+
+    def _write(
+        self, checkpoint: Checkpoint, copy_seconds: float, is_reported: bool
+    ) -> None:
+        start = self._clock()
+        self._error = None
+        try:
+            left = self._files.write(checkpoint)
+        # Any error, MemoryError for example, would otherwise end the thread unnoticed.
+        except Exception as error:
+            self._error = error
+            # Before the report: an observer of the user may raise an exception.
+            self._on_failure()
+            self._report(checkpoint.step, f"not written: {error}")
+            return
+        if is_reported:
+            seconds = self._clock() - start
+            text = f"copied in {copy_seconds:.3f} s, written in {seconds:.1f} s"
+            self._report(checkpoint.step, f"{text}; {left}" if left else text)
+
+
+def wait_for_writer(world: World, writer: BackgroundWriter | None) -> None:
+    """Wait on all ranks until the chief has written its checkpoint. A collective.
+
+    The writer is None on all ranks but the chief.
+    """
+    agreement.wait_together(
+        world, lambda seconds: writer is None or writer.is_done(seconds)
+    )
+
+
+def complete_together(world: World, writer: BackgroundWriter | None) -> None:
+    """`wait_for_writer`, and raise `SharedJobError` if it could not be written."""
+    wait_for_writer(world, writer)
+    with agreement.fail_together(world):
+        if writer:
+            writer.check()
