@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
+from hvdtrain.job import JobError
+
 # Written once, as full values:
 SHARED = "shared"  # trained weights and the optimizer's state; replicated or sharded
 TABLES = (
@@ -233,3 +235,47 @@ def _converted(name: str, value: Any, expected: Any) -> Any:
     if origin is tuple:
         return tuple(_converted(name, element, arguments[0]) for element in value)
     return value
+
+
+def check_unchanged(before: Header, new: Header) -> None:
+    """Check what must be equal in all runs of a job."""
+    for name, value in new.unchanged.items():
+        if name in before.unchanged and before.unchanged[name] != value:
+            raise JobError(
+                f"Received {name}={value}; expected {before.unchanged[name]}, with "
+                f"which the checkpoint of step {before.step} was written: choose "
+                "another model_dir for another job."
+            )
+
+
+def check_batch(before: Header, new: Header, *, scale: float) -> None:
+    """Check the global batch, on which the order of the samples depends."""
+    batch_before, batch = before.global_batch_size, new.global_batch_size
+    if batch != round(batch_before * scale, 3):
+        raise JobError(
+            f"Received a global batch of {batch} samples ({_ranks(new.size)}); "
+            f"expected {batch_before * scale:.9g}: the checkpoint of step "
+            f"{before.step} was written with {batch_before} ({_ranks(before.size)}), "
+            "and the order of the samples depends on it."
+        )
+
+
+def _ranks(size: int) -> str:
+    return f"{size} {'rank' if size == 1 else 'ranks'}"
+
+
+def check_position(header: Header, scale_from: Position | None) -> None:
+    """Check that a job that scales its batch continues from its newest checkpoint."""
+    step, sample = header.step, header.sample
+    if scale_from and scale_from.step != step:
+        raise JobError(
+            f"Received scale_from of step {scale_from.step}; expected {step}, the step "
+            "of the newest checkpoint of this model: delete the checkpoints after it."
+        )
+    # Not by the batch: after scaling, a job may have the batch of its first start.
+    if not scale_from and sample != step * header.global_batch_size:
+        raise JobError(
+            f"Received a checkpoint of step {step} after {sample} samples; expected "
+            f"{step * header.global_batch_size}: the job scales its batch. Set "
+            "scale_from, or --scale_batch."
+        )

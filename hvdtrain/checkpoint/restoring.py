@@ -16,11 +16,8 @@ from hvdtrain.checkpoint.header import (
     Header,
     OtherModelError,
     Position,
-)
-from hvdtrain.checkpoint.job_checks import (
     check_batch,
     check_position,
-    check_scales,
     check_unchanged,
 )
 from hvdtrain.checkpoint.job_variables import (
@@ -37,7 +34,11 @@ from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import gather, on_chief
 from hvdtrain.keras.learning_rates import rate_variable, set_learning_rate
 from hvdtrain.keras.replication import finalize_weights, replicated_by_process_set
-from hvdtrain.keras.variables import optimizers_inside
+from hvdtrain.keras.variables import (
+    accumulated_gradients,
+    is_multi_optimizer,
+    optimizers_inside,
+)
 from hvdtrain.parallel.replicas import Replicas
 
 # Learning rates are stored in float32.
@@ -218,7 +219,7 @@ def _read(
             store.supersede_after(checkpoint.step)
     check_position(checkpoint.header if checkpoint else new_job, scale_from)
     if scale_from:
-        check_scales(optimizer)
+        _check_scales(optimizer)
     return checkpoint
 
 
@@ -334,3 +335,17 @@ def _adjust_learning_rate(
             )
     if factor != 1:
         set_learning_rate(optimizer, restored * factor)
+
+
+def _check_scales(optimizer: keras.optimizers.Optimizer) -> None:
+    """Check an optimizer whose learning rate is scaled with the batch."""
+    if is_multi_optimizer(optimizer):
+        raise JobError(
+            "Received a MultiOptimizer in a job that scales its batch; expected an "
+            "optimizer with one learning rate, which is scaled with the batch."
+        )
+    if accumulated_gradients(optimizer):
+        raise JobError(
+            "Received an optimizer that accumulates gradients in a job that scales its "
+            "batch; expected none: a change of the batch could cut a window."
+        )

@@ -20,8 +20,8 @@ from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.training import run_directory
 from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.exporting import BestExporter
+from hvdtrain.training.inputs import as_samples, check_source
 from hvdtrain.training.observers import make_observers
-from hvdtrain.training.source_checks import as_samples, check_source
 from hvdtrain.training.specs import (
     EvalSpec,
     Plan,

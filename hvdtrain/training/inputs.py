@@ -1,4 +1,4 @@
-"""The check that the input of a job is a function of its steps.
+"""Checks of the input of a job: it is a function of its steps, and equal on all ranks.
 
 A job that continues takes the batches of the uninterrupted one only if `input_fn`
 returns the same batch for a step each time, from whichever step it starts.
@@ -8,11 +8,15 @@ import hashlib
 import warnings
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.header import FirstBatch, Header
+from hvdtrain.data import DataError
+from hvdtrain.data.sources.source import Source, as_source
 from hvdtrain.job import JobError, World
-from hvdtrain.job.agreement import fail_together, on_all
+from hvdtrain.job.agreement import fail_together, gather, on_all
+from hvdtrain.job.world import SharedJobError
 from hvdtrain.training.specs import TrainSpec
 
 
@@ -110,3 +114,37 @@ def digest(batch: Any) -> str:
         # The bytes of a NumPy array of strings are pointers.
         hashed.update(tf.io.serialize_tensor(tensor).numpy())
     return hashed.hexdigest()
+
+
+def as_samples(data: Any) -> Source:
+    """Return a source of samples for `fit`; see `as_source`.
+
+    Raises:
+        DataError: it is a list of the arrays of a data set, which Keras takes.
+    """
+    arrays = data if isinstance(data, list) and 1 < len(data) <= 3 else []
+    lengths = {len(a) if isinstance(a, np.ndarray) and a.ndim else 0 for a in arrays}
+    if len(lengths) == 1 and (length := lengths.pop()) > len(arrays):
+        raise DataError(
+            f"Received a list of {len(arrays)} arrays of {length} samples; expected a "
+            "tuple: the elements of a list are samples."
+        )
+    return as_source(data)
+
+
+def check_source(source: Source, world: World) -> None:
+    """Raise an error unless one sample is the same on all ranks. A collective.
+
+    A source that the ranks have sharded already, as scripts of Horovod do, differs in
+    it: each rank would read a part of its shard.
+    """
+    with fail_together(world):
+        sample = source.read(np.array([len(source) // 2]))
+        found = digest(tf.nest.map_structure(tf.convert_to_tensor, sample))
+    for rank, other in enumerate(digests := gather(world, found)):
+        if other != digests[0]:
+            raise SharedJobError(
+                f"Received a source on rank {rank} with other samples than on rank 0; "
+                "expected the same source, of all samples, on all ranks: fit shards "
+                "it. With check_input=False samples may be random."
+            )
