@@ -313,8 +313,8 @@ def _metric_numbers(
 ) -> list[int | None]:
     """Return the number in a checkpoint of each variable of metrics, None if new.
 
-    A metric is found by its name. Several of one name, as of several outputs, are new
-    unless the checkpoint has as many.
+    A metric is found by its name. If several metrics share a name (one for each
+    output), they are new unless the checkpoint has equally many.
     """
     before = _by_metric(
         (number, (array.path, array.value.shape, array.value.dtype.name))

@@ -86,7 +86,7 @@ class BackgroundWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error with a limit: the disk may be its cause, and hang.
+        # After an error, wait with a limit: a disk that hangs may have caused it.
         self.is_done(_LIMIT_AFTER_ERROR_SECONDS if error else None)
 
     def _write(

@@ -78,8 +78,8 @@ def act_for(thread: threading.Thread) -> None:
 def current() -> threading.Thread:
     """Return this thread, or the one that it acts for."""
     thread = getattr(_local, "principal", None) or threading.current_thread()
-    # Not started by Python: a thread in which TensorFlow runs the Python code of a
-    # function, for the thread that has called it.
+    # TensorFlow runs `py_function`s in threads that Python did not start. They act for
+    # the thread that called the function.
     is_foreign = isinstance(thread, threading._DummyThread)
     return _caller.thread if is_foreign else thread
 

@@ -88,7 +88,7 @@ class Moment:
 
 
 def read(path: str | os.PathLike) -> Ring | None:
-    """Return the ring in a file; None if it has none that can be read."""
+    """Return the ring in a file; None if the file has no complete ring."""
     data = _bytes(path, HEADER_BYTES + RECORDS * RECORD_BYTES)
     if data is None:
         return None

@@ -180,7 +180,8 @@ def slots_by_index(
     """
     # Keras keeps the slots of one kind in a list, in the order of the weights.
     for name, slots in vars(optimizer).items():
-        # _variables has all of them, which may be as many.
+        # Not `_variables`: it lists all slots, and its length may equal the number of
+        # weights by chance.
         is_kind = isinstance(slots, list) and name != "_variables"
         if is_kind and len(slots) == len(owners):
             yield from zip([name] * len(slots), slots, owners, strict=True)

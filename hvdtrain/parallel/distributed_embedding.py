@@ -126,7 +126,7 @@ class DistributedEmbedding(keras.layers.Layer):
 
     @property
     def input_ids_list(self) -> list[list[int]]:
-        """The numbers of the inputs of each rank's tables, by rank."""
+        """For each rank, the indices of the inputs that its tables look up."""
         return [
             [
                 i

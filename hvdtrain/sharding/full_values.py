@@ -91,7 +91,7 @@ class FullVariable:
 
     @classmethod
     def of(cls, variable: keras.Variable) -> "FullVariable":
-        """Describe the full variable of which a Keras variable is a shard, or all."""
+        """Describe the full variable; `variable` may be a shard of it."""
         sharding, shape = get_sharding(variable), tuple(variable.shape)
         return cls(
             path=getattr(variable, "path", variable.name),

@@ -31,7 +31,8 @@ SAVE, COMMIT, EVALUATE, REPORT, STOP = NAMES
 # A vote is a collective: 0.1 ms in shared memory, some ms through Horovod.
 _MAX_VOTE_SHARE = 0.01
 _MAX_PAUSE_SECONDS = 1.0
-# Python takes about 0.5 ms per call of the train function, 1 % of this.
+# Calls of the train function should take at least so long: Python's part of a call,
+# about 0.5 ms, is then 1 % of it.
 _CALL_SECONDS = 0.05
 # A pause between two votes is at most so many times the one before.
 MAX_GROWTH = 4

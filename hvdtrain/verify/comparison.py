@@ -100,9 +100,9 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
 def _has_grown(largest_by_step: list[float]) -> bool:
     """Return whether the steps have multiplied rounding, in float64.
 
-    A fault that begins at some step makes a difference at once. Some models multiply
-    each difference in each step, such as deep ones with a normalization over few
-    values, until an activation is on the other side of a kink.
+    A fault that begins at some step makes a difference at once. In some models, such as
+    deep ones with a normalization over few values, each step amplifies rounding, until
+    an activation such as ReLU switches.
     """
     if not largest_by_step:
         return False

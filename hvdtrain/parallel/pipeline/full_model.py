@@ -226,9 +226,10 @@ def _make_keys(
 
     Keys do not depend on names: automatic names of layers differ between ranks if one
     of them has made more layers before, and weights of nested models may have equal
-    paths. The owner of a weight is the number of its layer in the full model and its
-    own number in the layer; the owner of a slot is its weight's; other variables of the
-    optimizer have None. A key is an owner and a number among its variables.
+    paths. The owner of a weight is a pair: the index of its layer in the full model,
+    and its index in the layer. A slot has the owner of its weight. Other variables of
+    the optimizer have no owner: None. A key is an owner and an index among the
+    variables of this owner.
 
     Args:
         model: the full model or one of its stages.
