@@ -4,7 +4,7 @@ Packages that need Horovod import this module before any other, since the import
 Horovod that does not fit raises an error of a page, or ends the process.
 
 Raises:
-    MisfitError: a library is missing or does not fit, in one line with the remedy.
+    MismatchError: a library is missing or does not fit, in one line with the remedy.
 """
 
 import contextlib
@@ -15,34 +15,34 @@ import sys
 import warnings
 
 from hvdtrain import output
-from hvdtrain.installer import misfits
-from hvdtrain.installer.misfits import Misfit, MisfitError
+from hvdtrain.installer import compatibility
+from hvdtrain.installer.compatibility import Mismatch, MismatchError
 
 
 def _load() -> None:
-    installed = misfits.read_installed()
-    _raise(misfits.before_loading(installed, os.environ))
+    installed = compatibility.read_installed()
+    _raise(compatibility.before_loading(installed, os.environ))
     with contextlib.ExitStack() as stack:
         if "tensorflow" not in sys.modules:
             # Warnings remain: one says that TensorFlow cannot use the GPU.
             os.environ.setdefault(output.LOG_LEVEL, "1")
             stack.enter_context(output.without_noise())
         version = importlib.import_module("tensorflow").__version__
-    _raise(misfits.check_tensorflow(version, installed))
-    _raise(misfits.check_horovod(installed, version))
+    _raise(compatibility.check_tensorflow(version, installed))
+    _raise(compatibility.check_horovod(installed, version))
     with warnings.catch_warnings():
         # Horovod also warns of another patch release of TensorFlow.
         warnings.filterwarnings("ignore", message="Framework tensorflow installed")
         try:
             importlib.import_module("horovod.tensorflow")
         except Exception as error:
-            _raise(misfits.explain(error, installed), error)
+            _raise(compatibility.explain(error, installed), error)
             raise
 
 
-def _raise(misfit: Misfit | None, cause: BaseException | None = None) -> None:
-    if misfit:
-        raise MisfitError(str(misfit)) from cause
+def _raise(mismatch: Mismatch | None, cause: BaseException | None = None) -> None:
+    if mismatch:
+        raise MismatchError(str(mismatch)) from cause
 
 
 @functools.cache
@@ -52,13 +52,13 @@ def warn_of_doubts(*, is_stall_limit_needed: bool) -> None:
     Args:
         is_stall_limit_needed: whether several ranks communicate through Gloo.
     """
-    installed = misfits.read_installed()
+    installed = compatibility.read_installed()
     versions = {
         name: importlib.import_module(name).__version__
         for name in ("tensorflow", "keras")
     }
-    found = misfits.doubts(installed, **versions)
-    if is_stall_limit_needed and (doubt := misfits.check_stall_limits(installed)):
+    found = compatibility.doubts(installed, **versions)
+    if is_stall_limit_needed and (doubt := compatibility.check_stall_limits(installed)):
         found.append(doubt)
     for doubt in found:
         warnings.warn(str(doubt), stacklevel=3)

@@ -43,7 +43,7 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_mpi_yield_when_idle=1
 oracles=(
   tests/parallel/test_{optimizer,multi_optimizer,mixed_precision,callbacks_broadcast}.py
   tests/parallel/test_{parallel_dense,parallel_attention,embedding,pipeline,layer_checks}.py
-  tests/parallel/test_full_saving.py
+  tests/parallel/test_sharded_saving.py
 )
 summary=()
 overlays=()

@@ -18,8 +18,8 @@ from hvdtrain.doctor.finding import (
     run,
     warning,
 )
-from hvdtrain.installer import misfits, record
-from hvdtrain.installer.misfits import INSTALL, REPLACE, Installed, Misfit
+from hvdtrain.installer import compatibility, record
+from hvdtrain.installer.compatibility import INSTALL, REPLACE, Installed, Mismatch
 
 # Properties of a library by name, as `probe` prints them.
 Properties = Mapping[str, Any]
@@ -57,10 +57,10 @@ BUILD_ONLY = (1, 2, 3, 4, 9, 10, 11, 28, 29)
 
 def check() -> list[Finding]:
     """Return the findings on the installed libraries and programs."""
-    installed = misfits.read_installed()
+    installed = compatibility.read_installed()
     findings = [
         fine("Python", f"{platform.python_version()}, {sys.executable}"),
-        *_broken(misfits.check_legacy_keras(os.environ)),
+        *_broken(compatibility.check_legacy_keras(os.environ)),
     ]
     tensorflow, failures = load_tensorflow()
     findings += failures
@@ -79,15 +79,19 @@ def check() -> list[Finding]:
     return [*findings, *_check_gpus(tensorflow, horovod)]
 
 
-def _broken(misfit: Misfit | None) -> list[Finding]:
-    return [broken(misfit.topic, misfit.detail, misfit.remedy)] if misfit else []
+def _broken(mismatch: Mismatch | None) -> list[Finding]:
+    return (
+        [broken(mismatch.topic, mismatch.detail, mismatch.remedy)] if mismatch else []
+    )
 
 
 @functools.cache
 def load_tensorflow() -> tuple[Properties | None, list[Finding]]:
     """Return the properties of TensorFlow; None and a finding where it fails."""
-    if misfit := misfits.check_tensorflow_installed(misfits.read_installed()):
-        return None, _broken(misfit)
+    if mismatch := compatibility.check_tensorflow_installed(
+        compatibility.read_installed()
+    ):
+        return None, _broken(mismatch)
     tensorflow, done = _probe("tensorflow")
     if not tensorflow:
         remedy = "reinstall it: pip install --force-reinstall 'hvdtrain[cpu]'"
@@ -101,20 +105,20 @@ def load_horovod() -> tuple[Properties | None, list[Finding]]:
 
     Without a TensorFlow, to which the findings belong then, there is neither.
     """
-    installed = misfits.read_installed()
-    misfit = misfits.check_horovod_installed(installed)
+    installed = compatibility.read_installed()
+    mismatch = compatibility.check_horovod_installed(installed)
     tensorflow, _ = load_tensorflow()
-    if not misfit and not tensorflow:
+    if not mismatch and not tensorflow:
         return None, []
-    if not misfit and tensorflow:
-        misfit = misfits.check_horovod(installed, tensorflow["version"])
-    if misfit:
-        return None, _broken(misfit)
+    if not mismatch and tensorflow:
+        mismatch = compatibility.check_horovod(installed, tensorflow["version"])
+    if mismatch:
+        return None, _broken(mismatch)
     horovod, done = _probe("horovod")
     if horovod:
         return horovod, []
-    if misfit := misfits.explain(ImportError(done.errors), installed):
-        return None, _broken(misfit)
+    if mismatch := compatibility.explain(ImportError(done.errors), installed):
+        return None, _broken(mismatch)
     detail = f"{installed.horovod} {_describe_failure(done)}"
     return None, [broken("Horovod", detail, f"run {REPLACE}")]
 
@@ -137,8 +141,8 @@ def _describe_failure(done: CommandResult) -> str:
 
 def _check_tensorflow(tensorflow: Properties, installed: Installed) -> list[Finding]:
     found = [
-        *_broken(misfits.check_tensorflow(tensorflow["version"], installed)),
-        *_broken(misfits.check_keras(tensorflow["keras"])),
+        *_broken(compatibility.check_tensorflow(tensorflow["version"], installed)),
+        *_broken(compatibility.check_keras(tensorflow["keras"])),
     ]
     if not found:
         detail = f"{tensorflow['version']}, Keras {tensorflow['keras']}"
@@ -158,7 +162,7 @@ def _check_doubts(tensorflow: Properties | None, installed: Installed) -> list[F
     versions = {"tensorflow": tensorflow["version"], "keras": tensorflow["keras"]}
     return [
         warning(doubt.topic, doubt.detail, doubt.remedy)
-        for doubt in misfits.doubts(installed, **versions)
+        for doubt in compatibility.doubts(installed, **versions)
     ]
 
 
@@ -257,7 +261,7 @@ def check_horovod(installed: Installed, horovod: Mapping[str, Any]) -> list[Find
     kinds = {"MPI": "mpi", "Gloo": "gloo", "NCCL": "nccl"}
     built = [name for name, key in kinds.items() if horovod[key]]
     build, directory = installed.build, installed.horovods[0]
-    tensorflow = misfits.tensorflow_of(directory) or "an unknown version"
+    tensorflow = compatibility.tensorflow_of(directory) or "an unknown version"
     detail = (
         f"{build.version if build else horovod['version']} in {directory}, built for "
         f"TensorFlow {tensorflow} with {', '.join(built) or 'neither MPI nor Gloo'}"

@@ -16,7 +16,7 @@ import time
 from hvdtrain import job
 from hvdtrain.doctor import installation
 from hvdtrain.doctor.finding import Finding, broken, fine, run
-from hvdtrain.installer import misfits
+from hvdtrain.installer import compatibility
 from hvdtrain.job import cores
 
 _LIMIT_SECONDS = 180
@@ -28,7 +28,7 @@ _ROUNDS = 50
 def check() -> list[Finding]:
     """Return a finding for MPI and one for Gloo, where Horovod has them."""
     horovodrun = shutil.which("horovodrun")
-    if not horovodrun or misfits.check_legacy_keras(os.environ):
+    if not horovodrun or compatibility.check_legacy_keras(os.environ):
         return []
     horovod, _ = installation.load_horovod()
     if not horovod:
@@ -50,7 +50,7 @@ def _run(horovodrun: str, controller: str) -> Finding:
         return broken(topic, f"fail: {done.last_lines}", remedy)
     measured = json.loads(result)
     if measured["sum"] != 3.0:
-        remedy = f"run {misfits.REPLACE}"
+        remedy = f"run {compatibility.REPLACE}"
         return broken(topic, f"1 + 2 gave {measured['sum']}", remedy)
     detail = (
         f"the sum is right, {measured['milliseconds']:.2f} ms for 0.4 MB, "

@@ -11,8 +11,8 @@ import tempfile
 from hvdtrain.installer import (
     cache,
     commands,
+    compatibility,
     horovod_wheel,
-    misfits,
     missing_tools,
     mpi_library,
     native_wheel,
@@ -176,11 +176,11 @@ class _Installation:
             return False
         package = record.find_package(HOROVOD)
         self._steps.report(f"found Horovod in {package}, without hvdtrain's patches")
-        installed = misfits.read_installed()
-        misfit = misfits.check_horovod(installed, self._target.tensorflow)
+        installed = compatibility.read_installed()
+        mismatch = compatibility.check_horovod(installed, self._target.tensorflow)
         try:
-            if misfit:
-                raise InstallError(misfit.detail)
+            if mismatch:
+                raise InstallError(mismatch.detail)
             # Without native operations: they may be older than this TensorFlow.
             self._prove(library=None)
         except InstallError as error:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from hvdtrain import environment, output
-from hvdtrain.installer.misfits import MisfitError
+from hvdtrain.installer.compatibility import MismatchError
 from hvdtrain.job import cores, launchers, membership
 from hvdtrain.job.world import JobError, MeshShape, World
 
@@ -48,7 +48,7 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
         # Not at the top: TensorFlow and Horovod read the environment at their import.
         try:
             from hvdtrain.job import backend
-        except MisfitError as error:
+        except MismatchError as error:
             raise JobError(str(error)) from error
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -22,7 +22,7 @@ from hvdtrain.collectives.process_sets import (
     needs_communication,
 )
 from hvdtrain.collectives.transport import Average, Sum, op_name
-from hvdtrain.keras import collective_calls
+from hvdtrain.keras import sharded_models
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, Groups
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.multi_optimizer import MultiOptimizerHook
@@ -158,7 +158,7 @@ def distribute(
     sharded_state = ShardedState(base, reducer, shard_state) if shard_state else None
     if shard_state or mesh:
         # `model.save` gathers shards: rank 0 alone would block in it.
-        collective_calls.install()
+        sharded_models.install()
     hook = hook_class(
         base,
         reducer,

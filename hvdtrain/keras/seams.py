@@ -95,10 +95,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=(_SHARDED_STATE,)),
         Seam("finalize_variable_values(var_list)", "Ends fit.", replaced_by=(_HOOK,)),
         Seam("save_own_variables(store)", "Files hold full slots.",
-             replaced_by=("keras.full_saving.install",)),
+             replaced_by=("keras.sharded_saving.install",)),
         Seam("load_own_variables(store)",
              "Takes this rank's shards of the full slots in a file.",
-             replaced_by=("keras.full_saving.install",)),
+             replaced_by=("keras.sharded_saving.install",)),
         Seam("_trainable_variables",
              "The weights, which Keras' `apply` compares with its argument."),
         Seam("_trainable_variables_indices", "The place of the slots of a weight."),
@@ -132,26 +132,26 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.Model": (
         *(Seam(f"{name}(callbacks, ...)",
                "Contains collectives where the model is sharded: all ranks call it.",
-               replaced_by=("keras.collective_calls.install", *others))
+               replaced_by=("keras.sharded_models.install", *others))
           for name, *others in (
               ("fit",), ("evaluate", _EVALUATION), ("predict", _EVALUATION))),
         *(Seam(f"{name}(filepath, ...)",
                "Rank 0 writes the full weights, which all ranks gather.",
-               replaced_by=("keras.collective_calls.install",))
+               replaced_by=("keras.sharded_models.install",))
           for name in ("save", "save_weights")),
         Seam("export(filepath, ...)",
              "Raises an error: a graph with collectives runs in no other process.",
-             replaced_by=("keras.collective_calls.install",)),
+             replaced_by=("keras.sharded_models.install",)),
         # Skipping and the comparison of samples may be in either order.
         Seam("train_step(data)",
              "Leaves out losses that are not finite; compares samples along the axis "
              "`model`; runs on several devices in the benchmark.",
              replaced_by=("training.skipping.Skipping",
-                          "keras.collective_calls.compare_along_model",
+                          "keras.sharded_models.compare_along_model",
                           "benchmark.one_process.build",
                           "benchmark.one_process.independent_models")),
         Seam("test_step(data)", "Compares samples along the axis `model`.",
-             replaced_by=("keras.collective_calls.compare_along_model",)),
+             replaced_by=("keras.sharded_models.compare_along_model",)),
         # `substitute` puts a function in place of the present one, and takes it out
         # before its first call; Keras makes another one where it is None.
         Seam("train_function(iterator)",
@@ -197,7 +197,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.src.models.cloning": (
         Seam("_wrap_clone_function(clone_function, call_function, recursive, cache)",
              "A sharded layer has the config of the full layer.",
-             replaced_by=("keras.collective_calls.install",)),
+             replaced_by=("keras.sharded_models.install",)),
     ),
     "keras.layers.Layer": (
         Seam("call(...)", "Runs twice: with the gradients it is recomputed.",

@@ -11,7 +11,7 @@ from keras import ops
 from hvdtrain.collectives import ops as collectives
 from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Sum
-from hvdtrain.keras import collective_calls
+from hvdtrain.keras import sharded_models
 from hvdtrain.keras.gradients import update_rows_once
 from hvdtrain.parallel.exchange import look_up
 from hvdtrain.parallel.layer import ShardedWeights, check_arguments
@@ -138,7 +138,7 @@ class ShardedTable(ShardedWeights, keras.layers.Embedding):
         self, axis: int, data: Axis, uneven: tuple[int, ...] | None = None
     ) -> None:
         """Shard rows (axis 0) or columns (1), evenly or in `uneven` numbers by rank."""
-        collective_calls.install()
+        sharded_models.install()
         check_arguments(
             self,
             refused={

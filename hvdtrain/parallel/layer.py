@@ -41,8 +41,8 @@ from keras.src import api_export
 from keras.src.random import seed_generator
 
 from hvdtrain.collectives import transport
-from hvdtrain.keras import collective_calls
-from hvdtrain.keras.full_saving import load_shards, save_full
+from hvdtrain.keras import sharded_models
+from hvdtrain.keras.sharded_saving import load_shards, save_full
 from hvdtrain.parallel import mappings
 from hvdtrain.parallel.mesh import Axes, Axis, Mesh, active_mesh
 from hvdtrain.sharding.shards import Sharding, set_sharding
@@ -68,7 +68,7 @@ class InModelGroup(_KerasObject):
         return next(cls for cls in type(self).__mro__ if _is_public(cls))
 
     def _set_mesh(self, mesh: Mesh | Axes | None) -> None:
-        collective_calls.install()
+        sharded_models.install()
         self._model_axis = (mesh or active_mesh()).model
 
     def is_on_mesh(self, mesh: Mesh) -> bool:

@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.writing import BackgroundWriter
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import World, backend
-from hvdtrain.training.requests import Requests
+from hvdtrain.training.due import Requests
 
 Returned = TypeVar("Returned")
 

@@ -15,10 +15,7 @@ from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.keras.replication import finalize_weights, get_process_set
 from hvdtrain.native import recorder
-from hvdtrain.training.exporting import Evaluation, Exports
-from hvdtrain.training.observers import notify, scalars
-from hvdtrain.training.progress import check_loss
-from hvdtrain.training.requests import (
+from hvdtrain.training.due import (
     MAX_GROWTH,
     NAMES,
     STOP,
@@ -27,6 +24,9 @@ from hvdtrain.training.requests import (
     agree_on_pause,
     raise_preempted,
 )
+from hvdtrain.training.exporting import Evaluation, Exports
+from hvdtrain.training.observers import notify, scalars
+from hvdtrain.training.progress import check_loss
 from hvdtrain.training.specs import EvalSpec, Plan
 
 

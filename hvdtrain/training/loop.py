@@ -24,8 +24,8 @@ from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.seams import replace
 from hvdtrain.native import recorder
 from hvdtrain.training.callback_states import CallbackStates, check_callbacks
+from hvdtrain.training.due import STOP, raise_preempted
 from hvdtrain.training.evaluation import kept_values
-from hvdtrain.training.requests import STOP, raise_preempted
 from hvdtrain.training.session import Session
 from hvdtrain.training.specs import EvalSpec, TrainSpec
 from hvdtrain.training.steps import BatchReader, make_steps

@@ -1,6 +1,6 @@
 """Copies of the state of a training when they are due, for a checkpoint or a commit.
 
-`requests` decides when one is due.
+`due` decides when.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.step_variables import StepVariables
 from hvdtrain.checkpoint.writing import BackgroundWriter, wait_for_writer
 from hvdtrain.job import World
 from hvdtrain.native import recorder
-from hvdtrain.training.requests import Interval
+from hvdtrain.training.due import Interval
 
 
 class Writer(Protocol):

@@ -32,8 +32,8 @@ from hvdtrain.keras.metrics import (
 from hvdtrain.keras.replication import get_process_set
 from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
+from hvdtrain.training.due import REPORT, Requests, Votes
 from hvdtrain.training.observers import notify, scalars
-from hvdtrain.training.requests import REPORT, Requests, Votes
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import Plan
 from hvdtrain.training.stragglers import RankTimes, column, find_straggler

@@ -26,7 +26,7 @@ from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.files import atomic_write, local_path, make_directory, one_line_errors
 from hvdtrain.job.world import PreemptedError, World
-from hvdtrain.keras.collective_calls import save_by_rank_0
+from hvdtrain.keras.sharded_models import save_by_rank_0
 from hvdtrain.open_directory import OpenDirectory, open_regular
 from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.training.elastic import Commits

@@ -19,14 +19,7 @@ from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.native import recorder
 from hvdtrain.training.building import Batches
-from hvdtrain.training.elastic import Commits
-from hvdtrain.training.evaluation import Evaluations, evaluate_finished
-from hvdtrain.training.exporting import Exports
-from hvdtrain.training.inputs import warn_if_changed
-from hvdtrain.training.observers import notify
-from hvdtrain.training.periodic_save import PeriodicSave
-from hvdtrain.training.progress import ProgressMeter
-from hvdtrain.training.requests import (
+from hvdtrain.training.due import (
     COMMIT,
     EVALUATE,
     SAVE,
@@ -35,6 +28,13 @@ from hvdtrain.training.requests import (
     Votes,
     stopping_on,
 )
+from hvdtrain.training.elastic import Commits
+from hvdtrain.training.evaluation import Evaluations, evaluate_finished
+from hvdtrain.training.exporting import Exports
+from hvdtrain.training.inputs import warn_if_changed
+from hvdtrain.training.observers import notify
+from hvdtrain.training.periodic_save import PeriodicSave
+from hvdtrain.training.progress import ProgressMeter
 from hvdtrain.training.skipping import Skipping
 from hvdtrain.training.specs import EvalSpec, Plan, Result, RunConfig
 from hvdtrain.training.stragglers import RankTimes

@@ -45,7 +45,7 @@ def save_npz(directory, *, labels=40):
 
 
 def test_libraries_that_do_not_fit_are_one_line(run):
-    # Other misfits: tests/unit/test_misfits.py. This one ends before TensorFlow loads.
+    # Others: tests/unit/test_compatibility.py. This one ends before TensorFlow loads.
     environment = {"TF_USE_LEGACY_KERAS": "1"}
     job = run([], launcher="mpirun", environment=environment, forked=False)
     job = fails_with(job, "TF_USE_LEGACY_KERAS=1", "unset TF_USE_LEGACY_KERAS")

@@ -14,7 +14,7 @@ from absl import flags
 from hvdtrain.doctor import __main__ as doctor
 from hvdtrain.doctor import cluster, installation, machine, ranks
 from hvdtrain.doctor.finding import CommandResult, Finding, run
-from hvdtrain.installer import misfits, record
+from hvdtrain.installer import compatibility, record
 from hvdtrain.job import JobError
 
 
@@ -182,7 +182,7 @@ HOROVOD = {
 
 def examine(monkeypatch, properties=TENSORFLOW, horovod=None, **installed):
     """Return the findings on an installation, by topic, and load nothing."""
-    found = misfits.Installed(
+    found = compatibility.Installed(
         **{
             "python": (3, 11),
             "tensorflow": True,
@@ -194,7 +194,7 @@ def examine(monkeypatch, properties=TENSORFLOW, horovod=None, **installed):
     )
     loaded = {"tensorflow": properties, "horovod": horovod}
     broken = CommandResult(1, "", "ImportError: it is broken")
-    monkeypatch.setattr(misfits, "read_installed", lambda: found)
+    monkeypatch.setattr(compatibility, "read_installed", lambda: found)
     monkeypatch.setattr(
         installation, "_probe", lambda library: (loaded.get(library), broken)
     )
@@ -258,7 +258,7 @@ def horovods(tmp_path):
 
 
 def test_a_horovod_of_hvdtrain_is_named_with_its_build(monkeypatch, horovods):
-    patches = pathlib.Path(misfits.__file__).with_name("patches").glob("*.patch")
+    patches = pathlib.Path(compatibility.__file__).with_name("patches").glob("*.patch")
     build = record.BuildRecord(
         version="0.28.1+hvdtrain.1",
         tensorflow="2.21.3",
@@ -295,7 +295,7 @@ def test_a_horovod_that_does_not_load_is_broken(monkeypatch, horovods):
 
 
 def test_every_patch_has_a_loss_or_is_needed_to_compile():
-    patches = pathlib.Path(misfits.__file__).with_name("patches").glob("*.patch")
+    patches = pathlib.Path(compatibility.__file__).with_name("patches").glob("*.patch")
     numbers = sorted(int(patch.name.split("-")[0]) for patch in patches)
     losses = [*installation.GLOO_LOSSES, *installation.LOSSES]
     named = [*itertools.chain(*losses), *installation.BUILD_ONLY]

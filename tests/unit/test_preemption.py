@@ -11,7 +11,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World, signals
 from hvdtrain.training import Plan, RunConfig
-from hvdtrain.training.requests import (
+from hvdtrain.training.due import (
     SAVE,
     STOP,
     Interval,
@@ -60,7 +60,7 @@ def test_the_first_signal_asks_and_a_later_one_ends(before):
 
 
 def asked(requests):
-    votes = dict(zip(training.requests.NAMES, requests.votes(), strict=True))
+    votes = dict(zip(training.due.NAMES, requests.votes(), strict=True))
     return {name for name, vote in votes.items() if vote}
 
 

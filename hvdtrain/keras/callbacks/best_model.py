@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from hvdtrain.job.files import atomic_write
-from hvdtrain.keras.collective_calls import is_saved_together
+from hvdtrain.keras.sharded_models import is_saved_together
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

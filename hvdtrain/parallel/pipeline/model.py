@@ -9,10 +9,10 @@ import tensorflow as tf
 from hvdtrain.collectives import transport
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
-from hvdtrain.keras import collective_calls
-from hvdtrain.keras.collective_calls import check_called_alike
+from hvdtrain.keras import sharded_models
 from hvdtrain.keras.optimizer import DistributedOptimizer, configure_compiled_model
 from hvdtrain.keras.replication import get_hook
+from hvdtrain.keras.sharded_models import check_called_alike
 from hvdtrain.parallel.mesh import Mesh, active_mesh
 from hvdtrain.parallel.pipeline import batches, full_model, schedules, stage
 from hvdtrain.parallel.pipeline.execution import Execution, make_links
@@ -257,7 +257,7 @@ class PipelineModel(keras.Model):
     ) -> dict[str, Any]:
         """Update the metrics on the last stage, and return them on all stages."""
         outputs, pipeline = self._predictions(step), self._mesh.pipeline
-        numbers = collective_calls.fingerprints((x, y), pipeline)
+        numbers = sharded_models.fingerprints((x, y), pipeline)
         if not self._is_last:
             # Update the metrics without samples: a metric creates variables in its
             # first update, which must exist on all ranks.
@@ -276,7 +276,7 @@ class PipelineModel(keras.Model):
             loss, numbers, *values = transport.allreduce(
                 [loss, numbers, *values], reduction, name="Metrics"
             )
-            collective_calls.check_equal(numbers)
+            sharded_models.check_equal(numbers)
             for state, value in zip(states, values, strict=True):
                 state.assign(value)
         self._loss_tracker.update_state(loss, sample_weight=batches.count_samples(x))

@@ -11,8 +11,8 @@ import warnings
 import pytest
 
 from hvdtrain import libraries
-from hvdtrain.installer import misfits, record, supported
-from hvdtrain.installer.misfits import MisfitError
+from hvdtrain.installer import compatibility, record, supported
+from hvdtrain.installer.compatibility import MismatchError
 
 REPLACE = "run python -m hvdtrain.install --replace"
 EXTENSION = f"mpi_lib{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -55,49 +55,49 @@ def site(tmp_path):
 
 
 def read(*sites):
-    return misfits.read_installed([str(site) for site in sites])
+    return compatibility.read_installed([str(site) for site in sites])
 
 
-def test_libraries_that_fit_have_no_misfit(site):
+def test_libraries_that_fit_have_no_mismatch(site):
     installed = read(site)
-    assert misfits.before_loading(installed, {"TF_USE_LEGACY_KERAS": "0"}) is None
-    assert misfits.check_tensorflow(f"{FIRST}.0", installed) is None
+    assert compatibility.before_loading(installed, {"TF_USE_LEGACY_KERAS": "0"}) is None
+    assert compatibility.check_tensorflow(f"{FIRST}.0", installed) is None
     # Another patch release, as TensorFlow has one ABI for them.
-    assert misfits.check_horovod(installed, f"{LAST}.7+site") is None
+    assert compatibility.check_horovod(installed, f"{LAST}.7+site") is None
     keras = installed.keras
-    assert misfits.doubts(installed, tensorflow=f"{LAST}.1", keras=keras) == []
+    assert compatibility.doubts(installed, tensorflow=f"{LAST}.1", keras=keras) == []
 
 
 def test_missing_libraries_are_named_with_the_command_that_installs_them(tmp_path):
-    misfit = misfits.before_loading(read(tmp_path), {})
+    mismatch = compatibility.before_loading(read(tmp_path), {})
     expected = "TensorFlow is not installed: run pip install 'hvdtrain[cpu]'."
-    assert str(misfit) == expected
+    assert str(mismatch) == expected
     add_package(tmp_path, "tensorflow")
     # A clone of Horovod in the working directory is no package.
     (tmp_path / "horovod").mkdir()
-    misfit = misfits.before_loading(read(tmp_path), {})
+    mismatch = compatibility.before_loading(read(tmp_path), {})
     expected = "Horovod is not installed: run python -m hvdtrain.install."
-    assert str(misfit) == expected
+    assert str(mismatch) == expected
 
 
 @pytest.mark.parametrize("value", ["1", "true", "True"])
-def test_keras_2_by_a_variable_is_a_misfit(site, value):
-    misfit = misfits.before_loading(read(site), {"TF_USE_LEGACY_KERAS": value})
-    assert str(misfit) == (
+def test_keras_2_by_a_variable_is_a_mismatch(site, value):
+    mismatch = compatibility.before_loading(read(site), {"TF_USE_LEGACY_KERAS": value})
+    assert str(mismatch) == (
         f"Received TF_USE_LEGACY_KERAS={value}, by which tf.keras is Keras 2; expected "
         "Keras 3: unset TF_USE_LEGACY_KERAS."
     )
 
 
-def test_versions_that_are_too_old_are_misfits(site):
+def test_versions_that_are_too_old_are_mismatchs(site):
     declared = pathlib.Path(__file__).parents[2].joinpath("setup.cfg").read_text()
     [wanted] = re.findall(r"^ *(keras>=.*)$", declared, re.M)
     installed = dataclasses.replace(read(site), keras="3.5.0")
-    assert str(misfits.before_loading(installed, {})) == (
+    assert str(compatibility.before_loading(installed, {})) == (
         f"Received Keras 3.5.0; expected {RANGES[1]}: run pip install '{wanted}'."
     )
     installed = dataclasses.replace(installed, python=(3, 9))
-    assert str(misfits.before_loading(installed, {})) == (
+    assert str(compatibility.before_loading(installed, {})) == (
         f"Received Python 3.9; expected {RANGES[2]}: use one of these."
     )
 
@@ -107,7 +107,7 @@ def test_the_tensorflow_that_is_there_is_upgraded_and_not_a_second_one_installed
     (site / f"tensorflow-{LAST}.0.dist-info/METADATA").unlink()
     (site / f"tensorflow-{LAST}.0.dist-info").rmdir()
     major, minor = supported.TENSORFLOW[-1]
-    assert str(misfits.check_tensorflow("2.9.1", read(site))) == (
+    assert str(compatibility.check_tensorflow("2.9.1", read(site))) == (
         f"Received TensorFlow 2.9.1; expected {RANGES[0]}: run pip install "
         f"'tensorflow-cpu>={FIRST},<{major}.{minor + 1}', then python -m "
         "hvdtrain.install."
@@ -116,7 +116,7 @@ def test_the_tensorflow_that_is_there_is_upgraded_and_not_a_second_one_installed
 
 def test_newer_versions_than_those_tested_are_doubts(site):
     installed = dataclasses.replace(read(site), python=(3, 99))
-    found = misfits.doubts(installed, tensorflow="2.99.0", keras="3.99.0")
+    found = compatibility.doubts(installed, tensorflow="2.99.0", keras="3.99.0")
     assert list(map(str, found)) == [
         f"Received {topic} {version}; expected {expected}: "
         "hvdtrain was not tested with it."
@@ -129,17 +129,17 @@ def test_newer_versions_than_those_tested_are_doubts(site):
     ]
 
 
-def test_a_horovod_for_another_tensorflow_is_a_misfit(tmp_path):
+def test_a_horovod_for_another_tensorflow_is_a_mismatch(tmp_path):
     package = add_horovod(tmp_path, tensorflow="2.20.0")
     message = (
         f"Horovod in {package} was built for TensorFlow 2.20.0, and 2.99.1 is "
         "installed: run python -m hvdtrain.install --replace."
     )
-    assert str(misfits.check_horovod(read(tmp_path), "2.99.1")) == message
+    assert str(compatibility.check_horovod(read(tmp_path), "2.99.1")) == message
     # The record of a build of ours comes before Horovod's own file.
     record.write(package, record.BuildRecord(version="0.28.1", tensorflow="2.98.0"))
-    misfit = misfits.check_horovod(read(tmp_path), "2.99.1")
-    assert "was built for TensorFlow 2.98.0, and 2.99.1" in str(misfit)
+    mismatch = compatibility.check_horovod(read(tmp_path), "2.99.1")
+    assert "was built for TensorFlow 2.98.0, and 2.99.1" in str(mismatch)
 
 
 @pytest.mark.parametrize(
@@ -153,31 +153,31 @@ def test_a_horovod_for_another_tensorflow_is_a_misfit(tmp_path):
         ),
     ],
 )
-def test_a_horovod_without_an_extension_that_loads_is_a_misfit(
+def test_a_horovod_without_an_extension_that_loads_is_a_mismatch(
     tmp_path, extension, words
 ):
     package = add_horovod(tmp_path, extension=extension)
-    misfit = misfits.check_horovod(read(tmp_path), f"{LAST}.0")
+    mismatch = compatibility.check_horovod(read(tmp_path), f"{LAST}.0")
     expected = f"Horovod in {package} {words}: {REPLACE}."
-    assert str(misfit) == expected
+    assert str(mismatch) == expected
 
 
 def test_an_older_horovod_without_metadata_is_left_to_its_import(tmp_path):
     package = add_horovod(tmp_path)
     (package / "metadata.json").unlink()
-    assert misfits.check_horovod(read(tmp_path), "2.99.0") is None
+    assert compatibility.check_horovod(read(tmp_path), "2.99.0") is None
 
 
 def test_two_horovods_are_both_named(tmp_path):
     first, second = (add_horovod(tmp_path / name) for name in ("first", "second"))
     installed = read(tmp_path / "first", tmp_path / "second", tmp_path / "first")
-    [doubt] = misfits.doubts(installed, tensorflow=f"{LAST}.0", keras="3.12.0")
+    [doubt] = compatibility.doubts(installed, tensorflow=f"{LAST}.0", keras="3.12.0")
     assert str(doubt) == (
         f"Horovod is in {first}, which is used, and in {second}: "
         "uninstall one of them, or correct PYTHONPATH."
     )
-    misfit = misfits.check_horovod(installed, "2.99.0")
-    assert f"Horovod in {first} (another one is in {second}) was" in str(misfit)
+    mismatch = compatibility.check_horovod(installed, "2.99.0")
+    assert f"Horovod in {first} (another one is in {second}) was" in str(mismatch)
 
 
 def test_one_horovod_by_two_paths_is_one(tmp_path):
@@ -225,33 +225,35 @@ def test_a_horovod_that_does_not_load_is_explained(tmp_path, text, mpi, words):
     error = ImportError("Framework tensorflow installed with version 2.21.0 but found")
     # As Horovod raises it for another patch release.
     error.__cause__ = OSError(text)
-    misfit = misfits.explain(error, read(tmp_path))
-    assert str(misfit) == f"Horovod in {package} {words}"
+    mismatch = compatibility.explain(error, read(tmp_path))
+    assert str(mismatch) == f"Horovod in {package} {words}"
 
 
 def test_other_errors_of_an_import_stay_as_they_are(site):
-    assert misfits.explain(ImportError("No module named 'yaml'"), read(site)) is None
+    assert (
+        compatibility.explain(ImportError("No module named 'yaml'"), read(site)) is None
+    )
 
 
 def test_a_horovod_without_the_patch_of_stall_limits_is_a_doubt(tmp_path):
     package = add_horovod(tmp_path)
-    doubt = misfits.check_stall_limits(read(tmp_path))
+    doubt = compatibility.check_stall_limits(read(tmp_path))
     assert str(doubt) == (
         f"Horovod in {package} lacks hvdtrain's patches: under Gloo a collective that "
         "one rank does not call blocks the others for ever: "
         "run python -m hvdtrain.install --replace, or use horovodrun --mpi."
     )
-    patches = pathlib.Path(misfits.__file__).with_name("patches").glob("*.patch")
+    patches = pathlib.Path(compatibility.__file__).with_name("patches").glob("*.patch")
     sources = {patch.name: "digest" for patch in patches}
     build = record.BuildRecord("0.28.1", tensorflow=f"{LAST}.0", sources=sources)
     record.write(package, build)
-    assert misfits.check_stall_limits(read(tmp_path)) is None
+    assert compatibility.check_stall_limits(read(tmp_path)) is None
 
 
 def test_the_import_of_libraries_that_do_not_fit_raises_the_one_line(monkeypatch, site):
     installed = dataclasses.replace(read(site), keras="3.5.0")
-    monkeypatch.setattr(misfits, "read_installed", lambda: installed)
-    with pytest.raises(MisfitError, match=r"^Received Keras 3\.5\.0; .*'\.$"):
+    monkeypatch.setattr(compatibility, "read_installed", lambda: installed)
+    with pytest.raises(MismatchError, match=r"^Received Keras 3\.5\.0; .*'\.$"):
         importlib.reload(libraries)
 
 
@@ -264,13 +266,13 @@ def test_a_horovod_that_does_not_load_raises_the_one_line(monkeypatch, site):
         return load(name)
 
     monkeypatch.setattr(importlib, "import_module", import_module)
-    with pytest.raises(MisfitError, match=r"needs libmpi\.so\.40.*replace\.$"):
+    with pytest.raises(MismatchError, match=r"needs libmpi\.so\.40.*replace\.$"):
         importlib.reload(libraries)
 
 
 def test_doubts_are_warned_of_once(monkeypatch, site):
     installed = read(site, add_horovod(site / "other").parent)
-    monkeypatch.setattr(misfits, "read_installed", lambda: installed)
+    monkeypatch.setattr(compatibility, "read_installed", lambda: installed)
     libraries.warn_of_doubts.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

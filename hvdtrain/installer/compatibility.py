@@ -1,7 +1,7 @@
 """What does not fit among Python, TensorFlow, Keras and Horovod, read from their files.
 
 Nothing is imported: loading a Horovod of another TensorFlow may end the process.
-`hvdtrain.libraries` raises a misfit as an error, and the doctor prints it.
+`hvdtrain.libraries` raises a mismatch as an error, and the doctor prints it.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _SYMBOL = re.compile(r"undefined symbol: \w+")
 
 
 @dataclasses.dataclass(frozen=True)
-class Misfit:
+class Mismatch:
     """What does not fit.
 
     Attributes:
@@ -46,7 +46,7 @@ class Misfit:
         return f"{self.detail}: {self.remedy}."
 
 
-class MisfitError(ImportError):
+class MismatchError(ImportError):
     """A library is missing or does not fit. The message is one line with a remedy."""
 
 
@@ -118,8 +118,8 @@ def _directories(package: str, path: Sequence[str]) -> Iterator[pathlib.Path]:
                 yield directory
 
 
-def before_loading(installed: Installed, environ: Mapping[str, str]) -> Misfit | None:
-    """Return the first misfit that is known before TensorFlow is loaded."""
+def before_loading(installed: Installed, environ: Mapping[str, str]) -> Mismatch | None:
+    """Return the first mismatch that is known before TensorFlow is loaded."""
     checks = (
         _check_python(installed),
         check_legacy_keras(environ),
@@ -130,50 +130,50 @@ def before_loading(installed: Installed, environ: Mapping[str, str]) -> Misfit |
     return next(filter(None, checks), None)
 
 
-def _check_python(installed: Installed) -> Misfit | None:
+def _check_python(installed: Installed) -> Mismatch | None:
     if installed.python >= supported.PYTHON[0]:
         return None
     detail = f"Received Python {supported.text(installed.python)}"
-    return Misfit("Python", f"{detail}; expected {_PYTHON_RANGE}", "use one of these")
+    return Mismatch("Python", f"{detail}; expected {_PYTHON_RANGE}", "use one of these")
 
 
-def check_legacy_keras(environ: Mapping[str, str]) -> Misfit | None:
-    """Return the misfit of a variable that makes TensorFlow load Keras 2."""
+def check_legacy_keras(environ: Mapping[str, str]) -> Mismatch | None:
+    """Return the mismatch of a variable that makes TensorFlow load Keras 2."""
     name = "TF_USE_LEGACY_KERAS"
     value = environ.get(name, "")
     if value not in _TRUE:
         return None
     detail = f"Received {name}={value}, by which tf.keras is Keras 2; expected Keras 3"
-    return Misfit(name, detail, f"unset {name}")
+    return Mismatch(name, detail, f"unset {name}")
 
 
-def check_tensorflow_installed(installed: Installed) -> Misfit | None:
-    """Return the misfit of a missing TensorFlow."""
+def check_tensorflow_installed(installed: Installed) -> Mismatch | None:
+    """Return the mismatch of a missing TensorFlow."""
     if installed.tensorflow:
         return None
     remedy = "run pip install 'hvdtrain[cpu]'"
-    return Misfit("TensorFlow", "TensorFlow is not installed", remedy)
+    return Mismatch("TensorFlow", "TensorFlow is not installed", remedy)
 
 
-def check_horovod_installed(installed: Installed) -> Misfit | None:
-    """Return the misfit of a missing Horovod."""
+def check_horovod_installed(installed: Installed) -> Mismatch | None:
+    """Return the mismatch of a missing Horovod."""
     if installed.horovods:
         return None
-    return Misfit("Horovod", "Horovod is not installed", f"run {INSTALL}")
+    return Mismatch("Horovod", "Horovod is not installed", f"run {INSTALL}")
 
 
-def check_keras(version: str) -> Misfit | None:
-    """Return the misfit of a Keras that is too old; "" is an unknown version."""
+def check_keras(version: str) -> Mismatch | None:
+    """Return the mismatch of a Keras that is too old; "" is an unknown version."""
     if not version or supported.minor(version) >= supported.KERAS[0]:
         return None
     major, last = supported.KERAS[1]
     wanted = f"'keras>={supported.text(supported.KERAS[0])},<{major}.{last + 1}'"
     detail = f"Received Keras {version}; expected {_KERAS_RANGE}"
-    return Misfit("Keras", detail, f"run pip install {wanted}")
+    return Mismatch("Keras", detail, f"run pip install {wanted}")
 
 
-def check_tensorflow(version: str, installed: Installed) -> Misfit | None:
-    """Return the misfit of a TensorFlow that is too old."""
+def check_tensorflow(version: str, installed: Installed) -> Mismatch | None:
+    """Return the mismatch of a TensorFlow that is too old."""
     first, (major, last) = supported.TENSORFLOW[0], supported.TENSORFLOW[-1]
     if supported.minor(version) >= first:
         return None
@@ -182,27 +182,27 @@ def check_tensorflow(version: str, installed: Installed) -> Misfit | None:
     wanted = f"'{package}>={supported.text(first)},<{major}.{last + 1}'"
     detail = f"Received TensorFlow {version}; expected {_TENSORFLOW_RANGE}"
     remedy = f"run pip install {wanted}, then {INSTALL}"
-    return Misfit("TensorFlow", detail, remedy)
+    return Mismatch("TensorFlow", detail, remedy)
 
 
-def check_horovod(installed: Installed, tensorflow: str) -> Misfit | None:
-    """Return the misfit of Horovod with TensorFlow's version, such as "2.21.0".
+def check_horovod(installed: Installed, tensorflow: str) -> Mismatch | None:
+    """Return the mismatch of Horovod with TensorFlow's version, such as "2.21.0".
 
     Patch releases of TensorFlow share an ABI: the first two numbers are compared.
     """
     package = installed.horovods[0]
     built = tensorflow_of(package)
     if built and supported.minor(built) != supported.minor(tensorflow):
-        return _misfit_of_horovod(
+        return _mismatch_of_horovod(
             f"{installed.horovod} was built for TensorFlow {built}, and {tensorflow} "
             "is installed"
         )
     extensions = {file.name for file in (package / "tensorflow").glob("mpi_lib*.so")}
     if not extensions:
-        return _misfit_of_horovod(f"{installed.horovod} was built without TensorFlow")
+        return _mismatch_of_horovod(f"{installed.horovod} was built without TensorFlow")
     expected = f"mpi_lib{sysconfig.get_config_var('EXT_SUFFIX')}"
     if expected not in extensions:
-        return _misfit_of_horovod(
+        return _mismatch_of_horovod(
             f"{installed.horovod} was built for another Python: it has "
             f"{', '.join(sorted(extensions))} and no {expected}"
         )
@@ -221,15 +221,15 @@ def _metadata(horovod: pathlib.Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def explain(error: BaseException, installed: Installed) -> Misfit | None:
-    """Return the misfit behind an error of Horovod's import; None for other causes."""
+def explain(error: BaseException, installed: Installed) -> Mismatch | None:
+    """Return the mismatch that an error of Horovod's import shows, None for others."""
     text = "\n".join(map(str, _with_causes(error)))
     if library := _MISSING_LIBRARY.search(text):
         name = pathlib.PurePath(library[1]).name
-        return _misfit_of_missing_library(installed, name)
+        return _mismatch_of_missing_library(installed, name)
     if symbol := _SYMBOL.search(text):
         detail = f"{installed.horovod} does not fit this TensorFlow ({symbol[0]})"
-        return _misfit_of_horovod(detail)
+        return _mismatch_of_horovod(detail)
     return None
 
 
@@ -239,20 +239,20 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _misfit_of_missing_library(installed: Installed, name: str) -> Misfit:
+def _mismatch_of_missing_library(installed: Installed, name: str) -> Mismatch:
     detail = f"{installed.horovod} needs {name}, which is not found"
     if "mpi" not in name:
-        return _misfit_of_horovod(detail)
+        return _mismatch_of_horovod(detail)
     mpi = f" ({installed.build.mpi})" if installed.build and installed.build.mpi else ""
     remedy = f"load the MPI module of your cluster{mpi}, or run {REPLACE}"
-    return Misfit("Horovod", detail, remedy)
+    return Mismatch("Horovod", detail, remedy)
 
 
-def _misfit_of_horovod(detail: str) -> Misfit:
-    return Misfit("Horovod", detail, f"run {REPLACE}")
+def _mismatch_of_horovod(detail: str) -> Mismatch:
+    return Mismatch("Horovod", detail, f"run {REPLACE}")
 
 
-def doubts(installed: Installed, *, tensorflow: str, keras: str) -> list[Misfit]:
+def doubts(installed: Installed, *, tensorflow: str, keras: str) -> list[Mismatch]:
     """Return what may work and was not tested, for versions that were loaded."""
     newer = (
         (
@@ -268,7 +268,7 @@ def doubts(installed: Installed, *, tensorflow: str, keras: str) -> list[Misfit]
     remedy = "hvdtrain was not tested with it"
     return [
         *(
-            Misfit(topic, f"Received {topic} {version}; expected {expected}", remedy)
+            Mismatch(topic, f"Received {topic} {version}; expected {expected}", remedy)
             for is_tested, topic, version, expected in newer
             if not is_tested
         ),
@@ -276,24 +276,24 @@ def doubts(installed: Installed, *, tensorflow: str, keras: str) -> list[Misfit]
     ]
 
 
-def _check_two_horovods(installed: Installed) -> list[Misfit]:
+def _check_two_horovods(installed: Installed) -> list[Mismatch]:
     if len(installed.horovods) < 2:
         return []
     used, other, *_ = installed.horovods
     detail = f"Horovod is in {used}, which is used, and in {other}"
     remedy = "uninstall one of them, or correct PYTHONPATH"
-    return [Misfit("two Horovods", detail, remedy)]
+    return [Mismatch("two Horovods", detail, remedy)]
 
 
-def check_stall_limits(installed: Installed) -> Misfit | None:
-    """Return the misfit of a Horovod that never ends a stalled job under Gloo."""
+def check_stall_limits(installed: Installed) -> Mismatch | None:
+    """Return the mismatch of a Horovod that never ends a stalled job under Gloo."""
     if _STALLED_RANKS in installed.patches:
         return None
     detail = (
         f"{installed.horovod} lacks hvdtrain's patches: under Gloo a collective that "
         "one rank does not call blocks the others for ever"
     )
-    return Misfit("Horovod", detail, f"run {REPLACE}, or use horovodrun --mpi")
+    return Mismatch("Horovod", detail, f"run {REPLACE}, or use horovodrun --mpi")
 
 
 _PYTHON_RANGE = " to ".join(map(supported.text, supported.PYTHON))

@@ -25,7 +25,7 @@ from hvdtrain.collectives.objects import (
 )
 from hvdtrain.collectives.process_sets import global_process_set, needs_communication
 from hvdtrain.environment import stall_limits
-from hvdtrain.keras import full_saving
+from hvdtrain.keras import sharded_saving
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.seams import replace
 from hvdtrain.keras.variables import find_optimizers
@@ -67,7 +67,7 @@ def install() -> None:
             method = wrap(getattr(keras.Model, name))
             setattr(method, _MARK, True)
             replace(keras.Model, name, method, by=install)
-    full_saving.install()
+    sharded_saving.install()
     # By default keras.models.clone_model makes layers from their configs, and the
     # config of a sharded layer makes the full layer.
     wrap_layers = functools.partial(_wrap_clone_function, cloning._wrap_clone_function)
@@ -116,7 +116,7 @@ def save_by_rank_0(model: keras.Model, save: Callable[[keras.Model], None]) -> N
         if global_process_set.rank() == 0:
             save(model)
         return
-    full_saving.save_together(sharded, lambda: save(model))
+    sharded_saving.save_together(sharded, lambda: save(model))
 
 
 def _is_pipeline(model: keras.Model) -> bool:
@@ -159,7 +159,7 @@ def _save(method: Method) -> Method:
     @functools.wraps(method)
     def save(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         is_together = is_saved_together(self)
-        if full_saving.is_saving() or not (
+        if sharded_saving.is_saving() or not (
             is_together or _is_pipeline(self) or _is_on_splitting_mesh(self)
         ):
             return method(self, *args, **kwargs)
@@ -206,7 +206,7 @@ def _export(method: Method) -> Method:
 def _saved_variables(model: keras.Model) -> list[keras.Variable]:
     variables = [*model.variables]
     for optimizer in find_optimizers(model):
-        full_saving.mark_sharded_slots(optimizer)
+        sharded_saving.mark_sharded_slots(optimizer)
         variables += optimizer.variables
     return variables
 
