@@ -209,7 +209,7 @@ class Evaluations:
         results: the evaluations of the job, to which this appends.
         exports: None without exporters, and on other ranks than the chief.
         left_out: returns a context in which time is not counted as training.
-        start: the evaluation in which the run before was stopped is due.
+        start: of the run; the evaluation in which the one before was stopped is due.
         step_variables: training continues with their values from before.
         callbacks: the user's.
         save: `save(step, logs)` writes a checkpoint before the last evaluation; None
@@ -218,6 +218,8 @@ class Evaluations:
     Attributes:
         was_interrupted: whether a request to stop has ended an evaluation, which is
             then still due.
+        holds_epoch_end: whether the run before was stopped in the evaluation at the
+            end of an epoch, before the user's callbacks ended this epoch.
     """
 
     def __init__(
@@ -248,14 +250,16 @@ class Evaluations:
         self._left_out = left_out
         self._requests = requests
         self._world = world
-        self._due_step: int | None = None
-        if start.header.evaluation_is_due:
-            self._due_step = start.step
+        was_stopped = start.header.evaluation_is_due
+        # A job that has finished has also ended its last epoch.
+        is_held = plan.is_epoch_end(start.step) and not start.header.finished
+        self.holds_epoch_end = was_stopped and is_held
+        self._due_step = start.step if was_stopped and not is_held else None
         self._step_variables = step_variables
         self._callbacks = callbacks
         self._save = save
         self.was_interrupted = False
-        self._is_pending = self._has_ended = False
+        self._is_pending, self._has_ended = self.holds_epoch_end, False
         self._test_logs: dict[str, float] = {}
 
     def run_interrupted(self, epoch: int) -> None:

@@ -75,7 +75,7 @@ class _Loop:
     """Takes the steps of a run. `_after_steps` and `_end_epoch` say what follows them.
 
     Whether a checkpoint, a commit or an evaluation is due is decided by a
-    `requests.Interval`, which has its steps and seconds from `RunConfig` and
+    `due.Interval`, which has its steps and seconds from `RunConfig` and
     `EvalSpec`. The ranks vote on what is due by seconds, and on a stop.
     """
 
@@ -144,12 +144,14 @@ class _Loop:
             model, batches, plan.steps_per_execution, self._run.step_variables
         )
         logs: dict = {}
+        if self._evaluations.holds_epoch_end:
+            logs = self._end_held_epoch(first_epoch - 1)
         for epoch in range(first_epoch, plan.epochs):
+            if model.stop_training:
+                break
             self._begin_epoch(epoch)
             self._take_epoch(epoch)
             logs = self._end_epoch(epoch)
-            if model.stop_training:
-                break
         model.optimizer.finalize_variable_values(model.trainable_weights)
         self._end(logs)
 
@@ -281,20 +283,39 @@ class _Loop:
 
     def _end_epoch(self, epoch: int) -> dict:
         """End an epoch, and return its logs."""
-        before, after = self._agreements
+        before, _ = self._agreements
         logs = _as_numbers(self._epoch_logs())
         with recorder.phase("callbacks"):
             for callback in self._first.callbacks:
                 callback.on_epoch_end(epoch, logs)
             self._progress.end_epoch(logs)
             before.on_epoch_end(epoch)
-            self._evaluations.end_epoch(epoch, self._step, logs, is_last=self._is_last)
+        self._evaluate_epoch(epoch, logs)
+        return logs
+
+    @recorder.phase("callbacks")
+    def _evaluate_epoch(self, epoch: int, logs: dict) -> None:
+        """Evaluate, and let the user's callbacks end the epoch with the results."""
+        _, after = self._agreements
+        self._evaluations.end_epoch(epoch, self._step, logs, is_last=self._is_last)
+        # If a stop has ended the evaluation, they end the epoch in the next run.
+        if self._is_last or not self._evaluations.was_interrupted:
             for callback in self._users.callbacks:
                 callback.on_epoch_end(epoch, logs)
-            after.on_epoch_end(epoch)
-            self._evaluations.end_callbacks(self._step, logs, is_last=self._is_last)
-            self._session.history.on_epoch_end(epoch, logs)
-            self._save_or_stop(is_finished=self._is_last)
+        after.on_epoch_end(epoch)
+        self._evaluations.end_callbacks(self._step, logs, is_last=self._is_last)
+        self._session.history.on_epoch_end(epoch, logs)
+        self._save_or_stop(is_finished=self._is_last)
+
+    def _end_held_epoch(self, epoch: int) -> dict:
+        """End an epoch in whose evaluation the run before was stopped.
+
+        Its metrics are in the history.
+        """
+        self._progress.begin_epoch(epoch)
+        history = self._session.history.history
+        logs = {name: values.pop() for name, values in history.items()}
+        self._evaluate_epoch(epoch, logs)
         return logs
 
     def _end(self, logs: dict) -> None:

@@ -1,6 +1,9 @@
 """Callbacks of a job that is killed act as those of the uninterrupted job."""
 
 import collections
+import itertools
+import os
+import signal
 import time
 
 import keras
@@ -13,6 +16,7 @@ from hvdtrain import training
 from hvdtrain.checkpoint.per_rank import callbacks_by_rank
 from hvdtrain.checkpoint.storage import CheckpointFiles
 from hvdtrain.job import JobError, World
+from hvdtrain.job.world import PreemptedError
 from hvdtrain.training.callback_states import CallbackStates
 
 EPOCH_STEPS, MAX_STEPS = 10, 45
@@ -69,6 +73,7 @@ def train(
     model_fn=make_model,
     save_every=0,
     max_steps=MAX_STEPS,
+    test_fn=lambda: input_fn(0, 5),
 ):
     return training.train_and_evaluate(
         model_fn,
@@ -80,7 +85,7 @@ def train(
             steps_per_execution=steps_per_execution,
             callbacks=lambda plan: callbacks,
         ),
-        training.EvalSpec(input_fn=lambda: input_fn(0, 5), every_epochs=1),
+        training.EvalSpec(input_fn=test_fn, every_epochs=1),
         training.RunConfig(
             model_dir=directory and str(directory), save_every_steps=save_every
         ),
@@ -225,6 +230,65 @@ def test_a_killed_job_goes_on_within_an_execution(tmp_path):
         return [AddToBias(), Counts(), lower_rate()]
 
     check(tmp_path, make_callbacks, kill_after=(16,), steps_per_execution=4)
+
+
+class Halt(keras.callbacks.Callback):
+    """Notes the validation of each epoch, and ends the job after so many."""
+
+    def __init__(self, epochs=None):
+        super().__init__()
+        self.epochs, self.seen = epochs, []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append([epoch, logs["val_loss"], logs["loss"]])
+        self.model.stop_training = len(self.seen) == self.epochs
+
+    def get_state(self):
+        return self.seen
+
+    def set_state(self, state):
+        self.seen = state
+
+
+@pytest.mark.parametrize("epochs", [None, pytest.param(2, marks=pytest.mark.long)])
+def test_a_stop_in_the_evaluation_of_an_epoch_does_not_end_the_epoch(tmp_path, epochs):
+    def many():
+        return input_fn(0, 5).repeat(40)
+
+    def stopped_after(evaluations):
+        calls = itertools.count()
+
+        def stop(number):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.02)
+            return number
+
+        def test_fn():
+            # The first call checks what the function returns.
+            if next(calls) <= evaluations:
+                return many()
+            numbers = tf.data.Dataset.range(200).map(
+                lambda number: tf.numpy_function(stop, [number], tf.int64)
+            )
+            return tf.data.Dataset.zip(numbers, many()).map(lambda _, pair: pair)
+
+        return test_fn
+
+    expected, found = Halt(epochs), Halt(epochs)
+    whole = train(None, [expected], test_fn=many)
+    # In the second evaluation of the job, and again in the run that continues there.
+    for evaluations in (1, 0):
+        with pytest.raises(PreemptedError, match="step 20 of"):
+            train(tmp_path, [Halt(epochs)], test_fn=stopped_after(evaluations))
+    result = train(tmp_path, [found], test_fn=many)
+    assert found.seen == expected.seen
+    assert len(found.seen) == (epochs or 5)
+    assert (result.step, result.history) == (whole.step, whole.history)
+    for mine, theirs in zip(
+        result.model.get_weights(), whole.model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_the_best_of_a_model_checkpoint_is_kept(tmp_path):
