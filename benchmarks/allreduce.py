@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import mpi, report
 from hvdtrain import environment, flag_fields, job, program
+from hvdtrain.benchmark.benchmark_options import SECONDS_CHECK
 from hvdtrain.flag_fields import flag_field, path_field
 from hvdtrain.job import launchers
 from hvdtrain.job.world import SharedJobError
@@ -104,5 +105,5 @@ def _time(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    flag_fields.define_flags(AllreduceOptions)
+    flag_fields.define_flags(AllreduceOptions, [SECONDS_CHECK])
     program.run(main, page=__doc__)

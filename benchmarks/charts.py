@@ -6,12 +6,12 @@ Argument: the file of --json of hvdtrain.benchmark, benchmarks.allreduce or
 benchmarks.parallelism.
 """
 
+import importlib
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
-from matplotlib.figure import Figure
 
 from benchmarks.allreduce import sent_bytes
 from benchmarks.parallelism import largest_memory
@@ -19,7 +19,14 @@ from hvdtrain import program
 from hvdtrain.benchmark import records, tables
 from hvdtrain.flag_fields import PathParser
 from hvdtrain.job import JobError
-from hvdtrain.job.files import atomic_write, check_output, writing_output
+from hvdtrain.job.files import atomic_write, check_picture, writing_output
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# What can be drawn.
+_KINDS = {"collectives", "parallelism", "figures"}
 
 
 def main(paths: list[str]) -> None:
@@ -27,8 +34,14 @@ def main(paths: list[str]) -> None:
     if len(paths) > 1:
         raise JobError(f"Received {len(paths)} files; expected one.")
     output = flags.FLAGS.output
-    check_output(output, "--output")
+    check_picture(output, "--output")
     (result,) = records.read_json(paths).values()
+    is_result = isinstance(result, dict) and result.get("format") == tables.FORMAT
+    if not is_result or not _KINDS & result.keys():
+        raise JobError(
+            f"Received {paths[0]}; expected a file that --json of hvdtrain.benchmark, "
+            "benchmarks.allreduce or benchmarks.parallelism wrote in this version."
+        )
     with writing_output(output, "--output"), atomic_write(output) as temporary:
         draw(result, temporary)
     print(f"written to {output}", flush=True)
@@ -36,8 +49,10 @@ def main(paths: list[str]) -> None:
 
 def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draw the result of a benchmark as a PNG file."""
-    # Without pyplot, which needs a display or the choice of a backend.
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    # Imported here, since matplotlib is an extra. Without pyplot, which needs a display
+    # or the choice of a backend.
+    matplotlib_figure = importlib.import_module("matplotlib.figure")
+    figure = matplotlib_figure.Figure(figsize=(10, 4.5), layout="constrained")
     if "collectives" in result:
         _draw_collectives(figure, result)
     elif "parallelism" in result:
@@ -47,7 +62,7 @@ def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-def _draw_collectives(figure: Figure, result: Mapping[str, Any]) -> None:
+def _draw_collectives(figure: "Figure", result: Mapping[str, Any]) -> None:
     size = result["size"]
     rows = result["collectives"]["rows"]
     counts = [row["bytes"] for row in rows]
@@ -66,7 +81,7 @@ def _draw_collectives(figure: Figure, result: Mapping[str, Any]) -> None:
     latency.legend()
 
 
-def _draw_parallelism(figure: Figure, result: Mapping[str, Any]) -> None:
+def _draw_parallelism(figure: "Figure", result: Mapping[str, Any]) -> None:
     kinds = result["parallelism"]
     panels = {
         "MB of weights and slots": [
@@ -92,7 +107,7 @@ def _draw_parallelism(figure: Figure, result: Mapping[str, Any]) -> None:
         axes.set(xlabel=label)
 
 
-def _draw_training(figure: Figure, result: Mapping[str, Any]) -> None:
+def _draw_training(figure: "Figure", result: Mapping[str, Any]) -> None:
     figures, flags = result["figures"], result["flags"]
     split, times = figure.subplots(1, 2, width_ratios=(2, 3))
     # Bars side by side, not stacked: differences of noisy times may be negative.

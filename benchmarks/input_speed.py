@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import report
 from hvdtrain import flag_fields, job, program
 from hvdtrain.benchmark import tables
+from hvdtrain.benchmark.benchmark_options import SECONDS_CHECK
 from hvdtrain.flag_fields import flag_field, path_field
 from hvdtrain.job import launchers
 from hvdtrain.job.world import SharedJobError
@@ -67,5 +68,5 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    flag_fields.define_flags(InputOptions)
+    flag_fields.define_flags(InputOptions, [SECONDS_CHECK])
     program.run(main, page=__doc__)

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks import report
 from hvdtrain import environment, flag_fields, job, program
 from hvdtrain.benchmark import tables
+from hvdtrain.benchmark.benchmark_options import SECONDS_CHECK
 from hvdtrain.flag_fields import FlagCheck, flag_field, path_field
 from hvdtrain.job import launchers
 from hvdtrain.job.world import MeshShape, SharedJobError
@@ -74,6 +75,7 @@ def _are_numbers(texts: Sequence[str]) -> bool:
 
 
 CHECKS = (
+    SECONDS_CHECK,
     FlagCheck(
         lambda units: _are_numbers(units),
         "expected numbers of units, such as 256,128, or none",

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import sys
 
 from hvdtrain import __version__
 
@@ -24,9 +25,12 @@ def source(program: str) -> pathlib.Path:
 
 def _summary(program: str) -> str:
     # Not imported: each program defines flags.
-    text = ast.get_docstring(ast.parse(source(program).read_text()))
+    text = ast.get_docstring(ast.parse(source(program).read_text("utf-8")))
     return (text or "").partition("\n")[0]
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(f"Unexpected argument: {sys.argv[1]}\n{page()}", file=sys.stderr)
+        sys.exit(2)
     print(page())

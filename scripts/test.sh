@@ -164,7 +164,7 @@ oracle() { launched auto mpi 2 "${oracles[@]}"; }
 
 keras() {
   local files
-  mapfile -t files < <(grep -lE '^(import|from) (hvdtrain\.)?keras' tests/unit/test_*.py)
+  mapfile -t files < <(grep -lE '^(import|from) (hvdtrain\.(benchmark|keras)|keras)\b' tests/unit/test_*.py)
   unit "${files[@]}"
   oracle
 }

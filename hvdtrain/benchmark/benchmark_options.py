@@ -115,13 +115,14 @@ def is_workload(workload: str) -> bool:
     return workload in WORKLOADS or bool(_FUNCTION.fullmatch(workload))
 
 
+# absl's bounds accept nan.
+SECONDS_CHECK = FlagCheck(
+    lambda seconds: not math.isnan(seconds), "expected a number for --seconds"
+)
 CHECKS = (
     FlagCheck(
         is_workload,
         f"expected {', '.join(WORKLOADS)}, or module:function",
     ),
-    # absl's bounds accept nan.
-    FlagCheck(
-        lambda seconds: not math.isnan(seconds), "expected a number for --seconds"
-    ),
+    SECONDS_CHECK,
 )

@@ -99,8 +99,7 @@ def load(options: BenchmarkOptions, world: World) -> Workload:
     if name in WORKLOADS:
         return _mnist(options, world)
     with fail_together(world):
-        workload = _load_function(name, size)
-        shapes = [tuple(weight.shape) for weight in workload.build().weights]
+        workload, shapes = _load_function(name, size)
     _check_same_weights(name, gather(world, shapes))
     return workload
 
@@ -167,7 +166,8 @@ def _compile_sgd(model: keras.Model, learning_rate_factor: int) -> keras.Model:
     return compile_classifier(model, optimizers.make("sgd", learning_rate=rate))
 
 
-def _load_function(name: str, batch_size: int) -> Workload:
+def _load_function(name: str, batch_size: int) -> tuple[Workload, list[tuple]]:
+    """Return the workload, and the shapes of the weights."""
     function = _import(name)
 
     def build(learning_rate_factor: int = 1) -> keras.Model:
@@ -188,7 +188,8 @@ def _load_function(name: str, batch_size: int) -> Workload:
     model = build()
     batch = _synthetic_batch(model, batch_size, name)
     shape = "x".join(str(size) for size in model.input_shape[1:])
-    return Workload(build=build, batch=batch, note=f"synthetic, {shape}")
+    shapes = [tuple(weight.shape) for weight in model.weights]
+    return Workload(build=build, batch=batch, note=f"synthetic, {shape}"), shapes
 
 
 def _import(name: str) -> Callable[[], Any]:

@@ -106,7 +106,7 @@ class Header:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a job continues; `run_directory.position` returns it.
+    """Where a job continues; `training.position` returns it.
 
     Attributes:
         step: steps taken before; 0 for a new job.

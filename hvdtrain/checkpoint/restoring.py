@@ -90,7 +90,7 @@ def newest_position(
     """Return the `Position` of the newest valid checkpoint. A collective.
 
     Args:
-        stores: in order of preference; on the chief only.
+        stores: in order of preference; the chief reads them.
         original_size: of a new job.
     """
 

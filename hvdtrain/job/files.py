@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import importlib.util
 import os
 import pathlib
 import re
@@ -181,6 +182,15 @@ def check_output(path: str | os.PathLike, name: str) -> None:
     # Permissions as reported do not include quotas and read-only mounts.
     with writing_output(path, name), tempfile.TemporaryFile(dir=path.parent):
         pass
+
+
+def check_picture(path: str | os.PathLike, name: str) -> None:
+    """`check_output`, and that matplotlib is installed, which draws the file."""
+    check_output(path, name)
+    if not importlib.util.find_spec("matplotlib"):
+        raise JobError(
+            f"matplotlib is missing; {name} needs it: pip install matplotlib."
+        )
 
 
 def writing_output(

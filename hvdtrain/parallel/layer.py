@@ -305,8 +305,9 @@ def initial_shard(
     Constants are made in the shape of the shard. Keras' `RandomUniform` and
     `RandomNormal` use a counter-based generator (Philox; Salmon et al. 2011): the draw
     of each chunk of rows starts at the counter of its first element, so that no rank
-    ever holds the full value. All others (rejection samplers such as truncated normal,
-    and functions of users) draw the full value, of which this rank keeps its shard.
+    ever holds the full value. All others, rejection samplers such as truncated normal
+    and functions of users among them, draw the full value, of which this rank keeps its
+    shard.
     """
     if _fills(initializer):
         return initializer(sharding.shard_shape(shape), dtype=dtype)

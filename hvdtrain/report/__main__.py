@@ -17,14 +17,12 @@ the first process, and the time between a kill and the next start.
 """
 
 import importlib
-import importlib.util
 
 from absl import flags
 
 from hvdtrain import program
 from hvdtrain.flag_fields import PathParser
-from hvdtrain.job import JobError
-from hvdtrain.job.files import atomic_write, check_output, writing_output
+from hvdtrain.job.files import atomic_write, check_picture, writing_output
 from hvdtrain.report import goodput, runs, table
 
 _OUTPUT = flags.DEFINE(
@@ -41,11 +39,7 @@ def main(directories: list[str]) -> None:
         text = goodput.goodput_text(goodput.compute_goodput(run.lines))
         print(f"{run.name}: {text}" if len(logged_runs) > 1 else text, flush=True)
     path = _OUTPUT.value
-    check_output(path, "--output")
-    if not importlib.util.find_spec("matplotlib"):
-        raise JobError(
-            "matplotlib is missing; --output needs it: pip install matplotlib."
-        )
+    check_picture(path, "--output")
     # Not at the top: it loads matplotlib, an extra that the table does not need.
     plotting = importlib.import_module("hvdtrain.report.plotting")
     with writing_output(path, "--output"), atomic_write(path) as temporary:

@@ -47,7 +47,7 @@ class LoggedRun:
 
     @property
     def restarts(self) -> list[int]:
-        """Steps at which the job continued, without those that were taken again."""
+        """The steps of later starts that no start after them has superseded."""
         starts = [line for line in self.lines if line["event"] == "start"]
         valid_starts = _valid_lines(self.lines, "start")
         return [line["step"] for line in valid_starts if line in starts[1:]]

@@ -144,14 +144,16 @@ class _Loop:
             model, batches, plan.steps_per_execution, self._run.step_variables
         )
         logs: dict = {}
+        epochs = range(first_epoch, plan.epochs)
         if self._evaluations.holds_epoch_end:
             logs = self._end_held_epoch(first_epoch - 1)
-        for epoch in range(first_epoch, plan.epochs):
-            if model.stop_training:
-                break
+            epochs = epochs[:0] if model.stop_training else epochs
+        for epoch in epochs:
             self._begin_epoch(epoch)
             self._take_epoch(epoch)
             logs = self._end_epoch(epoch)
+            if model.stop_training:
+                break
         model.optimizer.finalize_variable_values(model.trainable_weights)
         self._end(logs)
 
@@ -310,11 +312,11 @@ class _Loop:
     def _end_held_epoch(self, epoch: int) -> dict:
         """End an epoch in whose evaluation the run before was stopped.
 
-        Its metrics are in the history.
+        Its metrics are in the history, without what callbacks add to them.
         """
         self._progress.begin_epoch(epoch)
         history = self._session.history.history
-        logs = {name: values.pop() for name, values in history.items()}
+        logs = {n: values.pop() for n, values in history.items() if len(values) > epoch}
         self._evaluate_epoch(epoch, logs)
         return logs
 

@@ -253,6 +253,8 @@ def test_pictures(tmp_path):
         ("parallelism", "--tables=17,many", ["--tables", "numbers of rows"]),
         ("parallelism", "", ["1 rank", "horovodrun -np 2"]),
         ("allreduce", "--max_bytes=1", ["--max_bytes=1", "4000"]),
+        ("allreduce", "--seconds=nan", ["expected a number", "--seconds"]),
+        ("allreduce", "", ["1 rank", "mpirun -np 2"]),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(program, argument, words):

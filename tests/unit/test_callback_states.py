@@ -275,13 +275,18 @@ def test_a_stop_in_the_evaluation_of_an_epoch_does_not_end_the_epoch(tmp_path, e
 
         return test_fn
 
+    def callbacks(halt):
+        # Adds the learning rate to the history.
+        plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.5)
+        return [plateau, halt]
+
     expected, found = Halt(epochs), Halt(epochs)
-    whole = train(None, [expected], test_fn=many)
+    whole = train(None, callbacks(expected), test_fn=many)
     # In the second evaluation of the job, and again in the run that continues there.
     for evaluations in (1, 0):
         with pytest.raises(PreemptedError, match="step 20 of"):
-            train(tmp_path, [Halt(epochs)], test_fn=stopped_after(evaluations))
-    result = train(tmp_path, [found], test_fn=many)
+            train(tmp_path, callbacks(Halt(epochs)), test_fn=stopped_after(evaluations))
+    result = train(tmp_path, callbacks(found), test_fn=many)
     assert found.seen == expected.seen
     assert len(found.seen) == (epochs or 5)
     assert (result.step, result.history) == (whole.step, whole.history)

@@ -1,5 +1,6 @@
 """The atomic write of files and directories, and errors of files in one line."""
 
+import importlib.util
 import os
 import time
 
@@ -10,6 +11,8 @@ from hvdtrain.job import JobError
 from hvdtrain.job.files import (
     atomic_directory,
     atomic_write,
+    check_output,
+    check_picture,
     one_line_errors,
     remove_partial,
 )
@@ -102,3 +105,20 @@ def test_an_error_without_a_message():
         one_line_errors("read x", remedy="do y", errors=(EOFError,)),
     ):
         raise EOFError
+
+
+@pytest.mark.parametrize("name", ["missing/result", ".", "file/result"])
+def test_a_path_that_cannot_be_written_is_an_error_before_the_work(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(JobError, match="--json"):
+        check_output(tmp_path / name, "--json")
+    check_output(tmp_path / "result", "--json")
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_picture_needs_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        JobError, match=r"matplotlib is missing; --output .*pip install"
+    ):
+        check_picture(tmp_path / "a.png", "--output")

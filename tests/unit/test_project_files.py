@@ -61,3 +61,5 @@ def test_the_changelog_has_the_form_of_keep_a_changelog():
 def test_the_source_archive_has_them():
     manifest = (ROOT / "MANIFEST.in").read_text().split()
     assert {"CHANGELOG.md", "CITATION.cff", "SECURITY.md", "examples"} <= {*manifest}
+    # Tests import it.
+    assert "benchmarks" in manifest
