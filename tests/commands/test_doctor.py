@@ -55,6 +55,7 @@ def test_a_machine_that_works():
     assert findings["horovodrun"]["detail"].endswith("takes MPI without --gloo")
 
 
+@pytest.mark.long
 def test_several_faults_at_once(tmp_path):
     """A Horovod that does not load, no room for files, a wrong interface, no hosts."""
     (tmp_path / "horovod").mkdir()

@@ -288,6 +288,7 @@ JOB = """
 """
 
 
+@pytest.mark.long
 def test_a_job_that_loses_and_gains_a_worker_computes_what_one_process_does(
     run, tmp_path
 ):

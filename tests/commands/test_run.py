@@ -184,7 +184,7 @@ def check_a_kill(case, expected, tmp_path, engine, killed, error):
     assert_equal_weights(tmp_path, expected)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LONG_ENGINES)
 def test_a_rank_that_was_killed_is_an_error(case, engine):
     job = case(engine, "lost").wait()
     assert job.returncode != 0

@@ -83,6 +83,7 @@ def train(mesh, *, rate=0.0, directory=None, callbacks=(), network=None, inputs=
 
 
 @pytest.mark.four_ranks
+@pytest.mark.long
 def test_a_killed_job_computes_what_the_uninterrupted_one_computes(mesh, directory):
     if SIZE == 4 and mesh.pipeline.size > 1:
         pytest.skip("replicas of a sharded model are on the axis model here")

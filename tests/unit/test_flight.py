@@ -417,6 +417,7 @@ with recorder.phase("evaluation"):
 """
 
 
+@pytest.mark.long
 def test_the_ring_of_a_process_that_was_killed_in_a_collective(tmp_path):
     path = tmp_path / "ring"
     command = [sys.executable, "-c", RECORDING, path]

@@ -181,6 +181,7 @@ def test_fewer_samples_than_ranks(tmp_path):
         build(options(dataset="custom", data_dir=str(tmp_path)), World(size=2))
 
 
+@pytest.mark.long
 def test_same_seed_same_bits():
     """Of dropout and convolutions too."""
     few = {"dataset": "digits", "model": "cnn", "max_steps": 12, "batch_size": 16}

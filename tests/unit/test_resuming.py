@@ -1210,7 +1210,8 @@ class StopAfter(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-@pytest.mark.parametrize("steps", [14, pytest.param(18, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [14, 18])
 def test_a_callback_ends_the_job_where_it_ends_the_uninterrupted_one(tmp_path, steps):
     spec = EvalSpec(input_fn=lambda: batches(0, 20))
     expected = train(None, callbacks=[StopAfter(steps)], evaluation=spec)

@@ -62,7 +62,9 @@ def distributed(mesh):
     return hvd.DistributedOptimizer(optimizer, mesh=mesh, shard_state=True)
 
 
-@pytest.mark.parametrize("make", [sharded, staged])
+@pytest.mark.parametrize(
+    "make", [sharded, pytest.param(staged, marks=pytest.mark.long)]
+)
 def test_the_file_is_the_full_model(mesh, tmp_path, make):
     expected, model, again = network(keras_layers), make(mesh), make(mesh)
     expected.compile(keras.optimizers.SGD(0.1, momentum=0.9), oracle.LOSS)

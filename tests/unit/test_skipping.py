@@ -173,6 +173,7 @@ def test_overflow_of_the_loss_scale_is_not_counted():
     assert np.isfinite(result.train_metrics["loss"])
 
 
+@pytest.mark.long
 def test_the_count_is_in_checkpoints_and_the_flag_may_be_set_later(tmp_path):
     def make_model():
         return network(keras.optimizers.Adam(0.1))
