@@ -146,11 +146,12 @@ def test_a_job_of_an_earlier_version_keeps_its_order(directory):
     assert position.unchanged["order"] == "permutation"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"source": (X[:40], Y[:40])}, "Received source="),
-        pytest.param({"seed": 6}, "Received seed=6", marks=pytest.mark.long),
+        ({"seed": 6}, "Received seed=6"),
     ],
 )
 def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
