@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import mpi, report
 from hvdtrain import environment, flag_fields, job, program
+from hvdtrain.benchmark import records
 from hvdtrain.benchmark.benchmark_options import SECONDS_CHECK
 from hvdtrain.flag_fields import flag_field, path_field
 from hvdtrain.job import launchers
@@ -51,7 +52,7 @@ def main() -> None:
             "Received a job of 1 rank; expected 2 or more: start it by horovodrun -np "
             "2 or mpirun -np 2."
         )
-    report.check_json(options.json)
+    records.check_json(options.json)
     environment.set_default_stall_limits(environment.BENCHMARK_LIMITS)
     mpi_seconds = mpi.measure(
         options.message_sizes, rounds=options.rounds, seconds=options.seconds

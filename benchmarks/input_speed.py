@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import report
 from hvdtrain import flag_fields, job, program
-from hvdtrain.benchmark import tables
+from hvdtrain.benchmark import records, tables
 from hvdtrain.benchmark.benchmark_options import SECONDS_CHECK
 from hvdtrain.flag_fields import flag_field, path_field
 from hvdtrain.job import launchers
@@ -37,7 +37,7 @@ def main() -> None:
             f"Received a job of {size} ranks; expected one process: start python -m "
             "benchmarks.input_speed without a launcher."
         )
-    report.check_json(options.json)
+    records.check_json(options.json)
     world = job.start(seed=options.seed)
     # Not at the top: TensorFlow reads its environment at the import, and `start` sets
     # it.

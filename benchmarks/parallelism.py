@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import report
 from hvdtrain import environment, flag_fields, job, program
-from hvdtrain.benchmark import tables
+from hvdtrain.benchmark import records, tables
 from hvdtrain.benchmark.benchmark_options import SECONDS_CHECK
 from hvdtrain.flag_fields import FlagCheck, flag_field, path_field
 from hvdtrain.job import launchers
@@ -20,7 +20,7 @@ from hvdtrain.job.world import MeshShape, SharedJobError
 from hvdtrain.optimizers import LEARNING_RATES
 
 # By workload: samples per rank and step, rounds, seconds of a kind in a round.
-WORKLOADS = {"recommender": (512, 7, 1.5), "wide": (64, 5, 3.0)}
+_DEFAULTS = {"recommender": (512, 7, 1.5), "wide": (64, 5, 3.0)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ParallelismOptions:
     """The options of the program. The fields are flags: `--help` describes them."""
 
     workload: str = flag_field(
-        "recommender", "What is trained.", choices=tuple(WORKLOADS)
+        "recommender", "What is trained.", choices=tuple(_DEFAULTS)
     )
     rounds: int = flag_field(
         0, "Rounds of all kinds, 0 for a default.", low=0, high=10_000
@@ -56,7 +56,7 @@ class ParallelismOptions:
 
     def with_defaults(self) -> "ParallelismOptions":
         """Return the options with the workload's defaults in place of zeros."""
-        batch_size, rounds, seconds = WORKLOADS[self.workload]
+        batch_size, rounds, seconds = _DEFAULTS[self.workload]
         return dataclasses.replace(
             self,
             batch_size=self.batch_size or batch_size,
@@ -96,7 +96,7 @@ def main() -> None:
             "Received a job of 1 rank; expected 2 or more, over which the model is "
             "sharded: start it by horovodrun -np 2 or mpirun -np 2."
         )
-    report.check_json(options.json)
+    records.check_json(options.json)
     environment.set_default_stall_limits(environment.BENCHMARK_LIMITS)
     # The process sets of the stages are made at the start.
     mesh = MeshShape(pipeline=size) if options.workload == "wide" else None

@@ -16,7 +16,6 @@ from hvdtrain import environment, flag_fields, job, program
 from hvdtrain.benchmark import benchmark_options, records, tables
 from hvdtrain.benchmark.benchmark_options import BenchmarkOptions
 from hvdtrain.job import launchers
-from hvdtrain.job.files import check_output
 
 flag_fields.define_flags(BenchmarkOptions, benchmark_options.CHECKS)
 _COMPARE = flags.DEFINE_list(
@@ -35,10 +34,8 @@ def main() -> None:
         print(tables.comparison(records.read_json(_COMPARE.value)), flush=True)
         return
     chosen = flag_fields.read_flags(BenchmarkOptions).with_defaults()
-    launched = launchers.launch()
-    chosen.check(launched.size)
-    if launched.rank == 0 and chosen.json:
-        check_output(chosen.json, "--json")
+    chosen.check(launchers.launch().size)
+    records.check_json(chosen.json)
     environment.set_default_stall_limits(environment.BENCHMARK_LIMITS)
     world = job.start(seed=chosen.seed)
     # Not at the top: TensorFlow and Horovod read their environment at the import, and

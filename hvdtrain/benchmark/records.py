@@ -6,7 +6,19 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.job.files import atomic_write, one_line_errors, writing_output
+from hvdtrain.job import launchers
+from hvdtrain.job.files import (
+    atomic_write,
+    check_output,
+    one_line_errors,
+    writing_output,
+)
+
+
+def check_json(path: str | None) -> None:
+    """Raise a `JobError` on rank 0 if the file of `--json` cannot be written."""
+    if path and launchers.launch().rank == 0:
+        check_output(path, "--json")
 
 
 def read_json(paths: Sequence[str]) -> dict[str, Any]:
