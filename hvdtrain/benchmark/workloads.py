@@ -14,10 +14,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import optimizers
+from hvdtrain import data, optimizers
+from hvdtrain.benchmark import networks
 from hvdtrain.benchmark.benchmark_options import WORKLOADS, BenchmarkOptions
 from hvdtrain.collectives.objects import group_by_value, name_values
-from hvdtrain.data import Sampler, streams
+from hvdtrain.data import Sampler
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
@@ -118,21 +119,14 @@ def _mnist(options: BenchmarkOptions, world: World) -> Workload:
         return _compile_sgd(model, learning_rate_factor)
 
     def batches(sampler: Sampler, start: int, end: int) -> tf.data.Dataset:
-        return streams.train_batches(
-            dataset.x_train,
-            dataset.y_train,
-            sampler=sampler,
-            start_step=start,
-            end_step=end,
-        )
+        return data.batches((dataset.x_train, dataset.y_train), sampler, start, end)
 
-    first = dataset.x_train[: options.batch_size]
-    labels = dataset.y_train[: options.batch_size].astype("int32")
+    size = options.batch_size
     return Workload(
         build=build,
         batches=batches,
         num_samples=len(dataset.x_train),
-        batch=(first.astype("float32") / 255.0, labels),
+        batch=(dataset.x_train[:size], dataset.y_train[:size]),
         note=f"{dataset.name}, {len(dataset.x_train):,} images",
         warning=warning,
     )
@@ -142,7 +136,7 @@ def _synthetic(name: str, batch_size: int) -> Workload:
     shape, classes = _SYNTHETIC_SHAPES[name]
 
     def build(learning_rate_factor: int = 1) -> keras.Model:
-        model = models.BY_NAME[name](shape, num_classes=classes)
+        model = networks.BY_NAME[name](shape, num_classes=classes)
         if name != "resnet18":
             return _compile_sgd(model, learning_rate_factor)
         # The setting in which data-parallel methods are commonly compared.

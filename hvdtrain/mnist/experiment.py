@@ -1,6 +1,7 @@
 """Train an image classifier from options: its data, specs and callbacks."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -8,7 +9,7 @@ import keras
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
-from hvdtrain.data import Dataset, Sampler, streams
+from hvdtrain.data import Dataset, Sampler, batches, one_pass
 from hvdtrain.data.loading import load_everywhere
 from hvdtrain.job.agreement import check_same, fail_together
 from hvdtrain.job.world import World
@@ -226,12 +227,8 @@ def _train_spec(
     check_profile_steps(options.profile_steps, max_steps)
     schedule = _schedule(options, sampler, max_steps)
     return TrainSpec(
-        input_fn=lambda start_step, end_step: streams.train_batches(
-            dataset.x_train,
-            dataset.y_train,
-            sampler=sampler,
-            start_step=start_step,
-            end_step=end_step,
+        input_fn=functools.partial(
+            batches, (dataset.x_train, dataset.y_train), sampler
         ),
         max_steps=max_steps,
         pass_steps=sampler.pass_steps,
@@ -276,15 +273,14 @@ def _callbacks(
 def _eval_spec(
     options: ClassifierOptions, dataset: Dataset, replicas: Replicas
 ) -> EvalSpec:
-    batches = streams.evaluation_batches(
-        dataset.x_test,
-        dataset.y_test,
+    of_rank = one_pass(
+        (dataset.x_test, dataset.y_test),
         rank=replicas.index,
         size=replicas.size,
         local_batch_size=_EVALUATION_BATCH_SIZE,
     )
     return EvalSpec(
-        input_fn=lambda: batches,
+        input_fn=lambda: of_rank,
         every_epochs=options.evaluate_every,
         exporters=[exporting.BY_NAME[name]() for name in options.export or ()],
     )

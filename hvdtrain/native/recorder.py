@@ -48,6 +48,7 @@ def _library() -> native.Library | None:
     ]
     functions.hvdtrain_leave_collective.argtypes = [ctypes.c_uint64]
     functions.hvdtrain_set_step.argtypes = [ctypes.c_uint64]
+    functions.hvdtrain_input_wait_microseconds.restype = ctypes.c_int64
     return library
 
 
@@ -190,6 +191,16 @@ def seconds_in_collectives() -> float:
     """
     fields = _fields()
     return math.nan if fields is None else 1e-9 * int(fields[_IN_COLLECTIVES].sum())
+
+
+def seconds_of_input_waits() -> float:
+    """Return for how long this process has waited for batches of any dataset.
+
+    NaN without the native library.
+    """
+    if library := _library():
+        return 1e-6 * library.functions.hvdtrain_input_wait_microseconds()
+    return math.nan
 
 
 def seconds_by_phase() -> dict[str, float]:

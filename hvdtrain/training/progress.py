@@ -14,7 +14,6 @@ import numpy as np
 
 from hvdtrain import processes
 from hvdtrain.checkpoint.snapshot import check_finite
-from hvdtrain.data.streams import input_wait_seconds
 from hvdtrain.events import Progress, RunEnd, RunStart, Straggler
 from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import SharedJobError, World
@@ -83,7 +82,7 @@ class ProgressMeter:
         batch_before: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         collective_seconds: Callable[[], float] = recorder.seconds_in_collectives,
-        input_seconds: Callable[[], float] = input_wait_seconds,
+        input_seconds: Callable[[], float] = recorder.seconds_of_input_waits,
         times: RankTimes | None = None,
     ) -> None:
         self._model = model
