@@ -126,7 +126,6 @@ def _sampled(each: _Format, path: str, batch_size: int) -> tf.data.Dataset:
         num_samples=len(source),
         global_batch_size=batch_size,
         seed=0,
-        order="index_shuffle",
     )
     return data.batches(source, sampler, 0, sampler.steps(epochs=1_000_000))
 

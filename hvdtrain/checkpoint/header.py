@@ -112,13 +112,11 @@ class Position:
         step: steps taken before; 0 for a new job.
         sample: samples of all ranks that these steps took.
         original_size: number of replicas that the job was first started with.
-        unchanged: `RunConfig.unchanged` of the checkpoint; empty for a new job.
     """
 
     step: int
     sample: int
     original_size: int
-    unchanged: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

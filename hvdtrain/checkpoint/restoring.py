@@ -103,7 +103,6 @@ def newest_position(
                     step=step,
                     sample=header.sample,
                     original_size=header.original_size,
-                    unchanged=header.unchanged,
                 )
         return Position(step=0, sample=0, original_size=original_size)
 

@@ -6,8 +6,8 @@ A job of `training.fit` needs a source alone. Others do, in this order::
     batches = data.batches(source, sampler, start_step, end_step)
 
 Rank and size are arguments. Importing this package loads NumPy only: `batches`, the
-sources, `streams` (image batches) and `loading` (collectives) load TensorFlow or a
-library for their format when they are first used.
+sources and `loading` (collectives) load TensorFlow or a library for their format when
+they are first used.
 """
 
 from typing import TYPE_CHECKING

@@ -16,17 +16,12 @@ starts at position `p0 + (s - s0) * G`: no position is left out or repeated.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import numpy as np
 
 from hvdtrain.data.formats import DataError
 from hvdtrain.data.index_shuffle import index_shuffle
-
-# How the permutation of an epoch is computed. A checkpoint's header has the name.
-Order = Literal["permutation", "index_shuffle"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,8 +36,6 @@ class Sampler:
         size: number of ranks, or of replicas of a sharded model.
         start_step: the step from which the global batch has this size.
         start_sample: position in the sequence of samples at that step.
-        order: "permutation" keeps the permutation of an epoch in memory, 8 bytes a
-            sample; "index_shuffle" computes it for each index, in constant memory.
 
     Raises:
         DataError: a number is out of range, or there are more ranks than samples.
@@ -55,7 +48,6 @@ class Sampler:
     size: int = 1
     start_step: int = 0
     start_sample: int = 0
-    order: Order = "permutation"
 
     def __post_init__(self) -> None:
         check_rank(self.rank, size=self.size, num_samples=self.num_samples)
@@ -72,10 +64,6 @@ class Sampler:
             raise DataError(
                 f"Received the start_step {self.start_step} and the start_sample "
                 f"{self.start_sample}; expected 0 or more."
-            )
-        if self.order not in (orders := get_args(Order)):
-            raise DataError(
-                f"Received the order {self.order}; expected {' or '.join(orders)}."
             )
 
     @property
@@ -120,8 +108,8 @@ class Sampler:
     def indices(self, start_step: int, end_step: int) -> np.ndarray:
         """Return sample numbers, int64 of shape (end_step - start_step, local batch).
 
-        Only permutations of the epochs that these steps touch are computed: a resumed
-        run does not replay the steps before.
+        They are computed in constant memory; a resumed run does not replay the steps
+        before.
         """
         return self.shuffle(self.positions(start_step, end_step))
 
@@ -130,8 +118,6 @@ class Sampler:
         return by_epoch(positions, self.num_samples, self._permute)
 
     def _permute(self, offsets: np.ndarray, epoch: int) -> np.ndarray:
-        if self.order == "permutation":
-            return _permutation(self.num_samples, seed=self.seed, epoch=epoch)[offsets]
         return index_shuffle(
             offsets, num_samples=self.num_samples, seed=self.seed, epoch=epoch
         )
@@ -149,16 +135,6 @@ def by_epoch(
         in_epoch = epochs == epoch
         samples[in_epoch] = permute(offsets[in_epoch], int(epoch))
     return samples
-
-
-# Two: a global batch may contain the end of one epoch and the start of the next.
-@functools.lru_cache(maxsize=2)
-def _permutation(num_samples: int, *, seed: int, epoch: int) -> np.ndarray:
-    # RandomState, because its stream is frozen (NEP 19): a run that is resumed under
-    # another version of NumPy sees the same samples.
-    order = np.random.RandomState([seed, epoch]).permutation(num_samples)
-    order.setflags(write=False)
-    return order
 
 
 def check_rank(rank: int, *, size: int, num_samples: int) -> None:

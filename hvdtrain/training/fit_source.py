@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain import parallel
 from hvdtrain.data.batching import Transform, batches, one_pass
-from hvdtrain.data.sampler import Order, Sampler
+from hvdtrain.data.sampler import Sampler
 from hvdtrain.data.sources.source import Source
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import check_same, fail_together
@@ -52,9 +52,6 @@ _OF_KERAS = {
     "validation_freq": "every_epochs",
     "x": "source",
 }
-# The key of `RunConfig.unchanged` that names the order of the samples. Checkpoints of
-# earlier versions have none.
-_ORDER = "order"
 
 
 def fit(
@@ -142,7 +139,7 @@ def fit(
     def train(world: World, commits: Commits | None) -> Result:
         config = RunConfig(**of_run, model_dir=model_dir, seed=seed)
         replicas = Replicas.of(world, mesh)
-        position, order = samples.agree(
+        position = samples.agree(
             world,
             replicas,
             config,
@@ -152,9 +149,9 @@ def fit(
         watching: Sequence[object] = observers or ()
         with fail_together(world):
             specs = (
-                samples.train_spec(replicas, position, order, of_train),
+                samples.train_spec(replicas, position, of_train),
                 samples.eval_spec(replicas, steps=validation_steps, **of_evaluation),
-                samples.with_unchanged(config, order),
+                samples.with_unchanged(config),
             )
             if observers is None and world.is_chief:
                 watching = _default_observers(config)
@@ -272,8 +269,8 @@ class _Samples:
         commits: Commits | None,
         *,
         is_checked: bool,
-    ) -> tuple[Position, Order]:
-        """Return from where the job continues, in which order. A collective."""
+    ) -> Position:
+        """Return from where the job continues. A collective."""
         validation = None
         if self.validation is not None:
             validation = self.validation.fingerprint()
@@ -291,18 +288,11 @@ class _Samples:
         )
         if is_checked:
             check_source(self.source, world)
-        position = run_directory.position(config, world, commits, replicas=replicas)
-        # A job that was started with the permutation of an earlier version keeps it.
-        first_order = "permutation" if position.step else "index_shuffle"
-        return position, position.unchanged.get(_ORDER, first_order)
+        return run_directory.position(config, world, commits, replicas=replicas)
 
-    def with_unchanged(self, config: RunConfig, order: Order) -> RunConfig:
+    def with_unchanged(self, config: RunConfig) -> RunConfig:
         """Return the config with what a job that continues must not change."""
-        own = {
-            "source": self.fingerprint,
-            "seed": self.seed,
-            _ORDER: order,
-        }
+        own = {"source": self.fingerprint, "seed": self.seed}
         if given := own.keys() & config.unchanged.keys():
             raise JobError(
                 f"Received unchanged with {', '.join(sorted(given))}; expected other "
@@ -314,7 +304,6 @@ class _Samples:
         self,
         replicas: Replicas,
         position: Position,
-        order: Order,
         options: Mapping[str, Any],
     ) -> TrainSpec:
         """Return the spec, for which `options` has other fields."""
@@ -322,7 +311,6 @@ class _Samples:
             num_samples=len(self.source),
             global_batch_size=self.global_batch_size,
             seed=self.seed,
-            order=order,
         )
         sampler, max_steps = deal(
             sampler,

@@ -49,7 +49,7 @@ def directory():
         hvd.allreduce(0, name="leave_directory")
 
 
-def on_one_process(order="index_shuffle", transform=None):
+def on_one_process(transform=None):
     """Weights after the same samples in one process, without hvdtrain's loop."""
     keras.utils.set_random_seed(1)
     model = make_model()
@@ -57,7 +57,6 @@ def on_one_process(order="index_shuffle", transform=None):
         num_samples=SAMPLES,
         global_batch_size=GLOBAL_BATCH_SIZE,
         seed=WORLD.seed,
-        order=order,
     )
     steps = sampler.steps(EPOCHS)
     numbers, positions = sampler.indices(0, steps), sampler.positions(0, steps)
@@ -105,45 +104,6 @@ def test_a_killed_job_computes_what_the_uninterrupted_one_computes(directory):
     for found, wanted in pairs:
         np.testing.assert_array_equal(found, wanted)
     assert result.history == expected.history
-
-
-# The orders themselves: tests/unit/test_sources.py.
-@pytest.mark.long
-def test_a_job_of_an_earlier_version_keeps_its_order(directory):
-    """Its samples were dealt by a `Sampler`, whose order is not in the checkpoint."""
-    sampler = data.Sampler(
-        num_samples=SAMPLES,
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        seed=WORLD.seed,
-        rank=RANK,
-        size=SIZE,
-    )
-    with pytest.raises(oracle.KilledError):
-        training.train_and_evaluate(
-            make_model,
-            training.TrainSpec(
-                input_fn=lambda start, end: data.batches(SOURCE, sampler, start, end),
-                max_steps=sampler.steps(EPOCHS),
-                pass_steps=sampler.pass_steps,
-                local_batch_size=sampler.local_batch_size,
-                steps_per_execution=1,
-                callbacks=lambda plan: [oracle.killed_after(5)],
-            ),
-            training.EvalSpec(
-                input_fn=lambda: tf.data.Dataset.from_tensors(SOURCE), every_epochs=1
-            ),
-            training.RunConfig(model_dir=directory, save_every_steps=1, seed=1),
-            world=WORLD,
-        )
-    result = fit(model_dir=directory)
-    assert 0 < result.start_step < result.step
-    expected = oracle.on_one_process(lambda: on_one_process(order="permutation"))
-    for found, wanted in zip(result.model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
-    # And so do its later runs.
-    fit(model_dir=directory)
-    position = training.position(training.RunConfig(model_dir=directory), WORLD)
-    assert position.unchanged["order"] == "permutation"
 
 
 @pytest.mark.long

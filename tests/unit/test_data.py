@@ -1,19 +1,18 @@
-"""Which rank sees which sample at which step: the shards and the streams."""
+"""Which rank sees which sample at which step: the shards and the batches."""
 
 import dataclasses
-import errno
 import itertools
 import subprocess
 import sys
 import time
-from unittest import mock
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from hvdtrain import data
-from hvdtrain.data import streams
+from hvdtrain.data.index_shuffle import index_shuffle
+from hvdtrain.native import recorder
 
 # Odd sizes, a batch larger than the data, a batch of the size of the data.
 CASES = [
@@ -52,10 +51,12 @@ def pictures(num_samples, *, shape=(2, 3, 1)):
 
 def test_by_hand():
     # Epochs 0 and 1 of five samples, from (seed, epoch).
-    first = np.random.RandomState([7, 0]).permutation(5).tolist()
-    second = np.random.RandomState([7, 1]).permutation(5).tolist()
+    first, second = (
+        index_shuffle(np.arange(5), num_samples=5, seed=7, epoch=epoch).tolist()
+        for epoch in (0, 1)
+    )
     a, b, c, d, e = first
-    f, g, h = second[:3]
+    f, g, h, *_ = second
     # Two ranks share batches of four: the second batch runs over into epoch 1.
     assert sampler(5, 4, 7, rank=0, size=2).indices(0, 2).tolist() == [[a, c], [e, g]]
     assert sampler(5, 4, 7, rank=1, size=2).indices(0, 2).tolist() == [[b, d], [f, h]]
@@ -63,7 +64,7 @@ def test_by_hand():
 
 def test_order_never_changes():
     # A run of an older version must resume with the next sample of its order.
-    assert sampler(5, 5, 7).indices(0, 1).tolist() == [[4, 1, 2, 3, 0]]
+    assert sampler(5, 5, 7).indices(0, 1).tolist() == [[1, 0, 2, 4, 3]]
 
 
 def test_every_epoch_is_the_whole_set_without_overlap():
@@ -199,52 +200,33 @@ def batches_of(dataset):
     return [(x.numpy(), y.numpy()) for x, y in dataset]
 
 
-@pytest.fixture(params=["native", "TensorFlow"])
-def _splitting(request, monkeypatch):
-    """Both ways to split blocks into batches."""
-    if request.param == "TensorFlow":
-        missing = OSError(errno.ENOENT, "missing")
-        monkeypatch.setattr(streams.native, "load", mock.Mock(side_effect=missing))
-
-
-@pytest.mark.usefixtures("_splitting")
-def test_stream_is_the_indexed_images_scaled():
+def test_batches_are_the_indexed_images():
     x, y = pictures(40)
     mine = sampler(40, 12, seed=3, rank=1, size=2)
-    got = batches_of(
-        streams.train_batches(x, y, sampler=mine, start_step=0, end_step=11)
-    )
+    got = batches_of(data.batches((x, y), mine, 0, 11))
     assert len(got) == 11
     for (images, labels), chosen in zip(got, mine.indices(0, 11), strict=True):
-        assert images.dtype == np.float32
+        assert images.dtype == np.uint8
         assert images.shape == (6, 2, 3, 1)
-        assert labels.dtype == np.int32
         assert np.array_equal(labels, chosen)
-        assert np.array_equal(images, x[chosen].astype(np.float32) / np.float32(255))
+        assert np.array_equal(images, x[chosen])
 
 
 def test_stream_has_fixed_shapes_and_a_known_length():
     x, y = pictures(40)
-    batches = streams.train_batches(
-        x, y, sampler=sampler(40, 8), start_step=3, end_step=200
-    )
+    batches = data.batches((x, y), sampler(40, 8), 3, 200)
     images, labels = batches.element_spec
     assert images.shape == (8, 2, 3, 1)
     assert labels.shape == (8,)
     assert len(batches) == 197
 
 
-@pytest.mark.usefixtures("_splitting")
 @pytest.mark.parametrize("start", [1, 63, 64, 65, 130])
 def test_resumed_stream_is_the_rest_of_the_uninterrupted_one(start):
     x, y = pictures(50)
     mine = sampler(50, 8, seed=1, rank=0, size=2)
-    whole = batches_of(
-        streams.train_batches(x, y, sampler=mine, start_step=0, end_step=140)
-    )
-    rest = batches_of(
-        streams.train_batches(x, y, sampler=mine, start_step=start, end_step=140)
-    )
+    whole = batches_of(data.batches((x, y), mine, 0, 140))
+    rest = batches_of(data.batches((x, y), mine, start, 140))
     assert len(rest) == 140 - start
     for (images, labels), (same_images, same_labels) in zip(
         whole[start:], rest, strict=True
@@ -253,13 +235,10 @@ def test_resumed_stream_is_the_rest_of_the_uninterrupted_one(start):
         assert np.array_equal(labels, same_labels)
 
 
-@pytest.mark.usefixtures("_splitting")
 def test_stream_of_images_larger_than_a_block():
     x, y = pictures(6, shape=(700, 500, 3))
     mine = sampler(6, 2, seed=2)
-    got = batches_of(
-        streams.train_batches(x, y, sampler=mine, start_step=0, end_step=4)
-    )
+    got = batches_of(data.batches((x, y), mine, 0, 4))
     assert [labels.tolist() for _, labels in got] == mine.indices(0, 4).tolist()
     assert all(images.shape == (2, 700, 500, 3) for images, _ in got)
 
@@ -282,19 +261,7 @@ def test_batches_of_a_file_have_the_samples_of_the_indices(tmp_path, start):
 
 def test_empty_stream():
     x, y = pictures(6)
-    assert not batches_of(
-        streams.train_batches(x, y, sampler=sampler(6, 2), start_step=4, end_step=4)
-    )
-
-
-def test_stream_refuses_what_does_not_fit():
-    x, y = pictures(6)
-    with pytest.raises(data.DataError, match="6 images and 5 labels"):
-        streams.train_batches(x, y[:5], sampler=sampler(6, 2), start_step=0, end_step=1)
-    with pytest.raises(data.DataError, match="expected 7"):
-        streams.train_batches(x, y, sampler=sampler(7, 7), start_step=0, end_step=1)
-    with pytest.raises(data.DataError, match="steps 3 to 2"):
-        streams.train_batches(x, y, sampler=sampler(6, 2), start_step=3, end_step=2)
+    assert not batches_of(data.batches((x, y), sampler(6, 2), 4, 4))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -303,12 +270,10 @@ def test_evaluation_sees_each_image_once(n, size, batch):
     x, y = pictures(n)
     seen = []
     for rank in range(size):
-        part = streams.evaluation_batches(
-            x, y, rank=rank, size=size, local_batch_size=batch
-        )
+        part = data.one_pass((x, y), rank=rank, size=size, local_batch_size=batch)
         for images, labels in batches_of(part):
             assert 1 <= len(labels) <= batch
-            assert np.array_equal(images, x[labels].astype(np.float32) / 255)
+            assert np.array_equal(images, x[labels])
             seen.extend(labels.tolist())
     assert sorted(seen) == list(range(n))
 
@@ -316,9 +281,9 @@ def test_evaluation_sees_each_image_once(n, size, batch):
 def test_evaluation_refuses_what_does_not_fit():
     x, y = pictures(3)
     with pytest.raises(data.DataError, match="3 samples for 4 ranks"):
-        streams.evaluation_batches(x, y, rank=0, size=4, local_batch_size=1)
+        data.one_pass((x, y), rank=0, size=4, local_batch_size=1)
     with pytest.raises(data.DataError, match="batch of 0"):
-        streams.evaluation_batches(x, y, rank=0, size=1, local_batch_size=0)
+        data.one_pass((x, y), rank=0, size=1, local_batch_size=0)
 
 
 def test_wait_for_input_is_the_time_until_a_batch_is_there():
@@ -333,12 +298,12 @@ def test_wait_for_input_is_the_time_until_a_batch_is_there():
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     slow_dataset = slow_dataset.with_options(options)
-    before = streams.input_wait_seconds()
+    before = recorder.seconds_of_input_waits()
     assert [int(element) for element in slow_dataset] == list(range(10))
-    assert streams.input_wait_seconds() - before >= 10 * 0.02
+    assert recorder.seconds_of_input_waits() - before >= 10 * 0.02
 
 
-def test_keras_takes_every_sample_of_the_streams():
+def test_keras_takes_every_sample_of_the_batches():
     import keras
 
     x, y = pictures(50)
@@ -350,13 +315,11 @@ def test_keras_takes_every_sample_of_the_streams():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # 10 steps and 7 batches: neither is a multiple of the steps per execution.
     model.compile("sgd", loss, metrics=[accuracy], steps_per_execution=4)
-    batches = streams.train_batches(
-        x, y, sampler=sampler(50, 6), start_step=0, end_step=10
-    )
+    batches = data.batches((x, y), sampler(50, 6), 0, 10)
     model.fit(batches, shuffle=False, verbose=0)
     assert int(accuracy.count) == 60
     assert int(model.optimizer.iterations) == 10
-    part = streams.evaluation_batches(x, y, rank=0, size=1, local_batch_size=8)
+    part = data.one_pass((x, y), rank=0, size=1, local_batch_size=8)
     model.evaluate(part, verbose=0)
     assert int(accuracy.count) == 50
 

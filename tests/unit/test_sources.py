@@ -46,26 +46,23 @@ class WithMany(Sequence):
         return [Sequence()[index] for index in indices]
 
 
-def sampler(
-    size=1, rank=0, *, batch=12, order="index_shuffle", samples=SAMPLES, **more
-):
+def sampler(size=1, rank=0, *, batch=12, samples=SAMPLES, **more):
     return data.Sampler(
         num_samples=samples,
         global_batch_size=batch,
         seed=3,
         rank=rank,
         size=size,
-        order=order,
         **more,
     )
 
 
-def by_step(source, get_ids, *, size, start=0, end=20, order="index_shuffle", **more):
+def by_step(source, get_ids, *, size, start=0, end=20, **more):
     """Return the sorted ids of all ranks, by step."""
     samples = len(as_source(source))
     return dealing.by_step(
         source,
-        functools.partial(sampler, order=order, samples=samples),
+        functools.partial(sampler, samples=samples),
         range(start, end),
         size=size,
         ids_of=lambda batch: get_ids(batch).tolist(),
@@ -86,18 +83,10 @@ def by_step(source, get_ids, *, size, start=0, end=20, order="index_shuffle", **
     ],
 )
 def test_a_job_on_other_ranks_continues_with_the_same_samples(source, get_ids):
-    check_other_ranks(source, get_ids)
-
-
-def test_so_does_one_with_the_order_of_an_earlier_version():
-    check_other_ranks(Y, lambda batch: batch, order="permutation")
-
-
-def check_other_ranks(source, get_ids, order="index_shuffle"):
-    whole = by_step(source, get_ids, size=1, order=order)
-    assert by_step(source, get_ids, size=4, end=7, order=order) == whole[:7]
-    assert by_step(source, get_ids, size=3, start=7, end=11, order=order) == whole[7:11]
-    assert by_step(source, get_ids, size=1, start=11, order=order) == whole[11:]
+    whole = by_step(source, get_ids, size=1)
+    assert by_step(source, get_ids, size=4, end=7) == whole[:7]
+    assert by_step(source, get_ids, size=3, start=7, end=11) == whole[7:11]
+    assert by_step(source, get_ids, size=1, start=11) == whole[11:]
     # 8 full batches, and 7 samples of the ninth, are the first epoch.
     counts = collections.Counter(itertools.chain(*whole[:8]))
     assert set(counts.values()) == {1}
@@ -294,8 +283,6 @@ def test_arguments_that_do_not_fit_are_one_clear_line():
         data.batches(X, sampler(), 3, 2)
     with pytest.raises(data.DataError, match="0 workers"):
         data.batches(X, sampler(), 0, 1, workers=0)
-    with pytest.raises(data.DataError, match="the order other"):
-        sampler(order="other")
     with pytest.raises(data.DataError, match="103 samples for 104 ranks"):
         data.one_pass(X, rank=0, size=104, local_batch_size=1)
 

@@ -85,7 +85,6 @@ def sampler(source, rank=0, size=1, batch=BATCH, seed=3):
         seed=seed,
         rank=rank,
         size=size,
-        order="index_shuffle",
     )
 
 

@@ -50,7 +50,6 @@ def sampler(source, rank=0, size=1):
         seed=3,
         rank=rank,
         size=size,
-        order="index_shuffle",
     )
 
 

@@ -80,7 +80,6 @@ def steps(source, first, last, size):
         num_samples=SAMPLES,
         global_batch_size=BATCH,
         seed=3,
-        order="index_shuffle",
     )
     return dealing.by_step(
         source,

@@ -33,7 +33,6 @@ def sampler(source, **options):
             "num_samples": len(source),
             "global_batch_size": GLOBAL_BATCH,
             "seed": 7,
-            "order": "index_shuffle",
         }
         | options
     )

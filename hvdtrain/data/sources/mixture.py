@@ -235,8 +235,6 @@ def _sampler(sampler: Sampler, child: Source, number: int) -> Sampler:
         # A source may have fewer samples than there are ranks.
         rank=0,
         size=1,
-        # Without it, permutations of all sources would be in memory at a time.
-        order="index_shuffle",
     )
 
 
