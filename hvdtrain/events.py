@@ -12,6 +12,17 @@ class RunStart:
     """The start of a run of a job, at `step`: 0 for a new job.
 
     Attributes:
+        global_batch_size: samples of a step of the whole job.
+        local_batch_sizes: samples in a batch of each replica of the model.
+        accumulation_steps: steps for one update of the weights.
+        learning_rate: at this step.
+        model: its name, as that of the optimizer.
+        mesh: number of ranks along each axis: data, pipeline, model.
+        reduction: how dense gradients are summed over the ranks.
+        controller: "MPI" or "Gloo", which starts Horovod's collectives.
+        hosts: name of the node of each rank.
+        threads: number of TensorFlow's threads of each rank, 0 for one per core.
+        versions: by name of the package.
         process_seconds: since the start of the chief's process.
     """
 
@@ -19,6 +30,17 @@ class RunStart:
     max_steps: int
     ranks: int
     global_batch_size: int
+    local_batch_sizes: list[int]
+    accumulation_steps: int
+    learning_rate: float
+    model: str
+    optimizer: str
+    mesh: dict[str, int]
+    reduction: str
+    controller: str
+    hosts: list[str]
+    threads: list[int]
+    versions: dict[str, str]
     process_seconds: float | None = None
 
 

@@ -1,7 +1,7 @@
 """log.jsonl: the course of a training, one JSON object per line.
 
     {"event": "start", "seconds": 1.5e9, "step": 0, "max_steps": 5000, "ranks": 2,
-     "global_batch_size": 128, "process_seconds": 4.2}
+     "global_batch_size": 128, "learning_rate": 0.2, "process_seconds": 4.2}
     {"event": "progress", "seconds": 1.5e9, "step": 40, "metrics": {"loss": 0.99},
      "learning_rate": 0.2, "communication": 0.1, "input_wait": 0.02,
      "samples_per_second": 106668.1, "skipped_updates": 0,
@@ -16,8 +16,9 @@
     {"event": "end", "seconds": 1.5e9, "step": 5000, "evaluation_seconds": 0.3,
      "saving_seconds": 0.1}
 
-Lines of the event export have the fields of checkpoints. `events.Straggler` has the
-fields of a straggler, which is null where it is not measured. Logs of earlier versions
+Lines of the event export have the fields of checkpoints. `events.RunStart` has all
+fields of a start, `events.Straggler` those of a straggler, which is null where it is
+not measured. Logs of earlier versions
 lack `straggler`, `process_seconds`, `evaluation_seconds` and `saving_seconds`.
 `seconds` is the time since the epoch. A number that is not finite is null. All runs of
 a job append to the file, and lines are never changed: a start at step s supersedes the
@@ -134,7 +135,7 @@ class JsonLog:
             self._is_within_line = not _ends_with_newline(self._file)
 
     def on_start(self, start: RunStart) -> None:
-        self._append("start", **dataclasses.asdict(start))
+        self._append("start", **_finite_fields(start))
 
     def on_progress(self, progress: Progress) -> None:
         self._append(
@@ -248,7 +249,7 @@ def _finite_values(metrics: Mapping[str, float]) -> Metrics:
     return {name: _finite(value) for name, value in metrics.items()}
 
 
-def _finite_fields(value: Straggler | RunEnd) -> dict[str, Any]:
+def _finite_fields(value: RunStart | Straggler | RunEnd) -> dict[str, Any]:
     fields = dataclasses.asdict(value).items()
     return {n: _finite(v) if isinstance(v, float) else v for n, v in fields}
 

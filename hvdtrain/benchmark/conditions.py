@@ -13,7 +13,7 @@ from hvdtrain.benchmark import records, tables
 from hvdtrain.collectives import transport
 from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together
-from hvdtrain.mnist import description
+from hvdtrain.training import description
 
 # The chief writes files, and hosts may have their data in different places.
 _OWN_FLAGS = ("data_dir", "json")
@@ -41,6 +41,7 @@ def describe(
         "machine": _processor(),
         # Of the last minute: a high one shows that other processes disturb the figures.
         "load_average": os.getloadavg()[0],
+        "size": world.size,
         **description.describe_job(world),
         "path": _name_path(world, strategy),
         "flags": dict(flags),

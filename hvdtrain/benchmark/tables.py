@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from hvdtrain.banner import name_hosts, name_threads, name_versions
 from hvdtrain.job import JobError
 
 # Version of the JSON files: increase it when a figure changes its name or its meaning.
@@ -40,13 +41,11 @@ def training(result: Result) -> str:
 
 def environment_rows(result: Result) -> Iterator[Row]:
     """Yield versions, ranks and machine of a result."""
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    hosts = ", ".join(f"{count} on {host}" for host, count in result["hosts"].items())
-    threads = " or ".join(str(n) for n in sorted(set(result["threads"])))
     path = result["path"]
     if result["size"] > 1:
         path = f"{result['controller']}; reduction: {path}"
-    yield "versions", versions
+    yield "versions", name_versions(result["versions"])
+    hosts, threads = name_hosts(result["hosts"]), name_threads(result["threads"])
     yield "ranks", f"{hosts}; {path}; threads per rank: {threads}"
     yield "machine", f"{result['machine']}; load average {result['load_average']:.1f}"
 

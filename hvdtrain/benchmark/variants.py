@@ -159,8 +159,9 @@ def lone_training_variant(
     """
 
     def callbacks(steps: int) -> list[keras.callbacks.Callback]:
-        plan = training.Plan.of(_train_spec(input_fn, steps, options))
-        meter = ProgressMeter(model, plan, options.batch_size, World(), ())
+        spec, size = _train_spec(input_fn, steps, options), options.batch_size
+        plan = training.Plan.of(spec, global_batch_size=size)
+        meter = ProgressMeter(model, plan, World(), ())
         return [
             keras.callbacks.LambdaCallback(
                 on_epoch_begin=lambda epoch, logs: meter.begin_epoch(epoch),

@@ -1,4 +1,4 @@
-"""Networks that classify images, and the compiled, distributed model of an experiment.
+"""Networks that classify images, plain or sharded over a mesh.
 
 The networks take images of 0 to 255, uint8 or a float, (batch, height, width,
 channels), and return logits, float32, (batch, num_classes). Without a `Head` of
@@ -12,8 +12,7 @@ from typing import NamedTuple
 import keras
 from keras import layers
 
-import hvdtrain.keras as hvd
-from hvdtrain import optimizers, parallel
+from hvdtrain import parallel
 from hvdtrain.data import Dataset
 from hvdtrain.job import JobError
 from hvdtrain.mnist.options import ClassifierOptions
@@ -99,43 +98,23 @@ def logits(num_classes: int, dense: MakeLayer = layers.Dense) -> keras.layers.La
 BY_NAME: dict[str, Callable[..., keras.Model]] = {"mlp": mlp, "cnn": cnn}
 
 
-def build(
-    options: ClassifierOptions,
-    dataset: Dataset,
-    batch_ranks: int,
-    mesh: parallel.Mesh | None,
+def make(
+    options: ClassifierOptions, dataset: Dataset, mesh: parallel.Mesh | None
 ) -> keras.Model:
-    """Return the compiled model of the options, with its distributed optimizer.
+    """Return the network of the options, for the images and classes of a data set.
 
     Args:
-        dataset: its images and classes determine the shapes.
-        batch_ranks: factor of the learning rate.
-        mesh: the mesh over which the model is sharded; None for a replicated model.
+        mesh: over which the network is sharded; None for a plain one.
 
     Raises:
-        JobError: the model cannot be sharded over this mesh.
+        JobError: the network cannot be sharded over this mesh.
     """
-    if options.mixed_precision != "none":
-        keras.mixed_precision.set_global_policy(f"mixed_{options.mixed_precision}")
-    # An elastic job builds the model again after each change of its ranks, and an
-    # uninterrupted job has the same initial weights.
-    keras.utils.set_random_seed(options.seed)
-    make_model = BY_NAME[options.model]
+    network = BY_NAME[options.model]
     head = {"head": _sharded_head(mesh)} if mesh and mesh.model.size > 1 else {}
-    model = make_model(dataset.image_shape, num_classes=dataset.num_classes, **head)
+    model = network(dataset.image_shape, num_classes=dataset.num_classes, **head)
     if mesh and mesh.pipeline.size > 1:
-        model = _pipeline(options, model, mesh)
-    optimizer = hvd.DistributedOptimizer(
-        optimizers.make(
-            options.optimizer,
-            learning_rate=options.local_learning_rate * batch_ranks,
-            accumulation_steps=options.accumulation_steps,
-        ),
-        compression=getattr(hvd.Compression, options.compression),
-        mesh=mesh,
-        shard_state=options.shard_optimizer_state,
-    )
-    return compile_classifier(model, optimizer)
+        return _pipeline(options, model, mesh)
+    return model
 
 
 def _pipeline(

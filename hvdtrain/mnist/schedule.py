@@ -5,61 +5,51 @@ import math
 
 import keras
 
-from hvdtrain.data import Sampler
 from hvdtrain.job import JobError
 from hvdtrain.keras.learning_rates import set_learning_rate, warmup_factor
+from hvdtrain.mnist.options import ClassifierOptions
 from hvdtrain.training.specs import Plan
 
 _DEFAULT_MAX_STEPS = 10_000
 
 
-def count_steps(
-    sampler: Sampler,
-    *,
-    size: int,
-    epochs: int | None = None,
-    max_steps: int | None = None,
-    accumulation_steps: int = 1,
-) -> int:
-    """Return the number of batches that each rank takes, in full accumulation windows.
+def count_steps(options: ClassifierOptions, num_samples: int, ranks: int) -> int:
+    """Return the number of batches of each rank, in full accumulation windows.
 
     Args:
-        size: number of replicas that share `max_steps`.
-        epochs: passes over the data.
-        max_steps: without `epochs`, the batches of all ranks together.
-        accumulation_steps: batches of a rank per update of the weights.
+        num_samples: of the training set.
+        ranks: number of ranks, or of replicas of a sharded model.
 
     Raises:
-        JobError: the training is too short for one update.
+        JobError: the training is too short for one update, or for its warm-up.
     """
-    window = accumulation_steps
-    if epochs:
-        steps = sampler.steps(epochs)
+    window = options.accumulation_steps
+    epoch_steps = num_samples / (options.batch_size * ranks)
+    if options.epochs:
+        steps = math.ceil(options.epochs * epoch_steps)
         if window > steps:
             raise JobError(
                 f"Received --accumulation_steps={window} for a run of {steps} steps; "
                 "expected no more than these, for one update of the weights."
             )
-        return math.ceil(steps / window) * window
-    max_steps = max_steps or _DEFAULT_MAX_STEPS
-    steps = max_steps // (size * window) * window
-    if not steps:
+        steps = math.ceil(steps / window) * window
+    else:
+        max_steps = options.max_steps or _DEFAULT_MAX_STEPS
+        steps = max_steps // (ranks * window) * window
+        if not steps:
+            raise JobError(
+                f"Received --max_steps={max_steps} for {ranks} replicas of the model "
+                f"with --accumulation_steps={window}; expected {ranks * window} or "
+                "more, for one update of the weights."
+            )
+    epochs = options.epochs or steps / epoch_steps
+    if options.warmup_epochs > epochs:
         raise JobError(
-            f"Received --max_steps={max_steps} for {size} replicas of the model with "
-            f"--accumulation_steps={window}; expected {size * window} or more, "
-            "for one update of the weights."
+            f"Received --warmup_epochs={options.warmup_epochs:g} for a run of "
+            f"{epochs:.3g} epochs; expected no more than these: the learning rate "
+            "would never reach its full size."
         )
     return steps
-
-
-def check_warmup(warmup_epochs: float, *, epochs: float) -> None:
-    """Raise `JobError` if the warm-up is longer than the training."""
-    if warmup_epochs > epochs:
-        raise JobError(
-            f"Received --warmup_epochs={warmup_epochs:g} for a run of {epochs:.3g} "
-            "epochs; expected no more than these: the learning rate would never reach "
-            "its full size."
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +74,20 @@ class Schedule:
     warmup_steps: float = 0.0
     decay: str = "none"
     offset: float = 0.0
+
+    @classmethod
+    def of(cls, options: ClassifierOptions, num_samples: int, plan: Plan) -> "Schedule":
+        """Return the schedule of a training, by its flags."""
+        ranks = plan.global_batch_size // options.batch_size
+        pass_steps = math.ceil(num_samples / plan.global_batch_size)
+        return cls(
+            learning_rate=options.local_learning_rate * ranks,
+            size=ranks,
+            max_steps=plan.max_steps,
+            warmup_steps=options.warmup_epochs * pass_steps,
+            decay=options.decay,
+            offset=plan.samples(0) / plan.global_batch_size,
+        )
 
     @property
     def is_constant(self) -> bool:

@@ -64,10 +64,10 @@ def agree_on_batches(
             tables that are sharded over the data ranks.
     """
     # Ranks may have batches of different sizes, and so different plans.
-    own = train_spec.local_batch_size, Plan.of(train_spec), digest
+    own = train_spec.local_batch_size, digest
     replicas = Replicas.of_model(world, model)
     values_by_replica = replicas.of_each(gather(world, own))
-    local_sizes, plans, digests = zip(*values_by_replica, strict=True)
+    local_sizes, digests = zip(*values_by_replica, strict=True)
     with fail_together(world):
         _check_batch_sizes(model, local_sizes)
     weight = train_spec.local_batch_size * replicas.size / sum(local_sizes)
@@ -75,7 +75,9 @@ def agree_on_batches(
     assert hook, "build makes every optimizer distributed"
     hook.weigh_gradients(weight)
     first = FirstBatch(step=first_step(train_spec), digests=list(digests))
-    return Batches(local_sizes, plans[0], first if digest else None)
+    # The chief's plan: other ranks may have other batches, or no callbacks.
+    plan = gather(world, Plan.of(train_spec, global_batch_size=sum(local_sizes)))[0]
+    return Batches(local_sizes, plan, first if digest else None)
 
 
 def _build_with(

@@ -1,31 +1,26 @@
 """`fit`: train a model on a source of samples, with exact resume, in one call."""
 
 import dataclasses
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvdtrain import parallel
-from hvdtrain.data.batching import Transform, batches, one_pass
-from hvdtrain.data.sampler import Sampler
-from hvdtrain.data.sources.source import Source
-from hvdtrain.job import JobError, World
-from hvdtrain.job.agreement import check_same, fail_together
+from hvdtrain.data.batching import Transform
+from hvdtrain.job import World
+from hvdtrain.job.agreement import fail_together
 from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.training import run_directory
+from hvdtrain.training.dealt_samples import ByRanks, DealtSamples
 from hvdtrain.training.elastic import Commits, run_elastic
-from hvdtrain.training.exporting import BestExporter
-from hvdtrain.training.inputs import as_samples, check_source
+from hvdtrain.training.inputs import as_samples
 from hvdtrain.training.observers import make_observers
 from hvdtrain.training.specs import (
     EvalSpec,
     Plan,
-    Position,
     Result,
     RunConfig,
     TrainSpec,
@@ -58,11 +53,12 @@ def fit(
     make_model: Callable[[], keras.Model],
     source: Any,
     *,
-    global_batch_size: int,
+    global_batch_size: ByRanks,
     world: World,
     epochs: int | None = None,
-    max_steps: int | None = None,
+    max_steps: ByRanks | None = None,
     validation: Any = None,
+    validation_batch_size: int | None = None,
     validation_steps: int | None = None,
     model_dir: str | None = None,
     transform: Transform | None = None,
@@ -72,6 +68,7 @@ def fit(
     mesh: parallel.Mesh | None = None,
     scale_batch: bool = False,
     observers: Sequence[object] | None = None,
+    commits: Commits | None = None,
     **options: Any,
 ) -> Result:
     """Train a model on a source of samples, and evaluate it. A collective.
@@ -87,11 +84,16 @@ def fit(
         source: training samples, as for `data.batches`: pairs of inputs and targets,
             with weights if any, as for `keras.Model.fit`.
         global_batch_size: samples of a step of all ranks together, as many as there are
-            ranks or more.
+            ranks or more. Or a function of the number of ranks, or of replicas of a
+            sharded model, with which the job was first started:
+            `lambda ranks: 64 * ranks` for 64 samples of each.
         world: what `job.start` returned.
-        epochs: passes over `source`; or give `max_steps`, of the whole job.
+        epochs: passes over `source`; or give `max_steps`.
+        max_steps: steps of the whole job, or a function as for `global_batch_size`.
         validation: source of samples to evaluate on after each epoch and at the end, as
             many as there are ranks or more. None for no evaluation.
+        validation_batch_size: samples in a batch of an evaluation on each rank; by
+            default as many as in a batch of the training.
         validation_steps: batches of each rank that are evaluated, None for all.
         model_dir: directory of checkpoints and logs, from which the job continues; see
             `RunConfig`. None for none.
@@ -107,6 +109,8 @@ def fit(
             is kept, and the job computes the same on any number of ranks.
         observers: see `train_and_evaluate`; by default `make_observers`, which print
             the progress, and write logs to `model_dir`.
+        commits: what `run_elastic` passes to a function that calls `fit`. Without it,
+            `fit` calls `run_elastic` itself.
         options: other fields of `TrainSpec` (`steps_per_execution` ...), of `EvalSpec`
             (`every_epochs`, `exporters` ...) and of `RunConfig` (`save_every_seconds`,
             `keep_max` ...).
@@ -119,14 +123,13 @@ def fit(
             from the one with which the job was started.
         TypeError: an option is not a field of these classes.
     """
-    numbers = {"epochs": epochs, "max_steps": max_steps}
-    _check_integers({"global_batch_size": global_batch_size} | numbers)
-    samples = _Samples(
+    samples = DealtSamples(
         source=as_samples(source),
         validation=None if validation is None else as_samples(validation),
         global_batch_size=global_batch_size,
         epochs=epochs,
         max_steps=max_steps,
+        validation_batch_size=validation_batch_size,
         seed=world.seed if seed is None else seed,
         scale_batch=scale_batch,
         transform=transform,
@@ -148,65 +151,27 @@ def fit(
         )
         watching: Sequence[object] = observers or ()
         with fail_together(world):
-            specs = (
-                samples.train_spec(replicas, position, of_train),
-                samples.eval_spec(replicas, steps=validation_steps, **of_evaluation),
-                samples.with_unchanged(config),
+            train_spec = samples.train_spec(replicas, position, of_train)
+            eval_spec = samples.eval_spec(
+                replicas,
+                local_batch_size=train_spec.local_batch_size,
+                steps=validation_steps,
+                **of_evaluation,
             )
+            config = samples.with_unchanged(config)
             if observers is None and world.is_chief:
                 watching = _default_observers(config)
         return train_and_evaluate(
-            make_model, *specs, world=world, observers=watching, commits=commits
+            make_model,
+            train_spec,
+            eval_spec,
+            config,
+            world=world,
+            observers=watching,
+            commits=commits,
         )
 
-    return run_elastic(train, world)
-
-
-def deal(
-    sampler: Sampler,
-    max_steps: int,
-    position: Position,
-    replicas: Replicas,
-    *,
-    scale_batch: bool,
-) -> tuple[Sampler, int]:
-    """Return the sampler of this rank, and the last step of the job.
-
-    Args:
-        sampler: of one rank, with the global batch of `position.original_size`
-            replicas.
-        max_steps: the last step with this batch.
-        position: from which the job continues.
-        scale_batch: whether the batch follows the number of ranks. The job then ends at
-            the same sample, and takes another number of steps to it.
-    """
-    if scale_batch:
-        original_size = position.original_size
-        local_batch_size, rest = divmod(sampler.global_batch_size, original_size)
-        if rest:
-            raise JobError(
-                f"Received a global batch of {sampler.global_batch_size} for "
-                f"{original_size} ranks in a job that scales its batch; expected a "
-                f"multiple of {original_size}."
-            )
-        end = max_steps * sampler.global_batch_size
-        sampler = dataclasses.replace(
-            sampler,
-            global_batch_size=local_batch_size * replicas.size,
-            start_step=position.step,
-            start_sample=position.sample,
-        )
-        max_steps = sampler.steps_to(end)
-    return dataclasses.replace(
-        sampler, rank=replicas.index, size=replicas.size
-    ), max_steps
-
-
-def _check_integers(numbers: Mapping[str, Any]) -> None:
-    for name, value in numbers.items():
-        is_integer = isinstance(value, int | np.integer) and value is not True
-        if value is not None and not (is_integer and value > 0):
-            raise JobError(f"Received {name}={value}; expected 1 or more, an integer.")
+    return train(world, commits) if commits else run_elastic(train, world)
 
 
 def _default_observers(config: RunConfig) -> Sequence[object]:
@@ -240,131 +205,3 @@ def _options(options: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"{', '.join(sorted(known))}."
         )
     return [{name: options[name] for name in options if name in of} for of in names]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Samples:
-    """The arguments of `fit` by which samples are dealt to the ranks; see there."""
-
-    source: Source
-    validation: Source | None
-    global_batch_size: int
-    epochs: int | None
-    max_steps: int | None
-    seed: int
-    scale_batch: bool
-    transform: Transform | None
-    workers: int | None
-
-    @functools.cached_property
-    def fingerprint(self) -> Any:
-        """The source's, for which all names of files may be hashed."""
-        return self.source.fingerprint()
-
-    def agree(
-        self,
-        world: World,
-        replicas: Replicas,
-        config: RunConfig,
-        commits: Commits | None,
-        *,
-        is_checked: bool,
-    ) -> Position:
-        """Return from where the job continues. A collective."""
-        validation = None
-        if self.validation is not None:
-            validation = self.validation.fingerprint()
-        check_same(
-            world,
-            {
-                "source": self.fingerprint,
-                "validation": validation,
-                "global_batch_size": self.global_batch_size,
-                "epochs": self.epochs,
-                "scale_batch": self.scale_batch,
-                "seed": self.seed,
-                "check_input": is_checked,
-            },
-        )
-        if is_checked:
-            check_source(self.source, world)
-        return run_directory.position(config, world, commits, replicas=replicas)
-
-    def with_unchanged(self, config: RunConfig) -> RunConfig:
-        """Return the config with what a job that continues must not change."""
-        own = {"source": self.fingerprint, "seed": self.seed}
-        if given := own.keys() & config.unchanged.keys():
-            raise JobError(
-                f"Received unchanged with {', '.join(sorted(given))}; expected other "
-                "keys: fit has values for these."
-            )
-        return dataclasses.replace(config, unchanged=own | config.unchanged)
-
-    def train_spec(
-        self,
-        replicas: Replicas,
-        position: Position,
-        options: Mapping[str, Any],
-    ) -> TrainSpec:
-        """Return the spec, for which `options` has other fields."""
-        sampler = Sampler(
-            num_samples=len(self.source),
-            global_batch_size=self.global_batch_size,
-            seed=self.seed,
-        )
-        sampler, max_steps = deal(
-            sampler,
-            self._count_steps(sampler),
-            position,
-            replicas,
-            scale_batch=self.scale_batch,
-        )
-        return TrainSpec(
-            input_fn=lambda start_step, end_step: batches(
-                self.source,
-                sampler,
-                start_step,
-                end_step,
-                transform=self.transform,
-                workers=self.workers,
-            ),
-            max_steps=max_steps,
-            pass_steps=sampler.pass_steps,
-            local_batch_size=sampler.local_batch_size,
-            scale_from=position if self.scale_batch else None,
-            **options,
-        )
-
-    def eval_spec(
-        self, replicas: Replicas, *, every_epochs: int | None = None, **options: Any
-    ) -> EvalSpec:
-        """Return the spec, for which `options` has other fields."""
-        exporters = options.get("exporters", ())
-        if self.validation is None:
-            if any(isinstance(exporter, BestExporter) for exporter in exporters):
-                raise JobError(
-                    "Received a BestExporter without validation; expected samples by "
-                    "which the best model is known."
-                )
-            return EvalSpec(input_fn=None, every_epochs=every_epochs or 0, **options)
-        # Made once: TensorFlow keeps the Python functions of each dataset.
-        batches_of_rank = one_pass(
-            self.validation,
-            rank=replicas.index,
-            size=replicas.size,
-            local_batch_size=max(1, self.global_batch_size // replicas.size),
-            workers=self.workers,
-        )
-        return EvalSpec(
-            input_fn=lambda: batches_of_rank,
-            every_epochs=1 if every_epochs is None else every_epochs,
-            **options,
-        )
-
-    def _count_steps(self, sampler: Sampler) -> int:
-        if (self.epochs is None) == (self.max_steps is None):
-            raise JobError(
-                f"Received epochs={self.epochs} and max_steps={self.max_steps}; "
-                "expected one of them."
-            )
-        return self.max_steps or sampler.steps(self.epochs or 0)

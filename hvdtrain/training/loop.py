@@ -164,7 +164,7 @@ class _Loop:
         self._has_callbacks = any(gather(self._run.world, self._has_callbacks))
         if self._per_rank:
             self._per_rank.assign(self._model)
-        self._progress.begin()
+        self._progress.begin(self._session.start)
         before.on_train_begin()
         with self._keep_variables(is_kept=bool(self._per_rank)):
             self._users.on_train_begin()

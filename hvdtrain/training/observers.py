@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 import tqdm
 
-from hvdtrain.events import OTHER, Progress, Straggler
+from hvdtrain.banner import banner
+from hvdtrain.events import OTHER, Progress, RunStart, Straggler
 from hvdtrain.job import launchers
 from hvdtrain.job.files import local_path, one_line_errors
 from hvdtrain.log import JsonLog, WarnOnce
@@ -86,6 +87,9 @@ class Console:
         self._last_seconds = -math.inf
         self._bar: tqdm.tqdm | None = None
         self._notice = StragglerNotice(clock=clock)
+
+    def on_start(self, start: RunStart) -> None:
+        self._write(banner(start))
 
     def on_progress(self, progress: Progress) -> None:
         self._write_progress(progress)

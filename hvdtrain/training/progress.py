@@ -1,10 +1,10 @@
 """Progress of a training: speed, metrics over all ranks, and the check of the loss."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 from hvdtrain import processes
 from hvdtrain.checkpoint.snapshot import check_finite
 from hvdtrain.events import Progress, RunEnd, RunStart, Straggler
-from hvdtrain.job.agreement import gather
 from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce
 from hvdtrain.keras.learning_rates import rate_reader
@@ -59,7 +58,6 @@ class ProgressMeter:
     finite stops all ranks at one step.
 
     Args:
-        global_batch_size: samples of a step of the whole job.
         skipping: by default nothing is left out.
         batch_before: samples of a step before `start_step`, by default as many.
         collective_seconds: returns the seconds that this rank has spent in collectives.
@@ -71,7 +69,6 @@ class ProgressMeter:
         self,
         model: keras.Model,
         plan: Plan,
-        global_batch_size: int,
         world: World,
         observers: Sequence[object],
         *,
@@ -92,9 +89,10 @@ class ProgressMeter:
         )
         self._skipping = skipping or Skipping()
         self._start_step = start_step
-        self._weight_before = (batch_before or global_batch_size) / global_batch_size
+        self._weight_before = (
+            batch_before or plan.global_batch_size
+        ) / plan.global_batch_size
         self._plan = plan
-        self._global_batch_size = global_batch_size
         self._world = world
         self._observers = observers
         self._clock = clock
@@ -121,20 +119,14 @@ class ProgressMeter:
         if self._first_steps is None:
             return 0.0
         speed = self._steps_per_second(self._first_steps, self._first_seconds)
-        return speed * self._global_batch_size
+        return speed * self._plan.global_batch_size
 
-    def begin(self) -> None:
-        """Report the start of the run. A collective."""
-        start = RunStart(
-            step=self._start_step,
-            max_steps=self._plan.max_steps,
-            ranks=self._world.size,
-            global_batch_size=self._global_batch_size,
-            process_seconds=processes.read_stat(os.getpid()).age_seconds,
-        )
+    def begin(self, start: RunStart) -> None:
+        """Report the start of the run."""
+        self._hosts = start.hosts
+        age = processes.read_stat(os.getpid()).age_seconds
+        start = dataclasses.replace(start, process_seconds=age)
         notify(self._observers, "on_start", start)
-        if self._times:
-            self._hosts = gather(self._world, socket.gethostname())
 
     def end(self) -> None:
         """Report the end of the training."""
@@ -265,7 +257,8 @@ class ProgressMeter:
     def _progress(
         self, metrics: dict[str, float], means: Mapping[object, Any], own: np.ndarray
     ) -> Progress:
-        samples_left = (self._plan.max_steps - self._steps) * self._global_batch_size
+        plan = self._plan
+        samples_left = (plan.max_steps - self._steps) * plan.global_batch_size
         speed = self._steps_per_second(self._reported_steps, self._time.reported)
         return Progress(
             step=self._steps,
@@ -274,7 +267,7 @@ class ProgressMeter:
             learning_rate=self._read_rate(),
             communication=float(means[_COMMUNICATION]),
             input_wait=float(means[_INPUT_WAIT]),
-            samples_per_second=speed * self._global_batch_size,
+            samples_per_second=speed * self._plan.global_batch_size,
             seconds_left=samples_left / self.samples_per_second,
             skipped_updates=self._skipping.count,
             straggler=self._find_straggler(means[_TIMES] * self._world.size),

@@ -19,6 +19,7 @@ from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.native import recorder
 from hvdtrain.training.building import Batches
+from hvdtrain.training.description import describe_run
 from hvdtrain.training.due import (
     COMMIT,
     EVALUATE,
@@ -66,13 +67,9 @@ class RunState:
     observers: Sequence[object]
 
     @property
-    def global_batch_size(self) -> int:
-        return sum(self.batches.local_sizes)
-
-    @property
     def is_finished(self) -> bool:
         return self.start.is_finished(
-            self.plan.max_steps, global_batch_size=self.global_batch_size
+            self.plan.max_steps, global_batch_size=self.plan.global_batch_size
         )
 
     def warn_of_changes(self) -> None:
@@ -112,7 +109,6 @@ class Session:
         self.progress = ProgressMeter(
             run.model,
             plan,
-            run.global_batch_size,
             world,
             run.observers,
             requests=self.requests,
@@ -125,6 +121,13 @@ class Session:
                 recorder.recent_waits,
             ),
         )
+        self.start = describe_run(
+            world,
+            run.model,
+            plan,
+            step=start.step,
+            local_batch_sizes=run.batches.local_sizes,
+        )
         self.history = keras.callbacks.History()
         self.history.history = dict(start.header.history)
         self._evaluations = list(start.header.evaluations)
@@ -134,9 +137,9 @@ class Session:
     def result(self) -> Result:
         return Result(
             model=self.run.model,
+            start=self.start,
             history=self.history.history,
             test_metrics=self._evaluations[-1]["metrics"],
-            start_step=self.run.start.step,
             step=self._evaluations[-1]["step"],
             train_seconds=self._train_seconds(),
             samples_per_second=self.progress.samples_per_second,
@@ -237,12 +240,12 @@ class Session:
         return Header(
             step=step,
             local_batch_sizes=run.batches.local_sizes,
-            global_batch_size=run.global_batch_size,
+            global_batch_size=run.plan.global_batch_size,
             learning_rate=run.start.learning_rate,
             # Of all runs: a run that leaves a key out does not change its value.
             unchanged=before.unchanged | run.config.unchanged,
             first_batch=run.batches.first,
-            sample=before.sample + (step - before.step) * run.global_batch_size,
+            sample=run.plan.samples(step),
             original_size=before.original_size,
             fit_epoch_steps=run.plan.fit_epoch_steps,
             steps_per_execution=run.plan.steps_per_execution,

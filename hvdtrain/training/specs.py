@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.header import Header, Position
+from hvdtrain.events import RunStart
 from hvdtrain.job import JobError
 from hvdtrain.job.files import local_path
 from hvdtrain.training.exporting import Exporter
@@ -248,7 +249,7 @@ class Result:
         history: the metrics of each epoch over the samples of all ranks, as lists by
             name, from the start of the job.
         test_metrics: by name, over the whole test set.
-        start_step: the step that this run has continued from, 0 for a new job.
+        start: what this run consists of, and from which step it has continued.
         step: the last step of the model and of its metrics.
         train_seconds: in `fit`, without evaluation, of all runs of the job.
         samples_per_second: of all ranks in this run, without the first execution
@@ -257,13 +258,18 @@ class Result:
     """
 
     model: keras.Model
+    start: RunStart
     history: dict[str, list[Any]]
     test_metrics: dict[str, Any]
-    start_step: int
     step: int
     train_seconds: float
     samples_per_second: float
     skipped_updates: int
+
+    @property
+    def start_step(self) -> int:
+        """The step that this run has continued from, 0 for a new job."""
+        return self.start.step
 
     @property
     def train_metrics(self) -> dict[str, float]:
@@ -294,15 +300,22 @@ class Plan:
     Attributes:
         fit_epoch_steps: steps of every epoch of `fit`; the last may have fewer.
         steps_per_execution: steps between two calls of callbacks.
+        global_batch_size: samples of a step of the whole job.
+        start_step: steps of earlier runs of the job, whose global batch may have had
+            another size.
+        start_sample: samples that these steps took.
     """
 
     max_steps: int
     epochs: int
     fit_epoch_steps: int
     steps_per_execution: int
+    global_batch_size: int
+    start_step: int = 0
+    start_sample: int = 0
 
     @classmethod
-    def of(cls, spec: TrainSpec) -> "Plan":
+    def of(cls, spec: TrainSpec, *, global_batch_size: int) -> "Plan":
         execution = spec.steps_per_execution or (
             # Callbacks may count batches.
             1
@@ -316,10 +329,11 @@ class Plan:
             epochs=math.ceil(spec.max_steps / spec.pass_steps),
             fit_epoch_steps=spec.pass_steps,
             steps_per_execution=execution,
+            global_batch_size=global_batch_size,
         )
 
-    def with_epochs_of(self, header: Header) -> "Plan":
-        """Return the plan with the epochs of the run that wrote a checkpoint.
+    def continued_from(self, header: Header) -> "Plan":
+        """Return the plan with the start and the epochs of a checkpoint.
 
         Another number of ranks, or of steps, would give epochs of another length.
         """
@@ -329,7 +343,13 @@ class Plan:
             epochs=math.ceil(self.max_steps / steps),
             fit_epoch_steps=steps,
             steps_per_execution=header.steps_per_execution,
+            start_step=header.step,
+            start_sample=header.sample,
         )
+
+    def samples(self, step: int) -> int:
+        """Return the number of samples that all ranks have taken before `step`."""
+        return self.start_sample + (step - self.start_step) * self.global_batch_size
 
     def execution(self, step: int) -> tuple[int, int]:
         """Return the bounds of the execution that contains `step`, in steps."""

@@ -140,7 +140,7 @@ def _train_and_evaluate(
         world=world,
         config=config,
         batches=batches,
-        plan=batches.plan.with_epochs_of(start.header),
+        plan=batches.plan.continued_from(start.header),
         start=start,
         step_variables=step_variables,
         files=files,

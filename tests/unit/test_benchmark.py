@@ -236,7 +236,7 @@ def result():
         "machine": "a machine",
         "load_average": 0.5,
         "versions": {"hvdtrain": "0"},
-        "hosts": {"host1": 1},
+        "hosts": ["host1"],
         "threads": [2],
         "size": 1,
         "controller": "MPI",

@@ -30,7 +30,7 @@ CONDITIONS = {
     "machine": "a machine",
     "load_average": 0.5,
     "versions": {"hvdtrain": "0"},
-    "hosts": {"host1": 2},
+    "hosts": ["host1", "host1"],
     "threads": [1, 1],
     "size": 2,
     "controller": "MPI",

@@ -30,7 +30,8 @@ FLOORS = [
     ["libraries"],
     ["installer"],
     ["flight"],
-    ["environment", "events", "handshake", "lazy", "open_directory", "output"],
+    ["banner", "environment", "handshake", "lazy", "open_directory", "output"],
+    ["events"],
     ["processes"],
 ]
 FLOOR_OF = {name: i for i, floor in enumerate(FLOORS) for name in floor}

@@ -1,7 +1,8 @@
-"""An experiment from options: the flags of mnist, checked and built."""
+"""An experiment from options: the flags of mnist, checked and used."""
 
 import dataclasses
 import socket
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,14 +11,11 @@ from absl import flags
 from absl.testing import flagsaver
 
 import hvdtrain.keras as hvd
-from hvdtrain.checkpoint.header import Checkpoint, Header
-from hvdtrain.checkpoint.storage import CheckpointFiles
-from hvdtrain.data import Sampler
 from hvdtrain.job import JobError, World
 from hvdtrain.mnist import __main__ as mnist
-from hvdtrain.mnist.experiment import build
+from hvdtrain.mnist import experiment
 from hvdtrain.mnist.options import ClassifierOptions
-from hvdtrain.training import Plan, train_and_evaluate
+from hvdtrain.training import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -38,79 +36,68 @@ def test_options_are_the_flags_of_mnist():
     assert [flag.default for flag in defined] == [field.default for field in fields]
 
 
-def test_a_run_with_the_defaults(tmp_path):
-    changes = {"model_dir": str(tmp_path), "skip_nonfinite": True}
-    experiment = build(options(export=["best", "final"], **changes), World())
-    assert experiment.config.skip_nonfinite
-    assert [exporter.name for exporter in experiment.eval_spec.exporters] == [
-        "best",
-        "final",
-    ]
-    assert experiment.warning == ""
-    assert experiment.dataset.name == "synthetic"
-    assert experiment.train_spec.max_steps == 10_000
-    assert experiment.train_spec.pass_steps == 128  # 8,192 images
-    assert float(experiment.model.optimizer.learning_rate) == pytest.approx(0.1)
-    observers = [type(observer).__name__ for observer in experiment.observers]
-    assert observers == ["Console", "JsonLog", "EventLog"]
-    plan = Plan.of(experiment.train_spec)
-    (check,) = experiment.train_spec.callbacks(plan)
+def fit(world=None, **changes):
+    chosen = options(**changes)
+    dataset, _ = experiment.load(chosen, World())
+    return experiment.fit(chosen, dataset, world or World())
+
+
+def arguments(**changes):
+    """Return what `training.fit` receives, with `make_model` and `source`."""
+    with mock.patch.object(experiment.training, "fit") as called:
+        fit(**changes)
+    make_model, source = called.call_args.args
+    return called.call_args.kwargs | {"make_model": make_model, "source": source}
+
+
+def plan(**changes):
+    values = {
+        "max_steps": 10_000,
+        "epochs": 79,
+        "fit_epoch_steps": 128,
+        "steps_per_execution": 20,
+        "global_batch_size": 64,
+    }
+    return Plan(**(values | changes))
+
+
+def test_a_run_with_the_defaults():
+    found = arguments(export=["best", "final"], model_dir="run", skip_nonfinite=True)
+    assert found["global_batch_size"](4) == 256
+    assert found["max_steps"](4) == 2500
+    assert found["skip_nonfinite"]
+    assert found["unchanged"] == {"dataset": "synthetic"}
+    assert [exporter.name for exporter in found["exporters"]] == ["best", "final"]
+    model = found["make_model"]()
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+    (check,) = found["callbacks"](plan())
     assert type(check) is hvd.callbacks.ConsistencyCheckCallback
 
 
 def test_rates_and_policy_follow_the_options():
     changes = {"decay": "cosine", "consistency_check_steps": 0, "optimizer": "adam"}
+    found = arguments(mixed_precision="bfloat16", **changes)
     try:
-        experiment = build(options(mixed_precision="bfloat16", **changes), World())
-        assert experiment.model.layers[1].compute_dtype == "bfloat16"
+        model = found["make_model"]()
+        assert model.layers[1].compute_dtype == "bfloat16"
     finally:
         keras.mixed_precision.set_global_policy("float32")
-    assert float(experiment.model.optimizer.learning_rate) == pytest.approx(0.001)
-    (rates,) = experiment.train_spec.callbacks(Plan.of(experiment.train_spec))
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.001)
+    (rates,) = found["callbacks"](plan())
     assert type(rates).__name__ == "LearningRateCallback"
 
 
-def test_a_scaled_run_goes_on_from_the_samples_of_its_checkpoint(tmp_path):
+def test_a_scaled_run_goes_on_from_the_samples_of_its_checkpoint():
     # 250 steps of 256 samples on four ranks, of which 100 and their samples are left.
-    header = Header(
-        step=150,
-        local_batch_sizes=(64,) * 4,
-        global_batch_size=256,
-        sample=150 * 256,
-        original_size=4,
-        fit_epoch_steps=32,
-        steps_per_execution=1,
-    )
-    files = CheckpointFiles(tmp_path / "checkpoints")
-    files.write(Checkpoint(header=header, arrays={}))
-    changes = {"max_steps": 1000, "decay": "cosine", "consistency_check_steps": 0}
-    changes["model_dir"] = str(tmp_path)
-    experiment = build(options(scale_batch=True, **changes), World())
-    spec = experiment.train_spec
-    assert (spec.scale_from.step, spec.local_batch_size, experiment.batch_ranks) == (
-        150,
-        64,
-        1,
-    )
-    assert spec.max_steps == 150 + 400
-    assert spec.pass_steps == 128
-    images = next(iter(spec.input_fn(150, 151)))[0].numpy()
-    order = Sampler(num_samples=8192, global_batch_size=1, seed=0)
-    expected = experiment.dataset.x_train[
-        order.indices(150 * 256, 150 * 256 + 64).ravel()
-    ]
-    np.testing.assert_array_equal(images, expected)
-    (rates,) = spec.callbacks(Plan.of(spec))
-    rates.set_model(experiment.model)
+    found = arguments(max_steps=1000, decay="cosine", consistency_check_steps=0)
+    left = plan(max_steps=150 + 400, start_step=150, start_sample=150 * 256)
+    (rates,) = found["callbacks"](left)
+    model = found["make_model"]()
+    rates.set_model(model)
     rates.on_epoch_begin(0)
     rates.on_train_batch_begin(150)
     cosine = (1 + np.cos(np.pi * 0.6)) / 2
-    assert float(experiment.model.optimizer.learning_rate) == pytest.approx(
-        0.1 * cosine
-    )
-    kept = build(options(**changes), World())
-    assert (kept.train_spec.max_steps, kept.train_spec.local_batch_size) == (250, 256)
-    assert kept.train_spec.scale_from is None
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1 * cosine)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +111,7 @@ def test_a_scaled_run_goes_on_from_the_samples_of_its_checkpoint(tmp_path):
 )
 def test_options_that_contradict_each_other(changes, reason):
     with pytest.raises(JobError, match=reason):
-        build(options(**changes), World())
+        fit(**changes)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +155,7 @@ def test_mnist_from_a_network_that_refuses(monkeypatch, tmp_path):
         monkeypatch.setenv("HVDTRAIN_MNIST_URLS", url)
         monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path))
         with pytest.raises(JobError, match=rf"{url}.* --data_dir"):
-            build(options(dataset="mnist"), World())
+            fit(dataset="mnist")
     assert not list(tmp_path.iterdir())
 
 
@@ -178,7 +165,7 @@ def test_fewer_samples_than_ranks(tmp_path):
     np.savez(tmp_path / "data.npz", **arrays, x_test=images, y_test=labels)
     # Horovod has this rank alone: what it gathers from two ranks is its own value.
     with pytest.raises(JobError, match=r"^Received 1 samples for 2 ranks"):
-        build(options(dataset="custom", data_dir=str(tmp_path)), World(size=2))
+        fit(World(size=2), dataset="custom", data_dir=str(tmp_path))
 
 
 @pytest.mark.long
@@ -186,13 +173,6 @@ def test_same_seed_same_bits():
     """Of dropout and convolutions too."""
     few = {"dataset": "digits", "model": "cnn", "max_steps": 12, "batch_size": 16}
 
-    def weights():
-        keras.utils.set_random_seed(0)
-        experiment = build(options(**few), World())
-        specs = experiment.train_spec, experiment.eval_spec
-        return train_and_evaluate(
-            lambda: experiment.model, *specs, world=World()
-        ).model.get_weights()
-
-    for a, b in zip(weights(), weights(), strict=True):
+    first, second = (fit(**few).model.get_weights() for _ in range(2))
+    for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)

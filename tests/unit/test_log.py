@@ -1,25 +1,16 @@
 """log.jsonl: written by the observer, read again, also after a kill."""
 
+import dataclasses
 import json
 import math
 import os
 
 import pytest
+from toy import start
 
 from hvdtrain import log
-from hvdtrain.events import Progress, RunEnd, RunStart, Straggler
+from hvdtrain.events import Progress, RunEnd, Straggler
 from hvdtrain.job import JobError
-
-
-def start(step, *, ranks=2):
-    return RunStart(
-        step=step,
-        max_steps=100,
-        ranks=ranks,
-        global_batch_size=8,
-        process_seconds=4.5,
-    )
-
 
 STRAGGLER = Straggler(
     rank=1,
@@ -73,11 +64,7 @@ def test_lines_are_as_documented(make, tmp_path):
             {
                 "event": "start",
                 "seconds": 1000,
-                "step": 0,
-                "max_steps": 100,
-                "ranks": 2,
-                "global_batch_size": 8,
-                "process_seconds": 4.5,
+                **dataclasses.asdict(start(0)),
             },
             {
                 "event": "progress",

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from hvdtrain.benchmark import networks
 from hvdtrain.job import JobError
 from hvdtrain.mnist import models
 
@@ -27,8 +28,8 @@ def test_other_images_and_classes(name, shape):
 
 def test_weights_of_the_synthetic_workloads():
     # 896 + 18,496 + 36,928 + 1,024 * 64 + 64 + 650.
-    assert models.small_cnn((32, 32, 3), num_classes=10).count_params() == 122_570
-    model = models.resnet18((224, 224, 3), num_classes=1000)
+    assert networks.small_cnn((32, 32, 3), num_classes=10).count_params() == 122_570
+    model = networks.resnet18((224, 224, 3), num_classes=1000)
     # As published, with the moving averages of batch normalization beside them.
     weights = sum(weight.numpy().size for weight in model.trainable_weights)
     assert weights == 11_689_512

@@ -15,7 +15,8 @@ def plan(max_steps, *, pass_steps=469, local_batch_size=64, steps_per_execution=
             pass_steps=pass_steps,
             local_batch_size=local_batch_size,
             steps_per_execution=steps_per_execution,
-        )
+        ),
+        global_batch_size=local_batch_size,
     )
 
 

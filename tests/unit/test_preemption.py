@@ -109,6 +109,7 @@ def votes_of(step_seconds, *, max_steps=10_000, steps_per_execution=20):
         epochs=10,
         fit_epoch_steps=1005,
         steps_per_execution=steps_per_execution,
+        global_batch_size=32,
     )
     seconds, step, found = 0.0, 0, []
     votes = Votes(Requests(), plan, World(), start_step=0, clock=lambda: seconds)
@@ -145,7 +146,11 @@ def test_steps_that_become_slow_are_voted_on_after_one_execution():
 def test_a_vote_that_is_slow_is_rare():
     """Through Horovod, one of 3 ms takes a hundredth of the time."""
     plan = Plan(
-        max_steps=10_000, epochs=1, fit_epoch_steps=10_000, steps_per_execution=20
+        max_steps=10_000,
+        epochs=1,
+        fit_epoch_steps=10_000,
+        steps_per_execution=20,
+        global_batch_size=32,
     )
     seconds = 0.0
 

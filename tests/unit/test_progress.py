@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from toy import start
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import JobError, World
@@ -51,11 +52,11 @@ def make(
         epochs=math.ceil(max_steps / fit_epoch_steps),
         fit_epoch_steps=fit_epoch_steps,
         steps_per_execution=10,
+        global_batch_size=32,
     )
     return ProgressMeter(
         model,
         plan,
-        32,
         World(size=size),
         [keeper],
         clock=clock,
@@ -236,7 +237,7 @@ def test_times_of_evaluation_and_saving(clock):
     keeper.on_end = keeper.append
     times = RankTimes(lambda: phases, lambda count: (0, np.empty(0)))
     meter = make(clock, keeper=keeper, max_steps=20, times=times)
-    meter.begin()
+    meter.begin(start(0, ranks=1))
     meter.begin_epoch(0)
     run(meter, clock, [1.0])
     phases["evaluation"], phases["saving"] = 5.5, 1.25

@@ -5,41 +5,44 @@ import math
 import keras
 import pytest
 
-from hvdtrain.data import Sampler
 from hvdtrain.job import JobError
 from hvdtrain.mnist import schedule
+from hvdtrain.mnist.options import ClassifierOptions
 from hvdtrain.training import Plan
 
 
-def sampler(*, size=2):
-    return Sampler(num_samples=1000, global_batch_size=10 * size, seed=0, size=size)
+def count_steps(**changes):
+    options = ClassifierOptions(**({"batch_size": 10} | changes))
+    return schedule.count_steps(options, 1000, ranks=2)
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("changes", "expected"),
     [
         ({}, 5000),
         ({"max_steps": 101}, 50),
         ({"max_steps": 101, "accumulation_steps": 4}, 48),
         ({"epochs": 3}, 150),
         ({"epochs": 3, "accumulation_steps": 4}, 152),
+        ({"epochs": 1, "batch_size": 7}, 72),
     ],
 )
-def test_steps_of_two_ranks(options, expected):
-    assert schedule.count_steps(sampler(), size=2, **options) == expected
+def test_steps_of_two_ranks(changes, expected):
+    assert count_steps(**changes) == expected
 
 
 def test_too_few_steps_for_an_update():
     with pytest.raises(JobError, match=r"--max_steps=7 for 2 replicas .* expected 8"):
-        schedule.count_steps(sampler(), size=2, max_steps=7, accumulation_steps=4)
+        count_steps(max_steps=7, accumulation_steps=4)
     with pytest.raises(JobError, match=r"--accumulation_steps=51 .* of 50 steps"):
-        schedule.count_steps(sampler(), size=2, epochs=1, accumulation_steps=51)
+        count_steps(epochs=1, accumulation_steps=51)
 
 
 def test_warmup_longer_than_the_run():
-    schedule.check_warmup(1.5, epochs=1.5)
+    # 75 steps of 20 of 1,000 samples.
+    assert count_steps(warmup_epochs=1.5, max_steps=150) == 75
     with pytest.raises(JobError, match=r"--warmup_epochs=1.5 for a run of 1 epochs"):
-        schedule.check_warmup(1.5, epochs=1)
+        count_steps(warmup_epochs=1.5, epochs=1)
 
 
 def rates(*, execution=1, fit_epoch_steps=10, **options):
@@ -50,6 +53,7 @@ def rates(*, execution=1, fit_epoch_steps=10, **options):
         epochs=math.ceil(rate_schedule.max_steps / fit_epoch_steps),
         fit_epoch_steps=fit_epoch_steps,
         steps_per_execution=execution,
+        global_batch_size=1,
     )
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(

@@ -1,7 +1,9 @@
-"""Samples of two classes, and their batches for `TrainSpec.input_fn`."""
+"""Samples of two classes, their batches for `TrainSpec.input_fn`, a start of a run."""
 
 import numpy as np
 import tensorflow as tf
+
+from hvdtrain.events import RunStart
 
 BATCH, NUM_SAMPLES = 4, 400
 X = np.random.RandomState(0).normal(size=(NUM_SAMPLES, 6)).astype("float32")
@@ -16,3 +18,24 @@ def batches(start_step, end_step, *, num_samples=NUM_SAMPLES):
     # The end of an iterator waits for the end of a period of it, up to 10 s.
     options.autotune.enabled = False
     return pairs.with_options(options)
+
+
+def start(step, *, ranks=2):
+    return RunStart(
+        step=step,
+        max_steps=100,
+        ranks=ranks,
+        global_batch_size=8,
+        local_batch_sizes=[8 // ranks] * ranks,
+        accumulation_steps=1,
+        learning_rate=0.5,
+        model="mlp",
+        optimizer="sgd",
+        mesh={"data": ranks, "pipeline": 1, "model": 1},
+        reduction="shared memory",
+        controller="Gloo",
+        hosts=["node1"] * ranks,
+        threads=[1] * ranks,
+        versions={"Keras": "3"},
+        process_seconds=4.5,
+    )

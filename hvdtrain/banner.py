@@ -1,0 +1,57 @@
+"""What is printed about a run before its first step."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hvdtrain.events import RunStart
+
+
+def name_hosts(hosts: Sequence[str]) -> str:
+    """Return the number of ranks on each host, as a text."""
+    return ", ".join(f"{count} on {host}" for host, count in Counter(hosts).items())
+
+
+def name_versions(versions: Mapping[str, str]) -> str:
+    """Return the versions of packages, as a text."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def name_threads(threads: Sequence[int]) -> str:
+    """Return the numbers of threads of the ranks, as a text."""
+    return " or ".join(str(count) for count in sorted(set(threads)))
+
+
+def banner(start: RunStart) -> str:
+    """Return the lines about a run that are printed before its first step."""
+    connection = ""
+    if start.ranks > 1:
+        connection = f"{start.controller}; reduction: {start.reduction}; "
+    lines = [
+        name_versions(start.versions),
+        f"ranks          {name_hosts(start.hosts)}; {connection}threads per rank: "
+        f"{name_threads(start.threads)}",
+    ]
+    if start.mesh["data"] != start.ranks:
+        axes = (f"{axis} {start.mesh[axis]}" for axis in ("data", "pipeline", "model"))
+        lines.append(f"mesh           {' x '.join(axes)}")
+    lines += [
+        f"model          {start.model}, {start.optimizer}",
+        f"batch          {_batch(start)}",
+        f"learning rate  {start.learning_rate:g}",
+    ]
+    return "\n".join(lines)
+
+
+def _batch(start: RunStart) -> str:
+    kind = "rank" if start.mesh["data"] == start.ranks else "replica"
+    count, window = start.mesh["data"], start.accumulation_steps
+    replicas = f"{count} {kind}{'s' if count > 1 else ''}"
+    if len(set(start.local_batch_sizes)) == 1:
+        text = f"{start.local_batch_sizes[0]} per {kind} x {replicas}"
+    else:
+        text = f"{start.global_batch_size} on {replicas}"
+    if window > 1:
+        text += f" x {window} accumulated"
+    steps, unit = start.max_steps // window, "updates" if window > 1 else "steps"
+    text += f" = {start.global_batch_size * window}; {steps:,} {unit}"
+    return f"{text}, from {start.step // window:,} on" if start.step else text
