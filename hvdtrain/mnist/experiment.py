@@ -42,7 +42,7 @@ def train(
     def train_once(world: World, commits: Commits | None) -> None:
         dataset, warning = load(options, world)
         if world.is_chief:
-            report(summary.data_lines(dataset, warning=warning))
+            report(summary.first_lines(options, dataset, warning=warning))
         result = fit(options, dataset, world, mesh, commits)
         values = summary.summarize(result, options, dataset)
         if world.is_chief:

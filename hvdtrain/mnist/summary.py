@@ -12,15 +12,19 @@ from hvdtrain.training import Result
 _RULE = "!" * 72
 
 
-def data_lines(dataset: Dataset, *, warning: str = "") -> str:
-    """Return the line about the data, with a `warning` in a frame."""
-    line = (
+def first_lines(
+    options: ClassifierOptions, dataset: Dataset, *, warning: str = ""
+) -> str:
+    """Return the lines before the banner, with a `warning` in a frame."""
+    lines = [
         f"data           {dataset.name}: {len(dataset.x_train):,} images to train, "
         f"{len(dataset.x_test):,} to test, {dataset.num_classes} classes"
-    )
+    ]
     if warning:
-        return "\n".join([line, _RULE, f"WARNING: {warning}", _RULE])
-    return line
+        lines += [_RULE, f"WARNING: {warning}", _RULE]
+    if options.timeline_file:
+        lines.append(f"timeline       {options.timeline_file}")
+    return "\n".join(lines)
 
 
 def summarize(

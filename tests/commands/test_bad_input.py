@@ -143,7 +143,7 @@ def test_output_that_nobody_reads(run, launcher, code, reason):
     job = run([], program=["bash", "-c", f"set -o pipefail; {program} | head -n 1"])
     assert job.returncode == code, job.text
     first, last = job.text.splitlines()
-    assert "hvdtrain" in first
+    assert "1,497 images" in first
     assert last == reason
 
 

@@ -202,7 +202,7 @@ def test_a_divided_model_computes_what_one_process_does(
 def check_output(lines):
     """Check the output: that of one rank, without messages of TensorFlow."""
     assert not [line for line in lines if NOISE.search(line)], lines
-    beginnings = ["hvdtrain 0", "ranks ", "data ", "model ", "batch ", "learning rate "]
+    beginnings = ["data ", "hvdtrain 0", "ranks ", "model ", "batch ", "learning rate "]
     for line, beginning in zip(lines, beginnings, strict=False):
         assert line.startswith(beginning), lines
     rest = lines[len(beginnings) :]

@@ -134,6 +134,38 @@ def test_without_validation_there_is_no_evaluation(directory):
     assert (again.start_step, again.step) == (first.step, first.step)
 
 
+def test_a_job_keeps_the_batch_and_the_rate_of_its_first_ranks(directory):
+    """A batch of 4 samples for each rank, in a job that one rank has started."""
+
+    def fit_by_ranks(world, **more):
+        return training.fit(
+            # As users scale it: by the ranks of this run.
+            lambda: make_model(0.001 * world.size),
+            SOURCE,
+            global_batch_size=lambda ranks: 4 * ranks,
+            max_steps=lambda ranks: 12 // ranks,
+            world=world,
+            seed=1,
+            observers=(),
+            **more,
+        )
+
+    expected = fit_by_ranks(World(seed=1))
+    # Each rank trains alone, and all compute the same: averages change nothing.
+    kill = {"callbacks": [oracle.killed_after(3)], "save_every_steps": 1}
+    with pytest.raises(oracle.KilledError):
+        fit_by_ranks(World(seed=1), model_dir=f"{directory}-{RANK}", **kill)
+    hvd.allreduce(0, name="written")
+    result = fit_by_ranks(WORLD, model_dir=f"{directory}-0")
+    assert 0 < result.start_step <= 3
+    assert result.step == 12
+    assert result.start.local_batch_sizes == [4 // SIZE] * SIZE
+    assert result.start.learning_rate == pytest.approx(0.001)
+    pairs = zip(result.model.get_weights(), expected.model.get_weights(), strict=True)
+    for found, wanted in pairs:
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
 @pytest.mark.long
 @pytest.mark.ranks
 def test_a_job_that_scales_its_batch_may_get_more_ranks(directory):
