@@ -17,10 +17,8 @@ def page() -> str:
 
 
 def source(program: str) -> pathlib.Path:
-    """Return the file of a program: a module, or the `__main__` of a package."""
-    directory = pathlib.Path(__file__).parent
-    module = directory / f"{program}.py"
-    return module if module.exists() else directory / program / "__main__.py"
+    """Return the file of a program: the `__main__` of its package."""
+    return pathlib.Path(__file__).parent / program / "__main__.py"
 
 
 def _summary(program: str) -> str:

@@ -15,8 +15,8 @@ import sys
 import warnings
 
 from hvdtrain import output
-from hvdtrain.installer import compatibility
-from hvdtrain.installer.compatibility import Mismatch, MismatchError
+from hvdtrain.install import compatibility
+from hvdtrain.install.compatibility import Mismatch, MismatchError
 
 
 def _load() -> None:

@@ -150,7 +150,7 @@ make_machine() {
 }
 
 names_a_patch_that_does_not_apply() {
-  local patches=$debian$clone/hvdtrain/installer/patches status=0
+  local patches=$debian$clone/hvdtrain/install/patches status=0
   cp "$patches"/01-*.patch "$patches/00-twice.patch"
   as_user 300 .venv/bin/python -m hvdtrain.install --replace |& tee "$work/said" ||
     status=$?

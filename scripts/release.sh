@@ -7,7 +7,7 @@
 # wheels of Horovod and of the native operations for each pair of TensorFlow and Python,
 # the wheel of Open MPI that they need, SHA256SUMS, and index pages that pip reads.
 #
-#     --tensorflow    a line of TensorFlow; by default each of installer/supported.py
+#     --tensorflow    a line of TensorFlow; by default each of install/supported.py
 #     --python        a version, or the path of a Python; by default each supported one
 #                     that this machine has: on the PATH, of pyenv or of uv. A pair for
 #                     which TensorFlow has no wheel is left out.
@@ -74,9 +74,9 @@ export_sources() {
   chmod -R u=rwX,go=rX "$work/source"
 }
 
-# supported EXPRESSION: what hvdtrain/installer/supported.py says, with one Python.
+# supported EXPRESSION: what hvdtrain/install/supported.py says, with one Python.
 supported() {
-  (cd "$work/source" && "$1" -c "from hvdtrain.installer.supported import *; $2")
+  (cd "$work/source" && "$1" -c "from hvdtrain.install.supported import *; $2")
 }
 
 # The base interpreter, so that no environment is part of the wheels; fails if it does
@@ -133,7 +133,7 @@ build_package() {
 download_mpi() {
   "$work/tools/bin/pip" download --no-deps --only-binary=:all: --dest "$files" "$(
     cd "$work/source" &&
-      "$1" -c 'from hvdtrain.installer import mpi_library; print(mpi_library.PACKAGE)'
+      "$1" -c 'from hvdtrain.install import mpi_library; print(mpi_library.PACKAGE)'
   )"
 }
 

@@ -18,8 +18,8 @@ from hvdtrain.doctor.finding import (
     run,
     warning,
 )
-from hvdtrain.installer import compatibility, record
-from hvdtrain.installer.compatibility import INSTALL, REPLACE, Installed, Mismatch
+from hvdtrain.install import compatibility, record
+from hvdtrain.install.compatibility import INSTALL, REPLACE, Installed, Mismatch
 
 # Properties of a library by name, as `probe` prints them.
 Properties = Mapping[str, Any]

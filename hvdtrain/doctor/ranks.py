@@ -16,7 +16,7 @@ import time
 from hvdtrain import job
 from hvdtrain.doctor import installation
 from hvdtrain.doctor.finding import Finding, broken, fine, run
-from hvdtrain.installer import compatibility
+from hvdtrain.install import compatibility
 from hvdtrain.job import cores
 
 _LIMIT_SECONDS = 180

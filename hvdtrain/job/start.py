@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from hvdtrain import environment, output
-from hvdtrain.installer.compatibility import MismatchError
+from hvdtrain.install.compatibility import MismatchError
 from hvdtrain.job import cores, launchers, membership
 from hvdtrain.job.world import JobError, MeshShape, World
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import tensorflow as tf
 
-from hvdtrain.installer import record, supported
+from hvdtrain.install import record, supported
 
 # Version of the operations and of the C functions; interface.cc has the same number.
 _INTERFACE = 12

@@ -74,6 +74,10 @@ class DealtSamples:
         )
         if is_checked:
             check_source(self.source, world)
+        sizes = (self.global_batch_size, self.max_steps)
+        if not self.scale_batch and not any(map(callable, sizes)):
+            # The checkpoint decides nothing here: do not read and hash it twice.
+            return Position(step=0, sample=0, original_size=replicas.size)
         return run_directory.position(config, world, commits, replicas=replicas)
 
     def with_unchanged(self, config: RunConfig) -> RunConfig:

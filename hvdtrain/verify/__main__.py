@@ -21,7 +21,7 @@ import tempfile
 from absl import flags
 
 from hvdtrain import program
-from hvdtrain.installer import commands
+from hvdtrain.install import commands
 from hvdtrain.job import JobError, launchers, signals
 from hvdtrain.verify import causes
 from hvdtrain.verify.comparison import Comparison, Difference

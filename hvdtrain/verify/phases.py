@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from hvdtrain import environment
-from hvdtrain.installer.commands import InstallError, Steps
+from hvdtrain.install.commands import InstallError, Steps
 from hvdtrain.job import JobError
 from hvdtrain.job.launchers import without_launch
 from hvdtrain.verify import causes, comparison, samples

@@ -13,7 +13,7 @@ import sysconfig
 
 import pytest
 
-from hvdtrain.installer import (
+from hvdtrain.install import (
     cache,
     horovod_wheel,
     native_wheel,

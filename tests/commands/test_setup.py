@@ -38,7 +38,7 @@ def call(script, *arguments, cwd=None, **environment):
 def clone(tmp_path):
     """A clone of its own, where nothing is set up yet; with a space in its path."""
     clone = tmp_path / "a clone"
-    for name in ("scripts", "hvdtrain/native", "hvdtrain/installer"):
+    for name in ("scripts", "hvdtrain/native", "hvdtrain/install"):
         shutil.copytree(ROOT / name, clone / name)
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, clone)

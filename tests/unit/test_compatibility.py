@@ -11,8 +11,8 @@ import warnings
 import pytest
 
 from hvdtrain import libraries
-from hvdtrain.installer import compatibility, record, supported
-from hvdtrain.installer.compatibility import MismatchError
+from hvdtrain.install import compatibility, record, supported
+from hvdtrain.install.compatibility import MismatchError
 
 REPLACE = "run python -m hvdtrain.install --replace"
 EXTENSION = f"mpi_lib{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from hvdtrain.installer import missing_tools
+from hvdtrain.install import missing_tools
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCKERFILES = ["docker/Dockerfile", "docker/Dockerfile.gpu"]
@@ -89,7 +89,7 @@ def test_cpus_and_gpus_get_the_same_tensorflow():
 
 
 def test_each_patch_has_its_reason_and_origin():
-    patches = sorted(ROOT.glob("hvdtrain/installer/patches/*.patch"))
+    patches = sorted(ROOT.glob("hvdtrain/install/patches/*.patch"))
     numbers = [int(patch.name[:2]) for patch in patches]
     assert numbers == list(range(1, len(patches) + 1))
     for patch in patches:
@@ -115,8 +115,9 @@ def test_what_a_dockerfile_copies_is_not_ignored():
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES)
 def test_the_installer_needs_no_other_module_than_the_images_copy(dockerfile, tmp_path):
+    lines = re.sub(r"\\\n\s*", "", text(dockerfile))
     for sources, target in re.findall(
-        r"^COPY (hvdtrain/.*) /build/(\S+)$", text(dockerfile), re.MULTILINE
+        r"^COPY (hvdtrain/.*) /build/(\S+)$", lines, re.MULTILINE
     ):
         for source in sources.split():
             if (ROOT / source).is_dir():
@@ -124,8 +125,9 @@ def test_the_installer_needs_no_other_module_than_the_images_copy(dockerfile, tm
             else:
                 (tmp_path / target).mkdir(exist_ok=True)
                 shutil.copy(ROOT / source, tmp_path / target)
-    [program] = re.findall(r"-c \\\n\s+'(.*)'", text(dockerfile))
+    [program] = re.findall(r"-c '(from hvdtrain.*)'", lines)
     imports = program[: program.index("; install(")]
+    assert (tmp_path / "hvdtrain" / "__init__.py").exists()
     subprocess.run(
         [sys.executable, "-c", imports], cwd=tmp_path, check=True, timeout=60
     )

@@ -14,7 +14,7 @@ from absl import flags
 from hvdtrain.doctor import __main__ as doctor
 from hvdtrain.doctor import cluster, installation, machine, ranks
 from hvdtrain.doctor.finding import CommandResult, Finding, run
-from hvdtrain.installer import compatibility, record
+from hvdtrain.install import compatibility, record
 from hvdtrain.job import JobError
 
 

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from hvdtrain.installer import (
+from hvdtrain.install import (
     cache,
     commands,
     horovod_wheel,
@@ -24,11 +24,11 @@ from hvdtrain.installer import (
     target,
     wheels,
 )
-from hvdtrain.installer.commands import InstallError, Steps
-from hvdtrain.installer.mpi_library import MpiLibrary
-from hvdtrain.installer.packages import Packages
-from hvdtrain.installer.record import BuildRecord
-from hvdtrain.installer.target import Target
+from hvdtrain.install.commands import InstallError, Steps
+from hvdtrain.install.mpi_library import MpiLibrary
+from hvdtrain.install.packages import Packages
+from hvdtrain.install.record import BuildRecord
+from hvdtrain.install.target import Target
 
 OPEN_MPI = MpiLibrary(pathlib.Path("/opt/mpi/bin/mpicxx"), True, "openmpi4", "4.1.8")
 TARGET = Target("2.21.0", OPEN_MPI, {})

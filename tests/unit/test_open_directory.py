@@ -18,8 +18,8 @@ from hvdtrain.doctor import roll
 from hvdtrain.flight import member, ring
 from hvdtrain.flight.answer import Answer, Member
 from hvdtrain.flight.shared_directory import SharedDirectory
-from hvdtrain.installer import cache
-from hvdtrain.installer.commands import InstallError
+from hvdtrain.install import cache
+from hvdtrain.install.commands import InstallError
 from hvdtrain.job import JobError
 from hvdtrain.open_directory import OpenDirectory, open_regular
 

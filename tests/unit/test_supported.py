@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from hvdtrain.installer import supported
+from hvdtrain.install import supported
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import zipfile
 
 import pytest
 
-from hvdtrain.installer import record, wheel_index, wheels
-from hvdtrain.installer.target import Target
+from hvdtrain.install import record, wheel_index, wheels
+from hvdtrain.install.target import Target
 
 # The real version: its plus sign is quoted in links.
 VERSION = wheels.version(record.HOROVOD, Target("2.21.0", None, {}))

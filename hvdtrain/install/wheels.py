@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 
 from hvdtrain import __version__
-from hvdtrain.installer import record
-from hvdtrain.installer.commands import InstallError
-from hvdtrain.installer.packages import Packages
-from hvdtrain.installer.target import Target
+from hvdtrain.install import record
+from hvdtrain.install.commands import InstallError
+from hvdtrain.install.packages import Packages
+from hvdtrain.install.target import Target
 
 HOROVOD_VERSION = "0.28.1"
 # Number of the set of patches in versions; a released set is never changed.

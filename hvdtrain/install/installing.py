@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import tempfile
 
-from hvdtrain.installer import (
+from hvdtrain.install import (
     cache,
     commands,
     compatibility,
@@ -22,10 +22,10 @@ from hvdtrain.installer import (
     target,
     wheels,
 )
-from hvdtrain.installer.commands import InstallError, Steps
-from hvdtrain.installer.packages import Packages
-from hvdtrain.installer.record import HOROVOD, NATIVE
-from hvdtrain.installer.target import Target
+from hvdtrain.install.commands import InstallError, Steps
+from hvdtrain.install.packages import Packages
+from hvdtrain.install.record import HOROVOD, NATIVE
+from hvdtrain.install.target import Target
 
 _PROOF_SECONDS = 300
 # Of the installation that runs.

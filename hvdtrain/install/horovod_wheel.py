@@ -12,11 +12,11 @@ import shutil
 import subprocess
 import sys
 
-from hvdtrain.installer import record, wheels
-from hvdtrain.installer.commands import InstallError, Steps
-from hvdtrain.installer.packages import Packages
-from hvdtrain.installer.record import BuildRecord
-from hvdtrain.installer.target import Target, without_mpi
+from hvdtrain.install import record, wheels
+from hvdtrain.install.commands import InstallError, Steps
+from hvdtrain.install.packages import Packages
+from hvdtrain.install.record import BuildRecord
+from hvdtrain.install.target import Target, without_mpi
 
 _SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 _ARCHIVE = f"horovod-{wheels.HOROVOD_VERSION}"

@@ -9,11 +9,11 @@ import pathlib
 import sys
 from importlib import metadata
 
-from hvdtrain.installer import horovod_wheel, record, wheels
-from hvdtrain.installer.commands import Steps
-from hvdtrain.installer.packages import Packages
-from hvdtrain.installer.record import BuildRecord
-from hvdtrain.installer.target import CompileFlags, Target
+from hvdtrain.install import horovod_wheel, record, wheels
+from hvdtrain.install.commands import Steps
+from hvdtrain.install.packages import Packages
+from hvdtrain.install.record import BuildRecord
+from hvdtrain.install.target import CompileFlags, Target
 
 _OPTIONS = "-Wall -Wextra -O3 -fPIC -fvisibility=hidden -shared".split()  # noqa: SIM905
 _SETUP = """\

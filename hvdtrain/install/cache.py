@@ -12,9 +12,9 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 
-from hvdtrain.installer import programs, record, wheels
-from hvdtrain.installer.commands import InstallError, Steps
-from hvdtrain.installer.target import Target
+from hvdtrain.install import programs, record, wheels
+from hvdtrain.install.commands import InstallError, Steps
+from hvdtrain.install.target import Target
 from hvdtrain.open_directory import OpenDirectory, open_regular
 
 # Variables that compilers and CMake read.

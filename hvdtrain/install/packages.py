@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata, util
 
-from hvdtrain.installer.commands import InstallError, Steps
+from hvdtrain.install.commands import InstallError, Steps
 
 _SETUPTOOLS = "setuptools==84.2.1"
 # The first version that makes wheels by itself.

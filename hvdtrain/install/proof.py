@@ -1,6 +1,6 @@
 """Checks an installation by an allreduce over two ranks. Run it under horovodrun.
 
-    horovodrun -np 2 python -P hvdtrain/installer/proof.py [LIBRARY]
+    horovodrun -np 2 python -P hvdtrain/install/proof.py [LIBRARY]
 
 LIBRARY is the native operations, which are loaded. Also checks that Horovod and mpi4py
 load one MPI library: two crash the process. Imports no module of hvdtrain, whose own

@@ -6,9 +6,9 @@ import shutil
 import subprocess
 import sys
 
-from hvdtrain.installer import horovod_wheel
-from hvdtrain.installer.commands import InstallError
-from hvdtrain.installer.target import Target
+from hvdtrain.install import horovod_wheel
+from hvdtrain.install.commands import InstallError
+from hvdtrain.install.target import Target
 
 # The packages of Debian and of Red Hat, by tool.
 _PACKAGES = {"a C++ compiler": ("g++", "gcc-c++"), "patch": ("patch", "patch")}

@@ -24,8 +24,8 @@ import tempfile
 from absl import flags
 
 from hvdtrain import program
-from hvdtrain.installer import cache, installing
-from hvdtrain.installer.commands import InstallError
+from hvdtrain.install import cache, installing
+from hvdtrain.install.commands import InstallError
 from hvdtrain.job import JobError, signals
 
 _WHEELS = flags.DEFINE_string(

