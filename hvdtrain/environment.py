@@ -21,6 +21,8 @@ LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK)
 
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
+    "HVDTRAIN_ALONE": "1: this process trains alone, although a launcher or a platform "
+    "has started several. Without it, hvd.init raises an error.",
     "HVDTRAIN_BIND": "0: ranks are not bound to their share of the cores of the node.",
     "HVDTRAIN_CACHE_DIR": "Directory of built wheels, data and indexes of files; by "
     "default hvdtrain in XDG_CACHE_HOME, or ~/.cache/hvdtrain.",

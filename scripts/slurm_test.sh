@@ -187,7 +187,7 @@ fails() {
   check "both name the cause" grep /nonexistent data.log srun-data.log
   check "ranks without PMIx end with 1" exits_with 1 timeout 120 srun --quiet --ntasks=2 \
     --mpi=none --output=no-pmix.log .venv/bin/python -m hvdtrain.mnist "${quick[@]}"
-  check "and print the remedy" grep 'Received 2 processes from srun' no-pmix.log
+  check "and print the remedy" grep 'Received SLURM_STEP_NUM_TASKS of 2 processes' no-pmix.log
 }
 
 # A job that is asked to stop is requeued, and computes what it would have without.

@@ -20,7 +20,13 @@ from hvdtrain import environment, output
 from hvdtrain.collectives import transport
 from hvdtrain.environment import is_elastic
 from hvdtrain.flight import member
-from hvdtrain.job import init_checks, launchers, membership, rendezvous
+from hvdtrain.job import (
+    declared_size,
+    init_checks,
+    launchers,
+    membership,
+    rendezvous,
+)
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.job.failures import explain_failed_collectives
 from hvdtrain.job.files import check_output
@@ -38,6 +44,10 @@ def init(*args: object, **kwargs: object) -> None:
     call fails on the others after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, half an hour if
     that is not set; by Horovod's default they block for ever. If a script does not
     catch the error, its cause is printed in place of the traceback.
+
+    Raises:
+        JobError: the environment says that this process is one of several, and Horovod
+            that it is alone; see `declared_size`.
     """
     is_first = not hvd.is_initialized()
     if is_first:
@@ -53,9 +63,15 @@ def init(*args: object, **kwargs: object) -> None:
         membership.join(rank=launched.rank, size=launched.size)
     if is_first and launchers.is_gloo(os.environ) and not is_elastic():
         rendezvous.wait_for_ranks(rank=launched.rank, size=launched.size)
+    # Of some ranks only, `comm` makes a job of fewer than were started.
+    is_whole = not args and kwargs.get("comm") is None
+    if is_whole and not launchers.has_rendezvous(os.environ):
+        declared_size.check(size=1)
     _record()
     with recorder.collective("hvd.init", "init", size_bytes=0, is_of_all_ranks=False):
         hvd.init(*args, **kwargs)
+    if is_whole:
+        declared_size.check(size=hvd.size())
     if launched.launcher:
         membership.join(rank=hvd.rank(), size=hvd.size())
     member.record_fatal_errors()

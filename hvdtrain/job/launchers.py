@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from importlib import metadata
 
-from hvdtrain.environment import JOB_SECRET, is_elastic
-from hvdtrain.job.world import SharedJobError
+from hvdtrain.environment import JOB_SECRET
 from hvdtrain.processes import ProcessStat, read_ancestors
 
 # Launcher, variable of the number of ranks, variable of the rank. The inner launcher
@@ -88,17 +87,6 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables that make a process a rank of a job."""
     prefixes = (*_RENDEZVOUS, *_RANK, JOB_SECRET)
     return {k: value for k, value in environ.items() if not k.startswith(prefixes)}
-
-
-def check_one_job(launched: Launch, *, size: int) -> None:
-    """Raise `SharedJobError` unless Horovod's `size` is the launcher's."""
-    if launched.size == size or is_elastic():
-        return
-    raise SharedJobError(
-        f"Received {launched.size} processes from {launched.launcher}, but Horovod "
-        f"sees jobs of {size}: they would train apart. Start them with horovodrun, or "
-        "with the mpirun of the MPI that Horovod was built with (srun: --mpi=pmix)."
-    )
 
 
 def locate() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hvdtrain import environment, output
 from hvdtrain.install.compatibility import MismatchError
-from hvdtrain.job import cores, launchers, membership
+from hvdtrain.job import cores, declared_size, launchers, membership
 from hvdtrain.job.world import JobError, MeshShape, World
 
 _ENVIRONMENT = {
@@ -41,7 +41,8 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
     _set_environment(launched)
     is_alone = not launchers.has_rendezvous(os.environ)
     if is_alone:
-        launchers.check_one_job(launched, size=1)
+        # Before TensorFlow's import, which takes seconds.
+        declared_size.check(size=1)
     else:
         membership.join(rank=launched.rank, size=launched.size)
     with output.without_noise(), _excluded_from_garbage_collection():
@@ -58,7 +59,6 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
             ) from error
     complete = mesh.of(launched.size) if mesh and mesh.splits_model else None
     world = backend.init_world(is_alone=is_alone, mesh=complete)
-    launchers.check_one_job(launched, size=world.size)
     threads = cores.usable(world.local_size)
     if os.environ.get("HVDTRAIN_BIND") != "0":
         cores.bind(world.local_rank, world.local_size)

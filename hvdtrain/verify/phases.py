@@ -69,6 +69,9 @@ class Verification:
         launcher = ["horovodrun", "-np", str(self.size)] if phase != "alone" else []
         # Under a launcher's variables the command would join the job as a rank.
         variables = without_launch(os.environ)
+        if not launcher:
+            # Whatever has started this program.
+            variables["HVDTRAIN_ALONE"] = "1"
         variables.setdefault(environment.STALL_SHUTDOWN, _STALL_SECONDS)
         log = self.directory / f"{phase}.log"
         try:

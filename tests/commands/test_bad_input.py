@@ -239,6 +239,7 @@ def test_damaged_file_on_one_node(run, tmp_path):
     assert len(job.lines) == 1, job.text
 
 
+# Other variables: tests/unit/test_job.py.
 def test_lonely_ranks(start):
     # As of srun without --mpi: processes that know their number and have no rendezvous.
     jobs = [
@@ -248,9 +249,14 @@ def test_lonely_ranks(start):
         )
         for rank in "01"
     ]
-    fails_with(jobs[0].wait(), "2 processes from srun")
+    # A worker of tf.distribute does not know that another one prints the same.
+    cluster = '{"cluster": {"worker": ["a:1", "b:1"]}}'
+    jobs.append(start(["--dataset=digits"], environment={"TF_CONFIG": cluster}))
+    fails_with(jobs[0].wait(), "SLURM_STEP_NUM_TASKS of 2 processes", "HVDTRAIN_ALONE")
     assert jobs[1].wait().returncode == 1
     assert jobs[1].lines == []
+    fails_with(jobs[2].wait(), "TF_CONFIG of 2 processes", "HVDTRAIN_ALONE=1")
+    assert len(jobs[2].lines) == 1
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import dataclasses
 import http.client
+import json
 import os
 import threading
 from unittest import mock
@@ -11,7 +12,14 @@ from horovod.runner.common.util import hosts
 from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain import job
-from hvdtrain.job import JobError, World, agreement, backend, launchers
+from hvdtrain.job import (
+    JobError,
+    World,
+    agreement,
+    backend,
+    declared_size,
+    launchers,
+)
 from hvdtrain.job.launchers import Launch
 
 
@@ -51,11 +59,109 @@ def test_launch_is_read_from_the_innermost_launcher(environ, expected):
     assert launchers.launch(environ) == expected
 
 
-def test_ranks_that_do_not_see_each_other_are_refused():
-    with pytest.raises(JobError, match=r"4 processes from srun.* jobs of 1"):
-        launchers.check_one_job(Launch("srun", 4, 2), size=1)
-    launchers.check_one_job(Launch("mpirun", 4, 2), size=4)
-    launchers.check_one_job(Launch(), size=1)
+CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "evaluator": ["d:1"]}
+POOLS = {"workerpool0": ["a"], "workerpool1": ["b", "c"], "workerpool2": ["d"]}
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable", "size"),
+    [
+        ({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "3"}, "HOROVOD_SIZE", 4),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+            "OMPI_COMM_WORLD_SIZE",
+            2,
+        ),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "PMI_SIZE", 2),
+        (
+            {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"},
+            "MPI_LOCALNRANKS",
+            2,
+        ),
+        (
+            {"MV2_COMM_WORLD_SIZE": "3", "MV2_COMM_WORLD_RANK": "0"},
+            "MV2_COMM_WORLD_SIZE",
+            3,
+        ),
+        (
+            {"JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_RANK": "0"},
+            "JSM_NAMESPACE_SIZE",
+            6,
+        ),
+        ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"}, "FLUX_JOB_SIZE", 2),
+        (
+            {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
+            "SLURM_STEP_NUM_TASKS",
+            2,
+        ),
+        # Of a rank alone, those before it are known.
+        ({"PALS_RANKID": "3"}, "PALS_RANKID", 4),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK", 2),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE", 2),
+        ({"TF_CONFIG": json.dumps({"cluster": CLUSTER})}, "TF_CONFIG", 3),
+        ({"CLUSTER_SPEC": json.dumps({"cluster": POOLS})}, "CLUSTER_SPEC", 3),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SM_HOSTS", 2),
+    ],
+)
+def test_a_process_that_is_one_of_several_does_not_train_alone(
+    monkeypatch, environ, variable, size
+):
+    monkeypatch.setattr(os, "environ", environ)
+    assert declared_size.read(environ) == (variable, size)
+    text = rf"^Received {variable} of {size} processes, .* sees this one alone: [^\n]*$"
+    with pytest.raises(JobError, match=text):
+        declared_size.check(size=1)
+    declared_size.check(size=size)
+    environ["HVDTRAIN_ALONE"] = "1"
+    declared_size.check(size=1)
+
+
+def test_init_does_not_start_horovod_alone(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "RANK": "1"})
+    monkeypatch.setattr(backend.hvd, "init", mock.Mock(side_effect=StartedError))
+    monkeypatch.setattr(backend.hvd, "is_initialized", lambda: False)
+    with pytest.raises(JobError, match="WORLD_SIZE of 2"):
+        backend.init()
+    # A communicator of some ranks is what the script asks for.
+    with pytest.raises(StartedError):
+        backend.init(comm=[1])
+    # MPICH's ranks may form a job. Here Horovod has this rank alone.
+    monkeypatch.setattr(os, "environ", {"PMI_SIZE": "2", "PMI_RANK": "0"})
+    monkeypatch.setattr(backend.hvd, "init", mock.Mock())
+    monkeypatch.setattr(backend.hvd, "rank", lambda: 0)
+    monkeypatch.setattr(backend.hvd, "size", lambda: 1)
+    with pytest.raises(JobError, match="PMI_SIZE of 2"):
+        backend.init()
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        # A shell in an allocation, and its batch script: no part of a job of N.
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+        {"FLUX_JOB_SIZE": "2"},
+        # Rank 0 of any number; a pod that a variable counts.
+        {"PMIX_RANK": "0"},
+        {"JOB_COMPLETION_INDEX": "1"},
+        {"WORLD_SIZE": "4"},
+        # The innermost launcher has started one process.
+        {
+            "OMPI_COMM_WORLD_SIZE": "1",
+            "OMPI_COMM_WORLD_RANK": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_PROCID": "1",
+        },
+        {"TF_CONFIG": "{}"},
+        {"TF_CONFIG": "chief"},
+        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
+        {"SM_HOSTS": '["algo-1"]'},
+        {"CLUSTER_SPEC": "[]"},
+    ],
+)
+def test_a_process_of_which_nothing_is_declared_may_be_alone(monkeypatch, environ):
+    monkeypatch.setattr(os, "environ", environ)
+    declared_size.check(size=1)
 
 
 class StartedError(Exception):
@@ -107,6 +213,7 @@ def test_a_lone_collective_does_not_wait_for_ever(
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(backend.hvd, "init", mock.Mock())
     monkeypatch.setattr(backend.hvd, "rank", lambda: 1)
+    monkeypatch.setattr(backend.hvd, "size", lambda: 2)
     backend.init()
     assert environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] == expected
     assert environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] == warning
@@ -114,8 +221,9 @@ def test_a_lone_collective_does_not_wait_for_ever(
 
 
 def test_elastic_jobs_may_change_size(monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    launchers.check_one_job(Launch("horovodrun", 4, 2), size=3)
+    environ = {"HOROVOD_SIZE": "4", "HOROVOD_RANK": "0", "HOROVOD_ELASTIC": "1"}
+    monkeypatch.setattr(os, "environ", environ)
+    declared_size.check(size=1)
 
 
 def test_a_first_batch_that_takes_long_raises_one_warning(monkeypatch):

@@ -1,0 +1,128 @@
+"""What launchers and platforms say of the number of processes of a job.
+
+A process that no launcher of Horovod has started is rank 0 of 1. Where the environment
+says that it is one of several, each of them would train a model of its own.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from hvdtrain.environment import is_elastic
+from hvdtrain.job.world import SharedJobError
+
+_Count = Callable[[str], int]
+
+
+class Declaration(NamedTuple):
+    """A variable that says of how many processes this one is a part."""
+
+    variable: str
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A variable, and what its value says.
+
+    Attributes:
+        count: returns the number of processes by the value of the variable.
+        beside: a variable that a process of the job has as well. A shell in an
+            allocation has the size alone, and is no part of the job.
+        is_bound: whether the number is a lower bound: a rank says nothing of those
+            after it.
+    """
+
+    variable: str
+    count: _Count = int
+    beside: str = ""
+    is_bound: bool = False
+
+
+def _after_rank(rank: str) -> int:
+    return int(rank) + 1
+
+
+def _trainers(value: str) -> int:
+    """Count the chief and the workers of a cluster; evaluators do not train."""
+    cluster: Any = json.loads(value)["cluster"]
+    return sum(len(cluster.get(task, ())) for task in ("chief", "master", "worker"))
+
+
+def _pools(value: str) -> int:
+    # The third pool has parameter servers, the fourth evaluators.
+    cluster: Any = json.loads(value)["cluster"]
+    return sum(len(cluster.get(f"workerpool{number}", ())) for number in (0, 1))
+
+
+def _hosts(value: str) -> int:
+    return len(json.loads(value))
+
+
+# Launchers, the innermost first, then platforms: the first that declares a number
+# decides, so that `mpirun -np 1` in a larger allocation is alone on purpose.
+_ROWS = (
+    # horovodrun, hvdtrain.run
+    _Row("HOROVOD_SIZE", beside="HOROVOD_RANK"),
+    # Open MPI: "Environment variables set for MPI applications" in its manual.
+    _Row("OMPI_COMM_WORLD_SIZE", beside="OMPI_COMM_WORLD_RANK"),
+    # The PMI-1 of MPICH's Hydra, Intel MPI and Cray's PALS.
+    _Row("PMI_SIZE", beside="PMI_RANK"),
+    # Hydra again, where the ranks of a host are known alone.
+    _Row("MPI_LOCALNRANKS", beside="MPI_LOCALRANKID", is_bound=True),
+    # mpirun_rsh of MVAPICH2, by its user guide.
+    _Row("MV2_COMM_WORLD_SIZE", beside="MV2_COMM_WORLD_RANK"),
+    # jsrun of IBM Spectrum LSF.
+    _Row("JSM_NAMESPACE_SIZE", beside="JSM_NAMESPACE_RANK"),
+    # Flux, by flux-environment(7).
+    _Row("FLUX_JOB_SIZE", beside="FLUX_TASK_RANK"),
+    # srun, by its manual.
+    _Row("SLURM_STEP_NUM_TASKS", beside="SLURM_PROCID"),
+    # Cray's PALS without PMI; and PMIx, whose standard has no variable of a size.
+    _Row("PALS_RANKID", _after_rank, is_bound=True),
+    _Row("PMIX_RANK", _after_rank, is_bound=True),
+    # torchrun, Kubeflow's runtime for torch, accelerate.
+    _Row("WORLD_SIZE", beside="RANK"),
+    # tf.distribute.cluster_resolver.TFConfigClusterResolver; Kubeflow's TFJob.
+    _Row("TF_CONFIG", _trainers),
+    # Vertex AI: "Distributed training" in its documentation.
+    _Row("CLUSTER_SPEC", _pools),
+    # SageMaker: ENVIRONMENT_VARIABLES.md of its training toolkit.
+    _Row("SM_HOSTS", _hosts),
+)
+
+
+def read(environ: Mapping[str, str]) -> Declaration | None:
+    """Return what the environment declares; None if it says nothing of a size."""
+    for row in _ROWS:
+        if row.variable not in environ or (row.beside and row.beside not in environ):
+            continue
+        try:
+            size = row.count(environ[row.variable])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # What another program reads, in a form that is not its own.
+            continue
+        if size > 1 or (size == 1 and not row.is_bound):
+            return Declaration(row.variable, size)
+    return None
+
+
+def check(*, size: int) -> None:
+    """Check that Horovod's job of `size` ranks is the one that was declared.
+
+    Raises:
+        SharedJobError: Horovod sees this process alone, and a variable says that it is
+            one of several.
+    """
+    if size > 1 or is_elastic() or os.environ.get("HVDTRAIN_ALONE") == "1":
+        return
+    declared = read(os.environ)
+    if declared and declared.size > 1:
+        raise SharedJobError(
+            f"Received {declared.variable} of {declared.size} processes, but Horovod "
+            "sees this one alone: each would train a model of its own. Start them by "
+            "horovodrun, or by the mpirun of the MPI that Horovod was built with "
+            "(srun: --mpi=pmix); or set HVDTRAIN_ALONE=1 if each is to train alone."
+        )
