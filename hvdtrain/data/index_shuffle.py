@@ -14,7 +14,11 @@ the hash is the finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014). Grain's
 `index_shuffle` serves the same purpose with another cipher.
 """
 
+import ctypes
+import functools
 import math
+import sys
+from collections.abc import Callable
 
 import numpy as np
 
@@ -44,11 +48,40 @@ def index_shuffle(
     columns = -(-num_samples // rows)
     keys = _keys(seed, epoch)
     shuffled = indices.astype(np.uint64).ravel()
+    # Without TensorFlow, whose import takes seconds, there is no native library.
+    native_shuffle = _native_shuffle() if "tensorflow" in sys.modules else None
+    if native_shuffle:
+        count, words = shuffled.size, np.array(keys, np.uint64)
+        sizes = num_samples, rows, columns
+        native_shuffle(shuffled.ctypes, count, *sizes, words.ctypes, len(keys))
+    else:
+        _shuffle(shuffled, num_samples, rows, columns, keys)
+    return shuffled.astype(np.int64).reshape(indices.shape)
+
+
+@functools.cache
+def _native_shuffle() -> Callable[..., None] | None:
+    from hvdtrain import native
+
+    try:
+        function = native.load().functions.hvdtrain_index_shuffle
+    except OSError:
+        return None
+    number = ctypes.c_uint64
+    numbers = [ctypes.c_int64, number, number, number]
+    function.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_void_p, ctypes.c_int64]
+    function.restype = None
+    return function
+
+
+def _shuffle(
+    shuffled: np.ndarray, num_samples: int, rows: int, columns: int, keys: list[int]
+) -> None:
+    """Shuffle in place, as the native library does."""
     outside = np.arange(shuffled.size)
     while outside.size:
         shuffled[outside] = _permute(shuffled[outside], rows, columns, keys)
         outside = outside[shuffled[outside] >= num_samples]
-    return shuffled.astype(np.int64).reshape(indices.shape)
 
 
 def _permute(cells: np.ndarray, rows: int, columns: int, keys: list[int]) -> np.ndarray:

@@ -20,7 +20,7 @@ _FAILURE = re.compile(r"Could not fetch URL .*|The repository located at .* host
 
 def patches() -> list[pathlib.Path]:
     """Return the patches of Horovod, in their order."""
-    return sorted((PACKAGE / "installer" / "patches").glob("*.patch"))
+    return sorted(pathlib.Path(__file__).parent.joinpath("patches").glob("*.patch"))
 
 
 def native_sources() -> list[pathlib.Path]:

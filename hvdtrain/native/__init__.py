@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.install import record, supported
 
 # Version of the operations and of the C functions; interface.cc has the same number.
-_INTERFACE = 12
+_INTERFACE = 13
 _REMEDY = "python -m hvdtrain.install"
 
 

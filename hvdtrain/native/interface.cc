@@ -65,7 +65,7 @@ extern "C" {
 
 // A number that changes with these functions and with the operations; also in
 // __init__.py.
-EXPORT int hvdtrain_interface() { return 12; }
+EXPORT int hvdtrain_interface() { return 13; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);

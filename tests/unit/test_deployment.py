@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from hvdtrain.install import missing_tools
+from hvdtrain.install import missing_tools, wheels
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCKERFILES = ["docker/Dockerfile", "docker/Dockerfile.gpu"]
@@ -89,7 +89,8 @@ def test_cpus_and_gpus_get_the_same_tensorflow():
 
 
 def test_each_patch_has_its_reason_and_origin():
-    patches = sorted(ROOT.glob("hvdtrain/install/patches/*.patch"))
+    patches = wheels.patches()
+    assert len(patches) > 30
     numbers = [int(patch.name[:2]) for patch in patches]
     assert numbers == list(range(1, len(patches) + 1))
     for patch in patches:

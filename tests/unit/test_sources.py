@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import re
+import sys
 import time
 
 import dealing
@@ -180,12 +181,24 @@ def test_index_shuffle_is_a_permutation(samples):
     assert samples < 10 or len(orders) == 6
 
 
-def test_index_shuffle_never_changes():
+@pytest.mark.parametrize("is_native", [True, False])
+def test_index_shuffle_never_changes(monkeypatch, is_native):
     # A job that continues under another version reads the same samples.
+    if not is_native:
+        monkeypatch.delitem(sys.modules, "tensorflow")
     shuffled = index_shuffle(np.arange(8), num_samples=8, seed=1, epoch=2)
     assert shuffled.tolist() == [5, 2, 6, 0, 4, 3, 7, 1]
     far = index_shuffle(np.array([0, 10**12 - 1]), num_samples=10**12, seed=7, epoch=0)
     assert far.tolist() == [149052437847, 680262585781]
+
+
+@pytest.mark.parametrize("samples", [1, 3, 5, 103, 60_000, 10**12, 2**62])
+def test_the_native_library_shuffles_as_numpy(monkeypatch, samples):
+    numbers = np.random.RandomState(0).randint(samples, size=(50, 20))
+    options = {"num_samples": samples, "seed": 2**32 - 1, "epoch": 3}
+    native = index_shuffle(numbers, **options)
+    monkeypatch.delitem(sys.modules, "tensorflow")
+    np.testing.assert_array_equal(index_shuffle(numbers, **options), native)
 
 
 # 99.9th percentiles of chi-squared with 119 and 719 degrees of freedom.
