@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain import native
 from hvdtrain.data.formats import DataError
+from hvdtrain.data.index_shuffle import use_library
 from hvdtrain.data.sampler import Sampler, check_rank
 from hvdtrain.data.sources.parsing import parse
 from hvdtrain.data.sources.source import Source, as_source, count_bytes
@@ -158,6 +160,9 @@ class _Reader:
     ) -> None:
         if workers is not None and workers < 1:
             raise DataError(f"Received {workers} workers; expected 1 or more.")
+        with contextlib.suppress(OSError):
+            # The calls of NumPy take a fiftieth of the step of a small model.
+            use_library(native.load().functions)
         self._source = source
         self._deal = deal
         threads = workers or tf.config.threading.get_intra_op_parallelism_threads()

@@ -15,10 +15,9 @@ the hash is the finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014). Grain's
 """
 
 import ctypes
-import functools
 import math
-import sys
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 
@@ -48,30 +47,31 @@ def index_shuffle(
     columns = -(-num_samples // rows)
     keys = _keys(seed, epoch)
     shuffled = indices.astype(np.uint64).ravel()
-    # Without TensorFlow, whose import takes seconds, there is no native library.
-    native_shuffle = _native_shuffle() if "tensorflow" in sys.modules else None
-    if native_shuffle:
+    if _Library.shuffle:
         count, words = shuffled.size, np.array(keys, np.uint64)
         sizes = num_samples, rows, columns
-        native_shuffle(shuffled.ctypes, count, *sizes, words.ctypes, len(keys))
+        _Library.shuffle(shuffled.ctypes, count, *sizes, words.ctypes, len(keys))
     else:
         _shuffle(shuffled, num_samples, rows, columns, keys)
     return shuffled.astype(np.int64).reshape(indices.shape)
 
 
-@functools.cache
-def _native_shuffle() -> Callable[..., None] | None:
-    from hvdtrain import native
+class _Library:
+    """The function of the native library, which is loaded with TensorFlow alone."""
 
-    try:
-        function = native.load().functions.hvdtrain_index_shuffle
-    except OSError:
-        return None
-    number = ctypes.c_uint64
-    numbers = [ctypes.c_int64, number, number, number]
-    function.argtypes = [ctypes.c_void_p, *numbers, ctypes.c_void_p, ctypes.c_int64]
+    shuffle: ClassVar[Callable[..., None] | None] = None
+
+
+def use_library(functions: ctypes.CDLL) -> None:
+    """Shuffle by the native library from now on, with equal results."""
+    function = functions.hvdtrain_index_shuffle
+    function.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_int64),  # indices
+        *(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64),  # samples, rows, columns
+        *(ctypes.c_void_p, ctypes.c_int64),  # keys
+    ]
     function.restype = None
-    return function
+    _Library.shuffle = function
 
 
 def _shuffle(

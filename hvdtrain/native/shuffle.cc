@@ -1,5 +1,4 @@
-// The permutation that hvdtrain/data/index_shuffle.py describes, with equal results. The
-// calls of NumPy would take a fiftieth of the step of a small model.
+// The permutation that hvdtrain/data/index_shuffle.py describes, with equal results.
 
 #include <algorithm>
 #include <cstdint>

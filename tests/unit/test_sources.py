@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import re
-import sys
 import time
 
 import dealing
@@ -13,7 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain import data
+from hvdtrain import data, native
+from hvdtrain.data import index_shuffle as shuffling
 from hvdtrain.data.index_shuffle import index_shuffle
 from hvdtrain.data.sources.source import as_source
 from hvdtrain.output import describe
@@ -181,11 +181,17 @@ def test_index_shuffle_is_a_permutation(samples):
     assert samples < 10 or len(orders) == 6
 
 
+def select_library(monkeypatch, is_native):
+    monkeypatch.setattr(shuffling._Library, "shuffle", None)
+    if is_native:
+        shuffling.use_library(native.load().functions)
+        assert shuffling._Library.shuffle
+
+
 @pytest.mark.parametrize("is_native", [True, False])
 def test_index_shuffle_never_changes(monkeypatch, is_native):
     # A job that continues under another version reads the same samples.
-    if not is_native:
-        monkeypatch.delitem(sys.modules, "tensorflow")
+    select_library(monkeypatch, is_native)
     shuffled = index_shuffle(np.arange(8), num_samples=8, seed=1, epoch=2)
     assert shuffled.tolist() == [5, 2, 6, 0, 4, 3, 7, 1]
     far = index_shuffle(np.array([0, 10**12 - 1]), num_samples=10**12, seed=7, epoch=0)
@@ -196,9 +202,10 @@ def test_index_shuffle_never_changes(monkeypatch, is_native):
 def test_the_native_library_shuffles_as_numpy(monkeypatch, samples):
     numbers = np.random.RandomState(0).randint(samples, size=(50, 20))
     options = {"num_samples": samples, "seed": 2**32 - 1, "epoch": 3}
-    native = index_shuffle(numbers, **options)
-    monkeypatch.delitem(sys.modules, "tensorflow")
-    np.testing.assert_array_equal(index_shuffle(numbers, **options), native)
+    select_library(monkeypatch, True)
+    by_library = index_shuffle(numbers, **options)
+    select_library(monkeypatch, False)
+    np.testing.assert_array_equal(index_shuffle(numbers, **options), by_library)
 
 
 # 99.9th percentiles of chi-squared with 119 and 719 degrees of freedom.
