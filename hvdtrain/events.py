@@ -15,7 +15,7 @@ class RunStart:
         global_batch_size: samples of a step of the whole job.
         local_batch_sizes: samples in a batch of each replica of the model.
         accumulation_steps: steps for one update of the weights.
-        learning_rate: at this step.
+        learning_rate: the optimizer's, before callbacks change it.
         model: its name, as that of the optimizer.
         mesh: number of ranks along each axis: data, pipeline, model.
         reduction: how dense gradients are summed over the ranks.

@@ -7,7 +7,7 @@ from hvdtrain.banner import name_hosts, name_threads, name_versions
 from hvdtrain.job import JobError
 
 # Version of the JSON files: increase it when a figure changes its name or its meaning.
-FORMAT = 3
+FORMAT = 4
 NOT_MEASURED = "-"
 # With fewer rounds, a median is no protection against one slow round.
 _MIN_ROUNDS = 3

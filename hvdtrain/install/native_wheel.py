@@ -25,8 +25,9 @@ setup(
     description="Native operations of hvdtrain, for TensorFlow {tensorflow}",
     long_description=(
         "The library that hvdtrain.native loads: it reduces gradients in memory that "
-        "the ranks of a host share. It has no Python code, and fits all releases of "
-        "the TensorFlow line that it was compiled for."
+        "the ranks of a host share, and shuffles the numbers of samples. It has no "
+        "Python code, and fits all releases of the TensorFlow line that it was "
+        "compiled for."
     ),
     license="Apache-2.0",
     packages=["{package}"],

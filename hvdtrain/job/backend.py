@@ -64,7 +64,7 @@ def init(*args: object, **kwargs: object) -> None:
     if is_first and launchers.is_gloo(os.environ) and not is_elastic():
         rendezvous.wait_for_ranks(rank=launched.rank, size=launched.size)
     # Of some ranks only, `comm` makes a job of fewer than were started.
-    is_whole = not args and kwargs.get("comm") is None
+    is_whole = (args[0] if args else kwargs.get("comm")) is None
     if is_whole and not launchers.has_rendezvous(os.environ):
         declared_size.check(size=1)
     _record()

@@ -1,13 +1,15 @@
 """What launchers and platforms say of the number of processes of a job.
 
 A process that no launcher of Horovod has started is rank 0 of 1. Where the environment
-says that it is one of several, each of them would train a model of its own.
+says that it is one of several, each of them would train a model of its own. So would
+several jobs, each of some of the processes.
 """
 
 import dataclasses
+import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvdtrain.environment import is_elastic
@@ -45,16 +47,16 @@ def _after_rank(rank: str) -> int:
     return int(rank) + 1
 
 
-def _trainers(value: str) -> int:
-    """Count the chief and the workers of a cluster; evaluators do not train."""
-    cluster: Any = json.loads(value)["cluster"]
-    return sum(len(cluster.get(task, ())) for task in ("chief", "master", "worker"))
+# Evaluators and parameter servers do not train, and are alone.
+_TRAINERS = ("chief", "master", "worker")
+_POOLS = ("workerpool0", "workerpool1")
 
 
-def _pools(value: str) -> int:
-    # The third pool has parameter servers, the fourth evaluators.
-    cluster: Any = json.loads(value)["cluster"]
-    return sum(len(cluster.get(f"workerpool{number}", ())) for number in (0, 1))
+def _count_tasks(value: str, *, trainers: Sequence[str]) -> int:
+    config: Any = json.loads(value)
+    if config.get("task", {}).get("type", trainers[0]) not in trainers:
+        return 1
+    return sum(len(config["cluster"].get(task, ())) for task in trainers)
 
 
 def _hosts(value: str) -> int:
@@ -86,9 +88,9 @@ _ROWS = (
     # torchrun, Kubeflow's runtime for torch, accelerate.
     _Row("WORLD_SIZE", beside="RANK"),
     # tf.distribute.cluster_resolver.TFConfigClusterResolver; Kubeflow's TFJob.
-    _Row("TF_CONFIG", _trainers),
+    _Row("TF_CONFIG", functools.partial(_count_tasks, trainers=_TRAINERS)),
     # Vertex AI: "Distributed training" in its documentation.
-    _Row("CLUSTER_SPEC", _pools),
+    _Row("CLUSTER_SPEC", functools.partial(_count_tasks, trainers=_POOLS)),
     # SageMaker: ENVIRONMENT_VARIABLES.md of its training toolkit.
     _Row("SM_HOSTS", _hosts),
 )
@@ -113,16 +115,15 @@ def check(*, size: int) -> None:
     """Check that Horovod's job of `size` ranks is the one that was declared.
 
     Raises:
-        SharedJobError: Horovod sees this process alone, and a variable says that it is
-            one of several.
+        SharedJobError: a variable says that the job has more processes.
     """
-    if size > 1 or is_elastic() or os.environ.get("HVDTRAIN_ALONE") == "1":
+    if is_elastic() or os.environ.get("HVDTRAIN_ALONE") == "1":
         return
     declared = read(os.environ)
-    if declared and declared.size > 1:
+    if declared and declared.size > size:
         raise SharedJobError(
             f"Received {declared.variable} of {declared.size} processes, but Horovod "
-            "sees this one alone: each would train a model of its own. Start them by "
+            f"sees jobs of {size}: each would train a model of its own. Start them by "
             "horovodrun, or by the mpirun of the MPI that Horovod was built with "
             "(srun: --mpi=pmix); or set HVDTRAIN_ALONE=1 if each is to train alone."
         )

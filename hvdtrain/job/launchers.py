@@ -54,6 +54,8 @@ class Launch:
 
 def launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """Return the `Launch` that the environment variables describe."""
+    if environ.get("HVDTRAIN_ALONE") == "1" and not has_rendezvous(environ):
+        return Launch()
     for launcher, size, rank in _LAUNCHERS:
         if environ.get(size, "").isdigit() and environ.get(rank, "").isdigit():
             return Launch(launcher, int(environ[size]), int(environ[rank]))

@@ -18,7 +18,6 @@ from hvdtrain.parallel.replicas import make_mesh
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
-from hvdtrain.training.specs import fast_steps_per_execution
 
 _EVALUATION_BATCH_SIZE = 256
 
@@ -107,22 +106,19 @@ def fit(
     learning rates, of the ranks with which it was first started. With `scale_batch`
     they are computed for the new number of ranks.
     """
-    length = functools.partial(schedule.count_steps, options, len(dataset.x_train))
     return training.fit(
         functools.partial(make_model, options, dataset, mesh),
         (dataset.x_train, dataset.y_train),
         global_batch_size=lambda ranks: options.batch_size * ranks,
-        max_steps=length,
+        max_steps=functools.partial(
+            schedule.count_steps, options, len(dataset.x_train)
+        ),
         validation=(dataset.x_test, dataset.y_test),
         validation_batch_size=_EVALUATION_BATCH_SIZE,
         every_epochs=options.evaluate_every,
         exporters=[exporting.BY_NAME[name]() for name in options.export or ()],
         callbacks=functools.partial(_callbacks, options, dataset, world),
-        steps_per_execution=options.steps_per_execution
-        or fast_steps_per_execution(
-            local_batch_size=options.batch_size,
-            max_steps=length(mesh.data.size if mesh else world.size),
-        ),
+        steps_per_execution=options.steps_per_execution,
         seed=options.seed,
         # Data of another name may have the same shapes.
         unchanged={"dataset": dataset.name},

@@ -24,9 +24,9 @@ def count_steps(options: ClassifierOptions, num_samples: int, ranks: int) -> int
         JobError: the training is too short for one update, or for its warm-up.
     """
     window = options.accumulation_steps
-    epoch_steps = num_samples / (options.batch_size * ranks)
+    global_batch_size = options.batch_size * ranks
     if options.epochs:
-        steps = math.ceil(options.epochs * epoch_steps)
+        steps = -(-options.epochs * num_samples // global_batch_size)
         if window > steps:
             raise JobError(
                 f"Received --accumulation_steps={window} for a run of {steps} steps; "
@@ -42,7 +42,7 @@ def count_steps(options: ClassifierOptions, num_samples: int, ranks: int) -> int
                 f"with --accumulation_steps={window}; expected {ranks * window} or "
                 "more, for one update of the weights."
             )
-    epochs = options.epochs or steps / epoch_steps
+    epochs = options.epochs or steps * global_batch_size / num_samples
     if options.warmup_epochs > epochs:
         raise JobError(
             f"Received --warmup_epochs={options.warmup_epochs:g} for a run of "

@@ -11,7 +11,7 @@ from hvdtrain.data.batching import Transform, batches, one_pass
 from hvdtrain.data.sampler import Sampler
 from hvdtrain.data.sources.source import Source
 from hvdtrain.job import JobError, World
-from hvdtrain.job.agreement import check_same
+from hvdtrain.job.agreement import check_same, fail_together, gather
 from hvdtrain.parallel.replicas import Replicas
 from hvdtrain.training import run_directory
 from hvdtrain.training.elastic import Commits
@@ -39,8 +39,9 @@ class DealtSamples:
     workers: int | None
 
     def __post_init__(self) -> None:
-        _check_integer("epochs", self.epochs)
-        _check_integer("validation_batch_size", self.validation_batch_size)
+        for name in ("epochs", "validation_batch_size"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name))
 
     @functools.cached_property
     def fingerprint(self) -> Any:
@@ -65,7 +66,6 @@ class DealtSamples:
             {
                 "source": self.fingerprint,
                 "validation": validation,
-                "global_batch_size": self._global_batch_size(replicas.size),
                 "epochs": self.epochs,
                 "scale_batch": self.scale_batch,
                 "seed": self.seed,
@@ -74,11 +74,26 @@ class DealtSamples:
         )
         if is_checked:
             check_source(self.source, world)
+        position = self._position(world, replicas, config, commits)
+        with fail_together(world):
+            size = self._global_batch_size(position.original_size)
+        check_same(world, {"global_batch_size": size})
+        return position
+
+    def _position(
+        self,
+        world: World,
+        replicas: Replicas,
+        config: RunConfig,
+        commits: Commits | None,
+    ) -> Position:
         sizes = (self.global_batch_size, self.max_steps)
-        if not self.scale_batch and not any(map(callable, sizes)):
-            # The checkpoint decides nothing here: do not read and hash it twice.
-            return Position(step=0, sample=0, original_size=replicas.size)
-        return run_directory.position(config, world, commits, replicas=replicas)
+        # All ranks read it, or none: it is a collective.
+        if any(gather(world, self.scale_batch or any(map(callable, sizes)))):
+            return run_directory.position(config, world, commits, replicas=replicas)
+        # The numbers do not depend on the first ranks: the checkpoint, which is read
+        # and hashed before it is restored, is not needed for them.
+        return Position(step=0, sample=0, original_size=replicas.size)
 
     def with_unchanged(self, config: RunConfig) -> RunConfig:
         """Return the config with what a job that continues must not change."""
@@ -212,7 +227,7 @@ def _deal(
 
 def _check_integer(name: str, value: Any) -> None:
     is_integer = isinstance(value, int | np.integer) and value is not True
-    if value is not None and not (is_integer and value > 0):
+    if not (is_integer and value > 0):
         raise JobError(f"Received {name}={value}; expected 1 or more, an integer.")
 
 

@@ -29,7 +29,8 @@ class Commits:
     It has the reading methods of `CheckpointFiles`, and `submit` of the writer.
 
     Attributes:
-        original_size: number of replicas at the start.
+        original_size: number of replicas at the start, or at the last change before
+            the first commit: until then nothing was trained.
         requests: the requests of this rank, which outlive a change of the job.
         writer: of the last run on the chief; None on other ranks.
     """
@@ -106,6 +107,8 @@ def run_elastic(
 
     @hvd.elastic.run
     def run(state: State) -> Returned:
+        if not commits.steps():
+            commits.original_size = backend.world().size
         return train(dataclasses.replace(backend.world(), seed=world.seed), commits)
 
     return run(commits._state)

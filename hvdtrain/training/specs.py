@@ -90,8 +90,8 @@ class TrainSpec:
         local_batch_size: samples in a batch of this rank. Where ranks have different
             numbers, each rank's gradient is weighted by its samples.
         callbacks: `callbacks(plan)` returns more Keras callbacks, for the `Plan`.
-        steps_per_execution: steps between two calls of callbacks. By default 1 if there
-            are `callbacks`, and otherwise as many as make short steps fast.
+        steps_per_execution: steps between two calls of callbacks, 0 for as many as make
+            short steps fast. By default 1 if there are `callbacks`, and otherwise 0.
         repeat: where the input of a rank ends, take it from its start again, as the
             next pass over the data. By default an early end is an error.
         scale_from: the `Position` from which `input_fn` and `max_steps` are computed.
@@ -316,13 +316,12 @@ class Plan:
 
     @classmethod
     def of(cls, spec: TrainSpec, *, global_batch_size: int) -> "Plan":
-        execution = spec.steps_per_execution or (
+        execution = spec.steps_per_execution
+        if execution is None and spec.callbacks:
             # Callbacks may count batches.
-            1
-            if spec.callbacks
-            else fast_steps_per_execution(
-                local_batch_size=spec.local_batch_size, max_steps=spec.max_steps
-            )
+            execution = 1
+        execution = execution or fast_steps_per_execution(
+            local_batch_size=spec.local_batch_size, max_steps=spec.max_steps
         )
         return cls(
             max_steps=spec.max_steps,

@@ -200,6 +200,8 @@ def test_arguments_that_do_not_fit_are_one_clear_line():
         fit(max_steps=3)
     with pytest.raises(JobError, match="epochs=0; expected 1 or more"):
         fit(epochs=0)
+    with pytest.raises(JobError, match="max_steps=None; expected 1 or more"):
+        fit(epochs=None, max_steps=lambda ranks: None)
     with pytest.raises(TypeError, match="batch_size; expected global_batch_size"):
         fit(batch_size=3)
     with pytest.raises(TypeError, match=r"shuffle; expected make_model, .*max_minutes"):

@@ -63,7 +63,7 @@ def test_by_hand():
 
 
 def test_order_never_changes():
-    # A run of an older version must resume with the next sample of its order.
+    # A job that continues under a later version takes the next sample of its order.
     assert sampler(5, 5, 7).indices(0, 1).tolist() == [[1, 0, 2, 4, 3]]
 
 

@@ -66,6 +66,7 @@ def test_a_run_with_the_defaults():
     assert found["global_batch_size"](4) == 256
     assert found["max_steps"](4) == 2500
     assert found["skip_nonfinite"]
+    assert found["validation_batch_size"] == 256
     assert found["unchanged"] == {"dataset": "synthetic"}
     assert [exporter.name for exporter in found["exporters"]] == ["best", "final"]
     model = found["make_model"]()

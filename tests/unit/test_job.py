@@ -61,6 +61,7 @@ def test_launch_is_read_from_the_innermost_launcher(environ, expected):
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "evaluator": ["d:1"]}
 POOLS = {"workerpool0": ["a"], "workerpool1": ["b", "c"], "workerpool2": ["d"]}
+EVALUATOR, SERVER = {"type": "evaluator"}, {"type": "workerpool2"}
 
 
 @pytest.mark.parametrize(
@@ -108,11 +109,15 @@ def test_a_process_that_is_one_of_several_does_not_train_alone(
 ):
     monkeypatch.setattr(os, "environ", environ)
     assert declared_size.read(environ) == (variable, size)
-    text = rf"^Received {variable} of {size} processes, .* sees this one alone: [^\n]*$"
+    text = rf"^Received {variable} of {size} processes, .* sees jobs of 1: [^\n]*$"
     with pytest.raises(JobError, match=text):
         declared_size.check(size=1)
     declared_size.check(size=size)
+    # Two jobs of some of the processes are refused too.
+    with pytest.raises(JobError, match=f"sees jobs of {size - 1}:"):
+        declared_size.check(size=size - 1)
     environ["HVDTRAIN_ALONE"] = "1"
+    assert launchers.launch(environ) == Launch() or launchers.has_rendezvous(environ)
     declared_size.check(size=1)
 
 
@@ -156,6 +161,8 @@ def test_init_does_not_start_horovod_alone(monkeypatch):
         {"TF_CONFIG": "chief"},
         {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
         {"SM_HOSTS": '["algo-1"]'},
+        {"TF_CONFIG": json.dumps({"cluster": CLUSTER, "task": EVALUATOR})},
+        {"CLUSTER_SPEC": json.dumps({"cluster": POOLS, "task": SERVER})},
         {"CLUSTER_SPEC": "[]"},
     ],
 )

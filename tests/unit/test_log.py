@@ -1,6 +1,5 @@
 """log.jsonl: written by the observer, read again, also after a kill."""
 
-import dataclasses
 import json
 import math
 import os
@@ -64,7 +63,22 @@ def test_lines_are_as_documented(make, tmp_path):
             {
                 "event": "start",
                 "seconds": 1000,
-                **dataclasses.asdict(start(0)),
+                "step": 0,
+                "max_steps": 100,
+                "ranks": 2,
+                "global_batch_size": 8,
+                "local_batch_sizes": [4, 4],
+                "accumulation_steps": 1,
+                "learning_rate": 0.5,
+                "model": "mlp",
+                "optimizer": "sgd",
+                "mesh": {"data": 2, "pipeline": 1, "model": 1},
+                "reduction": "shared memory",
+                "controller": "Gloo",
+                "hosts": ["node1", "node1"],
+                "threads": [1, 1],
+                "versions": {"Keras": "3"},
+                "process_seconds": 4.5,
             },
             {
                 "event": "progress",

@@ -21,9 +21,14 @@ def test_weights_on_mnist(name, weights):
 @pytest.mark.parametrize("shape", [(28, 28, 1), (32, 20, 3), (6, 6, 2)])
 def test_other_images_and_classes(name, shape):
     model = models.BY_NAME[name](shape, num_classes=3)
-    logits = model(np.zeros((5, *shape), "float32"))
+    images = np.random.RandomState(0).randint(256, size=(5, *shape))
+    logits = model(images.astype("uint8"))
     assert logits.shape == (5, 3)
     assert logits.dtype == "float32"
+    # Of 0 to 255, in any type; the first layer scales them.
+    np.testing.assert_array_equal(logits, model(images.astype("float32")))
+    scaled = model.layers[0](images)
+    np.testing.assert_allclose(scaled, images / 255, rtol=1e-6)
 
 
 def test_weights_of_the_synthetic_workloads():

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from hvdtrain.checkpoint.header import Header
 from hvdtrain.training import Plan, TrainSpec
 
 
@@ -18,6 +19,35 @@ def plan(max_steps, *, pass_steps=469, local_batch_size=64, steps_per_execution=
         ),
         global_batch_size=local_batch_size,
     )
+
+
+def test_callbacks_count_batches_unless_the_steps_are_given():
+    def execution(**options):
+        spec = TrainSpec(
+            input_fn=None, max_steps=200, pass_steps=10, local_batch_size=64, **options
+        )
+        return Plan.of(spec, global_batch_size=128).steps_per_execution
+
+    callbacks = {"callbacks": lambda plan: []}
+    assert execution() == execution(steps_per_execution=0) == 20
+    assert execution(**callbacks) == 1
+    assert execution(**callbacks, steps_per_execution=0) == 20
+    assert execution(**callbacks, steps_per_execution=7) == 7
+
+
+def test_samples_of_a_job_whose_batch_has_changed():
+    header = Header(
+        step=10,
+        local_batch_sizes=(64, 64),
+        global_batch_size=128,
+        sample=1280,
+        original_size=2,
+        fit_epoch_steps=5,
+        steps_per_execution=1,
+    )
+    found = plan(100).continued_from(header)
+    assert [found.samples(step) for step in (10, 13)] == [1280, 1280 + 3 * 64]
+    assert plan(100).samples(13) == 13 * 64
 
 
 def test_invariants():

@@ -11,9 +11,9 @@ from hvdtrain.mnist.options import ClassifierOptions
 from hvdtrain.training import Plan
 
 
-def count_steps(**changes):
+def count_steps(samples=1000, ranks=2, **changes):
     options = ClassifierOptions(**({"batch_size": 10} | changes))
-    return schedule.count_steps(options, 1000, ranks=2)
+    return schedule.count_steps(options, samples, ranks)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,8 @@ def count_steps(**changes):
         ({"epochs": 3}, 150),
         ({"epochs": 3, "accumulation_steps": 4}, 152),
         ({"epochs": 1, "batch_size": 7}, 72),
+        # Without a rounding error.
+        ({"epochs": 15, "batch_size": 100, "samples": 60_000, "ranks": 9}, 1000),
     ],
 )
 def test_steps_of_two_ranks(changes, expected):

@@ -168,8 +168,10 @@ def test_one_pass_reads_each_sample_once(size, batch):
     assert read == list(range(SAMPLES))
 
 
+@pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize("samples", [1, 2, 3, 5, 10, 103, 1000, 4097])
-def test_index_shuffle_is_a_permutation(samples):
+def test_index_shuffle_is_a_permutation(monkeypatch, samples, is_native):
+    select_library(monkeypatch, is_native)
     numbers = np.arange(samples)
     orders = {
         tuple(index_shuffle(numbers, num_samples=samples, seed=seed, epoch=epoch))
