@@ -5,7 +5,7 @@ import numpy as np
 from hvdtrain.data.sources.source import as_source
 from hvdtrain.job import World
 from hvdtrain.parallel.replicas import Replicas
-from hvdtrain.training import Position
+from hvdtrain.training import Position, elastic
 from hvdtrain.training.dealt_samples import DealtSamples
 
 NUMBERS = np.arange(10)
@@ -46,3 +46,15 @@ def test_sizes_of_the_first_ranks():
     scaled = samples(scale_batch=True).train_spec(Replicas.of(World()), first, {})
     assert (scaled.local_batch_size, scaled.max_steps) == (3, 8)
     assert scaled.scale_from == first
+
+
+def test_a_job_without_a_commit_takes_the_sizes_of_its_present_ranks(monkeypatch):
+    """As after the loss of a rank before its first step: two have started it."""
+    monkeypatch.setattr(elastic, "is_elastic", lambda: True)
+    monkeypatch.setattr(elastic.hvd.elastic, "run", lambda function: function)
+    monkeypatch.setattr(elastic.backend, "world", World)
+    sizes = []
+    elastic.run_elastic(
+        lambda world, commits: sizes.append(commits.original_size), World(size=2)
+    )
+    assert sizes == [1]
