@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import keras
 
@@ -20,49 +19,11 @@ from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
 
 _EVALUATION_BATCH_SIZE = 256
-
-
-def train(
-    options: ClassifierOptions, world: World, *, report: Callable[[str], object]
-) -> None:
-    """Train, evaluate, and write the model and the summary. A collective.
-
-    Args:
-        options: the same on all ranks, except for paths.
-        world: the `World`, of a job that was started with `options.mesh_shape`.
-        report: called on the chief with each text for the user.
-
-    Raises:
-        JobError: on all ranks, if one of them cannot train.
-    """
-    mesh = make_mesh(options.mesh_shape)
-
-    # In an elastic job this function is called again after each change of the ranks.
-    def train_once(world: World, commits: Commits | None) -> None:
-        dataset, warning = load(options, world)
-        if world.is_chief:
-            report(summary.first_lines(options, dataset, warning=warning))
-        result = fit(options, dataset, world, mesh, commits)
-        values = summary.summarize(result, options, dataset)
-        if world.is_chief:
-            report(summary.last_line(values))
-        if options.model_dir:
-            # On all ranks: the full values of a sharded model are gathered.
-            run_directory.write(
-                world, options.model_dir, model=result.model, summary=values
-            )
-            if world.is_chief:
-                report(f"written to {options.model_dir}")
-
-    run_elastic(train_once, world)
-
-
-def load(options: ClassifierOptions, world: World) -> tuple[Dataset, str]:
-    """Return the data set of all ranks, and a warning for the user. A collective."""
-    values = vars(options)
-    paths = ("data_dir", "model_dir", "timeline_file")
-    check_same(world, values, but=paths, prefix="--")
-    return load_everywhere(world, options.dataset, data_dir=options.data_dir)
+# Flags that are arguments of `training.fit`.
+_FLAGS_OF_FIT = (
+    *("scale_batch", "model_dir", "save_every_steps", "save_every_seconds"),
+    *("skip_nonfinite", "max_minutes", "commit_every_steps", "steps_per_execution"),
+)
 
 
 def make_model(
@@ -118,29 +79,15 @@ def fit(
         every_epochs=options.evaluate_every,
         exporters=[exporting.BY_NAME[name]() for name in options.export or ()],
         callbacks=functools.partial(_callbacks, options, dataset, world),
-        steps_per_execution=options.steps_per_execution,
         seed=options.seed,
         # Data of another name may have the same shapes.
         unchanged={"dataset": dataset.name},
         world=world,
         mesh=mesh,
         commits=commits,
-        **_config(options),
+        keep_max=options.keep_checkpoints,
+        **{name: getattr(options, name) for name in _FLAGS_OF_FIT},
     )
-
-
-def _config(options: ClassifierOptions) -> dict[str, Any]:
-    """Return the arguments of `training.fit` that are flags of the same meaning."""
-    return {
-        "scale_batch": options.scale_batch,
-        "model_dir": options.model_dir,
-        "save_every_steps": options.save_every_steps,
-        "save_every_seconds": options.save_every_seconds,
-        "keep_max": options.keep_checkpoints,
-        "skip_nonfinite": options.skip_nonfinite,
-        "max_minutes": options.max_minutes,
-        "commit_every_steps": options.commit_every_steps,
-    }
 
 
 def _callbacks(
@@ -158,3 +105,46 @@ def _callbacks(
             ProfileCallback(options.model_dir, plan, steps=options.profile_steps)
         )
     return callbacks
+
+
+def train(
+    options: ClassifierOptions, world: World, *, report: Callable[[str], object]
+) -> None:
+    """Train, evaluate, and write the model and the summary. A collective.
+
+    Args:
+        options: the same on all ranks, except for paths.
+        world: the `World`, of a job that was started with `options.mesh_shape`.
+        report: called on the chief with each text for the user.
+
+    Raises:
+        JobError: on all ranks, if one of them cannot train.
+    """
+    mesh = make_mesh(options.mesh_shape)
+
+    # In an elastic job this function is called again after each change of the ranks.
+    def train_once(world: World, commits: Commits | None) -> None:
+        dataset, warning = load(options, world)
+        if world.is_chief:
+            report(summary.first_lines(options, dataset, warning=warning))
+        result = fit(options, dataset, world, mesh, commits)
+        values = summary.summarize(result, options, dataset)
+        if world.is_chief:
+            report(summary.last_line(values))
+        if options.model_dir:
+            # On all ranks: the full values of a sharded model are gathered.
+            run_directory.write(
+                world, options.model_dir, model=result.model, summary=values
+            )
+            if world.is_chief:
+                report(f"written to {options.model_dir}")
+
+    run_elastic(train_once, world)
+
+
+def load(options: ClassifierOptions, world: World) -> tuple[Dataset, str]:
+    """Return the data set of all ranks, and a warning for the user. A collective."""
+    values = vars(options)
+    paths = ("data_dir", "model_dir", "timeline_file")
+    check_same(world, values, but=paths, prefix="--")
+    return load_everywhere(world, options.dataset, data_dir=options.data_dir)
