@@ -16,7 +16,8 @@ class RunStart:
         local_batch_sizes: samples in a batch of each replica of the model.
         accumulation_steps: steps for one update of the weights.
         learning_rate: the optimizer's, before callbacks change it.
-        model: its name, as that of the optimizer.
+        model: name of the model.
+        optimizer: name of the optimizer.
         mesh: number of ranks along each axis: data, pipeline, model.
         reduction: how dense gradients are summed over the ranks.
         controller: "MPI" or "Gloo", which starts Horovod's collectives.

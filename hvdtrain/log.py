@@ -17,13 +17,13 @@
      "saving_seconds": 0.1}
 
 Lines of the event export have the fields of checkpoints. `events.RunStart` has all
-fields of a start, `events.Straggler` those of a straggler, which is null where it is
-not measured. Readers accept a progress or an end without `straggler` or the seconds of
-evaluation and saving. `seconds` is the time since the epoch. A number that is not
-finite is null. All runs of a job append to the file, and lines are never changed: a
-start at step s supersedes the lines of later steps above it, and of several lines of an
-event and a step the last is valid. Readers skip lines that are not JSON: a killed
-process truncated them.
+fields of a start, and `events.Straggler` all fields of a straggler, which is null where
+it is not measured. Readers accept a progress or an end without `straggler` or the
+seconds of evaluation and saving. `seconds` is the time since the epoch. A number that
+is not finite is null. All runs of a job append to the file, and lines are never
+changed: a start at step s supersedes the lines of later steps above it, and of several
+lines of an event and a step the last is valid. Readers skip lines that are not JSON: a
+killed process truncated them.
 
 Importing this module loads no TensorFlow.
 """

@@ -46,8 +46,8 @@ def init(*args: object, **kwargs: object) -> None:
     catch the error, its cause is printed in place of the traceback.
 
     Raises:
-        JobError: the environment says that this process is one of several, and Horovod
-            that it is alone; see `declared_size`.
+        JobError: the environment says that the job has more processes than Horovod has
+            connected; see `declared_size`.
     """
     is_first = not hvd.is_initialized()
     if is_first:
@@ -56,6 +56,11 @@ def init(*args: object, **kwargs: object) -> None:
     explain_failed_collectives()
     _skip_destructors_in_forks()
     launchers.locate()
+    # Of some ranks only, `comm` makes a job of fewer than were started.
+    is_whole = (args[0] if args else kwargs.get("comm")) is None
+    # Before a guard starts, and MPI, which may abort.
+    if is_whole and not launchers.has_rendezvous(os.environ):
+        declared_size.check(size=1)
     launched = launchers.launch()
     if launched.launcher:
         output.write_whole_lines_of_script()
@@ -63,10 +68,6 @@ def init(*args: object, **kwargs: object) -> None:
         membership.join(rank=launched.rank, size=launched.size)
     if is_first and launchers.is_gloo(os.environ) and not is_elastic():
         rendezvous.wait_for_ranks(rank=launched.rank, size=launched.size)
-    # Of some ranks only, `comm` makes a job of fewer than were started.
-    is_whole = (args[0] if args else kwargs.get("comm")) is None
-    if is_whole and not launchers.has_rendezvous(os.environ):
-        declared_size.check(size=1)
     _record()
     with recorder.collective("hvd.init", "init", size_bytes=0, is_of_all_ranks=False):
         hvd.init(*args, **kwargs)
