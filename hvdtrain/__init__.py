@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from hvdtrain import lazy
 
 if TYPE_CHECKING:
-    from hvdtrain.runner.caller import LostRankError as LostRankError
-    from hvdtrain.runner.caller import RankError as RankError
     from hvdtrain.runner.engine import RunError as RunError
-    from hvdtrain.runner.launch import run as run
     from hvdtrain.runner.ray import Ray as Ray
+    from hvdtrain.runner.results import LostRankError as LostRankError
+    from hvdtrain.runner.results import RankError as RankError
+    from hvdtrain.runner.run import run as run
     from hvdtrain.runner.slurm import Slurm as Slurm
     from hvdtrain.runner.spark import Spark as Spark
 
@@ -22,13 +22,13 @@ __version__ = "0.1.0"
 __getattr__ = lazy.getattr_of(
     __name__,
     {
-        "run": "runner.launch",
+        "run": "runner.run",
         "Ray": "runner.ray",
         "Slurm": "runner.slurm",
         "Spark": "runner.spark",
         "RunError": "runner.engine",
-        "RankError": "runner.caller",
-        "LostRankError": "runner.caller",
+        "RankError": "runner.results",
+        "LostRankError": "runner.results",
     },
     optional=("ray", "pyspark", "submitit"),
 )

@@ -6,7 +6,7 @@ import sys
 
 from hvdtrain import __version__
 
-PROGRAMS = ("mnist", "verify", "benchmark", "report", "doctor", "install")
+PROGRAMS = ("mnist", "launch", "verify", "benchmark", "report", "doctor", "install")
 
 
 def page() -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 # Messages of TensorFlow at import, written by C++ code that no log level silences.
 _NOISE = "absl::InitializeLog|^I0000 |oneDNN|cpu_feature_guard"
@@ -150,6 +150,11 @@ def describe(error: BaseException) -> tuple[str, str]:
     if job_error := _JOB_ERROR.match(last):
         return last[job_error.end() :], last[job_error.end() :]
     return last, "\n".join(lines)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 0" or "ranks 0, 1"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _last_lines(lines: list[str]) -> Iterable[str]:

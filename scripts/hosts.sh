@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs a command on two hosts, host1 and host2: network namespaces of this machine that
-# a pair of virtual interfaces joins.
+# Runs a command on several hosts, host1, host2, ...: network namespaces of this machine
+# that a bridge joins.
 #
-#     scripts/hosts.sh [--delay=TIME] COMMAND...
+#     scripts/hosts.sh [--hosts=2] [--delay=TIME] COMMAND...
 #     scripts/hosts.sh --delay=100us horovodrun -np 2 -H host1:1,host2:1 \
 #       --network-interface=eth0 python -m hvdtrain.benchmark
 #
-# COMMAND runs on host1; `ssh host2` starts a program on host2. Each host has one half of
-# the cores, and all of the files. --delay holds each packet for this time, in both
-# directions, by the kernel's netem. Needs root and iproute2.
+# COMMAND runs on host1; `ssh host2` starts a program on host2. Each host has its share
+# of the cores, at least one, and all of the files. --delay holds each packet that a host
+# sends for this time, by the kernel's netem. Needs root and iproute2.
 set -euo pipefail
 
 network=10.98.0
@@ -18,18 +18,21 @@ die() {
   exit 1
 }
 
-# join WORK DELAY
+# join WORK DELAY: makes the hosts.
 join() {
   local work=$1 delay=$2 host
   # Only in this mount namespace.
   mount -t tmpfs tmpfs /run
   mkdir /run/netns
-  printf '%s\n' '127.0.0.1 localhost' "$network.1 host1" "$network.2 host2" >"$work/hosts"
+  echo '127.0.0.1 localhost' >"$work/hosts"
   mount --bind "$work/hosts" /etc/hosts
-  ip netns add host1
-  ip netns add host2
-  ip link add eth0 netns host1 type veth peer name eth0 netns host2
-  for host in 1 2; do
+  ip link add hosts type bridge
+  ip link set hosts up
+  for ((host = 1; host <= HOSTS_NUMBER; host++)); do
+    echo "$network.$host host$host" >>"$work/hosts"
+    ip netns add "host$host"
+    ip link add "port$host" type veth peer name eth0 netns "host$host"
+    ip link set "port$host" master hosts up
     ip -n "host$host" address add "$network.$host/24" dev eth0
     ip -n "host$host" link set eth0 up
     ip -n "host$host" link set lo up
@@ -41,10 +44,13 @@ join() {
 
 # enter NUMBER COMMAND...: replaces this process by the command on a host.
 enter() {
-  local number=$1 half=$(($(nproc) / 2))
+  local number=$1 cores share
+  cores=$(nproc --all)
+  share=$((cores / HOSTS_NUMBER))
+  ((share)) || share=1
   shift
-  ((half)) || half=1
-  exec taskset --cpu-list "$(((number - 1) * half))-$((number * half - 1))" \
+  local first=$(((number - 1) * share % cores))
+  exec taskset --cpu-list "$first-$((first + share - 1))" \
     nsenter "--net=/run/netns/host$number" unshare --uts \
     sh -c "hostname host$number"' && exec "$@"' sh "$@"
 }
@@ -60,14 +66,16 @@ connect() {
     esac
     shift
   done
-  [[ $host =~ ^host[12]$ ]] || die "received the host '$host'; expected host1 or host2"
+  [[ $host =~ ^host[1-9][0-9]*$ ]] && ((${host#host} <= HOSTS_NUMBER)) ||
+    die "received the host '$host'; expected host1 to host$HOSTS_NUMBER"
   enter "${host#host}" sh -c "$*"
 }
 
 self=$(readlink -f "${BASH_SOURCE[0]}")
-case ${0##*/} in
-  ssh) connect "$@" ;;
-esac
+if [[ ${0##*/} == ssh ]]; then
+  : "${HOSTS_NUMBER:=2}"
+  connect "$@"
+fi
 if [[ ${1:-} == --inside ]]; then
   work=$2 delay=$3
   shift 3
@@ -78,12 +86,20 @@ if [[ ${1:-} == --inside ]]; then
   export OMPI_MCA_btl_tcp_if_include=eth0 OMPI_MCA_oob_tcp_if_include=eth0
   enter 1 "$@"
 fi
-delay=''
-if [[ ${1:-} == --delay=* ]]; then
-  delay=${1#--delay=}
+delay='' number=2
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --delay=*) delay=${1#--delay=} ;;
+    --hosts=*) number=${1#--hosts=} ;;
+    *) die "received the option $1; expected --hosts=N or --delay=TIME" ;;
+  esac
   shift
-fi
-[[ $# -gt 0 ]] || die "usage: scripts/hosts.sh [--delay=TIME] COMMAND..."
+done
+[[ $# -gt 0 ]] || die "usage: scripts/hosts.sh [--hosts=2] [--delay=TIME] COMMAND..."
+[[ $number =~ ^[1-9][0-9]{0,2}$ ]] && ((number <= 254)) ||
+  die "received --hosts=$number; expected a number from 1 to 254"
+# For `ssh` of the command.
+export HOSTS_NUMBER=$number
 ((EUID == 0)) || die "it needs root, to make network namespaces"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

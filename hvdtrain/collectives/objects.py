@@ -12,6 +12,7 @@ from hvdtrain.collectives.process_sets import (
     check_root,
     global_process_set,
 )
+from hvdtrain.output import name_ranks
 
 T = TypeVar("T")
 
@@ -139,11 +140,6 @@ def group_by_value(
         else:
             groups.append(RanksOfValue(value, [rank]))
     return groups
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 0" or "ranks 0, 1"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def name_values(

@@ -25,6 +25,7 @@ from hvdtrain.job import (
     init_checks,
     launchers,
     membership,
+    platforms,
     rendezvous,
 )
 from hvdtrain.job.agreement import fail_together
@@ -59,6 +60,8 @@ def init(*args: object, **kwargs: object) -> None:
     # Of some ranks only, `comm` makes a job of fewer than were started.
     is_whole = (args[0] if args else kwargs.get("comm")) is None
     # Before a guard starts, and MPI, which may abort.
+    if is_whole:
+        platforms.form_job()
     if is_whole and not launchers.has_rendezvous(os.environ):
         declared_size.check(size=1)
     launched = launchers.launch()

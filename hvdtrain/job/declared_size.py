@@ -6,11 +6,9 @@ several jobs, each of some of the processes.
 """
 
 import dataclasses
-import functools
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from hvdtrain.environment import is_elastic
 from hvdtrain.job.world import SharedJobError
@@ -47,22 +45,6 @@ def _after_rank(rank: str) -> int:
     return int(rank) + 1
 
 
-# Evaluators and parameter servers do not train, and are alone.
-_TRAINERS = ("chief", "master", "worker")
-_POOLS = ("workerpool0", "workerpool1")
-
-
-def _count_tasks(value: str, *, trainers: Sequence[str]) -> int:
-    config: Any = json.loads(value)
-    if config.get("task", {}).get("type", trainers[0]) not in trainers:
-        return 1
-    return sum(len(config["cluster"].get(task, ())) for task in trainers)
-
-
-def _hosts(value: str) -> int:
-    return len(json.loads(value))
-
-
 # Launchers, the innermost first, then platforms: the first that declares a number
 # decides, so that `mpirun -np 1` in a larger allocation is alone on purpose.
 _ROWS = (
@@ -85,14 +67,6 @@ _ROWS = (
     # Cray's PALS without PMI; and PMIx, whose standard has no variable of a size.
     _Row("PALS_RANKID", _after_rank, is_bound=True),
     _Row("PMIX_RANK", _after_rank, is_bound=True),
-    # torchrun, Kubeflow's runtime for torch, accelerate.
-    _Row("WORLD_SIZE", beside="RANK"),
-    # tf.distribute.cluster_resolver.TFConfigClusterResolver; Kubeflow's TFJob.
-    _Row("TF_CONFIG", functools.partial(_count_tasks, trainers=_TRAINERS)),
-    # Vertex AI: "Distributed training" in its documentation.
-    _Row("CLUSTER_SPEC", functools.partial(_count_tasks, trainers=_POOLS)),
-    # SageMaker: ENVIRONMENT_VARIABLES.md of its training toolkit.
-    _Row("SM_HOSTS", _hosts),
 )
 
 

@@ -13,10 +13,10 @@ import urllib.error
 from horovod.runner.http import http_client
 
 from hvdtrain import environment, output
-from hvdtrain.collectives.objects import name_ranks
 from hvdtrain.environment import InitLimits
 from hvdtrain.job import launchers
 from hvdtrain.job.world import JobError
+from hvdtrain.output import name_ranks
 
 _ATTEMPTS, _RETRY_SECONDS = 5, 0.5
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.01, 0.5
@@ -49,10 +49,10 @@ def wait_for_ranks(*, rank: int, size: int) -> None:
         if is_slow and is_first and not is_reported:
             _report(late, limits)
             is_reported = True
-        time.sleep(_pause_seconds(seconds, size))
+        time.sleep(pause_seconds(seconds, size))
 
 
-def _pause_seconds(seconds: float, size: int) -> float:
+def pause_seconds(seconds: float, size: int) -> float:
     """Return the time to the next request of a rank that has waited for `seconds`."""
     # Ranks that come together are not delayed, and a late one costs few requests.
     pause = min(max(seconds / 10, _LEAST_PAUSE_SECONDS), _MOST_PAUSE_SECONDS)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hvdtrain import environment, output
 from hvdtrain.install.compatibility import MismatchError
-from hvdtrain.job import cores, declared_size, launchers, membership
+from hvdtrain.job import cores, declared_size, launchers, membership, platforms
 from hvdtrain.job.world import JobError, MeshShape, World
 
 _ENVIRONMENT = {
@@ -37,6 +37,7 @@ def start(*, seed: int = 0, mesh: MeshShape | None = None) -> World:
         JobError: Horovod cannot be loaded, the processes do not form one job, or
             there are more ranks than GPUs on this node.
     """
+    platforms.form_job()
     launched = launchers.launch()
     _set_environment(launched)
     is_alone = not launchers.has_rendezvous(os.environ)

@@ -15,7 +15,6 @@ from hvdtrain.collectives.dtypes import as_tensorflow
 from hvdtrain.collectives.objects import (
     allgather_object,
     group_by_value,
-    name_ranks,
     name_values,
 )
 from hvdtrain.collectives.process_sets import (
@@ -28,6 +27,7 @@ from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.gradients import Gradients
 from hvdtrain.keras.unlisted import Unlisted
 from hvdtrain.keras.variables import Variable
+from hvdtrain.output import name_ranks
 from hvdtrain.sharding.shards import get_stages
 
 CHECK_SETUP = (

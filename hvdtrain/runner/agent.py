@@ -21,12 +21,12 @@ from multiprocessing.connection import Connection
 from typing import IO
 
 import psutil
-from horovod.runner.common.util.host_hash import host_hash
 
 from hvdtrain import output
 from hvdtrain.environment import JOB_SECRET
 from hvdtrain.flight import descendants
 from hvdtrain.job import launchers
+from hvdtrain.job.formation import host_identity
 from hvdtrain.runner import channel
 
 _CONNECT_SECONDS = 60.0
@@ -54,18 +54,15 @@ def serve(address: channel.Address, slots: int = 1) -> None:
     Raises:
         OSError: the caller is not reached within a minute.
     """
-    # Hosts may have one name; a host has another identity after each boot.
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
-    host = socket.gethostname()
-    hello = channel.Hello(host_hash(salt=boot), host, slots)
+    hello = channel.Hello(host_identity(), socket.gethostname(), slots)
     with channel.connect(
         address, hello, timeout_seconds=_CONNECT_SECONDS
     ) as connection:
         start = _receive(connection)
-        if start is None:
+        if not isinstance(start, channel.StartRanks):
             return
         secret = {JOB_SECRET: job_secret(address)}
-        with_secret = tuple(each | secret for each in start.environments)
+        with_secret = {n: secret | each for n, each in start.environments.items()}
         try:
             _run_ranks(connection, dataclasses.replace(start, environments=with_secret))
         except OSError as error:
@@ -85,18 +82,23 @@ def _run_ranks(connection: Connection, start: channel.StartRanks) -> None:
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(connection, selectors.EVENT_READ)
         running = []
-        for environment in start.environments:
-            rank = stack.enter_context(contextlib.closing(_Rank(start, environment)))
+        for number in start.environments:
+            rank = stack.enter_context(contextlib.closing(_Rank(start, number)))
             running.append(rank)
             for stream in rank.streams:
                 selector.register(stream.file, selectors.EVENT_READ, (rank, stream))
-        if running and os.environ.get(_LEGACY_KERAS, "0") != "0":
+        is_removed = start.payload and os.environ.get(_LEGACY_KERAS, "0") != "0"
+        if running and is_removed:
             _send(connection, channel.Output(running[0].rank, 2, _REMOVED))
         deadline = float("inf")
         while running and time.monotonic() < deadline:
             for key, _ in selector.select(_POLL_SECONDS):
                 if key.data:
                     _forward(connection, selector, *key.data)
+                    continue
+                if isinstance(request := _receive(connection), channel.AskRanks):
+                    for rank in running:
+                        rank.ask(request.number)
                     continue
                 # The caller has ended, or ends the job.
                 selector.unregister(connection)
@@ -116,7 +118,7 @@ def _programs(start: channel.StartRanks) -> Iterator[int]:
     # A job that a rank has submitted has inherited the variables of the rank as well.
     # Its parent is a process of the batch system, and none of these.
     parents = {1, os.getpid(), *(each.pid for each in psutil.Process().parents())}
-    for environment in start.environments:
+    for environment in start.environments.values():
         for pid in descendants.find(descendants.identity(environment)):
             with contextlib.suppress(psutil.Error):
                 if psutil.Process(pid).ppid() in parents:
@@ -142,7 +144,9 @@ def _send(connection: Connection, message: object) -> None:
         connection.send(message)
 
 
-def _receive(connection: Connection) -> channel.StartRanks | None:
+def _receive(
+    connection: Connection,
+) -> channel.StartRanks | channel.AskRanks | None:
     """Return a message of the caller; None if it ends the job or has ended."""
     with contextlib.suppress(EOFError, OSError):
         return connection.recv()
@@ -189,10 +193,10 @@ class _Stream:
 
 
 class _Rank:
-    """A process that calls the function."""
+    """A process that calls the function, or is the program."""
 
-    def __init__(self, start: channel.StartRanks, environment: dict[str, str]) -> None:
-        self.rank = int(environment["HOROVOD_RANK"])
+    def __init__(self, start: channel.StartRanks, rank: int) -> None:
+        self.rank = rank
         self._payload = _memory_file(start.payload)
         self._outcome = _memory_file(b"")
         self._reason = _memory_file(b"")
@@ -200,13 +204,18 @@ class _Rank:
         files = (self._payload, self._outcome, self._reason)
         # A function may import TensorFlow before hvdtrain.keras, which sets it as well.
         level = os.environ.get(output.LOG_LEVEL, "1")
+        given = os.environ.get("PYTHONPATH", "")
+        own = map(str, (os.getpid(), *files))
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "hvdtrain.runner.rank"),
-                *map(str, (os.getpid(), *files)),
-                os.environ.get("PYTHONPATH", ""),
+                *own,
+                given,
+                *start.command,
             ],
-            env=_base_environment() | {output.LOG_LEVEL: level} | environment,
+            env=_base_environment(is_function=not start.command)
+            | {output.LOG_LEVEL: level}
+            | start.environments[rank],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -227,6 +236,12 @@ class _Rank:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
+
+    def ask(self, number: int) -> None:
+        """Send a signal to the process alone: its helpers may have to write for it."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def is_over(self) -> bool:
         """Return whether the process has ended and has written its last lines."""
@@ -305,10 +320,14 @@ def search_path() -> str:
     return os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
 
 
-def _base_environment() -> dict[str, str]:
-    """Return this process' environment, without another job's and another Keras."""
+def _base_environment(*, is_function: bool) -> dict[str, str]:
+    """Return this process' environment without another job's.
+
+    A function trains with Keras 3, in a job of its own. A program has all that the
+    platform has set.
+    """
     environment = launchers.without_launch(os.environ)
-    for name in (_LEGACY_KERAS, "HOROVOD_ELASTIC", "TF_CONFIG"):
+    for name in (_LEGACY_KERAS, "HOROVOD_ELASTIC", "TF_CONFIG") if is_function else ():
         environment.pop(name, None)
     return environment | {"PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1"}
 

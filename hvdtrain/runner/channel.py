@@ -9,13 +9,15 @@ import pickle
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
 import psutil
 
 from hvdtrain import handshake
+from hvdtrain.job.formation import interface_of
+from hvdtrain.job.registry import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 _RETRY_SECONDS = 0.2
 # Until a host that is lost while data is on the way to it is noticed.
 _LOST_SECONDS = 60.0
@@ -55,15 +57,24 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class StartRanks:
-    """Request to start a rank for each of `environments`.
+    """Request to start ranks, which call a function or are a program.
 
     Attributes:
-        payload: pickled function and arguments.
-        environments: variables by which a rank finds the others.
+        payload: pickled function and arguments; empty for a program.
+        command: program and arguments; empty for a function.
+        environments: by rank, the variables by which it finds the others.
     """
 
     payload: bytes
-    environments: tuple[dict[str, str], ...]
+    command: tuple[str, ...]
+    environments: Mapping[int, dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class AskRanks:
+    """Request to send a signal to the ranks, which end by themselves."""
+
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +91,7 @@ class Ended:
     """A rank's process has ended.
 
     Attributes:
-        outcome: what it has pickled before, if any.
+        outcome: what it has pickled before, if any; nothing of a program.
         reason: of its guard, which has ended the job for an error of the program.
     """
 
@@ -158,7 +169,7 @@ def connect(address: Address, hello: Hello, *, timeout_seconds: float) -> Connec
         interfaces = {}
         for host in address.hosts:
             with contextlib.suppress(OSError), _connect(host, address) as tried:
-                interfaces[host] = _interface(tried.getsockname()[0])
+                interfaces[host] = interface_of(tried.getsockname()[0])
         greeting = pickle.dumps(dataclasses.replace(hello, interfaces=interfaces))
         for host in interfaces:
             with contextlib.suppress(OSError):
@@ -192,11 +203,3 @@ def _addresses() -> tuple[str, ...]:
     ]
     outer = [address for address in found if not address.startswith("127.")]
     return tuple(outer or [LOOPBACK])
-
-
-def _interface(own: str) -> str:
-    """Return the name of the network interface that has the address `own`."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == own for address in addresses):
-            return name
-    raise OSError(f"no network interface has the address {own}")

@@ -1,4 +1,7 @@
-"""The program of a rank: calls the function that the caller has pickled."""
+"""The program of a rank: calls the function that the caller has pickled.
+
+Or it becomes the program that follows its own arguments.
+"""
 
 import ctypes
 import importlib
@@ -24,6 +27,10 @@ def main() -> None:
     agent, payload, outcome, reason = map(int, sys.argv[1:5])
     _end_with(agent)
     _restore_search_path(sys.argv[5])
+    if command := sys.argv[6:]:
+        for file in (payload, outcome, reason):
+            os.close(file)
+        _become(command)
     member.pass_reason(reason)
     sys.argv[1:] = []
     try:
@@ -33,6 +40,15 @@ def main() -> None:
     except BaseException as error:
         _write(outcome, _failure(error))
         _end_with_error(error)
+
+
+def _become(command: list[str]) -> NoReturn:
+    """Replace this process by a program; the kernel still kills it with the agent."""
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.stderr.write(f"Cannot start {command[0]}: {error.strerror}.\n")
+        os._exit(127)
 
 
 def _end_with(agent: int) -> None:

@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Top floor first. The names are modules and packages of hvdtrain.
 FLOORS = [
     [
-        *("mnist", "benchmark", "doctor", "report", "verify", "program"),
-        "__main__",
+        *("mnist", "benchmark", "doctor", "launch", "report", "verify"),
+        *("program", "__main__"),
     ],
     ["training"],
     ["checkpoint"],

@@ -2,7 +2,6 @@
 
 import dataclasses
 import http.client
-import json
 import os
 import threading
 from unittest import mock
@@ -59,11 +58,6 @@ def test_launch_is_read_from_the_innermost_launcher(environ, expected):
     assert launchers.launch(environ) == expected
 
 
-CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "evaluator": ["d:1"]}
-POOLS = {"workerpool0": ["a"], "workerpool1": ["b", "c"], "workerpool2": ["d"]}
-EVALUATOR, SERVER = {"type": "evaluator"}, {"type": "workerpool2"}
-
-
 @pytest.mark.parametrize(
     ("environ", "variable", "size"),
     [
@@ -98,10 +92,6 @@ EVALUATOR, SERVER = {"type": "evaluator"}, {"type": "workerpool2"}
         # Of a rank alone, those before it are known.
         ({"PALS_RANKID": "3"}, "PALS_RANKID", 4),
         ({"PMIX_RANK": "1"}, "PMIX_RANK", 2),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE", 2),
-        ({"TF_CONFIG": json.dumps({"cluster": CLUSTER})}, "TF_CONFIG", 3),
-        ({"CLUSTER_SPEC": json.dumps({"cluster": POOLS})}, "CLUSTER_SPEC", 3),
-        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SM_HOSTS", 2),
     ],
 )
 def test_a_process_that_is_one_of_several_does_not_train_alone(
@@ -122,10 +112,12 @@ def test_a_process_that_is_one_of_several_does_not_train_alone(
 
 
 def test_init_does_not_start_horovod_alone(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "RANK": "1"})
+    monkeypatch.setattr(
+        os, "environ", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    )
     monkeypatch.setattr(backend.hvd, "init", mock.Mock(side_effect=StartedError))
     monkeypatch.setattr(backend.hvd, "is_initialized", lambda: False)
-    with pytest.raises(JobError, match="WORLD_SIZE of 2"):
+    with pytest.raises(JobError, match="SLURM_STEP_NUM_TASKS of 2"):
         backend.init()
     # A communicator of some ranks is what the script asks for.
     with pytest.raises(StartedError):
@@ -157,13 +149,6 @@ def test_init_does_not_start_horovod_alone(monkeypatch):
             "SLURM_STEP_NUM_TASKS": "2",
             "SLURM_PROCID": "1",
         },
-        {"TF_CONFIG": "{}"},
-        {"TF_CONFIG": "chief"},
-        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
-        {"SM_HOSTS": '["algo-1"]'},
-        {"TF_CONFIG": json.dumps({"cluster": CLUSTER, "task": EVALUATOR})},
-        {"CLUSTER_SPEC": json.dumps({"cluster": POOLS, "task": SERVER})},
-        {"CLUSTER_SPEC": "[]"},
     ],
 )
 def test_a_process_of_which_nothing_is_declared_may_be_alone(monkeypatch, environ):

@@ -17,12 +17,11 @@ import time
 import cloudpickle
 import psutil
 import pytest
-from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 
 import hvdtrain
 from hvdtrain.flight import member
 from hvdtrain.flight.limits import Limits
-from hvdtrain.runner import agent, caller, channel, slurm
+from hvdtrain.runner import agent, channel, results, slurm
 from hvdtrain.runner.channel import Address, Outcome
 
 ADDRESS = Address(("127.0.0.1",), 1, b"key")
@@ -78,7 +77,7 @@ def test_an_engine_without_its_package_names_the_remedy(
 def messages_of(function):
     """What an agent sends of a rank that calls a function."""
     payload = cloudpickle.dumps((function, (), {}))
-    start = channel.StartRanks(payload, ({"HOROVOD_RANK": "0"},))
+    start = channel.StartRanks(payload, (), {0: {"HOROVOD_RANK": "0"}})
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
         agent._run_ranks(theirs, start)
@@ -142,7 +141,7 @@ def test_a_job_that_a_rank_has_submitted_lives(tmp_path):
     with ours, theirs, batch:
         submitted = psutil.Process(int(batch.stdout.readline()))
         try:
-            agent._run_ranks(theirs, channel.StartRanks(payload, (environment,)))
+            agent._run_ranks(theirs, channel.StartRanks(payload, (), {0: environment}))
             assert (tmp_path / "ended").exists()
             assert submitted.is_running()
             assert submitted.status() != psutil.STATUS_ZOMBIE
@@ -198,17 +197,17 @@ RETURNED = Outcome(value=cloudpickle.dumps(None))
     ids=["hangs", "returns", "killed", "real_time", "guard", "unknown"],
 )
 def test_the_error_names_the_rank_that_is_the_cause(monkeypatch, ends, kind, error):
-    monkeypatch.setattr(caller, "_CAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(results, "_CAUSE_SECONDS", 0.1)
     ours, theirs = multiprocessing.Pipe()
     hello = channel.Hello("hash", "h", 2, {})
-    slots = get_host_assignments([HostInfo("h", 2)], 2, 2)
     with ours, theirs:
         for rank, code, outcome in ends:
             is_guards = isinstance(outcome, str)
             pickled = b"" if is_guards or not outcome else pickle.dumps(outcome)
             reason = outcome if is_guards else ""
             theirs.send(channel.Ended(rank, code, pickled, reason))
-        job = caller._Job([caller._Agent(ours, hello, slots)], 2)
+        agent = results.Agent(ours, hello, ranks=(0, 1))
+        job = results.RunningJob([agent], results.Work())
         with pytest.raises(kind) as info:
             job.results()
     assert (info.type, info.value.rank, str(info.value)) == (kind, 1, error)

@@ -7,12 +7,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
-from hvdtrain.collectives.objects import name_ranks
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.collectives.transport import Max
 from hvdtrain.keras.consistency import compute_checksum
 from hvdtrain.keras.replication import get_hook, get_local_keys, get_training_ranks
 from hvdtrain.keras.variables import optimizers_inside, variable_key
+from hvdtrain.output import name_ranks
 from hvdtrain.sharding.shards import is_split_over_ranks
 
 

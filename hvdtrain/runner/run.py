@@ -6,8 +6,9 @@ from typing import Any
 
 import cloudpickle
 
-from hvdtrain.runner.caller import LostRankError, run_once
+from hvdtrain.runner.caller import run_once
 from hvdtrain.runner.engine import Engine, Local
+from hvdtrain.runner.results import LostRankError, Work
 
 
 def run(
@@ -43,13 +44,14 @@ def run(
         RunError: the ranks were not placed in time.
     """
     _check(function, args, kwargs, np, on, max_restarts)
-    payload = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+    call = (function, tuple(args), dict(kwargs or {}))
+    work = Work(payload=cloudpickle.dumps(call))
     engine = on or Local()
     restarts = 0
     while True:
         try:
             return run_once(
-                engine, payload, np, start_timeout_seconds=start_timeout_seconds
+                engine, work, np, start_timeout_seconds=start_timeout_seconds
             )
         except LostRankError as error:
             if restarts == max_restarts:

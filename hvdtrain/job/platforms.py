@@ -1,0 +1,262 @@
+"""The ranks of a job whose processes a platform has started, by its variables.
+
+Each process knows its rank, the number of ranks and the address of rank 0, and nothing
+of the others. `formation` makes a job of them.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from hvdtrain import output
+from hvdtrain.environment import is_elastic
+from hvdtrain.job import launchers
+from hvdtrain.job.world import JobError
+
+# Network interface of the ranks.
+INTERFACE = "HOROVOD_GLOO_IFACE"
+_PRINT_SECONDS = 1.0
+
+# Where rank 0 listens if the platform names its host alone.
+DEFAULT_PORT = 29310
+# torchrun's agent has MASTER_PORT itself: how many ports above it are tried.
+_PORTS = 16
+_RESOURCES = pathlib.Path("/opt/ml/input/config/resourceconfig.json")
+_READ_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+
+
+class OtherTaskError(JobError):
+    """The task of this process is not to train: an evaluator, which may end."""
+
+    exit_code = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlatformTask:
+    """A rank as a platform describes it.
+
+    Attributes:
+        variable: the one that describes the job.
+        host: name or address of the host of rank 0.
+        ports: of rank 0, which listens at the first one that is free.
+        job: text that tells jobs at one address apart.
+    """
+
+    variable: str
+    rank: int
+    size: int
+    host: str
+    ports: tuple[int, ...]
+    job: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise JobError(
+                f"Received rank {self.rank} of {self.size} by {self.variable}; "
+                f"expected a rank from 0 to {self.size - 1}."
+            )
+
+    @property
+    def address(self) -> str:
+        """Where rank 0 listens, for messages."""
+        return f"{self.host}:{self.ports[0]}"
+
+    @property
+    def key(self) -> str:
+        """A text that is equal on the ranks of this job, and on no others."""
+        parts = (self.variable, self.address, self.job)
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def form_job(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make a job of this process and the others that a platform has started.
+
+    Sets the variables of horovodrun in `environ`. Does nothing where a launcher has set
+    them, and where no platform declares several processes.
+
+    Raises:
+        JobError: the description is wrong, or not all ranks are here in time.
+    """
+    is_alone = environ.get("HVDTRAIN_ALONE") == "1"
+    if is_alone or launchers.has_rendezvous(environ) or is_elastic():
+        return
+    try:
+        task = read(environ)
+    except OtherTaskError as error:
+        output.write_error(f"hvd.init: {error}\n", timeout_seconds=_PRINT_SECONDS)
+        # A platform would take another code for a failure of the whole job.
+        sys.exit(0)
+    if task is None:
+        return
+    # Not at the top: it loads the Python part of Horovod.
+    found = importlib.import_module("hvdtrain.job.formation").join(task)
+    # A network that the user has chosen is kept.
+    interface = environ.get(INTERFACE) or found[INTERFACE]
+    environ.update(found | {INTERFACE: interface})
+    environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def read(environ: Mapping[str, str]) -> PlatformTask | None:
+    """Return what a platform says of this process; None if it is not one of several.
+
+    The first variable that describes a job decides.
+
+    Raises:
+        OtherTaskError: the process is not to train, and may end.
+        JobError: a description is incomplete, or has another form.
+    """
+    for variable, reader in _READERS.items():
+        try:
+            task = reader(environ)
+        except _READ_ERRORS as error:
+            raise JobError(
+                f"Received {variable}={environ.get(variable, '')!r:.200}, which does "
+                f"not describe a job ({type(error).__name__}: {error}); set it as the "
+                "platform's documentation says, or remove it."
+            ) from error
+        if task:
+            return task if task.size > 1 else None
+    return None
+
+
+def _read_own(environ: Mapping[str, str]) -> PlatformTask | None:
+    """Variables of a manifest, such as the one of an indexed Job of Kubernetes."""
+    if not environ.get("HVDTRAIN_SIZE"):
+        return None
+    index = "JOB_COMPLETION_INDEX"
+    rank = environ.get("HVDTRAIN_RANK") or environ.get(index)
+    size = int(environ["HVDTRAIN_SIZE"])
+    if size == 1:
+        return PlatformTask("HVDTRAIN_SIZE", 0, 1, "", (0,))
+    if not rank:
+        raise _missing("HVDTRAIN_SIZE", f"HVDTRAIN_RANK (or {index})")
+    if not (address := environ.get("HVDTRAIN_ADDRESS")):
+        raise _missing("HVDTRAIN_SIZE", "HVDTRAIN_ADDRESS, the host of rank 0")
+    host, port = _split(address)
+    return PlatformTask("HVDTRAIN_SIZE", int(rank), size, host, (port,))
+
+
+def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:
+    """torchrun, accelerate, and Kubeflow's runtime for torch.
+
+    As "Environment variables" in the documentation of torchrun.
+    """
+    if "WORLD_SIZE" not in environ or "RANK" not in environ:
+        return None
+    size, rank = int(environ["WORLD_SIZE"]), int(environ["RANK"])
+    if size == 1:
+        return PlatformTask("WORLD_SIZE", 0, 1, "", (0,))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise _missing("RANK and WORLD_SIZE", name)
+    port = int(environ["MASTER_PORT"])
+    ports = [port]
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        ports = [port + 1 + i for i in range(_PORTS)]
+    job = environ.get("TORCHELASTIC_RUN_ID", "")
+    return PlatformTask(
+        "WORLD_SIZE", rank, size, environ["MASTER_ADDR"], tuple(ports), f"{port} {job}"
+    )
+
+
+def _read_tf_config(environ: Mapping[str, str]) -> PlatformTask | None:
+    """TF_CONFIG, as tf.distribute.cluster_resolver.TFConfigClusterResolver reads it.
+
+    Ranks have the order of MultiWorkerMirroredStrategy: the chief, then the workers.
+    """
+    return _read_cluster("TF_CONFIG", environ, ("chief", "master", "worker"))
+
+
+def _read_vertex(environ: Mapping[str, str]) -> PlatformTask | None:
+    """Vertex AI: "Distributed training" in its documentation."""
+    if '"workerpool0"' not in environ.get("CLUSTER_SPEC", ""):
+        # A variable of another program.
+        return None
+    return _read_cluster("CLUSTER_SPEC", environ, ("workerpool0", "workerpool1"))
+
+
+def _read_cluster(
+    variable: str, environ: Mapping[str, str], trainers: Sequence[str]
+) -> PlatformTask | None:
+    config = json.loads(environ.get(variable) or "{}")
+    cluster = config.get("cluster") or {}
+    task = config.get("task") or {}
+    addresses = [each for name in trainers for each in cluster.get(name, ())]
+    kind, index = task.get("type", ""), int(task.get("index", 0))
+    if kind not in trainers:
+        if not cluster or (not kind and len(addresses) < 2):
+            return None
+        raise _other_task(variable, kind, trainers)
+    if not 0 <= index < len(cluster[kind]):
+        raise IndexError(f"the cluster has no task {index} of type {kind}")
+    before = trainers[: trainers.index(kind)]
+    rank = index + sum(len(cluster.get(name, ())) for name in before)
+    host, port = _split(addresses[0])
+    return PlatformTask(variable, rank, len(addresses), host, (port,))
+
+
+def _other_task(variable: str, kind: str, trainers: Iterable[str]) -> JobError:
+    expected = " or ".join(trainers)
+    if kind == "evaluator" or kind == "workerpool3":
+        return OtherTaskError(
+            f"This task is the {kind} of {variable}, and has nothing to do: all ranks "
+            "evaluate together. It ends."
+        )
+    return JobError(
+        f"Received the task type {kind!r} in {variable}; expected {expected}. Ranks "
+        "reduce gradients with each other: a job has no parameter servers."
+    )
+
+
+def _read_sagemaker(environ: Mapping[str, str]) -> PlatformTask | None:
+    """SageMaker: ENVIRONMENT_VARIABLES.md of its training toolkit."""
+    if "SM_HOSTS" not in environ:
+        return None
+    return _of_hosts(
+        "SM_HOSTS", json.loads(environ["SM_HOSTS"]), environ.get("SM_CURRENT_HOST")
+    )
+
+
+def _read_sagemaker_file(environ: Mapping[str, str]) -> PlatformTask | None:
+    """A container of SageMaker without its toolkit, by "resourceconfig.json"."""
+    if "TRAINING_JOB_NAME" not in environ or not _RESOURCES.exists():
+        return None
+    config = json.loads(_RESOURCES.read_text("utf-8"))
+    return _of_hosts("TRAINING_JOB_NAME", config["hosts"], config["current_host"])
+
+
+def _of_hosts(variable: str, hosts: list[Any], host: str | None) -> PlatformTask:
+    if len(hosts) > 1 and host not in hosts:
+        raise _missing(variable, "SM_CURRENT_HOST, one of them")
+    rank = hosts.index(host) if host in hosts else 0
+    return PlatformTask(variable, rank, len(hosts), hosts[0], (DEFAULT_PORT,))
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return address, DEFAULT_PORT
+    return host.strip("[]"), int(port)
+
+
+def _missing(variable: str, name: str) -> JobError:
+    return JobError(
+        f"Received {variable} without {name}: the ranks cannot find each other. Set "
+        "it, or HVDTRAIN_ALONE=1 if each process is to train alone."
+    )
+
+
+_READERS: dict[str, Callable[[Mapping[str, str]], PlatformTask | None]] = {
+    "HVDTRAIN_SIZE": _read_own,
+    "WORLD_SIZE": _read_torch,
+    "TF_CONFIG": _read_tf_config,
+    "CLUSTER_SPEC": _read_vertex,
+    "SM_HOSTS": _read_sagemaker,
+    "TRAINING_JOB_NAME": _read_sagemaker_file,
+}

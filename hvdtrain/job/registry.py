@@ -1,0 +1,175 @@
+"""The server of rank 0 at which the ranks of a platform's job register.
+
+It is Horovod's rendezvous as well: it makes the plan of hosts when all ranks are here.
+"""
+
+import collections
+import contextlib
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+from hvdtrain.job.platforms import PlatformTask
+
+LOOPBACK = "127.0.0.1"
+# Of Horovod's `SlotInfo`.
+SLOT_FIELDS = (
+    *("hostname", "rank", "size", "local_rank", "local_size"),
+    *("cross_rank", "cross_size"),
+)
+
+
+class Registration(NamedTuple):
+    """What a rank sends.
+
+    Attributes:
+        token: random text of the process.
+        size: number of ranks that its variables declare.
+        host_hash: equal for ranks that share memory.
+        host: name of the host, for messages.
+    """
+
+    token: str
+    rank: int
+    size: int
+    host_hash: str
+    host: str
+
+
+class JobState(NamedTuple):
+    """The state to a rank that asks.
+
+    Attributes:
+        is_here: whether the rank is registered.
+        is_closed: whether the job has been made with another process as this rank.
+        missing: ranks that are not registered.
+        error: why no job is made.
+        slot: `SLOT_FIELDS` by name, once all ranks are here.
+        near_address: of this host, for ranks on it; empty for the others.
+    """
+
+    is_here: bool = False
+    is_closed: bool = False
+    missing: tuple[int, ...] = ()
+    error: str = ""
+    slot: Mapping[str, Any] | None = None
+    near_address: str = ""
+
+
+class _Handler(RendezvousHandler):
+    server: "Registry"
+
+    def _put_value(self, scope: str, key: str, value: bytes) -> None:
+        if scope != self.server.task.key:
+            super()._put_value(scope, key, value)
+            return
+        # A stranger may send anything.
+        with contextlib.suppress(ValueError, TypeError):
+            registration = Registration(**json.loads(value))
+            self.server.register(registration, self.connection.getsockname()[0])
+
+    def _get_value(self, scope: str, key: str) -> bytes | None:
+        if scope != self.server.task.key:
+            return super()._get_value(scope, key)
+        rank, _, token = key.partition("-")
+        if not rank.isdigit():
+            return None
+        return json.dumps(self.server.state(int(rank), token)._asdict()).encode()
+
+
+class Registry(RendezvousHTTPServer):
+    """Registers the ranks of a job, then serves Horovod's rendezvous to them."""
+
+    def __init__(self, address: tuple[str, int], task: PlatformTask) -> None:
+        """Listen at an address of this host.
+
+        Raises:
+            OSError: it is in use, or not one of this host.
+        """
+        super().__init__(address, _Handler, 0)
+        self.task = task
+        self._lock = threading.Lock()
+        self._present: dict[int, Registration] = {}
+        # Tokens of processes that have registered before another one of their rank.
+        self._successors: dict[str, Registration] = {}
+        self._own_addresses: list[str] = []
+        self._slots: dict[int, SlotInfo] = {}
+        self._error = ""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing of a request that a stranger, or a rank that ends, has sent."""
+
+    def register(self, new: Registration, own_address: str) -> None:
+        """Register a rank, unless the job has been made.
+
+        Args:
+            own_address: of this host, to which the rank has connected.
+        """
+        with self._lock:
+            if self._slots:
+                return
+            if new.size != self.task.size:
+                self._error = (
+                    f"rank {new.rank} on {new.host} expects {new.size} ranks, and rank "
+                    f"0 {self.task.size}; start all with one configuration"
+                )
+                return
+            old = self._present.get(new.rank)
+            if old and old.token != new.token:
+                self._successors[old.token] = new
+            self._present[new.rank] = new
+            self._own_addresses.append(own_address)
+            if len(self._present) == self.task.size:
+                self._slots = assign(self._present)
+                self.init(list(self._slots.values()))
+
+    def state(self, rank: int, token: str) -> JobState:
+        """Return the state of the job for a process."""
+        with self._lock:
+            if successor := self._successors.get(token):
+                return JobState(error=f"it was started again on {successor.host}")
+            if self._error:
+                return JobState(error=self._error)
+            present = self._present.get(rank)
+            if not present or present.token != token:
+                return JobState(is_closed=bool(self._slots))
+            if not self._slots:
+                missing = set(range(self.task.size)) - self._present.keys()
+                return JobState(is_here=True, missing=tuple(sorted(missing)))
+            is_near = present.host_hash == self._present[0].host_hash
+            return JobState(
+                is_here=True,
+                slot=vars(self._slots[rank]),
+                near_address=self._address() if is_near else "",
+            )
+
+    def _address(self) -> str:
+        """Return the address of this host that other hosts reach."""
+        outer = (each for each in self._own_addresses if not each.startswith("127."))
+        return next(outer, LOOPBACK)
+
+
+def assign(present: Mapping[int, Registration]) -> dict[int, SlotInfo]:
+    """Return Horovod's plan by rank: ranks keep their numbers, and share hosts."""
+    ranks_by_host: dict[str, list[int]] = collections.defaultdict(list)
+    for rank in sorted(present):
+        ranks_by_host[present[rank].host_hash].append(rank)
+    slots = {}
+    for host, ranks in ranks_by_host.items():
+        for local_rank, rank in enumerate(ranks):
+            # Hosts with a rank of this local number, in the order of their first rank.
+            peers = [h for h, r in ranks_by_host.items() if len(r) > local_rank]
+            slots[rank] = SlotInfo(
+                hostname=host,
+                rank=rank,
+                local_rank=local_rank,
+                cross_rank=peers.index(host),
+                size=len(present),
+                local_size=len(ranks),
+                cross_size=len(peers),
+            )
+    return slots

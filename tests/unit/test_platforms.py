@@ -1,0 +1,349 @@
+"""Jobs by the variables of a platform: who is which rank, and how the ranks meet."""
+
+import concurrent.futures
+import contextlib
+import json
+import socket
+import threading
+
+import pytest
+
+from hvdtrain.job import JobError, formation, platforms
+from hvdtrain.job.registry import Registration, assign
+
+CLUSTER = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "evaluator": ["d:4"]}
+POOLS = {"workerpool0": ["a:1"], "workerpool1": ["b:2", "c:3"], "workerpool3": ["d:4"]}
+TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
+OWN = {"HVDTRAIN_SIZE": "3", "HVDTRAIN_ADDRESS": "a"}
+HOSTS = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+
+
+def cluster(variable, kind, index=0, tasks=None):
+    tasks = tasks or (CLUSTER if variable == "TF_CONFIG" else POOLS)
+    task = {"type": kind, "index": index}
+    return {variable: json.dumps({"cluster": tasks, "task": task})}
+
+
+# Each as the platform's documentation has it; see the readers for the sources.
+@pytest.mark.parametrize(
+    ("environ", "place", "host", "port"),
+    [
+        (cluster("TF_CONFIG", "chief"), (0, 3), "a", 1),
+        (cluster("TF_CONFIG", "worker", 1), (2, 3), "a", 1),
+        # MultiWorkerMirroredStrategy without a chief: worker 0 is it.
+        (
+            cluster(
+                "TF_CONFIG", "worker", 1, {"worker": ["b:2", "c:3"], "ps": ["p:1"]}
+            ),
+            (1, 2),
+            "b",
+            2,
+        ),
+        (cluster("CLUSTER_SPEC", "workerpool0"), (0, 3), "a", 1),
+        (cluster("CLUSTER_SPEC", "workerpool1", 0), (1, 3), "a", 1),
+        (TORCH, (1, 2), "a", 7),
+        # The agent of torchrun has the port.
+        (TORCH | AGENT, (1, 2), "a", 8),
+        (HOSTS, (1, 2), "algo-1", platforms.DEFAULT_PORT),
+        (OWN | {"HVDTRAIN_RANK": "2"}, (2, 3), "a", platforms.DEFAULT_PORT),
+        (
+            OWN | {"HVDTRAIN_ADDRESS": "a:9", "JOB_COMPLETION_INDEX": "0"},
+            (0, 3),
+            "a",
+            9,
+        ),
+        # The innermost: hvdtrain.launch starts ranks under any of the others.
+        (TORCH | OWN | {"HVDTRAIN_RANK": "2"}, (2, 3), "a", platforms.DEFAULT_PORT),
+    ],
+)
+def test_a_platform_describes_a_rank(environ, place, host, port):
+    task = platforms.read(environ)
+    assert ((task.rank, task.size), task.host, task.ports[0]) == (
+        place,
+        host,
+        port,
+    )
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"TF_CONFIG": ""},
+        {"TF_CONFIG": "{}"},
+        cluster("TF_CONFIG", "worker", 0, {"worker": ["a:1"]}),
+        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
+        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
+        # Says nothing of a number.
+        {"JOB_COMPLETION_INDEX": "1"},
+        {"WORLD_SIZE": "4"},
+        {"WORLD_SIZE": "1", "RANK": "0"},
+        {"HVDTRAIN_SIZE": "1"},
+        # Of another program.
+        {"CLUSTER_SPEC": "three nodes"},
+    ],
+)
+def test_a_process_that_no_platform_counts_is_alone(environ):
+    assert platforms.read(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "error"),
+    [
+        (
+            {"TF_CONFIG": "{cluster: }"},
+            "TF_CONFIG='{cluster: }', which does not describ",
+        ),
+        (cluster("TF_CONFIG", "worker", 2), "no task 2 of type worker"),
+        (cluster("TF_CONFIG", "ps"), "'ps' in TF_CONFIG; expected chief or master or"),
+        ({"TF_CONFIG": json.dumps({"cluster": CLUSTER})}, "task type '' in TF_CONFIG"),
+        (
+            TORCH | {"RANK": "2"},
+            "rank 2 of 2 by WORLD_SIZE; expected a rank from 0 to 1",
+        ),
+        (TORCH | {"MASTER_ADDR": ""}, "RANK and WORLD_SIZE without MASTER_ADDR"),
+        (TORCH | {"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        (HOSTS | {"SM_CURRENT_HOST": "algo-3"}, "SM_HOSTS without SM_CURRENT_HOST"),
+        (OWN, r"HVDTRAIN_SIZE without HVDTRAIN_RANK \(or JOB_COMPLETION_INDEX\)"),
+        ({"HVDTRAIN_SIZE": "2", "HVDTRAIN_RANK": "0"}, "without HVDTRAIN_ADDRESS"),
+    ],
+)
+def test_a_wrong_description_is_one_line(environ, error):
+    with pytest.raises(JobError, match=error) as info:
+        platforms.read(environ)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [cluster("TF_CONFIG", "evaluator"), cluster("CLUSTER_SPEC", "workerpool3")],
+)
+def test_an_evaluator_leaves_without_a_failure(environ, capfd):
+    with pytest.raises(SystemExit) as info:
+        platforms.form_job(environ)
+    assert not info.value.code
+    assert "all ranks evaluate together" in capfd.readouterr().err
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    """Return the servers of ranks 0, which end with the test."""
+    made = []
+
+    class Registry(formation.Registry):
+        def __init__(self, address, member):
+            super().__init__(address, member)
+            made.append(self)
+
+    monkeypatch.setattr(formation, "Registry", Registry)
+    yield made
+    for server in made:
+        end(server)
+
+
+def end(server):
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def own():
+    """Return the variables of a rank of two at a free port of this host."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    return {"HVDTRAIN_SIZE": "2", "HVDTRAIN_ADDRESS": address}
+
+
+def start(pool, environ, rank, **more):
+    """Return a process as a thread, and its variables."""
+    variables = environ | {"HVDTRAIN_RANK": str(rank)} | more
+    return pool.submit(platforms.form_job, variables), variables
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def wait_until_registered(servers, rank):
+    # The server of rank 0 exists once it has been reached.
+    deadline = threading.Event()
+    for _ in range(1000):
+        with contextlib.suppress(IndexError):
+            if rank in servers[-1]._present:
+                return
+        deadline.wait(0.01)
+    raise AssertionError
+
+
+def test_ranks_receive_the_variables_of_horovodrun(servers, own, pool):
+    ranks = [start(pool, own, rank) for rank in (1, 0)]
+    for done, _ in ranks:
+        done.result(timeout=20)
+    port = own["HVDTRAIN_ADDRESS"].partition(":")[2]
+    for rank, (_, variables) in zip((1, 0), ranks, strict=True):
+        host = variables.pop("HOROVOD_HOSTNAME")
+        assert host.startswith(socket.gethostname().split(".")[0])
+        assert variables == own | {
+            "HVDTRAIN_RANK": str(rank),
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": "2",
+            "HOROVOD_LOCAL_RANK": str(rank),
+            "HOROVOD_LOCAL_SIZE": "2",
+            "HOROVOD_CROSS_RANK": "0",
+            "HOROVOD_CROSS_SIZE": "1",
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_IFACE": "lo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
+        # A second `hvd.init` of the process changes nothing.
+        platforms.form_job(variables)
+
+
+def test_a_rank_that_is_late_is_named_within_the_limit(
+    servers, own, pool, monkeypatch, capfd
+):
+    monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "0.4")
+    monkeypatch.setenv("HVDTRAIN_INIT_REPORT_SECONDS", "0.1")
+    waiting, _ = start(pool, own, 0)
+    with pytest.raises(
+        JobError, match=r"rank 1 has not called hvd.init. The limit is 0"
+    ):
+        waiting.result(timeout=20)
+    assert "rank 0 has waited for 0.1 s" in capfd.readouterr().err
+    end(servers.pop())
+    alone, _ = start(pool, own, 1)
+    with pytest.raises(
+        JobError, match=r"rank 0 does not answer at 127.0.0.1:\d+: .*ref"
+    ):
+        alone.result(timeout=20)
+
+
+def test_ranks_with_other_numbers_of_ranks_do_not_train(servers, own, pool):
+    ranks = [start(pool, own, 0), start(pool, own, 1, HVDTRAIN_SIZE="3")]
+    for done, _ in ranks:
+        with pytest.raises(
+            JobError, match=r"rank 1 on .* expects 3 ranks, and rank 0 2"
+        ):
+            done.result(timeout=20)
+
+
+def test_a_restarted_rank_replaces_the_one_before(servers, own, pool):
+    own = own | {"HVDTRAIN_SIZE": "3"}
+    chief, _ = start(pool, own, 0)
+    first, _ = start(pool, own, 1)
+    wait_until_registered(servers, 1)
+    second, variables = start(pool, own, 1)
+    with pytest.raises(JobError, match="it was started again on"):
+        first.result(timeout=20)
+    last, _ = start(pool, own, 2)
+    for each in (chief, second, last):
+        each.result(timeout=20)
+    assert variables["HOROVOD_RANK"] == "1"
+
+
+def test_a_rank_that_is_restarted_later_joins_the_next_job(servers, own, pool):
+    for each in [start(pool, own, rank) for rank in (0, 1)]:
+        each[0].result(timeout=20)
+    restarted, variables = start(pool, own, 1)
+    with pytest.raises(concurrent.futures.TimeoutError):
+        restarted.result(timeout=0.3)
+    # Rank 0 has lost rank 1, and is restarted as well.
+    end(servers.pop())
+    chief, _ = start(pool, own, 0)
+    chief.result(timeout=20)
+    restarted.result(timeout=20)
+    assert variables["HOROVOD_RANK"] == "1"
+
+
+def test_a_second_rank_1_does_not_disturb_a_job(servers, own, pool, monkeypatch):
+    for each in [start(pool, own, rank) for rank in (0, 1)]:
+        each[0].result(timeout=20)
+    monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "0.2")
+    second, _ = start(pool, own, 1)
+    with pytest.raises(
+        JobError, match=r"rank 1 is in the job .* already.*started twice"
+    ):
+        second.result(timeout=20)
+
+
+def test_a_port_that_is_in_use_is_an_error_of_rank_0(servers, own, pool):
+    host, _, port = own["HVDTRAIN_ADDRESS"].partition(":")
+    with socket.create_server((host, int(port))):
+        chief, _ = start(pool, own, 0)
+        with pytest.raises(JobError, match=rf"cannot listen at port {port}.*in use"):
+            chief.result(timeout=20)
+
+
+def test_under_torchrun_rank_0_takes_a_port_that_is_free(servers, pool):
+    # The agent has the first, another program the second.
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        port = agent.getsockname()[1]
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", port + 1)),
+        ):
+            environ = TORCH | AGENT | {"MASTER_ADDR": "localhost"}
+            environ |= {"MASTER_PORT": str(port)}
+            ranks = [start(pool, environ, 9, RANK=str(rank)) for rank in (1, 0)]
+            for done, variables in ranks:
+                done.result(timeout=20)
+                assert int(variables["HOROVOD_GLOO_RENDEZVOUS_PORT"]) > port + 1
+
+
+@pytest.mark.parametrize("secret", ["", "another"])
+def test_a_process_without_the_secret_is_refused(
+    servers, own, pool, monkeypatch, secret
+):
+    monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "2")
+    monkeypatch.setenv("HOROVOD_JOB_SECRET", "one")
+    chief, _ = start(pool, own, 0)
+    wait_until_registered(servers, 0)
+    monkeypatch.setenv("HOROVOD_JOB_SECRET", secret)
+    stranger, _ = start(pool, own, 1)
+    with pytest.raises(
+        JobError, match="refuses a process without its HOROVOD_JOB_SECR"
+    ):
+        stranger.result(timeout=20)
+    assert 1 not in servers[0]._present
+    with pytest.raises(JobError):
+        chief.result(timeout=20)
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        b'PUT /%s/1-x HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"a": 1}\n',
+        b"PUT /%s/1-x HTTP/1.1\r\nContent-Length: 3\r\n\r\n\xff\xfe\n",
+        b"GET /%s/one HTTP/1.1\r\n\r\n",
+        b"GET /../etc/passwd HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_what_a_stranger_sends_changes_nothing(servers, own, pool, request_text):
+    chief, _ = start(pool, own, 0)
+    wait_until_registered(servers, 0)
+    text = request_text.replace(b"%s", servers[0].task.key.encode())
+    host, _, port = own["HVDTRAIN_ADDRESS"].partition(":")
+    with socket.create_connection((host, int(port)), 5) as connection:
+        connection.sendall(text)
+        connection.recv(1 << 16)
+    other, _ = start(pool, own, 1)
+    for each in (chief, other):
+        each.result(timeout=20)
+
+
+def test_hosts_keep_the_platforms_order_of_ranks():
+    present = {
+        rank: Registration("t", rank, 4, host, host)
+        for rank, host in enumerate(["a", "b", "a", "a"])
+    }
+    slots = assign(present)
+    assert [
+        (slot.local_rank, slot.local_size, slot.cross_rank, slot.cross_size)
+        for slot in map(slots.get, range(4))
+    ] == [(0, 3, 0, 2), (0, 1, 1, 2), (1, 3, 0, 1), (2, 3, 0, 1)]
