@@ -133,7 +133,7 @@ def _read_own(environ: Mapping[str, str]) -> PlatformTask | None:
     rank = environ.get("HVDTRAIN_RANK") or environ.get(index)
     size = int(environ["HVDTRAIN_SIZE"])
     if size == 1:
-        return PlatformTask("HVDTRAIN_SIZE", 0, 1, "", (0,))
+        return _alone("HVDTRAIN_SIZE")
     if not rank:
         raise _missing("HVDTRAIN_SIZE", f"HVDTRAIN_RANK (or {index})")
     if not (address := environ.get("HVDTRAIN_ADDRESS")):
@@ -143,7 +143,7 @@ def _read_own(environ: Mapping[str, str]) -> PlatformTask | None:
 
 
 def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:
-    """torchrun, accelerate, and Kubeflow's runtime for torch.
+    """torchrun, accelerate, and Kubeflow's PyTorchJob.
 
     As "Environment variables" in the documentation of torchrun.
     """
@@ -151,7 +151,7 @@ def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:
         return None
     size, rank = int(environ["WORLD_SIZE"]), int(environ["RANK"])
     if size == 1:
-        return PlatformTask("WORLD_SIZE", 0, 1, "", (0,))
+        return _alone("WORLD_SIZE")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name):
             raise _missing("RANK and WORLD_SIZE", name)
@@ -163,6 +163,17 @@ def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:
     return PlatformTask(
         "WORLD_SIZE", rank, size, environ["MASTER_ADDR"], tuple(ports), f"{port} {job}"
     )
+
+
+def _read_trainer(environ: Mapping[str, str]) -> PlatformTask | None:
+    """The runtime torch-distributed of Kubeflow Trainer: the options of torchrun."""
+    if "PET_NNODES" not in environ or "PET_NODE_RANK" not in environ:
+        return None
+    size, rank = int(environ["PET_NNODES"]), int(environ["PET_NODE_RANK"])
+    if size == 1:
+        return _alone("PET_NNODES")
+    host, port = environ["PET_MASTER_ADDR"], int(environ["PET_MASTER_PORT"])
+    return PlatformTask("PET_NNODES", rank, size, host, (port,))
 
 
 def _read_tf_config(environ: Mapping[str, str]) -> PlatformTask | None:
@@ -238,6 +249,11 @@ def _of_hosts(variable: str, hosts: list[Any], host: str | None) -> PlatformTask
     return PlatformTask(variable, rank, len(hosts), hosts[0], (DEFAULT_PORT,))
 
 
+def _alone(variable: str) -> PlatformTask:
+    # It needs no address.
+    return PlatformTask(variable, rank=0, size=1, host="", ports=(0,))
+
+
 def _split(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon:
@@ -255,6 +271,7 @@ def _missing(variable: str, name: str) -> JobError:
 _READERS: dict[str, Callable[[Mapping[str, str]], PlatformTask | None]] = {
     "HVDTRAIN_SIZE": _read_own,
     "WORLD_SIZE": _read_torch,
+    "PET_NNODES": _read_trainer,
     "TF_CONFIG": _read_tf_config,
     "CLUSTER_SPEC": _read_vertex,
     "SM_HOSTS": _read_sagemaker,

@@ -15,6 +15,8 @@ CLUSTER = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "evaluator": ["d:4"]}
 POOLS = {"workerpool0": ["a:1"], "workerpool1": ["b:2", "c:3"], "workerpool3": ["d:4"]}
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
+TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"}
+TRAINER |= {"PET_MASTER_PORT": "7", "PET_NPROC_PER_NODE": "1"}
 OWN = {"HVDTRAIN_SIZE": "3", "HVDTRAIN_ADDRESS": "a"}
 HOSTS = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
 
@@ -45,6 +47,9 @@ def cluster(variable, kind, index=0, tasks=None):
         (TORCH, (1, 2), "a", 7),
         # The agent of torchrun has the port.
         (TORCH | AGENT, (1, 2), "a", 8),
+        (TRAINER, (1, 2), "a", 7),
+        # torchrun, which the runtime's default command starts.
+        (TRAINER | TORCH | {"RANK": "0"}, (0, 2), "a", 7),
         (HOSTS, (1, 2), "algo-1", platforms.DEFAULT_PORT),
         (OWN | {"HVDTRAIN_RANK": "2"}, (2, 3), "a", platforms.DEFAULT_PORT),
         (
@@ -80,6 +85,7 @@ def test_a_platform_describes_a_rank(environ, place, host, port):
         {"WORLD_SIZE": "4"},
         {"WORLD_SIZE": "1", "RANK": "0"},
         {"HVDTRAIN_SIZE": "1"},
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0"},
         # Of another program.
         {"CLUSTER_SPEC": "three nodes"},
     ],
@@ -104,6 +110,7 @@ def test_a_process_that_no_platform_counts_is_alone(environ):
         ),
         (TORCH | {"MASTER_ADDR": ""}, "RANK and WORLD_SIZE without MASTER_ADDR"),
         (TORCH | {"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        (TRAINER | {"PET_NNODES": "1:4"}, "PET_NNODES='1:4'"),
         (HOSTS | {"SM_CURRENT_HOST": "algo-3"}, "SM_HOSTS without SM_CURRENT_HOST"),
         (OWN, r"HVDTRAIN_SIZE without HVDTRAIN_RANK \(or JOB_COMPLETION_INDEX\)"),
         ({"HVDTRAIN_SIZE": "2", "HVDTRAIN_RANK": "0"}, "without HVDTRAIN_ADDRESS"),
