@@ -96,11 +96,11 @@ def main(command: list[str]) -> None:
     try:
         run_once(Local(), work, _ranks(), start_timeout_seconds=_START_SECONDS)
     except LostRankError as error:
-        code = error.exit_code
-        if request.number and code == 128 + signal.SIGTERM:
-            name = signal.Signals(request.number).name
-            raise FailedRankError(f"Stopped by {name}.", 128 + request.number) from None
-        raise FailedRankError(f"The first rank that failed: {error}.", code) from None
+        text, code = f"The first rank that failed: {error}.", error.exit_code
+        if number := request.number:
+            text = f"Stopped by {signal.Signals(number).name}: {error}."
+            code = 128 + number if code == 128 + signal.SIGTERM else code
+        raise FailedRankError(text, code) from None
     except RunError as error:
         raise JobError(str(error)) from None
 

@@ -1,11 +1,16 @@
 """Jobs whose processes a platform starts, and hvdtrain.launch, on one and two hosts."""
 
+import contextlib
 import hashlib
+import json
 import os
 import pathlib
 import re
+import signal
+import socket
 import sys
 
+import psutil
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -73,3 +78,125 @@ def test_two_hosts_of_a_platform_are_those_of_horovodrun(
     assert job.returncode == 0, job.text
     assert "TCP" in job.text
     assert newest(tmp_path) == by_horovodrun(run)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
+def test_launch_starts_ranks_on_each_host_of_a_platform(run, tmp_path):
+    network = ["-H", "host1:2,host2:2", "--network-interface", "eth0"]
+    ways = {
+        "horovodrun": ["horovodrun", "--gloo", "-np", "4", *network, *MNIST],
+        "launch": [
+            *(*PLATFORM, "workers", "host1,host2", "0"),
+            *(*LAUNCH, "--nproc_per_node=2", *MNIST[1:]),
+        ],
+    }
+    for way, program in ways.items():
+        arguments = [*DIGITS, f"--model_dir={tmp_path / way}"]
+        job = run(arguments, program=[*HOSTS, *program], forked=False)
+        assert job.returncode == 0, job.text
+        assert "2 on host1, 2 on host2" in job.text
+    assert newest(tmp_path / "launch") == newest(tmp_path / "horovodrun")
+
+
+def rank_of(job, index):
+    """Return the process of a worker of TF_CONFIG, without its guard."""
+    for process in job.processes():
+        with contextlib.suppress(psutil.Error):
+            config = process.environ().get("TF_CONFIG", "")
+            is_rank = process.cmdline()[1:3] == MNIST[1:]
+            if is_rank and json.loads(config)["task"]["index"] == index:
+                return process
+    return None
+
+
+# As a restart policy does, the platform starts each process again by itself.
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_job_goes_on_when_the_platform_restarts_its_processes(
+    start, run, tmp_path, killed
+):
+    arguments = ["--dataset=digits", "--max_steps=2000", "--save_every_steps=100"]
+    job = run([*arguments, f"--model_dir={tmp_path / 'whole'}"], launcher="gloo")
+    assert job.returncode == 0, job.text
+    program = [*PLATFORM, "workers", "localhost,localhost", "3", *MNIST]
+    job = start([*arguments, f"--model_dir={tmp_path / 'killed'}"], program=program)
+    job.wait_for("checkpoint at step 100")
+    rank_of(job, killed).kill()
+    job.wait()
+    assert job.returncode == 0, job.text
+    assert "from 100 on" in job.text or "from 200 on" in job.text
+    assert newest(tmp_path / "killed") == newest(tmp_path / "whole")
+
+
+FAILING = """
+import os, signal, sys
+import hvdtrain.keras as hvd
+
+hvd.init()
+if hvd.rank() == 1:
+    if sys.argv[1] == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(int(sys.argv[1]))
+hvd.allgather_object(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "line"),
+    [
+        pytest.param(
+            *("SIGKILL", 137, "was killed by SIGKILL."), marks=pytest.mark.long
+        ),
+        ("9", 9, "has ended with exit code 9."),
+    ],
+)
+def test_launch_ends_as_the_first_rank_that_fails(run, tmp_path, end, code, line):
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    program = [*LAUNCH, "--nproc_per_node=2", str(script)]
+    job = run([end], program=program, forked=False)
+    assert job.returncode == code, job.text
+    host = socket.gethostname()
+    assert job.lines[-1] == f"The first rank that failed: rank 1 on {host} {line}"
+
+
+@pytest.mark.long
+def test_launch_passes_a_request_to_stop_to_the_ranks(start, tmp_path):
+    arguments = ["--dataset=digits", "--epochs=500", f"--model_dir={tmp_path}"]
+    program = [*LAUNCH, "--nproc_per_node=2", *MNIST[1:]]
+    job = start([*arguments, "--save_every_steps=10"], program=program)
+    job.wait_for("checkpoint at step 10")
+    job.process.send_signal(signal.SIGINT)
+    job.wait()
+    assert job.returncode == 75, job.text
+    assert re.match(r"Stopped by SIGINT: rank \d on .* exit code 75.", job.lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "Received no PROGRAM; expected one or more (see --help)"),
+        (["--nproc_per_node=0", "train.py"], "expected a number, 1 or more, or auto"),
+        (["--ranks=2", "train.py"], "Unknown command line flag 'ranks'"),
+    ],
+)
+def test_wrong_arguments_of_launch_are_one_line(run, arguments, error):
+    job = run(arguments, program=LAUNCH)
+    assert job.returncode == 2
+    assert error in job.lines[-1]
+
+
+def test_an_evaluator_of_tf_config_leaves(run):
+    environment = {
+        "TF_CONFIG": json.dumps(
+            {
+                "cluster": {"chief": ["localhost:1"], "evaluator": ["localhost:2"]},
+                "task": {"type": "evaluator", "index": 0},
+            }
+        )
+    }
+    job = run(["--dataset=digits"], environment=environment)
+    assert job.returncode == 0
+    [line] = job.lines
+    assert line.startswith("hvd.init: This task is the evaluator of TF_CONFIG")
