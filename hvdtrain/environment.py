@@ -21,6 +21,8 @@ LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK)
 
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
+    "HVDTRAIN_ADDRESS": "Host of rank 0, or host:port, where a platform starts the "
+    "ranks: for HVDTRAIN_SIZE. The port is 29310 by default.",
     "HVDTRAIN_ALONE": "1: this process trains alone, although a launcher or a platform "
     "has started several. Without it, hvd.init raises an error.",
     "HVDTRAIN_BIND": "0: ranks are not bound to their share of the cores of the node.",
@@ -34,9 +36,13 @@ VARIABLES = {
     "0 for no limit.",
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",
+    "HVDTRAIN_RANK": "Rank of this process, for HVDTRAIN_SIZE. By default "
+    "JOB_COMPLETION_INDEX, which Kubernetes sets.",
     "HVDTRAIN_REDUCTION": "auto: gradients are reduced in shared memory within a "
     "host, and over TCP between hosts that Gloo connects, else by Horovod. horovod: "
     "always by Horovod. shared_memory: an error where not all ranks share memory.",
+    "HVDTRAIN_SIZE": "Number of ranks that a platform starts without a launcher; "
+    "hvd.init makes a job of them. With HVDTRAIN_ADDRESS and HVDTRAIN_RANK.",
     "HVDTRAIN_WHEELS": "Directory, or https address, of wheels for "
     "python -m hvdtrain.install.",
 }
