@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -29,6 +30,7 @@ OTHERS = {
     "optuna_slurm.py",
     "optuna_slurm.sbatch",
     "resnet_images.py",
+    "restart.ipynb",
     "trackers/mlflow_observer.py",
     "trackers/tensorboard_observer.py",
     "trackers/train.py",
@@ -77,7 +79,7 @@ def shell(run):
 def test_every_example_has_a_test():
     files = {
         str(path.relative_to(EXAMPLES))
-        for pattern in ("**/*.py", "**/*.sbatch")
+        for pattern in ("**/*.py", "**/*.sbatch", "**/*.ipynb")
         for path in EXAMPLES.glob(pattern)
     }
     assert files == {*ABOVE} | OTHERS
@@ -160,6 +162,35 @@ def test_resnet_continues_after_a_signal(start, shell, tmp_path):
     assert "evaluation at step 94:" not in text
     assert number(r"evaluation at step 281: .*accuracy ([\d.]+)", text) > 0.85, text
     assert len([*tmp_path.glob("digits/*/*/*.png")]) == 1797
+
+
+@pytest.mark.engines
+@needs("nbclient", "scripts/test.sh engines")
+def test_the_notebook_continues_after_a_kill(monkeypatch, tmp_path):
+    nbclient = importlib.import_module("nbclient")
+    nbformat = importlib.import_module("nbformat")
+    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    monkeypatch.setenv("PYTHONPATH", paths)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = nbformat.read(EXAMPLES / "restart.ipynb", as_version=4)
+    # Its assertion compares the weights with those of a job that was not killed.
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "Starting restart 1 of 1." in text
+    # Of both runs.
+    assert re.findall(r"^starts +(\d)", text, re.M) == ["2", "1"], text
+    first, second = map(int, re.findall(r"^steps repeated +(\d+)", text, re.M))
+    assert first < 130, text
+    assert second == 0, text
+    assert outputs[-1]["data"].keys() >= {"image/png"}
+
+
+def test_the_notebook_is_committed_without_outputs():
+    notebook = json.loads((EXAMPLES / "restart.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in code] == [[]] * len(code)
+    assert {cell["execution_count"] for cell in code} == {None}
 
 
 @pytest.mark.long
