@@ -146,7 +146,8 @@ def test_what_a_dockerfile_mounts_is_committed(dockerfile):
 
 
 def manifest(name):
-    return yaml.safe_load(text(f"scripts/kubernetes/{name}.yaml"))
+    """Return the job or the runtime of a file, its last document."""
+    return [*yaml.safe_load_all(text(f"scripts/kubernetes/{name}.yaml"))][-1]
 
 
 def pods(name):
@@ -261,6 +262,7 @@ CONTAINER = {
 POD = {
     "restartPolicy": {"Always", "OnFailure", "Never"},
     "terminationGracePeriodSeconds": int,
+    "subdomain": str,
     "securityContext": {"fsGroup": int, "runAsUser": int, "runAsGroup": int},
     "containers": [CONTAINER],
     "volumes": [dict],
@@ -275,10 +277,18 @@ JOB = {
     "activeDeadlineSeconds": int,
     "podFailurePolicy": dict,
     "backoffLimit": int,
+    "backoffLimitPerIndex": int,
+    "maxFailedIndexes": int,
     "ttlSecondsAfterFinished": int,
     "completionMode": {"NonIndexed", "Indexed"},
     "podReplacementPolicy": {"TerminatingOrFailed", "Failed"},
     "template": POD_TEMPLATE,
+}
+
+SERVICE = {
+    "clusterIP": {"None"},
+    "selector": dict,
+    "publishNotReadyAddresses": bool,
 }
 
 # MPIJobSpec, RunPolicy and ReplicaSpec of kubeflow/mpi-operator,
@@ -375,6 +385,7 @@ TRAIN_JOB = {
     "managedBy": str,
 }
 PUBLISHED = {
+    "job": ("batch/v1", "Job", JOB),
     "mpijob": ("kubeflow.org/v2beta1", "MPIJob", MPI_JOB),
     "runtime": (
         "trainer.kubeflow.org/v1alpha1",
@@ -418,6 +429,41 @@ def test_the_cluster_knows_every_field(name):
     assert list(misfits(job["spec"], published)) == []
 
 
+def test_the_pods_of_an_indexed_job_find_rank_0():
+    service, job = yaml.safe_load_all(text("scripts/kubernetes/job.yaml"))
+    assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
+    assert list(misfits(service["spec"], SERVICE)) == []
+    name, spec = job["metadata"]["name"], job["spec"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    pod = spec["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert pod["terminationGracePeriodSeconds"] >= 120
+    [container] = pod["containers"]
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert values["HVDTRAIN_ADDRESS"] == f"{name}-0.{pod['subdomain']}"
+    assert int(values["HVDTRAIN_SIZE"]) == spec["completions"] == spec["parallelism"]
+    user = int(one(r"useradd .*--uid (\d+)", "docker/Dockerfile"))
+    assert container["securityContext"]["runAsUser"] == user
+    assert container["command"][:3] == ["tini", "-g", "--"]
+
+
+def test_the_cluster_knows_every_field_of_the_pages():
+    blocks = re.findall(r"```yaml\n(.*?)```", text("docs/platforms.md"), re.S)
+    jobs = [yaml.safe_load(block) for block in blocks]
+    kinds = {
+        kind: (version, published) for version, kind, published in PUBLISHED.values()
+    }
+    assert [job["kind"] for job in jobs] == ["TrainJob"]
+    for job in jobs:
+        version, published = kinds[job["kind"]]
+        assert job["apiVersion"] == version
+        assert list(misfits(job["spec"], published)) == []
+        values = {each["name"]: each["value"] for each in job["spec"]["trainer"]["env"]}
+        name = job["metadata"]["name"]
+        assert values["HVDTRAIN_ADDRESS"] == f"{name}-node-0-0.{name}"
+        assert int(values["HVDTRAIN_SIZE"]) == job["spec"]["trainer"]["numNodes"]
+
+
 @pytest.mark.parametrize(
     ("published", "slip"),
     [
@@ -429,6 +475,7 @@ def test_the_cluster_knows_every_field(name):
         (JOB_SET, {"replicatedJobs": [{"name": "node", "dependsOn": {"name": "a"}}]}),
         (JOB_SET, {"replicatedJobs": [{"name": "node"}, {"names": "launcher"}]}),
         (JOB, {"template": {"spec": {"terminationGracePeriodSecond": 120}}}),
+        (JOB, {"completionMode": "indexed"}),
         (TRAIN_JOB, {"trainer": {"args": "python"}}),
         (TRAIN_JOB, {"trainer": {"numNode": 2}}),
     ],
