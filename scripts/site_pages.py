@@ -39,8 +39,14 @@ print(json.dumps([
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
     """Return the text of a page, with the tables of docs/reference.md."""
     if page.file.src_uri != "reference.md":
-        return markdown
+        return without_links_to_tests(markdown)
     return fill(markdown)
+
+
+def without_links_to_tests(markdown: str) -> str:
+    """Replace links to tests, which are not on the site, by texts with their names."""
+    link = re.compile(r'\[([^\]]+)\]\((?:\.\./)+(tests/\S+) "(\w+)"\)')
+    return link.sub(r'<abbr title="\2::\3">\1</abbr>', markdown)
 
 
 def fill(markdown: str) -> str:

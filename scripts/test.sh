@@ -16,7 +16,8 @@
 # example that logs to MLflow and to Weights & Biases, which are downloaded. hub: models
 # of keras-hub, which is downloaded, on two ranks against one process, and the example that
 # trains one. verify: python -m hvdtrain.verify on scripts with one fault each. engines:
-# hvdtrain.run on Ray and on Spark, which are downloaded; Spark needs Java.
+# hvdtrain.run on Ray, on Spark and in the notebook of examples/, whose packages are
+# downloaded; Spark needs Java.
 #
 #     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail

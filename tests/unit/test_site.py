@@ -107,6 +107,21 @@ def test_every_public_name_has_an_entry(module):
     assert not missing
 
 
+def test_each_mark_of_the_features_names_its_test(site_pages):
+    page = (DOCS / "choosing.md").read_text()
+    _, *rows = re.findall(r"^\| (.*) \|$", page.partition("## Features")[2], re.M)
+    marks = {row.split(" | ")[0]: row.split(" | ")[1] for row in rows}
+    assert len(marks) > 10
+    for feature, mark in marks.items():
+        if mark == "no":
+            continue
+        [(path, name)] = re.findall(r'^\[yes\]\((\S+) "(\w+)"\)$', mark)
+        source = (DOCS / path).read_text()
+        assert f"\ndef {name}(" in source, feature
+        shown = site_pages.without_links_to_tests(mark)
+        assert shown == f'<abbr title="{path[3:]}::{name}">yes</abbr>'
+
+
 def test_every_page_but_the_home_starts_with_a_command_or_code():
     late = []
     for page in {*DOCS.glob("**/*.md")} - {DOCS / "index.md"}:
