@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ _PRINT_SECONDS = 1.0
 DEFAULT_PORT = 29310
 # torchrun's agent has MASTER_PORT itself: how many ports above it are tried.
 _PORTS = 16
+# Below those that Linux gives to connections.
+_SLURM_PORTS = range(20000, 32000)
 _RESOURCES = pathlib.Path("/opt/ml/input/config/resourceconfig.json")
 _READ_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
@@ -242,6 +245,27 @@ def _read_sagemaker_file(environ: Mapping[str, str]) -> PlatformTask | None:
     return _of_hosts("TRAINING_JOB_NAME", config["hosts"], config["current_host"])
 
 
+def _read_slurm(environ: Mapping[str, str]) -> PlatformTask | None:
+    """Slurm without PMIx: "Output environment variables" in the manual of srun."""
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST")
+    if any(name not in environ for name in names):
+        return None
+    size, rank, nodes = (environ[name] for name in names)
+    # The first node has task 0: "n[01-04,07],m1" begins with n01.
+    found = re.match(r"([^,[]*)(?:\[(\d+)[^]]*\])?([^,[]*)", nodes)
+    job, step = int(environ["SLURM_JOB_ID"]), environ.get("SLURM_STEP_ID", "")
+    # Other jobs may have tasks on this node.
+    first = _SLURM_PORTS.start + job * _PORTS % len(_SLURM_PORTS)
+    return PlatformTask(
+        "SLURM_STEP_NUM_TASKS",
+        int(rank),
+        int(size),
+        "".join(filter(None, found.groups() if found else ())),
+        tuple(range(first, first + _PORTS)),
+        job=f"{job}.{step}",
+    )
+
+
 def _of_hosts(variable: str, hosts: list[Any], host: str | None) -> PlatformTask:
     if len(hosts) > 1 and host not in hosts:
         raise _missing(variable, "SM_CURRENT_HOST, one of them")
@@ -276,4 +300,5 @@ _READERS: dict[str, Callable[[Mapping[str, str]], PlatformTask | None]] = {
     "CLUSTER_SPEC": _read_vertex,
     "SM_HOSTS": _read_sagemaker,
     "TRAINING_JOB_NAME": _read_sagemaker_file,
+    "SLURM_STEP_NUM_TASKS": _read_slurm,
 }

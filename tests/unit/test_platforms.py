@@ -18,6 +18,8 @@ AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
 TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"}
 TRAINER |= {"PET_MASTER_PORT": "7", "PET_NPROC_PER_NODE": "1"}
 OWN = {"HVDTRAIN_SIZE": "3", "HVDTRAIN_ADDRESS": "a"}
+SLURM = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7"}
+SLURM |= {"SLURM_STEP_NODELIST": "n[01-02]", "SLURM_STEP_ID": "0"}
 HOSTS = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
 
 
@@ -50,6 +52,11 @@ def cluster(variable, kind, index=0, tasks=None):
         (TRAINER, (1, 2), "a", 7),
         # torchrun, which the runtime's default command starts.
         (TRAINER | TORCH | {"RANK": "0"}, (0, 2), "a", 7),
+        (SLURM, (1, 2), "n01", 20112),
+        (SLURM | {"SLURM_STEP_NODELIST": "a-1,n[3,5]"}, (1, 2), "a-1", 20112),
+        (SLURM | {"SLURM_STEP_NODELIST": "r[1,3]-x"}, (1, 2), "r1-x", 20112),
+        # srun starts torchrun.
+        (SLURM | TORCH, (1, 2), "a", 7),
         (HOSTS, (1, 2), "algo-1", platforms.DEFAULT_PORT),
         (OWN | {"HVDTRAIN_RANK": "2"}, (2, 3), "a", platforms.DEFAULT_PORT),
         (
@@ -85,6 +92,8 @@ def test_a_platform_describes_a_rank(environ, place, host, port):
         {"WORLD_SIZE": "4"},
         {"WORLD_SIZE": "1", "RANK": "0"},
         {"HVDTRAIN_SIZE": "1"},
+        # A batch script of a job of four tasks.
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
         {"PET_NNODES": "1", "PET_NODE_RANK": "0"},
         # Of another program.
         {"CLUSTER_SPEC": "three nodes"},
