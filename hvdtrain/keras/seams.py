@@ -67,8 +67,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         # _clip_gradients, _apply_weight_decay, _backend_update_step and
         # _update_model_variables_moving_average, once for each complete window.
         Seam("apply(grads, trainable_variables)",
-             "Checks before a step, and that the step has reduced its gradients.",
-             replaced_by=(_HOOK,)),
+             "Checks before a step, and that the step has reduced its gradients; a "
+             "verification notes these gradients.",
+             replaced_by=("verify.first_gradients.note_first_gradients", _HOOK)),
         Seam("build(variables)",
              "A verification follows the optimizer; ShardedState builds slots for "
              "shards of the weights; the hook then sets their shardings.",
@@ -212,6 +213,11 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Keras' error for a file with another number of weights."),
         Seam("_inbound_nodes", "The outputs of a layer in a model, with their masks."),
     ),
+    "keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer."
+    "BaseImagePreprocessingLayer": (
+        Seam("call(data, training)", "A verification leaves augmentation out.",
+             replaced_by=("verify.left_out.leave_out_augmentation",)),
+    ),
     "keras.Variable": (
         Seam("__init__(initializer, ...)", "A verification names each variable.",
              replaced_by=(_RECORD,)),
@@ -264,7 +270,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.src.backend.random": (
         Seam("dropout(inputs, rate, noise_shape, seed)",
              "A verification leaves it out: masks depend on the size of a batch.",
-             replaced_by=("verify.capture.leave_out_dropout",)),
+             replaced_by=("verify.left_out.leave_out_dropout",)),
     ),
     "keras.src.backend.common.global_state": (
         Seam("get_global_attribute(name, default, set_to_default)",

@@ -6,7 +6,8 @@ The phases, each a job of its own (`phases`), whose ranks run the script in `wor
   state of the training after each step, to files (`trajectory`).
 - "reference": as many ranks, each of which trains on the concatenated batches of all
   ranks and reduces no gradient: rank 0 is one process with the N-times batch.
-- "alone": one process without a launcher, for its learning rates.
+- "alone": one process without a launcher, for its learning rates, and for its first
+  gradients with the same batch.
 
 `comparison` finds the first step and variable that differ, and `causes` the reason.
 """

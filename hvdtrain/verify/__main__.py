@@ -7,11 +7,12 @@ The script is not changed. It runs for some steps on N ranks, then again with th
 batches of all ranks on each and without any reduction, which is what one process with
 the N-times batch computes. Weights, optimizer and metrics are compared after each step.
 If they differ, the first difference and its likely reason are printed, and the exit
-code is 1. Dropout is left out. Takes as long as three starts of the script, or five if
-a difference is compared again in float64.
+code is 1. What is not compared is printed as well. Takes as long as three starts of the
+script, or five if a difference is compared again in float64.
 """
 
 import dataclasses
+import functools
 import pathlib
 import shutil
 import signal
@@ -45,8 +46,10 @@ _KEEP = flags.DEFINE_bool("keep", False, "Keep the recorded files.")
 # round its numbers of steps. A rate that is scaled twice is N * N times that.
 _SCALING_TOLERANCE = 1.2
 _NO_REASON = (
-    'No reason was found. The documents list the conditions: "When N ranks equal one '
-    'process".'
+    "None of the reasons was found that leave a trace. One that leaves none is a loss "
+    "or a layer that combines the samples of a batch, such as a contrastive loss, or "
+    "that divides by the number of valid ones: compute it of hvd.allgather(...). The "
+    'documents list the conditions: "When N ranks equal one process".'
 )
 _CUT_SHORT = ": this model multiplies rounding, which is too large in later steps"
 _MAY_BE_ROUNDING = "It may be rounding: the comparison in float64 was not possible."
@@ -96,6 +99,13 @@ def main(command: list[str]) -> None:
 def _verify(verification: Verification) -> list[str]:
     """Run the phases and print what they show; return what is wrong."""
     compared = _run_and_compare(verification)
+    alone = Alone(verification)
+    if compared.first and _may_be_scaled(verification, compared.first):
+        factor = alone.factor_of_size()
+        if factor != 1:
+            # A mean over ranks of N times the sum, say, which may be right.
+            verification = dataclasses.replace(verification, divisor=factor)
+            compared = _compare_with_reference(verification)
     rounding = []
     if compared.first and _may_be_rounding(verification, compared.first):
         print(f"may be rounding, repeated in float64: {_describe(compared.first)}")
@@ -109,13 +119,21 @@ def _verify(verification: Verification) -> list[str]:
         evidence = verification.evidence(compared.first)
         # Beside a reason that is certain, others would only repeat the symptom.
         number = 1 if causes.is_explained(evidence) else 2
-        reasons = [*rounding, *causes.find(evidence)[:number]] or [_NO_REASON]
-        return [*faults, _describe(compared.first), *reasons]
-    faults += _check_scaling(verification)
+        reasons = causes.find(evidence)[:number] or [_NO_REASON]
+        return [*faults, _describe(compared.first), *rounding, *reasons]
+    faults += alone.check_rates()
+    if verification.divisor == 1:
+        faults += alone.check_factor()
     if not faults:
         rest = _CUT_SHORT if compared.is_cut_short else ""
         print(f"equal to {compared.largest:.0e} over {compared.steps[-1]} steps{rest}")
+        print(f"not compared   {', '.join(verification.left_out())}")
     return faults
+
+
+def _may_be_scaled(verification: Verification, difference: Difference) -> bool:
+    evidence = verification.evidence(difference)
+    return not causes.is_explained(evidence, by_size=False)
 
 
 def _may_be_rounding(verification: Verification, difference: Difference) -> bool:
@@ -131,10 +149,18 @@ def _repeat_in_float64(verification: Verification) -> tuple[Verification, Compar
 
 
 def _run_and_compare(verification: Verification) -> Comparison:
-    size = verification.size
     types = f" in {verification.dtype}" if verification.dtype else ""
-    verification.run("ranks", f"{size} ranks{types}")
-    verification.run("reference", f"one process, the batches of {size} ranks{types}")
+    verification.run("ranks", f"{verification.size} ranks{types}")
+    return _compare_with_reference(verification)
+
+
+def _compare_with_reference(verification: Verification) -> Comparison:
+    size, divisor = verification.size, verification.divisor
+    types = f" in {verification.dtype}" if verification.dtype else ""
+    # The script sees N ranks in the reference, too.
+    scale = "" if divisor == 1 else f", gradients divided by {divisor:g}"
+    batches = f"the batches of {size} ranks"
+    verification.run("reference", f"one process, {batches}{types}{scale}")
     return verification.compare()
 
 
@@ -155,25 +181,66 @@ def _check_batches(samples: Samples) -> list[str]:
             "Two ranks have read the same batch: shard the data, such as "
             "x[hvd.rank() :: hvd.size()] or dataset.shard(hvd.size(), hvd.rank())."
         ]
+    if samples.has_unequal_orders:
+        return [
+            "The data are sharded after a shuffle whose order is another one on each "
+            "rank, so that ranks read samples of each other: shard before the shuffle, "
+            "or pass the same seed on all ranks, such as dataset.shuffle(n, seed=1) or "
+            "list_files(pattern, shuffle=False)."
+        ]
+    if samples.shared and samples.is_distinct:
+        print(
+            "               An epoch leaves out other samples: if ranks shuffle arrays "
+            "before they take their shards, give them the same seed."
+        )
     return []
 
 
-def _check_scaling(verification: Verification) -> list[str]:
-    """Print how the learning rate is scaled; return what is wrong with it."""
-    try:
-        verification.run("alone", "one rank, for its learning rate")
-    except PhaseError as error:
-        print(f"learning rate  unknown on one rank: {error.reason}")
-        return []
-    faults = []
-    for name, factor in verification.scaling().items():
-        print(f"learning rate  {name}: {factor:.3g} times that of one rank")
-        if factor > verification.size * _SCALING_TOLERANCE:
-            faults.append(
-                f"The learning rate of {name} is {factor:.3g} times that of one rank; "
-                f"expected {verification.size} times at most: it is scaled twice."
-            )
-    return faults
+class Alone:
+    """The phase "alone", which runs when it is needed first."""
+
+    def __init__(self, verification: Verification) -> None:
+        self._verification = verification
+        self._error: PhaseError | None = None
+
+    @functools.cached_property
+    def _has_run(self) -> bool:
+        try:
+            self._verification.run("alone", "one rank, for its learning rate")
+        except PhaseError as error:
+            self._error = error
+        return not self._error
+
+    def factor_of_size(self) -> float:
+        """Return by what the script multiplies gradients because of `hvd.size()`."""
+        return self._verification.factor_of_size() if self._has_run else 1.0
+
+    def check_factor(self) -> list[str]:
+        """Return what is wrong with the size of the gradients."""
+        factor = self.factor_of_size()
+        if factor == 1:
+            return []
+        return [
+            f"The gradients are {factor:g} times those of one process with the same "
+            "batch: the script multiplies or divides the loss, or the gradients, by "
+            "hvd.size(). Leave it out: the ranks' gradients are averaged."
+        ]
+
+    def check_rates(self) -> list[str]:
+        """Print how the learning rate is scaled; return what is wrong with it."""
+        size = self._verification.size
+        if not self._has_run and self._error:
+            print(f"learning rate  unknown on one rank: {self._error.reason}")
+            return []
+        faults = []
+        for name, factor in self._verification.scaling().items():
+            print(f"learning rate  {name}: {factor:.3g} times that of one rank")
+            if factor > size * _SCALING_TOLERANCE:
+                faults.append(
+                    f"The learning rate of {name} is {factor:.3g} times that of one "
+                    f"rank; expected {size} times at most: it is scaled twice."
+                )
+        return faults
 
 
 def _set_operands_apart(arguments: list[str]) -> list[str]:

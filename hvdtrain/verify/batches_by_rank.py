@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.verify.shuffles import shuffles_before_shard
 from hvdtrain.verify.trajectory import Directory
 
 # Tensors or arrays in any nest.
@@ -103,6 +104,9 @@ class BatchRecorder:
         """Return `iterate(dataset)`, with batches that are recorded."""
         stream, spec = next(self._streams), dataset.element_spec
         numbers = itertools.count()
+        if not self._is_evaluating:
+            seeds = shuffles_before_shard(dataset)
+            self._files.write("shuffles", self._rank, stream, value=seeds)
         if not _can_be_joined(spec):
             self._unjoinable = spec
             return iterate(dataset)
@@ -145,12 +149,17 @@ class BatchReplacer:
         files: the files of the phase in which they were recorded.
         rank: the rank of this process.
         size: the number of ranks.
+        is_whole: whether all batches are replaced; else only the first one, and the
+            training goes on with its own.
     """
 
-    def __init__(self, files: Directory, *, rank: int, size: int) -> None:
+    def __init__(
+        self, files: Directory, *, rank: int, size: int, is_whole: bool = True
+    ) -> None:
         self._files = files
         self._rank = rank
         self._ranks = range(size)
+        self._is_whole = is_whole
         self._streams = itertools.count()
         self._calls = itertools.count()
 
@@ -164,20 +173,24 @@ class BatchReplacer:
             return iterate(dataset)
 
         def batches() -> Iterator[Batch]:
-            for number in itertools.count():
+            for number in itertools.count() if self._is_whole else range(1):
                 batch = self._joined(spec, streams, number)
                 if batch is None:
                     return
                 yield batch
 
         first = self._joined(spec, streams, 0)
-        signature = tf.nest.map_structure(_with_more_rows, spec, first)
-        dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
-        return iterate(dataset)
+        signature = tf.nest.map_structure(self._with_more_rows, spec, first)
+        joined = tf.data.Dataset.from_generator(batches, output_signature=signature)
+        if not self._is_whole:
+            joined = joined.concatenate(dataset.skip(1))
+        return iterate(joined)
 
     def exchange_arguments(self, batch: Batch) -> Batch:
         """Return the arguments of `train_on_batch` of all ranks."""
         number = next(self._calls)
+        if number and not self._is_whole:
+            return batch
         arrays_by_rank = [
             arrays
             for rank in self._ranks
@@ -201,6 +214,8 @@ class BatchReplacer:
         if stream not in own:
             return []
         place = own.index(stream)
+        if place and not self._is_whole:
+            return []
         return [
             (rank, streams[place])
             for rank, streams in enumerate(streams_by_rank)
@@ -228,6 +243,18 @@ class BatchReplacer:
         joined = list(map(_join, zip(*flat_by_rank, strict=True)))
         return tf.nest.pack_sequence_as(spec, joined)
 
+    def _with_more_rows(self, spec: tf.TypeSpec, joined: Any) -> tf.TypeSpec:
+        """Return the type of a batch of one rank for the batches of all ranks."""
+        if not spec.shape.rank:
+            return spec
+        is_fixed = self._is_whole and spec.shape[0] is not None
+        shape = [joined.shape[0] if is_fixed else None, *spec.shape[1:]]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(
+                shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+            )
+        return type(spec)(shape, spec.dtype)
+
 
 def _can_be_joined(spec: Any) -> bool:
     return all(isinstance(part, _JOINED_TYPES) for part in tf.nest.flatten(spec))
@@ -253,16 +280,3 @@ def _check_shapes(shapes: Sequence[Sequence[int]]) -> None:
             "; expected shapes that differ in the first number only: pad all batches "
             "to one length, as with padded_shapes of tf.data.Dataset.padded_batch."
         )
-
-
-def _with_more_rows(spec: tf.TypeSpec, joined: Any) -> tf.TypeSpec:
-    """Return the type of a batch of one rank for the batches of all ranks."""
-    if not spec.shape.rank:
-        return spec
-    rows = None if spec.shape[0] is None else joined.shape[0]
-    shape = [rows, *spec.shape[1:]]
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(
-            shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
-        )
-    return type(spec)(shape, spec.dtype)

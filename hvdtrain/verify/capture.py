@@ -8,23 +8,23 @@ of `train_on_batch`.
 
 import contextlib
 import functools
-import inspect
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import horovod.tensorflow
 import horovod.tensorflow.keras
 import keras
 import tensorflow as tf
+from tensorflow.python.framework import random_seed
 
-import hvdtrain.keras as hvd
-from hvdtrain.collectives.transport import op_name
-from hvdtrain.keras.gradients import GradientReducer, Gradients
+from hvdtrain.keras.gradients import GradientReducer
 from hvdtrain.keras.seams import replace
 from hvdtrain.verify.batches_by_rank import Batch, BatchRecorder, BatchReplacer
 from hvdtrain.verify.step_recorder import StepRecorder
+from hvdtrain.verify.traced_reductions import replace_for_script
 
 # Over one rank, these return their first argument.
 _COLLECTIVES = (
@@ -166,35 +166,6 @@ def _note_evaluation(name: str, batches: BatchRecorder) -> None:
     replace(keras.Model, name, evaluate, by=note_other_loops)
 
 
-def note_reductions(recorder: StepRecorder) -> None:
-    """Note how gradients are reduced, when a step is traced."""
-    reduce, noted = GradientReducer.__call__, recorder.reductions
-
-    def reduce_and_note(
-        self: GradientReducer, gradients: Gradients, variables: list[Any]
-    ) -> Gradients:
-        reduction = self.options.reduction
-        compression = getattr(reduction.compression, "__name__", "")
-        if not noted.kinds:
-            noted.weights = recorder.digests(variables)
-        noted.kinds.append((op_name(reduction.op), compression))
-        is_sparse = any(isinstance(each, tf.IndexedSlices) for each in gradients)
-        noted.has_dense_rows |= is_sparse and self.options.sparse_as_dense
-        return reduce(self, gradients, variables)
-
-    def note_call(
-        collective: Callable[..., Any], values: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        tensors = values if isinstance(values, list | tuple) else [values]
-        # A scalar is a loss or a metric.
-        noted.is_by_script |= any(len(getattr(each, "shape", ())) for each in tensors)
-        return collective(values, *args, **kwargs)
-
-    GradientReducer.__call__ = reduce_and_note  # type: ignore[method-assign]
-    for name in ("allreduce", "grouped_allreduce"):
-        _replace_for_script(name, note_call)
-
-
 def note_losses(recorder: StepRecorder) -> None:
     """Note which losses are means over samples, when they are first computed."""
     noted = recorder.are_means
@@ -300,38 +271,22 @@ def compute_as_one_process() -> None:
         return values if is_sparse else tf.convert_to_tensor(values)
 
     for name in _COLLECTIVES:
-        _replace_for_script(name, over_one_rank)
+        replace_for_script(name, over_one_rank)
 
 
-def _replace_for_script(
-    name: str, function: Callable[Concatenate[Callable[..., Any], ...], Any]
-) -> None:
-    """Replace a collective where the script calls it.
+def seed_operations(seed: int) -> None:
+    """Seed the operations of TensorFlow that the script gives no seed.
 
-    Args:
-        function: called with the collective and the arguments of the call.
+    `tf.random.set_seed` would also change the numbers of operations that have a seed:
+    in a job without a global seed they are equal on all ranks.
     """
-    collective = getattr(hvd, name)
+    get_seed, numbers = random_seed.get_seed, itertools.count(1)
 
-    @functools.wraps(collective)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        caller = inspect.currentframe().f_back.f_globals["__name__"]  # type: ignore[union-attr]
-        if caller.startswith("hvdtrain."):
-            # The package's own agreement of the ranks, such as on a checkpoint.
-            return collective(*args, **kwargs)
-        return function(collective, *args, **kwargs)
+    def get_seed_or_next(op_seed: int | None) -> tuple[int | None, int | None]:
+        found = get_seed(op_seed)
+        return (seed, next(numbers)) if found == (None, None) else found
 
-    setattr(hvd, name, call)
-
-
-def leave_out_dropout() -> None:
-    """Make all layers of dropout return their inputs: masks are drawn for a batch."""
-    replace(
-        keras.src.backend.random,
-        "dropout",
-        lambda inputs, rate, noise_shape=None, seed=None: inputs,
-        by=leave_out_dropout,
-    )
+    random_seed.get_seed = get_seed_or_next
 
 
 def compute_in(dtype: str) -> None:

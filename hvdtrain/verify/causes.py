@@ -4,46 +4,14 @@ The reasons are the conditions of "When N ranks equal one process" in the docume
 frequent mistakes in scripts.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from hvdtrain.verify.comparison import Difference
-from hvdtrain.verify.samples import Samples
-from hvdtrain.verify.trajectory import Facts, State, digest
+from hvdtrain.verify.evidence import Evidence
+from hvdtrain.verify.gradient_norms import differ_by_rank
+from hvdtrain.verify.trajectory import digest
 
 _RATIO_TOLERANCE = 0.02
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What was recorded of a script whose steps differ from the reference.
-
-    Attributes:
-        difference: the first one.
-        facts_by_rank: facts of the script on each rank.
-        states_by_rank: the states after the step of this difference.
-    """
-
-    difference: Difference
-    facts_by_rank: Sequence[Facts]
-    samples: Samples
-    states_by_rank: Sequence[State]
-
-    @property
-    def facts(self) -> Facts:
-        """The facts of rank 0."""
-        return self.facts_by_rank[0]
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.facts_by_rank)
-
-    @property
-    def operations(self) -> set[str]:
-        """The operations by which gradients are reduced."""
-        return {operation for operation, _ in self.facts.reductions.kinds}
 
 
 def find(evidence: Evidence) -> list[str]:
@@ -52,13 +20,18 @@ def find(evidence: Evidence) -> list[str]:
     return [text for text in found if text]
 
 
-def is_explained(evidence: Evidence) -> bool:
+def is_explained(evidence: Evidence, *, by_size: bool = True) -> bool:
     """Return whether a reason was found without which the steps would be equal.
 
     Other reasons may be there and have no effect, such as masks that leave equally many
     steps; the difference may be rounding.
+
+    Args:
+        by_size: whether a multiple of the reference is such a reason. It is none where
+            the script divides by `hvd.size()` in the reference as well.
     """
-    return any(cause(evidence) for cause in _SUFFICIENT)
+    found = [cause for cause in _SUFFICIENT if cause(evidence)]
+    return bool(found if by_size else {*found} - {_multiple})
 
 
 def _no_reduction(evidence: Evidence) -> str:
@@ -67,6 +40,21 @@ def _no_reduction(evidence: Evidence) -> str:
     return (
         "No gradient is reduced over the ranks: wrap the optimizer by "
         "hvd.DistributedOptimizer, or the tape by hvd.DistributedGradientTape."
+    )
+
+
+def _unreduced(evidence: Evidence) -> str:
+    reductions = evidence.facts.reductions
+    trained = evidence.facts.trained
+    names = [name for name in trained if name not in reductions.names]
+    # A script may reduce any tensor, and a tape may have sources of another name.
+    is_known = reductions.kinds and reductions.names <= {*trained}
+    if not (names and is_known) or reductions.is_by_script:
+        return ""
+    return (
+        f"The gradients of {_listed(names[:3])} are not reduced over the ranks, others "
+        "are: wrap each optimizer by hvd.DistributedOptimizer, or each tape by "
+        "hvd.DistributedGradientTape."
     )
 
 
@@ -105,6 +93,19 @@ def _learned_apart(evidence: Evidence) -> str:
     return (
         f"The ranks differ in {_listed(names[:3])}: adapt layers to the same samples "
         "on every rank, before the first step."
+    )
+
+
+def _untrained_apart(evidence: Evidence) -> str:
+    first, *others = (facts.untrained for facts in evidence.facts_by_rank)
+    names = [
+        name for name in first if any(each.get(name) != first[name] for each in others)
+    ]
+    if not names:
+        return ""
+    return (
+        f"{_listed(names[:3])} is not trained, and not equal on all ranks: broadcast "
+        "model.variables, not model.trainable_variables, before the first step."
     )
 
 
@@ -169,9 +170,26 @@ def _adasum(evidence: Evidence) -> str:
     )
 
 
+def _clipped(evidence: Evidence) -> str:
+    if not evidence.facts.reductions.is_clipped:
+        return ""
+    return (
+        "The script clips gradients before they are reduced, each rank its own: clip "
+        "the result of hvd.DistributedGradientTape, or pass clipnorm, global_clipnorm "
+        "or clipvalue to the optimizer, which clips after the reduction."
+    )
+
+
 def _multiple(evidence: Evidence) -> str:
     size, ratio = evidence.size, evidence.difference.ratio
-    for factor, text in ((size, f"{size}"), (1 / size, f"1 / {size}")):
+    factors = {
+        f"{size}": size,
+        f"1 / {size}": 1 / size,
+        # Of a mean of squares.
+        f"{size**2}": size**2,
+        f"1 / {size**2}": 1 / size**2,
+    }
+    for text, factor in factors.items():
         if math.isclose(ratio, factor, rel_tol=_RATIO_TOLERANCE):
             return (
                 f"The change since the start is {text} of the reference's: a loss or "
@@ -209,6 +227,30 @@ def _random_draws(evidence: Evidence) -> str:
         f"{_listed(names[:3])} draws random numbers, others for each batch and rank: "
         "the distribution is that of one process, the numbers are not. Verify the "
         "script without this layer."
+    )
+
+
+def _depends_on_rank(evidence: Evidence) -> str:
+    if not differ_by_rank(evidence.gradients_by_rank):
+        return ""
+    reason = _constant(evidence)
+    return f"With equal weights and batches, gradients differ by rank: {reason}"
+
+
+def _constant(evidence: Evidence) -> str:
+    first, *others = (facts.reductions.constants for facts in evidence.facts_by_rank)
+    for name, text in first.items():
+        values = [text, *(each.get(name, text) for each in others)]
+        if len(set(values)) > 1:
+            listed = _listed(values)
+            return (
+                f"a constant of the step ({name}) is {listed}. Make it the same on all "
+                "ranks, such as by hvd.broadcast_object."
+            )
+    return (
+        "the loss or the model reads hvd.rank(), a number that is not equal on all "
+        "ranks, or random numbers that the script draws. Make numbers equal, such as "
+        "by hvd.broadcast_object; for random ones, verify the script without them."
     )
 
 
@@ -254,7 +296,8 @@ def _ranks_differ(evidence: Evidence) -> str:
         if any(other.get(name) != digest(value) for other in others):
             return (
                 f"{name} is not equal on all ranks after the step: some of its changes "
-                "are not reduced, or depend on the rank."
+                "are not reduced, or depend on the rank. Reduce them by hvd.allreduce, "
+                "and give the optimizer the same arguments on all ranks."
             )
     return ""
 
@@ -266,20 +309,24 @@ def _listed(values: Sequence[object]) -> str:
 # The most likely one first.
 _CAUSES: tuple[Callable[[Evidence], str], ...] = (
     _no_reduction,
+    _unreduced,
     _late_broadcast,
     _rates_differ,
     _learned_apart,
+    _untrained_apart,
     _unequal_batches,
     _sum_of_losses,
     _sum_of_means,
     _sum_of_penalties,
     _batch_losses,
     _adasum,
+    _clipped,
     _reduced_by_script,
     _multiple,
     _weighted_mean,
     _local_moments,
     _random_draws,
+    _depends_on_rank,
     _masks,
     _dense_rows,
     _compression,
@@ -288,10 +335,12 @@ _CAUSES: tuple[Callable[[Evidence], str], ...] = (
 # Found only where they have an effect.
 _SUFFICIENT = (
     _no_reduction,
+    _unreduced,
     _late_broadcast,
     _rates_differ,
     _learned_apart,
     _unequal_batches,
     _adasum,
     _multiple,
+    _depends_on_rank,
 )

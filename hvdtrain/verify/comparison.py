@@ -1,6 +1,8 @@
 """The first step and variable in which two trajectories differ."""
 
+import collections
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,8 +13,12 @@ from hvdtrain.verify.trajectory import Directory, State
 
 # What a variable may differ by: this share of its change since the start, ...
 _SHARE_OF_CHANGE = 1e-3
-# ... or this many units of rounding of its largest value, for each step.
+# ... or this many units of rounding of its largest value, for each step, ...
 _ROUNDING_UNITS = 8
+# ... or this share of the largest change of a variable of its kind, for each step. The
+# gradient of some weights is zero by construction, such as that of a bias before a
+# normalization: its rounding is a share of the other gradients.
+_SHARE_OF_OTHERS = 1e-6
 _METRIC_TOLERANCE = 1e-4
 # Of float64: what one step of a deep model may lose, and what it cannot lose.
 _ROUNDING, _GROWN_ROUNDING = 2e-11, 2e-10
@@ -29,6 +35,7 @@ class Difference:
         scale: the largest value of the reference.
         ratio: the change since the start, as a multiple of the reference's; NaN if it
             is no multiple.
+        floor: what is rounding whatever the scale.
     """
 
     step: int
@@ -36,6 +43,15 @@ class Difference:
     size: float
     scale: float
     ratio: float
+    floor: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The size in relation to the scale."""
+        if self.size <= self.floor and self.scale <= self.floor / _SHARE_OF_OTHERS:
+            # A weight that only rounding has changed.
+            return self.size / self.floor * _SHARE_OF_OTHERS if self.floor else 0.0
+        return self.size / self.scale if self.scale else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,8 +106,9 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
                 weights or excessive, key=lambda each: each.size / (each.scale or 1.0)
             )
             return Comparison(steps=steps, largest=largest, first=first)
-        relative = (each.size / each.scale for _, each in differences if each.scale)
-        largest_by_step.append(max(relative, default=0.0))
+        largest_by_step.append(
+            max((each.relative for _, each in differences), default=0.0)
+        )
     return Comparison(
         steps=steps, largest=max(largest_by_step, default=0.0), first=None
     )
@@ -137,18 +154,21 @@ def _variables(
     found: State, expected: State, start: Mapping[str, Any], *, step: int, number: int
 ) -> Iterator[tuple[float, Difference]]:
     """Yield the difference of each variable, in relation to the allowed one."""
-    for name, value in expected.variables.items():
-        if not value.size:
-            continue
-        other = found.variables[name]
-        before = start.get(name)
-        # Slots start at zero. Weights that are made in the first step have no start.
-        if before is None or before.shape != value.shape:
-            before = np.zeros_like(value)
+    values = {name: each for name, each in expected.variables.items() if each.size}
+    largest_by_kind: dict[str, float] = collections.defaultdict(float)
+    for name, value in values.items():
+        change = _largest(value - _before(name, value, start))
+        kind = _kind(name, value, start)
+        largest_by_kind[kind] = max(largest_by_kind[kind], change)
+    for name, value in values.items():
+        other, before = found.variables[name], _before(name, value, start)
         change = _largest(value - before)
         scale = max(_largest(value), _largest(other))
         size = _largest_difference(other, value)
-        allowed = _SHARE_OF_CHANGE * change + _rounding(value) * number * scale
+        others = largest_by_kind[_kind(name, value, start)]
+        has_floor = _is_float(value) and np.isfinite(others)
+        floor = _SHARE_OF_OTHERS * number * others if has_floor else 0.0
+        allowed = _SHARE_OF_CHANGE * change + _rounding(value) * number * scale + floor
         yield (
             size / allowed if allowed else float(size > 0) * 2,
             Difference(
@@ -157,13 +177,34 @@ def _variables(
                 size=size,
                 scale=scale,
                 ratio=_ratio(other - before, value - before),
+                floor=floor,
             ),
         )
 
 
+def _before(name: str, value: np.ndarray, start: Mapping[str, Any]) -> np.ndarray:
+    before = start.get(name)
+    # Slots start at zero. Weights that are made in the first step have no start.
+    if before is None or before.shape != value.shape:
+        return np.zeros_like(value)
+    return before
+
+
+def _kind(name: str, value: np.ndarray, start: Mapping[str, Any]) -> str:
+    """Return what values a variable has: those of weights, or the name of its slot."""
+    if not _is_float(value):
+        return "integer"
+    return "" if name in start else re.split("[/_]", name.partition(" #")[0])[-1]
+
+
+def _is_float(value: np.ndarray) -> bool:
+    return bool(np.issubdtype(value.dtype, np.floating))
+
+
 def _rounding(value: np.ndarray) -> float:
-    is_float = np.issubdtype(value.dtype, np.floating)
-    return _ROUNDING_UNITS * float(np.finfo(value.dtype).eps) if is_float else 0.0
+    if not _is_float(value):
+        return 0.0
+    return _ROUNDING_UNITS * float(np.finfo(value.dtype).eps)
 
 
 def _metrics(state: State, *, step: int) -> Iterator[tuple[float, Difference]]:

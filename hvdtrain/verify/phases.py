@@ -12,7 +12,8 @@ from hvdtrain import environment
 from hvdtrain.install.commands import InstallError, Steps
 from hvdtrain.job import JobError
 from hvdtrain.job.launchers import without_launch
-from hvdtrain.verify import causes, comparison, samples
+from hvdtrain.verify import comparison, gradient_norms, samples
+from hvdtrain.verify.evidence import Evidence
 from hvdtrain.verify.trajectory import Directory, Phase, PhaseOptions
 
 _WORKER = (sys.executable, "-m", "hvdtrain.verify.worker")
@@ -44,6 +45,7 @@ class Verification:
         size: number of ranks.
         steps: number of steps that are compared.
         dtype: of all computations; None for those of the script.
+        divisor: of the gradients in the reference.
     """
 
     command: Sequence[str]
@@ -51,6 +53,7 @@ class Verification:
     size: int
     steps: int
     dtype: str | None
+    divisor: float = 1.0
 
     def run(self, phase: Phase, text: str) -> None:
         """Run the script in a phase, and print `text` with the seconds that it took.
@@ -64,6 +67,7 @@ class Verification:
             size=self.size,
             steps=self.steps * (self.size if phase == "alone" else 1),
             dtype=self.dtype,
+            divisor=self.divisor,
         )
         worker = [*_WORKER, json.dumps(dataclasses.asdict(options)), *self.command]
         launcher = ["horovodrun", "-np", str(self.size)] if phase != "alone" else []
@@ -106,17 +110,38 @@ class Verification:
         """Return which samples the ranks have read."""
         return samples.read_by_ranks(self.files("ranks"), size=self.size)
 
-    def evidence(self, difference: comparison.Difference) -> causes.Evidence:
+    def evidence(self, difference: comparison.Difference) -> Evidence:
         """Return what was recorded about a difference."""
         files, ranks = self.files("ranks"), range(self.size)
         states = [files.read("state", rank, difference.step) for rank in ranks]
-        return causes.Evidence(
+        return Evidence(
             difference=difference,
             facts_by_rank=[files.read("facts", rank) for rank in ranks],
+            gradients_by_rank=[
+                self.files("reference").read("facts", rank).gradients for rank in ranks
+            ],
             samples=self.samples(),
             # A rank with fewer batches than the others has taken fewer steps.
             states_by_rank=[state for state in states if state],
         )
+
+    def factor_of_size(self) -> float:
+        """Return by what the script multiplies gradients because of `hvd.size()`.
+
+        Call it after the phases "reference" and "alone".
+        """
+        reference = self.files("reference").read("facts", 0)
+        alone = self.files("alone").read("facts", 0)
+        if not (reference and alone):
+            return 1.0
+        return gradient_norms.factor_of_size(
+            reference.gradients, alone.gradients, size=self.size
+        )
+
+    def left_out(self) -> list[str]:
+        """Return what of the script is not compared."""
+        facts = self.files("ranks").read("facts", 0)
+        return [*facts.left_out, "evaluations", "the making of batches", "later steps"]
 
     def scaling(self) -> dict[str, float]:
         """Return how many times the learning rates are those of one rank, by name.

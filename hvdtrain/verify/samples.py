@@ -20,12 +20,16 @@ class Samples:
         number: of samples that were read; 0 if they cannot be told apart.
         shared: share of the samples that more than one rank has read.
         has_equal_batches: whether two ranks have read the same batch in one step.
+        has_unequal_orders: whether ranks have shards of data in other orders.
+        is_distinct: whether no rank has read two equal samples in one stream.
     """
 
     sizes: list[int]
     number: int
     shared: float
     has_equal_batches: bool
+    has_unequal_orders: bool
+    is_distinct: bool
 
 
 def read_by_ranks(files: Directory, *, size: int) -> Samples:
@@ -48,14 +52,36 @@ def read_by_ranks(files: Directory, *, size: int) -> Samples:
         number=len(reads),
         shared=shared / len(reads) if reads else 0.0,
         has_equal_batches=any(_has_equal(step) for step in steps),
+        has_unequal_orders=_have_unequal_orders(files, size),
+        is_distinct=all(map(_is_distinct, batches_by_rank)),
     )
+
+
+def _have_unequal_orders(files: Directory, size: int) -> bool:
+    orders_by_rank = [
+        [
+            files.read("shuffles", rank, stream)
+            for stream in files.last_numbers("training", rank)
+        ]
+        for rank in range(size)
+    ]
+    # Seeds of 0 are another order in each process.
+    first = orders_by_rank[0]
+    is_random = any((0, 0) in (seeds or ()) for seeds in first)
+    return is_random or any(orders != first for orders in orders_by_rank)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RecordedBatch:
+    stream: int
     size: int
     # Of the samples; empty where a component has no row for each sample.
     digests: tuple[bytes, ...]
+
+
+def _is_distinct(batches: Sequence[_RecordedBatch]) -> bool:
+    digests = [(each.stream, digest) for each in batches for digest in each.digests]
+    return len(set(digests)) == len(digests)
 
 
 def _has_equal(batches: Sequence[_RecordedBatch]) -> bool:
@@ -78,7 +104,8 @@ def _batches(files: Directory, rank: int) -> Iterator[_RecordedBatch]:
             size = len(columns[-1])
             is_dense = all(len(column) == size for column in columns)
             rows = zip(*columns, strict=True) if is_dense else ()
-            yield _RecordedBatch(size, tuple(map(_digest, rows)))
+            stream = numbers[0] if kind == "batch" else -1
+            yield _RecordedBatch(stream, size, tuple(map(_digest, rows)))
 
 
 def _digest(row: Sequence[np.ndarray]) -> bytes:

@@ -1,6 +1,5 @@
 """Records the state of a training after each step."""
 
-import collections
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,9 @@ from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.keras.variables import Optimizer, non_local_state
 from hvdtrain.sharding.shards import is_split_over_ranks
+from hvdtrain.verify.first_gradients import FirstGradients
+from hvdtrain.verify.graph_constants import constants
+from hvdtrain.verify.left_out import left_out_layers
 from hvdtrain.verify.trajectory import (
     Directory,
     Facts,
@@ -21,6 +23,9 @@ from hvdtrain.verify.trajectory import (
     State,
     digest,
 )
+from hvdtrain.verify.variable_names import VariableNames
+
+_MOVING = ("/moving_mean", "/moving_variance", "/seed_generator_state")
 
 
 class FinishedError(BaseException):
@@ -37,12 +42,16 @@ class StepRecorder:
             accumulation not before two windows.
         on_steps: called after steps, with the number of steps since the last call.
         has_variables: whether states contain the values of variables.
-        compared: in the reference, the files and the number of ranks of the phase whose
+        recorded: the files of the first phase, from which later ones take the weights.
+        compared_ranks: in the reference, the number of ranks of the first phase, whose
             metrics are combined.
+        divisor: of all gradients.
 
     Attributes:
         names: the names of all variables.
+        gradients: of the first step; others write them.
         reductions: how gradients are reduced; others write it.
+        graph: in which they are reduced first; others write it.
         are_means: by loss, whether it is a mean over samples; others write it.
     """
 
@@ -54,21 +63,26 @@ class StepRecorder:
         steps: int,
         on_steps: Callable[[int], None],
         has_variables: bool = True,
-        compared: tuple[Directory, int] | None = None,
+        recorded: Directory | None = None,
+        compared_ranks: int = 0,
+        divisor: float = 1.0,
     ) -> None:
         self._files = files
         self._rank = rank
         self._steps = steps
         self._on_steps = on_steps
         self._has_variables = has_variables
-        self._compared = compared
+        self._recorded = recorded
+        self._compared_ranks = range(compared_ranks)
         self._optimizers: list[Optimizer] = []
         # The iterations of each optimizer at the last step.
         self._iterations: list[int] = []
         self._models: list[keras.Model] = []
         self._done = 0
         self.names = VariableNames()
+        self.gradients = FirstGradients(self.names, divisor=divisor)
         self.reductions = Reductions()
+        self.graph: tf.Graph | None = None
         self.are_means: dict[keras.losses.Loss, bool] = {}
 
     def add(self, optimizer: Optimizer) -> None:
@@ -81,15 +95,14 @@ class StepRecorder:
         self._iterations.append(0)
         weights = self.names.by_name(optimizer._trainable_variables)
         with tf.init_scope():
-            if self._compared:
+            if self._recorded:
                 self._take_start(weights, number)
             start = self._values(weights)
         self._files.write("start", self._rank, number, value=start)
 
     def _take_start(self, weights: Mapping[str, keras.Variable], number: int) -> None:
         """Assign the weights with which rank 0 has started in the first phase."""
-        recorded, _ = self._compared or (None, 0)
-        values = recorded.read("start", 0, number) if recorded else None
+        values = self._recorded and self._recorded.read("start", 0, number)
         for name, value in (values or {}).items():
             # Weights that are made while a step is traced have no value yet. Those of
             # rank 0 get the same one in both phases, from the same seed.
@@ -147,12 +160,7 @@ class StepRecorder:
             )
 
     def _state(self, step: int) -> State:
-        measured = [
-            metric
-            for model in self._models
-            for metric in model.metrics
-            if all(metrics.are_sums([metric]))
-        ]
+        measured = [metric for metric in self._metrics() if _is_sum(metric)]
         states = metrics.local_states(metrics.metric_variables(measured))
         return State(
             variables=self._values(self.names.by_name(self._variables())),
@@ -162,6 +170,15 @@ class StepRecorder:
             metrics=_comparable(metrics.results(measured, states)),
             metrics_of_ranks=self._metrics_of_ranks(measured, step),
         )
+
+    def _metrics(self) -> Iterator[keras.Metric]:
+        for metric in (metric for model in self._models for metric in model.metrics):
+            # The metrics of `compile` are in a container, whose names have the output.
+            inside = getattr(metric, "metrics", None)
+            if isinstance(inside, list) and not _is_sum(metric):
+                yield from inside
+            else:
+                yield metric
 
     def _variables(self) -> Iterator[Any]:
         if not self._has_variables:
@@ -183,11 +200,9 @@ class StepRecorder:
     def _metrics_of_ranks(
         self, measured: Sequence[keras.Metric], step: int
     ) -> dict[str, Any] | None:
-        if not self._compared:
-            return None
-        files, size = self._compared
-        states = [files.read("state", rank, step) for rank in range(size)]
-        if None in states:
+        files, ranks = self._recorded, self._compared_ranks
+        states = [files.read("state", rank, step) for rank in ranks] if files else []
+        if not states or None in states:
             return None
         by_variable = zip(*(state.metric_states for state in states), strict=True)
         variables = metrics.metric_variables(measured)
@@ -206,6 +221,7 @@ class StepRecorder:
 
     def _facts(self) -> Facts:
         layers = [layer for model in self._models for layer in model._flatten_layers()]
+        self.reductions.constants = constants(self.graph)
         return Facts(
             reductions=self.reductions,
             loss_reductions=_loss_reductions(),
@@ -229,7 +245,37 @@ class StepRecorder:
                 for loss, is_mean in self.are_means.items()
                 if not is_mean
             ],
+            trained=self._trained(),
+            untrained=self._untrained(),
+            gradients=self.gradients.norms(),
+            left_out=list(self._left_out(layers)),
         )
+
+    def _trained(self) -> list[str]:
+        pairs = zip(self._optimizers, self._iterations, strict=True)
+        used = [optimizer for optimizer, iterations in pairs if iterations]
+        variables = [v for each in used for v in each._trainable_variables]
+        return list(self.names.by_name(variables))
+
+    def _untrained(self) -> dict[str, str]:
+        trained = {
+            id(v) for each in self._optimizers for v in each._trainable_variables
+        }
+        weights = [v for model in self._models for v in model.weights]
+        untrained = [v for v in weights if id(v) not in trained]
+        return {
+            name: digest(np.array(keras.ops.convert_to_numpy(variable)))
+            for name, variable in self.names.by_name(untrained).items()
+            if not name.partition(" #")[0].endswith(_MOVING)
+        }
+
+    def _left_out(self, layers: Sequence[keras.layers.Layer]) -> Iterator[str]:
+        yield from left_out_layers(layers)
+        for metric in self._metrics():
+            if not _is_sum(metric):
+                yield f"the metric {metric.name}, whose state is not known to be a sum"
+            elif metric.name not in _comparable({metric.name: 0}):
+                yield f"the metric {metric.name}, a mean of sums over batches"
 
 
 def _comparable(results: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +313,10 @@ def _check_full_state(optimizer: Optimizer) -> None:
         )
 
 
+def _is_sum(metric: keras.Metric) -> bool:
+    return all(metrics.are_sums([metric]))
+
+
 def _names(layers: Iterable[keras.layers.Layer]) -> list[str]:
     return sorted({layer.name for layer in layers})
 
@@ -301,42 +351,3 @@ def _combined(aggregation: str, values: Sequence[np.ndarray]) -> np.ndarray:
     return (total / len(values) if aggregation == "mean" else total).astype(
         values[0].dtype
     )
-
-
-class VariableNames:
-    """Names variables by their path, and by the order in which they are made.
-
-    Variables of one script may have the same path, such as those of a model and of its
-    `keras.models.clone_model`. The second one is "path #2".
-    """
-
-    def __init__(self) -> None:
-        # By identity: variables are not hashable. In the order of creation.
-        self._names: dict[int, str] = {}
-        self._counts: collections.Counter[str] = collections.Counter()
-
-    def add(self, variable: Any) -> None:
-        """Name a variable that has just been made."""
-        # Of a variable that is gone, and whose memory this one has.
-        self._names.pop(id(variable), None)
-        path = _path(variable)
-        self._counts[path] += 1
-        number = self._counts[path]
-        self._names[id(variable)] = path if number == 1 else f"{path} #{number}"
-
-    def by_name(self, variables: Iterable[Any]) -> dict[str, Any]:
-        """Return distinct variables by their names."""
-        return {
-            self._names.get(id(variable), _path(variable)): variable
-            for variable in variables
-        }
-
-    def place(self, variables: Iterable[Any]) -> int:
-        """Return the place of the first of some variables in the order of creation."""
-        places = {identity: place for place, identity in enumerate(self._names)}
-        return min((places.get(id(each), -1) for each in variables), default=-1)
-
-
-def _path(variable: Any) -> str:
-    # A variable of TensorFlow has a name only.
-    return variable.path if hasattr(variable, "path") else variable.name

@@ -23,6 +23,8 @@ class PhaseOptions:
         size: the number of ranks of the phase "ranks".
         steps: the script ends after this number of steps.
         dtype: the dtype of all computations; None for the script's own dtypes.
+        divisor: of the gradients in the reference: what the script multiplies them by
+            because of the number of ranks.
     """
 
     phase: Phase
@@ -30,6 +32,7 @@ class PhaseOptions:
     size: int
     steps: int
     dtype: str | None
+    divisor: float = 1.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -42,12 +45,19 @@ class Reductions:
         has_dense_rows: whether `sparse_as_dense` made sparse gradients dense.
         is_by_script: whether the script itself reduces tensors, by `hvd.allreduce`.
         weights: digests of the weights before the first reduction, by name.
+        names: of the variables whose gradients are reduced.
+        is_clipped: whether the script clips gradients before it reduces them.
+        constants: values in the graph of the first reduction, or their digests, by the
+            name of the operation.
     """
 
     kinds: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     has_dense_rows: bool = False
     is_by_script: bool = False
     weights: dict[str, str] = dataclasses.field(default_factory=dict)
+    names: set[str] = dataclasses.field(default_factory=set)
+    is_clipped: bool = False
+    constants: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +96,10 @@ class Facts:
         learned: what preprocessing layers have learned from samples, by its name; for a
             long value its checksum.
         batch_losses: names of losses of a batch that are no means over its samples.
+        trained: names of the weights of optimizers that have taken a step.
+        untrained: digests of other weights, by name, but for moving statistics.
+        gradients: norms of the first gradients, by name of the variable.
+        left_out: what of the script is not compared.
     """
 
     reductions: Reductions
@@ -95,6 +109,10 @@ class Facts:
     regularized_layers: list[str]
     learned: Mapping[str, str]
     batch_losses: list[str]
+    trained: list[str]
+    untrained: Mapping[str, str]
+    gradients: Mapping[str, float]
+    left_out: list[str]
 
 
 class Directory:

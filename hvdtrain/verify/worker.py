@@ -5,20 +5,25 @@ import gc
 import json
 import os
 import pathlib
+import random
 import runpy
 import sys
 from collections.abc import Iterator
 
-import keras
+import numpy as np
 
 import hvdtrain.keras as hvd
 from hvdtrain.job import launchers
 from hvdtrain.verify import capture
 from hvdtrain.verify.batches_by_rank import BatchRecorder, BatchReplacer
+from hvdtrain.verify.first_gradients import note_first_gradients
+from hvdtrain.verify.left_out import leave_out_augmentation, leave_out_dropout
 from hvdtrain.verify.step_recorder import FinishedError, StepRecorder
+from hvdtrain.verify.traced_reductions import note_reductions
 from hvdtrain.verify.trajectory import Directory, PhaseOptions
 
-# Each rank has a seed of its own, as without any seed: a missing broadcast is seen.
+# What the script does not seed has a seed of its own on each rank, as in a job, where
+# it differs by process: a missing broadcast is seen, and unequal orders of samples.
 _SEED = 20170815
 
 
@@ -36,23 +41,30 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
         steps=options.steps,
         on_steps=batches.note_steps if options.phase == "ranks" else lambda steps: None,
         has_variables=options.phase != "alone",
-        compared=(recorded, options.size) if is_reference else None,
+        recorded=None if options.phase == "ranks" else recorded,
+        compared_ranks=options.size if is_reference else 0,
+        divisor=options.divisor if is_reference else 1.0,
     )
-    keras.utils.set_random_seed(_SEED + rank)
+    _seed(_SEED + rank)
     if options.dtype:
         capture.compute_in(options.dtype)
     capture.refuse_horovod()
-    capture.leave_out_dropout()
+    leave_out_dropout()
+    leave_out_augmentation()
+    note_first_gradients(recorder.gradients)
     capture.record_steps(recorder, on_end=batches.note_end)
     if options.phase == "ranks":
-        capture.note_reductions(recorder)
+        note_reductions(recorder)
         capture.note_losses(recorder)
         capture.exchange_batches(batches)
         capture.note_other_loops(batches)
+    if options.phase != "ranks":
+        replacer = BatchReplacer(
+            recorded, rank=rank, size=options.size, is_whole=is_reference
+        )
+        capture.exchange_batches(replacer)
     if is_reference:
         capture.compute_as_one_process()
-        replacer = BatchReplacer(recorded, rank=rank, size=options.size)
-        capture.exchange_batches(replacer)
     with contextlib.suppress(FinishedError):
         try:
             yield
@@ -64,6 +76,13 @@ def record_phase(options: PhaseOptions) -> Iterator[None]:
     # A rank that leaves would end the collectives in which the others still are.
     if hvd.is_initialized():
         hvd.allgather_object(None, name="VerificationEnd")
+
+
+def _seed(seed: int) -> None:
+    # Keras draws its own seeds from Python's generator.
+    random.seed(seed)
+    np.random.seed(seed)
+    capture.seed_operations(seed)
 
 
 def main(options: PhaseOptions, command: list[str]) -> None:

@@ -7,8 +7,9 @@ import tensorflow as tf
 
 from hvdtrain.job import JobError
 from hvdtrain.verify import capture, comparison, phases, samples
-from hvdtrain.verify.step_recorder import StepRecorder, VariableNames
+from hvdtrain.verify.step_recorder import StepRecorder
 from hvdtrain.verify.trajectory import Directory, State
+from hvdtrain.verify.variable_names import VariableNames
 
 
 @pytest.fixture

@@ -1,0 +1,42 @@
+"""What a verification has recorded of a script whose steps differ."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from hvdtrain.verify.comparison import Difference
+from hvdtrain.verify.samples import Samples
+from hvdtrain.verify.trajectory import Facts, State
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was recorded of a script whose steps differ from the reference.
+
+    Attributes:
+        difference: the first one.
+        facts_by_rank: facts of the script on each rank.
+        gradients_by_rank: in the reference, where ranks have the same weights and
+            batches, the norms of the first gradients.
+        states_by_rank: the states after the step of this difference.
+    """
+
+    difference: Difference
+    facts_by_rank: Sequence[Facts]
+    gradients_by_rank: Sequence[Mapping[str, float]]
+    samples: Samples
+    states_by_rank: Sequence[State]
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of rank 0."""
+        return self.facts_by_rank[0]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.facts_by_rank)
+
+    @property
+    def operations(self) -> set[str]:
+        """The operations by which gradients are reduced."""
+        return {operation for operation, _ in self.facts.reductions.kinds}

@@ -1,0 +1,257 @@
+"""Ways to write a training, right and wrong, for a verification."""
+
+from verified_scripts import FIT, LOOP, TWO_MODELS, WARMED_UP
+
+REDUCED = "    tape = hvd.DistributedGradientTape(tape)\n"
+GRADIENTS = "    gradients = tape.gradient(loss, model.trainable_variables)\n"
+# `fit` with a train_step that computes gradients itself.
+TRAIN_STEP = FIT.replace(
+    "model = keras.Sequential([",
+    """
+
+class Model(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+model = Model([""",
+).replace("import numpy as np", "import numpy as np\nimport tensorflow as tf")
+LOSS = "loss_of(y, model(x, training=True))"
+OTHER = "    gradients = tape.gradient(loss, target.trainable_variables)\n"
+CLIP = "[tf.clip_by_norm(each, 0.01) for each in gradients]"
+IMAGES = FIT.replace("size=(640, 8)", "size=(640, 8, 8, 3)").replace(
+    "y = x.sum(axis=1, keepdims=True)", "y = x.sum(axis=(1, 2, 3))[:, None]"
+)
+# The layers of the model of FIT.
+LAYERS = "[keras.Input((8,)), dense, middle, keras.layers.Dense(1)]"
+ATTENTION = """
+sequence = keras.Input((8,))
+hidden = keras.layers.Dense(8)(keras.layers.Reshape((8, 1))(sequence))
+hidden += keras.layers.MultiHeadAttention(2, 4)(hidden, hidden)
+hidden = keras.layers.LayerNormalization()(hidden)
+hidden = keras.layers.GlobalAveragePooling1D()(hidden)
+model = keras.Model(sequence, keras.layers.Dense(1)(hidden))
+"""
+MODEL = f"model = keras.Sequential({LAYERS})"
+SHUFFLED = "data.shuffle(640).shard(hvd.size(), hvd.rank())"
+SHARD = "data.shard(hvd.size(), hvd.rank())"
+# Samples that are all different.
+DISTINCT = LOOP.replace("integers(1, 4, size=(640, 6))", "normal(size=(640, 6))")
+DISTINCT = DISTINCT.replace(
+    "labels = (ids", 'ids = ids.astype("float32")\nlabels = (ids'
+)
+DISTINCT = DISTINCT.replace("sum(axis=1) % 2)", "sum(axis=1) > 0)").replace(
+    "[embedding, pool, ", '[keras.layers.Dense(16, "relu"), '
+)
+
+
+def changed(text, *replacements):
+    """Return a script with some replacements, each of which it must contain."""
+    for old, new in replacements:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+OWN_METRIC = WARMED_UP[WARMED_UP.index("class Largest") : WARMED_UP.index(", loss=")]
+
+# Ways to write a training that are right, beside those of CLEAN.
+RIGHT = {
+    "attention": changed(FIT, (MODEL, ATTENTION)),
+    "attention under SGD": changed(FIT, (MODEL, ATTENTION), ("Adam(", "SGD(")),
+    "a bias before a normalization": changed(
+        FIT,
+        ("keras.layers.Dropout(0.5)", "hvd.SyncBatchNormalization()"),
+        ('Dense(16, "relu")', "Dense(16)"),
+    ),
+    "convolutions": changed(
+        IMAGES,
+        (
+            LAYERS,
+            """[
+    keras.Input((8, 8, 3)),
+    keras.layers.Conv2D(8, 3),
+    hvd.SyncBatchNormalization(),
+    keras.layers.ReLU(),
+    keras.layers.Conv2D(8, 3),
+    hvd.SyncBatchNormalization(),
+    keras.layers.GlobalAveragePooling2D(),
+    keras.layers.Dense(1),
+]""",
+        ),
+        ("Adam(0.01", "SGD(momentum=0.9, learning_rate=0.01"),
+    ),
+    "augmentation": changed(
+        IMAGES,
+        (
+            LAYERS,
+            """[
+    keras.Input((8, 8, 3)),
+    keras.layers.RandomFlip(),
+    keras.layers.RandomTranslation(0.1, 0.1),
+    keras.layers.Flatten(),
+    dense,
+    middle,
+    keras.layers.Dense(1),
+]""",
+        ),
+    ),
+    "a seed of the shuffle": changed(
+        DISTINCT, (SHARD, SHUFFLED.replace("640", "640, seed=1"))
+    ),
+    "a seed of all ranks": changed(
+        DISTINCT,
+        (SHARD, SHUFFLED),
+        ("hvd.init()", "hvd.init()\nkeras.utils.set_random_seed(7)"),
+    ),
+    "a shuffle of the shard": changed(DISTINCT, (SHARD, f"{SHARD}.shuffle(640)")),
+    "clipping after the reduction": changed(
+        LOOP, (GRADIENTS, f"{GRADIENTS}    gradients = {CLIP}\n")
+    ),
+    "clipping by the optimizer": changed(
+        FIT, ("Adam(0.01 * hvd.size()", "SGD(0.01 * hvd.size(), global_clipnorm=0.1")
+    ),
+    "a mean over the global batch": changed(
+        LOOP,
+        (LOSS, f"{LOSS} / hvd.size()"),
+        ("Tape(tape)", "Tape(tape, op=hvd.Sum)"),
+    ),
+    "a sum with a weight": changed(
+        FIT,
+        (
+            'loss="mse"',
+            'loss=keras.losses.MeanSquaredError(reduction="sum"), '
+            "loss_weights=[float(hvd.size())]",
+        ),
+    ),
+    "weight decay": changed(
+        FIT,
+        (
+            "Adam(0.01 * hvd.size())",
+            "AdamW(0.01 * hvd.size(), weight_decay=0.01, use_ema=True)",
+        ),
+        ('Dense(16, "relu")', 'Dense(16, "relu", kernel_regularizer="l2")'),
+    ),
+    "a train_step": TRAIN_STEP,
+    "a metric": changed(
+        FIT, ("model.compile(optimizer", OWN_METRIC), ('["mae"]', '["mae", Largest()]')
+    ),
+    "duties of rank 0": changed(
+        FIT,
+        ("verbose=0", "verbose=2 if hvd.rank() == 0 else 0"),
+        (
+            "model.fit(",
+            """
+if hvd.rank() == 0:
+    model.summary()
+    callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=print))
+model.fit(""",
+        ),
+    ),
+}
+# The same form as FAULTS.
+WRONG = {
+    "clipping in train_step": (
+        TRAIN_STEP,
+        {"        self.opt": f"        gradients = {CLIP}\n        self.opt"},
+        "The script clips gradients before they are reduced",
+    ),
+    "clipping in a loop": (
+        LOOP,
+        {
+            REDUCED: "",
+            GRADIENTS: f"{GRADIENTS}    gradients = {CLIP}\n"
+            "    gradients = [hvd.allreduce(each) for each in gradients]\n",
+        },
+        "The script clips gradients before they are reduced",
+    ),
+    "a tape of two": (
+        TWO_MODELS,
+        {f"{REDUCED}{OTHER}": OTHER},
+        "are not reduced over the ranks, others are",
+    ),
+    "a multiple of the loss": (
+        FIT,
+        {'loss="mse"': "loss=lambda y, p: hvd.size() * (y - p) ** 2"},
+        "The gradients are 2 times those of one process",
+    ),
+    "a multiple in a loop": (
+        LOOP,
+        {
+            LOSS: f"scale * {LOSS}",
+            "@tf.function": "scale = float(hvd.size())\n\n\n@tf.function",
+        },
+        "The gradients are 2 times those of one process",
+    ),
+    "a fraction of the loss": (
+        LOOP,
+        {LOSS: f"{LOSS} / hvd.size()"},
+        "The gradients are 0.5 times those of one process",
+    ),
+    "a constant of the rank": (
+        FIT,
+        {'loss="mse"': "loss=lambda y, p: (0.5 + hvd.rank()) * keras.ops.abs(y - p)"},
+        "is 0.5 and 1.5. Make it the same on all ranks",
+    ),
+    "random constants": (
+        LOOP,
+        {
+            "@tf.function": "weight = np.random.uniform()\n\n\n@tf.function",
+            LOSS: f"weight * {LOSS}",
+        },
+        "gradients differ by rank: a constant of the step",
+    ),
+    "a shuffle before the shard": (
+        DISTINCT,
+        {SHARD: SHUFFLED},
+        "sharded after a shuffle whose order is another one on each rank",
+    ),
+    "a seed of each rank": (
+        DISTINCT,
+        {SHARD: SHUFFLED.replace("640", "640, seed=hvd.rank()")},
+        "sharded after a shuffle whose order is another one on each rank",
+    ),
+    "frozen weights": (
+        LOOP,
+        {
+            "optimizer =": "embedding.trainable = False\noptimizer =",
+            "(model.variables": "(model.trainable_variables",
+        },
+        "embeddings is not trained, and not equal on all ranks",
+    ),
+    "another optimizer": (
+        FIT,
+        {"optimizer = hvd": "other = hvd", "r(optimizer)": "r(keras.optimizers.SGD())"},
+        "The optimizer is not distributed, so that the ranks would train",
+    ),
+    "the mean of the loss": (
+        LOOP,
+        {REDUCED: "", LOSS: f"hvd.allreduce({LOSS})"},
+        "No gradient is reduced",
+    ),
+    "a contrast of samples": (
+        LOOP,
+        {LOSS: "tf.reduce_mean(tf.nn.log_softmax(model(x), axis=0) * y)"},
+        "a loss or a layer that combines the samples of a batch",
+    ),
+    "settings of each rank": (
+        LOOP,
+        {"Adam(0.01": "SGD(clipnorm=0.01 / (1 + hvd.rank()), learning_rate=0.1"},
+        "give the optimizer the same arguments on all ranks",
+    ),
+    "valid samples": (
+        LOOP,
+        {
+            f"        loss = {LOSS}": """
+        valid = tf.cast(x[:, :1] > 1, tf.float32)
+        error = (y - model(x, training=True)) ** 2
+        loss = tf.reduce_sum(valid * error) / tf.reduce_sum(valid)"""
+        },
+        "divides by the number of valid ones",
+    ),
+}

@@ -1,0 +1,260 @@
+"""What a verification records of a script, and the reasons that it finds in it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import random_seed
+
+from hvdtrain.verify import capture, causes
+from hvdtrain.verify.batches_by_rank import BatchReplacer
+from hvdtrain.verify.comparison import Difference
+from hvdtrain.verify.evidence import Evidence
+from hvdtrain.verify.first_gradients import FirstGradients, note_first_gradients
+from hvdtrain.verify.gradient_norms import differ_by_rank, factor_of_size
+from hvdtrain.verify.graph_constants import constants
+from hvdtrain.verify.samples import Samples
+from hvdtrain.verify.shuffles import shuffles_before_shard
+from hvdtrain.verify.traced_reductions import ClippedTensors
+from hvdtrain.verify.trajectory import Directory, Facts, Reductions, State, digest
+from hvdtrain.verify.variable_names import VariableNames
+
+
+def facts(*, reductions=(), **values):
+    """Facts of a script that reduces the gradients of its only weight."""
+    reductions = {"kinds": [("Average", "NoneCompressor")], "names": {"w"}} | dict(
+        reductions
+    )
+    defaults = {
+        "loss_reductions": ["sum_over_batch_size"],
+        "local_normalizations": [],
+        "masking_layers": [],
+        "regularized_layers": [],
+        "learned": {},
+        "batch_losses": [],
+        "trained": ["w"],
+        "untrained": {},
+        "gradients": {"w": 1.0},
+        "left_out": [],
+    }
+    return Facts(reductions=Reductions(**reductions), **defaults | values)
+
+
+def reasons(*facts_by_rank, gradients_by_rank=({"w": 1.0}, {"w": 1.0}), ratio=1.3):
+    value = np.ones(2)
+    variables = [{"w": value}, {"w": digest(value)}]
+    states = [
+        State(
+            variables=each,
+            learning_rates={"sgd": 0.1},
+            draws={},
+            metric_states=[],
+            metrics={},
+            metrics_of_ranks=None,
+        )
+        for each in variables
+    ]
+    evidence = Evidence(
+        difference=Difference(step=1, name="w", size=0.1, scale=1.0, ratio=ratio),
+        facts_by_rank=facts_by_rank if len(facts_by_rank) > 1 else 2 * facts_by_rank,
+        gradients_by_rank=gradients_by_rank,
+        samples=Samples(
+            sizes=[8, 8],
+            number=16,
+            shared=0.0,
+            has_equal_batches=False,
+            has_unequal_orders=False,
+            is_distinct=True,
+        ),
+        states_by_rank=states,
+    )
+    return causes.find(evidence)
+
+
+def test_a_script_without_a_known_fault_has_no_reason():
+    assert not reasons(facts())
+
+
+@pytest.mark.parametrize(
+    ("facts_by_rank", "expected"),
+    [
+        ([facts(reductions={"kinds": [], "names": set()})], "No gradient is reduced"),
+        ([facts(trained=["w", "v"])], "The gradients of v are not reduced"),
+        ([facts(reductions={"is_clipped": True})], "clips gradients before they are"),
+        (
+            [facts(untrained={"v": "1"}), facts(untrained={"v": "2"})],
+            "v is not trained, and not equal on all ranks: broadcast model.variables",
+        ),
+    ],
+)
+def test_a_reason_that_is_recorded(facts_by_rank, expected):
+    (found,) = reasons(*facts_by_rank)
+    assert expected in found
+
+
+@pytest.mark.parametrize(
+    "reductions",
+    [
+        # The script may have reduced the other gradient.
+        {"is_by_script": True},
+        # A source of another name may be the other variable.
+        {"names": {"w", "v:0"}},
+    ],
+)
+def test_gradients_that_may_be_reduced_are_no_reason(reductions):
+    found = reasons(facts(trained=["w", "v"], reductions=reductions))
+    assert not any("are not reduced" in text for text in found)
+
+
+@pytest.mark.parametrize("ratio", [2.0, 0.5, 4.0, 0.25])
+def test_multiples_of_two_ranks_and_their_squares(ratio):
+    (found,) = reasons(facts(), ratio=ratio)
+    assert "multiplied or divided by the number of ranks" in found
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (("0.5", "1.5"), "a constant of the step (mul/x) is 0.5 and 1.5"),
+        (("0.5", "0.5"), "reads hvd.rank(), a number that is not equal on all"),
+    ],
+)
+def test_a_constant_that_differs_by_rank(values, expected):
+    by_rank = [facts(reductions={"constants": {"mul/x": value}}) for value in values]
+    (found,) = reasons(*by_rank, gradients_by_rank=({"w": 1.0}, {"w": 3.0}))
+    assert expected in found
+    assert not reasons(*by_rank)
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        ({"w": 2.0, "v": 4.0}, 2),
+        ({"w": 0.5, "v": 1.0}, 0.5),
+        ({"w": 1.0, "v": 2.0}, 1),
+        # One of them twice as large: no multiple of the loss.
+        ({"w": 2.0, "v": 2.0}, 1),
+        # A penalty, which has no factor, is most of the gradient of one.
+        ({"w": 2.0, "v": 2.1, "u": 2.0}, 2),
+        # Rounding.
+        ({"w": 1.0, "v": 2.0, "b": 5e-9}, 1),
+    ],
+)
+def test_the_factor_of_the_number_of_ranks(reference, expected):
+    alone = {"w": 1.0, "v": 2.0, "u": 1.0, "b": 2e-9}
+    assert factor_of_size(reference, alone, size=2) == expected
+
+
+def test_gradients_that_differ_by_rank():
+    assert not differ_by_rank([{"w": 1.0, "b": 1e-9}, {"w": 1.00001, "b": 2e-9}])
+    assert differ_by_rank([{"w": 1.0}, {"w": 1.0}, {"w": 1.1}])
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
+def test_the_first_gradients_are_noted_and_divided(wrap, monkeypatch):
+    # Restored after the test.
+    apply = keras.optimizers.Optimizer.apply
+    monkeypatch.setattr(keras.optimizers.Optimizer, "apply", apply)
+    names = VariableNames()
+    noted = FirstGradients(names, divisor=2.0)
+    note_first_gradients(noted)
+    weight = keras.Variable(np.zeros(2, "float32"), name="w")
+    rows = keras.Variable(np.zeros((3, 1), "float32"), name="rows")
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([weight, rows])
+
+    @wrap
+    def step(factor):
+        # Row 2 twice: 3 + 1.
+        slices = tf.IndexedSlices(factor * [[3.0], [1.0]], [2, 2], (3, 1))
+        optimizer.apply([factor * [3.0, 4.0], slices], [weight, rows])
+
+    for factor in (1.0, 10.0):
+        step(tf.constant(factor))
+    assert noted.norms() == {"w": 5.0, "rows": 4.0}
+    np.testing.assert_allclose(weight, [-11 * 1.5, -11 * 2])
+    np.testing.assert_allclose(rows, [[0], [0], [-11 * 2]])
+
+
+def test_clipped_tensors_are_found_through_elementwise_operations():
+    clipped = ClippedTensors()
+
+    @tf.function
+    def step(x):
+        limited = tf.clip_by_value(x, -1.0, 1.0)
+        clipped.add(limited)
+        assert clipped.has_any([limited])
+        assert clipped.has_any([x, tf.cast(limited, tf.float64) / 2])
+        # A clipped loss, or the output of a layer.
+        assert not clipped.has_any([x, tf.reduce_sum(limited)])
+        return limited
+
+    step(tf.constant([2.0]))
+    eager = tf.constant(1.0)
+    assert not clipped.has_any([eager])
+    clipped.add([eager])
+    assert clipped.has_any([eager])
+
+
+def test_the_numbers_of_a_graph():
+    outside = tf.constant([1.0, 2.0])
+
+    @tf.function
+    def step(x):
+        return x * 0.25 + outside + tf.strings.to_number("3")
+
+    found = constants(step.get_concrete_function(tf.zeros(2)).graph)
+    assert sorted(found.values()) == ["0.25", f"array {digest(outside.numpy())}"]
+    assert constants(None) == {}
+
+
+def test_a_shuffle_before_a_shard_is_found():
+    data = tf.data.Dataset.range(8)
+    first = data.shuffle(8, seed=3).map(lambda x: x).shard(2, 0).batch(2)
+    # Without a global seed, TensorFlow has its own for operations with a seed.
+    [(_, seed)] = shuffles_before_shard(first)
+    assert seed == 3
+    assert not shuffles_before_shard(data.shard(2, 0).shuffle(8).batch(2))
+    # A job of one rank.
+    assert not shuffles_before_shard(data.shuffle(8).shard(1, 0))
+    both = tf.data.Dataset.zip(data, data.shuffle(8, seed=1)).shard(2, 0).shuffle(8)
+    assert len(shuffles_before_shard(both)) == 1
+
+
+def test_operations_without_a_seed_are_seeded(monkeypatch):
+    monkeypatch.setattr(random_seed, "get_seed", random_seed.get_seed)
+    with_seed = tf.compat.v1.get_seed(5)
+    capture.seed_operations(11)
+    assert random_seed.get_seed(None) == (11, 1)
+    assert random_seed.get_seed(None) == (11, 2)
+    # As in a job, in which these are equal on all ranks.
+    assert random_seed.get_seed(5) == with_seed
+
+
+def test_one_process_takes_the_first_batch_of_all_ranks_and_goes_on(tmp_path):
+    files = Directory(tmp_path, "ranks")
+    for rank in range(2):
+        files.write("training", rank, 0, value=True)
+        for number in range(2):
+            batch = [np.array([100 * rank + number, 7])]
+            files.write("batch", rank, 0, number, value=batch)
+    data = tf.data.Dataset.range(6).batch(2, drop_remainder=True)
+    iterate = tf.data.Dataset.__iter__
+    whole = BatchReplacer(files, rank=0, size=2)
+    read = [batch.numpy().tolist() for batch in whole.iterate(data, iterate)]
+    assert read == [[0, 7, 100, 7], [1, 7, 101, 7]]
+    first = BatchReplacer(files, rank=0, size=2, is_whole=False)
+    read = [batch.numpy().tolist() for batch in first.iterate(data, iterate)]
+    assert read == [[0, 7, 100, 7], [2, 3], [4, 5]]
+    # The next stream.
+    assert [len(batch) for batch in first.iterate(data, iterate)] == [2, 2, 2]
+
+
+def test_one_process_takes_the_first_call_of_all_ranks(tmp_path):
+    files = Directory(tmp_path, "ranks")
+    for rank in range(2):
+        files.write("call", rank, 0, value=[np.array([rank])])
+        files.write("call", rank, 1, value=[np.array([rank])])
+    first = BatchReplacer(files, rank=0, size=2, is_whole=False)
+    batches = [first.exchange_arguments((np.array([5]),)) for _ in range(2)]
+    assert [batch[0].tolist() for batch in batches] == [[0, 1], [5]]
