@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.job import JobError
+from hvdtrain.verify.gradient_norms import zero_by_construction
 from hvdtrain.verify.trajectory import Directory, State
 
 # What a variable may differ by: this share of its change since the start, ...
@@ -84,6 +85,7 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
         if reference.read("state", 0, step)
     ]
     start = dict(_start(reference))
+    unmoved = _without_gradient(ranks) & _without_gradient(reference)
     largest_by_step: list[float] = []
     for number, step in enumerate(steps, start=1):
         found, state = (each.read("state", 0, step) for each in (ranks, reference))
@@ -92,6 +94,8 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
             *_variables(found, state, start, step=step, number=number),
             *_metrics(state, step=step),
         ]
+        # Some optimizers make full steps of rounding, such as Lion, of its sign.
+        differences = [each for each in differences if each[1].name not in unmoved]
         excessive = [each for excess, each in differences if excess > 1]
         largest = max(largest_by_step, default=0.0)
         if excessive and _has_grown(largest_by_step):
@@ -112,6 +116,18 @@ def compare(ranks: Directory, reference: Directory) -> Comparison:
     return Comparison(
         steps=steps, largest=max(largest_by_step, default=0.0), first=None
     )
+
+
+def _without_gradient(files: Directory) -> set[str]:
+    facts = files.read("facts", 0)
+    if facts is None:
+        return set()
+    start = dict(_start(files))
+    return {
+        name
+        for name in zero_by_construction(facts.gradients)
+        if name in start and start[name].dtype == np.float64
+    }
 
 
 def _has_grown(largest_by_step: list[float]) -> bool:

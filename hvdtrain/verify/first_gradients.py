@@ -76,8 +76,12 @@ class FirstGradients:
 
 
 def _norm(gradient: Any) -> tf.Tensor:
-    dense = tf.cast(tf.convert_to_tensor(gradient), tf.float64)
-    return tf.sqrt(tf.reduce_sum(tf.square(dense)))
+    # Rows that are equal are not added up: the norms of equal batches are compared.
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    values = gradient.values if is_sparse else tf.convert_to_tensor(gradient)
+    if values.dtype != tf.float64:
+        values = tf.cast(values, tf.float32)
+    return tf.cast(tf.norm(values), tf.float64)
 
 
 def note_first_gradients(noted: FirstGradients) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 _TOLERANCE = 0.02
 # A gradient this much smaller than the largest one may be rounding.
 _ROUNDING = 1e-4
+# In float64, only a gradient that is zero by construction is this much smaller.
+_ZERO = 1e-12
 
 
 def factor_of_size(
@@ -40,6 +42,12 @@ def factor_of_size(
         if len(same) > len(ratios) / 2:
             return factor
     return 1.0
+
+
+def zero_by_construction(norms: Mapping[str, float]) -> set[str]:
+    """Return the variables whose gradients, in float64, are rounding."""
+    largest = max(norms.values(), default=0.0)
+    return {name for name, norm in norms.items() if norm < _ZERO * largest}
 
 
 def differ_by_rank(norms_by_rank: Sequence[Mapping[str, float]]) -> bool:

@@ -18,10 +18,18 @@ def directories(tmp_path):
 
 
 def write(
-    directory, step, weight, *, name="w", rate=0.1, metrics=None, metrics_of_ranks=None
+    directory,
+    step,
+    weight,
+    *,
+    name="w",
+    variables=None,
+    rate=0.1,
+    metrics=None,
+    metrics_of_ranks=None,
 ):
     state = State(
-        variables={name: np.asarray(weight)},
+        variables=variables or {name: np.asarray(weight)},
         learning_rates={"sgd": rate},
         draws={},
         metric_states=[],
@@ -55,6 +63,32 @@ def test_a_change_of_half_the_size_differs_by_its_ratio(directories, dtype):
     assert compared.first.step == 1
     assert compared.first.size == pytest.approx(1e-4, rel=1e-2)
     assert compared.first.ratio == pytest.approx(0.5, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_equal"),
+    [
+        # A millionth of the largest change of the weights, 0.1, is the limit.
+        (0.9e-7, True),
+        (1.2e-7, False),
+    ],
+)
+def test_gradients_that_are_zero_by_construction(directories, change, is_equal):
+    ranks, reference = directories
+    names = ("kernel", "bias", "sgd/kernel_momentum", "sgd/bias_momentum")
+    start = dict.fromkeys(names[:2], np.zeros(2))
+    reference.write("start", 0, 0, value=start)
+    for directory, sign in ((ranks, 1), (reference, -1)):
+        bias = np.array([sign * change / 2, 0.0])
+        values = [np.array([0.1, 0.0]), bias, np.array([1.0, 0.0]), 10 * bias]
+        write(directory, 1, 0.0, variables=dict(zip(names, values, strict=True)))
+    compared = comparison.compare(ranks, reference)
+    assert (compared.first is None) == is_equal
+    if is_equal:
+        # Not the difference in relation to the bias, which is 2.
+        assert compared.largest == pytest.approx(0.9e-6)
+    else:
+        assert compared.first.name == "bias"
 
 
 def test_a_change_of_another_direction_has_no_ratio(directories):
@@ -192,6 +226,27 @@ def test_the_first_unequal_batches_are_named(directories):
 
 def test_equal_batches_are_seen(directories):
     assert read(directories[0], [[1, 2], [3, 4]], [[8, 9], [3, 4]]).has_equal_batches
+
+
+@pytest.mark.parametrize(
+    ("seeds_by_rank", "expected"),
+    [
+        ([[(87654321, 1)], [(87654321, 1)]], False),
+        ([[(87654321, 0)], [(87654321, 1)]], True),
+        # Another order in each process.
+        ([[(0, 0)], [(0, 0)]], True),
+        ([[], []], False),
+    ],
+)
+def test_orders_of_data_that_are_sharded(directories, seeds_by_rank, expected):
+    for rank, seeds in enumerate(seeds_by_rank):
+        directories[0].write("shuffles", rank, 3, value=seeds)
+        # Of an evaluation.
+        directories[0].write("shuffles", rank, 4, value=[(0, 0)])
+    found = read(directories[0], [[1, 2], [3, 4]], [[5, 6], [7, 8]])
+    assert found.has_unequal_orders == expected
+    assert found.is_distinct
+    assert not read(directories[0], [[1, 2], [2, 4]], [[5, 6], [7, 8]]).is_distinct
 
 
 def test_streams_of_an_evaluation_are_left_out(directories):

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import random_seed
 
-from hvdtrain.verify import capture, causes
+from hvdtrain.verify import capture, causes, comparison, left_out
 from hvdtrain.verify.batches_by_rank import BatchReplacer
 from hvdtrain.verify.comparison import Difference
 from hvdtrain.verify.evidence import Evidence
@@ -15,6 +15,7 @@ from hvdtrain.verify.gradient_norms import differ_by_rank, factor_of_size
 from hvdtrain.verify.graph_constants import constants
 from hvdtrain.verify.samples import Samples
 from hvdtrain.verify.shuffles import shuffles_before_shard
+from hvdtrain.verify.step_recorder import StepRecorder
 from hvdtrain.verify.traced_reductions import ClippedTensors
 from hvdtrain.verify.trajectory import Directory, Facts, Reductions, State, digest
 from hvdtrain.verify.variable_names import VariableNames
@@ -40,20 +41,22 @@ def facts(*, reductions=(), **values):
     return Facts(reductions=Reductions(**reductions), **defaults | values)
 
 
+def state(variables):
+    """The state of a script without metrics."""
+    return State(
+        variables=variables,
+        learning_rates={"sgd": 0.1},
+        draws={},
+        metric_states=[],
+        metrics={},
+        metrics_of_ranks=None,
+    )
+
+
 def reasons(*facts_by_rank, gradients_by_rank=({"w": 1.0}, {"w": 1.0}), ratio=1.3):
     value = np.ones(2)
     variables = [{"w": value}, {"w": digest(value)}]
-    states = [
-        State(
-            variables=each,
-            learning_rates={"sgd": 0.1},
-            draws={},
-            metric_states=[],
-            metrics={},
-            metrics_of_ranks=None,
-        )
-        for each in variables
-    ]
+    states = list(map(state, variables))
     evidence = Evidence(
         difference=Difference(step=1, name="w", size=0.1, scale=1.0, ratio=ratio),
         facts_by_rank=facts_by_rank if len(facts_by_rank) > 1 else 2 * facts_by_rank,
@@ -145,6 +148,27 @@ def test_the_factor_of_the_number_of_ranks(reference, expected):
     assert factor_of_size(reference, alone, size=2) == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "norms", "is_equal"),
+    [
+        ("float64", (2e-17, 3e-17), True),
+        # Zero in one of them only.
+        ("float64", (1e-3, 3e-17), False),
+        ("float32", (2e-17, 3e-17), False),
+    ],
+)
+def test_full_steps_of_rounding(dtype, norms, is_equal, tmp_path):
+    directories = Directory(tmp_path, "ranks"), Directory(tmp_path, "reference")
+    for directory, norm, sign in zip(directories, norms, (1, -1), strict=True):
+        start = {"w": np.zeros(1, dtype), "b": np.zeros(1, dtype)}
+        directory.write("start", 0, 0, value=start)
+        directory.write("facts", 0, value=facts(gradients={"w": 1.0, "b": norm}))
+        values = {"w": np.full(1, 0.1, dtype), "b": np.full(1, sign * 0.1, dtype)}
+        directory.write("state", 0, 1, value=state(values))
+    compared = comparison.compare(*directories)
+    assert (compared.first is None) == is_equal
+
+
 def test_gradients_that_differ_by_rank():
     assert not differ_by_rank([{"w": 1.0, "b": 1e-9}, {"w": 1.00001, "b": 2e-9}])
     assert differ_by_rank([{"w": 1.0}, {"w": 1.0}, {"w": 1.1}])
@@ -165,15 +189,15 @@ def test_the_first_gradients_are_noted_and_divided(wrap, monkeypatch):
 
     @wrap
     def step(factor):
-        # Row 2 twice: 3 + 1.
-        slices = tf.IndexedSlices(factor * [[3.0], [1.0]], [2, 2], (3, 1))
+        # Row 2 twice.
+        slices = tf.IndexedSlices(factor * [[12.0], [5.0]], [2, 2], (3, 1))
         optimizer.apply([factor * [3.0, 4.0], slices], [weight, rows])
 
     for factor in (1.0, 10.0):
         step(tf.constant(factor))
-    assert noted.norms() == {"w": 5.0, "rows": 4.0}
+    assert noted.norms() == {"w": 5.0, "rows": 13.0}
     np.testing.assert_allclose(weight, [-11 * 1.5, -11 * 2])
-    np.testing.assert_allclose(rows, [[0], [0], [-11 * 2]])
+    np.testing.assert_allclose(rows, [[0], [0], [-11 * 8.5]])
 
 
 def test_clipped_tensors_are_found_through_elementwise_operations():
@@ -258,3 +282,61 @@ def test_one_process_takes_the_first_call_of_all_ranks(tmp_path):
     first = BatchReplacer(files, rank=0, size=2, is_whole=False)
     batches = [first.exchange_arguments((np.array([5]),)) for _ in range(2)]
     assert [batch[0].tolist() for batch in batches] == [[0, 1], [5]]
+
+
+class Largest(keras.metrics.Metric):
+    """A metric whose state is no sum."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        largest = keras.ops.max(keras.ops.abs(y_pred))
+        self.value.assign(keras.ops.maximum(self.value, largest))
+
+    def result(self):
+        return self.value
+
+
+def test_what_is_left_out_is_named(tmp_path):
+    """The metrics beside one that is left out are compared."""
+    layers = [
+        keras.Input((4, 2)),
+        keras.layers.SpatialDropout1D(0.1, name="channels"),
+        keras.layers.Dropout(0.0, name="none"),
+        keras.layers.LSTM(2, dropout=0.2, name="lstm"),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse", metrics=[Largest(), "mae"])
+    recorder = StepRecorder(
+        Directory(tmp_path, "ranks"), rank=0, steps=9, on_steps=lambda steps: None
+    )
+    recorder.add(model.optimizer)
+    for variable in model.variables:
+        recorder.names.add(variable)
+    model.train_on_batch(np.ones((2, 4, 2)), np.ones((2, 1)))
+    recorder.record()
+    files = Directory(tmp_path, "ranks")
+    named = files.read("facts", 0).left_out
+    assert "the metric largest, whose state is not known to be a sum" in named
+    # Models of other tests may be there, with layers of their own.
+    (dropout,) = (text for text in named if text.startswith("dropout"))
+    assert {"channels", "lstm"} <= {*dropout[9:-1].split(", ")}
+    assert "none" not in dropout
+    assert "mae" in files.read("state", 0, 1).metrics
+
+
+def test_layers_of_augmentation_return_their_inputs(monkeypatch):
+    flip = keras.layers.RandomFlip("vertical", seed=1)
+    monkeypatch.setattr(_class_with_call(flip), "call", _class_with_call(flip).call)
+    images = np.arange(64.0).reshape((4, 4, 4, 1))
+    assert not np.array_equal(flip(images, training=True), images)
+    left_out.leave_out_augmentation()
+    np.testing.assert_array_equal(flip(images, training=True), images)
+    assert list(left_out.left_out_layers([flip])) == ["augmentation (random_flip)"]
+
+
+def _class_with_call(layer):
+    return next(cls for cls in type(layer).__mro__ if "call" in vars(cls))
