@@ -60,15 +60,16 @@ def read_by_ranks(files: Directory, *, size: int) -> Samples:
 def _have_unequal_orders(files: Directory, size: int) -> bool:
     orders_by_rank = [
         [
-            files.read("shuffles", rank, stream)
+            files.read("shuffles", rank, stream) or []
             for stream in files.last_numbers("training", rank)
         ]
         for rank in range(size)
     ]
+    # A rank may have read fewer streams than the others.
+    by_stream = list(zip(*orders_by_rank, strict=False))
     # Seeds of 0 are another order in each process.
-    first = orders_by_rank[0]
-    is_random = any((0, 0) in (seeds or ()) for seeds in first)
-    return is_random or any(orders != first for orders in orders_by_rank)
+    is_random = any((0, 0) in orders[0] for orders in by_stream)
+    return is_random or any(other != each[0] for each in by_stream for other in each)
 
 
 @dataclasses.dataclass(frozen=True)

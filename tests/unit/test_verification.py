@@ -247,6 +247,11 @@ def test_orders_of_data_that_are_sharded(directories, seeds_by_rank, expected):
     assert found.has_unequal_orders == expected
     assert found.is_distinct
     assert not read(directories[0], [[1, 2], [2, 4]], [[5, 6], [7, 8]]).is_distinct
+    # Rank 0 has begun another stream.
+    directories[0].write("training", 0, 5, value=True)
+    directories[0].write("shuffles", 0, 5, value=[(87654321, 1)])
+    found = read(directories[0], [[1, 2], [3, 4]], [[5, 6], [7, 8]])
+    assert found.has_unequal_orders == expected
 
 
 def test_streams_of_an_evaluation_are_left_out(directories):
