@@ -63,7 +63,6 @@ OWN_METRIC = WARMED_UP[WARMED_UP.index("class Largest") : WARMED_UP.index(", los
 # Ways to write a training that are right, beside those of CLEAN.
 RIGHT = {
     "attention": changed(FIT, (MODEL, ATTENTION)),
-    "attention under SGD": changed(FIT, (MODEL, ATTENTION), ("Adam(", "SGD(")),
     "a bias before a normalization": changed(
         FIT,
         ("keras.layers.Dropout(0.5)", "hvd.SyncBatchNormalization()"),
@@ -111,9 +110,6 @@ RIGHT = {
     ),
     "clipping after the reduction": changed(
         LOOP, (GRADIENTS, f"{GRADIENTS}    gradients = {CLIP}\n")
-    ),
-    "clipping by the optimizer": changed(
-        FIT, ("Adam(0.01 * hvd.size()", "SGD(0.01 * hvd.size(), global_clipnorm=0.1")
     ),
     "a mean over the global batch": changed(
         LOOP,
@@ -165,14 +161,6 @@ WRONG = {
     "a multiple of the loss": (
         FIT,
         {'loss="mse"': "loss=lambda y, p: hvd.size() * (y - p) ** 2"},
-        "The gradients are 2 times those of one process",
-    ),
-    "a multiple in a loop": (
-        LOOP,
-        {
-            LOSS: f"scale * {LOSS}",
-            "@tf.function": "scale = float(hvd.size())\n\n\n@tf.function",
-        },
         "The gradients are 2 times those of one process",
     ),
     "a fraction of the loss": (
