@@ -39,13 +39,30 @@ def banner(start: RunStart) -> str:
         f"batch          {_batch(start)}",
         f"learning rate  {start.learning_rate:g}",
     ]
+    if start.checkpoint:
+        lines.append(f"continues      {_position(start)}")
     return "\n".join(lines)
 
 
+def _position(start: RunStart) -> str:
+    text = f"at step {start.step:,} from {start.checkpoint}"
+    count = start.replicas_before
+    if count is None or count == start.mesh["data"]:
+        return text
+    return f"{text}, which {_replicas(start, count)} wrote"
+
+
+def _replicas(start: RunStart, count: int) -> str:
+    return f"{count} {_kind(start)}{'s' if count > 1 else ''}"
+
+
+def _kind(start: RunStart) -> str:
+    return "rank" if start.mesh["data"] == start.ranks else "replica"
+
+
 def _batch(start: RunStart) -> str:
-    kind = "rank" if start.mesh["data"] == start.ranks else "replica"
-    count, window = start.mesh["data"], start.accumulation_steps
-    replicas = f"{count} {kind}{'s' if count > 1 else ''}"
+    kind, window = _kind(start), start.accumulation_steps
+    replicas = _replicas(start, start.mesh["data"])
     if len(set(start.local_batch_sizes)) == 1:
         text = f"{start.local_batch_sizes[0]} per {kind} x {replicas}"
     else:
@@ -53,5 +70,4 @@ def _batch(start: RunStart) -> str:
     if window > 1:
         text += f" x {window} accumulated"
     steps, unit = start.max_steps // window, "updates" if window > 1 else "steps"
-    text += f" = {start.global_batch_size * window}; {steps:,} {unit}"
-    return f"{text}, from {start.step // window:,} on" if start.step else text
+    return f"{text} = {start.global_batch_size * window}; {steps:,} {unit}"

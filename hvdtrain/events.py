@@ -24,6 +24,9 @@ class RunStart:
         hosts: name of the node of each rank.
         threads: number of TensorFlow's threads of each rank, 0 for one per core.
         versions: by name of the package.
+        checkpoint: from which the run continues: its path, or a text for one in memory.
+            Empty for a new job.
+        replicas_before: of the model, that wrote this checkpoint.
         process_seconds: since the start of the chief's process.
     """
 
@@ -42,6 +45,8 @@ class RunStart:
     hosts: list[str]
     threads: list[int]
     versions: dict[str, str]
+    checkpoint: str = ""
+    replicas_before: int | None = None
     process_seconds: float | None = None
 
 
@@ -112,6 +117,7 @@ class Progress:
     """The state of the training of the whole job.
 
     Attributes:
+        epoch: from 1 on.
         metrics: results by name, over all ranks and the steps since the last report of
             the epoch. A user's metric with states of its own is over the steps since
             the epoch began.
@@ -134,6 +140,8 @@ class Progress:
 
     step: int
     max_steps: int
+    epoch: int
+    epochs: int
     metrics: dict[str, float]
     learning_rate: float
     communication: float

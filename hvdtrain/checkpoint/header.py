@@ -121,10 +121,11 @@ class Position:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A header and arrays by name."""
+    """A header and arrays by name; `place` is where they were read, for messages."""
 
     header: Header
     arrays: Arrays
+    place: str = ""
 
     @property
     def step(self) -> int:

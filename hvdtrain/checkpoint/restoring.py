@@ -61,12 +61,14 @@ class Store(Protocol):
 class Start:
     """Where a run starts: the header of its checkpoint or of a new job.
 
-    `learning_rate` is the rate of the new model; see `Header`.
+    `learning_rate` is the rate of the new model; see `Header`. `place` is where the
+    checkpoint was read, empty for a new job.
     """
 
     header: Header
     per_rank_state: PerRankState | None = None
     learning_rate: float | None = None
+    place: str = ""
 
     @property
     def step(self) -> int:
@@ -157,9 +159,12 @@ def restore(
     arrays = checkpoint.arrays if checkpoint else {}
     groups = ArrayGroups(arrays)
     header = checkpoint.header if checkpoint else None
+    place = checkpoint.place if checkpoint else ""
     replicated = list(groups.by_number(REPLICATED))
     if world.size > 1:
-        header, replicated = broadcast_object((header, replicated), name="Start")
+        header, place, replicated = broadcast_object(
+            (header, place, replicated), name="Start"
+        )
     if header is None:
         return Start(header=new_job, learning_rate=rate)
     variables = of_job.in_checkpoint(header).with_replicated(replicated)
@@ -175,6 +180,7 @@ def restore(
             world, replicas, variables, arrays, header.local_batch_sizes
         ),
         learning_rate=rate,
+        place=place,
     )
 
 
@@ -267,7 +273,8 @@ def _newest(of_job: JobVariables, store: Store) -> Checkpoint | None:
                     "the step that Keras does not list start anew, as in a new job.",
                     stacklevel=2,
                 )
-            return dataclasses.replace(checkpoint, arrays=arrays)
+            place = str(store.path(step))
+            return dataclasses.replace(checkpoint, arrays=arrays, place=place)
     if reasons:
         raise JobError(
             f"No checkpoint can be used. {' '.join(reasons)} Choose another "

@@ -69,7 +69,8 @@ def last_line(summary: Mapping[str, Any]) -> str:
     """Return the line after training."""
     line = f"test accuracy {summary['test_accuracy']:.4f}"
     if not summary["samples_per_second"]:
-        return f"{line}; the job had finished before, and trained no further step"
+        # The job had finished before, which the console has printed.
+        return line
     line += (
         f" after {summary['train_seconds']:.1f} s of training at "
         f"{summary['samples_per_second']:,.0f} samples/s"

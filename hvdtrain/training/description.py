@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain import __version__
+from hvdtrain.checkpoint.restoring import Start
 from hvdtrain.collectives import transport
 from hvdtrain.events import RunStart
 from hvdtrain.job import World
@@ -49,20 +50,20 @@ def describe_run(
     model: keras.Model,
     plan: Plan,
     *,
-    step: int,
+    start: Start,
     local_batch_sizes: Sequence[int],
 ) -> RunStart:
     """Return the start of a run, of a model that was restored. A collective.
 
     Args:
-        step: from which the run continues.
+        start: from which the run continues.
         local_batch_sizes: of each replica.
     """
     optimizer = get_inner_optimizer(model.optimizer)
     # Of a MultiOptimizer, the rate of the first of its optimizers.
     rate = rate_reader(optimizers_inside(optimizer)[0])()
     return RunStart(
-        step=step,
+        step=start.step,
         max_steps=plan.max_steps,
         ranks=world.size,
         global_batch_size=plan.global_batch_size,
@@ -74,5 +75,7 @@ def describe_run(
         optimizer=optimizer.name,
         mesh=dataclasses.asdict(Replicas.of_model(world, model).shape),
         reduction=transport.reduction_path(),
+        checkpoint=start.place,
+        replicas_before=start.header.size if start.place else None,
         **describe_job(world),
     )

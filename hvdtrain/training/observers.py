@@ -91,6 +91,12 @@ class Console:
     def on_start(self, start: RunStart) -> None:
         self._write(banner(start))
 
+    def on_finished(self, start: RunStart, metrics: Mapping[str, float]) -> None:
+        self._write(
+            f"had finished before: step {start.step:,} of {start.max_steps:,} in "
+            f"{start.checkpoint}  {metrics_text(metrics)}".rstrip()
+        )
+
     def on_progress(self, progress: Progress) -> None:
         self._write_progress(progress)
         if progress.straggler and (text := self._notice(progress.straggler)):
@@ -119,7 +125,8 @@ class Console:
         self._last_seconds = now
         skipped = progress.skipped_updates
         self._write(
-            f"step {progress.step}/{progress.max_steps}  "
+            f"step {progress.step}/{progress.max_steps}, "
+            f"epoch {progress.epoch}/{progress.epochs}  "
             f"{metrics_text(progress.metrics)}  "
             f"{progress.samples_per_second:,.0f} samples/s  "
             f"{_duration(progress.seconds_left)} left"
@@ -136,6 +143,7 @@ class Console:
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {desc}",
             )
         self._bar.set_description_str(
+            f"epoch {progress.epoch}/{progress.epochs}  "
             f"{metrics_text(progress.metrics)}  {progress.samples_per_second:,.0f} "
             f"samples/s  {_duration(progress.seconds_left)} left",
             refresh=False,

@@ -262,7 +262,9 @@ class ProgressMeter:
         speed = self._steps_per_second(self._reported_steps, self._time.reported)
         return Progress(
             step=self._steps,
-            max_steps=self._plan.max_steps,
+            max_steps=plan.max_steps,
+            epoch=self._epoch + 1,
+            epochs=plan.epochs,
             metrics=metrics,
             learning_rate=self._read_rate(),
             communication=float(means[_COMMUNICATION]),

@@ -33,7 +33,7 @@ from hvdtrain.training.elastic import Commits
 from hvdtrain.training.evaluation import Evaluations, evaluate_finished
 from hvdtrain.training.exporting import Exports
 from hvdtrain.training.inputs import warn_if_changed
-from hvdtrain.training.observers import notify
+from hvdtrain.training.observers import notify, scalars
 from hvdtrain.training.periodic_save import PeriodicSave
 from hvdtrain.training.progress import ProgressMeter
 from hvdtrain.training.skipping import Skipping
@@ -125,7 +125,7 @@ class Session:
             world,
             run.model,
             plan,
-            step=start.step,
+            start=start,
             local_batch_sizes=run.batches.local_sizes,
         )
         self.history = keras.callbacks.History()
@@ -165,6 +165,8 @@ class Session:
             if run.exports and step <= run.plan.max_steps:
                 run.exports.write_missing(run.model, self._evaluations)
                 run.exports.check()
+        metrics = scalars(self._evaluations[-1]["metrics"])
+        notify(run.observers, "on_finished", self.start, metrics)
 
     def make_evaluations(
         self,

@@ -41,8 +41,10 @@ def train_and_evaluate(
         model_fn: returns a compiled Keras model. Its optimizer becomes a
             `DistributedOptimizer` if it is not one.
         observers: objects whose methods are called on the chief, each as far as it has
-            them: `on_start(start)` with a `RunStart`, `on_progress(progress)` with a
-            `Progress` every second, `on_evaluation(step, metrics)` after an evaluation,
+            them: `on_start(start)` with a `RunStart`, or `on_finished(start, metrics)`
+            for a job that had finished before, with its last metrics;
+            `on_progress(progress)` with a `Progress` every second,
+            `on_evaluation(step, metrics)` after an evaluation,
             `on_checkpoint(step, text)` when a checkpoint was written, or was not,
             `on_export(step, text)` for exports, and `on_end(end)` with a `RunEnd` after
             a run that was neither stopped nor killed.

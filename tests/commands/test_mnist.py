@@ -206,7 +206,10 @@ def check_output(lines):
     for line, beginning in zip(lines, beginnings, strict=False):
         assert line.startswith(beginning), lines
     rest = lines[len(beginnings) :]
-    progress = r"step \d+/40  loss \d.\d+  accuracy \d.\d+  [\d,]+ samples/s  .* left"
+    progress = (
+        r"step \d+/40, epoch \d/\d  loss \d.\d+  accuracy \d.\d+  "
+        r"[\d,]+ samples/s  .* left"
+    )
     while re.fullmatch(progress, rest[0]):
         rest = rest[1:]
     assert lines[lines.index(rest[0]) - 1].startswith("step 40/40")

@@ -28,10 +28,9 @@ def test_all_lines():
 @pytest.mark.parametrize(
     ("changes", "batch"),
     [
-        ({"step": 40}, "4 per rank x 2 ranks = 8; 100 steps, from 40 on"),
         (
-            {"accumulation_steps": 3, "max_steps": 99, "step": 33},
-            "4 per rank x 2 ranks x 3 accumulated = 24; 33 updates, from 11 on",
+            {"accumulation_steps": 3, "max_steps": 99},
+            "4 per rank x 2 ranks x 3 accumulated = 24; 33 updates",
         ),
         (
             {"local_batch_sizes": [4, 3], "global_batch_size": 7},
@@ -49,6 +48,27 @@ def test_all_lines():
 )
 def test_batch(changes, batch):
     assert lines(**changes)["batch"] == batch
+
+
+@pytest.mark.parametrize(
+    ("replicas_before", "changes", "end"),
+    [
+        (2, {}, ""),
+        (4, {}, ", which 4 ranks wrote"),
+        (1, {}, ", which 1 rank wrote"),
+        (
+            2,
+            {"ranks": 4, "mesh": {"data": 1, "pipeline": 1, "model": 4}},
+            ", which 2 replicas wrote",
+        ),
+    ],
+)
+def test_a_job_that_continues(replicas_before, changes, end):
+    path = "run/checkpoints/step-00003732.json"
+    found = lines(
+        step=3732, checkpoint=path, replicas_before=replicas_before, **changes
+    )
+    assert found["continues"] == f"at step 3,732 from {path}{end}"
 
 
 def test_ranks():

@@ -30,6 +30,8 @@ def progress(step, loss):
     return Progress(
         step=step,
         max_steps=100,
+        epoch=1,
+        epochs=2,
         metrics={"loss": loss},
         learning_rate=0.5,
         communication=math.nan,
@@ -78,6 +80,8 @@ def test_lines_are_as_documented(make, tmp_path):
                 "hosts": ["node1", "node1"],
                 "threads": [1, 1],
                 "versions": {"Keras": "3"},
+                "checkpoint": "",
+                "replicas_before": None,
                 "process_seconds": 4.5,
             },
             {

@@ -1,6 +1,7 @@
 """The output of the observers: console, bar and TensorBoard's logs."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toy import start
 
 from hvdtrain.events import OTHER, Progress, Straggler
 from hvdtrain.job import JobError
@@ -22,6 +24,8 @@ def progress(step, **changes):
     values = {
         "step": step,
         "max_steps": 1000,
+        "epoch": 1,
+        "epochs": 10,
         "metrics": {"accuracy": 0.5, "loss": 1.25},
         "learning_rate": 0.125,
         "communication": math.nan,
@@ -36,7 +40,18 @@ def test_a_line_of_progress():
     file = io.StringIO()
     Console(file, has_bar=False).on_progress(progress(100))
     assert file.getvalue() == (
-        "step 100/1000  loss 1.2500  accuracy 0.5000  12,346 samples/s  1:02 left\n"
+        "step 100/1000, epoch 1/10  loss 1.2500  accuracy 0.5000  12,346 samples/s  "
+        "1:02 left\n"
+    )
+
+
+def test_a_line_of_a_job_that_had_finished():
+    file = io.StringIO()
+    finished = dataclasses.replace(start(100), checkpoint="run/checkpoints/step.json")
+    Console(file, has_bar=False).on_finished(finished, {"loss": 0.5})
+    assert file.getvalue() == (
+        "had finished before: step 100 of 100 in run/checkpoints/step.json  "
+        "loss 0.5000\n"
     )
 
 
@@ -112,7 +127,7 @@ def test_bar_shows_the_same():
     shown = file.getvalue()
     assert "50%" in shown
     assert "1000/1000" in shown
-    assert "loss 1.2500  accuracy 0.5000  12,346 samples/s" in shown
+    assert "epoch 1/10  loss 1.2500  accuracy 0.5000  12,346 samples/s" in shown
     assert shown.endswith("evaluation at step 1000: loss 1.0000\n")
 
 

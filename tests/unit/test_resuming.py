@@ -25,6 +25,7 @@ import tensorflow as tf
 from toy import BATCH, X, Y, batches
 
 from hvdtrain import training
+from hvdtrain.banner import banner
 from hvdtrain.checkpoint.header import Checkpoint, FirstBatch, Header
 from hvdtrain.checkpoint.per_rank import PerRankState
 from hvdtrain.checkpoint.restoring import Start
@@ -40,6 +41,7 @@ from hvdtrain.training import (
     inputs,
     run_directory,
 )
+from hvdtrain.training.observers import Console
 
 EPOCH_STEPS = 10
 
@@ -145,6 +147,7 @@ def train(
     scale_from=None,
     steps_per_execution=1,
     check_input=True,
+    observers=(),
     **config,
 ):
     callbacks = [*callbacks, *([KillAfter(killed_after)] if killed_after else [])]
@@ -168,6 +171,7 @@ def train(
             **config,
         ),
         world=World(),
+        observers=observers,
     )
 
 
@@ -267,6 +271,9 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(tmp_path, dtype):
     finally:
         keras.config.set_dtype_policy(before)
     assert result.start_step
+    assert banner(result.start).endswith(
+        f"{files(tmp_path).path(result.start_step)}, which 2 ranks wrote"
+    )
     assert_equal(result, expected)
 
 
@@ -602,6 +609,25 @@ def test_a_finished_job_trains_nothing_and_returns_the_last_metrics(tmp_path):
     assert again.samples_per_second == 0
     assert again.train_seconds == pytest.approx(expected.train_seconds)
     assert_equal(again, expected)
+
+
+def test_a_job_prints_where_it_continues_or_that_it_had_finished(tmp_path):
+    def lines(**options):
+        file = io.StringIO()
+        train(tmp_path, observers=[Console(file, has_bar=False)], **options)
+        return file.getvalue().splitlines()
+
+    new = lines(max_steps=10)
+    assert not [line for line in new if line.startswith("continues")]
+    assert any(line.startswith("step 10/10, epoch 1/1  loss ") for line in new)
+    [evaluation] = [line for line in new if line.startswith("evaluation at step 10: ")]
+    metrics = evaluation.partition(": ")[2]
+    path = files(tmp_path).path(10)
+    before = f"had finished before: step 10 of 10 in {path}  {metrics}"
+    assert lines(max_steps=10) == [before]
+    longer = lines(max_steps=12)
+    assert f"continues      at step 10 from {path}" in longer
+    assert any(line.startswith("step 12/12, epoch 2/2  loss ") for line in longer)
 
 
 def test_a_longer_job_continues_a_finished_one(started):
