@@ -20,6 +20,7 @@ from hvdtrain.checkpoint.writing import complete_together
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
+from hvdtrain.keras.callbacks.fit_start import callbacks_differ, shared_callbacks
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.seams import replace
 from hvdtrain.native import recorder
@@ -161,7 +162,7 @@ class _Loop:
     def _begin(self) -> None:
         before, after = self._agreements
         self._first.on_train_begin()
-        self._has_callbacks = any(gather(self._run.world, self._has_callbacks))
+        self._compare_callbacks()
         if self._per_rank:
             self._per_rank.assign(self._model)
         self._progress.begin(self._session.start)
@@ -175,6 +176,13 @@ class _Loop:
         # Last: the checkpoint has what callbacks draw when a training begins.
         if self._per_rank:
             self._per_rank.restore_generators()
+
+    def _compare_callbacks(self) -> None:
+        own = self._has_callbacks, shared_callbacks(self._users)
+        are_used, names = zip(*gather(self._run.world, own), strict=True)
+        self._has_callbacks = any(are_used)
+        if difference := callbacks_differ(names, range(self._run.world.size)):
+            raise SharedJobError(difference)
 
     @recorder.phase("callbacks")
     def _begin_epoch(self, epoch: int) -> None:

@@ -877,6 +877,43 @@ def test_join_callback_on_one_rank_is_refused():
     assert "\n" not in str(error.value)
 
 
+def on_rank_0(*callbacks):
+    return callbacks if hvd.rank() == 0 else ()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "make",
+    [hvd.callbacks.MetricAverageCallback, hvd.callbacks.StopTogetherCallback],
+)
+def test_a_callback_that_is_missing_on_a_rank_is_named(make):
+    with pytest.raises(ValueError, match="have different callbacks") as error:
+        fit_shard(sgd_model(), *on_rank_0(make()))
+    others = "rank 1" if hvd.size() == 2 else "ranks 1, "
+    expected = f"Received: {make.__name__} on rank 0 and not on {others}"
+    assert expected in str(error.value)
+
+
+@pytest.mark.ranks
+def test_the_callback_is_named_whose_collective_the_others_do_not_call():
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    inputs, labels = oracle.samples(steps=1)
+    with pytest.raises(tf.errors.FailedPreconditionError) as error:
+        oracle.fit_shard(sgd_model(), inputs, labels, callbacks=[*on_rank_0(first)])
+    assert "BroadcastGlobalVariablesCallback.on_train_begin; rank 1: " in str(
+        error.value
+    )
+    assert "in no callback" in str(error.value)
+    assert "to fit on all ranks" in str(error.value)
+
+
+def test_callbacks_without_collectives_may_be_on_one_rank():
+    model = sgd_model()
+    printing = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)
+    fit_shard(model, *on_rank_0(printing), hvd.callbacks.MetricAverageCallback())
+    oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
 def test_an_unknown_number_of_steps_is_not_refused():
     data = tf.data.Dataset.from_tensor_slices(oracle.samples(steps=2))
     data = data.shard(hvd.size(), hvd.rank()).batch(oracle.LOCAL_BATCH_SIZE)

@@ -120,6 +120,14 @@ def test_a_job_goes_on_with_the_same_samples_only(directory, change, message):
         fit(model_dir=directory, **change)
 
 
+@pytest.mark.ranks
+def test_a_callback_that_is_missing_on_a_rank_is_named():
+    check = [hvd.callbacks.ConsistencyCheckCallback()] if RANK == 0 else []
+    missing = "ConsistencyCheckCallback on rank 0 and not on rank"
+    with pytest.raises(JobError, match=missing):
+        fit(callbacks=check)
+
+
 def test_without_validation_there_is_no_evaluation(directory):
     seen = []
     callback = keras.callbacks.LambdaCallback(
@@ -160,6 +168,7 @@ def test_a_job_keeps_the_batch_and_the_rate_of_its_first_ranks(directory):
     assert 0 < result.start_step <= 3
     assert result.step == 12
     assert result.start.local_batch_sizes == [4 // SIZE] * SIZE
+    assert result.start.replicas_before == 1
     assert result.start.learning_rate == pytest.approx(0.001)
     pairs = zip(result.model.get_weights(), expected.model.get_weights(), strict=True)
     for found, wanted in pairs:

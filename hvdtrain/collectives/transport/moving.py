@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
@@ -21,6 +23,11 @@ from hvdtrain.collectives.transport import connection, native_reduction
 from hvdtrain.collectives.transport.reduction import Reduction, Sum
 from hvdtrain.collectives.transport.signature import Signature, name_difference
 from hvdtrain.native import recorder
+
+_SAME_CALLBACKS = (
+    "Pass callbacks that call collectives, as those of hvd.callbacks, to fit on all "
+    "ranks. "
+)
 
 
 def allgather(
@@ -190,10 +197,15 @@ def _explained_mismatch(
             raise
         text = threads.description() + signature.lines()
         with threads.uncompared():
-            described = allgather_bytes(
-                text.encode(), name="Mismatch", process_set=process_set
+            described, callbacks = (
+                allgather_bytes(each.encode(), name="Mismatch", process_set=process_set)
+                for each in (text, _calling_callback())
             )
+        remedy = _SAME_CALLBACKS if any(callbacks) else ""
         texts = name_difference([text.decode() for text in described])
+        if any(callbacks):
+            places = [name.decode() or "no callback" for name in callbacks]
+            texts = [f"{t}, in {place}" for t, place in zip(texts, places, strict=True)]
         sent = "; ".join(
             f"rank {rank}: {text}"
             for rank, text in zip(process_set.ranks, texts, strict=True)
@@ -202,9 +214,20 @@ def _explained_mismatch(
             error.node_def,
             error.op,
             f"The ranks called one collective with different arguments. Sent by {sent}."
-            " Call it alike on all ranks, and collectives in one thread. Horovod: "
-            f"{error.message}",
+            f" {remedy}Call it alike on all ranks, and collectives in one thread. "
+            f"Horovod: {error.message}",
         ) from None
+
+
+def _calling_callback() -> str:
+    """Return the method of a Keras callback that has led here, or an empty text."""
+    for frame, _ in traceback.walk_stack(None):
+        owner, method = frame.f_locals.get("self"), frame.f_code.co_name
+        is_list = isinstance(owner, keras.callbacks.CallbackList)
+        is_callback = isinstance(owner, keras.callbacks.Callback) and not is_list
+        if is_callback and method.startswith("on_"):
+            return f"{type(owner).__name__}.{method}"
+    return ""
 
 
 def exchange_guard(

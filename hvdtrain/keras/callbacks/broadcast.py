@@ -35,7 +35,7 @@ from hvdtrain.keras.variables import Variable, variable_key
 from hvdtrain.sharding.shards import is_sharded
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
     """Gives all ranks `root_rank`'s weights and optimizer state when training starts.
 
     The ranks are those of the optimizer's `process_set`. Variables that are
@@ -74,11 +74,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Raises:
         ValueError: in `fit`, on every rank, if the ranks' models or optimizers have
             different variables, if they would take different numbers of steps without
-            `JoinCallback` or start in different epochs; if `root_rank` does not train
-            with them, if the optimizer of Keras' own `train_step` is not distributed
-            (also before each batch: a callback may compile the model again),
-            if rank 0 alone has loaded a state that is sharded (`shard_state`), or for a
-            model without `call` that has not been built.
+            `JoinCallback` or start in different epochs, or if only some of them have a
+            callback of `hvd.callbacks` that calls collectives; if `root_rank` does not
+            train with them, if the optimizer of Keras' own `train_step` is not
+            distributed (also before each batch: a callback may compile the model
+            again), if rank 0 alone has loaded a state that is sharded (`shard_state`),
+            or for a model without `call` that has not been built.
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
         DesynchronizedError: in `fit`, on every rank, if the ranks differ in what is in
             no variable, such as vocabularies of layers or the momentum of SGD; or have
@@ -161,6 +162,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         agreement = fit_start.agree(
             self.model,
             steps=(self.params or {}).get("steps"),
+            callbacks=fit_start.shared_callbacks(self),
             needs_broadcast=not self.broadcast_done,
             root_rank=self.root_rank,
             process_set=process_set,

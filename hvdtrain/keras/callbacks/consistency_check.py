@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.keras.callbacks.fit_start import SharedCallback
 from hvdtrain.keras.callbacks.stopping import EverySteps
 from hvdtrain.keras.consistency import CHECK_SETUP, check_consistency, trains_stages
 from hvdtrain.keras.replication import (
@@ -24,7 +25,7 @@ from hvdtrain.keras.variables import (
 )
 
 
-class ConsistencyCheckCallback(keras.callbacks.Callback):
+class ConsistencyCheckCallback(SharedCallback):
     """Checks that all ranks hold the same weights and optimizer state.
 
     A checksum (CRC-32) of the variables' bytes is compared over the ranks of the

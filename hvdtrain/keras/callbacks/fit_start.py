@@ -1,5 +1,7 @@
 """What all ranks agree on when `fit` starts, and the errors if they cannot."""
 
+import collections
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +11,12 @@ import tensorflow as tf
 
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.collectives.objects import group_by_value, name_values
+from hvdtrain.collectives.objects import (
+    allgather_object,
+    group_by_value,
+    name_ranks,
+    name_values,
+)
 from hvdtrain.collectives.process_sets import (
     ProcessSet,
     global_process_set,
@@ -63,6 +70,25 @@ class _FitStart(NamedTuple):
     # The epoch that Keras' BackupAndRestore has restored, or NONE. The argument
     # `initial_epoch` of `fit` is not known here.
     first_epoch: int
+    # Checksum of the names of its callbacks that all ranks need.
+    callbacks: int
+
+
+# The key of `params`, which Keras gives to all callbacks of one `fit`.
+_NAMES = "hvdtrain_callbacks"
+
+
+class SharedCallback(keras.callbacks.Callback):
+    """A callback that all ranks need, since it calls collectives."""
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        params.setdefault(_NAMES, []).append(type(self).__name__)
+
+
+def shared_callbacks(callback: keras.callbacks.Callback) -> list[str]:
+    """Return the names of the `SharedCallback`s of the `fit` of `callback`."""
+    return sorted((callback.params or {}).get(_NAMES, ()))
 
 
 class _AgreedEpoch(int):
@@ -146,6 +172,7 @@ def agree(
     model: keras.Model,
     *,
     steps: int | None,
+    callbacks: Sequence[str],
     needs_broadcast: bool,
     root_rank: int,
     process_set: ProcessSet,
@@ -154,11 +181,12 @@ def agree(
 
     Args:
         steps: number of steps in an epoch of this rank, or None if unknown.
+        callbacks: see `shared_callbacks`.
         needs_broadcast: whether this rank needs `root_rank`'s weights.
 
     Raises:
         ValueError: on every rank, if their numbers of steps differ, or if only some
-            of them have a `JoinCallback`.
+            of them have a callback that all need.
     """
     epoch = model._initial_epoch
     is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
@@ -168,6 +196,7 @@ def agree(
         joins=getattr(model, "_hvdtrain_joins", False),
         steps=NONE if steps is None else steps,
         first_epoch=NONE if epoch is None else epoch,
+        callbacks=zlib.crc32(" ".join(callbacks).encode()),
     )
     rows = ops.allgather(
         np.array([start], "int64"), "TrainingStart", process_set=process_set
@@ -176,6 +205,11 @@ def agree(
     # A fit that fails skips on_train_end. JoinCallback sets the mark in each fit.
     model._hvdtrain_joins = False
     _check_joins(starts, process_set.ranks)
+    if len({start.callbacks for start in starts}) > 1:
+        names_by_rank = allgather_object(
+            list(callbacks), name="Callbacks", process_set=process_set
+        )
+        raise ValueError(callbacks_differ(names_by_rank, process_set.ranks))
     _check_steps(starts, process_set.ranks)
     first_epoch = starts[list(process_set.ranks).index(root_rank)].first_epoch
     # Keras' fit reads it after on_train_begin.
@@ -205,6 +239,31 @@ def check_first_epoch(epoch: int | None, *, process_set: ProcessSet) -> None:
             "keras.callbacks.BackupAndRestore before "
             "hvd.callbacks.BroadcastGlobalVariablesCallback in the list."
         )
+
+
+def callbacks_differ(
+    names_by_rank: Sequence[Sequence[str]], ranks: Sequence[int]
+) -> str:
+    """Return the text of an error: which callbacks are on which ranks; "" if equal."""
+    counts_by_rank = [collections.Counter(names) for names in names_by_rank]
+    texts = []
+    for name in sorted(set().union(*counts_by_rank)):
+        groups = group_by_value([counts[name] for counts in counts_by_rank], ranks)
+        if len(groups) > 1:
+            on = [rank for group in groups if group.value for rank in group.ranks]
+            others = [group.ranks for group in groups if not group.value]
+            texts.append(
+                f"{name} on {name_ranks(sorted(on))} and not on {name_ranks(others[0])}"
+                if others
+                else f"{name} {name_values(groups, '{} times'.format)}"
+            )
+    if not texts:
+        return ""
+    return (
+        "The ranks have different callbacks: those that call collectives would block. "
+        f"Received: {'; '.join(texts)}. Pass them to fit on every rank; callbacks that "
+        "only print or write files may be on rank 0 alone."
+    )
 
 
 def _check_joins(starts: Sequence[_FitStart], ranks: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.objects import allgather_object
 from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.keras.callbacks.fit_start import SharedCallback
 from hvdtrain.keras.metrics import (
     is_result,
     local_states,
@@ -64,7 +65,7 @@ class _KeptStates:
             replace(self._model, "reset_metrics", self._original, by=_KeptStates)
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(SharedCallback):
     """Logs for each epoch what one process with all ranks' samples would log.
 
     Horovod's callback averages the ranks' results. This one combines the metrics'

@@ -9,6 +9,7 @@ import tensorflow as tf
 from hvdtrain.collectives import ops
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.collectives.transport import Max
+from hvdtrain.keras.callbacks.fit_start import SharedCallback
 from hvdtrain.keras.consistency import compute_checksum
 from hvdtrain.keras.replication import get_hook, get_local_keys, get_training_ranks
 from hvdtrain.keras.variables import optimizers_inside, variable_key
@@ -50,7 +51,7 @@ class EverySteps:
         return True
 
 
-class StopTogetherCallback(keras.callbacks.Callback):
+class StopTogetherCallback(SharedCallback):
     """Ends `fit` on all ranks at the same step when one of them sets `stop_training`.
 
     A callback that acts on the state of its own rank (`TerminateOnNaN` on the local
