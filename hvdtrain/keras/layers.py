@@ -1,6 +1,6 @@
 """Layers that normalize over the batches of all ranks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ from hvdtrain.collectives.process_sets import (
     needs_communication,
 )
 from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.keras.variables import variable_key
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -136,3 +137,20 @@ def _expand(statistic: tf.Tensor, axes: Iterable[int]) -> tf.Tensor:
     for axis in sorted(axes):
         statistic = tf.expand_dims(statistic, axis)
     return statistic
+
+
+def local_normalizations(
+    model: keras.Model, process_set: ProcessSet, local_keys: Set[object]
+) -> list[keras.layers.BatchNormalization]:
+    """Return the layers that update moving statistics from the batches of a rank."""
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.built
+        and not (
+            isinstance(layer, SyncBatchNormalization)
+            and layer.process_set.process_set_id == process_set.process_set_id
+        )
+        and not any(variable_key(weight) in local_keys for weight in layer.weights)
+    ]

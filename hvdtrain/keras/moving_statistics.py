@@ -1,17 +1,14 @@
 """Moving statistics of `BatchNormalization`, combined over the ranks."""
 
-from collections.abc import Set
-
 import keras
 import numpy as np
 
 from hvdtrain.collectives import ops, transport
-from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
+from hvdtrain.collectives.process_sets import needs_communication
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.keras.callbacks import fit_start
-from hvdtrain.keras.layers import SyncBatchNormalization
+from hvdtrain.keras.layers import local_normalizations
 from hvdtrain.keras.replication import get_local_keys, get_process_set
-from hvdtrain.keras.variables import variable_key
 
 
 def average_moving_statistics(model: keras.Model, *, steps: int | None = None) -> None:
@@ -49,7 +46,7 @@ def average_moving_statistics(model: keras.Model, *, steps: int | None = None) -
     """
     optimizer = getattr(model, "optimizer", None)
     process_set = get_process_set(optimizer)
-    layers = _rank_dependent_layers(model, process_set, get_local_keys(optimizer))
+    layers = local_normalizations(model, process_set, get_local_keys(optimizer))
     if not layers or not needs_communication(process_set):
         return
     totals = transport.allreduce(
@@ -60,22 +57,6 @@ def average_moving_statistics(model: keras.Model, *, steps: int | None = None) -
     (steps,), *moments = [total.numpy() / process_set.size() for total in totals]
     for layer, moment in zip(layers, moments, strict=True):
         _assign(layer, moment, steps)
-
-
-def _rank_dependent_layers(
-    model: keras.Model, process_set: ProcessSet, local_keys: Set[object]
-) -> list[keras.layers.BatchNormalization]:
-    return [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.BatchNormalization)
-        and layer.built
-        and not (
-            isinstance(layer, SyncBatchNormalization)
-            and layer.process_set.process_set_id == process_set.process_set_id
-        )
-        and not any(variable_key(weight) in local_keys for weight in layer.weights)
-    ]
 
 
 def _moments(layer: keras.layers.BatchNormalization) -> np.ndarray:
@@ -101,7 +82,7 @@ def _assign(
         layer.moving_stddev.assign(np.sqrt(layer.moving_variance + layer.epsilon))
 
 
-class AverageMovingStatisticsCallback(keras.callbacks.Callback):
+class AverageMovingStatisticsCallback(fit_start.SharedCallback):
     """Combines the moving statistics of `BatchNormalization` over the ranks.
 
     Each rank updates moving mean and variance from its own batches. Without this

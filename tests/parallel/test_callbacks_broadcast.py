@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import pickle
+import warnings
 
 import horovod.tensorflow.keras as horovod_keras
 import keras
@@ -912,6 +913,38 @@ def test_callbacks_without_collectives_may_be_on_one_rank():
     printing = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)
     fit_shard(model, *on_rank_0(printing), hvd.callbacks.MetricAverageCallback())
     oracle.assert_bitwise_equal_over_ranks(model.get_weights())
+
+
+NORMALIZATION = "BatchNormalization updates its moving statistics"
+
+
+@pytest.mark.ranks
+def test_moving_statistics_that_nothing_combines_are_warned_of_once():
+    def make(layer):
+        dense = keras.layers.Dense(oracle.CLASSES, activation="softmax")
+        model = keras.Sequential([keras.Input((oracle.FEATURES,)), layer, dense])
+        model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
+        return model
+
+    def texts(model, *callbacks, fits=1):
+        inputs, labels = oracle.samples(steps=3)
+        first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(fits):
+                oracle.fit_shard(model, inputs, labels, callbacks=[first, *callbacks])
+        found = [str(warning.message) for warning in caught]
+        return [text for text in found if text.startswith(NORMALIZATION)]
+
+    local = keras.layers.BatchNormalization
+    found = texts(make(local(name="bn")), fits=2)
+    assert len(found) == (1 if hvd.rank() == 0 else 0)
+    for text in found:
+        assert "Received 1 such layer, bn the first." in text
+        assert "Use hvd.SyncBatchNormalization, or add hvd.callbacks.Average" in text
+    assert not texts(make(hvd.SyncBatchNormalization()))
+    assert not texts(make(local(trainable=False)))
+    assert not texts(make(local()), hvd.callbacks.AverageMovingStatisticsCallback())
 
 
 def test_an_unknown_number_of_steps_is_not_refused():

@@ -1,6 +1,7 @@
 """Broadcast of weights and optimizer state before the first training step."""
 
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,9 +23,11 @@ from hvdtrain.keras import layer_state
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.callbacks.consistency_check import check_model, check_trained
 from hvdtrain.keras.consistency import BROADCAST_AGAIN
+from hvdtrain.keras.layers import local_normalizations
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.replication import (
     get_hook,
+    get_local_keys,
     get_process_set,
     get_training_ranks,
     non_local_variables,
@@ -33,6 +36,8 @@ from hvdtrain.keras.replication import (
 from hvdtrain.keras.seeds import seed_states, separate_seeds
 from hvdtrain.keras.variables import Variable, variable_key
 from hvdtrain.sharding.shards import is_sharded
+
+_AVERAGING = "AverageMovingStatisticsCallback"
 
 
 class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
@@ -60,6 +65,8 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
         if hvd.rank() == 0:
             callbacks.insert(0, keras.callbacks.BackupAndRestore("backup"))
+
+    It warns of `BatchNormalization` whose moving statistics nothing combines.
 
     Metrics stay as they are. So do the states of random layers such as Dropout,
     except that equal seeds on several ranks are made different: see `separate_seeds`.
@@ -204,7 +211,31 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         layer_state.refresh(model)
         # No broadcast has what is in no variable.
         check_model(model, (), local_keys=self._local_keys)
+        self._warn_of_moving_statistics()
         self.broadcast_done = True
+
+    def _warn_of_moving_statistics(self) -> None:
+        optimizer = self.model.optimizer
+        process_set = get_process_set(optimizer)
+        if _AVERAGING in fit_start.shared_callbacks(self) or process_set.rank() != 0:
+            return
+        # A frozen one normalizes by its statistics, and does not update them.
+        names = [
+            layer.name
+            for layer in local_normalizations(
+                self.model, process_set, get_local_keys(optimizer)
+            )
+            if layer.trainable
+        ]
+        if names and needs_communication(process_set):
+            warnings.warn(
+                "BatchNormalization updates its moving statistics from the batches of "
+                "its own rank: evaluations, and the model that rank 0 saves, depend on "
+                f"the rank. Received {len(names)} such layer{'s' * (len(names) > 1)}, "
+                f"{names[0]} the first. Use hvd.SyncBatchNormalization, or add "
+                f"hvd.callbacks.{_AVERAGING}() on every rank.",
+                stacklevel=2,
+            )
 
     def _broadcast_on_first_batch(self) -> None:
         # fit builds such a model inside its first step, which is too late: build the
