@@ -5,8 +5,8 @@ import re
 import socket
 import sys
 
+import keras
 import pytest
-import tensorflow as tf
 
 from hvdtrain import data
 
@@ -63,38 +63,46 @@ def test_the_example(run, tmp_path, launcher):
     assert "Epoch 2/2" in job.text
 
 
-# It calls `training.fit` on files, as unit tests do.
+# It calls `training.fit`, as unit tests do.
 @pytest.mark.long
 def test_the_script_of_your_own(run, tmp_path, monkeypatch):
     page = ROOT.joinpath("docs/training.md").read_text()
-    for name, code in zip(
-        ("train.py", "model.py"),
-        re.findall(r"```python\n(.*?)```", page, re.S),
-        strict=True,
-    ):
-        (tmp_path / name).write_text(code)
-    digits = data.load("digits")
-    write_records(tmp_path / "train-0.tfrecord", digits.x_train, digits.y_train)
-    write_records(tmp_path / "test-0.tfrecord", digits.x_test, digits.y_test)
+    script, records = re.findall(r"```python\n(.*?)```", page, re.S)
+    (diff,) = re.findall(r"```diff\n(.*?)```", page, re.S)
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "records.py").write_text(records)
+    (tmp_path / "from_files.py").write_text(changed(script, diff))
     monkeypatch.setenv("HVDTRAIN_CACHE_DIR", str(tmp_path / "cache"))
-    program = ["sh", "-c", f"cd {tmp_path} && exec {sys.executable} train.py"]
-    job = run([], program=program, launcher="mpirun")
-    assert job.returncode == 0, job.text
-    assert float(re.search(r"test accuracy ([\d.]+)", job.text)[1]) > 0.9
-    assert list((tmp_path / "run/checkpoints").glob("step-*.safetensors"))
+
+    def python(arguments, launcher):
+        program = ["sh", "-c", f"cd {tmp_path} && exec {sys.executable} {arguments}"]
+        job = run([], program=program, launcher=launcher)
+        assert job.returncode == 0, job.text
+        return job.text
+
+    text = python("train.py --epochs=5", "mpirun")
+    accuracy = re.search(r"test accuracy ([\d.]+)", text)[1]
+    assert float(accuracy) > 0.9
+    model = keras.models.load_model(tmp_path / "run/model.keras")
+    digits = data.load("digits")
+    _, saved = model.evaluate(digits.x_test, digits.y_test, verbose=0)
+    assert f"{saved:.4f}" == accuracy
+    python("records.py", "alone")
+    text = python("from_files.py --epochs=5 --model_dir=files", "mpirun")
+    # The same samples in the same order.
+    assert re.search(r"test accuracy ([\d.]+)", text)[1] == accuracy
+    text = python("from_files.py --epochs=6 --model_dir=files", "alone")
+    assert "continues      at step 117 from files/checkpoints/step-" in text
+    assert "which 2 ranks wrote" in text
 
 
-def write_records(path, images, labels):
-    """Write the mean of each 3x3 pixels as 64 features, in [0, 1]."""
-    small = images[:, 2:26, 2:26, 0].reshape(-1, 8, 3, 8, 3).mean((2, 4)) / 255
-    with tf.io.TFRecordWriter(str(path)) as file:
-        for x, y in zip(small, labels, strict=True):
-            features = {
-                "x": tf.train.Feature(float_list=tf.train.FloatList(value=x.ravel())),
-                "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[y])),
-            }
-            example = tf.train.Example(features=tf.train.Features(feature=features))
-            file.write(example.SerializeToString())
+def changed(text, diff):
+    """Return a text with the - lines replaced by the + lines that follow them."""
+    for old, new in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", diff, re.M):
+        before, after = (re.sub(r"^. ?", "", part, flags=re.M) for part in (old, new))
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
 
 
 @pytest.mark.long
