@@ -5,7 +5,8 @@ horovodrun -np 2 python -m hvdtrain.benchmark --workload=cnn --json=cnn.json
 mpirun -np 2 python -m hvdtrain.benchmark --workload=my_model:make
 python -m hvdtrain.benchmark --strategy=mirrored --workload=resnet18
 
-The default takes about a minute. docs/figures/benchmark.md describes the figures.
+The default takes two to three minutes on two cores. docs/figures/benchmark.md describes
+the figures.
 """
 
 import dataclasses

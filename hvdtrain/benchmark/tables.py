@@ -81,6 +81,9 @@ def _speed(figures: Figures) -> Iterator[Row]:
 
 def _split(figures: Figures) -> Iterator[Row]:
     parts = measured_parts(figures)
+    # Each is the median over rounds: they add up to their step in a round alone.
+    total = sum(parts[name] or 0.0 for name in parts if name != "step")
+    before = 0.0
     notes = {
         "compute": "forward and backward pass, update",
         "communication": f"not hidden; {size_text(figures['reduced_bytes'])} reduced",
@@ -90,7 +93,10 @@ def _split(figures: Figures) -> Iterator[Row]:
     for name, note in notes.items():
         seconds, share = parts[name], NOT_MEASURED
         if seconds is not None:
-            share = f"{seconds / parts['step']:.1%}"
+            # The differences of rounded sums add up to 100 %.
+            after = before + seconds
+            share = f"{round(after / total, 3) - round(before / total, 3):.1%}"
+            before = after
         yield (
             f"  {name.replace('_', ' ')}",
             f"{milliseconds(seconds):>11} {share:>7}  {note}",

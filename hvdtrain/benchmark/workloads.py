@@ -56,7 +56,11 @@ class Workload:
     def constant_batches(self, copies: int = 1) -> tf.data.Dataset:
         """Return an endless dataset of the one batch, its rows copied so many times."""
         batch = tuple(np.concatenate([array] * copies) for array in self.batch)
-        return tf.data.Dataset.from_tensors(batch).repeat()
+        options = tf.data.Options()
+        # Nothing in it has a number of threads to tune, and the end of an iterator
+        # would wait for the end of a period of the tuning, seconds after each variant.
+        options.autotune.enabled = False
+        return tf.data.Dataset.from_tensors(batch).repeat().with_options(options)
 
     def constant_input(self, copies: int = 1) -> Callable[[int, int], tf.data.Dataset]:
         """Return `input_fn(start_step, end_step)` of the one batch."""

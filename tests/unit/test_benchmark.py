@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -300,6 +301,26 @@ class TestTables:
         # Neither a variant without reduction nor one with a constant batch.
         assert "communication - - not hidden" in text
         assert "input wait - - for the input" in text
+
+    @pytest.mark.parametrize(
+        ("parts", "shares"),
+        [
+            # Medians over rounds that add up to 102.5 and to 97.4 % of their step.
+            ((0.60, 0.225, 0.1, 0.1), ["58.5%", "22.0%", "9.7%", "9.8%"]),
+            ((0.512, 0.238, 0.049, 0.175), ["52.6%", "24.4%", "5.0%", "18.0%"]),
+            ((0.7, 0.7, 0.7, 0.0), ["33.3%", "33.4%", "33.3%", "0.0%"]),
+        ],
+    )
+    def test_shares_of_a_step_add_up(self, parts, shares):
+        found = result()
+        names = ("compute", "communication", "overhead", "input_wait")
+        found["figures"]["split_seconds"] = dict(zip(names, parts, strict=True))
+        found["figures"]["split_seconds"]["step"] = 1.0
+        variants = dict.fromkeys(("train", "constant", "function", "local"))
+        found["figures"]["rounds"]["step_seconds_by_rank"] = [variants]
+        printed = re.findall(r"ms +([\d.]+%)", tables.training(found))
+        assert printed == shares
+        assert round(sum(float(share[:-1]) for share in shares), 1) == 100
 
     def test_doubts(self):
         found = result()
