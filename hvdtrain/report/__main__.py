@@ -6,14 +6,14 @@ python -m hvdtrain.report --output=two.png runs/a runs/b
 Arguments: one or more directories that hvdtrain.mnist received as --model_dir. They are
 only read, also while their jobs run. The picture needs matplotlib.
 
-The table counts all starts of a job. wall time: from each start to the last line of the
-log, with evaluation and checkpoints. samples/s: the mean over it. steps repeated: taken
-again after a restart from a checkpoint. late rank: the rank that delayed the others
-most, and by which share of the time for which cause. best: the evaluation with the
-lowest loss.
+The table counts all starts of a job. running time: from each start to the last line of
+the log, with tracing, evaluation and checkpoints. steps alone: without them. steps
+repeated: taken again after a restart from a checkpoint. late rank: the rank that
+delayed the others most, and by which share of the time for which cause. best: the
+evaluation with the lowest loss.
 
-The line "productive" divides the wall time of all starts by cause, with the start of
-the first process, and the time between a kill and the next start.
+The line "productive" divides the wall time by cause: the running time, the start of the
+first process, and the time between a kill and the next start.
 """
 
 import importlib

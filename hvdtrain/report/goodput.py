@@ -55,7 +55,7 @@ def goodput_text(seconds: Mapping[str, float]) -> str:
         for cause, count in zip(CAUSES, counts, strict=True)
         if count or cause == PRODUCTIVE
     ]
-    shares[0] += f" of {duration_text(total)}"
+    shares[0] += f" of {duration_text(total)} wall time"
     return ", ".join(shares)
 
 

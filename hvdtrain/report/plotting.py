@@ -26,13 +26,17 @@ _SHARES = {
     "communication, share of the time": "communication",
     "input wait, share of the time": "input_wait",
 }
+_SPEED = "samples/s of steps alone"
 _ARRIVAL = "arrival, ms a step after the first rank: "
 _MAX_NAMED_RANKS = 8
-# By cause; gray is time that no step took.
+# By cause, none of which is the color of a run; gray is time that no step took.
 _CAUSE_COLORS = (
-    *("tab:green", "tab:blue", "tab:red", "tab:brown", "tab:purple"),
-    *("tab:cyan", "tab:orange", "tab:pink", "tab:gray"),
+    *("#0b6e4f", "#c9ada7", "#9e2a2b", "#5c4742", "#b497d6"),
+    *("#83c5be", "#e9d985", "#d17a94", "#cccccc"),
 )
+# Ranks have shades of gray, since colors are those of runs.
+_DARKEST, _LIGHTEST = 0.0, 0.65
+_RANK_STYLES = ("-", "--", "-.", (0, (1, 1)))
 # Values of a loss, and the largest learning rates of the runs, that differ by a larger
 # factor have a logarithmic axis.
 _LINEAR_FACTOR = 30
@@ -48,7 +52,7 @@ _EVALUATION |= {"markeredgecolor": "black", "markeredgewidth": 0.7}
 def draw(runs: Sequence[LoggedRun], path: str | os.PathLike) -> None:
     """Draw metrics, learning rate and speed by step to a PNG file."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    panels = [*metrics, "learning rate", "samples/s"]
+    panels = [*metrics, "learning rate", _SPEED]
     for title in _SHARES:
         if any(math.isfinite(y) for run in runs for y in _share(run, title)[1]):
             panels.append(title)
@@ -69,7 +73,9 @@ def draw(runs: Sequence[LoggedRun], path: str | os.PathLike) -> None:
             _draw_run(ax, name, run, color)
         _finish(ax, name, is_lowest=axes.index(ax) + _COLUMNS >= len(panels))
         for run, color in zip(runs, colors, strict=True):
-            for step in run.restarts:
+            # The panel of a run's arrivals has no lines of other runs.
+            is_shown = not name.startswith(_ARRIVAL) or name == _ARRIVAL + run.name
+            for step in run.restarts if is_shown else ():
                 ax.axvline(step, color=color, **_RESTART)
     _add_legends(figure, runs, colors)
     figure.savefig(path, format="png", dpi=120)
@@ -91,7 +97,7 @@ def _draw_run(ax: Axes, name: str, run: LoggedRun, color: Color) -> None:
     elif name.startswith(_ARRIVAL):
         if name == _ARRIVAL + run.name:
             _draw_arrivals(ax, run)
-    elif name == "samples/s":
+    elif name == _SPEED:
         series = run.series("progress", lambda line: line.get("samples_per_second"))
         ax.plot(*series, color=color, linewidth=1)
     else:
@@ -110,9 +116,16 @@ def _share(run: LoggedRun, title: str) -> Series:
 
 def _draw_arrivals(ax: Axes, run: LoggedRun) -> None:
     ranks = max(len(_arrivals(line)) for line in run.lines)
-    for rank, color in enumerate(_colors(ranks)):
+    for rank, shade in enumerate(np.linspace(_DARKEST, _LIGHTEST, ranks)):
         series = run.series("progress", functools.partial(_milliseconds_late, rank))
-        ax.plot(*series, color=color, linewidth=1, label=f"rank {rank}")
+        style = _RANK_STYLES[rank % len(_RANK_STYLES)]
+        ax.plot(
+            *series,
+            color=str(shade),
+            linestyle=style,
+            linewidth=1,
+            label=f"rank {rank}",
+        )
     if ranks <= _MAX_NAMED_RANKS:
         ax.legend(fontsize=8, frameon=False)
 
@@ -161,11 +174,11 @@ def _finish(ax: Axes, name: str, *, is_lowest: bool) -> None:
     ax.tick_params(labelbottom=is_lowest)
     if is_lowest:
         ax.set_xlabel("global step")
-    if name == "samples/s":
+    if name == _SPEED:
         ax.yaxis.set_major_formatter(EngFormatter(sep=""))
     if name in _SHARES:
         ax.yaxis.set_major_formatter(PercentFormatter(1))
-    if name in ("learning rate", "samples/s", *_SHARES) or name.startswith(_ARRIVAL):
+    if name in ("learning rate", _SPEED, *_SHARES) or name.startswith(_ARRIVAL):
         ax.set_ylim(bottom=0)
     arrays = [np.asarray(line.get_ydata(), float) for line in ax.lines]
     curves = [array[~np.isnan(array)].tolist() for array in arrays]

@@ -63,8 +63,10 @@ class Costs:
         step: the last step in the log.
         max_steps: steps of the whole job.
         samples: samples that were trained on, in repeated steps as well.
-        seconds: time from each start to its last line, with tracing, evaluation and
-            checkpoints; without the time between a kill and the next start.
+        seconds: running time, from each start to its last line, with tracing,
+            evaluation and checkpoints; without the start of processes and the time
+            between a kill and the next start.
+        speed_of_steps: samples per second in steps alone, by the reports; 0 without.
         repeated_steps: steps that were taken again, because a start continued from an
             earlier step. The log lacks the steps of a killed process after its last
             line.
@@ -77,13 +79,14 @@ class Costs:
     max_steps: int
     samples: int
     seconds: float
+    speed_of_steps: float
     starts: int
     repeated_steps: int
     evaluations: list[Line]
 
     @property
     def samples_per_second(self) -> float:
-        """The mean over all seconds; 0 before the first line after a start."""
+        """The mean over the running time; 0 before the first line after a start."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -124,6 +127,7 @@ def compute_costs(lines: Sequence[Line]) -> Costs:
         seconds=sum(
             lines[-1]["seconds"] - lines[0]["seconds"] for lines in lines_by_start
         ),
+        speed_of_steps=_speed_of_steps(lines_by_start),
         starts=len(starts),
         repeated_steps=sum(
             max(0, end - start["step"])
@@ -131,6 +135,19 @@ def compute_costs(lines: Sequence[Line]) -> Costs:
         ),
         evaluations=_valid_lines(lines, "evaluation"),
     )
+
+
+def _speed_of_steps(lines_by_start: Sequence[Sequence[Line]]) -> float:
+    samples, seconds = 0, 0.0
+    for start, *lines in lines_by_start:
+        before = start
+        for line in lines:
+            if line["event"] == "progress" and line["samples_per_second"]:
+                steps = max(0, line["step"] - before["step"])
+                samples += steps * start["global_batch_size"]
+                seconds += seconds_of_steps(start, before, line)
+                before = line
+    return samples / seconds if seconds else 0.0
 
 
 def compute_delays(lines: Sequence[Line]) -> dict[int, dict[str, float]]:

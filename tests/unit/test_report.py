@@ -72,6 +72,8 @@ def test_costs_of_a_run_that_was_killed_and_continued():
     assert costs.samples == 300 * 8 + 800 * 8
     assert costs.seconds == 3 + 5
     assert costs.samples_per_second == 1100
+    # All reports have this speed.
+    assert costs.speed_of_steps == 80
     assert costs.starts == 2
     assert costs.repeated_steps == 100
     assert [line["step"] for line in costs.evaluations] == [200, 600, 1000]
@@ -139,9 +141,10 @@ def test_goodput_adds_up_to_the_wall_time():
         }
     )
     assert goodput.goodput_text(seconds) == (
-        "productive 35.6 % of 0:02:01.0, start-up and tracing 22.3 %, repeated steps "
-        "4.1 %, between kill and start 19.8 %, saving 1.7 %, evaluation 4.1 %, input "
-        "wait 2.1 %, waiting for the slowest rank 7.8 %, other 2.5 %"
+        "productive 35.6 % of 0:02:01.0 wall time, start-up and tracing 22.3 %, "
+        "repeated steps 4.1 %, between kill and start 19.8 %, saving 1.7 %, "
+        "evaluation 4.1 %, input wait 2.1 %, waiting for the slowest rank 7.8 %, "
+        "other 2.5 %"
     )
 
 
@@ -204,8 +207,9 @@ def test_table(tmp_path):
         ["global batch", "8", "8"],
         ["steps", "1,000 of 1,000", "300 of 1,000"],
         ["samples", "8,800", "2,400"],
-        ["wall time", "0:00:08.0", "0:00:03.0"],
-        ["samples/s", "1,100", "800"],
+        ["running time", "0:00:08.0", "0:00:03.0"],
+        ["samples/s of running time", "1,100", "800"],
+        ["samples/s of steps alone", "80", "80"],
         ["starts", "2", "1"],
         ["steps repeated", "100", "0"],
         ["late rank", "-", "-"],
@@ -227,7 +231,7 @@ def squeezed(text):
 def test_a_wide_table_has_parts(tmp_path):
     directories = [write(tmp_path / f"{n}{'x' * 40}", KILLED) for n in range(3)]
     text = table(runs.read(directories))
-    assert text.count("wall time") == 3
+    assert text.count("\nrunning time ") == 3
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -260,6 +264,42 @@ def test_a_picture(tmp_path, count):
     directories.append(write(tmp_path / "late", MEASURED))
     plotting.draw(runs.read(directories), tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_curves_of_a_run_look_like(tmp_path, monkeypatch):
+    plotting = pytest.importorskip("hvdtrain.report.plotting")
+    to_hex = plotting.matplotlib.colors.to_hex
+    figures = []
+    monkeypatch.setattr(
+        plotting.Figure,
+        "savefig",
+        lambda figure, *args, **options: figures.append(figure),
+    )
+    twice = write(tmp_path / "twice", MEASURED)
+    once = [line for line in MEASURED if line["event"] == "progress"]
+    once = write(tmp_path / "once", [MEASURED[0], *once])
+    plotting.draw(runs.read([twice, once]), "unused.png")
+    [figure] = figures
+    panels = {ax.get_title(): ax for ax in figure.axes}
+    restarts = {
+        title: [
+            line.get_color() for line in ax.lines if [*line.get_xdata()] == [150, 150]
+        ]
+        for title, ax in panels.items()
+    }
+    arrival = "arrival, ms a step after the first rank: "
+    assert restarts["loss"] == restarts[arrival + "twice"] == ["C0"]
+    assert restarts[arrival + "once"] == []
+    # A color means a run, a rank or a cause.
+    of_runs = {to_hex(f"C{number}") for number in range(10)}
+    of_ranks = {to_hex(line.get_color()) for line in panels[arrival + "once"].lines}
+    bars = panels["wall time by cause"].patches
+    of_causes = {to_hex(bar.get_facecolor()) for bar in bars}
+    assert len(of_ranks) == 2
+    assert len(of_causes) > 4
+    assert not of_runs & of_ranks
+    assert not of_runs & of_causes
+    assert not of_ranks & of_causes
 
 
 @pytest.mark.parametrize(
