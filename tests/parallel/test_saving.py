@@ -92,6 +92,27 @@ def test_classes_and_functions_of_a_users_own(tmp_path, extension):
     assert oracle.difference(model.get_weights(), uninterrupted(make, own_loss)) < 1e-6
 
 
+def test_a_function_in_place_of_the_optimizer_s_class(tmp_path):
+    """As scripts of Keras 2 do: docs/moving/errors.md."""
+    path = tmp_path / f"{hvd.rank()}.keras"
+    model = oracle.build_model()
+    model.compile(keras.optimizers.Adam(0.05), oracle.LOSS)
+    model.save(path)
+    objects = {
+        "Adam": lambda **options: hvd.DistributedOptimizer(
+            keras.optimizers.Adam(**options)
+        )
+    }
+    # Keras does not call it.
+    plain = keras.models.load_model(path, custom_objects=objects)
+    assert not is_distributed(plain.optimizer)
+    if hvd.size() > 1:
+        with pytest.raises(ValueError, match=r"not distributed.*hvd\.load_model"):
+            fit(plain, SECOND)
+    loaded = hvd.load_model(path, custom_objects=objects)
+    assert is_distributed(loaded.optimizer)
+
+
 @pytest.mark.parametrize(
     "extension", ["keras", pytest.param("h5", marks=pytest.mark.long)]
 )
