@@ -9,6 +9,7 @@ restarted. Afterwards it waits for the end of the job, whose ranks fail without 
 earlier one, and registers for the next job.
 """
 
+import dataclasses
 import http.client
 import json
 import os
@@ -163,7 +164,7 @@ class _Registering:
             rank, size = self._task.rank, self._task.size
             host = socket.gethostname()
             new = Registration(self._token, rank, size, self._host_hash, host)
-            body = json.dumps(new._asdict()).encode()
+            body = json.dumps(dataclasses.asdict(new)).encode()
         scope = self._task.key
         received = http_client.send_request(method, *self._found, scope, key, body)
         return JobState(**json.loads(received)) if received else JobState()

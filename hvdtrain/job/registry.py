@@ -5,10 +5,11 @@ It is Horovod's rendezvous as well: it makes the plan of hosts when all ranks ar
 
 import collections
 import contextlib
+import dataclasses
 import json
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -23,7 +24,8 @@ SLOT_FIELDS = (
 )
 
 
-class Registration(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Registration:
     """What a rank sends.
 
     Attributes:
@@ -40,7 +42,8 @@ class Registration(NamedTuple):
     host: str
 
 
-class JobState(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class JobState:
     """The state to a rank that asks.
 
     Attributes:
@@ -78,7 +81,8 @@ class _Handler(RendezvousHandler):
         rank, _, token = key.partition("-")
         if not rank.isdigit():
             return None
-        return json.dumps(self.server.state(int(rank), token)._asdict()).encode()
+        state = self.server.state(int(rank), token)
+        return json.dumps(dataclasses.asdict(state)).encode()
 
 
 class Registry(RendezvousHTTPServer):
