@@ -107,7 +107,7 @@ def test_two_hosts_of_this_machine_reduce_over_tcp(tmp_path):
         (["--delay=soon", "true"], "netem for --delay=soon"),
         (
             ["ssh", "host3", "true"],
-            "received the host 'host3'; expected host1 or host2",
+            "received the host 'host3'; expected host1 to host2",
         ),
     ],
 )
