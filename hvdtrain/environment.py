@@ -16,6 +16,7 @@ JOB_SECRET = "HOROVOD_JOB_SECRET"
 INIT_TIMEOUT = "HVDTRAIN_INIT_TIMEOUT_SECONDS"
 INIT_REPORT = "HVDTRAIN_INIT_REPORT_SECONDS"
 DEADLOCK = "HVDTRAIN_DEADLOCK_SECONDS"
+TERMINATION = "HOROVOD_TERMINATION_SECONDS"
 # Variables with seconds.
 LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK)
 
@@ -24,7 +25,7 @@ VARIABLES = {
     "HVDTRAIN_ADDRESS": "Host of rank 0, or host:port, where a platform starts the "
     "ranks: for HVDTRAIN_SIZE. The port is 29310 by default.",
     "HVDTRAIN_ALONE": "1: this process trains alone, although a launcher or a platform "
-    "has started several. Without it, hvd.init raises an error.",
+    "has started several. Without it, hvd.init makes a job of them, or is an error.",
     "HVDTRAIN_BIND": "0: ranks are not bound to their share of the cores of the node.",
     "HVDTRAIN_CACHE_DIR": "Directory of built wheels, data and indexes of files; by "
     "default hvdtrain in XDG_CACHE_HOME, or ~/.cache/hvdtrain.",
@@ -34,6 +35,8 @@ VARIABLES = {
     "hvd.init; 60 by default, 0 for no line.",
     INIT_TIMEOUT: "Seconds that ranks wait for the others in hvd.init; 300 by default, "
     "0 for no limit.",
+    "HVDTRAIN_JOB": "Text that tells jobs of HVDTRAIN_SIZE with one address apart. "
+    "Rank 0 then takes the first of 16 ports that is free.",
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",
     "HVDTRAIN_RANK": "Rank of this process, for HVDTRAIN_SIZE. By default "
@@ -53,13 +56,13 @@ HOROVOD_VARIABLES = {
     "HOROVOD_DYNAMIC_PROCESS_SETS": "1: a script that calls hvd.init may make meshes.",
     "HOROVOD_GPU_OPERATIONS": "NCCL: python -m hvdtrain.install builds for GPUs.",
     JOB_SECRET: "Key that signs what the processes of a job send each other: see "
-    "SECURITY.md. horovodrun and hvdtrain.run set it.",
+    "SECURITY.md. horovodrun, hvdtrain.run and, on one host, hvdtrain.launch set it.",
     "HOROVOD_STALL_CHECK_DISABLE": "1: no limits for stalled collectives.",
     STALL_CHECK: "Seconds until a warning names the ranks that do not call a "
     "collective.",
     STALL_SHUTDOWN: "Seconds until this collective fails on the other ranks.",
-    "HOROVOD_TERMINATION_SECONDS": "Seconds that ranks have to save after a signal to "
-    "horovodrun --gloo; 60 by default.",
+    TERMINATION: "Seconds that ranks have to save after a signal to horovodrun --gloo "
+    "or hvdtrain.launch; 60 by default.",
     "HOROVOD_TIMELINE": "File of Horovod's timeline.",
     "HOROVOD_WITHOUT_MPI": "1: python -m hvdtrain.install leaves MPI out.",
 }
@@ -127,6 +130,11 @@ class InitLimits(NamedTuple):
 def init_limits() -> InitLimits:
     """Return the limits of `hvd.init`; raise a ValueError for a wrong variable."""
     return InitLimits(_seconds(INIT_REPORT, 60), _seconds(INIT_TIMEOUT, 300))
+
+
+def termination_seconds() -> float:
+    """Return the time of ranks after a signal; raise a ValueError for a wrong one."""
+    return _seconds(TERMINATION, 60)
 
 
 def deadlock_seconds() -> float:

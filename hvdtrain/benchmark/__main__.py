@@ -16,7 +16,7 @@ from absl import flags
 from hvdtrain import environment, flag_fields, job, program
 from hvdtrain.benchmark import benchmark_options, records, tables
 from hvdtrain.benchmark.benchmark_options import BenchmarkOptions
-from hvdtrain.job import launchers
+from hvdtrain.job import launchers, platforms
 
 flag_fields.define_flags(BenchmarkOptions, benchmark_options.CHECKS)
 _COMPARE = flags.DEFINE_list(
@@ -35,6 +35,7 @@ def main() -> None:
         print(tables.comparison(records.read_json(_COMPARE.value)), flush=True)
         return
     chosen = flag_fields.read_flags(BenchmarkOptions).with_defaults()
+    platforms.form_job()
     chosen.check(launchers.launch().size)
     records.check_json(chosen.json)
     environment.set_default_stall_limits(environment.BENCHMARK_LIMITS)

@@ -41,27 +41,30 @@ _shutdown_lock = threading.Lock()
 def init(*args: object, **kwargs: object) -> None:
     """Start Horovod; as `horovod.tensorflow.init`, with the same arguments.
 
-    A process without a launcher becomes rank 0 of 1. A collective that some ranks never
-    call fails on the others after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, half an hour if
-    that is not set; by Horovod's default they block for ever. If a script does not
-    catch the error, its cause is printed in place of the traceback.
+    Processes that a platform has started become a job (see `platforms`); a process
+    without a launcher and a platform becomes rank 0 of 1. A collective that some ranks
+    never call fails on the others after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, half an
+    hour if that is not set; by Horovod's default they block for ever. If a script does
+    not catch the error, its cause is printed in place of the traceback.
 
     Raises:
         JobError: the environment says that the job has more processes than Horovod has
-            connected; see `declared_size`.
+            connected (see `declared_size`), or the ranks of a platform do not meet.
+        SystemExit: with code 0, in an evaluator of a platform's job.
     """
     is_first = not hvd.is_initialized()
+    # Of some ranks only, `comm` makes a job of fewer than were started.
+    is_whole = (args[0] if args else kwargs.get("comm")) is None
+    if is_first and is_whole:
+        # First: it sets the rank and the network.
+        platforms.form_job()
     if is_first:
         init_checks.check()
     environment.set_default_stall_limits(environment.SCRIPT_LIMITS)
     explain_failed_collectives()
     _skip_destructors_in_forks()
     launchers.locate()
-    # Of some ranks only, `comm` makes a job of fewer than were started.
-    is_whole = (args[0] if args else kwargs.get("comm")) is None
     # Before a guard starts, and MPI, which may abort.
-    if is_whole:
-        platforms.form_job()
     if is_whole and not launchers.has_rendezvous(os.environ):
         declared_size.check(size=1)
     launched = launchers.launch()

@@ -1,4 +1,4 @@
-"""What launchers and platforms say of the number of processes of a job.
+"""What launchers say of the number of processes of a job; platforms: `platforms`.
 
 A process that no launcher of Horovod has started is rank 0 of 1. Where the environment
 says that it is one of several, each of them would train a model of its own. So would
@@ -45,8 +45,8 @@ def _after_rank(rank: str) -> int:
     return int(rank) + 1
 
 
-# Launchers, the innermost first, then platforms: the first that declares a number
-# decides, so that `mpirun -np 1` in a larger allocation is alone on purpose.
+# The innermost first: the first that declares a number decides, so that `mpirun -np 1`
+# in a larger allocation is alone on purpose.
 _ROWS = (
     # horovodrun, hvdtrain.run
     _Row("HOROVOD_SIZE", beside="HOROVOD_RANK"),

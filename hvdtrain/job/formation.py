@@ -27,6 +27,7 @@ from horovod.runner.common.util.host_hash import host_hash
 from horovod.runner.http import http_client
 
 from hvdtrain import environment, output
+from hvdtrain.install.compatibility import INSTALL
 from hvdtrain.job import rendezvous
 from hvdtrain.job.platforms import INTERFACE, PlatformTask
 from hvdtrain.job.registry import (
@@ -54,9 +55,19 @@ def join(task: PlatformTask) -> dict[str, str]:
         limits = environment.init_limits()
     except ValueError as error:
         raise JobError(str(error)) from None
-    if task.rank == 0:
-        _serve(task)
-    return _Registering(task, limits).variables()
+    if not hasattr(http_client, "send_request"):
+        raise JobError(
+            f"This Horovod cannot make a job of {task.variable}: it lacks the patches "
+            f"of hvdtrain. Run {INSTALL}."
+        )
+    server = _serve(task) if task.rank == 0 else None
+    try:
+        return _Registering(task, limits).variables()
+    except BaseException:
+        # A later call listens again, and no late rank finds a job without this one.
+        if server:
+            server.close()
+        raise
 
 
 def host_identity() -> str:
@@ -78,8 +89,8 @@ def interface_of(own: str) -> str:
     raise OSError(f"no network interface has the address {own}")
 
 
-def _serve(task: PlatformTask) -> None:
-    """Serve the ranks of the job until this process ends."""
+def _serve(task: PlatformTask) -> Registry:
+    """Return the server of the job, which ends with this process."""
     is_local = task.host in ("localhost", LOOPBACK)
     for port in task.ports:
         try:
@@ -96,6 +107,7 @@ def _serve(task: PlatformTask) -> None:
     # The port is free for a new rank 0, even if a fork of this one goes on.
     os.register_at_fork(after_in_child=server.socket.close)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
 
 
 class _Registering:
@@ -115,7 +127,7 @@ class _Registering:
         while True:
             state, reason = self._ask()
             if state.slot:
-                return self._variables(state.slot, state.near_address)
+                return self._variables(state, state.slot)
             seconds = time.monotonic() - began
             if state.error or seconds >= self._limits.timeout_seconds > 0:
                 raise JobError(self._failure(state, reason))
@@ -127,6 +139,7 @@ class _Registering:
     def _ask(self) -> tuple[JobState, str]:
         """Return the state of the job, and why rank 0 is not reached, if it is not."""
         reason = ""
+        is_refused = False
         host = LOOPBACK if self._task.rank == 0 else self._task.host
         for port in self._task.ports:
             try:
@@ -137,14 +150,15 @@ class _Registering:
                     state = self._request("GET")
                 return state, ""
             except urllib.error.HTTPError as error:
-                if error.code == http.HTTPStatus.FORBIDDEN:
-                    raise JobError(
-                        f"Rank 0 at {self._task.address} refuses a process without "
-                        f"its {environment.JOB_SECRET}: set it alike on all ranks."
-                    ) from None
+                is_refused |= error.code == http.HTTPStatus.FORBIDDEN
                 reason = f"another job, or another program, is at port {port}"
             except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
                 reason = f"{error}".strip("<>")
+        if is_refused:
+            raise JobError(
+                f"Rank 0 at {self._task.address} refuses a process without its "
+                f"{environment.JOB_SECRET}: set it alike on all ranks."
+            )
         return JobState(), reason
 
     def _connect(self, host: str, port: int) -> None:
@@ -169,17 +183,16 @@ class _Registering:
         received = http_client.send_request(method, *self._found, scope, key, body)
         return JobState(**json.loads(received)) if received else JobState()
 
-    def _variables(self, slot: Mapping[str, Any], near_address: str) -> dict[str, str]:
-        address, port = self._found
+    def _variables(self, state: JobState, slot: Mapping[str, Any]) -> dict[str, str]:
         # HOROVOD_LOCAL_RANK and others, as horovod.runner.gloo_run sets them.
         of_slot = {f"HOROVOD_{name.upper()}": str(slot[name]) for name in SLOT_FIELDS}
-        interface = interface_of(near_address or self._own_address)
+        interface = interface_of(state.near_address or self._own_address)
         return of_slot | {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             INTERFACE: interface,
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": near_address or address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": state.near_address or self._found[0],
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(state.port),
         }
 
     def _report(self, state: JobState, reason: str) -> None:

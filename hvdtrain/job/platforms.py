@@ -64,6 +64,12 @@ class PlatformTask:
                 f"Received rank {self.rank} of {self.size} by {self.variable}; "
                 f"expected a rank from 0 to {self.size - 1}."
             )
+        is_port = all(port in range(1, 1 << 16) for port in self.ports)
+        if self.size > 1 and (not is_port or ":" in self.host or not self.host):
+            raise JobError(
+                f"Received the address {self.address} of rank 0 by {self.variable}; "
+                "expected a name or an IPv4 address, and a port from 1 to 65535."
+            )
 
     @property
     def address(self) -> str:
@@ -108,7 +114,8 @@ def form_job(environ: MutableMapping[str, str] = os.environ) -> None:
 def read(environ: Mapping[str, str]) -> PlatformTask | None:
     """Return what a platform says of this process; None if it is not one of several.
 
-    The first variable that describes a job decides.
+    The first variable that describes a job decides among these. A launcher may still
+    declare more processes: see `declared_size`.
 
     Raises:
         OtherTaskError: the process is not to train, and may end.
@@ -142,7 +149,9 @@ def _read_own(environ: Mapping[str, str]) -> PlatformTask | None:
     if not (address := environ.get("HVDTRAIN_ADDRESS")):
         raise _missing("HVDTRAIN_SIZE", "HVDTRAIN_ADDRESS, the host of rank 0")
     host, port = _split(address)
-    return PlatformTask("HVDTRAIN_SIZE", int(rank), size, host, (port,))
+    job = environ.get("HVDTRAIN_JOB", "")
+    ports = tuple(port + i for i in range(_PORTS if job else 1))
+    return PlatformTask("HVDTRAIN_SIZE", int(rank), size, host, ports, job)
 
 
 def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:

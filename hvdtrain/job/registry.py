@@ -1,13 +1,16 @@
 """The server of rank 0 at which the ranks of a platform's job register.
 
-It is Horovod's rendezvous as well: it makes the plan of hosts when all ranks are here.
+When all are here, it makes the plan of hosts, and starts Horovod's rendezvous at a port
+of its own: jobs that follow each other at one address have different rendezvous.
 """
 
 import collections
 import contextlib
 import dataclasses
 import json
+import os
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +20,8 @@ from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPSer
 from hvdtrain.job.platforms import PlatformTask
 
 LOOPBACK = "127.0.0.1"
+# A rank that has not asked for so long has ended, or is restarted.
+_LOST_SECONDS = 30.0
 # Of Horovod's `SlotInfo`.
 SLOT_FIELDS = (
     *("hostname", "rank", "size", "local_rank", "local_size"),
@@ -52,6 +57,7 @@ class JobState:
         missing: ranks that are not registered.
         error: why no job is made.
         slot: `SLOT_FIELDS` by name, once all ranks are here.
+        port: of Horovod's rendezvous.
         near_address: of this host, for ranks on it; empty for the others.
     """
 
@@ -60,6 +66,7 @@ class JobState:
     missing: tuple[int, ...] = ()
     error: str = ""
     slot: Mapping[str, Any] | None = None
+    port: int = 0
     near_address: str = ""
 
 
@@ -86,7 +93,7 @@ class _Handler(RendezvousHandler):
 
 
 class Registry(RendezvousHTTPServer):
-    """Registers the ranks of a job, then serves Horovod's rendezvous to them."""
+    """Registers the ranks of a job, and starts Horovod's rendezvous for them."""
 
     def __init__(self, address: tuple[str, int], task: PlatformTask) -> None:
         """Listen at an address of this host.
@@ -98,6 +105,8 @@ class Registry(RendezvousHTTPServer):
         self.task = task
         self._lock = threading.Lock()
         self._present: dict[int, Registration] = {}
+        self._asked_seconds: dict[int, float] = {}
+        self._store: RendezvousHTTPServer | None = None
         # Tokens of processes that have registered before another one of their rank.
         self._successors: dict[str, Registration] = {}
         self._own_addresses: list[str] = []
@@ -114,7 +123,7 @@ class Registry(RendezvousHTTPServer):
             own_address: of this host, to which the rank has connected.
         """
         with self._lock:
-            if self._slots:
+            if self._slots or new.rank not in range(max(new.size, self.task.size)):
                 return
             if new.size != self.task.size:
                 self._error = (
@@ -127,9 +136,6 @@ class Registry(RendezvousHTTPServer):
                 self._successors[old.token] = new
             self._present[new.rank] = new
             self._own_addresses.append(own_address)
-            if len(self._present) == self.task.size:
-                self._slots = assign(self._present)
-                self.init(list(self._slots.values()))
 
     def state(self, rank: int, token: str) -> JobState:
         """Return the state of the job for a process."""
@@ -141,15 +147,38 @@ class Registry(RendezvousHTTPServer):
             present = self._present.get(rank)
             if not present or present.token != token:
                 return JobState(is_closed=bool(self._slots))
+            self._asked_seconds[rank] = time.monotonic()
             if not self._slots:
-                missing = set(range(self.task.size)) - self._present.keys()
-                return JobState(is_here=True, missing=tuple(sorted(missing)))
+                if missing := self._missing():
+                    return JobState(is_here=True, missing=missing)
+                self._make_job()
+            assert self._store
             is_near = present.host_hash == self._present[0].host_hash
             return JobState(
                 is_here=True,
                 slot=vars(self._slots[rank]),
+                port=self._store.server_port,
                 near_address=self._address() if is_near else "",
             )
+
+    def _missing(self) -> tuple[int, ...]:
+        lost = time.monotonic() - _LOST_SECONDS
+        here = {rank for rank, asked in self._asked_seconds.items() if asked > lost}
+        return tuple(sorted(set(range(self.task.size)) - here))
+
+    def _make_job(self) -> None:
+        self._slots = assign(self._present)
+        host = str(self.server_address[0])
+        self._store = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
+        self._store.init(list(self._slots.values()))
+        os.register_at_fork(after_in_child=self._store.socket.close)
+        threading.Thread(target=self._store.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Serve no more ranks."""
+        for server in filter(None, (self, self._store)):
+            server.shutdown()
+            server.server_close()
 
     def _address(self) -> str:
         """Return the address of this host that other hosts reach."""

@@ -100,4 +100,4 @@ def _request(method: str, scope: str, key: str, body: bytes = b"") -> bytes:
         except OSError as error:
             reason = f"does not answer: {error}"
             time.sleep(_RETRY_SECONDS * attempt)
-    raise JobError(f"The launcher at {host}, port {port}, {reason}.")
+    raise JobError(f"The rendezvous at {host}, port {port}, {reason}.")

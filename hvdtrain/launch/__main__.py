@@ -15,6 +15,7 @@ code. Those on other hosts fail at their next collective. SIGTERM, SIGINT, SIGUS
 SIGUSR2 ask the ranks to stop, as SIGTERM, within HOROVOD_TERMINATION_SECONDS.
 """
 
+import itertools
 import os
 import pathlib
 import re
@@ -24,8 +25,8 @@ import time
 
 from absl import flags
 
-from hvdtrain import program
-from hvdtrain.job import JobError, cores, platforms, signals
+from hvdtrain import environment, program
+from hvdtrain.job import JobError, cores, declared_size, platforms, signals
 from hvdtrain.runner.caller import run_once
 from hvdtrain.runner.engine import Local, RunError
 from hvdtrain.runner.results import LostRankError, Work
@@ -86,12 +87,11 @@ def main(command: list[str]) -> None:
     """Start the ranks, and wait for their end."""
     request = _StopRequest()
     signals.subscribe(_SIGNALS, request.receive)
-    is_alone = os.environ.get("HVDTRAIN_ALONE") == "1"
     work = Work(
         command=(sys.executable, *(["-m"] if _MODULE.value else []), *command),
-        task=None if is_alone else platforms.read(os.environ),
+        task=_read_task(),
         stop_signal=request.for_ranks,
-        stop_seconds=float(os.environ.get("HOROVOD_TERMINATION_SECONDS") or 60),
+        stop_seconds=_stop_seconds(),
     )
     try:
         run_once(Local(), work, _ranks(), start_timeout_seconds=_START_SECONDS)
@@ -105,12 +105,32 @@ def main(command: list[str]) -> None:
         raise JobError(str(error)) from None
 
 
+def _read_task() -> platforms.PlatformTask | None:
+    if os.environ.get("HVDTRAIN_ALONE") == "1":
+        return None
+    task = platforms.read(os.environ)
+    if not task:
+        # Each of the processes of another launcher would start a job of its own.
+        declared_size.check(size=1)
+    return task
+
+
+def _stop_seconds() -> float:
+    try:
+        return environment.termination_seconds()
+    except ValueError as error:
+        raise JobError(str(error)) from None
+
+
 def _ranks() -> int:
     if _RANKS.value != "auto":
         return int(_RANKS.value)
     # Not yet run on a GPU.
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        gpus = len(list(filter(None, os.environ["CUDA_VISIBLE_DEVICES"].split(","))))
+        visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        # CUDA ends at the first that is none, such as -1.
+        is_device = re.compile(r"\s*[0-9a-zA-Z]").match
+        gpus = len(list(itertools.takewhile(is_device, visible)))
     else:
         names = (path.name for path in _DEVICES.iterdir())
         gpus = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in names)

@@ -9,7 +9,7 @@ import functools
 import os
 
 from hvdtrain import flag_fields, job, program
-from hvdtrain.job import launchers
+from hvdtrain.job import launchers, platforms
 from hvdtrain.job.files import check_output
 from hvdtrain.job.world import SharedJobError
 from hvdtrain.mnist import options
@@ -32,6 +32,7 @@ def main() -> None:
 
 def _record_timeline(path: str) -> None:
     """Make Horovod, which is not started yet, write its timeline until it ends."""
+    platforms.form_job()
     launched = launchers.launch()
     if launched.size == 1:
         raise SharedJobError(

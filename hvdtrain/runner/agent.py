@@ -61,8 +61,13 @@ def serve(address: channel.Address, slots: int = 1) -> None:
         start = _receive(connection)
         if not isinstance(start, channel.StartRanks):
             return
-        secret = {JOB_SECRET: job_secret(address)}
-        with_secret = {n: secret | each for n, each in start.environments.items()}
+        derived = job_secret(address)
+        # Ranks of other hosts have the secret of the platform, if any, and no other.
+        given = os.environ.get(JOB_SECRET, "")
+        with_secret = {
+            rank: each | {JOB_SECRET: given if "HVDTRAIN_SIZE" in each else derived}
+            for rank, each in start.environments.items()
+        }
         try:
             _run_ranks(connection, dataclasses.replace(start, environments=with_secret))
         except OSError as error:

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from hvdtrain.environment import JOB_SECRET
 from hvdtrain.job import launchers
 from hvdtrain.job.platforms import PlatformTask
 from hvdtrain.runner import channel
@@ -63,15 +61,15 @@ def run_once(
 
 
 def _environments_of_task(
-    slots: Sequence[SlotInfo], task: PlatformTask
+    slots: Sequence[SlotInfo], host: PlatformTask
 ) -> dict[int, dict[str, str]]:
-    """Return the variables of `job.platforms` for ranks that share a member's host."""
+    """Return the variables of `job.platforms` for ranks of a host of a platform."""
     return {
-        task.rank * slot.size + slot.rank: {
-            "HVDTRAIN_RANK": str(task.rank * slot.size + slot.rank),
-            "HVDTRAIN_SIZE": str(task.size * slot.size),
-            "HVDTRAIN_ADDRESS": task.address,
-            JOB_SECRET: os.environ.get(JOB_SECRET, ""),
+        host.rank * slot.size + slot.rank: {
+            "HVDTRAIN_RANK": str(host.rank * slot.size + slot.rank),
+            "HVDTRAIN_SIZE": str(host.size * slot.size),
+            "HVDTRAIN_ADDRESS": host.address,
+            "HVDTRAIN_JOB": host.job,
         }
         for slot in slots
     }

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,6 +169,10 @@ class RunningJob:
                 break
             if self._errors and deadline == float("inf"):
                 deadline = time.monotonic() + _CAUSE_SECONDS
+        if is_stopping:
+            for rank, agent in self._running.items():
+                cause = f"did not end within {self._work.stop_seconds:g} s of a signal"
+                self._lose(rank, agent, cause, -signal.SIGKILL)
         if self._errors:
             raise self._cause()
         return list(self._results.values())

@@ -33,6 +33,10 @@ def variables(kind, rank, hosts, port):
     if kind == "torch":
         address = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(port)}
         return address | {"RANK": str(rank), "WORLD_SIZE": str(len(hosts))}
+    if kind == "trainer":
+        size = {"PET_NNODES": str(len(hosts)), "PET_NPROC_PER_NODE": "1"}
+        address = {"PET_MASTER_ADDR": hosts[0], "PET_MASTER_PORT": str(port)}
+        return size | address | {"PET_NODE_RANK": str(rank)}
     if kind == "vertex":
         pools = {"workerpool0": names[:1], "workerpool1": names[1:]}
         task = {"type": f"workerpool{min(rank, 1)}", "index": max(rank - 1, 0)}

@@ -67,7 +67,8 @@ def by_horovodrun(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
 @pytest.mark.parametrize(
-    "kind", ["chief", "workers", "torch", "vertex", "sagemaker", "kubernetes"]
+    "kind",
+    ["chief", "workers", "torch", "trainer", "vertex", "sagemaker", "kubernetes"],
 )
 def test_two_hosts_of_a_platform_are_those_of_horovodrun(
     run, tmp_path, by_horovodrun, kind
@@ -171,6 +172,28 @@ def test_launch_passes_a_request_to_stop_to_the_ranks(start, tmp_path):
     job.wait()
     assert job.returncode == 75, job.text
     assert re.match(r"Stopped by SIGINT: rank \d on .* exit code 75.", job.lines[-1])
+
+
+@pytest.mark.long
+def test_ranks_that_do_not_end_at_a_signal_are_killed(start):
+    ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready')"
+    program = [*LAUNCH, "--nproc_per_node=2", "-m", "timeit", "-n1", "-r1", ignore]
+    seconds = {"HOROVOD_TERMINATION_SECONDS": "0.5"}
+    job = start(["time.sleep(600)"], program=program, environment=seconds)
+    job.wait_until(lambda: job.text.count("ready") == 2, "ready")
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+    assert job.returncode == 137, job.text
+    assert "did not end within 0.5 s of a signal" in job.lines[-1]
+
+
+def test_launch_does_not_start_several_jobs(run):
+    environment = {"PMI_SIZE": "2", "PMI_RANK": "0"}
+    job = run(["train.py"], program=LAUNCH, environment=environment)
+    assert job.returncode == 1
+    assert job.lines[-1].startswith(
+        "Received PMI_SIZE of 2 processes, but Horovod sees"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from hvdtrain.job import JobError, formation, platforms
+from hvdtrain.job import JobError, formation, platforms, registry
 from hvdtrain.job.registry import Registration, assign
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "evaluator": ["d:4"]}
@@ -120,6 +120,11 @@ def test_a_process_that_no_platform_counts_is_alone(environ):
         (TORCH | {"MASTER_ADDR": ""}, "RANK and WORLD_SIZE without MASTER_ADDR"),
         (TORCH | {"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
         (TRAINER | {"PET_NNODES": "1:4"}, "PET_NNODES='1:4'"),
+        (
+            TORCH | {"MASTER_PORT": "70000"},
+            "a:70000 of rank 0 by WORLD_SIZE; expected",
+        ),
+        (OWN | {"HVDTRAIN_ADDRESS": "[fd00::1]:9", "HVDTRAIN_RANK": "0"}, "IPv4 addre"),
         (HOSTS | {"SM_CURRENT_HOST": "algo-3"}, "SM_HOSTS without SM_CURRENT_HOST"),
         (OWN, r"HVDTRAIN_SIZE without HVDTRAIN_RANK \(or JOB_COMPLETION_INDEX\)"),
         ({"HVDTRAIN_SIZE": "2", "HVDTRAIN_RANK": "0"}, "without HVDTRAIN_ADDRESS"),
@@ -142,6 +147,15 @@ def test_an_evaluator_leaves_without_a_failure(environ, capfd):
     assert "all ranks evaluate together" in capfd.readouterr().err
 
 
+def test_a_container_of_sagemaker_without_its_toolkit(tmp_path, monkeypatch):
+    path = tmp_path / "resourceconfig.json"
+    hosts = {"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}
+    path.write_text(json.dumps(hosts | {"network_interface_name": "eth0"}))
+    monkeypatch.setattr(platforms, "_RESOURCES", path)
+    task = platforms.read({"TRAINING_JOB_NAME": "job"})
+    assert (task.rank, task.size, task.host) == (1, 2, "algo-1")
+
+
 @pytest.fixture
 def servers(monkeypatch):
     """Return the servers of ranks 0, which end with the test."""
@@ -155,12 +169,7 @@ def servers(monkeypatch):
     monkeypatch.setattr(formation, "Registry", Registry)
     yield made
     for server in made:
-        end(server)
-
-
-def end(server):
-    server.shutdown()
-    server.server_close()
+        server.close()
 
 
 @pytest.fixture
@@ -198,7 +207,7 @@ def test_ranks_receive_the_variables_of_horovodrun(servers, own, pool):
     ranks = [start(pool, own, rank) for rank in (1, 0)]
     for done, _ in ranks:
         done.result(timeout=20)
-    port = own["HVDTRAIN_ADDRESS"].partition(":")[2]
+    port = servers[0]._store.server_port
     for rank, (_, variables) in zip((1, 0), ranks, strict=True):
         host = variables.pop("HOROVOD_HOSTNAME")
         assert host.startswith(socket.gethostname().split(".")[0])
@@ -214,7 +223,7 @@ def test_ranks_receive_the_variables_of_horovodrun(servers, own, pool):
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_GLOO_IFACE": "lo",
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
             "NCCL_SOCKET_IFNAME": "lo",
         }
         # A second `hvd.init` of the process changes nothing.
@@ -232,7 +241,7 @@ def test_a_rank_that_is_late_is_named_within_the_limit(
     ):
         waiting.result(timeout=20)
     assert "rank 0 has waited for 0.1 s" in capfd.readouterr().err
-    end(servers.pop())
+    servers.pop().close()
     alone, _ = start(pool, own, 1)
     with pytest.raises(
         JobError, match=r"rank 0 does not answer at 127.0.0.1:\d+: .*ref"
@@ -263,6 +272,24 @@ def test_a_restarted_rank_replaces_the_one_before(servers, own, pool):
     assert variables["HOROVOD_RANK"] == "1"
 
 
+def test_a_rank_that_has_ended_does_not_complete_a_job(servers, own, pool, monkeypatch):
+    monkeypatch.setattr(registry, "_LOST_SECONDS", 1.0)
+    own = own | {"HVDTRAIN_SIZE": "3"}
+    chief, _ = start(pool, own, 0)
+    wait_until_registered(servers, 0)
+    ended = Registration("token", 1, 3, "", "")
+    servers[0].register(ended, "127.0.0.1")
+    assert servers[0].state(1, "token").missing == (2,)
+    servers[0]._asked_seconds[1] -= 2
+    last, _ = start(pool, own, 2)
+    wait_until_registered(servers, 2)
+    # Rank 1 does not ask again, until it is started again.
+    with pytest.raises(concurrent.futures.TimeoutError):
+        chief.result(timeout=1.5)
+    for each in (start(pool, own, 1)[0], chief, last):
+        each.result(timeout=20)
+
+
 def test_a_rank_that_is_restarted_later_joins_the_next_job(servers, own, pool):
     for each in [start(pool, own, rank) for rank in (0, 1)]:
         each[0].result(timeout=20)
@@ -270,7 +297,7 @@ def test_a_rank_that_is_restarted_later_joins_the_next_job(servers, own, pool):
     with pytest.raises(concurrent.futures.TimeoutError):
         restarted.result(timeout=0.3)
     # Rank 0 has lost rank 1, and is restarted as well.
-    end(servers.pop())
+    servers.pop().close()
     chief, _ = start(pool, own, 0)
     chief.result(timeout=20)
     restarted.result(timeout=20)
@@ -300,16 +327,16 @@ def test_under_torchrun_rank_0_takes_a_port_that_is_free(servers, pool):
     # The agent has the first, another program the second.
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = agent.getsockname()[1]
-        with (
-            contextlib.suppress(OSError),
-            socket.create_server(("127.0.0.1", port + 1)),
-        ):
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port + 1)))
             environ = TORCH | AGENT | {"MASTER_ADDR": "localhost"}
             environ |= {"MASTER_PORT": str(port)}
             ranks = [start(pool, environ, 9, RANK=str(rank)) for rank in (1, 0)]
             for done, variables in ranks:
                 done.result(timeout=20)
-                assert int(variables["HOROVOD_GLOO_RENDEZVOUS_PORT"]) > port + 1
+                assert variables["HOROVOD_SIZE"] == "2"
+            assert servers[0].server_port > port + 1
 
 
 @pytest.mark.parametrize("secret", ["", "another"])
@@ -318,8 +345,8 @@ def test_a_process_without_the_secret_is_refused(
 ):
     monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "2")
     monkeypatch.setenv("HOROVOD_JOB_SECRET", "one")
-    chief, _ = start(pool, own, 0)
-    wait_until_registered(servers, 0)
+    # Its client would have the other secret, too, in this process.
+    formation._serve(platforms.read(own | {"HVDTRAIN_RANK": "0"}))
     monkeypatch.setenv("HOROVOD_JOB_SECRET", secret)
     stranger, _ = start(pool, own, 1)
     with pytest.raises(
@@ -327,8 +354,13 @@ def test_a_process_without_the_secret_is_refused(
     ):
         stranger.result(timeout=20)
     assert 1 not in servers[0]._present
-    with pytest.raises(JobError):
-        chief.result(timeout=20)
+
+
+def registration(**fields):
+    fields = {"token": "x", "rank": 1, "size": 2, "host_hash": "", "host": ""} | fields
+    body = json.dumps(fields)
+    head = f"PUT /%s/1-x HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    return f"{head}{body}".encode()
 
 
 @pytest.mark.parametrize(
@@ -336,6 +368,8 @@ def test_a_process_without_the_secret_is_refused(
     [
         b'PUT /%s/1-x HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"a": 1}\n',
         b"PUT /%s/1-x HTTP/1.1\r\nContent-Length: 3\r\n\r\n\xff\xfe\n",
+        registration(rank="1"),
+        registration(rank=5),
         b"GET /%s/one HTTP/1.1\r\n\r\n",
         b"GET /../etc/passwd HTTP/1.1\r\n\r\n",
     ],

@@ -105,6 +105,9 @@ def test_every_public_name_has_an_entry(module):
     ]
     missing = [name for name in public if not re.search(rf"\.{name}$", text, re.M)]
     assert not missing
+    # Each where it is defined.
+    for path, name in re.findall(r"^::: ([\w.]+)\.(\w+)$", text, re.M):
+        assert hasattr(importlib.import_module(path), name), f"{path}.{name}"
 
 
 def test_each_mark_of_the_features_names_its_test(site_pages):
