@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from hvdtrain.doctor import gpus
 from hvdtrain.doctor.finding import (
     CommandResult,
     Finding,
@@ -19,13 +20,12 @@ from hvdtrain.doctor.finding import (
     warning,
 )
 from hvdtrain.install import compatibility, record
-from hvdtrain.install.compatibility import INSTALL, REPLACE, Installed, Mismatch
+from hvdtrain.install.compatibility import REPLACE, Installed, Mismatch
 
 # Properties of a library by name, as `probe` prints them.
 Properties = Mapping[str, Any]
 
 _LOAD_SECONDS = 120
-_INSTALL_GPU = f"HOROVOD_GPU_OPERATIONS=NCCL {INSTALL}"
 
 # By number of the patches: what a user loses without them. The other patches are for
 # its build.
@@ -76,7 +76,7 @@ def check() -> list[Finding]:
         findings += _check_launchers(horovod)
     if horovod and horovod["mpi"]:
         findings += _check_mpi4py(horovod)
-    return [*findings, *_check_gpus(tensorflow, horovod)]
+    return [*findings, *gpus.check(tensorflow, horovod)]
 
 
 def _broken(mismatch: Mismatch | None) -> list[Finding]:
@@ -230,26 +230,6 @@ def _check_mpi4py(horovod: Properties) -> list[Finding]:
         )
         return [broken("mpi4py", detail, remedy)]
     return [fine("mpi4py", detail)]
-
-
-def _check_gpus(
-    tensorflow: Properties | None, horovod: Properties | None
-) -> list[Finding]:
-    nvidia = run(["nvidia-smi", "--list-gpus"], timeout_seconds=30)
-    count = len(nvidia.output.splitlines()) if nvidia.code == 0 else 0
-    seen = tensorflow["gpus"] if tensorflow else 0
-    if seen < count and not os.environ.get("CUDA_VISIBLE_DEVICES"):
-        detail = f"{count} in the machine, TensorFlow sees {seen}"
-        remedy = (
-            "pip uninstall tensorflow-cpu, pip install 'hvdtrain[gpu]', "
-            f"then {_INSTALL_GPU}"
-        )
-        return [warning("GPU", detail, remedy)]
-    if seen and horovod and not horovod["nccl"]:
-        detail = f"TensorFlow sees {seen}, Horovod was built without NCCL"
-        remedy = f"gradients are copied through the CPU; run {_INSTALL_GPU}"
-        return [warning("GPU", detail, remedy)]
-    return [fine("GPU", f"{seen} of {count}" if count else "none, training on CPUs")]
 
 
 def check_horovod(installed: Installed, horovod: Mapping[str, Any]) -> list[Finding]:

@@ -15,10 +15,15 @@ from typing import Any
 
 def _tensorflow() -> dict[str, Any]:
     tf, keras = import_module("tensorflow"), import_module("keras")
+    gpus = tf.config.list_physical_devices("GPU")
+    # This starts no GPU.
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
+    build = tf.sysconfig.get_build_info()
     return {
         "version": tf.__version__,
         "keras": keras.__version__,
-        "gpus": len(tf.config.list_physical_devices("GPU")),
+        "gpus": [detail.get("compute_capability") for detail in details],
+        "built_for": list(build.get("cuda_compute_capabilities", ())),
         "without_native": _without_native(),
     }
 

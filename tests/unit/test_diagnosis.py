@@ -12,7 +12,7 @@ import pytest
 from absl import flags
 
 from hvdtrain.doctor import __main__ as doctor
-from hvdtrain.doctor import cluster, installation, machine, ranks
+from hvdtrain.doctor import cluster, gpus, installation, machine, ranks
 from hvdtrain.doctor.finding import CommandResult, Finding, run
 from hvdtrain.install import compatibility, record
 from hvdtrain.job import JobError
@@ -173,7 +173,10 @@ def test_another_host(monkeypatch, tmp_path, login, status, words):
     assert words in finding.detail
 
 
-TENSORFLOW = {"version": "2.21.0", "keras": "3.15.1", "gpus": 0, "without_native": ""}
+TENSORFLOW = {
+    **{"version": "2.21.0", "keras": "3.15.1", "without_native": ""},
+    **{"gpus": [], "built_for": []},
+}
 HOROVOD = {
     **{"version": "0.28.1", "mpi": True, "gloo": True, "nccl": False},
     "mpi_library": None,
@@ -243,6 +246,49 @@ def test_two_tensorflows_are_a_warning(monkeypatch):
     assert finding.status == "warning"
     assert "tensorflow 2.20.0 and tensorflow-cpu 2.21.0" in finding.detail
     assert "pip uninstall tensorflow tensorflow-cpu, " in finding.remedy
+
+
+BUILT_FOR = ["sm_60", "sm_80", "sm_89", "compute_90"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "built_for", "status"),
+    [
+        # Machine code runs on later minor versions of its major version.
+        ((8, 0), BUILT_FOR, "fine"),
+        ((8, 6), BUILT_FOR, "fine"),
+        ((7, 5), BUILT_FOR, "broken"),
+        ((9, 0), BUILT_FOR, "fine"),
+        # PTX is compiled for later major versions.
+        ((10, 0), BUILT_FOR, "warning"),
+        ((12, 0), BUILT_FOR, "warning"),
+        ((12, 0), ["sm_80", "sm_90"], "broken"),
+        ((12, 0), [*BUILT_FOR, "sm_120"], "fine"),
+        ((3, 7), BUILT_FOR, "broken"),
+        # A letter: code for one GPU, or for one major version.
+        ((9, 0), ["sm_90a"], "fine"),
+        ((12, 0), ["compute_90a"], "broken"),
+        ((10, 3), ["sm_100a"], "broken"),
+        ((10, 3), ["sm_100f"], "fine"),
+    ],
+)
+def test_a_gpu_for_which_tensorflow_has_no_kernels(gpu, built_for, status):
+    properties = {**TENSORFLOW, "gpus": [gpu], "built_for": built_for}
+    [finding] = gpus.check_kernels(properties)
+    assert finding.status == status
+    assert f"is {gpu[0]}.{gpu[1]}, TensorFlow was built for {built_for[0]}" in (
+        finding.detail
+    )
+    assert bool(finding.remedy) == (status != "fine")
+    assert ("CUDA_ERROR_INVALID_HANDLE" in finding.detail) == (status == "warning")
+
+
+def test_each_kind_of_gpu_has_one_finding():
+    several = [[8, 0], [12, 0], [8, 0], None]
+    found = gpus.check_kernels({**TENSORFLOW, "gpus": several, "built_for": BUILT_FOR})
+    assert [finding.status for finding in found] == ["fine", "warning"]
+    # A build for CPUs, or for AMD's GPUs, does not say.
+    assert gpus.check_kernels({**TENSORFLOW, "gpus": several}) == []
 
 
 @pytest.fixture
