@@ -8,6 +8,7 @@ a hook is composed into the optimizer, at that point.
 """
 
 import functools
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,12 @@ from hvdtrain.keras.variables import (
 if TYPE_CHECKING:
     # The floor above.
     from hvdtrain.parallel.mesh import Mesh
+
+_XLA_IS_OFF = (
+    "XLA is disabled for the model {!r}: it cannot compile Horovod's operations. "
+    "model.compile enables XLA on GPUs by default. Pass jit_compile=False to it to "
+    "silence this warning."
+)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -234,10 +241,10 @@ def configure_compiled_model(model: keras.Model) -> None:
     Under the policy `mixed_float16`, `compile` puts a `LossScaleOptimizer` around
     the optimizer. Its check for overflow is local: the other ranks would block in the
     reduction of a step that one rank skips. It becomes one check of all ranks. On
-    GPUs, where `compile` enables XLA by default, XLA is disabled: it cannot compile
-    Horovod's operations. And a training step that was traced before the optimizer was
-    distributed is discarded, since it reduces nothing. The same holds for distributed
-    optimizers that are attributes of the model.
+    GPUs, where `compile` enables XLA by default, XLA is disabled, with a warning on
+    rank 0: it cannot compile Horovod's operations. And a training step that was traced
+    before the optimizer was distributed is discarded, since it reduces nothing. The
+    same holds for distributed optimizers that are attributes of the model.
 
     Call it before the first training step; `BroadcastGlobalVariablesCallback` and
     `elastic.KerasState` do.
@@ -258,6 +265,8 @@ def configure_compiled_model(model: keras.Model) -> None:
     if model.jit_compile and tf.config.list_physical_devices("GPU"):
         model.jit_compile = False
         model.train_function = None
+        if global_process_set.rank() == 0:
+            warnings.warn(_XLA_IS_OFF.format(model.name), stacklevel=3)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -132,6 +132,25 @@ def test_an_optimizer_that_skips_the_hook_is_not_silent():
         optimizer.apply_gradients([(np.ones(1, "float32"), variable)])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "warnings"), [({}, 1), ({"jit_compile": False}, 0)]
+)
+def test_xla_is_disabled_on_gpus_with_a_warning(
+    monkeypatch, recwarn, arguments, warnings
+):
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda *_: [gpu])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(sgd()), "mse", **arguments)
+    assert model.jit_compile == (not arguments), "what Keras decides on a GPU"
+    for _ in range(2):
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0).set_model(model)
+    assert not model.jit_compile
+    about_xla = [str(w.message) for w in recwarn if "XLA" in str(w.message)]
+    assert len(about_xla) == warnings
+    assert all("jit_compile=False" in text for text in about_xla)
+
+
 def test_no_gradients_are_no_error():
     hvd.DistributedOptimizer(sgd()).apply([], [])
 
