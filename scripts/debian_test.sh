@@ -2,7 +2,7 @@
 # Installs in bare Debians, as a user without root, and trains.
 #
 #     scripts/debian_test.sh [--install] [trixie] [testing] [gpu]
-#                            [wheels_bookworm] [wheels_trixie]     (all five)
+#                            [wheels_bullseye] [wheels_bookworm] [wheels_trixie]  (all six)
 #
 # trixie, testing and gpu run the README's first commands in a clone, beside a C++
 # compiler, patch and Python 3.13. trixie is Debian 13; testing has the newest compiler and
@@ -13,7 +13,8 @@
 # wheels_bookworm (Debian 12, Python 3.11) and wheels_trixie (Debian 13, Python 3.13) have
 # Python alone, neither compiler, patch nor ssh, and install release files: those of
 # HVDTRAIN_RELEASE, or of scripts/release.sh, which builds what is not in the cache of this
-# machine. They print the seconds of pip and of the training.
+# machine. They print the seconds of pip and of the training. wheels_bullseye is Debian 11,
+# whose C library is 2.31, with the Python 3.13 of Debian 13, compiled in a Debian 11 apart.
 #
 # Needs root and debootstrap; --install installs debootstrap with apt-get.
 #
@@ -32,7 +33,7 @@ if [[ ${1:-} == --install ]]; then
   shift
 fi
 parts=("$@")
-((${#parts[@]})) || parts=(trixie testing gpu wheels_bookworm wheels_trixie)
+((${#parts[@]})) || parts=(trixie testing gpu wheels_bullseye wheels_bookworm wheels_trixie)
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 # shellcheck source=scripts/testing.sh
 source "$root/scripts/testing.sh"
@@ -257,27 +258,32 @@ installs_offline() {
     python -m hvdtrain.install
 }
 
-# wheels NAME SUITE
-wheels() {
-  local tensorflow="tensorflow-cpu~=$line.0"
+# prepare_wheels NAME SUITE PYTHON PACKAGE...: a Debian with release files, no compiler.
+prepare_wheels() {
   check "$1: the files of a release can be made" make_release
-  [[ -n $release ]] || return 0
+  [[ -n $release ]] || return 1
   here=/home/somebody/empty
-  make_debian "$1" "$2" python3 python3-venv
+  make_debian "$@"
   copy_release
   check "$1: there is no compiler" has_no_compiler
+}
 
+# installs_by_pip NAME PYTHON
+installs_by_pip() {
   environment=/home/somebody/one
-  check "$1: a virtual environment" as_user 60 python3 -m venv "$environment"
+  check "$1: a virtual environment" as_user 60 "$2" -m venv "$environment"
   check "$1: TensorFlow's download" in_environment 600 pip download \
     --only-binary=:all: --dest /tmp/downloads "$tensorflow"
   check "$1: pip install 'hvdtrain[prebuilt]', without that download" \
     in_environment 600 pip install --find-links /opt/release 'hvdtrain[prebuilt]'
   check "$1: horovodrun trains" trains_mnist horovodrun
   check "$1: the doctor finds nothing broken" is_not_broken
+}
 
+# installs_by_itself NAME PYTHON
+installs_by_itself() {
   environment=/home/somebody/two
-  check "$1: another environment" as_user 60 python3 -m venv "$environment"
+  check "$1: another environment" as_user 60 "$2" -m venv "$environment"
   check "$1: TensorFlow is there before" in_environment 600 pip install "$tensorflow"
   check "$1: pip install hvdtrain" \
     in_environment 600 pip install --find-links /opt/release hvdtrain
@@ -286,21 +292,62 @@ wheels() {
   check "$1: the doctor finds nothing broken there" is_not_broken
 }
 
+# wheels NAME SUITE
+wheels() {
+  prepare_wheels "$1" "$2" python3 python3-venv || return 0
+  installs_by_pip "$1" python3
+  installs_by_itself "$1" python3
+}
+
+# The sources of Debian 13's Python, as $work/python.tar.xz.
+download_python() {
+  make_base trixie
+  # shellcheck disable=SC2016
+  inside sh -c 'cd /tmp && sed "s/^deb /deb-src /" /etc/apt/sources.list \
+    >/etc/apt/sources.list.d/sources.list && apt-get update &&
+    apt-get source --download-only python3.13' &&
+    mv "$debian"/tmp/python3.13_*.orig.tar.xz "$work/python.tar.xz"
+}
+
+# Debian 11 has Python 3.9: compiles a newer one there, for all Debians of its suite.
+compile_python() {
+  download_python || return
+  make_base bullseye
+  cp -a --reflink=auto "$debian" "$work/python" && debian=$work/python &&
+    inside apt-get install --yes --no-install-recommends gcc libc6-dev libffi-dev \
+      libssl-dev make zlib1g-dev &&
+    mkdir "$debian/opt/source" &&
+    tar -C "$debian/opt/source" --strip-components=1 -xf "$work/python.tar.xz" &&
+    # Little optimization: compiling takes a third of the time.
+    inside env -C /opt/source OPT='-O1 -DNDEBUG' ./configure --prefix=/opt/python \
+      --disable-test-modules --without-ensurepip &&
+    inside make -C /opt/source "--jobs=$(nproc)" install &&
+    cp -a "$debian/opt/python" "$work/bullseye.base/opt"
+}
+
+wheels_bullseye() {
+  local python=/opt/python/bin/python3.13
+  check "wheels_bullseye: Python 3.13 is compiled" compile_python
+  [[ -d $work/bullseye.base/opt/python ]] || return 0
+  prepare_wheels wheels_bullseye bullseye "$python" libffi7 libssl1.1 zlib1g || return 0
+  installs_by_pip wheels_bullseye "$python"
+}
 wheels_bookworm() { wheels wheels_bookworm bookworm; }
 wheels_trixie() { wheels wheels_trixie trixie; }
 
 for part in "${parts[@]}"; do
-  [[ $part =~ ^(trixie|testing|gpu|wheels_bookworm|wheels_trixie)$ ]] ||
-    die "unknown part '$part'; there are trixie, testing, gpu, wheels_bookworm and" \
-      "wheels_trixie"
+  [[ $part =~ ^(trixie|testing|gpu|wheels_(bullseye|bookworm|trixie))$ ]] ||
+    die "unknown part '$part'; there are trixie, testing, gpu, wheels_bullseye," \
+      "wheels_bookworm and wheels_trixie"
 done
 release=${HVDTRAIN_RELEASE:-}
 pythons=()
 [[ " ${parts[*]} " != *' wheels_bookworm '* ]] || pythons+=(3.11)
-[[ " ${parts[*]} " != *' wheels_trixie '* ]] || pythons+=(3.13)
+[[ ! " ${parts[*]} " =~ ' wheels_'(bullseye|trixie)' ' ]] || pythons+=(3.13)
 data=(--dataset=digits)
 # The newest TensorFlow: the one of `hvdtrain[prebuilt]`.
 line=$(sed -n 's/^    tensorflow-cpu>=\([0-9.]*\),.*/\1/p' "$root/setup.cfg" | tail -n 1)
+tensorflow="tensorflow-cpu~=$line.0"
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/debian-test.XXXXXX")
 trap 'rm -rf --one-file-system "$work"' EXIT
 check_machine

@@ -13,15 +13,15 @@
 #                     which TensorFlow has no wheel is left out.
 #     --dirty         with changes that are not committed, also new files
 #
-# Needs git, a C++ compiler and patch. Wheels need the C library of the machine that they
-# are built on, or a newer one: use the oldest system that is to be served. What was built
-# is kept in HVDTRAIN_CACHE_DIR (~/.cache/hvdtrain).
+# Needs git, patch, binutils and debootstrap. Wheels need the C library 2.28 or later, on
+# whatever machine they are built: scripts/debian11_compiler.sh brings the compiler. It and
+# what was built are kept in HVDTRAIN_CACHE_DIR (~/.cache/hvdtrain).
 set -euo pipefail
 
 root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 # Wheels for everybody: no settings of this shell.
-unset PYTHONPATH PYTHONHOME HVDTRAIN_WHEELS CFLAGS CXXFLAGS CPPFLAGS LDFLAGS
+unset PYTHONPATH PYTHONHOME HVDTRAIN_WHEELS CFLAGS CXXFLAGS CPPFLAGS LDFLAGS CPATH
 while read -r variable; do unset "$variable"; done < <(compgen -v HOROVOD_)
 [[ -z ${VIRTUAL_ENV:-} ]] || PATH=${PATH//"$VIRTUAL_ENV/bin:"/}
 
@@ -137,6 +137,19 @@ download_mpi() {
   )"
 }
 
+# In a directory for each version of the script: the cache has the path of the compiler in
+# the digest of a wheel.
+find_compiler() {
+  local script=$work/source/scripts/debian11_compiler.sh cache version
+  cache=$(cd "$work/source" &&
+    "$1" -c 'from hvdtrain.install import cache; print(cache.directory())')
+  version=$(sha256sum "$script")
+  compiler=$cache/compilers/debian11-${version::12}
+  [[ -x $compiler/c++ ]] || step "downloading the compiler of Debian 11" \
+    "$script" "$compiler"
+  export CC=$compiler/cc CXX=$compiler/c++
+}
+
 # make_environment PYTHON LINE: with TensorFlow and hvdtrain in it.
 make_environment() {
   local package=tensorflow
@@ -205,6 +218,7 @@ done
 
 step "building the source archive and the wheel of hvdtrain" build_package "${pythons[0]}"
 step "downloading Open MPI" download_mpi "${pythons[0]}"
+find_compiler "${pythons[0]}"
 built=0
 for line in "${lines[@]}"; do
   for python in "${pythons[@]}"; do build_pair "$python" "$line"; done
