@@ -248,7 +248,8 @@ def test_two_tensorflows_are_a_warning(monkeypatch):
     assert "pip uninstall tensorflow tensorflow-cpu, " in finding.remedy
 
 
-BUILT_FOR = ["sm_60", "sm_80", "sm_89", "compute_90"]
+# TensorFlow 2.21.0 for GPUs.
+BUILT_FOR = ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,8 @@ BUILT_FOR = ["sm_60", "sm_80", "sm_89", "compute_90"]
         # Machine code runs on later minor versions of its major version.
         ((8, 0), BUILT_FOR, "fine"),
         ((8, 6), BUILT_FOR, "fine"),
-        ((7, 5), BUILT_FOR, "broken"),
+        ((7, 5), BUILT_FOR, "fine"),
+        ((7, 5), ["sm_60", "sm_80", "compute_90"], "broken"),
         ((9, 0), BUILT_FOR, "fine"),
         # PTX is compiled for later major versions.
         ((10, 0), BUILT_FOR, "warning"),
