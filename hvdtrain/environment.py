@@ -35,7 +35,7 @@ VARIABLES = {
     "hvd.init; 60 by default, 0 for no line.",
     INIT_TIMEOUT: "Seconds that ranks wait for the others in hvd.init; 300 by default, "
     "0 for no limit.",
-    "HVDTRAIN_JOB": "Text that tells jobs of HVDTRAIN_SIZE with one address apart. "
+    "HVDTRAIN_JOB": "Text that distinguishes jobs of HVDTRAIN_SIZE at one address. "
     "Rank 0 then takes the first of 16 ports that is free.",
     "HVDTRAIN_MNIST_URLS": "Addresses of mnist.npz, separated by spaces, in place of "
     "the public mirrors.",

@@ -49,7 +49,7 @@ def init(*args: object, **kwargs: object) -> None:
 
     Raises:
         JobError: the environment says that the job has more processes than Horovod has
-            connected (see `declared_size`), or the ranks of a platform do not meet.
+            connected (see `declared_size`), or not all of a platform are there.
         SystemExit: with code 0, in an evaluator of a platform's job.
     """
     is_first = not hvd.is_initialized()

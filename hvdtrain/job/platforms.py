@@ -48,7 +48,7 @@ class PlatformTask:
         variable: the one that describes the job.
         host: name or address of the host of rank 0.
         ports: of rank 0, which listens at the first one that is free.
-        job: text that tells jobs at one address apart.
+        job: text that distinguishes jobs at one address.
     """
 
     variable: str
