@@ -166,7 +166,7 @@ class _Registering:
         with socket.create_connection((host, port), _CONNECT_SECONDS) as connection:
             self._own_address = connection.getsockname()[0]
             self._found = (connection.getpeername()[0], port)
-            # Another program may be at one of several ports, and not state at all.
+            # Another program may be at one of several ports, and not answer at all.
             if len(self._task.ports) > 1:
                 connection.sendall(f"GET /{self._task.key}/ HTTP/1.0\r\n\r\n".encode())
                 if not connection.recv(len(_ANSWER)).startswith(_ANSWER):

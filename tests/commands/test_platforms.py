@@ -187,6 +187,37 @@ def test_ranks_that_do_not_end_at_a_signal_are_killed(start):
     assert "did not end within 0.5 s of a signal" in job.lines[-1]
 
 
+# One by default: the others differ in a row of a table, which unit tests read.
+@pytest.mark.parametrize(
+    ("variable", "beside"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (
+                ("PMI_SIZE", "PMI_RANK"),
+                ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+                ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+                ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+                ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+                # Of a rank: it is one of two at least.
+                ("PALS_RANKID", ""),
+            )
+        ),
+    ],
+)
+def test_a_process_of_a_launcher_without_horovod_does_not_train(run, variable, beside):
+    # Rank 0 prints for all, where the launcher says which one that is.
+    environment = {variable: "2", beside: "0"} if beside else {variable: "1"}
+    job = run(["--dataset=digits"], environment=environment, forked=False)
+    assert job.returncode == 1, job.text
+    assert re.fullmatch(
+        rf"Received {variable} of 2 processes, but Horovod sees jobs of "
+        r"\d: .* or set HVDTRAIN_ALONE=1 if each is to train alone.",
+        job.lines[-1],
+    )
+
+
 def test_launch_does_not_start_several_jobs(run):
     environment = {"PMI_SIZE": "2", "PMI_RANK": "0"}
     job = run(["train.py"], program=LAUNCH, environment=environment)
