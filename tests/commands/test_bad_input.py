@@ -250,12 +250,12 @@ def test_lonely_ranks(start):
         for rank in "01"
     ]
     # A worker of tf.distribute does not know that another one prints the same.
-    cluster = '{"cluster": {"worker": ["a:1", "b:1"]}}'
+    cluster = '{"cluster": {"worker": ["", "b:1"]}, "task": {"type": "worker"}}'
     jobs.append(start(["--dataset=digits"], environment={"TF_CONFIG": cluster}))
     fails_with(jobs[0].wait(), "SLURM_STEP_NUM_TASKS of 2 processes", "HVDTRAIN_ALONE")
     assert jobs[1].wait().returncode == 1
     assert jobs[1].lines == []
-    fails_with(jobs[2].wait(), "TF_CONFIG of 2 processes", "HVDTRAIN_ALONE=1")
+    fails_with(jobs[2].wait(), "of rank 0 by TF_CONFIG; expected a name")
     assert len(jobs[2].lines) == 1
 
 

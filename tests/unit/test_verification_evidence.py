@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tensorflow.python.framework import random_seed
 
 from hvdtrain.verify import capture, causes, comparison, left_out
@@ -247,6 +248,8 @@ def test_a_shuffle_before_a_shard_is_found():
 
 def test_operations_without_a_seed_are_seeded(monkeypatch):
     monkeypatch.setattr(random_seed, "get_seed", random_seed.get_seed)
+    # Another test has set the global seed, which all operations then have.
+    monkeypatch.setattr(context.context(), "_seed", None)
     with_seed = tf.compat.v1.get_seed(5)
     capture.seed_operations(11)
     assert random_seed.get_seed(None) == (11, 1)

@@ -217,7 +217,11 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
     def _warn_of_moving_statistics(self) -> None:
         optimizer = self.model.optimizer
         process_set = get_process_set(optimizer)
-        if _AVERAGING in fit_start.shared_callbacks(self) or process_set.rank() != 0:
+        # A rank outside of the set has no rank in it.
+        is_alone = not needs_communication(process_set)
+        if is_alone or _AVERAGING in fit_start.shared_callbacks(self):
+            return
+        if process_set.rank() != 0:
             return
         # A frozen one normalizes by its statistics, and does not update them.
         names = [
@@ -227,7 +231,7 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
             )
             if layer.trainable
         ]
-        if names and needs_communication(process_set):
+        if names:
             warnings.warn(
                 "BatchNormalization updates its moving statistics from the batches of "
                 "its own rank: evaluations, and the model that rank 0 saves, depend on "
