@@ -28,8 +28,8 @@ from horovod.runner.http import http_client
 
 from hvdtrain import environment, output
 from hvdtrain.install.compatibility import INSTALL
-from hvdtrain.job import rendezvous
-from hvdtrain.job.platforms import INTERFACE, PlatformTask
+from hvdtrain.job import launchers, rendezvous
+from hvdtrain.job.platforms import PlatformTask
 from hvdtrain.job.registry import (
     LOOPBACK,
     SLOT_FIELDS,
@@ -186,14 +186,11 @@ class _Registering:
     def _variables(self, state: JobState, slot: Mapping[str, Any]) -> dict[str, str]:
         # HOROVOD_LOCAL_RANK and others, as horovod.runner.gloo_run sets them.
         of_slot = {f"HOROVOD_{name.upper()}": str(slot[name]) for name in SLOT_FIELDS}
-        interface = interface_of(state.near_address or self._own_address)
-        return of_slot | {
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            INTERFACE: interface,
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": state.near_address or self._found[0],
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(state.port),
-        }
+        return of_slot | launchers.gloo_variables(
+            address=state.near_address or self._found[0],
+            port=state.port,
+            interface=interface_of(state.near_address or self._own_address),
+        )
 
     def _report(self, state: JobState, reason: str) -> None:
         present = set(range(self._task.size)) - set(state.missing)

@@ -9,10 +9,9 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import _basics
 
 from hvdtrain.job.files import check_output
-from hvdtrain.job.launchers import launch
+from hvdtrain.job.launchers import GLOO_INTERFACE, launch
 from hvdtrain.job.world import JobError
 
-_INTERFACE = "HOROVOD_GLOO_IFACE"
 _TIMELINE = "HOROVOD_TIMELINE"
 # A timeline that `hvd.start_timeline` starts.
 _DYNAMIC = "DYNAMIC"
@@ -52,7 +51,7 @@ def _uses_gloo() -> bool:
 
 def _check_own_name() -> None:
     """Gloo takes the address of the host's name, and crashes where there is none."""
-    if os.environ.get(_INTERFACE):
+    if os.environ.get(GLOO_INTERFACE):
         return
     name = socket.gethostname()
     try:
@@ -60,7 +59,7 @@ def _check_own_name() -> None:
     except OSError as error:
         raise JobError(
             f"This host cannot resolve its own name, {name}: {error.strerror}. Add a "
-            f"line '127.0.1.1 {name}' to /etc/hosts, or set {_INTERFACE} to the "
+            f"line '127.0.1.1 {name}' to /etc/hosts, or set {GLOO_INTERFACE} to the "
             "network interface of the job: lo for ranks of one host."
         ) from None
 

@@ -22,6 +22,8 @@ _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 _RANK = ("HOROVOD_RANK", "HOROVOD_SIZE")
 # Variables with the address at which the ranks of a job under Gloo find each other.
 GLOO_RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+# Network interface of the ranks.
+GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
 # Scope of the launcher's store in which ranks report those that they waited for.
 LATE_RANKS = "late"
 # Variable that is set in a job of the scheduler.
@@ -67,6 +69,17 @@ def assign(
 ) -> None:
     """Set what `launch` returns in a job of horovodrun whose ranks have changed."""
     environ.update(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(size))
+
+
+def gloo_variables(*, address: str, port: int, interface: str) -> dict[str, str]:
+    """Return the variables of a job under Gloo with its rendezvous at this address."""
+    return {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        **dict(zip(GLOO_RENDEZVOUS, (address, str(port)), strict=True)),
+        GLOO_INTERFACE: interface,
+        "NCCL_SOCKET_IFNAME": interface,
+    }
 
 
 def find_process() -> tuple[int, ProcessStat] | None:

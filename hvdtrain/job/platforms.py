@@ -20,8 +20,6 @@ from hvdtrain.environment import is_elastic
 from hvdtrain.job import launchers
 from hvdtrain.job.world import JobError
 
-# Network interface of the ranks.
-INTERFACE = "HOROVOD_GLOO_IFACE"
 _PRINT_SECONDS = 1.0
 
 # Where rank 0 listens if the platform names its host alone.
@@ -106,9 +104,10 @@ def form_job(environ: MutableMapping[str, str] = os.environ) -> None:
     # Not at the top: it loads the Python part of Horovod.
     found = importlib.import_module("hvdtrain.job.formation").join(task)
     # A network that the user has chosen is kept.
-    interface = environ.get(INTERFACE) or found[INTERFACE]
-    environ.update(found | {INTERFACE: interface})
-    environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    interface = environ.get(launchers.GLOO_INTERFACE) or found["NCCL_SOCKET_IFNAME"]
+    given = environ.get("NCCL_SOCKET_IFNAME", interface)
+    kept = {launchers.GLOO_INTERFACE: interface, "NCCL_SOCKET_IFNAME": given}
+    environ.update(found | kept)
 
 
 def read(environ: Mapping[str, str]) -> PlatformTask | None:

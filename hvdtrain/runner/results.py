@@ -15,6 +15,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.gloo_run import create_slot_env_vars
 
 from hvdtrain.flight import deaths
+from hvdtrain.job import launchers
 from hvdtrain.job.platforms import PlatformTask
 from hvdtrain.runner import channel
 from hvdtrain.runner.channel import Outcome
@@ -95,14 +96,7 @@ class Agent:
         interface = self.hello.interfaces[address]
         return {
             slot.rank: create_slot_env_vars(slot)
-            | {
-                "HOROVOD_CONTROLLER": "gloo",
-                "HOROVOD_CPU_OPERATIONS": "gloo",
-                "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-                "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-                "HOROVOD_GLOO_IFACE": interface,
-                "NCCL_SOCKET_IFNAME": interface,
-            }
+            | launchers.gloo_variables(address=address, port=port, interface=interface)
             for slot in self.slots
         }
 
