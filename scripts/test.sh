@@ -3,7 +3,7 @@
 #
 #     scripts/test.sh [lint] [unit] [commands] [parallel]      (all four)
 #     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers] [hub]
-#                     [verify] [engines]
+#                     [verify] [engines] [stores]
 #
 # lint, unit and commands run at the same time. parallel: on two ranks; those of native
 # reductions also on two hosts. more_ranks: the tests that those leave out as long, then
@@ -17,7 +17,8 @@
 # of keras-hub, which is downloaded, on two ranks against one process, and the example that
 # trains one. verify: python -m hvdtrain.verify on scripts with one fault each. engines:
 # hvdtrain.run on Ray, on Spark and in the notebook of examples/, whose packages are
-# downloaded; Spark needs Java.
+# downloaded; Spark needs Java. stores: emulators of S3 and of Google's store, which are
+# downloaded.
 #
 #     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail
@@ -27,9 +28,9 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|hub|verify|engines)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|hub|verify|engines|stores)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "more_ranks, oracle, keras, oldest, nightly, trackers, hub, verify and engines" >&2
+      "more_ranks, oracle, keras, oldest, nightly, trackers, hub, verify, engines and stores" >&2
     exit 2
   }
 done
@@ -114,7 +115,8 @@ site() {
 
 # unit [FILES]; in two processes, one for each of two cores.
 unit() {
-  run unit 500 python -m pytest -q -n 2 --dist worksteal -m "not long" "${@:-tests/unit}"
+  run unit 500 python -m pytest -q -n 2 --dist worksteal -m "not long and not stores" \
+    "${@:-tests/unit}"
 }
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
@@ -151,7 +153,7 @@ more_ranks() {
   )
   launched shared_memory mpi 2 -m long tests/parallel
   run "unit and commands, long" 1500 \
-    python -m pytest -q -n 3 --dist loadgroup -m "long and not engines and not alone" \
+    python -m pytest -q -n 3 --dist loadgroup -m "long and not engines and not stores and not alone" \
     tests/{unit,commands}
   run "commands, alone" 300 python -m pytest -q -m alone tests/commands
   launched horovod gloo 3 -m ranks tests/parallel
@@ -221,7 +223,7 @@ hub() {
 commands() {
   run commands 900 \
     python -m pytest -q -n 2 --dist worksteal \
-    -m "not long and not verify and not engines" tests/commands
+    -m "not long and not verify and not engines and not stores" tests/commands
 }
 
 verify() { run verify 1400 python -m pytest -q -n 3 -m verify tests/commands; }
@@ -233,6 +235,14 @@ engines() {
   # In three processes: their ranks wait for the engine.
   run engines 900 \
     python -m pytest -q -n 3 --dist worksteal -m engines tests/commands
+}
+
+stores() {
+  local overlay
+  download "S3, GCS" -r scripts/requirements_stores.txt || return
+  local -x PYTHONPATH=$overlay
+  run stores 600 python -m pytest -q -n 2 --dist loadgroup -m stores \
+    tests/unit tests/commands
 }
 
 # At the same time: tests of `commands` wait while those of `unit` compute. The ranks of

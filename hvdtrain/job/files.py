@@ -22,6 +22,11 @@ _ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:/")
 _STALE_SECONDS = 3600.0
 
 
+def is_address(path: str | os.PathLike) -> bool:
+    """Return whether a path is the address of a store, such as s3://bucket/run."""
+    return bool(_ADDRESS.match(os.fspath(path)))
+
+
 def local_path(path: str | os.PathLike) -> str:
     """Return a path as text, with ~ expanded.
 
@@ -30,10 +35,10 @@ def local_path(path: str | os.PathLike) -> str:
             a directory `s3:` would be made here.
     """
     text = os.fspath(path)
-    if _ADDRESS.match(text):
+    if is_address(text):
         raise JobError(
-            f"Received {text}; expected a path of a mounted file system: stores with "
-            "addresses such as s3://bucket are not supported."
+            f"Received {text}; expected a path of a mounted file system: an address "
+            "of a store is not supported here."
         )
     return os.path.expanduser(text)
 

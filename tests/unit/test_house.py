@@ -24,6 +24,7 @@ FLOORS = [
     ["keras"],
     ["sharding"],
     ["runner"],
+    ["stores"],
     ["job"],
     ["collectives"],
     ["native"],

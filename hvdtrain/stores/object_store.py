@@ -1,0 +1,178 @@
+"""A directory of an object store: whole objects, each operation retried."""
+
+import contextlib
+import importlib
+import pathlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from hvdtrain.job import JobError
+
+# fsspec's packages by the scheme of an address, and the extras that install them.
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+# fsspec repeats a request by itself; these pauses outlast an outage of some seconds.
+_RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+# A repetition has the same result.
+_FINAL = (FileExistsError, FileNotFoundError, PermissionError, NotImplementedError)
+
+_Value = TypeVar("_Value")
+
+
+class StoreError(JobError):
+    """A store that could not be used; the message has the address and the reason."""
+
+
+def open_filesystem(address: str) -> tuple[Any, str]:
+    """Return fsspec's file system of an address, and the path in it.
+
+    Options, such as endpoints and credentials, come from fsspec's configuration and
+    from the variables of the provider's own library.
+
+    Raises:
+        StoreError: a package is missing, or the address or its options are wrong.
+    """
+    scheme = address.partition(":")[0]
+    try:
+        url_to_fs = importlib.import_module("fsspec.core").url_to_fs
+        filesystem, path = url_to_fs(address)
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme)
+        reason = str(error).splitlines()[0]
+        remedy = f"'hvdtrain[{extra}]'" if extra else "its package"
+        raise StoreError(
+            f"Cannot open {address}: {reason}; pip install {remedy}."
+        ) from None
+    except Exception as error:
+        raise StoreError(
+            f"Cannot open {address}: {reason_of(error)}; expected an address such as "
+            "s3://bucket/run, of a file system that fsspec knows."
+        ) from None
+    return filesystem, path.rstrip("/")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error, with its type where the text is short."""
+    lines = str(error).strip().splitlines()
+    name = type(error).__name__
+    return f"{name}: {lines[0]}" if lines else name
+
+
+class ObjectStore:
+    """The objects below an address, by their names relative to it.
+
+    An object is written as a whole: a reader sees the old one or the new one. Errors
+    that may be temporary are retried, for some 20 seconds in all.
+
+    Args:
+        address: such as "s3://bucket/run".
+    """
+
+    def __init__(
+        self, address: str, *, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self.address = address.rstrip("/")
+        self._fs, self._root = open_filesystem(self.address)
+        self._sleep = sleep
+
+    def __str__(self) -> str:
+        return self.address
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Return the sizes of all objects below `prefix`, a directory, by name.
+
+        A store may list an object late, or list it after it was deleted.
+        """
+
+        def find() -> dict[str, int]:
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._path(prefix), detail=True)
+            start = len(self._root) + 1
+            return {path[start:]: int(info["size"]) for path, info in found.items()}
+
+        try:
+            return self._retried("list", prefix, find)
+        except FileNotFoundError:
+            return {}
+
+    def read(self, name: str) -> bytes:
+        """Return an object.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StoreError: it cannot be read, after repetitions.
+        """
+        return self._retried("read", name, lambda: self._fs.cat_file(self._path(name)))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object, in place of an earlier one."""
+        self._retried(
+            "write", name, lambda: self._fs.pipe_file(self._path(name), content)
+        )
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object by a conditional put; return whether there was none.
+
+        Of several processes that create one name, one gets True. So does a process
+        whose put was repeated after a connection was cut, and whose content is there.
+        """
+
+        def put() -> bool:
+            try:
+                self._fs.pipe_file(self._path(name), content, mode="create")
+            except FileExistsError:
+                return self._fs.cat_file(self._path(name)) == content
+            return True
+
+        return self._retried("write", name, put)
+
+    def upload(self, path: pathlib.Path, name: str) -> None:
+        """Write an object from a file, in parts where it is large."""
+        self._retried(
+            "write", name, lambda: self._fs.put_file(str(path), self._path(name))
+        )
+
+    def download(self, name: str, path: pathlib.Path) -> None:
+        """Write a file from an object."""
+        self._retried(
+            "read", name, lambda: self._fs.get_file(self._path(name), str(path))
+        )
+
+    def modified(self, name: str) -> float:
+        """Return the time of the last write of an object, by the store's clock."""
+
+        def read() -> float:
+            self._fs.invalidate_cache()
+            return self._fs.modified(self._path(name)).timestamp()
+
+        return self._retried("read", name, read)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects, as far as they exist."""
+        for name in names:
+
+            def remove(name: str = name) -> None:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(self._path(name))
+
+            self._retried("delete", name, remove)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    def _retried(self, action: str, name: str, call: Callable[[], _Value]) -> _Value:
+        for seconds in (*_RETRY_SECONDS, None):
+            try:
+                return call()
+            except FileNotFoundError:
+                raise
+            # The libraries of the providers raise classes of their own.
+            except Exception as error:
+                reason = error
+                if seconds is None or isinstance(error, _FINAL):
+                    break
+            self._sleep(seconds)
+        raise StoreError(
+            f"Cannot {action} {self.address}/{name}: {reason_of(reason)}; expected a "
+            "store that responds, and credentials that may do so."
+        ) from reason
