@@ -213,6 +213,17 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Keras' error for a file with another number of weights."),
         Seam("_inbound_nodes", "The outputs of a layer in a model, with their masks."),
     ),
+    "keras.layers.TextVectorization": (
+        Seam("_lookup_layer", "Counts the words in `adapt`."),
+    ),
+    "keras.utils.FeatureSpace": (
+        Seam("_is_adapted", "Its layers are adapted one by one."),
+        Seam("_sublayers_built", "As its `adapt` sets it at the end."),
+    ),
+    "keras.src.layers.preprocessing.discretization": (
+        Seam("merge_summaries(prev_summary, next_summary, epsilon)",
+             "Adds the summary of another rank."),
+    ),
     "keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer."
     "BaseImagePreprocessingLayer": (
         Seam("call(data, training)", "A verification leaves augmentation out.",

@@ -12,6 +12,7 @@ from hvdtrain import lazy
 if TYPE_CHECKING:
     from hvdtrain.checkpoint.header import Position
     from hvdtrain.training import observers, run_directory
+    from hvdtrain.training.adaptation import adapt
     from hvdtrain.training.elastic import run_elastic
     from hvdtrain.training.evaluation import evaluate
     from hvdtrain.training.exporting import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     **dict.fromkeys(("observers", "run_directory"), ""),
+    "adapt": "adaptation",
     "position": "run_directory",
     "run_elastic": "elastic",
     "evaluate": "evaluation",

@@ -132,7 +132,12 @@ def as_samples(data: Any) -> Source:
     return as_source(data)
 
 
-def check_source(source: Source, world: World) -> None:
+def check_source(
+    source: Source,
+    world: World,
+    *,
+    remedy: str = "fit shards it. With check_input=False samples may be random.",
+) -> None:
     """Raise an error unless one sample is the same on all ranks. A collective.
 
     A source that the ranks have sharded already, as scripts of Horovod do, differs in
@@ -145,6 +150,5 @@ def check_source(source: Source, world: World) -> None:
         if other != digests[0]:
             raise SharedJobError(
                 f"Received a source on rank {rank} with other samples than on rank 0; "
-                "expected the same source, of all samples, on all ranks: fit shards "
-                "it. With check_input=False samples may be random."
+                f"expected the same source, of all samples, on all ranks: {remedy}"
             )

@@ -1,0 +1,311 @@
+"""`training.adapt` on all ranks, and Keras' `adapt` in one process."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain import data, training
+from hvdtrain.job import JobError, World
+from hvdtrain.keras import adapted_state
+
+LAYERS = keras.layers
+RANK, SIZE = hvd.rank(), hvd.size()
+WORLD = World(rank=RANK, size=SIZE)
+RANDOM = np.random.RandomState(0)
+SAMPLES = 101
+# Many words are equally frequent, and each rank has some that the others lack.
+NUMBERS = RANDOM.zipf(1.3, size=(SAMPLES, 3)) % 50
+WORDS = NUMBERS.astype(str).astype(object)
+SENTENCES = np.array([" ".join([*row, "The", "the."]) for row in WORDS], object)
+VALUES = (100 + RANDOM.normal(size=(SAMPLES, 4, 3)) * [1, 5, 9]).astype("float32")
+
+
+def adapt(layer, samples, **options):
+    training.adapt(layer, samples, world=WORLD, local_batch_size=16, **options)
+    return layer
+
+
+def learned(layer):
+    """What a lookup layer has learned: the vocabulary, and weights of TF-IDF."""
+    lookup = getattr(layer, "_lookup_layer", layer)
+    idf = getattr(lookup, "idf_weights_const", None)
+    return layer.get_vocabulary(), None if idf is None else idf.numpy().tolist()
+
+
+LOOKUPS = {
+    "strings": (LAYERS.StringLookup, {}, WORDS),
+    "scalars": (LAYERS.StringLookup, {}, WORDS[:, 0]),
+    "max_tokens": (LAYERS.StringLookup, {"max_tokens": 9}, WORDS),
+    "tokens": (
+        LAYERS.StringLookup,
+        {"mask_token": "1", "oov_token": "2", "num_oov_indices": 2},
+        WORDS,
+    ),
+    "idf": (LAYERS.StringLookup, {"output_mode": "tf_idf"}, WORDS),
+    "idf_padded": (
+        LAYERS.StringLookup,
+        {"output_mode": "tf_idf", "max_tokens": 9, "pad_to_max_tokens": True},
+        WORDS,
+    ),
+    "idf_scalars": (LAYERS.StringLookup, {"output_mode": "tf_idf"}, WORDS[:, 0]),
+    "integers": (LAYERS.IntegerLookup, {"max_tokens": 12}, NUMBERS),
+    "integers_idf": (LAYERS.IntegerLookup, {"output_mode": "tf_idf"}, NUMBERS),
+    "text": (LAYERS.TextVectorization, {"max_tokens": 12}, SENTENCES),
+    "ngrams": (LAYERS.TextVectorization, {"ngrams": 2, "max_tokens": 30}, SENTENCES),
+    "text_idf": (
+        LAYERS.TextVectorization,
+        {"ngrams": (1, 3), "output_mode": "tf_idf"},
+        SENTENCES[:, None],
+    ),
+    "characters": (
+        LAYERS.TextVectorization,
+        {"split": "character", "standardize": None},
+        SENTENCES,
+    ),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_vocabularies_equal_those_of_one_process(name):
+    make, options, samples = LOOKUPS[name]
+    expected = make(**options)
+    expected.adapt(samples)
+    assert len(learned(expected)[0]) > 5
+    assert learned(adapt(make(**options), samples)) == learned(expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("axis", [-1, None, 1, (1, 2)])
+def test_moments_equal_those_of_one_process(axis):
+    layer = adapt(LAYERS.Normalization(axis), VALUES)
+    expected = LAYERS.Normalization(axis)
+    expected.adapt(VALUES.astype("float64"))
+    assert layer.adapt_mean.shape == expected.adapt_mean.shape
+    for name in ("adapt_mean", "adapt_variance"):
+        found, wanted = (getattr(x, name).numpy() for x in (layer, expected))
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(layer(VALUES), expected(VALUES), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("values", [VALUES, NUMBERS, VALUES[:50, 0, 0]])
+def test_bins_equal_those_of_one_process(values):
+    expected = LAYERS.Discretization(num_bins=7)
+    expected.adapt(values)
+    layer = adapt(LAYERS.Discretization(num_bins=7), values)
+    assert layer.bin_boundaries == expected.bin_boundaries
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("epsilon", [0.01, 0.05])
+def test_bins_of_more_values_than_are_kept(epsilon, monkeypatch):
+    monkeypatch.setattr(adapted_state, "EXACT_VALUES", 1000)
+    values = RANDOM.gamma(1, size=20_000).astype("float32")
+    layer = LAYERS.Discretization(num_bins=10, epsilon=epsilon)
+    training.adapt(layer, values, world=WORLD, local_batch_size=256)
+    shares = [np.mean(values <= boundary) for boundary in layer.bin_boundaries]
+    np.testing.assert_allclose(shares, np.arange(1, 10) / 10, atol=epsilon)
+    by_rank = hvd.allgather_object(layer.bin_boundaries, name="bins")
+    assert by_rank == by_rank[:1] * SIZE
+
+
+TABLE = {
+    "age": VALUES[:, 0, 0],
+    "city": WORDS[:, 0],
+    "home": WORDS[:, 1],
+    "income": VALUES[:, 1, 1],
+}
+
+
+def table_layers():
+    lookup = LAYERS.StringLookup(max_tokens=20)
+    return {
+        "age": LAYERS.Normalization(),
+        "city": lookup,
+        "home": lookup,
+        "income": LAYERS.Discretization(num_bins=4),
+    }
+
+
+def check_table(layers):
+    mean, variance = np.mean(TABLE["age"]), np.var(TABLE["age"])
+    np.testing.assert_allclose(layers["age"].mean, [[mean]], rtol=1e-6)
+    np.testing.assert_allclose(layers["age"].variance, [[variance]], rtol=1e-4)
+    expected = table_layers()
+    expected["city"].adapt(np.concatenate([TABLE["city"], TABLE["home"]]))
+    assert layers["city"].get_vocabulary() == expected["city"].get_vocabulary()
+    expected["income"].adapt(TABLE["income"])
+    assert layers["income"].bin_boundaries == expected["income"].bin_boundaries
+
+
+@pytest.mark.parametrize("samples", [TABLE, (TABLE, NUMBERS)])
+def test_a_dictionary_of_layers(samples):
+    check_table(adapt(table_layers(), samples))
+
+
+def test_a_function_selects():
+    layer = LAYERS.Normalization(axis=None)
+    adapt(layer, (TABLE, NUMBERS), select=lambda sample: sample[0]["age"] * 2.0)
+    np.testing.assert_allclose(layer.adapt_mean, 2 * TABLE["age"].mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_tuple", [False, True])
+def test_a_model(is_tuple):
+    layers = table_layers()
+    dtypes = {"age": "float32", "income": "float32"}
+    inputs = {n: keras.Input((1,), dtype=dtypes.get(n, "string"), name=n) for n in TABLE}
+    encoded = [layers[name](value) for name, value in inputs.items()]
+    fixed = LAYERS.StringLookup(vocabulary=["1"])(inputs["city"])
+    inputs = list(inputs.values()) if is_tuple else inputs
+    model = keras.Model(inputs, [*encoded, fixed])
+    samples = (tuple(TABLE.values()), NUMBERS) if is_tuple else (TABLE, NUMBERS)
+    adapt(model, samples)
+    check_table(layers)
+
+
+def test_a_sequential_model():
+    text = LAYERS.TextVectorization(output_mode="multi_hot")
+    expected = LAYERS.TextVectorization()
+    expected.adapt(SENTENCES)
+    adapt(keras.Sequential([keras.Input((), dtype="string"), text]), SENTENCES)
+    vocabulary = expected.get_vocabulary(include_special_tokens=False)
+    assert text.get_vocabulary(include_special_tokens=False) == vocabulary
+
+
+def test_a_feature_space():
+    def make():
+        space = keras.utils.FeatureSpace
+        features = {
+            "age": space.float_normalized(),
+            "city": space.string_categorical(),
+            "home": space.string_hashed(8),
+            "income": space.float_discretized(num_bins=4),
+        }
+        return space(features, crosses=[("city", "home")])
+
+    expected = make()
+    expected.adapt(tf.data.Dataset.from_tensor_slices(TABLE).batch(SAMPLES))
+    space = adapt(make(), TABLE)
+    rows = {name: tf.constant(column[:9]) for name, column in TABLE.items()}
+    np.testing.assert_allclose(space(rows), expected(rows), rtol=1e-4, atol=1e-5)
+
+
+class OneBadSample(data.Source):
+    """Samples of which the last cannot be read; only the last rank reads it."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def __len__(self):
+        return SAMPLES
+
+    def read(self, indices):
+        if SAMPLES - 1 in indices:
+            raise self._error
+        return indices.astype("float32")
+
+
+def failing(words):
+    if RANK == 1:
+        raise ValueError("no such\nlanguage")
+    return words
+
+
+def built():
+    layer = LAYERS.Normalization()
+    layer.build((None, 4))
+    return layer
+
+
+ERRORS = {
+    "no samples": (LAYERS.Normalization, np.zeros((0, 3)), "expected .samples"),
+    "text": (LAYERS.Normalization, WORDS, "string of shape .* expected numbers"),
+    "floats": (LAYERS.IntegerLookup, VALUES, "expected integers"),
+    "integers": (LAYERS.StringLookup, NUMBERS, "expected text"),
+    "shape": (built, NUMBERS, r"shape \(3,\) .* expected \(4,\)"),
+    "axis": (lambda: LAYERS.Normalization(5), NUMBERS, "must be in the range"),
+    "two words": (LAYERS.TextVectorization, WORDS, "last shape dimension"),
+    "no state": (lambda: LAYERS.CategoryEncoding(3), NUMBERS, "learns nothing"),
+    "rescaling": (lambda: LAYERS.Rescaling(3), NUMBERS, "learns nothing"),
+    "no layer": (lambda: "city", NUMBERS, "Received 'city'; expected a layer"),
+    "no layers": (dict, NUMBERS, "without a layer"),
+    "vocabulary": (
+        lambda: LAYERS.StringLookup(vocabulary=["a"]),
+        WORDS,
+        "StringLookup .* was made with its vocabulary",
+    ),
+    "fixed text": (
+        lambda: LAYERS.TextVectorization(vocabulary=["a"]),
+        WORDS,
+        "was made with its vocabulary",
+    ),
+    "mean": (
+        lambda: LAYERS.Normalization(mean=1, variance=2),
+        NUMBERS,
+        "was made with",
+    ),
+    "bins": (lambda: LAYERS.Discretization([1.0]), NUMBERS, "was made with"),
+    "key": (
+        lambda: {"cty": LAYERS.StringLookup()},
+        TABLE,
+        "keys age, city, home, income; expected the feature cty",
+    ),
+    "no key": (LAYERS.StringLookup, TABLE, "expected one feature: pass select="),
+    "no keys": (lambda: {"cty": LAYERS.StringLookup()}, WORDS, "without keys"),
+    "inner layer": (
+        lambda: keras.Sequential(
+            [keras.Input((3,)), LAYERS.Dense(2), LAYERS.Normalization(name="inner")]
+        ),
+        NUMBERS,
+        "layer inner is not connected to one of its inputs",
+    ),
+    "other ranks": (
+        LAYERS.Normalization,
+        VALUES + np.float32(RANK),
+        "same source, of all samples, on all ranks: adapt deals it",
+    ),
+    "lengths": (LAYERS.Normalization, VALUES[RANK:], "expected the same on all ranks"),
+    "classes": (
+        lambda: (LAYERS.Normalization, LAYERS.Discretization)[RANK](
+            **({"num_bins": 3} if RANK else {})
+        ),
+        NUMBERS,
+        "None: Normalization on rank 0 and .*Discretization on rank 1",
+    ),
+    "a file": (
+        LAYERS.Normalization,
+        OneBadSample(data.DataError("rows.bin: truncated at 7.")),
+        r"rows.bin: truncated at 7\.$",
+    ),
+    "a bug": (
+        LAYERS.Normalization,
+        OneBadSample(ZeroDivisionError("by\nzero")),
+        "ZeroDivisionError: by zero$",
+    ),
+    "user": (
+        lambda: LAYERS.TextVectorization(standardize=failing, name="words"),
+        SENTENCES,
+        "Cannot adapt the layer words: ValueError: no such language",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_is_one_line_on_all_ranks(name):
+    make, samples, expected = ERRORS[name]
+    with pytest.raises(JobError, match=expected) as error:
+        adapt(make(), samples)
+    assert "\n" not in str(error.value)
+    texts = hvd.allgather_object(str(error.value), name="errors")
+    assert texts == texts[:1] * SIZE
+
+
+def test_a_layer_is_adapted_again():
+    layer = adapt(LAYERS.StringLookup(), WORDS)
+    adapt(layer, SENTENCES)
+    expected = LAYERS.StringLookup()
+    expected.adapt(SENTENCES)
+    assert learned(layer) == learned(expected)
