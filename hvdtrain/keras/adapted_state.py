@@ -184,10 +184,12 @@ class _Quantiles:
 
     def add(self, exported: Any) -> None:
         summary, values = exported
-        if summary.size:
-            self._layer.summary = discretization.merge_summaries(
+        if self._layer.summary.size and summary.size:
+            # Also where one is empty, it would compress the other.
+            summary = discretization.merge_summaries(
                 summary, self._layer.summary, self._layer.epsilon
             )
+        self._layer.summary = summary if summary.size else self._layer.summary
         for array in values:
             self._append(array)
 

@@ -25,7 +25,7 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.gradients import Gradients
-from hvdtrain.keras.unlisted import Unlisted
+from hvdtrain.keras.unlisted import NO_VALUE, Unlisted
 from hvdtrain.keras.variables import Variable
 from hvdtrain.output import name_ranks
 from hvdtrain.sharding.shards import get_stages
@@ -100,6 +100,27 @@ def check_consistency(
         if explanation
         else _explain_unlisted(unlisted_by_rank, process_set.ranks)
     )
+
+
+def check_adapted(values: Sequence[Unlisted], *, process_set: ProcessSet) -> None:
+    """Raise an error on every rank if ranks have adapted layers to other samples.
+
+    A rank without a value takes that of another, by a broadcast. A collective, unless
+    there are no values.
+
+    Raises:
+        DesynchronizedError: names the first value that differs.
+    """
+    if not values:
+        return
+    values_by_rank = allgather_object(
+        list(values), name="AdaptedMoments", process_set=process_set
+    )
+    for by_rank in zip(*values_by_rank, strict=True):
+        pairs = zip(process_set.ranks, by_rank, strict=True)
+        held = {rank: value for rank, value in pairs if value.text != NO_VALUE}
+        if held and (explanation := _explain_value(list(held.values()), held)):
+            raise DesynchronizedError(explanation)
 
 
 @contextlib.contextmanager
@@ -296,9 +317,14 @@ def _explain_unlisted(
             "compile the same model on every rank."
         )
     for by_rank in zip(*unlisted_by_rank, strict=True):
-        groups = group_by_value(by_rank, ranks, key=lambda value: value.text)
-        if len(groups) > 1:
-            value = groups[0].value
-            texts = name_values(groups, lambda value: value.text)
-            return f"The ranks differ in {value.name}: {texts}. {value.remedy}"
+        if explanation := _explain_value(by_rank, ranks):
+            return explanation
     raise AssertionError("their checksums differ")
+
+
+def _explain_value(by_rank: Sequence[Unlisted], ranks: Iterable[int]) -> str | None:
+    groups = group_by_value(by_rank, ranks, key=lambda value: value.text)
+    if len(groups) == 1:
+        return None
+    value, texts = groups[0].value, name_values(groups, lambda value: value.text)
+    return f"The ranks differ in {value.name}: {texts}. {value.remedy}"

@@ -42,9 +42,10 @@ def adapt(
     those of one process, also among tokens that are equally frequent, and so are the
     weights of TF-IDF. Mean and variance of `Normalization` are equal up to rounding:
     they are summed in float64. The bins of `Discretization` are exactly those of one
-    process for up to 2**20 values of the feature over all ranks. Of more values each
-    rank keeps a summary, as Keras does: the share of samples below a boundary is then
-    off by about the layer's `epsilon`, and depends on the number of ranks.
+    process for up to 2**20 values of the feature over all ranks. Of more values, each
+    2**20 are summarized, and the summaries merged as Keras merges those of batches:
+    the bins then depend on the number of ranks, and the share of samples below a
+    boundary is off by the layer's `epsilon` or a few times that.
 
     The memory of a rank grows with the vocabulary, and not with the samples; on rank 0
     with the vocabularies of all ranks.
@@ -71,9 +72,8 @@ def adapt(
         samples = as_samples(source)
         target = _find_layers(layers)
         states = {id(layer): make_state(layer) for _, layer in target.layers}
-    described = [f"{key}: {type(layer).__name__}" for key, layer in target.layers]
-    with fail_together(world):
         fingerprint = samples.fingerprint()
+    described = [f"{key}: {type(layer).__name__}" for key, layer in target.layers]
     check_same(world, {"layers": ", ".join(described), "source": fingerprint})
     check_source(samples, world, remedy="adapt deals it.")
     with fail_together(world), _one_line():
@@ -226,9 +226,9 @@ def _add_ranks(states: Sequence[AdaptedState], world: World) -> None:
         for exported in exported_by_rank[1:]:
             for state, value in zip(states, exported, strict=True):
                 state.add(value)
-    added = [x.export() for x in states] if world.is_chief else None
-    added = broadcast_object(added, name="adapted")
-    for state, value in zip([] if world.is_chief else states, added, strict=False):
+    added = broadcast_object([x.export() for x in states], name="adapted")
+    # On rank 0 as well: all ranks then compute the same to the last bit.
+    for state, value in zip(states, added, strict=True):
         state.reset()
         state.add(value)
 

@@ -191,10 +191,11 @@ ADAPTED = {
 
 
 def fit_adapted(name, rows, callbacks=(), share=lambda layer: None):
-    """Fit a model whose first layer is adapted to these rows of its samples."""
+    """Fit a model whose first layer is adapted to these rows of its samples, if any."""
     make, samples, _, _ = ADAPTED[name]
     layer = make()
-    layer.adapt(samples[rows])
+    if rows:
+        layer.adapt(samples[rows])
     share(layer)
     keras.utils.set_random_seed(7)
     dtype = "string" if samples.dtype.kind == "U" else samples.dtype.name
@@ -209,8 +210,7 @@ def fit_adapted(name, rows, callbacks=(), share=lambda layer: None):
     return model(x)
 
 
-# A broadcast helps normalization alone. For the others its callback raises the error,
-# without it the first step does.
+# With a broadcast its callback raises the error, without it the first step does.
 @pytest.mark.parametrize(
     ("name", "is_broadcast"),
     [
@@ -227,18 +227,24 @@ def test_layers_that_are_adapted_to_the_samples_of_each_rank(name, is_broadcast)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] * is_broadcast
     own_rows = slice(hvd.rank(), None, hvd.size())
     expected = fit_adapted(name, slice(0, None, hvd.size()), callbacks)
-    if is_broadcast and name == "normalization":
-        found = fit_adapted(name, own_rows, callbacks)
-    else:
-        with pytest.raises(Desynchronized) as error:
-            fit_adapted(name, own_rows, callbacks)
-        _, _, state, share = ADAPTED[name]
-        text = str(error.value)
-        assert f"The ranks differ in the {state} of the layer " in text
-        assert "on rank 0 and " in text
-        assert "broadcast_object" in text or "broadcast_variables" in text
-        assert "\n" not in text
-        found = fit_adapted(name, own_rows, callbacks, share)
+    with pytest.raises(Desynchronized) as error:
+        fit_adapted(name, own_rows, callbacks)
+    _, _, state, share = ADAPTED[name]
+    text = str(error.value)
+    assert f"The ranks differ in the {state} of the layer " in text
+    assert "on rank 0 and " in text
+    assert "hvdtrain.training.adapt(layer, source, world=world)" in text
+    assert "rank 0 alone" in text or "broadcast_" in text
+    assert "\n" not in text
+    found = fit_adapted(name, own_rows, callbacks, share)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_broadcast_of_moments_to_which_rank_0_is_adapted():
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    expected = fit_adapted("normalization", slice(0, 3), callbacks)
+    rows = slice(0, 3) if hvd.rank() == 0 else None
+    found = fit_adapted("normalization", rows, callbacks)
     np.testing.assert_array_equal(found, expected)
 
 
