@@ -25,7 +25,7 @@ from hvdtrain.collectives.process_sets import (
 )
 from hvdtrain.collectives.transport import Sum
 from hvdtrain.keras.gradients import Gradients
-from hvdtrain.keras.unlisted import NO_VALUE, Unlisted
+from hvdtrain.keras.unlisted import INITIAL, Unlisted
 from hvdtrain.keras.variables import Variable
 from hvdtrain.output import name_ranks
 from hvdtrain.sharding.shards import get_stages
@@ -68,10 +68,12 @@ def check_consistency(
     *,
     process_set: ProcessSet = global_process_set,
     remedy: str = CHECK_SETUP,
+    precedes_broadcast: bool = False,
 ) -> None:
     """Raise an error on every rank unless `variables` are equal on all of them.
 
-    So must be the values of `unlisted`, which are in no variable. A collective.
+    So must be the values of `unlisted`, which are in no variable. If this
+    `precedes_broadcast`, ranks may have initial ones of a layer. A collective.
 
     Raises:
         DesynchronizedError: names the first variable that differs, which ranks hold
@@ -94,33 +96,12 @@ def check_consistency(
         ),
         strict=True,
     )
-    explanation = _explain(descriptions_by_rank, process_set.ranks)
-    raise DesynchronizedError(
-        f"{explanation} {remedy}"
-        if explanation
-        else _explain_unlisted(unlisted_by_rank, process_set.ranks)
-    )
-
-
-def check_adapted(values: Sequence[Unlisted], *, process_set: ProcessSet) -> None:
-    """Raise an error on every rank if ranks have adapted layers to other samples.
-
-    A rank without a value takes that of another, by a broadcast. A collective, unless
-    there are no values.
-
-    Raises:
-        DesynchronizedError: names the first value that differs.
-    """
-    if not values:
-        return
-    values_by_rank = allgather_object(
-        list(values), name="AdaptedMoments", process_set=process_set
-    )
-    for by_rank in zip(*values_by_rank, strict=True):
-        pairs = zip(process_set.ranks, by_rank, strict=True)
-        held = {rank: value for rank, value in pairs if value.text != NO_VALUE}
-        if held and (explanation := _explain_value(list(held.values()), held)):
-            raise DesynchronizedError(explanation)
+    if explanation := _explain(descriptions_by_rank, process_set.ranks):
+        raise DesynchronizedError(f"{explanation} {remedy}")
+    if explanation := _explain_unlisted(
+        unlisted_by_rank, process_set.ranks, precedes_broadcast
+    ):
+        raise DesynchronizedError(explanation)
 
 
 @contextlib.contextmanager
@@ -306,8 +287,10 @@ def _explain(
 
 
 def _explain_unlisted(
-    unlisted_by_rank: Sequence[list[Unlisted]], ranks: Sequence[int]
-) -> str:
+    unlisted_by_rank: Sequence[list[Unlisted]],
+    ranks: Sequence[int],
+    precedes_broadcast: bool,
+) -> str | None:
     names = [[value.name for value in unlisted] for unlisted in unlisted_by_rank]
     counts = group_by_value(list(map(len, names)), ranks)
     if len(counts) > 1:
@@ -317,14 +300,11 @@ def _explain_unlisted(
             "compile the same model on every rank."
         )
     for by_rank in zip(*unlisted_by_rank, strict=True):
-        if explanation := _explain_value(by_rank, ranks):
-            return explanation
-    raise AssertionError("their checksums differ")
-
-
-def _explain_value(by_rank: Sequence[Unlisted], ranks: Iterable[int]) -> str | None:
-    groups = group_by_value(by_rank, ranks, key=lambda value: value.text)
-    if len(groups) == 1:
-        return None
-    value, texts = groups[0].value, name_values(groups, lambda value: value.text)
-    return f"The ranks differ in {value.name}: {texts}. {value.remedy}"
+        groups = group_by_value(by_rank, ranks, key=lambda value: value.text)
+        if precedes_broadcast:
+            groups = [group for group in groups if group.value.text != INITIAL]
+        if len(groups) > 1:
+            value = groups[0].value
+            texts = name_values(groups, lambda value: value.text)
+            return f"The ranks differ in {value.name}: {texts}. {value.remedy}"
+    return None

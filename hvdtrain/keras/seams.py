@@ -213,16 +213,13 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Keras' error for a file with another number of weights."),
         Seam("_inbound_nodes", "The outputs of a layer in a model, with their masks."),
     ),
-    "keras.layers.TextVectorization": (
-        Seam("_lookup_layer", "Counts the words in `adapt`."),
-    ),
+    "keras.layers.TextVectorization": (Seam("_lookup_layer", "Counts the words."),),
     "keras.utils.FeatureSpace": (
-        Seam("_is_adapted", "Its layers are adapted one by one."),
-        Seam("_sublayers_built", "As its `adapt` sets it at the end."),
+        Seam("_is_adapted", "Set after its layers are adapted one by one."),
+        Seam("_sublayers_built", "As _is_adapted."),
     ),
     "keras.src.layers.preprocessing.discretization": (
-        Seam("merge_summaries(prev_summary, next_summary, epsilon)",
-             "Adds the summary of another rank."),
+        Seam("merge_summaries(prev_summary, next_summary, epsilon)", "Adds a rank's."),
     ),
     "keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer."
     "BaseImagePreprocessingLayer": (

@@ -15,12 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras.variables import (
-    Optimizer,
-    Variable,
-    optimizers_inside,
-    variable_key,
-)
+from hvdtrain.keras.variables import Optimizer, optimizers_inside, variable_key
 
 
 class Unlisted(NamedTuple):
@@ -46,17 +41,13 @@ class _Learned(NamedTuple):
     share: str
 
 
-NO_VALUE = "no value"
-_ADAPT = (
-    "Give all ranks what one process learns from all samples, by "
-    "hvdtrain.training.adapt(layer, source, world=world), or "
-)
+# Of a `Normalization` that is not adapted.
+INITIAL = "the initial value"
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
-_IS_LOCAL = (
-    "If it is meant to differ, call optimizer.register_local_var for each variable of "
-    "the layer."
+_NORMALIZATION = (
+    "hvd.broadcast_variables(model.variables, root_rank=0). If it is meant to differ, "
+    "call optimizer.register_local_var for each variable of the layer."
 )
-_NORMALIZATION = f"hvd.broadcast_variables(model.variables, root_rank=0). {_IS_LOCAL}"
 _LEARNED = (
     _Learned(
         (*_LOOKUPS, keras.layers.TextVectorization),
@@ -79,13 +70,13 @@ _LEARNED = (
     _Learned(
         (keras.layers.Normalization,),
         "mean",
-        lambda layer: layer.mean,
+        lambda layer: _moment(layer.mean, 0),
         _NORMALIZATION,
     ),
     _Learned(
         (keras.layers.Normalization,),
         "variance",
-        lambda layer: getattr(layer, "variance", None),
+        lambda layer: _moment(getattr(layer, "variance", None), 1),
         _NORMALIZATION,
     ),
 )
@@ -117,38 +108,23 @@ def learned_state(
                 yield Unlisted(
                     f"the {learned.name} of the layer {layer.name}",
                     _summarize(learned.read(layer)),
-                    f"{_ADAPT}the state of rank 0, before the first step, by "
-                    f"{learned.share}",
+                    "Give all ranks what one process learns from all samples, by "
+                    "hvdtrain.training.adapt(layer, source, world=world), or the state "
+                    f"of rank 0, before the first step, by {learned.share}",
                 )
 
 
-def adapted_moments(
-    model: keras.Model, variables: Iterable[Variable]
-) -> Iterator[Unlisted]:
-    """Yield the moments of each `Normalization` that has some of `variables`.
-
-    A layer that is not adapted has `NO_VALUE`.
-    """
-    keys = set(map(variable_key, variables))
-    for layer in model._flatten_layers():
-        # Without weights, the moments are arguments of the layer.
-        if not (isinstance(layer, keras.layers.Normalization) and layer.weights):
-            continue
-        mean, variance = layer.adapt_mean, layer.adapt_variance
-        is_new = not mean.numpy().any() and (variance.numpy() == 1).all()
-        for name, variable in (("mean", mean), ("variance", variance)):
-            if variable_key(variable) in keys:
-                yield Unlisted(
-                    f"the {name} of the layer {layer.name}",
-                    NO_VALUE if is_new else _summarize(variable.numpy()),
-                    f"{_ADAPT}adapt the layer on rank 0 alone. {_IS_LOCAL}",
-                )
+def _moment(value: Any, initial: int) -> Any:
+    is_value = hasattr(value, "numpy")
+    return INITIAL if is_value and np.all(np.equal(value, initial)) else value
 
 
 def _summarize(value: Any) -> str:
     # Without `adapt` there is no value; that of a graph cannot be read.
     if value is None or (isinstance(value, tf.Tensor) and not hasattr(value, "numpy")):
-        return NO_VALUE
+        return "no value"
+    if isinstance(value, str):
+        return value
     if isinstance(value, list):
         size, data = len(value), "\0".join(map(str, value)).encode()
     else:

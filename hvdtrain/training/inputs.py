@@ -132,12 +132,7 @@ def as_samples(data: Any) -> Source:
     return as_source(data)
 
 
-def check_source(
-    source: Source,
-    world: World,
-    *,
-    remedy: str = "fit shards it. With check_input=False samples may be random.",
-) -> None:
+def check_source(source: Source, world: World) -> None:
     """Raise an error unless one sample is the same on all ranks. A collective.
 
     A source that the ranks have sharded already, as scripts of Horovod do, differs in
@@ -150,5 +145,6 @@ def check_source(
         if other != digests[0]:
             raise SharedJobError(
                 f"Received a source on rank {rank} with other samples than on rank 0; "
-                f"expected the same source, of all samples, on all ranks: {remedy}"
+                "expected the same source, of all samples, on all ranks, which is "
+                "sharded later. With check_input=False samples of fit may be random."
             )

@@ -86,6 +86,8 @@ def instances():
         "keras.layers.BatchNormalization": normalization,
         "keras.layers.MultiHeadAttention": attention,
         "keras.layers.GroupQueryAttention": groups,
+        "keras.layers.TextVectorization": keras.layers.TextVectorization(),
+        "keras.utils.FeatureSpace": keras.utils.FeatureSpace({"age": "float"}),
         "keras.Variable": model.weights[0],
         "keras.KerasTensor": masked,
         "keras.metrics.Metric": keras.metrics.Mean(),

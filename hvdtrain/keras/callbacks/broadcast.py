@@ -22,7 +22,7 @@ from hvdtrain.collectives.process_sets import (
 from hvdtrain.keras import layer_state
 from hvdtrain.keras.callbacks import fit_start
 from hvdtrain.keras.callbacks.consistency_check import check_model, check_trained
-from hvdtrain.keras.consistency import BROADCAST_AGAIN, check_adapted
+from hvdtrain.keras.consistency import BROADCAST_AGAIN
 from hvdtrain.keras.layers import local_normalizations
 from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.replication import (
@@ -34,7 +34,6 @@ from hvdtrain.keras.replication import (
     replicated_by_process_set,
 )
 from hvdtrain.keras.seeds import seed_states, separate_seeds
-from hvdtrain.keras.unlisted import adapted_moments
 from hvdtrain.keras.variables import Variable, variable_key
 from hvdtrain.sharding.shards import is_sharded
 
@@ -90,9 +89,9 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
             or for a model without `call` that has not been built.
         TypeError: for the result of Horovod's own `DistributedOptimizer`.
         DesynchronizedError: in `fit`, on every rank, if the ranks differ in what is in
-            no variable, such as vocabularies of layers or the momentum of SGD; in the
-            moments to which they have adapted a `Normalization`; or have changed their
-            models in different ways since the last `fit`.
+            no variable, such as vocabularies of layers or the momentum of SGD; have
+            adapted a `Normalization` to different samples; or have changed their models
+            in different ways since the last `fit`.
     """
 
     def __init__(
@@ -200,21 +199,23 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         if is_sharded(model.variables):
             # The ranks of a replica need equal seeds: its first rank's.
             variables += seed_states(model)
-        for process_set, root, replicated in replicated_by_process_set(
-            optimizer, variables, self.root_rank
-        ):
-            if needs_communication(process_set):
-                _check_same_structure(replicated, process_set)
-                moments = list(adapted_moments(model, replicated))
-                check_adapted(moments, process_set=process_set)
-                with tf.device(self.device):
-                    ops.broadcast_variables(replicated, root, process_set)
+        groups = [
+            group
+            for group in replicated_by_process_set(optimizer, variables, self.root_rank)
+            if needs_communication(group[0])
+        ]
+        for process_set, _, replicated in groups:
+            _check_same_structure(replicated, process_set)
+        # No broadcast has what is in no variable; and it would hide that ranks have
+        # adapted a `Normalization` to different samples.
+        check_model(model, (), local_keys=self._local_keys, precedes_broadcast=True)
+        for process_set, root, replicated in groups:
+            with tf.device(self.device):
+                ops.broadcast_variables(replicated, root, process_set)
         if sharded_state and copies_weights:
             sharded_state.copy_weights()
         separate_seeds(seed_states(model), get_process_set(optimizer))
         layer_state.refresh(model)
-        # No broadcast has what is in no variable.
-        check_model(model, (), local_keys=self._local_keys)
         self._warn_of_moving_statistics()
         self.broadcast_done = True
 

@@ -116,6 +116,7 @@ def check_model(
     local_keys: Set[object] = frozenset(),
     remedy: str = CHECK_SETUP,
     includes_learned: bool = True,
+    precedes_broadcast: bool = False,
 ) -> None:
     """Raise an error on every rank unless they hold the same model. A collective.
 
@@ -128,6 +129,7 @@ def check_model(
         remedy: for variables that differ.
         includes_learned: whether to compare what layers have learned from samples: to
             read 500,000 words takes seconds, and no step changes them.
+        precedes_broadcast: as in `check_consistency`.
 
     Raises:
         DesynchronizedError: as in `check_consistency`.
@@ -153,6 +155,7 @@ def check_model(
             () if has_stages else unlisted,
             process_set=process_set,
             remedy=remedy,
+            precedes_broadcast=precedes_broadcast,
         )
 
 
