@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.objects import broadcast_object, gather_object
+from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.data.batching import one_pass
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import check_same, fail_together, on_all
@@ -41,7 +42,8 @@ def adapt(
     ranks. Of more, each 2**20 are summarized, and the summaries merged, as Keras does
     for each batch: the bins then depend on the number of ranks, and the share of
     samples below a boundary is off by the layer's `epsilon`, or a few times that.
-    Memory grows with the vocabularies, on rank 0 with those of all ranks.
+    Memory grows with the vocabularies, on rank 0 with those of all ranks. In an elastic
+    job each rank reads all samples, since a rank that joins later is alone.
 
     Args:
         layers: a layer; a dictionary of layers by the key of the sample, where a layer
@@ -56,16 +58,16 @@ def adapt(
         world, workers: as for `fit`.
 
     Raises:
-        JobError: on all ranks, if a layer cannot be adapted, if it does not take such a
-            feature or there is none, if a sample cannot be read, or if the source
-            differs between the ranks.
+        JobError: on all ranks, if a layer cannot be adapted or does not take such a
+            feature, a sample cannot be read, or the source differs between the ranks.
     """
+    world = World() if is_elastic() else world
     with fail_together(world), _one_line():
         samples, found = as_samples(source), _find_layers(layers)
         states = {layer: make_state(layer) for _, layer in found}
         names = ", ".join(f"{key}: {type(layer).__name__}" for key, layer in found)
-        options = {"layers": names, "source": samples.fingerprint()}
-    check_same(world, options)
+        fingerprint = samples.fingerprint()
+    check_same(world, {"layers": names, "source": fingerprint})
     check_source(samples, world)
     with fail_together(world), _one_line():
         share: dict[str, Any] = {"rank": world.rank, "size": world.size}

@@ -20,6 +20,7 @@ ABOVE = {
     "mixed_precision.py": (r"test accuracy ([\d.]+), loss scale \d+", 0.9),
     "mnist_fit.py": (r"test accuracy ([\d.]+) on digits", 0.9),
     "pipeline.py": (r"test accuracy ([\d.]+)", 0.9),
+    "tabular.py": (r"evaluation at step 500: .* auc ([\d.]+)", 0.8),
 }
 # Those that the functions below start.
 OTHERS = {
