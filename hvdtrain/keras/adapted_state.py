@@ -88,8 +88,7 @@ class _Moments:
         total, delta = self._count + count, mean - self._mean
         between = np.square(delta) * (self._count * count / total)
         self._squares = self._squares + squares + between
-        self._mean = self._mean + delta * (count / total)
-        self._count = total
+        self._count, self._mean = total, self._mean + delta * (count / total)
 
     def finish(self) -> None:
         self._layer.adapt_mean.assign(self._mean)

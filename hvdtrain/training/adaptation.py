@@ -16,7 +16,6 @@ from hvdtrain.keras.adapted_state import AdaptedState, is_adaptable, make_state
 from hvdtrain.output import describe
 from hvdtrain.training.inputs import as_samples, check_source
 
-# Errors of Keras, TensorFlow and sources, which are one line without a traceback.
 _EXPECTED = (ValueError, TypeError, RuntimeError, tf.errors.OpError)
 
 
@@ -111,12 +110,12 @@ def _find_layers(layers: Any) -> list[tuple[Any, Any]]:
     elif isinstance(layers, keras.Model):
         found = _layers_of_model(layers)
     if not (pairs := list(found)):
-        raise JobError(f"Received {layers!r:.80}, without a layer to adapt.")
+        raise JobError(f"Received {layers!r:.80}; expected layers of inputs to adapt.")
     return pairs
 
 
 def _layers_of_model(model: keras.Model) -> Iterator[tuple[Any, Any]]:
-    inputs = {x._keras_history.operation.name: x for x in model.inputs or ()}
+    inputs = {x._keras_history.operation.name: x for x in getattr(model, "inputs", ())}
     for layer in filter(is_adaptable, model._flatten_layers()):
         # Without a node: the lookup layer that TextVectorization contains and adapts.
         nodes = layer._inbound_nodes

@@ -11,6 +11,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import data, training
 from hvdtrain.job import JobError, World
 from hvdtrain.keras import adapted_state
+from hvdtrain.training import adaptation
 
 LAYERS = keras.layers
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -241,6 +242,14 @@ def failing(words):
     return words
 
 
+class UnbuiltModel(keras.Model):
+    """A model without inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalization = LAYERS.Normalization()
+
+
 def built():
     layer = LAYERS.Normalization()
     layer.build((None, 4))
@@ -270,7 +279,7 @@ ERRORS = {
         "leave it out. Other layers of Keras learn nothing",
     ),
     "no layer": (lambda: "city", NUMBERS, "Received 'city'; expected Normalization"),
-    "no layers": (dict, NUMBERS, "Received {}, without a layer to adapt"),
+    "no layers": (dict, NUMBERS, "Received {}; expected layers of inputs"),
     "vocabulary": (
         lambda: LAYERS.StringLookup(vocabulary=["a"]),
         WORDS,
@@ -305,6 +314,7 @@ ERRORS = {
         NUMBERS,
         "layer inner, which is not connected to one of its inputs",
     ),
+    "subclass": (UnbuiltModel, NUMBERS, "Received .* expected layers of inputs"),
     "other ranks": (
         LAYERS.Normalization,
         VALUES + np.float32(RANK),
@@ -336,7 +346,20 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
+# Beside one of each kind.
+LONG = {
+    *("text", "integers", "two words", "rescaling", "no layer", "no layers"),
+    *("fixed text", "mean", "bins", "no key", "no keys", "lengths", "subclass"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in LONG else ())
+        for name in ERRORS
+    ],
+)
 def test_an_error_is_one_line_on_all_ranks(name):
     make, samples, expected = ERRORS[name]
     with pytest.raises(JobError, match=expected) as error:
@@ -352,3 +375,16 @@ def test_a_layer_is_adapted_again():
     expected = LAYERS.StringLookup()
     expected.adapt(SENTENCES)
     assert learned(layer) == learned(expected)
+
+
+def test_a_rank_of_an_elastic_job_adapts_alone(monkeypatch):
+    monkeypatch.setattr(adaptation, "is_elastic", lambda: True)
+    layers = {"strings": LAYERS.StringLookup(), "moments": LAYERS.Normalization()}
+    if RANK == SIZE - 1:
+        # The others have started before it, and call no collective.
+        adapt(layers, {"strings": WORDS, "moments": VALUES})
+        expected = LAYERS.StringLookup()
+        expected.adapt(WORDS)
+        assert learned(layers["strings"]) == learned(expected)
+        mean = VALUES.mean(axis=(0, 1))
+        np.testing.assert_allclose(layers["moments"].adapt_mean, mean, rtol=1e-6)
