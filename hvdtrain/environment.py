@@ -16,6 +16,7 @@ JOB_SECRET = "HOROVOD_JOB_SECRET"
 INIT_TIMEOUT = "HVDTRAIN_INIT_TIMEOUT_SECONDS"
 INIT_REPORT = "HVDTRAIN_INIT_REPORT_SECONDS"
 DEADLOCK = "HVDTRAIN_DEADLOCK_SECONDS"
+FILE_CACHE = "HVDTRAIN_FILE_CACHE_GB"
 TERMINATION = "HOROVOD_TERMINATION_SECONDS"
 # Variables with seconds.
 LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK)
@@ -31,6 +32,8 @@ VARIABLES = {
     "default hvdtrain in XDG_CACHE_HOME, or ~/.cache/hvdtrain.",
     DEADLOCK: "Seconds until a job ends whose ranks wait for a collective that another "
     "rank will never call, as a roll call shows; 120 by default, 0 for never.",
+    FILE_CACHE: "Size of the copies of ArrayRecord files from stores that are kept in "
+    "HVDTRAIN_CACHE_DIR, in GB; 100 by default.",
     INIT_REPORT: "Seconds until a line names the ranks that the others wait for in "
     "hvd.init; 60 by default, 0 for no line.",
     INIT_TIMEOUT: "Seconds that ranks wait for the others in hvd.init; 300 by default, "
@@ -110,8 +113,8 @@ def stall_limits() -> StallLimits:
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         return StallLimits(0.0, 0.0)
     return StallLimits(
-        _seconds(STALL_CHECK, HOROVOD_LIMITS.check_seconds),
-        _seconds(STALL_SHUTDOWN, HOROVOD_LIMITS.shutdown_seconds),
+        _number(STALL_CHECK, HOROVOD_LIMITS.check_seconds),
+        _number(STALL_SHUTDOWN, HOROVOD_LIMITS.shutdown_seconds),
     )
 
 
@@ -129,34 +132,39 @@ class InitLimits(NamedTuple):
 
 def init_limits() -> InitLimits:
     """Return the limits of `hvd.init`; raise a ValueError for a wrong variable."""
-    return InitLimits(_seconds(INIT_REPORT, 60), _seconds(INIT_TIMEOUT, 300))
+    return InitLimits(_number(INIT_REPORT, 60), _number(INIT_TIMEOUT, 300))
 
 
 def termination_seconds() -> float:
     """Return the time of ranks after a signal; raise a ValueError for a wrong one."""
-    return _seconds(TERMINATION, 60)
+    return _number(TERMINATION, 60)
 
 
 def deadlock_seconds() -> float:
     """Return how long ranks wait for what cannot come; 0 for as long as for others."""
-    return _seconds(DEADLOCK, 120)
+    return _number(DEADLOCK, 120)
 
 
-def _seconds(name: str, default: float) -> float:
+def file_cache_bytes() -> float:
+    """Return the size of the copies of files; raise a ValueError for a wrong one."""
+    return 1e9 * _number(FILE_CACHE, 100, unit="GB")
+
+
+def _number(name: str, default: float, unit: str = "seconds") -> float:
     text = os.environ.get(name, "")
     try:
-        seconds = float(text) if text else default
+        number = float(text) if text else default
     except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"Received {name}={text}; expected seconds, 0 or more.")
-    return seconds
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"Received {name}={text}; expected {unit}, 0 or more.")
+    return number
 
 
 def check_limits() -> None:
     """Raise a ValueError for a variable with seconds that has another value."""
     for name in LIMITS:
-        _seconds(name, 0)
+        _number(name, 0)
 
 
 def job_secret() -> bytes:

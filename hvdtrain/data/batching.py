@@ -22,6 +22,8 @@ from hvdtrain.data.sources.source import Source, as_source, count_bytes
 # blocks are no faster.
 _MAX_BLOCK_STEPS = 64
 _MAX_BLOCK_BYTES = 1 << 20
+# Blocks that are read at the same time from a store.
+_REMOTE_CALLS = 8
 
 # transform(sample, seed): a function of the tensors of one sample.
 Transform = Callable[[Any, tf.Tensor], Any]
@@ -170,12 +172,15 @@ class _Reader:
         threads = threads or len(os.sched_getaffinity(0))
         # Without `workers`, a rank of one thread reads when it needs a batch: a thread
         # that reads ahead would compete with the step for the core.
-        self._is_ahead = bool(workers) or has_spare_thread()
+        self._is_ahead = bool(workers) or source.is_remote or has_spare_thread()
         self._calls = threads if self._is_ahead else None
         # An evaluation may read the same object while batches are read ahead.
         # In one order: two sources may share some of the objects.
         self._locks = [] if (workers or 0) > 1 else sorted(source.locks, key=id)
         self._reading_calls = None if self._locks else self._calls
+        if source.is_remote and not workers and not self._locks:
+            # They wait for the store more than they compute.
+            self._reading_calls = max(threads, _REMOTE_CALLS)
 
     def read(
         self,
@@ -215,7 +220,7 @@ class _Reader:
             ready = _split(blocks, local_batch_size if is_exact else None)
         if self._is_ahead:
             ready = ready.prefetch(max(2, block_steps))
-        return untuned(ready)
+        return untuned(ready, threads=self._reading_calls)
 
     def _read_samples(self, numbers: np.ndarray) -> Any:
         with contextlib.ExitStack() as stack:
@@ -373,10 +378,17 @@ def has_spare_thread() -> bool:
     return threads != 1 or bool(tf.config.list_physical_devices("GPU"))
 
 
-def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset with a deterministic order, and without autotuning."""
+def untuned(dataset: tf.data.Dataset, threads: int | None) -> tf.data.Dataset:
+    """Return the dataset with a deterministic order, and without autotuning.
+
+    Args:
+        threads: number of calls at a time. TensorFlow's own pool has a thread for each
+            core, and a call that waits for a file holds one.
+    """
     options = tf.data.Options()
     options.deterministic = True
     # No stage has a parallelism to tune; the tuning thread costs processor time.
     options.autotune.enabled = False
+    if threads and threads > len(os.sched_getaffinity(0)):
+        options.threading.private_threadpool_size = threads
     return dataset.with_options(options)

@@ -54,6 +54,14 @@ _UNREADABLE = (
 )
 
 
+def changed(path: Path) -> DataError:
+    """Return the error of a file that was written to after the source was created."""
+    return DataError(
+        f"Received {path}, which has changed since the job has started; expected files "
+        "that stay the same: start the job again."
+    )
+
+
 def read_directory(
     directory: Path, *, npz_pattern: str = "*.npz"
 ) -> dict[str, np.ndarray]:

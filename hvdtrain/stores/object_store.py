@@ -58,6 +58,27 @@ def reason_of(error: BaseException) -> str:
     return f"{name}: {lines[0]}" if lines else name
 
 
+def retried(
+    call: Callable[[], _Value], *, sleep: Callable[[float], object] = time.sleep
+) -> _Value:
+    """Return `call()`, which is repeated after errors that may be temporary.
+
+    It takes some 20 seconds more at most.
+
+    Raises:
+        Exception: the last error, of any class of the provider's library.
+    """
+    for seconds in _RETRY_SECONDS:
+        try:
+            return call()
+        # The libraries of the providers raise classes of their own.
+        except Exception as error:
+            if isinstance(error, _FINAL):
+                raise
+        sleep(seconds)
+    return call()
+
+
 class ObjectStore:
     """The objects below an address, by their names relative to it.
 
@@ -161,18 +182,12 @@ class ObjectStore:
         return f"{self._root}/{name}".rstrip("/")
 
     def _retried(self, action: str, name: str, call: Callable[[], _Value]) -> _Value:
-        for seconds in (*_RETRY_SECONDS, None):
-            try:
-                return call()
-            except FileNotFoundError:
-                raise
-            # The libraries of the providers raise classes of their own.
-            except Exception as error:
-                reason = error
-                if seconds is None or isinstance(error, _FINAL):
-                    break
-            self._sleep(seconds)
-        raise StoreError(
-            f"Cannot {action} {self.address}/{name}: {reason_of(reason)}; expected a "
-            "store that responds, and credentials that may do so."
-        ) from reason
+        try:
+            return retried(call, sleep=self._sleep)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise StoreError(
+                f"Cannot {action} {self.address}/{name}: {reason_of(error)}; expected "
+                "a store that responds, and credentials that may do so."
+            ) from error

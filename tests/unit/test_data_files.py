@@ -29,7 +29,8 @@ def test_errors_name_the_file_and_the_remedy(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     cases = {
         str(tmp_path / "none-*"): "none-*, which matches no file; expected the path",
-        "gs://bucket/train-*": "Received gs://bucket/train-*; expected a path of a",
+        "memory://bucket/none-*": "memory://bucket/none-*, which matches no file; expe",
+        "other://bucket/a": "Cannot open other://bucket/a: ValueError: Protocol not",
         tmp_path: f"the directory {tmp_path}; expected files: name them by a pattern",
         tmp_path / "pipe": "pipe; expected a regular file",
     }

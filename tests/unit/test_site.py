@@ -82,7 +82,7 @@ def test_all_variables_that_are_read_are_listed():
     for path in SOURCES:
         calls = r"environ(?:\.get\(|\.setdefault\(|\[)\"(HVDTRAIN_\w+)\""
         read |= set(re.findall(calls, path.read_text()))
-    limits = re.findall(r"_seconds\(([A-Z_]+),", inspect.getsource(environment))
+    limits = re.findall(r"_number\(([A-Z_]+),", inspect.getsource(environment))
     named = {getattr(environment, name) for name in limits}
     read |= {name for name in named if name.startswith("HVDTRAIN_")}
     assert read == set(environment.VARIABLES)

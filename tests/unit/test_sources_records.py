@@ -163,9 +163,9 @@ def scans(monkeypatch):
     """The names of the files that are scanned."""
     names = []
 
-    def scan(path):
-        names.append(path.name)
-        return original(path)
+    def scan(file):
+        names.append(file.name)
+        return original(file)
 
     original = record_index.scan
     monkeypatch.setattr(record_index, "scan", scan)
@@ -236,13 +236,13 @@ def test_processes_share_the_scans(tmp_path, scans):
     created = []
     thread = threading.Thread(target=lambda: created.append(data.TFRecord(files)))
     # As another process: the lock belongs to the open file.
-    with index_cache._locked(path, blocking=False):
+    with index_cache.locked(path, blocking=False):
         thread.start()
         thread.join(0.5)
         # The others are scanned meanwhile.
         assert sorted(scans) == ["part-0", "part-2"]
         assert thread.is_alive()
-        offsets = record_index.scan(busy.path)
+        offsets = record_index.scan(busy)
         np.array([len(offsets), *offsets]).tofile(path)
         scans.clear()
     thread.join(20)
@@ -264,7 +264,7 @@ def test_ranks_of_a_node_scan_at_the_same_time(tmp_path):
     code = (
         "import sys; from hvdtrain.data.sources import record_index as r;"
         "from hvdtrain.data.sources.data_files import find_files;"
-        "v = [r.FileVersion.of(p) for p in find_files(sys.argv[1])];"
+        "v = find_files(sys.argv[1]);"
         "print(sum(r.RecordIndex(v).counts))"
     )
     jobs = [

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.sources.data_files import FileVersion
+from hvdtrain.data.sources.data_files import DataFile
+from hvdtrain.data.sources.local_copies import copy_all, local_copy
 from hvdtrain.data.sources.record_files import RecordFiles
+from hvdtrain.data.sources.remote_files import RemoteFile
 from hvdtrain.data.sources.source import load_library
 from hvdtrain.job.files import one_line_errors
 
@@ -26,6 +28,11 @@ class ArrayRecord(RecordFiles[Any]):
     `group_size:1` are read fastest: of a larger group, all records are decompressed to
     read one.
 
+    The library reads local files. Of files in a store, the source makes copies first,
+    each by one process of a node, in `default_cache_dir()/files`. They stay there for
+    later jobs, and are together as large as HVDTRAIN_FILE_CACHE_GB allows: of larger
+    data, take another format.
+
     Args:
         files: as for `TFRecord`.
         parse: as for `TFRecord`.
@@ -35,12 +42,13 @@ class ArrayRecord(RecordFiles[Any]):
             read, is truncated or of another format.
     """
 
-    def _count_records(self, files: Sequence[FileVersion]) -> Sequence[int]:
+    def _count_records(self, files: Sequence[DataFile]) -> Sequence[int]:
         module = load_library("array_record.python.array_record_module", "arrayrecord")
         self._reader_class = module.ArrayRecordReader
+        copy_all([file for file in files if isinstance(file, RemoteFile)])
         return [self._count(file) for file in files]
 
-    def _count(self, file: FileVersion) -> int:
+    def _count(self, file: DataFile) -> int:
         count = self._open(file).num_records()
         if not count:
             raise DataError(
@@ -49,11 +57,12 @@ class ArrayRecord(RecordFiles[Any]):
             )
         return count
 
-    def _open(self, file: FileVersion) -> Any:
+    def _open(self, file: DataFile) -> Any:
         file.check()
+        path = local_copy(file) if isinstance(file, RemoteFile) else file.path
         with _reading(file):
             reader = self._reader_class(
-                str(file.path), _OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
+                str(path), _OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
             )
             if not reader.ok():
                 # Raises the reason.
@@ -61,13 +70,13 @@ class ArrayRecord(RecordFiles[Any]):
         return reader
 
     def _read_records(
-        self, file: FileVersion, opened: Any, numbers: np.ndarray
+        self, file: DataFile, opened: Any, numbers: np.ndarray
     ) -> list[bytes]:
         with _reading(file):
             return opened.read(numbers.tolist())
 
 
-def _reading(file: FileVersion) -> Any:
+def _reading(file: DataFile) -> Any:
     return one_line_errors(
         f"read {file.path} ({file.size} bytes)",
         errors=(OSError, RuntimeError, ValueError),

@@ -3,63 +3,93 @@
 import glob
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from hvdtrain.data.formats import DataError
-from hvdtrain.job.files import local_path, one_line_errors
-from hvdtrain.job.world import JobError
+from hvdtrain.data.formats import DataError, changed
+from hvdtrain.data.sources.remote_files import RemoteFile, find_remote_files
+from hvdtrain.job.files import is_address, local_path, one_line_errors
 
 Pattern = str | os.PathLike[str]
 
 
-def find_files(patterns: Pattern | Iterable[Pattern]) -> list[pathlib.Path]:
-    """Return the files that paths or glob patterns name.
+class FileVersion(NamedTuple):
+    """A file on a disk, with what changes when it is written again."""
+
+    path: pathlib.Path
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: pathlib.Path) -> "FileVersion":
+        """Return the version of a file as it is now."""
+        with reading(path):
+            stat = path.stat()
+        return cls(path, stat.st_size, stat.st_mtime_ns)
+
+    @property
+    def name(self) -> str:
+        """The last component of the path."""
+        return self.path.name
+
+    def identity(self) -> tuple[str, int, int]:
+        """Return what names the content on this machine, as values for JSON."""
+        return os.path.abspath(self.path), self.size, self.mtime_ns
+
+    def check(self) -> None:
+        """Raise `DataError` if the file has changed."""
+        if self != FileVersion.of(self.path):
+            raise changed(self.path)
+
+
+DataFile = FileVersion | RemoteFile
+
+
+def find_files(patterns: Pattern | Iterable[Pattern]) -> list[DataFile]:
+    """Return the files that paths, addresses or glob patterns name, as they are now.
 
     The matches of one pattern are sorted; several patterns keep their order. A file
     whose name contains `*`, `?` or `[` is found by its name.
 
     Args:
-        patterns: a path, a pattern such as "~/data/train-*.tfrecord", or a list of
-            these.
+        patterns: a path, a pattern such as "~/data/train-*.tfrecord" or
+            "gs://bucket/train-*.tfrecord", or a list of these.
 
     Raises:
         DataError: nothing matches, a file occurs twice, is not a regular file, or
-            cannot be read, or a path is an address such as gs://bucket/file.
+            cannot be read.
     """
     if isinstance(patterns, str | os.PathLike):
         patterns = [patterns]
     files = [file for pattern in patterns for file in _match(pattern)]
     if not files:
         raise DataError("Received no files; expected a path, a pattern, or a list.")
-    seen: set[pathlib.Path] = set()
+    seen: set[pathlib.Path | str] = set()
     for file in files:
-        if file in seen:
+        if file.path in seen:
             raise DataError(
-                f"Received {file} twice; expected each file once: change the patterns."
+                f"Received {file.path} twice; expected each file once: change the "
+                "patterns."
             )
-        seen.add(file)
-        _check(file)
+        seen.add(file.path)
     return files
 
 
-def _match(pattern: Pattern) -> list[pathlib.Path]:
-    try:
-        path = local_path(pattern)
-    except JobError as error:
-        raise DataError(str(error)) from None
-    if os.path.lexists(path):
-        return [pathlib.Path(path)]
-    matches = sorted(glob.glob(path, recursive=True))
+def _match(pattern: Pattern) -> Sequence[DataFile]:
+    if is_address(pattern):
+        return find_remote_files(os.fspath(pattern))
+    path = local_path(pattern)
+    exists = os.path.lexists(path)
+    matches = [path] if exists else sorted(glob.glob(path, recursive=True))
     if not matches:
         raise DataError(
             f"Received {path}, which matches no file; expected the path of a file or a "
             "pattern such as train-*: check the directory and the name."
         )
-    return [pathlib.Path(match) for match in matches]
+    return [_check(pathlib.Path(match)) for match in matches]
 
 
-def _check(file: pathlib.Path) -> None:
+def _check(file: pathlib.Path) -> FileVersion:
     if file.is_dir():
         raise DataError(
             f"Received the directory {file}; expected files: name them by a pattern "
@@ -73,30 +103,7 @@ def _check(file: pathlib.Path) -> None:
             f"Cannot read {file}: Permission denied; expected a file that this user "
             "may read: change its permissions."
         )
-
-
-class FileVersion(NamedTuple):
-    """A file, with what changes when it is written again."""
-
-    path: pathlib.Path
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, path: pathlib.Path) -> "FileVersion":
-        """Return the version of a file as it is now."""
-        with reading(path):
-            stat = path.stat()
-        return cls(path, stat.st_size, stat.st_mtime_ns)
-
-    def identity(self) -> tuple[str, int, int]:
-        """Return what names the content on this machine, as values for JSON."""
-        return os.path.abspath(self.path), self.size, self.mtime_ns
-
-    def check(self) -> None:
-        """Raise `DataError` if the file has changed."""
-        if self != FileVersion.of(self.path):
-            raise changed(self.path)
+    return FileVersion.of(file)
 
 
 def reading(path: str | os.PathLike[str]) -> Any:
@@ -107,12 +114,4 @@ def reading(path: str | os.PathLike[str]) -> Any:
         remedy="expected a file that this user may read: fetch it again, or change "
         "its permissions",
         raises=DataError,
-    )
-
-
-def changed(path: pathlib.Path) -> DataError:
-    """Return the error of a file that was written to after the source was created."""
-    return DataError(
-        f"Received {path}, which has changed since the job has started; expected files "
-        "that stay the same: start the job again."
     )

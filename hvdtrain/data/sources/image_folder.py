@@ -7,14 +7,22 @@ import operator
 import os
 import pathlib
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.formats import DataError
+from hvdtrain.data.sources.remote_files import (
+    RemoteFile,
+    list_directory,
+    map_concurrently,
+    open_store,
+    read_ranges,
+)
 from hvdtrain.data.sources.source import Source
-from hvdtrain.job.files import local_path, one_line_errors
+from hvdtrain.job.files import is_address, local_path, one_line_errors
 
 _SUFFIXES = (b".jpg", b".jpeg", b".png")
 _JPEG = b"\xff\xd8\xff"
@@ -56,9 +64,10 @@ class ImageFolder(Source):
     `keras.utils.image_dataset_from_directory` does by default. Values are 0 to 255.
 
     Each process lists the directories once, and keeps the names in memory: the length
-    of its name and 8 bytes for each image.
+    of its name and 16 bytes for each image.
 
     Args:
+        directory: a path, or the address of a directory in a store.
         image_size: height and width of the images. None keeps the size in the file: all
             images must have one size then, unless `map_samples` crops them.
         channels: 1 for gray, 3 for colors, 4 with transparency.
@@ -81,26 +90,39 @@ class ImageFolder(Source):
         if channels not in (1, 3, 4):
             raise DataError(f"Received channels={channels}; expected 1, 3 or 4.")
         self.decode = DecodeImage(image_size and _checked(image_size), channels)
-        self._directory = pathlib.Path(local_path(directory))
-        self.class_names = _list_classes(self._directory)
+        self.is_remote = is_address(directory)
+        folder = _RemoteFolder if self.is_remote else _LocalFolder
+        self._folder = folder(os.fspath(directory))
+        self.class_names = self._folder.list_classes()
+        if not self.class_names:
+            raise DataError(
+                f"Received {self._folder.path} without directories; expected one "
+                "directory of images for each class."
+            )
         # The number of the first image of each class, and the number of images.
         self._class_starts = [0]
         # One object of Python for each name would take several times the memory.
-        names, lengths = bytearray(), []
-        for class_name in self.class_names:
-            images = _list_images(self._directory / class_name)
+        names, lengths, sizes = bytearray(), [], []
+        list_images = map_concurrently if self.is_remote else map
+        for images in list_images(self._list_images, self.class_names):
             self._class_starts.append(self._class_starts[-1] + len(images))
             names += b"".join(images)
             lengths.append(np.array([len(image) for image in images], np.int64))
+            sizes.append(np.array(list(images.values()), np.int64))
         self._names = bytes(names)
         self._ends = np.cumsum(np.concatenate(lengths))
+        self._sizes = np.concatenate(sizes)
 
     def __len__(self) -> int:
         return self._class_starts[-1]
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         contents = np.empty(len(indices), object)
-        contents[:] = [_read_image(self._path(index)) for index in indices.tolist()]
+        names = [self._name(index) for index in indices.tolist()]
+        read = self._folder.read(names, self._sizes[indices])
+        for place, (name, content) in enumerate(zip(names, read, strict=True)):
+            _check_image(content, f"{self._folder.path}/{name}")
+            contents[place] = content
         return contents, self._labels(indices).astype(np.int32)
 
     def fingerprint(self) -> Any:
@@ -116,11 +138,96 @@ class ImageFolder(Source):
     def _labels(self, indices: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._class_starts, indices, side="right") - 1
 
-    def _path(self, index: int) -> pathlib.Path:
+    def _list_images(self, class_name: str) -> dict[bytes, int]:
+        """Return the names of the images of a class, sorted, and their sizes."""
+        found = self._folder.list_files(class_name)
+        names = sorted(
+            name
+            for name in found
+            if name.lower().endswith(_SUFFIXES) and not name.startswith(b".")
+        )
+        if not names:
+            raise DataError(
+                f"Received the class {self._folder.path}/{class_name} without images; "
+                "expected files with the suffix jpg, jpeg or png: add some, or remove "
+                "the directory."
+            )
+        return {name: found[name] for name in names}
+
+    def _name(self, index: int) -> str:
         label = bisect.bisect_right(self._class_starts, index) - 1
         start = self._ends[index - 1] if index else 0
         name = os.fsdecode(self._names[start : self._ends[index]])
-        return self._directory / self.class_names[label] / name
+        return f"{self.class_names[label]}/{name}"
+
+
+class _LocalFolder:
+    """The classes and the files of a directory on a disk."""
+
+    def __init__(self, directory: str) -> None:
+        self.path = pathlib.Path(local_path(directory))
+
+    def list_classes(self) -> list[str]:
+        return _visible(entry.name for entry in self._scan(".") if entry.is_dir())
+
+    def list_files(self, class_name: str) -> dict[bytes, int]:
+        """Return the names of the files of a class. The sizes are not known: 0."""
+        entries = self._scan(class_name)
+        return {os.fsencode(entry.name): 0 for entry in entries if entry.is_file()}
+
+    def read(self, names: list[str], sizes: np.ndarray) -> Iterator[bytes]:
+        for name in names:
+            path = self.path / name
+            with one_line_errors(
+                f"read {path}",
+                remedy="expected an image that this user may read: fetch it again, or "
+                "change its permissions",
+                raises=DataError,
+            ):
+                yield path.read_bytes()
+
+    def _scan(self, name: str) -> Iterator[os.DirEntry[str]]:
+        directory = self.path / name
+        with (
+            one_line_errors(f"list {directory}", remedy=_READABLE, raises=DataError),
+            os.scandir(directory) as entries,
+        ):
+            yield from entries
+
+
+class _RemoteFolder:
+    """The classes and the files of a directory in a store."""
+
+    def __init__(self, directory: str) -> None:
+        self._filesystem, self._key = open_store(directory)
+        self.path = self._filesystem.unstrip_protocol(self._key)
+
+    def list_classes(self) -> list[str]:
+        return _visible(self._list(self._key, "directory"))
+
+    def list_files(self, class_name: str) -> dict[bytes, int]:
+        found = self._list(f"{self._key}/{class_name}", "file")
+        return {os.fsencode(name): size for name, size in found.items()}
+
+    def read(self, names: list[str], sizes: np.ndarray) -> list[bytes]:
+        files = [
+            RemoteFile(
+                self._filesystem, f"{self.path}/{name}", f"{self._key}/{name}", size, ""
+            )
+            for name, size in zip(names, sizes.tolist(), strict=True)
+        ]
+        return read_ranges([(file, 0, file.size) for file in files])
+
+    def _list(self, key: str, kind: str) -> dict[str, int]:
+        return {
+            info["name"].rstrip("/").rpartition("/")[2]: int(info["size"] or 0)
+            for info in list_directory(self._filesystem, key)
+            if info["type"] == kind
+        }
+
+
+def _visible(names: Iterable[str]) -> list[str]:
+    return sorted((n for n in names if not n.startswith(".")), key=os.fsencode)
 
 
 def _checked(image_size: tuple[int, int]) -> tuple[int, int]:
@@ -135,52 +242,8 @@ def _checked(image_size: tuple[int, int]) -> tuple[int, int]:
     return height, width
 
 
-def _list_classes(directory: pathlib.Path) -> list[str]:
-    with (
-        one_line_errors(f"list {directory}", remedy=_READABLE, raises=DataError),
-        os.scandir(directory) as entries,
-    ):
-        names = sorted(
-            os.fsencode(entry.name)
-            for entry in entries
-            if entry.is_dir() and not entry.name.startswith(".")
-        )
-    if not names:
-        raise DataError(
-            f"Received {directory} without directories; expected one directory of "
-            "images for each class."
-        )
-    return [os.fsdecode(name) for name in names]
-
-
-def _list_images(directory: pathlib.Path) -> list[bytes]:
-    with (
-        one_line_errors(f"list {directory}", remedy=_READABLE, raises=DataError),
-        os.scandir(os.fsencode(directory)) as entries,
-    ):
-        names = sorted(
-            entry.name
-            for entry in entries
-            if entry.name.lower().endswith(_SUFFIXES)
-            and not entry.name.startswith(b".")
-            and entry.is_file()
-        )
-    if not names:
-        raise DataError(
-            f"Received the class {directory} without images; expected files with the "
-            "suffix jpg, jpeg or png: add some, or remove the directory."
-        )
-    return names
-
-
-def _read_image(path: pathlib.Path) -> bytes:
-    with one_line_errors(
-        f"read {path}",
-        remedy="expected an image that this user may read: fetch it again, or change "
-        "its permissions",
-        raises=DataError,
-    ):
-        content = path.read_bytes()
+def _check_image(content: bytes, path: str) -> None:
+    """Raise `DataError` unless the content is a complete JPEG or PNG."""
     if not content:
         raise DataError(f"Received {path}, which is empty; expected a JPEG or PNG.")
     kind = next((kind for kind in _ENDS if content.startswith(kind)), None)
@@ -196,10 +259,9 @@ def _read_image(path: pathlib.Path) -> bytes:
         )
     if kind == _PNG:
         _check_png(content, path)
-    return content
 
 
-def _check_png(content: bytes, path: pathlib.Path) -> None:
+def _check_png(content: bytes, path: str) -> None:
     """Check the CRC of each chunk that is needed for the pixels."""
     start, kind = len(_PNG), b""
     while kind != b"IEND":

@@ -4,9 +4,10 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import pathlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from hvdtrain.data.download import default_cache_dir
 from hvdtrain.data.sources.mapped_file import map_file
 from hvdtrain.job.files import atomic_write
 from hvdtrain.open_directory import open_regular
+
+_Item = TypeVar("_Item")
 
 
 def digest(*values: Any) -> str:
@@ -54,7 +57,7 @@ def cached(
         return index
     computed = None
     try:
-        with _locked(_path(name), blocking=blocking):
+        with locked(_path(name), blocking=blocking):
             # Another process may have written it before the lock was acquired.
             if (index := load(name)) is None:
                 computed = compute()
@@ -72,14 +75,37 @@ def cached(
     return compute() if computed is None else computed
 
 
+def each_by_one_process(
+    items: Sequence[_Item], prepare: Callable[[_Item, bool], object]
+) -> None:
+    """Call `prepare(item, blocking)` for each item, where processes share the work.
+
+    Each process starts at another item, and leaves those that others prepare for the
+    end.
+
+    Args:
+        prepare: raises BlockingIOError if it is not to block while another process
+            prepares the item.
+    """
+    start = os.getpid() % max(1, len(items))
+    busy = []
+    for item in (*items[start:], *items[:start]):
+        try:
+            prepare(item, False)
+        except BlockingIOError:
+            busy.append(item)
+    for item in busy:
+        prepare(item, True)
+
+
 def _path(name: str) -> pathlib.Path:
     # Directories of few files: `atomic_write` lists the directory.
     return default_cache_dir() / "index" / name[:2] / f"{name[2:]}.int64"
 
 
 @contextlib.contextmanager
-def _locked(path: pathlib.Path, *, blocking: bool) -> Iterator[None]:
-    """Hold the lock of an index, which ends with the process at the latest."""
+def locked(path: pathlib.Path, *, blocking: bool) -> Iterator[None]:
+    """Hold the lock of a file of the cache; it ends with the process at the latest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_suffix(".lock")
     with open(lock, "a", opener=open_regular) as file:

@@ -64,6 +64,7 @@ class MixedSource(Source):
         self._weights = weights
         self._starts = np.cumsum([0, *map(len, children)])
         self.locks = all_locks(children)
+        self.is_remote = any(child.is_remote for child in children)
         self.is_grouped = any(child.is_grouped for child in children)
         first, *others = children
         for number, child in enumerate(others, 1):

@@ -131,6 +131,7 @@ class PackedSequences(Source):
                 "expected a source whose samples are tokens alone."
             )
         self.locks = source.locks
+        self.is_remote = source.is_remote
         self._length = length
         self._shift = shift
         self._dtype = None if dtype is None else np.dtype(dtype)

@@ -6,18 +6,24 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import pathlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hvdtrain.data.formats import DataError
+from hvdtrain.data.formats import DataError, Path
 from hvdtrain.data.index_shuffle import index_shuffle
 from hvdtrain.data.sampler import Sampler, by_epoch
 from hvdtrain.data.sources.arrow_columns import SUPPORTED, ArrowColumns
-from hvdtrain.data.sources.data_files import FileVersion, Pattern, find_files
+from hvdtrain.data.sources.data_files import DataFile, Pattern, find_files
+from hvdtrain.data.sources.parquet_ranges import (
+    END_BYTES,
+    TAIL_BYTES,
+    open_row_group,
+    read_footer,
+)
+from hvdtrain.data.sources.remote_files import RemoteFile, map_concurrently
 from hvdtrain.data.sources.source import Source, TensorFunction, load_library
 from hvdtrain.job.files import one_line_errors
 
@@ -51,8 +57,12 @@ class Parquet(Source):
     a window of 16. A rank keeps up to `2 * window` decoded row groups in memory, and
     about 80 bytes for each row group of all files.
 
+    Of files in a store, the last 64 KiB are read first, and then ranges with the
+    columns of a row group.
+
     Args:
-        files: a path, a pattern such as "train-*.parquet", or a list of these.
+        files: a path, an address, a pattern such as "train-*.parquet" or
+            "s3://bucket/train-*.parquet", or a list of these.
         columns: names of the columns that are read; by default all of the first file.
         parse: function of the dictionary of some rows, as tensors of shape (rows, ...),
             that returns a nest of dense tensors with as many rows.
@@ -85,13 +95,18 @@ class Parquet(Source):
         self._window = window
         self._arrow = ArrowColumns(_EXTRA)
         self._parquet = load_library("pyarrow.parquet", _EXTRA)
-        self._files: list[FileVersion] = []
+        self._files: list[DataFile] = []
+        # By file in a store, where its footer is, from the end.
+        self._tails: dict[RemoteFile, int] = {}
         # By column, the name of its type.
         self._types: dict[str, str] = {}
         # By row group with rows: its file, its number there, its rows.
         groups: list[tuple[int, int, int]] = []
-        for path in find_files(files):
-            groups.extend(self._open_file(path, columns))
+        found = find_files(files)
+        self.is_remote = any(isinstance(file, RemoteFile) for file in found)
+        read = map_concurrently if self.is_remote else map
+        for file, metadata in zip(found, read(self._read_footer, found), strict=True):
+            groups.extend(self._add_file(file, metadata, columns))
         self._groups = np.array(groups, np.int64).reshape(-1, 3)
         sizes = self._groups[:, 2]
         if not len(sizes):
@@ -133,7 +148,7 @@ class Parquet(Source):
     def fingerprint(self) -> Any:
         digest = hashlib.sha256(self._groups.tobytes())
         for file in self._files:
-            digest.update(f"{file.path.name}\0{file.size}\0".encode())
+            digest.update(f"{file.name}\0{file.size}\0".encode())
         return {
             "samples": len(self),
             "files": len(self._files),
@@ -142,14 +157,13 @@ class Parquet(Source):
             "digest": digest.hexdigest(),
         }
 
-    def _open_file(
-        self, path: pathlib.Path, columns: Sequence[str] | None
+    def _add_file(
+        self, file: DataFile, metadata: Any, columns: Sequence[str] | None
     ) -> list[tuple[int, int, int]]:
         """Check the columns of a file, and return its row groups."""
+        path = file.path
         with _reading(path):
-            file = FileVersion.of(path)
-            with self._parquet.ParquetFile(path) as contents:
-                metadata, schema = contents.metadata, contents.schema_arrow
+            schema = metadata.schema.to_arrow_schema()
         names = list(columns or self._types or schema.names)
         types = {name: self._type(schema, name, path) for name in names}
         if not self._files:
@@ -167,7 +181,7 @@ class Parquet(Source):
         number = len(self._files) - 1
         return [(number, i, count) for i, count in enumerate(rows) if count]
 
-    def _type(self, schema: Any, name: str, path: pathlib.Path) -> str:
+    def _type(self, schema: Any, name: str, path: Path) -> str:
         if name not in schema.names:
             raise DataError(
                 f"Received the column {name}, which {path} does not have; expected "
@@ -188,7 +202,13 @@ class Parquet(Source):
         with _reading(file.path, group):
             file.check()
             metadata = self._metadata(file_number)
-            with self._parquet.ParquetFile(file.path, metadata=metadata) as contents:
+            source: Any = file.path
+            if isinstance(file, RemoteFile):
+                source = open_row_group(file, metadata, group, self._types)
+            # What is read before is in memory already.
+            with self._parquet.ParquetFile(
+                source, metadata=metadata, pre_buffer=source is file.path
+            ) as contents:
                 # No threads of its own: several row groups are read at a time.
                 table = contents.read_row_group(
                     group, columns=list(self._types), use_threads=False
@@ -210,7 +230,17 @@ class Parquet(Source):
         return values
 
     def _read_metadata(self, file_number: int) -> Any:
-        return self._parquet.read_metadata(self._files[file_number].path)
+        return self._read_footer(self._files[file_number])
+
+    def _read_footer(self, file: DataFile) -> Any:
+        source: Any = file.path
+        with _reading(file.path):
+            if isinstance(file, RemoteFile):
+                source = read_footer(file, self._tails.get(file, TAIL_BYTES))
+            metadata = self._parquet.read_metadata(source)
+        if isinstance(file, RemoteFile):
+            self._tails[file] = metadata.serialized_size + END_BYTES
+        return metadata
 
 
 class GroupCache(Generic[Group]):
@@ -251,7 +281,7 @@ class GroupCache(Generic[Group]):
 
 
 def _reading(
-    path: pathlib.Path, group: int | None = None
+    path: Path, group: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
     place = "" if group is None else f", row group {group}"
     return one_line_errors(

@@ -4,12 +4,13 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hvdtrain.data.sources.data_files import FileVersion, Pattern, find_files
+from hvdtrain.data.sources.data_files import DataFile, Pattern, find_files
+from hvdtrain.data.sources.remote_files import RemoteFile
 from hvdtrain.data.sources.source import Source, TensorFunction
 
 Opened = TypeVar("Opened")
@@ -32,7 +33,8 @@ class RecordFiles(Source, Generic[Opened]):
         parse: TensorFunction | None = None,
     ) -> None:
         self.parse = parse
-        self._files = [FileVersion.of(path) for path in find_files(files)]
+        self._files = find_files(files)
+        self.is_remote = any(isinstance(file, RemoteFile) for file in self._files)
         self._counts = self._count_records(self._files)
         self._ends = np.cumsum(self._counts)
         self._get_open = functools.lru_cache(self.max_open_files)(self._open)
@@ -46,18 +48,27 @@ class RecordFiles(Source, Generic[Opened]):
         order = np.argsort(numbers, kind="stable")
         touched, firsts = np.unique(numbers[order], return_index=True)
         bounds = itertools.pairwise([*firsts.tolist(), len(indices)])
-        records = np.empty(len(indices), object)
+        places, parts = [], []
         for number, (first, last) in zip(touched.tolist(), bounds, strict=True):
-            file = self._files[number]
-            places = order[first:last]
-            in_file = indices[places] - (self._ends[number] - self._counts[number])
-            records[places] = self._read_records(file, self._get_open(file), in_file)
+            places.append(order[first:last])
+            start = self._ends[number] - self._counts[number]
+            parts.append((self._files[number], indices[places[-1]] - start))
+        records = np.empty(len(indices), object)
+        for place, found in zip(places, self._read_parts(parts), strict=True):
+            records[place] = found
         return records
+
+    def _read_parts(
+        self, parts: list[tuple[DataFile, np.ndarray]]
+    ) -> Iterator[list[bytes]]:
+        """Yield the records of each file at some numbers (int64, of shape (n,))."""
+        for file, numbers in parts:
+            yield self._read_records(file, self._get_open(file), numbers)
 
     def fingerprint(self) -> Any:
         # Neither directories nor times: the files may be copies, on another machine.
         files = [
-            (file.path.name, file.size, int(count))
+            (file.name, file.size, int(count))
             for file, count in zip(self._files, self._counts, strict=True)
         ]
         digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
@@ -66,11 +77,11 @@ class RecordFiles(Source, Generic[Opened]):
     def version(self) -> Any:
         return [file.identity() for file in self._files]
 
-    def _count_records(self, files: Sequence[FileVersion]) -> Sequence[int]:
+    def _count_records(self, files: Sequence[DataFile]) -> Sequence[int]:
         """Return the number of records of each file."""
         raise NotImplementedError
 
-    def _open(self, file: FileVersion) -> Opened:
+    def _open(self, file: DataFile) -> Opened:
         """Return what `_read_records` needs.
 
         It is freed, not closed, since another thread may read from it.
@@ -78,7 +89,7 @@ class RecordFiles(Source, Generic[Opened]):
         raise NotImplementedError
 
     def _read_records(
-        self, file: FileVersion, opened: Opened, numbers: np.ndarray
+        self, file: DataFile, opened: Opened, numbers: np.ndarray
     ) -> list[bytes]:
         """Return the records of one file at `numbers` (int64, of shape (n,))."""
         raise NotImplementedError

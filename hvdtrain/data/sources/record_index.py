@@ -6,23 +6,24 @@ each file is scanned once.
 """
 
 import array
-import os
-import pathlib
 import struct
 from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.data.formats import DataError
+from hvdtrain.data.formats import DataError, Path
 from hvdtrain.data.sources import index_cache
-from hvdtrain.data.sources.data_files import FileVersion, reading
+from hvdtrain.data.sources.data_files import DataFile, reading
 from hvdtrain.data.sources.mapped_file import map_file
+from hvdtrain.data.sources.remote_files import RemoteFile
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
 _FRAME_BYTES = HEADER_BYTES + FOOTER_BYTES
 # Bounds the memory of the vectorized check.
 _RECORDS_PER_CHECK = 1 << 16
+# Of a file in a store that is scanned: what a process keeps of it.
+_WINDOW_BYTES = 1 << 25
 _POLYNOMIAL = 0x82F63B78
 _ALL_BITS = np.uint32(0xFFFFFFFF)
 
@@ -34,22 +35,13 @@ class RecordIndex:
         counts: the number of records of each file.
     """
 
-    def __init__(self, files: Sequence[FileVersion]) -> None:
+    def __init__(self, files: Sequence[DataFile]) -> None:
         # Of files whose index cannot be kept in the cache.
-        self._in_memory: dict[FileVersion, np.ndarray] = {}
-        # Each process starts at another file, and leaves those that others scan for
-        # the end.
-        start = os.getpid() % len(files)
-        busy = [
-            file
-            for file in (*files[start:], *files[:start])
-            if not self._prepare(file, blocking=False)
-        ]
-        for file in busy:
-            self._prepare(file, blocking=True)
+        self._in_memory: dict[DataFile, np.ndarray] = {}
+        index_cache.each_by_one_process(files, self._prepare)
         self.counts = [len(self.offsets(file)) - 1 for file in files]
 
-    def offsets(self, file: FileVersion) -> np.ndarray:
+    def offsets(self, file: DataFile) -> np.ndarray:
         """Return where each record starts and, last, the size of the file: int64.
 
         A memory map, unless the cache cannot be written.
@@ -63,28 +55,22 @@ class RecordIndex:
         # The cache may have been emptied meanwhile, or be damaged.
         if offsets is None or (offsets[0], offsets[-1]) != (0, file.size):
             file.check()
-            offsets = self._in_memory[file] = scan(file.path)
+            offsets = self._in_memory[file] = scan(file)
         return offsets
 
-    def _prepare(self, file: FileVersion, *, blocking: bool) -> bool:
-        """Scan a file unless it has an index; return whether it has one now."""
+    def _prepare(self, file: DataFile, blocking: bool) -> None:
+        """Scan a file unless it has an index."""
         name = _name(file)
-        try:
-            offsets = index_cache.cached(
-                name, lambda: scan(file.path), blocking=blocking
-            )
-        except BlockingIOError:
-            return False
+        offsets = index_cache.cached(name, lambda: scan(file), blocking=blocking)
         if index_cache.load(name) is None:
             self._in_memory[file] = offsets
-        return True
 
 
-def _name(file: FileVersion) -> str:
+def _name(file: DataFile) -> str:
     return index_cache.digest("tfrecord", *file.identity())
 
 
-def scan(path: pathlib.Path) -> np.ndarray:
+def scan(file: DataFile) -> np.ndarray:
     """Return where each record of a file starts and, last, the size of the file.
 
     The lengths are checked by their checksums, the data is not read.
@@ -93,22 +79,31 @@ def scan(path: pathlib.Path) -> np.ndarray:
         DataError: the file is empty, truncated, damaged, compressed, or no TFRecord
             file.
     """
-    with reading(path):
-        if not path.stat().st_size:
-            raise DataError(
-                f"Received {path} with 0 bytes; expected records: write it again, or "
-                "leave it out."
-            )
-        content = map_file(path)
-    data, size = content.data, len(content)
+    path, size = file.path, file.size
+    if not size:
+        raise DataError(
+            f"Received {path} with 0 bytes; expected records: write it again, or "
+            "leave it out."
+        )
+    first, content = 0, _content_from(file, 0)
+    magic = content[:2].tobytes()
     # 8 bytes a record; a list would take 40.
     starts = array.array("q")
     read_length = struct.Struct("<Q").unpack_from
     position = 0
     while position <= size - _FRAME_BYTES:
-        starts.append(position)
-        position += read_length(data, position)[0] + _FRAME_BYTES
-    _check_headers(path, content, np.frombuffer(starts, np.int64))
+        if position > first + len(content) - HEADER_BYTES:
+            first, content = position, _content_from(file, position)
+        last = min(size - _FRAME_BYTES, first + len(content) - HEADER_BYTES)
+        data, known = content.data, len(starts)
+        while position <= last:
+            starts.append(position)
+            position += read_length(data, position - first)[0] + _FRAME_BYTES
+        found = np.array(starts[known:], np.int64)
+        if (bad := _find_bad_header(content, found - first)) is not None:
+            raise _other_format(path, magic, int(found[bad]))
+    if not starts:
+        raise _other_format(path, magic, 0)
     if position != size:
         cut = starts[-1] if position > size else position
         raise DataError(
@@ -116,25 +111,35 @@ def scan(path: pathlib.Path) -> np.ndarray:
             f"{cut}; expected a complete file: it is truncated, fetch or write it "
             "again."
         )
+    if isinstance(file, RemoteFile):
+        # It may have been written again since it was found.
+        file.check()
     starts.append(size)
     return np.frombuffer(starts, np.int64)
 
 
-def _check_headers(path: pathlib.Path, content: np.ndarray, starts: np.ndarray) -> None:
-    """Raise `DataError` unless each length has its checksum."""
-    magic = content[:2].tobytes()
+def _content_from(file: DataFile, position: int) -> np.ndarray:
+    """Return bytes of a file from `position` on: uint8; all of a file on a disk."""
+    if isinstance(file, RemoteFile):
+        end = min(file.size, position + _WINDOW_BYTES)
+        return np.frombuffer(file.read(position, end), np.uint8)
+    with reading(file.path):
+        return map_file(file.path)
+
+
+def _find_bad_header(content: np.ndarray, starts: np.ndarray) -> int | None:
+    """Return the first of the records whose length does not have its checksum."""
     for first in range(0, len(starts), _RECORDS_PER_CHECK):
         some = starts[first : first + _RECORDS_PER_CHECK]
         headers = content[some[:, None] + np.arange(HEADER_BYTES)]
         stored = headers[:, 8:].copy().view("<u4")[:, 0]
         [bad] = np.nonzero(stored != _masked_crcs(headers[:, :8]))
         if len(bad):
-            raise _other_format(path, magic, int(some[bad[0]]))
-    if not len(starts):
-        raise _other_format(path, magic, 0)
+            return first + int(bad[0])
+    return None
 
 
-def _other_format(path: pathlib.Path, magic: bytes, position: int) -> DataError:
+def _other_format(path: Path, magic: bytes, position: int) -> DataError:
     is_zlib = magic[:1] == b"\x78" and int.from_bytes(magic) % 31 == 0
     if position == 0 and (magic == b"\x1f\x8b" or is_zlib):
         return DataError(

@@ -38,6 +38,8 @@ class Source:
         is_grouped: whether neighbouring samples are read together. Each rank then reads
             neighbours of a global batch: a contiguous share of it, sorted by `sort`.
         has_order: whether the source overrides `shuffle`.
+        is_remote: whether samples are read from a store, whose latency several reads at
+            a time hide.
     """
 
     parse: TensorFunction | None = None
@@ -45,6 +47,7 @@ class Source:
     locks: Sequence[threading.Lock] = ()
     is_grouped = False
     has_order = False
+    is_remote = False
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -177,6 +180,7 @@ class ZippedSource(Source):
                     "it alone, since its samples have an order of their own."
                 )
         self.locks = all_locks(children)
+        self.is_remote = any(source.is_remote for source in children)
         if any(source.parse for source in children):
             self.parse = self._by_column(source.parse for source in children)
         if any(source.decode for source in children):
@@ -239,6 +243,7 @@ class MappedSource(Source):
         self.locks = source.locks
         self.is_grouped = source.is_grouped
         self.has_order = source.has_order
+        self.is_remote = source.is_remote
 
     def __len__(self) -> int:
         return len(self._source)
