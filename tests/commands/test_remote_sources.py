@@ -12,26 +12,7 @@ PROGRAM = pathlib.Path(__file__).with_name("remote_program.py")
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture
-def bucket(monkeypatch):
-    """The address of a bucket of an S3 that is emulated here."""
-    server = pytest.importorskip("moto.server")
-    s3fs = pytest.importorskip("s3fs")
-    emulator = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    emulator.start()
-    host, port = emulator.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("bucket")
-    yield "s3://bucket"
-    s3fs.S3FileSystem.clear_instance_cache()
-    emulator.stop()
-
-
-def test_weights_are_those_of_a_training_on_local_files(start, bucket, tmp_path):
+def test_weights_are_those_of_a_training_on_local_files(start, s3_bucket, tmp_path):
     import s3fs
     import tensorflow as tf
 
@@ -46,7 +27,7 @@ def test_weights_are_those_of_a_training_on_local_files(start, bucket, tmp_path)
     s3fs.S3FileSystem().put(f"{tmp_path}/part-*", "bucket/")
     # Whose packages for stores are beside the others.
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    for name, files in {"disk": tmp_path, "store": bucket}.items():
+    for name, files in {"disk": tmp_path, "store": s3_bucket}.items():
         (tmp_path / name).mkdir()
         cache = {"HVDTRAIN_CACHE_DIR": str(tmp_path / name), "PYTHONPATH": path}
         program = [sys.executable, str(PROGRAM)]
