@@ -18,8 +18,8 @@ INIT_REPORT = "HVDTRAIN_INIT_REPORT_SECONDS"
 DEADLOCK = "HVDTRAIN_DEADLOCK_SECONDS"
 FILE_CACHE = "HVDTRAIN_FILE_CACHE_GB"
 TERMINATION = "HOROVOD_TERMINATION_SECONDS"
-# Variables with seconds.
-LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK)
+# Variables with numbers.
+LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK, FILE_CACHE)
 
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
@@ -147,22 +147,23 @@ def deadlock_seconds() -> float:
 
 def file_cache_bytes() -> float:
     """Return the size of the copies of files; raise a ValueError for a wrong one."""
-    return 1e9 * _number(FILE_CACHE, 100, unit="GB")
+    return 1e9 * _number(FILE_CACHE, 100)
 
 
-def _number(name: str, default: float, unit: str = "seconds") -> float:
+def _number(name: str, default: float) -> float:
     text = os.environ.get(name, "")
     try:
         number = float(text) if text else default
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
+        unit = "GB" if name == FILE_CACHE else "seconds"
         raise ValueError(f"Received {name}={text}; expected {unit}, 0 or more.")
     return number
 
 
 def check_limits() -> None:
-    """Raise a ValueError for a variable with seconds that has another value."""
+    """Raise a ValueError for a variable with a number that has another value."""
     for name in LIMITS:
         _number(name, 0)
 

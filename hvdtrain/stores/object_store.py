@@ -61,20 +61,17 @@ def reason_of(error: BaseException) -> str:
 def retried(
     call: Callable[[], _Value], *, sleep: Callable[[float], object] = time.sleep
 ) -> _Value:
-    """Return `call()`, which is repeated after errors that may be temporary.
+    """Return `call()`, repeated for some 20 seconds after errors that may be temporary.
 
-    It takes some 20 seconds more at most.
-
-    Raises:
-        Exception: the last error, of any class of the provider's library.
+    The last error is raised, which may have a class of the provider's library.
     """
     for seconds in _RETRY_SECONDS:
         try:
             return call()
-        # The libraries of the providers raise classes of their own.
-        except Exception as error:
-            if isinstance(error, _FINAL):
-                raise
+        except _FINAL:
+            raise
+        except Exception:
+            pass
         sleep(seconds)
     return call()
 

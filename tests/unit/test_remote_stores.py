@@ -109,7 +109,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if name not in ("Connection", "Transfer-Encoding", "Server", "Date"):
                 self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command == "GET":
+            self.wfile.write(content)
 
     def log_message(self, *arguments):
         pass
@@ -147,7 +148,7 @@ def test_temporary_errors_are_repeated(proxy, tmp_path, failures):
 
 @pytest.mark.parametrize(
     ("failure", "text"),
-    [(503, "SlowDown"), (403, "PermissionError"), (0, "Connection")],
+    [(503, "Service Unavailable"), (403, "PermissionError"), (0, "Connection")],
 )
 def test_a_store_that_does_not_respond_is_an_error(proxy, failure, text):
     source = data.TFRecord("s3://bucket/part-*")

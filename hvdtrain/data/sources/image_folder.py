@@ -7,7 +7,7 @@ import operator
 import os
 import pathlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -91,12 +91,17 @@ class ImageFolder(Source):
             raise DataError(f"Received channels={channels}; expected 1, 3 or 4.")
         self.decode = DecodeImage(image_size and _checked(image_size), channels)
         self.is_remote = is_address(directory)
-        folder = _RemoteFolder if self.is_remote else _LocalFolder
-        self._folder = folder(os.fspath(directory))
-        self.class_names = self._folder.list_classes()
+        if self.is_remote:
+            self._filesystem, self._root = open_store(os.fspath(directory))
+            self._directory = self._filesystem.unstrip_protocol(self._root)
+        else:
+            self._directory = self._root = local_path(directory)
+        classes = self._list("", "directory")
+        visible = (name for name in classes if not name.startswith("."))
+        self.class_names = sorted(visible, key=os.fsencode)
         if not self.class_names:
             raise DataError(
-                f"Received {self._folder.path} without directories; expected one "
+                f"Received {self._directory} without directories; expected one "
                 "directory of images for each class."
             )
         # The number of the first image of each class, and the number of images.
@@ -119,9 +124,9 @@ class ImageFolder(Source):
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         contents = np.empty(len(indices), object)
         names = [self._name(index) for index in indices.tolist()]
-        read = self._folder.read(names, self._sizes[indices])
+        read = self._read_files(names, self._sizes[indices].tolist())
         for place, (name, content) in enumerate(zip(names, read, strict=True)):
-            _check_image(content, f"{self._folder.path}/{name}")
+            _check_image(content, f"{self._directory}/{name}")
             contents[place] = content
         return contents, self._labels(indices).astype(np.int32)
 
@@ -140,19 +145,29 @@ class ImageFolder(Source):
 
     def _list_images(self, class_name: str) -> dict[bytes, int]:
         """Return the names of the images of a class, sorted, and their sizes."""
-        found = self._folder.list_files(class_name)
+        sizes = {os.fsencode(n): s for n, s in self._list(class_name, "file").items()}
         names = sorted(
-            name
-            for name in found
-            if name.lower().endswith(_SUFFIXES) and not name.startswith(b".")
+            n for n in sizes if n.lower().endswith(_SUFFIXES) and n[:1] != b"."
         )
         if not names:
             raise DataError(
-                f"Received the class {self._folder.path}/{class_name} without images; "
+                f"Received the class {self._directory}/{class_name} without images; "
                 "expected files with the suffix jpg, jpeg or png: add some, or remove "
                 "the directory."
             )
-        return {name: found[name] for name in names}
+        return {name: sizes[name] for name in names}
+
+    def _list(self, name: str, kind: str) -> dict[str, int]:
+        """Return the names of "file" or "directory", and, in a store, the sizes."""
+        directory = f"{self._root}/{name}".rstrip("/")
+        if self.is_remote:
+            return list_directory(self._filesystem, directory, kind)
+        is_kind = os.DirEntry.is_dir if kind == "directory" else os.DirEntry.is_file
+        with (
+            one_line_errors(f"list {directory}", remedy=_READABLE, raises=DataError),
+            os.scandir(directory) as entries,
+        ):
+            return {entry.name: 0 for entry in entries if is_kind(entry)}
 
     def _name(self, index: int) -> str:
         label = bisect.bisect_right(self._class_starts, index) - 1
@@ -160,74 +175,28 @@ class ImageFolder(Source):
         name = os.fsdecode(self._names[start : self._ends[index]])
         return f"{self.class_names[label]}/{name}"
 
-
-class _LocalFolder:
-    """The classes and the files of a directory on a disk."""
-
-    def __init__(self, directory: str) -> None:
-        self.path = pathlib.Path(local_path(directory))
-
-    def list_classes(self) -> list[str]:
-        return _visible(entry.name for entry in self._scan(".") if entry.is_dir())
-
-    def list_files(self, class_name: str) -> dict[bytes, int]:
-        """Return the names of the files of a class. The sizes are not known: 0."""
-        entries = self._scan(class_name)
-        return {os.fsencode(entry.name): 0 for entry in entries if entry.is_file()}
-
-    def read(self, names: list[str], sizes: np.ndarray) -> Iterator[bytes]:
-        for name in names:
-            path = self.path / name
-            with one_line_errors(
-                f"read {path}",
-                remedy="expected an image that this user may read: fetch it again, or "
-                "change its permissions",
-                raises=DataError,
-            ):
-                yield path.read_bytes()
-
-    def _scan(self, name: str) -> Iterator[os.DirEntry[str]]:
-        directory = self.path / name
-        with (
-            one_line_errors(f"list {directory}", remedy=_READABLE, raises=DataError),
-            os.scandir(directory) as entries,
-        ):
-            yield from entries
-
-
-class _RemoteFolder:
-    """The classes and the files of a directory in a store."""
-
-    def __init__(self, directory: str) -> None:
-        self._filesystem, self._key = open_store(directory)
-        self.path = self._filesystem.unstrip_protocol(self._key)
-
-    def list_classes(self) -> list[str]:
-        return _visible(self._list(self._key, "directory"))
-
-    def list_files(self, class_name: str) -> dict[bytes, int]:
-        found = self._list(f"{self._key}/{class_name}", "file")
-        return {os.fsencode(name): size for name, size in found.items()}
-
-    def read(self, names: list[str], sizes: np.ndarray) -> list[bytes]:
-        files = [
-            RemoteFile(
-                self._filesystem, f"{self.path}/{name}", f"{self._key}/{name}", size, ""
-            )
-            for name, size in zip(names, sizes.tolist(), strict=True)
+    def _read_files(self, names: list[str], sizes: list[int]) -> Iterable[bytes]:
+        paths = [
+            (f"{self._directory}/{name}", f"{self._root}/{name}") for name in names
         ]
-        return read_ranges([(file, 0, file.size) for file in files])
+        if not self.is_remote:
+            return (_read_file(path) for path, _ in paths)
+        return read_ranges(
+            [
+                (RemoteFile(self._filesystem, path, key, size, tag=""), 0, size)
+                for (path, key), size in zip(paths, sizes, strict=True)
+            ]
+        )
 
-    def _list(self, key: str, kind: str) -> dict[str, int]:
-        return {
-            info["name"].rstrip("/").rpartition("/")[2]: int(info["size"] or 0)
-            for info in list_directory(self._filesystem, key)
-            if info["type"] == kind
-        }
 
-
-def _visible(names: Iterable[str]) -> list[str]:
-    return sorted((n for n in names if not n.startswith(".")), key=os.fsencode)
+def _read_file(path: str) -> bytes:
+    with one_line_errors(
+        f"read {path}",
+        remedy="expected an image that this user may read: fetch it again, or change "
+        "its permissions",
+        raises=DataError,
+    ):
+        return pathlib.Path(path).read_bytes()
 
 
 def _checked(image_size: tuple[int, int]) -> tuple[int, int]:

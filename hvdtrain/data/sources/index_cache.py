@@ -78,14 +78,10 @@ def cached(
 def each_by_one_process(
     items: Sequence[_Item], prepare: Callable[[_Item, bool], object]
 ) -> None:
-    """Call `prepare(item, blocking)` for each item, where processes share the work.
+    """Call `prepare(item, blocking)` for each item, of which processes share the work.
 
-    Each process starts at another item, and leaves those that others prepare for the
-    end.
-
-    Args:
-        prepare: raises BlockingIOError if it is not to block while another process
-            prepares the item.
+    Each process starts at another item, and leaves those for the end for which
+    `prepare` raises BlockingIOError: another process prepares them.
     """
     start = os.getpid() % max(1, len(items))
     busy = []

@@ -17,12 +17,8 @@ _WINDOW_BYTES = 1 << 25
 
 
 def copy_all(files: Sequence[RemoteFile]) -> None:
-    """Copy files to the cache, each by one process of a node.
-
-    Raises:
-        DataError: they are larger than the cache, or one cannot be read or written.
-    """
-    limit = _limit_bytes()
+    """Copy files to the cache, each by one process of a node."""
+    limit = environment.file_cache_bytes()
     size = sum(file.size for file in files)
     if size > limit:
         raise DataError(
@@ -40,15 +36,15 @@ def local_copy(file: RemoteFile, blocking: bool = True) -> pathlib.Path:
         BlockingIOError: another process copies it, and `blocking` is False.
         DataError: the file has changed, cannot be read, or cannot be written here.
     """
-    name = index_cache.digest("copy", *file.identity())
-    path = _directory() / name
+    directory = default_cache_dir() / "files"
+    path = directory / index_cache.digest("copy", *file.identity())
     if _touch(path):
         return path
     try:
         with index_cache.locked(path, blocking=blocking):
             # Another process may have copied it before the lock was acquired.
             if not _touch(path):
-                _remove_oldest(_limit_bytes() - file.size)
+                _remove_oldest(directory, environment.file_cache_bytes() - file.size)
                 with atomic_write(path) as partial, open(partial, "wb") as copy:
                     for start in range(0, file.size, _WINDOW_BYTES):
                         end = min(start + _WINDOW_BYTES, file.size)
@@ -65,29 +61,17 @@ def local_copy(file: RemoteFile, blocking: bool = True) -> pathlib.Path:
     return path
 
 
-def _directory() -> pathlib.Path:
-    return default_cache_dir() / "files"
-
-
-def _limit_bytes() -> float:
-    try:
-        return environment.file_cache_bytes()
-    except ValueError as error:
-        raise DataError(str(error)) from None
-
-
 def _touch(path: pathlib.Path) -> bool:
-    """Set the time of the last use of a copy; return whether it exists."""
     with contextlib.suppress(OSError):
         os.utime(path)
     return path.is_file()
 
 
-def _remove_oldest(limit: float) -> None:
+def _remove_oldest(directory: pathlib.Path, limit: float) -> None:
     """Remove the copies that were not used for longest, until the others fit."""
     copies = []
     # Neither locks nor what is being written.
-    for path in _directory().glob("[0-9a-f]*[!k]"):
+    for path in directory.glob("[0-9a-f]*[!k]"):
         # Another process may remove it, too.
         with contextlib.suppress(FileNotFoundError):
             stat = path.stat()

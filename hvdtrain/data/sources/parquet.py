@@ -17,12 +17,7 @@ from hvdtrain.data.index_shuffle import index_shuffle
 from hvdtrain.data.sampler import Sampler, by_epoch
 from hvdtrain.data.sources.arrow_columns import SUPPORTED, ArrowColumns
 from hvdtrain.data.sources.data_files import DataFile, Pattern, find_files
-from hvdtrain.data.sources.parquet_ranges import (
-    END_BYTES,
-    TAIL_BYTES,
-    open_row_group,
-    read_footer,
-)
+from hvdtrain.data.sources.parquet_ranges import RowGroup, read_footer
 from hvdtrain.data.sources.remote_files import RemoteFile, map_concurrently
 from hvdtrain.data.sources.source import Source, TensorFunction, load_library
 from hvdtrain.job.files import one_line_errors
@@ -57,8 +52,8 @@ class Parquet(Source):
     a window of 16. A rank keeps up to `2 * window` decoded row groups in memory, and
     about 80 bytes for each row group of all files.
 
-    Of files in a store, the last 64 KiB are read first, and then ranges with the
-    columns of a row group.
+    Of files in a store, the footers are read first, and then the columns of one row
+    group at a time.
 
     Args:
         files: a path, an address, a pattern such as "train-*.parquet" or
@@ -96,8 +91,6 @@ class Parquet(Source):
         self._arrow = ArrowColumns(_EXTRA)
         self._parquet = load_library("pyarrow.parquet", _EXTRA)
         self._files: list[DataFile] = []
-        # By file in a store, where its footer is, from the end.
-        self._tails: dict[RemoteFile, int] = {}
         # By column, the name of its type.
         self._types: dict[str, str] = {}
         # By row group with rows: its file, its number there, its rows.
@@ -204,7 +197,7 @@ class Parquet(Source):
             metadata = self._metadata(file_number)
             source: Any = file.path
             if isinstance(file, RemoteFile):
-                source = open_row_group(file, metadata, group, self._types)
+                source = RowGroup(file, metadata, group, self._types)
             # What is read before is in memory already.
             with self._parquet.ParquetFile(
                 source, metadata=metadata, pre_buffer=source is file.path
@@ -233,14 +226,9 @@ class Parquet(Source):
         return self._read_footer(self._files[file_number])
 
     def _read_footer(self, file: DataFile) -> Any:
-        source: Any = file.path
         with _reading(file.path):
-            if isinstance(file, RemoteFile):
-                source = read_footer(file, self._tails.get(file, TAIL_BYTES))
-            metadata = self._parquet.read_metadata(source)
-        if isinstance(file, RemoteFile):
-            self._tails[file] = metadata.serialized_size + END_BYTES
-        return metadata
+            source = read_footer(file) if isinstance(file, RemoteFile) else file.path
+            return self._parquet.read_metadata(source)
 
 
 class GroupCache(Generic[Group]):

@@ -1,26 +1,18 @@
 """Files in object stores: found by patterns, read by ranges, checked for changes."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import datetime
 import glob
 import importlib
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hvdtrain.data.formats import DataError, changed
-from hvdtrain.stores.object_store import (
-    StoreError,
-    open_filesystem,
-    reason_of,
-    retried,
-)
+from hvdtrain.stores import object_store
 
-# Ranges so near to each other are one request: about what a store sends in the time
-# of a request of its own.
+# Ranges so near to each other are one request: a request takes longer than to send it.
 GAP_BYTES = 1 << 14
 # A request for more is split into several at a time.
 _PART_BYTES = 1 << 22
@@ -29,10 +21,7 @@ _THREADS = 16
 CHECK_SECONDS = 60.0
 # Keys of fsspec's descriptions of a file whose values change when it is written again,
 # the surest first: of Google's store, of S3, of others.
-_TAGS = (
-    *("generation", "ETag", "etag", "mtime", "last_modified", "LastModified"),
-    *("updated", "modified", "created"),
-)
+_TAGS = ("generation", "ETag", "etag", "mtime", "LastModified", "modified", "created")
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -83,57 +72,40 @@ Range = tuple[RemoteFile, int, int]
 def find_remote_files(address: str) -> list[RemoteFile]:
     """Return the files that an address or a pattern of addresses names, sorted.
 
-    As on a disk, `*` does not match names that begin with a dot.
-
-    Raises:
-        DataError: nothing matches, a directory matches, or the store does not respond.
+    As on a disk, `*` does not match names that begin with a dot. Directories, which
+    stores only list, do not match.
     """
     filesystem, key = open_store(address)
-    infos = []
     # A name may contain the characters of a pattern.
-    if info := _call(filesystem, address, "info", key):
-        infos = [info]
-    elif glob.has_magic(key):
+    info = _call(filesystem, address, "info", key)
+    found = {key: info} if info else {}
+    if not found and glob.has_magic(key):
         found = _call(filesystem, address, "glob", key, detail=True) or {}
-        is_hidden = key.rpartition("/")[2].startswith(".")
-        infos = [
-            found[name]
-            for name in sorted(found)
-            if is_hidden or not name.rpartition("/")[2].startswith(".")
-        ]
-    for info in infos:
-        if info["type"] == "directory":
-            directory = filesystem.unstrip_protocol(info["name"].rstrip("/"))
-            raise DataError(
-                f"Received the directory {directory}; expected files: name them by a "
-                f"pattern such as {directory}/*."
-            )
-    if not infos:
+        if not key.rpartition("/")[2].startswith("."):
+            found = {k: found[k] for k in found if "/." not in k[k.rfind("/") :]}
+    found = {k: info for k, info in found.items() if info["type"] == "file"}
+    if not found:
         raise DataError(
             f"Received {address}, which matches no file; expected the address of a "
             "file or a pattern such as gs://bucket/train-*: check the bucket and the "
             "name."
         )
-    return [_describe(filesystem, info) for info in infos]
+    return [_describe(filesystem, found[name]) for name in sorted(found)]
 
 
 def open_store(address: str) -> tuple[Any, str]:
-    """Apply `open_filesystem`, with `DataError` in place of `StoreError`."""
+    """Apply `object_store.open_filesystem`, and raise `DataError` for its errors."""
     if "://" not in address:
         # pathlib has removed the other slash.
         address = address.replace(":/", "://", 1)
     try:
-        return open_filesystem(address)
-    except StoreError as error:
+        return object_store.open_filesystem(address)
+    except object_store.StoreError as error:
         raise DataError(str(error)) from None
 
 
-def list_directory(filesystem: Any, key: str) -> list[dict[str, Any]]:
-    """Return what a directory of a store contains, as fsspec describes it.
-
-    Raises:
-        DataError: there is no such directory, or the store does not respond.
-    """
+def list_directory(filesystem: Any, key: str, kind: str) -> dict[str, int]:
+    """Return the names of "file" or "directory" in a directory, and their sizes."""
     address = filesystem.unstrip_protocol(key)
     infos = _call(filesystem, address, "ls", key, detail=True)
     if infos is None:
@@ -142,16 +114,15 @@ def list_directory(filesystem: Any, key: str) -> list[dict[str, Any]]:
             "the bucket and the name."
         )
     # Some stores list the marker of an empty directory in it.
-    return [info for info in infos if info["name"].rstrip("/") != key.rstrip("/")]
+    names = {info["name"].rstrip("/"): info for info in infos if info["type"] == kind}
+    names.pop(key.rstrip("/"), None)
+    return {n.rpartition("/")[2]: int(i["size"] or 0) for n, i in names.items()}
 
 
 def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
     """Return the bytes of ranges of any files, read by concurrent requests.
 
     Ranges of a file with up to `GAP_BYTES` between them are one request.
-
-    Raises:
-        DataError: a file has changed, cannot be read, or the store does not respond.
     """
     merge = importlib.import_module("fsspec.utils").merge_offset_ranges
     files = {file.path: file for file, _, _ in ranges}
@@ -178,63 +149,45 @@ def read_ranges(ranges: Sequence[Range]) -> list[bytes]:
 
 def _fetch(ranges: Sequence[Range]) -> list[bytes]:
     """Return the bytes of ranges, each by a request of its own, all at a time."""
-    found: list[Any] = [None if end > start else b"" for _, start, end in ranges]
-    filesystems = {id(file.filesystem): file.filesystem for file, _, _ in ranges}
-    for filesystem in filesystems.values():
+    found: list[Any] = [b""] * len(ranges)
+    missing = [number for number, (_, start, end) in enumerate(ranges) if end > start]
 
-        def read_missing(filesystem: Any = filesystem) -> None:
-            missing = [
-                number
-                for number, (file, _, _) in enumerate(ranges)
-                if file.filesystem is filesystem
-                and not isinstance(found[number], bytes)
-            ]
-            some = [ranges[number] for number in missing]
-            results = filesystem.cat_ranges(
-                [file.key for file, _, _ in some],
-                [start for _, start, _ in some],
-                [end for _, _, end in some],
-                on_error="return",
+    def read_missing() -> None:
+        nonlocal missing
+        # Files of one source may be in several stores.
+        for _, numbers in itertools.groupby(
+            missing, lambda number: id(ranges[number][0].filesystem)
+        ):
+            some = list(numbers)
+            files, starts, ends = zip(*(ranges[number] for number in some), strict=True)
+            keys = [file.key for file in files]
+            results = files[0].filesystem.cat_ranges(
+                keys, list(starts), list(ends), on_error="return"
             )
-            for number, result in zip(missing, results, strict=True):
+            for number, result in zip(some, results, strict=True):
                 found[number] = result
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
+        missing = [number for number in missing if not isinstance(found[number], bytes)]
+        if missing:
+            raise found[missing[0]]
 
-        # An error is in the results, with its file.
-        with contextlib.suppress(Exception):
-            retried(read_missing)
-    for (file, start, end), result in zip(ranges, found, strict=True):
-        if isinstance(result, FileNotFoundError):
-            raise changed(file.path)
-        if not isinstance(result, bytes):
-            # A shorter file answers with an error of the provider's library.
-            file.check()
-            raise _unreadable(file.path, result)
-        if len(result) != end - start:
+    try:
+        object_store.retried(read_missing)
+    except Exception as error:
+        file = ranges[missing[0]][0]
+        # The store's error for a file that is shorter now does not say so.
+        file.check()
+        raise _unreadable(file.path, error) from None
+    for (file, start, end), content in zip(ranges, found, strict=True):
+        if len(content) != end - start:
             raise changed(file.path)
     return found
 
 
 def check_again(
-    files: Iterable[RemoteFile],
-    checked: dict[RemoteFile, float],
-    *,
-    clock: Callable[[], float] = time.monotonic,
+    files: Iterable[RemoteFile], checked: dict[RemoteFile, float], *, now: float
 ) -> None:
-    """Check the files whose version was not compared for `CHECK_SECONDS`.
-
-    Args:
-        checked: by file, the time of its last check, or of the first call with it;
-            changed in place.
-
-    Raises:
-        DataError: a file has changed.
-    """
-    now = clock()
-    ages = {file: now - checked.setdefault(file, now) for file in files}
-    due = [file for file, seconds in ages.items() if seconds > CHECK_SECONDS]
+    """Check the files that were not checked for `CHECK_SECONDS`, by `checked`."""
+    due = [f for f in files if now - checked.setdefault(f, now) > CHECK_SECONDS]
     # First, so that other threads do not check them as well.
     checked.update(dict.fromkeys(due, now))
     for _ in map_concurrently(RemoteFile.check, due):
@@ -270,7 +223,7 @@ def _call(filesystem: Any, address: str, method: str, *args: Any, **kwargs: Any)
             filesystem.invalidate_cache()
 
     try:
-        return retried(call)
+        return object_store.retried(call)
     except FileNotFoundError:
         return None
     except Exception as error:
@@ -278,7 +231,8 @@ def _call(filesystem: Any, address: str, method: str, *args: Any, **kwargs: Any)
 
 
 def _unreadable(address: str, error: BaseException) -> DataError:
+    reason = object_store.reason_of(error)
     return DataError(
-        f"Cannot read {address}: {reason_of(error)}; expected a store that responds, "
-        "and credentials that may read it."
+        f"Cannot read {address}: {reason}; expected a store that responds, and "
+        "credentials that may read it."
     )

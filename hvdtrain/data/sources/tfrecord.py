@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -33,18 +34,14 @@ _Check = Callable[[int, int, int, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
-class _OpenFile:
-    """A TFRecord file, and the offsets of its records (int64).
+class _MappedFile:
+    """A TFRecord file in memory (uint8), and the offsets of its records (int64)."""
 
-    Attributes:
-        content: the file in memory (uint8); None for one in a store.
-    """
-
-    content: np.ndarray | None
+    content: np.ndarray
     offsets: np.ndarray
 
 
-class TFRecord(RecordFiles[_OpenFile]):
+class TFRecord(RecordFiles[_MappedFile]):
     """The records of TFRecord files, uncompressed.
 
     Each file is scanned once, by one process of a node. The offsets of its records stay
@@ -83,18 +80,17 @@ class TFRecord(RecordFiles[_OpenFile]):
     def _read_parts(
         self, parts: list[tuple[DataFile, np.ndarray]]
     ) -> Iterator[list[bytes]]:
-        if not self.is_remote:
-            yield from super()._read_parts(parts)
-            return
         # The ranges of all files at a time.
         ranges: list[Range] = []
         for file, numbers in parts:
             if isinstance(file, RemoteFile):
-                offsets = self._get_open(file).offsets
-                bounds = offsets[numbers].tolist(), offsets[numbers + 1].tolist()
-                ranges += [(file, *bound) for bound in zip(*bounds, strict=True)]
-        check_again({file for file, _, _ in ranges}, self._checked)
-        contents = iter(read_ranges(ranges))
+                offsets = self._index.offsets(file)
+                bounds = np.stack([offsets[numbers], offsets[numbers + 1]], axis=1)
+                ranges += [(file, *bound) for bound in bounds.tolist()]
+        check_again(
+            {file for file, _, _ in ranges}, self._checked, now=time.monotonic()
+        )
+        contents = iter(read_ranges(ranges) if ranges else ())
         for file, numbers in parts:
             if isinstance(file, RemoteFile):
                 records = list(itertools.islice(contents, len(numbers)))
@@ -104,21 +100,18 @@ class TFRecord(RecordFiles[_OpenFile]):
             else:
                 yield self._read_records(file, self._get_open(file), numbers)
 
-    def _open(self, file: DataFile) -> _OpenFile:
-        if isinstance(file, RemoteFile):
-            return _OpenFile(None, self._index.offsets(file))
+    def _open(self, file: DataFile) -> _MappedFile:
         file.check()
         with reading(file.path):
             content = map_file(file.path)
-        return _OpenFile(content, self._index.offsets(file))
+        return _MappedFile(content, self._index.offsets(file))
 
     def _read_records(
-        self, file: DataFile, opened: _OpenFile, numbers: np.ndarray
+        self, file: DataFile, opened: _MappedFile, numbers: np.ndarray
     ) -> list[bytes]:
         # To read beyond the end of a file that was truncated would end the process.
         if _size(file.path) != file.size:
             raise changed(file.path)
-        assert opened.content is not None
         starts, ends = opened.offsets[numbers], opened.offsets[numbers + 1]
         return _cut(file, opened.content, starts, ends)
 
