@@ -4,7 +4,9 @@ import collections
 import functools
 import itertools
 import math
+import os
 import re
+import threading
 import time
 
 import dealing
@@ -13,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import data, native
+from hvdtrain.data import batching
 from hvdtrain.data import index_shuffle as shuffling
 from hvdtrain.data.index_shuffle import index_shuffle
 from hvdtrain.data.sources.source import as_source
@@ -475,3 +478,31 @@ def test_a_source_with_an_order_of_its_own_stands_alone(ordered):
         mixture = data.map_samples(mixture, lambda sample: sample)
     with pytest.raises(data.DataError, match="since its samples have an order"):
         as_source((mixture, np.arange(2 * SAMPLES)))
+
+
+class Together(data.Source):
+    """Numbers, of which a call returns when `calls` calls read at the same time."""
+
+    def __init__(self, calls):
+        self._barrier = threading.Barrier(calls, timeout=20)
+
+    def __len__(self):
+        return SAMPLES
+
+    def read(self, indices):
+        # One sample is read first, for its type.
+        if len(indices) > 1:
+            self._barrier.wait()
+        return indices
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_as_many_blocks_are_read_at_a_time_on_few_cores(is_remote, monkeypatch):
+    monkeypatch.setattr(batching, "_MAX_BLOCK_STEPS", 1)
+    workers = None if is_remote else len(os.sched_getaffinity(0)) + 2
+    calls = workers or max(8, len(os.sched_getaffinity(0)))
+    source = Together(calls)
+    source.is_remote = is_remote
+    sampler = data.Sampler(num_samples=SAMPLES, global_batch_size=4, seed=1)
+    batches = data.batches(source, sampler, 0, 2 * calls, workers=workers)
+    assert len(list(batches)) == 2 * calls

@@ -95,7 +95,7 @@ class ImageFolder(Source):
             self._filesystem, self._root = open_store(os.fspath(directory))
             self._directory = self._filesystem.unstrip_protocol(self._root)
         else:
-            self._directory = self._root = local_path(directory)
+            self._directory = self._root = str(pathlib.Path(local_path(directory)))
         classes = self._list("", "directory")
         visible = (name for name in classes if not name.startswith("."))
         self.class_names = sorted(visible, key=os.fsencode)
@@ -159,7 +159,7 @@ class ImageFolder(Source):
 
     def _list(self, name: str, kind: str) -> dict[str, int]:
         """Return the names of "file" or "directory", and, in a store, the sizes."""
-        directory = f"{self._root}/{name}".rstrip("/")
+        directory = os.path.join(self._root, name) if name else self._root
         if self.is_remote:
             return list_directory(self._filesystem, directory, kind)
         is_kind = os.DirEntry.is_dir if kind == "directory" else os.DirEntry.is_file
@@ -176,17 +176,13 @@ class ImageFolder(Source):
         return f"{self.class_names[label]}/{name}"
 
     def _read_files(self, names: list[str], sizes: list[int]) -> Iterable[bytes]:
-        paths = [
-            (f"{self._directory}/{name}", f"{self._root}/{name}") for name in names
-        ]
         if not self.is_remote:
-            return (_read_file(path) for path, _ in paths)
-        return read_ranges(
-            [
-                (RemoteFile(self._filesystem, path, key, size, tag=""), 0, size)
-                for (path, key), size in zip(paths, sizes, strict=True)
-            ]
-        )
+            return (_read_file(f"{self._directory}/{name}") for name in names)
+        ranges = []
+        for name, size in zip(names, sizes, strict=True):
+            path, key = f"{self._directory}/{name}", f"{self._root}/{name}"
+            ranges.append((RemoteFile(self._filesystem, path, key, size, ""), 0, size))
+        return read_ranges(ranges)
 
 
 def _read_file(path: str) -> bytes:
