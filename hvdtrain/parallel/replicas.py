@@ -22,7 +22,8 @@ def make_mesh(shape: MeshShape) -> Mesh | None:
 
 def get_mesh(model: keras.Model) -> Mesh | None:
     """Return the mesh of a model that is compiled with a distributed optimizer."""
-    hook = get_hook(model.optimizer)
+    # A model that was never compiled has no such attribute.
+    hook = get_hook(getattr(model, "optimizer", None))
     return hook.mesh if hook else None
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from hvdtrain.training.fit_source import fit
     from hvdtrain.training.observers import make_observers
+    from hvdtrain.training.prediction import Predictions, predict
     from hvdtrain.training.run_directory import position
     from hvdtrain.training.specs import (
         EvalSpec,
@@ -42,6 +43,7 @@ _MODULES = {
     "train_and_evaluate": "train",
     "make_observers": "observers",
     "fit": "fit_source",
+    **dict.fromkeys(("Predictions", "predict"), "prediction"),
     **dict.fromkeys(
         ("EvalSpec", "Plan", "Position", "Result", "RunConfig", "TrainSpec"), "specs"
     ),

@@ -132,8 +132,8 @@ def as_samples(data: Any) -> Source:
     return as_source(data)
 
 
-def check_source(source: Source, world: World) -> None:
-    """Raise an error unless one sample is the same on all ranks. A collective.
+def check_source(source: Source, world: World) -> str:
+    """Return the digest of a sample, which is the same on all ranks. A collective.
 
     A source that the ranks have sharded already, as scripts of Horovod do, differs in
     it: each rank would read a part of its shard.
@@ -148,3 +148,4 @@ def check_source(source: Source, world: World) -> None:
                 "expected the same source, of all samples, on all ranks, which is "
                 "sharded later. With check_input=False samples of fit may be random."
             )
+    return found
