@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -100,7 +100,7 @@ def predict(
         step = _make_step(model, read(samples).element_spec)
         first = next(iter(read(samples)))
     check_same(world, {"out": str(out), **made_from})
-    with _failing(model, world):
+    with fail_together(world):
         outputs = step(first)
         columns = as_columns(outputs, first)
     made_from |= {
@@ -111,7 +111,6 @@ def predict(
     with fail_together(world):
         replicas = Replicas.of(world, _check_mesh(model, mesh or get_mesh(model)))
         size = _choose_size(samples_per_part, len(samples), columns)
-        # Batches end where parts end.
         steps = -(-size // local_batch_size)
         size = steps * local_batch_size
         files = None if out is None else PredictionFiles(out, len(samples), size)
@@ -121,8 +120,9 @@ def predict(
     own = list(missing)[replicas.index :: replicas.size]
     batches = read(_Share(samples, own, size)) if own else ()
     parts = _predict_parts(step, batches, own, steps, expected=describe(columns))
+    repeat = (lambda: step(first)) if is_split_over_ranks(model.weights) else None
     found: dict[int, Columns] = {}
-    for complete in _take_together(parts, lambda: step(first), model, world):
+    for complete in _take_together(parts, repeat, world):
         with fail_together(world):
             if files and world.rank == replicas.ranks(replicas.index)[0]:
                 for number, part in complete.items():
@@ -138,25 +138,15 @@ def predict(
 
 
 def _make_step(model: keras.Model, spec: Any) -> Callable[[Any], Any]:
-    """Return Keras' step of a prediction: one graph for batches of any size."""
+    """Return Keras' step, without AutoGraph as there: one graph for all sizes."""
     if model.run_eagerly:
         return model.predict_step
     return tf.function(
         model.predict_step,
         input_signature=[spec],
-        # As in Keras.
         autograph=False,
         jit_compile=model.jit_compile and not is_split_over_ranks(model.weights),
     )
-
-
-def _failing(model: keras.Model, world: World) -> AbstractContextManager[None]:
-    """Make a failure of a prediction one of all ranks.
-
-    Where ranks predict together, the others block in a collective of the model: the
-    failure ends this rank, and thereby the job.
-    """
-    return nullcontext() if is_split_over_ranks(model.weights) else fail_together(world)
 
 
 def _choose_size(size: int | None, samples: int, columns: Columns) -> int:
@@ -180,8 +170,8 @@ class _Share(Source):
         self._size = size
 
     def __len__(self) -> int:
-        last = min(self._size, len(self._source) - self._starts[-1])
-        return (len(self._starts) - 1) * self._size + int(last)
+        ends = np.minimum(self._starts + self._size, len(self._source))
+        return int(np.sum(ends - self._starts))
 
     def read(self, indices: np.ndarray) -> Any:
         parts, offsets = np.divmod(indices, self._size)
@@ -222,24 +212,24 @@ def _concatenate(batches: Sequence[Columns]) -> Columns:
 
 def _take_together(
     parts: Iterator[dict[int, Columns]],
-    repeat: Callable[[], object],
-    model: keras.Model,
+    repeat: Callable[[], object] | None,
     world: World,
 ) -> Iterator[dict[int, Columns]]:
     """Yield the parts of about a second, until those of all ranks are complete.
 
-    A collective: all ranks take equal steps. One without parts calls `repeat` if the
-    others need it in the collectives of the model.
+    A collective: all ranks take equal steps. If they predict together, a rank without
+    parts calls `repeat`. A failure then ends this rank, and thereby the job: the others
+    block in a collective of the model.
     """
     done_ranks, pause = 0, 1
     while done_ranks < world.size:
         begin = time.monotonic()
         complete: dict[int, Columns] = {}
-        with _failing(model, world):
+        with nullcontext() if repeat else fail_together(world):
             for _ in range(pause):
                 if (part := next(parts, None)) is not None:
                     complete |= part
-                elif is_split_over_ranks(model.weights):
+                elif repeat:
                     repeat()
         yield complete
         # A chief without batches cannot measure their time.

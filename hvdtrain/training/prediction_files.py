@@ -1,7 +1,8 @@
 """The files of predictions, each complete or absent, and what they were made from.
 
 Of `out="scores-*.parquet"` they are scores-00000-of-00012.parquet and so on, and
-scores.json, which has the source, the weights and the sizes.
+_scores.json, which has the source, the weights and the sizes. Readers of directories,
+such as Arrow and Spark, leave out names that begin with an underscore.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ class PredictionFiles:
         self._size = size
         self._parts = [f"{prefix}{n:05}-of-{count:05}{rest}" for n in range(count)]
         stem = f"{prefix}{rest.removesuffix(self._suffix)}".strip("-_.")
-        self._manifest = f"{stem or 'predictions'}.json"
+        self._manifest = f"_{stem or 'predictions'}.json"
         self._store = ObjectStore(directory) if files.is_address(directory) else None
         self._place = directory if self._store else files.local_path(directory or ".")
         self.paths = tuple(os.path.join(self._place, name) for name in self._parts)
@@ -75,7 +76,7 @@ class PredictionFiles:
         first = number * self._size
         numbers = np.arange(first, first + len(next(iter(outputs.values()))))
         columns = {NUMBER: numbers, **outputs}
-        write, *_ = FORMATS[self._suffix]
+        write, _ = FORMATS[self._suffix]
         self._write(self._parts[number], lambda path: write(path, columns))
 
     def _prepare(self, manifest: str) -> None:

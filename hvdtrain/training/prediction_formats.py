@@ -89,23 +89,21 @@ def _write_tfrecord(path: pathlib.Path, columns: Columns) -> None:
             file.write(example.SerializePartialToString(deterministic=True))
 
 
-# By suffix: the function, the kinds of dtypes of NumPy, and dtypes that are left out.
-FORMATS: Mapping[str, tuple[Writer, str, tuple[str, ...]]] = {
-    ".parquet": (_write_parquet, "biufO", ()),
-    ".npy": (_write_npy, "biufc", ()),
-    # A feature has floats of 32 bits, and signed integers of 64.
-    ".tfrecord": (_write_tfrecord, "biufO", ("float64", "uint64")),
+# By suffix: the function, and the characters of NumPy's dtypes that it can write. A
+# feature of an Example has floats of 32 bits, and signed integers of 64.
+FORMATS: Mapping[str, tuple[Writer, str]] = {
+    ".parquet": (_write_parquet, "?bhilqBHILQefdO"),
+    ".npy": (_write_npy, "?bhilqBHILQefdFD"),
+    ".tfrecord": (_write_tfrecord, "?bhilqBHIefO"),
 }
 
 
 def check(suffix: str, columns: Columns) -> None:
     """Raise `JobError` unless files of this suffix can hold the outputs."""
-    _, kinds, without = FORMATS[suffix]
     if suffix == ".parquet":
         load_library("pyarrow.parquet", "parquet")
     for name, column in columns.items():
-        is_held = column.dtype.kind in kinds and column.dtype.name not in without
-        if not is_held or 0 in column.shape:
+        if column.dtype.char not in FORMATS[suffix][1] or 0 in column.shape:
             raise JobError(
                 f"Received the output {name}, {describe(columns)[name]}, for {suffix} "
                 "files; expected values of a dtype that they hold: cast it, or choose "

@@ -6,6 +6,7 @@ import socket
 import sys
 
 import keras
+import numpy as np
 import pytest
 
 from hvdtrain import data
@@ -94,6 +95,16 @@ def test_the_script_of_your_own(run, tmp_path, monkeypatch):
     text = python("from_files.py --epochs=6 --model_dir=files", "alone")
     assert "continues      at step 117 from files/checkpoints/step-" in text
     assert "which 2 ranks wrote" in text
+    # The page about predictions takes the model of this one.
+    page = ROOT.joinpath("docs/predicting.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    (tmp_path / "predict.py").write_text(script)
+    count = len(digits.x_test)
+    text = python("predict.py --out=scores/digits-*.npy", "mpirun")
+    assert re.search(rf"^{count} samples in \d+ files$", text, re.M)
+    paths = sorted(tmp_path.glob("scores/digits-*.npy"))
+    found = np.concatenate([np.load(path) for path in paths]).argmax(axis=1)
+    assert f"{np.mean(found == digits.y_test):.4f}" == accuracy
 
 
 def changed(text, diff):

@@ -48,20 +48,20 @@ def contents(directory):
 
 
 class Failing(Source):
-    """Fails at a sample, as a killed job leaves the others unread."""
+    """Has ten times the samples, and fails at one of them."""
 
     def __init__(self, at=None, on_rank=None):
         self.at = at if on_rank in (None, RANK) else None
         self.read_numbers = []
 
     def __len__(self):
-        return SAMPLES
+        return 10 * SAMPLES
 
     def read(self, indices):
         self.read_numbers += indices.tolist()
         if self.at in indices:
             raise RuntimeError("no such sample")
-        return X[indices]
+        return np.stack([X[number % SAMPLES] for number in indices])
 
 
 @pytest.mark.ranks
@@ -102,23 +102,26 @@ def test_arrays_are_those_of_keras():
 
 @pytest.mark.ranks
 def test_a_job_that_failed_predicts_what_is_missing(directory):
-    model, out = make_model(), f"{directory}/scores-*.npy"
+    model, out, parts = make_model(), f"{directory}/scores-*.npy", 67
+    # In the last part of rank 0.
+    failing = Failing((parts - 1) // SIZE * SIZE * 8, on_rank=0)
     with pytest.raises(JobError, match="no such sample"):
-        training.predict(model, Failing(50, on_rank=0), out=out, world=WORLD, **OPTIONS)
+        training.predict(model, failing, out=out, world=WORLD, **OPTIONS)
     before = {path: path.stat().st_mtime_ns for path in directory.glob("*.npy")}
-    assert 0 < len(before) < 7
+    assert 0 < len(before) < parts
     assert not list(directory.glob(".partial*"))
     source = Failing()
-    training.predict(model, source, out=out, world=WORLD, **OPTIONS)
-    assert before.items() <= {p: p.stat().st_mtime_ns for p in before}.items()
-    found = np.concatenate([np.load(p) for p in sorted(directory.glob("*.npy"))])
-    np.testing.assert_allclose(found["score"], model.predict(X, verbose=0)["score"])
-    # The first batch, and samples that are checked, are read again.
-    read = {n for numbers in hvd.allgather_object(source.read_numbers) for n in numbers}
-    kept = {int(path.name[7:12]) for path in before}
-    for part in kept - {0}:
-        start, stop = (SAMPLES * number // 7 for number in (part, part + 1))
-        assert len(read & {*range(start, stop)}) <= 1
+    result = training.predict(model, source, out=out, world=WORLD, **OPTIONS)
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    found = np.concatenate([np.load(path) for path in result.paths])
+    expected = training.predict(model, Failing(), world=WORLD, **OPTIONS)
+    np.testing.assert_array_equal(found["score"], expected["score"])
+    # Of parts that were kept, only one sample is read again, to compare the sources.
+    read = hvd.allgather_object({*source.read_numbers}, name="read")
+    kept = [int(path.name[7:12]) for path in before]
+    for part in {*kept} - {0}:
+        again = {*range(8 * part, 8 * part + 8)} & set().union(*read)
+        assert again <= {10 * SAMPLES // 2}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_ranks_that_differ_are_refused(directory, what, message):
 
 def test_a_directory_of_each_rank_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(JobError, match=r"scores\.json .*which all ranks share"):
+    with pytest.raises(JobError, match=r"_scores\.json .*which all ranks share"):
         training.predict(make_model(), X, out="scores-*.npy", world=WORLD, **OPTIONS)
 
 

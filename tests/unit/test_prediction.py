@@ -171,10 +171,10 @@ def test_a_complete_job_predicts_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": X + 1}, r"scores\.json of other samples"),
-        ({"x": X[:20]}, r"scores\.json of other source"),
-        ({"samples_per_part": 12}, r"scores\.json of other samples_per_part"),
-        ({"function": lambda x: x[:, 0]}, r"scores\.json of other weights, outputs"),
+        ({"x": X + 1}, r"_scores\.json of other samples"),
+        ({"x": X[:20]}, r"_scores\.json of other source"),
+        ({"samples_per_part": 12}, r"_scores\.json of other samples_per_part"),
+        ({"function": lambda x: x[:, 0]}, r"_scores\.json of other weights, outputs"),
     ],
 )
 def test_files_of_other_predictions_are_refused(tmp_path, change, message):
@@ -188,17 +188,17 @@ def test_files_of_other_weights_are_refused(tmp_path):
     model, out = make_model(), tmp_path / "scores-*.npy"
     training.predict(model, X, out=out, **OPTIONS)
     model.weights[-1].assign(model.weights[-1] + 1e-6)
-    with pytest.raises(JobError, match=r"scores\.json of other weights;"):
+    with pytest.raises(JobError, match=r"_scores\.json of other weights;"):
         training.predict(model, X, out=out, **OPTIONS)
 
 
 def test_files_without_their_description_are_refused(tmp_path):
     predict(tmp_path / "scores-*.npy")
-    (tmp_path / "scores.json").unlink()
-    with pytest.raises(JobError, match=r"scores-00000-of-00003\.npy without scores"):
+    (tmp_path / "_scores.json").unlink()
+    with pytest.raises(JobError, match=r"scores-00000-of-00003\.npy without _scores"):
         predict(tmp_path / "scores-*.npy")
-    (tmp_path / "scores.json").write_text("[")
-    with pytest.raises(JobError, match=r"^Cannot use scores\.json in .*[^\n]*$"):
+    (tmp_path / "_scores.json").write_text("[")
+    with pytest.raises(JobError, match=r"^Cannot use _scores\.json in .*[^\n]*$"):
         predict(tmp_path / "scores-*.npy")
 
 
@@ -208,7 +208,7 @@ def test_files_without_their_description_are_refused(tmp_path):
         ("scores.parquet", r"expected one \* in the name"),
         ("*/scores-*.parquet", r"expected one \* in the name"),
         ("scores-*.csv", r"a suffix of \.parquet, \.npy, \.tfrecord"),
-        ("file/scores-*.npy", r"^Cannot use scores\.json in .*/file: .*"),
+        ("file/scores-*.npy", r"^Cannot use _scores\.json in .*/file: .*"),
     ],
 )
 def test_an_out_that_cannot_be_used_is_refused(tmp_path, out, message):
@@ -269,5 +269,5 @@ def test_a_store(tmp_path):
     predict("memory://predictions/run/scores-*.npy")
     assert memory.cat_file("/predictions/run/scores-00000-of-00003.npy") == b"kept"
     assert memory.exists("/predictions/run/scores-00001-of-00003.npy")
-    outputs = json.loads(memory.cat_file("/predictions/run/scores.json"))["outputs"]
+    outputs = json.loads(memory.cat_file("/predictions/run/_scores.json"))["outputs"]
     assert outputs["pair_1"] == "float32[2, 4]"
