@@ -37,12 +37,7 @@ _MIN_PARTS, _MAX_PART_SAMPLES, _MAX_PART_BYTES = 64, 1 << 16, 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """Files of predictions.
-
-    Attributes:
-        paths: of all parts, in the order of the source.
-        samples: number of samples, of all parts.
-    """
+    """Paths or addresses of all files, in the order of the source, and its length."""
 
     paths: tuple[str, ...]
     samples: int
@@ -113,22 +108,23 @@ def predict(
         size = _choose_size(samples_per_part, len(samples), columns)
         steps = -(-size // local_batch_size)
         size = steps * local_batch_size
-        files = None if out is None else PredictionFiles(out, len(samples), size)
+        files = (
+            None if out is None else PredictionFiles(out, len(samples), size, columns)
+        )
     missing: Iterable[int] = range(-(-len(samples) // size))
     if files:
-        missing = files.prepare(columns, made_from, world)
+        missing = files.prepare(made_from, world)
     own = list(missing)[replicas.index :: replicas.size]
     batches = read(_Share(samples, own, size)) if own else ()
     parts = _predict_parts(step, batches, own, steps, expected=describe(columns))
     repeat = (lambda: step(first)) if is_split_over_ranks(model.weights) else None
     found: dict[int, Columns] = {}
+    keep = files.write if files else found.__setitem__
+    is_kept = world.rank == replicas.ranks(replicas.index)[0]
     for complete in _take_together(parts, repeat, world):
         with fail_together(world):
-            if files and world.rank == replicas.ranks(replicas.index)[0]:
-                for number, part in complete.items():
-                    files.write(number, part)
-            elif not files:
-                found |= complete
+            for number, part in complete.items() if is_kept else ():
+                keep(number, part)
     if files:
         return Predictions(files.paths, len(samples))
     for of_rank in gather(world, found):
@@ -253,10 +249,10 @@ def _check_mesh(model: keras.Model, mesh: parallel.Mesh | None) -> parallel.Mesh
 
 
 def _digest_weights(model: keras.Model, world: World) -> str:
-    """Return a digest of the weights of all ranks. A collective.
+    """Return a digest of the weights, of which replicated ones are equal. A collective.
 
     Raises:
-        SharedJobError: on all ranks, if weights that are not sharded differ.
+        SharedJobError: on all ranks, if they are not.
     """
     digests: tuple[list[int], list[int]] = [], []
     for weight in model.weights:

@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ class PredictionFiles:
     """The files that `out` names, such as "scores-*.parquet", one for each part.
 
     Raises:
-        JobError: `out` has no `*` or an unknown suffix, or a store cannot be opened.
+        JobError: `out` cannot be used, or its format cannot hold the outputs.
     """
 
-    def __init__(self, out: str | os.PathLike[str], samples: int, size: int) -> None:
+    def __init__(
+        self, out: str | os.PathLike[str], samples: int, size: int, outputs: Columns
+    ) -> None:
         count = -(-samples // size)
         directory, name = os.path.split(os.fspath(out))
         prefix, _, rest = name.partition("*")
@@ -39,6 +41,7 @@ class PredictionFiles:
                 f"Received out={os.fspath(out)}; expected one * in the name of the "
                 f"file, as in scores-*.parquet, and a suffix of {', '.join(FORMATS)}."
             )
+        check(self._suffix, outputs)
         self._size = size
         self._parts = [f"{prefix}{n:05}-of-{count:05}{rest}" for n in range(count)]
         stem = f"{prefix}{rest.removesuffix(self._suffix)}".strip("-_.")
@@ -47,18 +50,14 @@ class PredictionFiles:
         self._place = directory if self._store else files.local_path(directory or ".")
         self.paths = tuple(os.path.join(self._place, name) for name in self._parts)
 
-    def prepare(
-        self, outputs: Columns, made_from: Mapping[str, Any], world: World
-    ) -> list[int]:
+    def prepare(self, made_from: Mapping[str, Any], world: World) -> list[int]:
         """Return the numbers of the parts that are missing. A collective.
 
         Raises:
-            SharedJobError: on all ranks, if one cannot use the directory, the files
-                cannot hold the outputs, or those of other predictions are there.
+            SharedJobError: on all ranks, if one cannot use the directory, or files of
+                other predictions are there.
         """
         manifest = json.dumps(made_from, indent=2)
-        with fail_together(world):
-            check(self._suffix, outputs)
         on_chief(world, lambda: self._prepare(manifest))
         with fail_together(world), self._using(self._manifest):
             if self._read() != manifest:
@@ -99,8 +98,8 @@ class PredictionFiles:
         if self._manifest not in names:
             self._write(self._manifest, lambda path: path.write_text(manifest))
 
-    def _names(self) -> Collection[str]:
-        return self._store.sizes() if self._store else os.listdir(self._place)
+    def _names(self) -> set[str]:
+        return {*(self._store.sizes() if self._store else os.listdir(self._place))}
 
     def _read(self) -> str:
         if self._store:
@@ -119,7 +118,7 @@ class PredictionFiles:
         return files.one_line_errors(
             f"use {name} in {self._place}",
             # Those of pyarrow, json and TensorFlow among them.
-            errors=(OSError, ValueError, tf.errors.OpError),
+            errors=(OSError, ValueError, AttributeError, tf.errors.OpError),
             remedy="expected a directory with free space, which all ranks share and "
             "this user can write to: choose another out",
         )

@@ -1,5 +1,7 @@
 """`training.predict` on all ranks writes the bytes that one process writes."""
 
+import errno
+import os
 import pathlib
 import tempfile
 
@@ -192,14 +194,23 @@ def test_ranks_of_a_replica_predict_together(directory):
     mesh.remove()
 
 
-def test_a_file_that_cannot_be_written_is_an_error_of_all(directory):
-    """Also where ranks predict together, which go on until all raise it."""
-    with parallel.Mesh(model=SIZE) as mesh:
-        layers = [keras.Input((4,)), parallel.ColumnParallelDense(6)]
-        model = keras.Sequential(layers)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_file_that_cannot_be_written_is_an_error_of_all(
+    directory, monkeypatch, is_sharded
+):
+    def save(path, values):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     if RANK == 0:
-        (directory / "scores-00003-of-00007.npy").mkdir()
+        monkeypatch.setattr(np, "save", save)
+    with parallel.Mesh(model=SIZE) as mesh:
+        dense = parallel.ColumnParallelDense if is_sharded else keras.layers.Dense
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.Input((4,)), dense(6)])
     out = f"{directory}/scores-*.npy"
-    with pytest.raises(JobError, match="scores-00003"):
-        training.predict(model, X, out=out, mesh=mesh, world=WORLD, **OPTIONS)
+    message = r"^rank 0 on .*: Cannot use scores-\d+-of-00007\.npy in .*: No space left"
+    with pytest.raises(JobError, match=message):
+        training.predict(
+            model, X, out=out, mesh=mesh if is_sharded else None, world=WORLD, **OPTIONS
+        )
     mesh.remove()

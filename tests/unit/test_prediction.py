@@ -197,9 +197,10 @@ def test_files_without_their_description_are_refused(tmp_path):
     (tmp_path / "_scores.json").unlink()
     with pytest.raises(JobError, match=r"scores-00000-of-00003\.npy without _scores"):
         predict(tmp_path / "scores-*.npy")
-    (tmp_path / "_scores.json").write_text("[")
-    with pytest.raises(JobError, match=r"^Cannot use _scores\.json in .*[^\n]*$"):
-        predict(tmp_path / "scores-*.npy")
+    for content in ("[", "[]"):
+        (tmp_path / "_scores.json").write_text(content)
+        with pytest.raises(JobError, match=r"^Cannot use _scores\.json in .*[^\n]*$"):
+            predict(tmp_path / "scores-*.npy")
 
 
 @pytest.mark.parametrize(
