@@ -75,8 +75,7 @@ def predict(
         workers: see `data.batches`.
 
     Returns:
-        `Predictions` of files; without `out` what Keras' `predict` returns, on all
-        ranks.
+        `Predictions`; without `out` what Keras' `predict` returns, on all ranks.
 
     Raises:
         SharedJobError: on all ranks, if source or weights differ between the ranks,
@@ -116,7 +115,7 @@ def predict(
         missing = files.prepare(made_from, world)
     own = list(missing)[replicas.index :: replicas.size]
     batches = read(_Share(samples, own, size)) if own else ()
-    parts = _predict_parts(step, batches, own, steps, expected=describe(columns))
+    parts = _predict_parts(step, batches, own, steps, describe(columns))
     repeat = (lambda: step(first)) if is_split_over_ranks(model.weights) else None
     found: dict[int, Columns] = {}
     keep = files.write if files else found.__setitem__
@@ -179,16 +178,14 @@ def _predict_parts(
     batches: Iterable[Any],
     numbers: Sequence[int],
     steps: int,
-    *,
     expected: Mapping[str, str],
 ) -> Iterator[dict[int, Columns]]:
     """Predict a batch at a time; a part has `steps` batches, and the last one fewer.
 
     Yield the parts that are complete, by number: one at its last batch.
     """
-    for index, of_part in itertools.groupby(
-        enumerate(batches), lambda item: item[0] // steps
-    ):
+    groups = itertools.groupby(enumerate(batches), lambda item: item[0] // steps)
+    for index, of_part in groups:
         collected: list[Columns] = []
         for _, batch in of_part:
             if collected:
@@ -219,8 +216,7 @@ def _take_together(
     """
     done_ranks, pause = 0, 1
     while done_ranks < world.size:
-        begin = time.monotonic()
-        complete: dict[int, Columns] = {}
+        begin, complete = time.monotonic(), dict[int, Columns]()
         with nullcontext() if repeat else fail_together(world):
             for _ in range(pause):
                 if (part := next(parts, None)) is not None:
@@ -249,10 +245,9 @@ def _check_mesh(model: keras.Model, mesh: parallel.Mesh | None) -> parallel.Mesh
 
 
 def _digest_weights(model: keras.Model, world: World) -> str:
-    """Return a digest of the weights, of which replicated ones are equal. A collective.
+    """Return a digest of the weights of all ranks. A collective.
 
-    Raises:
-        SharedJobError: on all ranks, if they are not.
+    Raise `SharedJobError` on all ranks if weights that are replicated differ.
     """
     digests: tuple[list[int], list[int]] = [], []
     for weight in model.weights:

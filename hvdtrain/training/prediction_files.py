@@ -1,8 +1,7 @@
 """The files of predictions, each complete or absent, and what they were made from.
 
 Of `out="scores-*.parquet"` they are scores-00000-of-00012.parquet and so on, and
-_scores.json, which has the source, the weights and the sizes. Readers of directories,
-such as Arrow and Spark, leave out names that begin with an underscore.
+_scores.json, which Arrow and Spark leave out when they read a directory.
 """
 
 import contextlib

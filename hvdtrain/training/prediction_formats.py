@@ -11,9 +11,7 @@ import tensorflow as tf
 from hvdtrain.data.sources.source import load_library
 from hvdtrain.job import JobError
 
-# The column of a sample's number in the source.
-NUMBER = "number"
-
+NUMBER = "number"  # The column of a sample's number in the source.
 Columns = dict[str, np.ndarray]
 Writer = Callable[[pathlib.Path, Columns], None]
 
@@ -27,7 +25,6 @@ def as_columns(outputs: Any, batch: Any) -> Columns:
     columns: Columns = {}
     count = tf.nest.flatten(batch)[0].shape[0]
     for keys, value in keras.tree.flatten_with_path(outputs):
-        # A list or a tuple has no names.
         prefix = [] if keys and isinstance(keys[0], str) else ["output"]
         name = "_".join(map(str, [*prefix, *keys]))
         shape, is_dense = getattr(value, "shape", ()), isinstance(value, tf.Tensor)
@@ -75,8 +72,7 @@ def _write_npy(path: pathlib.Path, columns: Columns) -> None:
 def _write_tfrecord(path: pathlib.Path, columns: Columns) -> None:
     """Write a `tf.train.Example` of each sample, whose features are flat."""
     count = len(columns[NUMBER])
-    kinds = {"O": ("bytes_list", "O"), "f": ("float_list", "float32")}
-    flat = {}
+    flat, kinds = {}, {"O": ("bytes_list", "O"), "f": ("float_list", "float32")}
     for name, column in columns.items():
         field, dtype = kinds.get(column.dtype.kind, ("int64_list", "int64"))
         flat[name, field] = column.reshape(count, -1).astype(dtype)

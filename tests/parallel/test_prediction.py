@@ -194,6 +194,20 @@ def test_ranks_of_a_replica_predict_together(directory):
     mesh.remove()
 
 
+@pytest.mark.long
+def test_stages_of_a_pipeline_predict_together():
+    def make_full():
+        keras.utils.set_random_seed(7)
+        layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(3, name="last")]
+        return keras.Sequential([keras.Input((4,)), *layers])
+
+    with parallel.Mesh(pipeline=2) as mesh:
+        model = parallel.PipelineModel(make_full, stages=["last"])
+    found = training.predict(model, X, mesh=mesh, world=WORLD, **OPTIONS)
+    np.testing.assert_allclose(found, make_full().predict(X, verbose=0), atol=1e-6)
+    mesh.remove()
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_file_that_cannot_be_written_is_an_error_of_all(
     directory, monkeypatch, is_sharded
