@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from absl import flags
 
-from hvdtrain.job.files import local_path
+from hvdtrain.job.files import local_path, path_or_address
 from hvdtrain.job.world import JobError
 
 if TYPE_CHECKING:
@@ -56,15 +56,21 @@ class PathParser(flags.ArgumentParser):
     """Parser of flags that hold a path.
 
     Expands ~ to the home directory: shells do not, after a "=".
+
+    Args:
+        accepts_addresses: also of a store, such as s3://bucket/run.
     """
 
     syntactic_help = "a path"
+
+    def __init__(self, *, accepts_addresses: bool = False) -> None:
+        self._convert = path_or_address if accepts_addresses else local_path
 
     def parse(self, argument: str) -> str:
         if not argument:
             raise ValueError("expected a path; a variable may be unset")
         try:
-            return local_path(argument)
+            return self._convert(argument)
         except JobError as error:
             raise ValueError(error) from None
 
@@ -98,9 +104,10 @@ def flag_field(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def path_field(text: str) -> str | None:
+def path_field(text: str, *, accepts_addresses: bool = False) -> str | None:
     """Return a `flag_field` for a path that may be missing."""
-    return flag_field(None, text, parser=PathParser())
+    parser = PathParser(accepts_addresses=accepts_addresses)
+    return flag_field(None, text, parser=parser)
 
 
 def define_flags(

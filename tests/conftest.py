@@ -8,6 +8,9 @@ import pytest
 
 from hvdtrain.data import default_cache_dir
 
+# Before gcsfs is imported: it asks Google for the kind of a bucket otherwise.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
 
 @pytest.fixture(scope="session")
 def real_mnist():
@@ -51,7 +54,6 @@ def gcs_bucket(monkeypatch):
     emulator.start()
     host, port = emulator._api._httpd.server_address
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://{host}:{port}")
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     gcsfs.GCSFileSystem.clear_instance_cache()
     gcsfs.GCSFileSystem().mkdir("bucket")
     yield "gs://bucket"

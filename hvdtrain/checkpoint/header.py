@@ -236,6 +236,32 @@ def _converted(name: str, value: Any, expected: Any) -> Any:
     return value
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonFile:
+    """The contents of the JSON file of a checkpoint.
+
+    Attributes:
+        arrays: name of the file of arrays, in the same directory; `sha256` and `bytes`
+            are its digest and its size.
+        bfloat16: names of the arrays of bfloat16, which are stored as uint16.
+        seconds: time of writing since the epoch.
+        metadata: the `Header` without its step.
+    """
+
+    arrays: str
+    sha256: str
+    bytes: int
+    bfloat16: list[str]
+    format: int = FORMAT
+    step: int
+    seconds: float
+    metadata: dict[str, Any]
+
+    @property
+    def header(self) -> Header:
+        return parse(Header, self.metadata, step=self.step)
+
+
 def check_unchanged(before: Header, new: Header) -> None:
     """Check what must be equal in all runs of a job."""
     for name, value in new.unchanged.items():

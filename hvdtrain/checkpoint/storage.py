@@ -3,14 +3,13 @@
     step-00000300.json                   header, digests of itself and the other file
     step-00000300-9f86d081.safetensors   arrays
 
-Each file is written under a temporary name, synchronized to the disk and renamed. The
-JSON file comes last: a file of arrays that no JSON file names was left by a writer that
-was killed. The arrays get a new name in each write, so that the rename of the JSON file
-alone replaces a checkpoint of the same step.
+On a disk, each file is written under a temporary name, synchronized and renamed; to a
+store, it is uploaded as a whole. The JSON file comes last: a file of arrays that no
+JSON file names was left by a writer that was killed. The arrays get a new name in each
+write, so that the JSON file alone replaces a checkpoint of the same step.
 """
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import json
@@ -27,18 +26,21 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from hvdtrain.checkpoint.directories import CheckpointDirectory, DiskDirectory
 from hvdtrain.checkpoint.header import (
-    FORMAT,
     Arrays,
     Checkpoint,
     Header,
+    JsonFile,
     check_format,
     parse,
 )
 from hvdtrain.job import JobError
-from hvdtrain.job.files import atomic_write, one_line_errors, remove_partial
+from hvdtrain.job.files import one_line_errors
+from hvdtrain.stores.object_store import StoreError
 
 _NAME = re.compile(r"step-(\d{8,})\.json")
+_ARRAYS = re.compile(r"step-(\d{8,})-\w+\.safetensors")
 # The key of the digest of all other values in the JSON file.
 _DIGEST = "digest"
 _HOUR_SECONDS = 3600.0
@@ -58,37 +60,12 @@ class UnreadableError(JobError):
     """A file that cannot be read now, and may be intact."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _JsonFile:
-    """The contents of the JSON file of a checkpoint.
-
-    Attributes:
-        arrays: name of the file of arrays, in the same directory; `sha256` and `bytes`
-            are its digest and its size.
-        bfloat16: names of the arrays of bfloat16, which are stored as uint16.
-        seconds: time of writing since the epoch.
-        metadata: the `Header` without its step.
-    """
-
-    arrays: str
-    sha256: str
-    bytes: int
-    bfloat16: list[str]
-    format: int = FORMAT
-    step: int
-    seconds: float
-    metadata: dict[str, Any]
-
-    @property
-    def header(self) -> Header:
-        return parse(Header, self.metadata, step=self.step)
-
-
 class CheckpointFiles:
     """The checkpoints in a directory, which one process writes.
 
     Args:
-        directory: created with the first checkpoint, in a directory that exists.
+        directory: a path, or a `CheckpointDirectory`. It is created with the first
+            checkpoint, in a directory that exists.
         keep_max: how many of the newest checkpoints are kept, 1 or more.
         keep_every_hours: also keep the first of every so many hours; 0 for none.
         clock: returns seconds since the epoch.
@@ -96,14 +73,18 @@ class CheckpointFiles:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | CheckpointDirectory,
         *,
         keep_max: int = 5,
         keep_every_hours: float = 0,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._directory = pathlib.Path(directory)
+        self._directory: CheckpointDirectory = (
+            DiskDirectory(directory)
+            if isinstance(directory, str | os.PathLike)
+            else directory
+        )
         self._keep_max = keep_max
         self._keep_seconds = keep_every_hours * _HOUR_SECONDS
         self._clock = clock
@@ -117,15 +98,15 @@ class CheckpointFiles:
             UnreadableError: the directory cannot be read now.
         """
         try:
-            names = self._retried(self._directory, lambda: os.listdir(self._directory))
+            names = self._retried(self._directory, self._directory.names)
         except _ABSENT:
             return []
         matches = map(_NAME.fullmatch, names)
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def path(self, step: int) -> pathlib.Path:
-        """Return the path of the JSON file of a checkpoint."""
-        return self._directory / f"step-{step:08}.json"
+    def path(self, step: int) -> pathlib.Path | str:
+        """Return the path of the JSON file of a checkpoint, or its address."""
+        return self._directory.path(_json_name(step))
 
     def write(self, checkpoint: Checkpoint) -> str:
         """Write a checkpoint, and delete old ones.
@@ -135,29 +116,31 @@ class CheckpointFiles:
         Raises:
             CheckpointError: a file cannot be written; earlier checkpoints are intact.
         """
-        path = self.path(checkpoint.step)
-        with _one_line_errors("write", path), contextlib.ExitStack() as on_error:
-            # Without parents: a run directory that was removed is not made again.
-            self._directory.mkdir(exist_ok=True)
-            name = f"{path.stem}-{secrets.token_hex(4)}.safetensors"
-            on_error.callback(self._discard, checkpoint.step, name)
-            contents = _JsonFile(
+        step = checkpoint.step
+        with (
+            _one_line_errors("write", self.path(step)),
+            contextlib.ExitStack() as on_error,
+        ):
+            self._directory.make()
+            name = f"step-{step:08}-{secrets.token_hex(4)}.safetensors"
+            on_error.callback(self._discard, step, name)
+            contents = JsonFile(
                 **self._write_arrays(name, checkpoint.arrays),
-                step=checkpoint.step,
+                step=step,
                 seconds=self._clock(),
                 metadata=checkpoint.header.to_json(),
             )
             # A metric may be NaN, which Python writes and reads as the word NaN.
             values = {**vars(contents), _DIGEST: _digest_of(vars(contents))}
             text = json.dumps(values, indent=2) + "\n"
-            with atomic_write(path) as temporary:
+            with self._directory.write(_json_name(step)) as temporary:
                 temporary.write_text(text)
             on_error.pop_all()
         # The checkpoint is complete: a failed deletion is no failure of the write, and
         # the next write tries again.
         try:
-            return _first_line(self._delete_old(checkpoint.step))
-        except (OSError, UnreadableError) as error:
+            return _first_line(self._delete_old(step))
+        except (OSError, StoreError, UnreadableError) as error:
             return f"no old one deleted: {error}"
 
     def read(self, step: int) -> Checkpoint:
@@ -169,8 +152,8 @@ class CheckpointFiles:
         """
 
         def read() -> Checkpoint:
-            contents = self._verified(step)
-            arrays = _load(self._directory / contents.arrays)
+            with self._verified(step) as (contents, path):
+                arrays = _load(path)
             for name in contents.bfloat16:
                 arrays[name] = arrays[name].view("bfloat16")
             return Checkpoint(header=contents.header, arrays=arrays)
@@ -183,35 +166,42 @@ class CheckpointFiles:
 
     def verify(self, step: int) -> Header:
         """Return the header of a checkpoint; check and raise as `read` does."""
-        return self._read(step, lambda: self._verified(step).header)
+
+        def read() -> Header:
+            with self._verified(step) as (contents, _):
+                return contents.header
+
+        return self._read(step, read)
 
     def _read(self, step: int, read: Callable[[], _Read]) -> _Read:
         path = self.path(step)
         with _one_line_errors("read", path):
             return self._retried(path, read)
 
-    def _verified(self, step: int) -> _JsonFile:
-        """Return the contents of a JSON file whose file of arrays is not damaged."""
+    @contextlib.contextmanager
+    def _verified(self, step: int) -> Iterator[tuple[JsonFile, pathlib.Path]]:
+        """Yield the contents of a JSON file, and its file of arrays, not damaged."""
         contents = self._contents(step)
         if contents.step != step:
             raise ValueError(f"it is of step {contents.step}")
-        path = self._directory / contents.arrays
-        size = path.stat().st_size
-        if size != contents.bytes:
-            raise ValueError(f"{path.name} has {size} bytes, expected {contents.bytes}")
-        if _digest(path) != contents.sha256:
-            raise ValueError(f"{path.name} has another digest")
-        return contents
+        name = contents.arrays
+        with self._directory.open(name) as path:
+            size = path.stat().st_size
+            if size != contents.bytes:
+                raise ValueError(f"{name} has {size} bytes, expected {contents.bytes}")
+            if _digest(path) != contents.sha256:
+                raise ValueError(f"{name} has another digest")
+            yield contents, path
 
-    def _contents(self, step: int, *, any_format: bool = False) -> _JsonFile:
-        values = json.loads(self.path(step).read_text())
+    def _contents(self, step: int, *, any_format: bool = False) -> JsonFile:
+        values = json.loads(self._directory.read(_json_name(step)))
         if not any_format:
             check_format(values)
         if values.pop(_DIGEST, None) != _digest_of(values):
             raise ValueError("it has another digest than the one it contains")
-        return parse(_JsonFile, values)
+        return parse(JsonFile, values)
 
-    def _retried(self, path: pathlib.Path, read: Callable[[], _Read]) -> _Read:
+    def _retried(self, path: object, read: Callable[[], _Read]) -> _Read:
         """Return `read()`; after an error that may be temporary, try again."""
         for seconds in (*_RETRY_SECONDS, None):
             try:
@@ -235,18 +225,16 @@ class CheckpointFiles:
             CheckpointError: there are arrays of several checkpoints, and no JSON file.
         """
         with _one_line_errors("write", self._directory):
-            if not self._directory.is_dir():
-                return
             # A killed writer leaves the arrays of one checkpoint: more of them are a
             # user's work whose JSON files are lost.
-            if not self.steps() and len(self._all_arrays()) > 1:
+            if (count := len(self._all_arrays())) > 1 and not self.steps():
                 raise CheckpointError(
-                    f"{self._directory} has the arrays of {len(self._all_arrays())} "
-                    "checkpoints, and no JSON file, without which they cannot be used: "
-                    "restore these files, or choose another model_dir."
+                    f"{self._directory} has the arrays of {count} checkpoints, and no "
+                    "JSON file, without which they cannot be used: restore these "
+                    "files, or choose another model_dir."
                 )
-            remove_partial(self._directory)
-            for error in self._delete_arrays(but=self.steps()):
+            self._directory.delete_partial()
+            for error in self._delete_arrays():
                 raise error
 
     def supersede_after(self, step: int) -> None:
@@ -257,9 +245,9 @@ class CheckpointFiles:
         self._superseded = {later for later in self.steps() if later > step}
 
     def _write_arrays(self, name: str, arrays: Arrays) -> dict[str, Any]:
-        """Write a new file; return the fields of `_JsonFile` that describe it."""
+        """Write a new file; return the fields of `JsonFile` that describe it."""
         arrays, of_bfloat16 = _storable(arrays)
-        with atomic_write(self._directory / name) as temporary:
+        with self._directory.write(name) as temporary:
             temporary.touch()
             mode = temporary.stat().st_mode
             safetensors.numpy.save_file(arrays, temporary)
@@ -275,36 +263,54 @@ class CheckpointFiles:
 
     def _discard(self, step: int, name: str) -> None:
         """Delete the arrays of a failed write, unless the JSON file names them."""
-        with contextlib.suppress(*_DAMAGE):
-            if self._contents(step).arrays == name:
-                return
-        (self._directory / name).unlink(missing_ok=True)
+        # A store that does not respond keeps them until the next start.
+        with contextlib.suppress(StoreError):
+            with contextlib.suppress(*_DAMAGE):
+                if self._contents(step).arrays == name:
+                    return
+            self._directory.delete(name)
 
-    def _delete_old(self, newest: int) -> list[OSError]:
+    def _delete_old(self, newest: int) -> list[Exception]:
         superseded = self._superseded - {newest}
         steps = [step for step in self.steps() if step not in superseded]
         kept = {*steps[: self._keep_max], *self._hourly(steps)}
-        old = [self.path(step) for step in self.steps() if step not in kept]
+        old = [_json_name(step) for step in self.steps() if step not in kept]
         # JSON files first: if this process is killed between the two, the arrays are
         # deleted at the next start. A JSON file without arrays is a damaged checkpoint.
-        errors = _delete(old)
-        remaining = self.steps()
-        self._superseded = superseded.intersection(remaining)
-        return errors + self._delete_arrays(but=remaining)
+        errors = self._delete(old)
+        self._superseded = superseded.intersection(self.steps())
+        return errors + self._delete_arrays()
 
-    def _delete_arrays(self, *, but: Iterable[int]) -> list[OSError]:
-        """Delete the arrays that no JSON file of the steps `but` names."""
-        kept = set()
-        for step in but:
+    def _delete_arrays(self) -> list[Exception]:
+        """Delete the arrays that no JSON file names."""
+        unnamed = self._all_arrays()
+        # Not by the list of JSON files: a store may list a new one late.
+        for step in {step for step, _ in unnamed}:
             try:
-                kept.add(self._contents(step, any_format=True).arrays)
-            except _DAMAGE:
+                unnamed -= {(step, self._contents(step, any_format=True).arrays)}
+            except _ABSENT:
+                continue
+            except (*_DAMAGE, StoreError):
                 # Unreadable now, or of a later version: keep all that may belong to it.
-                kept |= {path.name for path in self._all_arrays(f"step-{step:08}*")}
-        return _delete(path for path in self._all_arrays() if path.name not in kept)
+                unnamed = {array for array in unnamed if array[0] != step}
+        return self._delete(name for _, name in unnamed)
 
-    def _all_arrays(self, stem: str = "step-*") -> list[pathlib.Path]:
-        return list(self._directory.glob(f"{stem}.safetensors"))
+    def _all_arrays(self) -> set[tuple[int, str]]:
+        """Return the step and the name of each file of arrays."""
+        with contextlib.suppress(*_ABSENT):
+            matches = map(_ARRAYS.fullmatch, self._directory.names())
+            return {(int(match[1]), match[0]) for match in matches if match}
+        return set()
+
+    def _delete(self, names: Iterable[str]) -> list[Exception]:
+        """Delete files; return the errors of failed deletions."""
+        errors: list[Exception] = []
+        for name in names:
+            try:
+                self._directory.delete(name)
+            except (OSError, StoreError) as error:
+                errors.append(error)
+        return errors
 
     def _hourly(self, steps: list[int]) -> Iterator[int]:
         if not self._keep_seconds:
@@ -323,22 +329,17 @@ class CheckpointFiles:
                 yield step
 
 
-def _delete(paths: Iterable[pathlib.Path]) -> list[OSError]:
-    """Delete files; return the errors of failed deletions."""
-    errors = []
-    for path in paths:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            errors.append(error)
-    return errors
+def _json_name(step: int) -> str:
+    return f"step-{step:08}.json"
 
 
-def _first_line(errors: list[OSError]) -> str:
+def _first_line(errors: list[Exception]) -> str:
     if not errors:
         return ""
     more = f" and {len(errors) - 1} more" if errors[1:] else ""
-    return f"cannot delete {errors[0].filename}{more}: {errors[0].strerror}"
+    if isinstance(error := errors[0], OSError):
+        return f"cannot delete {error.filename}{more}: {error.strerror}"
+    return f"{error}{more}"
 
 
 def _load(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -371,7 +372,7 @@ def _storable(arrays: Arrays) -> tuple[dict[str, np.ndarray], list[str]]:
     }, of_bfloat16
 
 
-def _one_line_errors(action: str, path: pathlib.Path) -> AbstractContextManager[None]:
+def _one_line_errors(action: str, path: object) -> AbstractContextManager[None]:
     return one_line_errors(
         f"{action} {path}",
         errors=_DAMAGE,

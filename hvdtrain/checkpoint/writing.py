@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from hvdtrain.checkpoint.header import Checkpoint
 from hvdtrain.checkpoint.storage import CheckpointFiles
@@ -41,7 +41,12 @@ class BackgroundWriter:
         self._error: Exception | None = None
 
     def submit(
-        self, checkpoint: Checkpoint, *, copy_seconds: float, is_reported: bool = True
+        self,
+        checkpoint: Checkpoint,
+        *,
+        copy_seconds: float,
+        is_reported: bool = True,
+        is_last: bool = False,
     ) -> None:
         """Write a checkpoint, unless an earlier one is still being written.
 
@@ -49,12 +54,13 @@ class BackgroundWriter:
             checkpoint: not changed after this.
             copy_seconds: for which training has stopped, to be reported.
             is_reported: whether its success is reported; a failure always is.
+            is_last: whether the run ends here.
         """
         if not self.is_done(0):
             self._report(
                 checkpoint.step,
-                "not written: the one before is still being written; the disk is "
-                "slower than the interval of checkpoints",
+                "not written: the one before is still being written; the disk or the "
+                "store is slower than the interval of checkpoints",
             )
         else:
             # A daemon: a disk that hangs does not block the exit of Python.
@@ -109,7 +115,81 @@ class BackgroundWriter:
             self._report(checkpoint.step, f"{text}; {left}" if left else text)
 
 
-def wait_for_writer(world: World, writer: BackgroundWriter | None) -> None:
+class TieredWriter:
+    """Writes each checkpoint to a local directory, and some of them to a store.
+
+    Each of the two has a thread, so that an upload delays no write to the disk.
+
+    Args:
+        every_steps: steps between two uploads, 0 for none.
+        every_seconds: seconds between two uploads, 0 for none. A checkpoint that is due
+            while an upload is in progress waits for the next write to the disk.
+        start_step: the step from which the run has continued.
+    """
+
+    def __init__(
+        self,
+        disk: BackgroundWriter,
+        store: BackgroundWriter,
+        *,
+        every_steps: int,
+        every_seconds: float,
+        start_step: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._disk = disk
+        self._store = store
+        self._every_steps = every_steps
+        self._every_seconds = every_seconds
+        self._last_step = start_step
+        self._clock = clock
+        self._last_seconds = clock()
+
+    def submit(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        copy_seconds: float,
+        is_reported: bool = True,
+        is_last: bool = False,
+    ) -> None:
+        """Write a checkpoint to the disk, and to the store if an upload is due."""
+        self._disk.submit(
+            checkpoint, copy_seconds=copy_seconds, is_reported=is_reported
+        )
+        if (is_last or self._is_due(checkpoint.step)) and self._store.is_done(0):
+            self._last_step, self._last_seconds = checkpoint.step, self._clock()
+            self._store.submit(checkpoint, copy_seconds=copy_seconds)
+
+    def _is_due(self, step: int) -> bool:
+        steps, seconds = self._every_steps, self._every_seconds
+        is_due_by_steps = steps > 0 and step // steps > self._last_step // steps
+        elapsed = self._clock() - self._last_seconds
+        return is_due_by_steps or 0 < seconds <= elapsed
+
+    def is_done(self, timeout_seconds: float | None = None) -> bool:
+        """Wait, by default without a limit; return whether no write is in progress."""
+        return self._disk.is_done(timeout_seconds) and self._store.is_done(
+            timeout_seconds
+        )
+
+    def check(self) -> None:
+        """Raise the error of the last checkpoint, if it was not written."""
+        self._disk.check()
+        self._store.check()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._disk.__exit__(*error)
+        self._store.__exit__(*error)
+
+
+Writer = BackgroundWriter | TieredWriter
+
+
+def wait_for_writer(world: World, writer: Writer | None) -> None:
     """Wait on all ranks until the chief has written its checkpoint. A collective.
 
     The writer is None on all ranks but the chief.
@@ -119,7 +199,7 @@ def wait_for_writer(world: World, writer: BackgroundWriter | None) -> None:
     )
 
 
-def complete_together(world: World, writer: BackgroundWriter | None) -> None:
+def complete_together(world: World, writer: Writer | None) -> None:
     """`wait_for_writer`, and raise `SharedJobError` if it could not be written."""
     wait_for_writer(world, writer)
     with agreement.fail_together(world):

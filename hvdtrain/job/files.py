@@ -27,6 +27,13 @@ def is_address(path: str | os.PathLike) -> bool:
     return bool(_ADDRESS.match(os.fspath(path)))
 
 
+def path_or_address(path: str | os.PathLike) -> str:
+    """Return the address of a store as text, or a path with ~ expanded."""
+    text = os.fspath(path)
+    # pathlib removes a slash.
+    return re.sub(":/+", "://", text, count=1) if is_address(text) else local_path(text)
+
+
 def local_path(path: str | os.PathLike) -> str:
     """Return a path as text, with ~ expanded.
 

@@ -14,6 +14,7 @@ from hvdtrain.job.agreement import check_same
 from hvdtrain.mnist import models, schedule, summary
 from hvdtrain.mnist.options import ClassifierOptions
 from hvdtrain.parallel.replicas import make_mesh
+from hvdtrain.stores.mirror import local_directory
 from hvdtrain.training import exporting, run_directory
 from hvdtrain.training.elastic import Commits, run_elastic
 from hvdtrain.training.profiling import ProfileCallback, check_profile_steps
@@ -102,7 +103,9 @@ def _callbacks(
         callbacks.append(hvd.callbacks.ConsistencyCheckCallback(every_steps))
     if options.profile_steps and options.model_dir and world.is_chief:
         callbacks.append(
-            ProfileCallback(options.model_dir, plan, steps=options.profile_steps)
+            ProfileCallback(
+                local_directory(options.model_dir), plan, steps=options.profile_steps
+            )
         )
     return callbacks
 

@@ -43,8 +43,9 @@ class ClassifierOptions:
     model: str = flag_field("mlp", "The network.", choices=("mlp", "cnn"))
     model_dir: str | None = path_field(
         "Where checkpoints, summary.json, model.keras, log.jsonl and TensorBoard's "
-        "logs go. A job that was stopped or killed continues from its checkpoints "
-        "there."
+        "logs go; also an address, such as s3://bucket/run. A job that was stopped or "
+        "killed continues from its checkpoints there.",
+        accepts_addresses=True,
     )
     save_every_steps: int = flag_field(
         0, "Steps between checkpoints, 0 for none.", low=0

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdtrain import log
 from hvdtrain.log import Line
+from hvdtrain.stores.mirror import downloaded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,10 +105,12 @@ def read(directories: Sequence[str | os.PathLike]) -> list[LoggedRun]:
     Raises:
         JobError: a directory has no log that can be read.
     """
-    return [
-        LoggedRun(name=name, lines=log.read(directory), summary=_summary(directory))
-        for name, directory in zip(_names(directories), directories, strict=True)
-    ]
+    runs = []
+    for name, directory in zip(_names(directories), directories, strict=True):
+        with downloaded(directory) as path:
+            lines, summary = log.read(path), _summary(path)
+        runs.append(LoggedRun(name=name, lines=lines, summary=summary))
+    return runs
 
 
 def compute_costs(lines: Sequence[Line]) -> Costs:

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import pathlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from hvdtrain.job import JobError
@@ -59,13 +59,19 @@ def reason_of(error: BaseException) -> str:
 
 
 def retried(
-    call: Callable[[], _Value], *, sleep: Callable[[float], object] = time.sleep
+    call: Callable[[], _Value],
+    *,
+    pauses: Sequence[float] | None = None,
+    sleep: Callable[[float], object] = time.sleep,
 ) -> _Value:
     """Return `call()`, repeated for some 20 seconds after errors that may be temporary.
 
     The last error is raised, which may have a class of the provider's library.
+
+    Args:
+        pauses: seconds before each repetition.
     """
-    for seconds in _RETRY_SECONDS:
+    for seconds in _RETRY_SECONDS if pauses is None else pauses:
         try:
             return call()
         except _FINAL:
@@ -84,13 +90,19 @@ class ObjectStore:
 
     Args:
         address: such as "s3://bucket/run".
+        pauses: see `retried`.
     """
 
     def __init__(
-        self, address: str, *, sleep: Callable[[float], object] = time.sleep
+        self,
+        address: str,
+        *,
+        pauses: Sequence[float] | None = None,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.address = address.rstrip("/")
         self._fs, self._root = open_filesystem(self.address)
+        self._pauses = pauses
         self._sleep = sleep
 
     def __str__(self) -> str:
@@ -139,7 +151,9 @@ class ObjectStore:
             try:
                 self._fs.pipe_file(self._path(name), content, mode="create")
             except FileExistsError:
-                return self._fs.cat_file(self._path(name)) == content
+                with contextlib.suppress(FileNotFoundError):
+                    return bool(self._fs.cat_file(self._path(name)) == content)
+                return False
             return True
 
         return self._retried("write", name, put)
@@ -175,12 +189,36 @@ class ObjectStore:
 
             self._retried("delete", name, remove)
 
+    def abort_uploads(self) -> None:
+        """Abort uploads in parts that killed processes have left; for the only writer.
+
+        S3 keeps such parts, and bills them, until they are aborted. Other stores delete
+        them after some days.
+        """
+        if "s3" not in self._fs.protocol:
+            return
+        bucket, _, key = self._root.partition("/")
+
+        def abort() -> None:
+            found = self._fs.call_s3(
+                "list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/"
+            )
+            for upload in found.get("Uploads", ()):
+                self._fs.call_s3(
+                    "abort_multipart_upload",
+                    Bucket=bucket,
+                    Key=upload["Key"],
+                    UploadId=upload["UploadId"],
+                )
+
+        self._retried("abort uploads of", "", abort)
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
     def _retried(self, action: str, name: str, call: Callable[[], _Value]) -> _Value:
         try:
-            return retried(call, sleep=self._sleep)
+            return retried(call, pauses=self._pauses, sleep=self._sleep)
         except FileNotFoundError:
             raise
         except Exception as error:

@@ -14,7 +14,7 @@ from horovod.common.elastic import State
 
 import hvdtrain.keras as hvd
 from hvdtrain.checkpoint.header import Checkpoint, Header
-from hvdtrain.checkpoint.writing import BackgroundWriter
+from hvdtrain.checkpoint.writing import Writer
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import is_elastic
 from hvdtrain.job import World, backend
@@ -38,7 +38,7 @@ class Commits:
     def __init__(self, size: int) -> None:
         self.original_size = size
         self.requests = Requests()
-        self.writer: BackgroundWriter | None = None
+        self.writer: Writer | None = None
         self._newest: list[Checkpoint] = []
         self._state = _HostUpdates()
 
@@ -63,7 +63,12 @@ class Commits:
         """Do nothing: the next commit replaces this one."""
 
     def submit(
-        self, checkpoint: Checkpoint, *, copy_seconds: float, is_reported: bool = True
+        self,
+        checkpoint: Checkpoint,
+        *,
+        copy_seconds: float,
+        is_reported: bool = True,
+        is_last: bool = False,
     ) -> None:
         """Keep a checkpoint, then leave the training if hosts have come or gone.
 

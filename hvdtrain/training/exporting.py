@@ -28,6 +28,7 @@ from hvdtrain.job.files import (
     remove_partial,
 )
 from hvdtrain.keras import metrics
+from hvdtrain.stores.mirror import local_directory
 from hvdtrain.training.observers import error_reason, notify
 
 
@@ -139,16 +140,17 @@ class Exports:
     goes on. At the last step it is an error, which `check` raises. It is called after
     the last checkpoint, from which a second call of the job writes the missing export.
 
-    The directory holds a directory for each exporter.
+    MODEL_DIR/export holds a directory for each exporter.
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        model_dir: str | os.PathLike[str],
         exporters: Sequence[Exporter],
         observers: Sequence[object],
     ) -> None:
-        self._directory = pathlib.Path(directory)
+        self._model_dir = os.fspath(model_dir)
+        self._directory = local_directory(model_dir) / _DIRECTORY
         self._exporters = exporters
         self._observers = observers
         self._error: JobError | None = None
@@ -200,11 +202,17 @@ class Exports:
             if is_last:
                 self._error = error
         else:
-            text = f"written to {path} in {time.monotonic() - start:.1f} s"
+            seconds = time.monotonic() - start
+            text = f"written to {self._place(exporter, step)} in {seconds:.1f} s"
         notify(self._observers, "on_export", step, text)
 
     def _path(self, exporter: Exporter, step: int) -> pathlib.Path:
         return self._directory / exporter.name / f"step-{step:08}"
+
+    def _place(self, exporter: Exporter, step: int) -> str:
+        """Return the path of an export in MODEL_DIR, which may be an address."""
+        relative = self._path(exporter, step).relative_to(self._directory)
+        return os.path.join(self._model_dir, _DIRECTORY, relative)
 
 
 def prepare(
@@ -227,16 +235,16 @@ def prepare(
         return None
     exports = None
     with fail_together(world):
-        root = _checked_directory(exporters, model, model_dir)
+        directory = _checked_directory(exporters, model, model_dir)
         if world.is_chief:
-            exports = Exports(root / _DIRECTORY, exporters, observers)
+            exports = Exports(directory, exporters, observers)
             exports.prepare()
     return exports
 
 
 def _checked_directory(
     exporters: Sequence[Exporter], model: keras.Model, model_dir: str | None
-) -> pathlib.Path:
+) -> str:
     if not model_dir:
         raise JobError(
             "Received exporters without a model_dir; expected the directory in which "
@@ -252,7 +260,7 @@ def _checked_directory(
     results = metrics.results(model.metrics, states)
     for exporter in exporters:
         exporter.check_metrics([k for k, v in results.items() if isinstance(v, float)])
-    return pathlib.Path(model_dir)
+    return model_dir
 
 
 def _delete_others(directory: pathlib.Path, newest: int, *, keep: int) -> None:

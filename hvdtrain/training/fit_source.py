@@ -13,6 +13,7 @@ from hvdtrain.data.batching import Transform
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.parallel.replicas import Replicas
+from hvdtrain.stores.mirror import local_directory
 from hvdtrain.training import run_directory
 from hvdtrain.training.dealt_samples import ByRanks, DealtSamples
 from hvdtrain.training.elastic import Commits, run_elastic
@@ -176,6 +177,8 @@ def fit(
 
 def _default_observers(config: RunConfig) -> Sequence[object]:
     if config.model_dir:
+        # First: later calls find the local directory of an address by the address.
+        local_directory(config.model_dir, config.local_dir)
         run_directory.prepare(config.model_dir)
     return make_observers(sys.stdout, model_dir=config.model_dir)
 

@@ -19,8 +19,9 @@ import tqdm
 from hvdtrain.banner import banner
 from hvdtrain.events import OTHER, Progress, RunStart, Straggler
 from hvdtrain.job import launchers
-from hvdtrain.job.files import local_path, one_line_errors
+from hvdtrain.job.files import one_line_errors
 from hvdtrain.log import JsonLog, WarnOnce
+from hvdtrain.stores.mirror import local_directory
 from hvdtrain.training.stragglers import CAUSES, StragglerNotice
 
 
@@ -62,10 +63,10 @@ def make_observers(
     console = Console(file, has_bar=has_bar)
     if not model_dir:
         return [console]
-    model_dir = local_path(model_dir)
+    directory = local_directory(model_dir)
     return [
         console,
-        *(log(model_dir, warn=console.warn) for log in (JsonLog, EventLog)),
+        *(log(directory, warn=console.warn) for log in (JsonLog, EventLog)),
     ]
 
 

@@ -14,17 +14,22 @@ import numpy as np
 from hvdtrain.checkpoint.header import Checkpoint, Header
 from hvdtrain.checkpoint.snapshot import capture, check_finite
 from hvdtrain.checkpoint.step_variables import StepVariables
-from hvdtrain.checkpoint.writing import BackgroundWriter, wait_for_writer
+from hvdtrain.checkpoint.writing import Writer, wait_for_writer
 from hvdtrain.job import World
 from hvdtrain.native import recorder
 from hvdtrain.training.due import Interval
 
 
-class Writer(Protocol):
-    """What a checkpoint is given to: a `BackgroundWriter` or `Commits`."""
+class Receiver(Protocol):
+    """What a checkpoint is given to: a `Writer` or `Commits`."""
 
     def submit(
-        self, checkpoint: Checkpoint, *, copy_seconds: float, is_reported: bool = True
+        self,
+        checkpoint: Checkpoint,
+        *,
+        copy_seconds: float,
+        is_reported: bool = True,
+        is_last: bool = False,
     ) -> None: ...
 
 
@@ -32,8 +37,8 @@ class PeriodicSave:
     """Copies the state when a checkpoint is due, and gives the copy to the writer.
 
     Args:
-        writer: the `BackgroundWriter` on the chief and None elsewhere, or the
-            `Commits` of each rank.
+        writer: the `Writer` on the chief and None elsewhere, or the `Commits` of each
+            rank.
         make_header: `make_header(step, is_finished, logs)` returns the header at this
             moment; `logs` belong to an epoch that is not in the history yet, or are
             empty.
@@ -44,7 +49,7 @@ class PeriodicSave:
 
     def __init__(
         self,
-        writer: Writer | None,
+        writer: Receiver | None,
         is_due: Interval,
         *,
         model: keras.Model,
@@ -85,7 +90,7 @@ class PeriodicSave:
             self._wait_for_writer()
         if self._is_pending or is_end:
             self._is_pending = False
-            self._save(step, is_finished)
+            self._save(step, is_finished, is_last=is_end)
 
     def save_before_evaluation(self, step: int, logs: dict) -> None:
         """Save a training that ends here, before its last evaluation. A collective.
@@ -98,12 +103,19 @@ class PeriodicSave:
 
     def _wait_for_writer(self) -> None:
         # Commits are in memory at once. All ranks have one, or none has.
-        if isinstance(self._writer, BackgroundWriter | None):
+        if isinstance(self._writer, Writer | None):
             with recorder.phase("saving"):
                 wait_for_writer(self._world, self._writer)
 
     @recorder.phase("saving")
-    def _save(self, step: int, is_finished: bool, logs: dict | None = None) -> None:
+    def _save(
+        self,
+        step: int,
+        is_finished: bool,
+        logs: dict | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
         start = time.perf_counter()
         check_finite(self._model, self._world, step)
         unlisted = self._step_variables.unlisted(self._model)
@@ -122,5 +134,8 @@ class PeriodicSave:
         checkpoint = Checkpoint(header=header, arrays=captured.arrays)
         # A checkpoint before the last evaluation is soon replaced, and not reported.
         self._writer.submit(
-            checkpoint, copy_seconds=copy_seconds, is_reported=logs is None
+            checkpoint,
+            copy_seconds=copy_seconds,
+            is_reported=logs is None,
+            is_last=is_last,
         )

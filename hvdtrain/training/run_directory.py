@@ -1,4 +1,4 @@
-"""The directory of a run: checkpoints, `model.keras`, `summary.json`, its lock."""
+"""The directory of a run, or its address: checkpoints, `model.keras`, its lock."""
 
 import contextlib
 import datetime
@@ -18,17 +18,27 @@ from typing import Any, TextIO
 import keras
 
 from hvdtrain import output
+from hvdtrain.checkpoint.directories import StoreDirectory
 from hvdtrain.checkpoint.header import Position
 from hvdtrain.checkpoint.restoring import newest_position
 from hvdtrain.checkpoint.storage import CheckpointFiles
+from hvdtrain.checkpoint.tiers import TieredFiles
 from hvdtrain.checkpoint.writing import wait_for_writer
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together
-from hvdtrain.job.files import atomic_write, local_path, make_directory, one_line_errors
+from hvdtrain.job.files import (
+    atomic_write,
+    is_address,
+    make_directory,
+    one_line_errors,
+)
 from hvdtrain.job.world import PreemptedError, World
 from hvdtrain.keras.sharded_models import save_by_rank_0
 from hvdtrain.open_directory import OpenDirectory, open_regular
 from hvdtrain.parallel.replicas import Replicas
+from hvdtrain.stores.lease import Lease
+from hvdtrain.stores.mirror import local_directory, mirror_of
+from hvdtrain.stores.object_store import ObjectStore, StoreError
 from hvdtrain.training.elastic import Commits
 from hvdtrain.training.specs import RunConfig
 
@@ -46,7 +56,7 @@ def prepare(model_dir: str | PathLike, *, needed_bytes: int = _NEEDED_BYTES) -> 
         JobError: the directory cannot be created or written, lacks `needed_bytes` of
             free space, or has a directory with the name of one of the files.
     """
-    directory = pathlib.Path(local_path(model_dir))
+    directory = local_directory(model_dir)
     with _writing(directory, f"{needed_bytes / 2**20:.0f} MB of free space"):
         for path in (directory / _MODEL, directory / _SUMMARY):
             if path.is_dir():
@@ -65,15 +75,27 @@ def prepare(model_dir: str | PathLike, *, needed_bytes: int = _NEEDED_BYTES) -> 
             os.posix_fallocate(file.fileno(), 0, needed_bytes)
 
 
-def checkpoint_files(config: RunConfig) -> CheckpointFiles | None:
-    """Return the `CheckpointFiles` of a `RunConfig`, None without `model_dir`."""
+def checkpoint_files(
+    config: RunConfig, lease: Lease | None = None
+) -> CheckpointFiles | TieredFiles | None:
+    """Return the `CheckpointFiles` of a `RunConfig`, None without `model_dir`.
+
+    With a `local_dir`, they are those of two directories. The `lease` is needed to
+    write to a store.
+    """
     if not config.model_dir:
         return None
-    return CheckpointFiles(
-        os.path.join(config.model_dir, _CHECKPOINTS),
+    path = os.path.join(config.model_dir, _CHECKPOINTS)
+    check = lease.check if lease else None
+    files = CheckpointFiles(
+        StoreDirectory(path, check_writer=check) if is_address(path) else path,
         keep_max=config.keep_max,
         keep_every_hours=config.keep_every_hours,
     )
+    if not config.local_dir:
+        return files
+    disk = os.path.join(config.local_dir, _CHECKPOINTS)
+    return TieredFiles(CheckpointFiles(disk, keep_max=config.keep_max), files)
 
 
 def position(
@@ -94,6 +116,26 @@ def position(
         original_size = commits.original_size
     stores = [store for store in (commits, checkpoint_files(config)) if store]
     return newest_position(stores, world, original_size=original_size)
+
+
+@contextlib.contextmanager
+def claimed(config: RunConfig) -> Iterator[Lease | None]:
+    """Keep other jobs from the `model_dir` within the block. For the chief.
+
+    Of a store, the `Lease` is yielded; changed files other than checkpoints are
+    uploaded meanwhile, and at the end.
+
+    Raises:
+        JobError: another job uses it, or it cannot be written.
+    """
+    assert config.model_dir
+    if not is_address(config.model_dir):
+        with locked(config.model_dir):
+            yield None
+        return
+    mirror = mirror_of(config.model_dir, config.local_dir)
+    with Lease(mirror.store, warn=warnings.warn) as lease, mirror:
+        yield lease
 
 
 @contextlib.contextmanager
@@ -154,13 +196,15 @@ def write(
     def save(full: keras.Model) -> None:
         if not world.is_chief:
             return
-        directory = pathlib.Path(local_path(model_dir))
+        directory = local_directory(model_dir)
         # A summary implies the model of the same run: the old one is removed first,
         # the new one is written last.
         with _writing(directory / _SUMMARY):
             (directory / _SUMMARY).unlink(missing_ok=True)
         save_model(full, directory / _MODEL)
         save_json(summary, directory / _SUMMARY)
+        if is_address(model_dir):
+            mirror_of(model_dir).sync()
 
     with fail_together(world):
         save_by_rank_0(model, save)
@@ -198,8 +242,8 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
     does not see the directory, or cannot write, leaves no file; the block's exception
     is raised.
     """
-    directory = pathlib.Path(model_dir) / _ERRORS
     if world.is_chief:
+        directory = local_directory(model_dir) / _ERRORS
         with (
             _writing(directory),
             contextlib.suppress(FileNotFoundError),
@@ -211,12 +255,12 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
     except PreemptedError:
         raise
     except Exception as error:
-        with contextlib.suppress(OSError):
-            _write_error(directory, world, error)
+        with contextlib.suppress(OSError, StoreError):
+            _write_error(model_dir, world, error)
         raise
 
 
-def _write_error(directory: pathlib.Path, world: World, error: Exception) -> None:
+def _write_error(model_dir: str | PathLike, world: World, error: Exception) -> None:
     last_lines, traceback = output.describe(error)
     values = {
         "rank": world.rank,
@@ -225,5 +269,12 @@ def _write_error(directory: pathlib.Path, world: World, error: Exception) -> Non
         "error": last_lines,
         "traceback": traceback,
     }
+    name, text = f"rank-{world.rank}.json", json.dumps(values, indent=2) + "\n"
+    if is_address(model_dir):
+        # Once: the job is to end soon.
+        store = ObjectStore(os.fspath(model_dir), pauses=())
+        store.write(f"{_ERRORS}/{name}", text.encode())
+        return
+    directory = pathlib.Path(model_dir) / _ERRORS
     with OpenDirectory(directory, make=True, is_private=False) as files:
-        files.write(f"rank-{world.rank}.json", json.dumps(values, indent=2) + "\n")
+        files.write(name, text)

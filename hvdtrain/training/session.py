@@ -14,7 +14,8 @@ from hvdtrain.checkpoint.header import Header
 from hvdtrain.checkpoint.restoring import Start
 from hvdtrain.checkpoint.step_variables import StepVariables
 from hvdtrain.checkpoint.storage import CheckpointFiles
-from hvdtrain.checkpoint.writing import BackgroundWriter
+from hvdtrain.checkpoint.tiers import TieredFiles
+from hvdtrain.checkpoint.writing import BackgroundWriter, TieredWriter, Writer
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.native import recorder
@@ -60,7 +61,7 @@ class RunState:
     plan: Plan
     start: Start
     step_variables: StepVariables
-    files: CheckpointFiles | None
+    files: CheckpointFiles | TieredFiles | None
     commits: Commits | None
     exports: Exports | None
     skipping: Skipping
@@ -96,13 +97,9 @@ class Session:
         # An elastic job keeps its requests when it changes: no request to stop is lost.
         self.requests = commits.requests if commits else Requests()
         self.requests.max_minutes = run.config.max_minutes
-        self.writer = None
+        self.writer: Writer | None = None
         if world.is_chief and run.files:
-            self.writer = BackgroundWriter(
-                run.files,
-                functools.partial(notify, run.observers, "on_checkpoint"),
-                on_failure=self._on_failed_save,
-            )
+            self.writer = self._make_writer(run.files)
         if commits:
             commits.writer = self.writer
         self._votes = Votes(self.requests, plan, world, start_step=start.step)
@@ -270,6 +267,22 @@ class Session:
         )
         self._intervals.append(interval)
         return interval
+
+    def _make_writer(self, files: CheckpointFiles | TieredFiles) -> Writer:
+        make = functools.partial(
+            BackgroundWriter,
+            report=functools.partial(notify, self.run.observers, "on_checkpoint"),
+            on_failure=self._on_failed_save,
+        )
+        if isinstance(files, CheckpointFiles):
+            return make(files)
+        return TieredWriter(
+            make(files.disk),
+            make(files.store),
+            every_steps=self.run.config.upload_every_steps,
+            every_seconds=self.run.config.upload_every_seconds,
+            start_step=self.run.start.step,
+        )
 
     def _on_failed_save(self) -> None:
         if self.run.config.stop_on_failed_save:

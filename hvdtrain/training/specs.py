@@ -19,7 +19,7 @@ import tensorflow as tf
 from hvdtrain.checkpoint.header import Header, Position
 from hvdtrain.events import RunStart
 from hvdtrain.job import JobError
-from hvdtrain.job.files import local_path
+from hvdtrain.job.files import is_address, local_path, path_or_address
 from hvdtrain.training.exporting import Exporter
 
 
@@ -176,14 +176,22 @@ class RunConfig:
     """Where the state of a job is kept.
 
     Attributes:
-        model_dir: directory of the checkpoints, on a file system that rank 0 sees.
-            The job continues from the newest valid one there. ~ is expanded. None for
-            no checkpoints.
+        model_dir: directory of the checkpoints, on a file system that rank 0 sees, or
+            an address in an object store, such as s3://bucket/run. The job continues
+            from the newest valid one there. ~ is expanded. None for no checkpoints.
+        local_dir: for a model_dir in a store, a directory of rank 0's host where
+            checkpoints are written first. Some of them are uploaded, see
+            `upload_every_steps`; a job continues from the newest of both. By default
+            each checkpoint is uploaded at once.
         seed: of initial weights and of random layers, set before `model_fn` is called;
             None for the seed of `job.start`.
         save_every_steps: steps between checkpoints, 0 for none.
         save_every_seconds: seconds between checkpoints, 0 for none. There is always
             one at the end.
+        upload_every_steps: with a local_dir, steps between uploaded checkpoints, 0 for
+            none. A checkpoint is uploaded when it is written to local_dir. The last one
+            of a run always is.
+        upload_every_seconds: the same in seconds.
         stop_on_failed_save: stop the job if a checkpoint cannot be written. By default
             this is reported, and training goes on.
         skip_nonfinite: leave out, on all ranks, updates whose gradients are not finite,
@@ -195,16 +203,19 @@ class RunConfig:
         commit_every_seconds: the same in seconds.
         stop_signals: signals that stop the job in the same way, on any rank. Only with
             a model_dir: without one, they end the job at once.
-        keep_max: number of the newest checkpoints that are kept.
+        keep_max: number of the newest checkpoints that are kept, in local_dir, too.
         keep_every_hours: in addition, one of every so many hours; 0 for none.
         unchanged: values by name with which a job has to be continued, such as the
             name of the data set, and the seed of the order of its samples.
     """
 
     model_dir: str | None = None
+    local_dir: str | None = None
     seed: int | None = None
     save_every_steps: int = 0
     save_every_seconds: float = 600.0
+    upload_every_steps: int = 0
+    upload_every_seconds: float = 600.0
     stop_on_failed_save: bool = False
     skip_nonfinite: bool = False
     max_minutes: float = 0.0
@@ -222,17 +233,31 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_integers(
-            self, seed=0, save_every_steps=0, commit_every_steps=0, keep_max=1
+            self,
+            seed=0,
+            save_every_steps=0,
+            upload_every_steps=0,
+            commit_every_steps=0,
+            keep_max=1,
         )
         _check_numbers(
             self,
             save_every_seconds=0,
+            upload_every_seconds=0,
             max_minutes=0,
             commit_every_seconds=0,
             keep_every_hours=0,
         )
         if self.model_dir is not None:
-            object.__setattr__(self, "model_dir", local_path(self.model_dir))
+            object.__setattr__(self, "model_dir", path_or_address(self.model_dir))
+        if self.local_dir is not None:
+            object.__setattr__(self, "local_dir", local_path(self.local_dir))
+            if not (self.model_dir and is_address(self.model_dir)):
+                raise JobError(
+                    f"Received local_dir={self.local_dir} and model_dir="
+                    f"{self.model_dir}; expected a model_dir in a store, such as "
+                    "s3://bucket/run: leave out local_dir."
+                )
         object.__setattr__(self, "unchanged", _as_in_json(self.unchanged))
         if self.max_minutes and not self.model_dir:
             raise JobError(

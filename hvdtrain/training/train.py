@@ -10,9 +10,11 @@ from hvdtrain.checkpoint.restoring import Start, assign_all, restore
 from hvdtrain.checkpoint.writing import wait_for_writer
 from hvdtrain.flight import member
 from hvdtrain.job import World
-from hvdtrain.job.agreement import check_same, fail_together
+from hvdtrain.job.agreement import check_same, fail_together, gather
 from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.native import recorder
+from hvdtrain.stores.lease import Lease
+from hvdtrain.stores.mirror import local_directory
 from hvdtrain.training import exporting, loop, run_directory
 from hvdtrain.training.building import Batches, agree_on_batches, build
 from hvdtrain.training.elastic import Commits
@@ -60,14 +62,18 @@ def train_and_evaluate(
     """
     config = config or RunConfig()
     _check_alike(train_spec, eval_spec, config, world)
+    lease = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(recorder.phase("start"))
         if config.model_dir:
+            directory = config.model_dir
             with fail_together(world):
                 if world.is_chief:
-                    stack.enter_context(run_directory.locked(config.model_dir))
-                    member.clear(config.model_dir)
-            member.use_directory(config.model_dir)
+                    lease = stack.enter_context(run_directory.claimed(config))
+                    directory = str(local_directory(config.model_dir))
+                    member.clear(directory)
+            # That of the chief's host, for an address of a store.
+            member.use_directory(gather(world, directory)[0])
             stack.enter_context(run_directory.recorded(config.model_dir, world))
         return _train_and_evaluate(
             model_fn,
@@ -77,6 +83,7 @@ def train_and_evaluate(
             world,
             observers=observers if world.is_chief else (),
             commits=commits,
+            lease=lease,
         )
 
 
@@ -107,6 +114,7 @@ def _train_and_evaluate(
     *,
     observers: Sequence[object],
     commits: Commits | None,
+    lease: Lease | None,
 ) -> Result:
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
@@ -124,7 +132,7 @@ def _train_and_evaluate(
     if commits:
         # The writer of the last run may still write to the directory.
         wait_for_writer(world, commits.writer)
-    files = run_directory.checkpoint_files(config)
+    files = run_directory.checkpoint_files(config, lease)
     stores = [store for store in (commits, files) if store]
     new_job = _new_job(model, batches, config, commits)
     start = Start(header=new_job)

@@ -268,7 +268,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
         exports.prepare()
         exports.write(model(), [{"step": 1, "metrics": {}}], is_last=True)
         ((_, text),) = recorder.exports
-        path = tmp_path / "latest" / "step-00000001"
+        path = tmp_path / "export" / "latest" / "step-00000001"
         assert text.startswith(f"not written: Cannot write {path}: No space left on")
         assert not list(path.parent.iterdir())
         with pytest.raises(JobError, match="No space left"):
@@ -280,11 +280,11 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
 def test_exports_of_a_run_that_is_not_continued_are_deleted(tmp_path):
     exports = Exports(tmp_path, [LatestExporter(exports_to_keep=2)], [])
     exports.prepare()
-    (tmp_path / "latest" / "mine").mkdir()
+    (tmp_path / "export" / "latest" / "mine").mkdir()
     network = model()
     for step in (10, 20, 30, 15):
         exports.write(network, [{"step": step, "metrics": {}}], is_last=False)
-    found = sorted(path.name for path in (tmp_path / "latest").iterdir())
+    found = sorted(path.name for path in (tmp_path / "export" / "latest").iterdir())
     assert found == ["mine", "step-00000015"]
 
 

@@ -123,7 +123,7 @@ def test_options_that_contradict_each_other(changes, reason):
         (["--max_steps=-1"], ["--max_steps=-1", "[1, "]),
         (["--model_dir="], ["--model_dir", "expected a path"]),
         (
-            ["--model_dir=s3://b/run"],
+            ["--data_dir=s3://b/run"],
             ["Received s3://b/run; expected a path of a"],
         ),
         (["--epochs=0"], ["--epochs=0", "[1, "]),

@@ -1,16 +1,12 @@
 """Sources of files in emulated stores of Amazon and of Google, and their failures."""
 
-import collections
-import http.client
-import http.server
 import os
-import threading
-import urllib.parse
 
 import fsspec
 import numpy as np
 import pytest
 import remote_data
+from store_proxy import StoreProxy
 
 from hvdtrain import data
 from hvdtrain.data.formats import DataError
@@ -65,57 +61,6 @@ def test_a_file_that_changes_is_an_error(bucket, tmp_path, monkeypatch):
         source.read(np.array([0, 9]))
 
 
-class Proxy(http.server.ThreadingHTTPServer):
-    """Passes requests on to a server, but for some that fail.
-
-    Attributes:
-        failures: for the next requests of an object, the status that is answered; 0
-            cuts the connection.
-        sent: by path, the bytes of the objects that were sent.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, address):
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.target = urllib.parse.urlsplit(address).netloc
-        self.failures = []
-        self.sent = collections.Counter()
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        is_object = self.path.startswith("/bucket/") and "?" not in self.path
-        if is_object and self.server.failures:
-            status = self.server.failures.pop()
-            if status:
-                self.answer(status, b"<Error><Code>SlowDown</Code></Error>", {})
-            self.close_connection = True
-            return
-        connection = http.client.HTTPConnection(self.server.target)
-        connection.request(self.command, self.path, headers=self.headers)
-        response = connection.getresponse()
-        content = response.read()
-        if is_object and self.command == "GET":
-            self.server.sent[self.path] += len(content)
-        self.answer(response.status, content, dict(response.getheaders()))
-
-    do_HEAD = do_GET  # noqa: N815
-
-    def answer(self, status, content, headers):
-        self.send_response(status)
-        headers = {"Content-Length": str(len(content))} | headers
-        for name, value in headers.items():
-            if name not in ("Connection", "Transfer-Encoding", "Server", "Date"):
-                self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *arguments):
-        pass
-
-
 @pytest.fixture
 def proxy(s3_bucket, monkeypatch, tmp_path):
     s3fs = pytest.importorskip("s3fs")
@@ -126,17 +71,22 @@ def proxy(s3_bucket, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     monkeypatch.setattr(object_store, "_RETRY_SECONDS", (0.0, 0.0))
-    with Proxy(os.environ["AWS_ENDPOINT_URL"]) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        s3fs.S3FileSystem.clear_instance_cache()
-        yield server
-        server.shutdown()
-        thread.join()
+    server = StoreProxy(int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2]))
+    server.failures = []
+    server.rule = lambda request: (
+        server.failures.pop() if server.failures and is_object(request) else None
+    )
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield server
+    server.close()
 
 
-@pytest.mark.parametrize("failures", [[503], [500, 503], [0]])
+def is_object(request):
+    return request.path.startswith("/bucket/") and not request.query
+
+
+@pytest.mark.parametrize("failures", [[503], [500, 503], ["lost"]])
 def test_temporary_errors_are_repeated(proxy, tmp_path, failures):
     source = data.TFRecord("s3://bucket/part-*")
     expected = data.TFRecord(tmp_path / "part-*").read(np.arange(remote_data.SAMPLES))
@@ -148,7 +98,7 @@ def test_temporary_errors_are_repeated(proxy, tmp_path, failures):
 
 @pytest.mark.parametrize(
     ("failure", "text"),
-    [(503, "Service Unavailable"), (403, "PermissionError"), (0, "Connection")],
+    [(503, "Service Unavailable"), (403, "PermissionError"), ("lost", "Connection")],
 )
 def test_a_store_that_does_not_respond_is_an_error(proxy, failure, text):
     source = data.TFRecord("s3://bucket/part-*")
@@ -164,17 +114,23 @@ def test_a_store_that_does_not_respond_is_an_error(proxy, failure, text):
     assert "\n" not in message
 
 
+def sent(proxy):
+    """Return the bytes of the objects that were read."""
+    gets = [r for r in proxy.requests if r.method == "GET" and is_object(r)]
+    return sum(request.answered for request in gets)
+
+
 def test_a_rank_reads_its_own_records_only(proxy):
     data.TFRecord("s3://bucket/part-*")
     size = remote_data.RECORD_BYTES + remote_data.FRAME
     # The scan.
-    assert sum(proxy.sent.values()) == remote_data.SAMPLES * size
+    assert sent(proxy) == remote_data.SAMPLES * size
     for rank in range(2):
-        proxy.sent.clear()
+        proxy.requests.clear()
         source = data.TFRecord("s3://bucket/part-*")
         remote_data.read(source, rank, size=2, epochs=1)
         # The first sample is read once more, for its types.
-        assert sum(proxy.sent.values()) == (remote_data.SAMPLES // 2 + 1) * size
+        assert sent(proxy) == (remote_data.SAMPLES // 2 + 1) * size
 
 
 def test_a_missing_bucket_is_an_error(bucket):

@@ -1,0 +1,140 @@
+"""Where the files of checkpoints are: a directory on a disk, or below an address."""
+
+import functools
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from hvdtrain.job.files import atomic_write, remove_partial
+from hvdtrain.stores.object_store import ObjectStore
+
+
+class CheckpointDirectory(Protocol):
+    """Files by name, each complete or absent. A missing one is `FileNotFoundError`."""
+
+    def path(self, name: str) -> pathlib.Path | str:
+        """Return the path or the address of a file, for messages."""
+
+    def make(self) -> None:
+        """Create the directory where it does not exist, in one that does."""
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str) -> str: ...
+
+    def open(self, name: str) -> AbstractContextManager[pathlib.Path]:
+        """Return a context with a path on this machine that has the content."""
+
+    def write(self, name: str) -> AbstractContextManager[pathlib.Path]:
+        """Return a context with a path whose content becomes the file at its end."""
+
+    def delete(self, name: str) -> None: ...
+
+    def delete_partial(self) -> None:
+        """Delete what killed writers have left; for the only writer."""
+
+
+class DiskDirectory:
+    """A directory of a file system."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = pathlib.Path(path)
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def path(self, name: str) -> pathlib.Path:
+        return self._path / name
+
+    def make(self) -> None:
+        # Without parents: a run directory that was removed is not made again.
+        self._path.mkdir(exist_ok=True)
+
+    def names(self) -> list[str]:
+        return os.listdir(self._path)
+
+    def read(self, name: str) -> str:
+        return self.path(name).read_text()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[pathlib.Path]:
+        yield self.path(name)
+
+    def write(self, name: str) -> AbstractContextManager[pathlib.Path]:
+        return atomic_write(self.path(name))
+
+    def delete(self, name: str) -> None:
+        self.path(name).unlink(missing_ok=True)
+
+    def delete_partial(self) -> None:
+        if self._path.is_dir():
+            remove_partial(self._path)
+
+
+class StoreDirectory:
+    """The objects below an address, which are uploaded from temporary files.
+
+    Args:
+        check_writer: called before a JSON file is written; raises an error if another
+            job writes to the address by now.
+    """
+
+    def __init__(
+        self, address: str, *, check_writer: Callable[[], object] | None = None
+    ) -> None:
+        self._address = address
+        self._check_writer = check_writer
+
+    @functools.cached_property
+    def _store(self) -> ObjectStore:
+        # Not on ranks that only name the directory: they may have no credentials.
+        return ObjectStore(self._address)
+
+    def __str__(self) -> str:
+        return self._address
+
+    def path(self, name: str) -> str:
+        return f"{self._address}/{name}"
+
+    def make(self) -> None:
+        """Do nothing: a store has no directories."""
+
+    def names(self) -> list[str]:
+        return list(self._store.sizes())
+
+    def read(self, name: str) -> str:
+        return self._store.read(name).decode()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[pathlib.Path]:
+        with tempfile.TemporaryDirectory(prefix="hvdtrain-") as directory:
+            path = pathlib.Path(directory, name)
+            self._store.download(name, path)
+            yield path
+
+    @contextmanager
+    def write(self, name: str) -> Iterator[pathlib.Path]:
+        with tempfile.TemporaryDirectory(prefix="hvdtrain-") as directory:
+            path = pathlib.Path(directory, name)
+            yield path
+            if not name.endswith(".json"):
+                self._store.upload(path, name)
+                return
+            if self._check_writer:
+                self._check_writer()
+            content = path.read_bytes()
+            # Conditional: a job that has lost its lease since the check replaces no
+            # checkpoint of its successor. One of the same step is replaced by this job.
+            if not self._store.create(name, content):
+                if self._check_writer:
+                    self._check_writer()
+                self._store.write(name, content)
+
+    def delete(self, name: str) -> None:
+        self._store.delete([name])
+
+    def delete_partial(self) -> None:
+        self._store.abort_uploads()

@@ -1,0 +1,197 @@
+"""A lease: one job at a time writes to an address.
+
+    .lease/00000007      the process that holds it, or has held it last
+
+Each holder creates an object with the next number, by a conditional put, of which one
+succeeds. It writes the object again every some seconds. A job whose object is older is
+taken to be dead: the next one creates its own. The first job, if it was only stopped,
+then finds a higher number, and writes no more.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from hvdtrain.job import JobError
+from hvdtrain.stores.object_store import ObjectStore, StoreError
+
+LEASE_SECONDS = 60.0
+FOLDER = ".lease"
+_CLOCK = f"{FOLDER}/clock"
+
+
+class Lease:
+    """The right to write to a store; to be used in a `with` statement.
+
+    Args:
+        seconds: after which a lease that is not renewed ends.
+        warn: called with the reason when another process holds a lease that may end.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        warn: Callable[[str], object],
+        seconds: float = LEASE_SECONDS,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._warn = warn
+        self._seconds = seconds
+        self._sleep = sleep
+        self._number = 0
+        self._content = _describe_process()
+        self._is_ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True)
+
+    def __enter__(self) -> Self:
+        """Take the lease; wait as long as a holder may be dead.
+
+        Raises:
+            JobError: another job holds it.
+            StoreError: the store cannot be written.
+        """
+        last = self._last()
+        if last and self._is_running(last) is not False:
+            self._wait(last)
+        if not self._store.create(_name(last + 1), self._content):
+            raise self._in_use(last + 1)
+        self._number = last + 1
+        self._store.delete(_name(number) for number in range(max(1, last - 1), last))
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_ended.set()
+        self._thread.join(self._seconds)
+        # The object stays, since the numbers only grow. Where the store does not
+        # respond, the lease ends by its time.
+        with contextlib.suppress(StoreError):
+            self._store.write(_name(self._number), b"{}")
+
+    def check(self) -> None:
+        """Raise `JobError` if another job has taken the lease."""
+        if self._holder(self._number + 1) is not None:
+            raise self._in_use(self._number + 1)
+
+    def _renew(self) -> None:
+        while not self._is_ended.wait(self._seconds / 4):
+            try:
+                self.check()
+                self._store.write(_name(self._number), self._content)
+            except StoreError:
+                # The next one tries again; `check` is called before each checkpoint.
+                continue
+            except JobError:
+                return
+
+    def _last(self) -> int:
+        numbers = [
+            int(name.rpartition("/")[2])
+            for name in self._store.sizes(FOLDER)
+            if name != _CLOCK
+        ]
+        last = max(numbers, default=0)
+        # A store may list the newest object late.
+        while self._holder(last + 1) is not None:
+            last += 1
+        return last
+
+    def _holder(self, number: int) -> dict[str, Any] | None:
+        try:
+            holder = json.loads(self._store.read(_name(number)))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return {"host": "?"}
+        return dict(holder)
+
+    def _is_running(self, number: int) -> bool | None:
+        """Return whether a holder runs; None for a process of another machine."""
+        holder = self._holder(number)
+        if not holder:
+            return False
+        return _is_running(holder) if holder.get("machine") == _machine() else None
+
+    def _wait(self, number: int) -> None:
+        """Return when the lease has ended.
+
+        Raises:
+            JobError: it was renewed, or its holder runs on this machine.
+        """
+        if self._is_running(number):
+            raise self._in_use(number)
+        written = self._store.modified(_name(number))
+        # Seconds by the clock of the store, which may differ from this machine's.
+        self._store.write(_CLOCK, b"")
+        left = self._seconds - (self._store.modified(_CLOCK) - written)
+        if left <= 0:
+            return
+        self._warn(
+            f"{self._describe(number)} has used {self._store} less than "
+            f"{self._seconds:.0f} s ago: this job starts in {left:.0f} s if it has "
+            "ended by then."
+        )
+        while left > 0:
+            self._sleep(pause := min(left, self._seconds / 12))
+            left -= pause
+            if self._is_running(number) is False:
+                return
+            if self._store.modified(_name(number)) != written:
+                raise self._in_use(number)
+
+    def _in_use(self, number: int) -> JobError:
+        return JobError(
+            f"{self._store} is in use by another job ({self._describe(number)}): wait "
+            "for its end, or choose another model_dir."
+        )
+
+    def _describe(self, number: int) -> str:
+        holder = self._holder(number) or {}
+        return f"process {holder.get('process', '?')} on {holder.get('host', '?')}"
+
+
+def _name(number: int) -> str:
+    return f"{FOLDER}/{number:08}"
+
+
+def _describe_process() -> bytes:
+    process = psutil.Process()
+    return json.dumps(
+        {
+            "process": process.pid,
+            "started": process.create_time(),
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "token": secrets.token_hex(8),
+        }
+    ).encode()
+
+
+def _machine() -> str:
+    """Return what is equal for the processes that have one list of processes."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _is_running(holder: dict[str, Any]) -> bool:
+    try:
+        return psutil.Process(holder["process"]).create_time() == holder["started"]
+    except (psutil.NoSuchProcess, KeyError):
+        return False

@@ -1,0 +1,240 @@
+"""The files of a run that are not checkpoints, from a local directory to a store.
+
+Logs are appended to, and exports are directories that are renamed: what a store does
+not have. They are written to a directory of this machine, as in any run, and uploaded
+when they have changed: every some seconds, and at the end of the run.
+"""
+
+import atexit
+import contextlib
+import os
+import pathlib
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from hvdtrain.job import JobError
+from hvdtrain.job.files import (
+    is_address,
+    local_path,
+    make_directory,
+    one_line_errors,
+    path_or_address,
+)
+from hvdtrain.stores.object_store import ObjectStore, StoreError
+
+_EVERY_SECONDS = 30.0
+# Checkpoints are uploaded by themselves; `flight` is of the hosts that run now.
+_NOT_MIRRORED = ("checkpoints", "flight")
+# What a continued run appends to, or removes.
+_FETCHED = ("log.jsonl", "summary.json")
+_EXPORT, _ERRORS = "export", "errors"
+_ADDRESS = "model_dir"
+
+_mirrors: dict[str, "Mirror"] = {}
+
+
+def local_directory(
+    model_dir: str | os.PathLike[str], local_dir: str | None = None
+) -> pathlib.Path:
+    """Return where this process writes the files of a run: `model_dir`, if it is local.
+
+    For an address, it is `local_dir`, or a directory that ends with the process; later
+    calls return the same. For the chief: what a continued run needs is downloaded.
+
+    Raises:
+        JobError: `local_dir` cannot be written, or has the files of another run.
+        StoreError: the store cannot be read.
+    """
+    if not is_address(model_dir):
+        return pathlib.Path(local_path(model_dir))
+    return mirror_of(model_dir, local_dir).directory
+
+
+def mirror_of(
+    address: str | os.PathLike[str], local_dir: str | None = None
+) -> "Mirror":
+    """Return the mirror of this process with an address; see `local_directory`."""
+    address = path_or_address(address).rstrip("/")
+    if address not in _mirrors:
+        store = ObjectStore(address)
+        if local_dir:
+            directory = pathlib.Path(local_dir)
+            _claim(directory, address)
+        else:
+            directory = pathlib.Path(tempfile.mkdtemp(prefix="hvdtrain-run-"))
+        mirror = Mirror(directory, store)
+        if not local_dir:
+            atexit.register(mirror.remove)
+        mirror.fetch()
+        _mirrors[address] = mirror
+    return _mirrors[address]
+
+
+@contextlib.contextmanager
+def downloaded(model_dir: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Yield a directory with the log of a run, downloaded where that is an address."""
+    if not is_address(model_dir):
+        yield pathlib.Path(model_dir)
+        return
+    store = ObjectStore(path_or_address(model_dir))
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-") as directory:
+        for name in _FETCHED:
+            with contextlib.suppress(FileNotFoundError):
+                store.download(name, pathlib.Path(directory, name))
+        yield pathlib.Path(directory)
+
+
+def _claim(directory: pathlib.Path, address: str) -> None:
+    """Note in a local directory the address whose files it has."""
+    path = directory / _ADDRESS
+    with one_line_errors(
+        f"write {path}", remedy="expected a local_dir that this user can write"
+    ):
+        make_directory(directory)
+        if path.exists() and (other := path.read_text().strip()) != address:
+            raise JobError(
+                f"Received local_dir={directory}, which has files of {other}; expected "
+                f"a directory of {address} alone: choose another one."
+            )
+        path.write_text(f"{address}\n")
+
+
+class _Stamp(NamedTuple):
+    size: int
+    mtime_ns: int
+
+
+class Mirror:
+    """Uploads the changed files of `directory`; a thread does so within a `with` block.
+
+    An export is complete or absent: its `saved_model.pb`, without which it cannot be
+    loaded, is uploaded last and deleted first. So are JSON files.
+    """
+
+    def __init__(self, directory: pathlib.Path, store: ObjectStore) -> None:
+        self.directory = directory
+        self.store = store
+        self._uploaded: dict[str, _Stamp] = {}
+        # Objects that are deleted once their file, or their export, is removed.
+        self._remote: set[str] = set()
+        self._lock = threading.Lock()
+        self._is_ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_kept = False
+
+    def remove(self) -> None:
+        """Remove the directory, unless it has files that could not be uploaded."""
+        if not self._is_kept:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def fetch(self) -> None:
+        """Download the log; make empty directories in place of complete exports."""
+        sizes = self.store.sizes()
+        for name in _FETCHED:
+            path = self.directory / name
+            # A killed run may have appended lines that it did not upload.
+            if name in sizes and not (path.exists() and _stamp(path)[0] >= sizes[name]):
+                self.store.download(name, path)
+                self._uploaded[name] = _stamp(path)
+        for name in sizes:
+            folder = name.partition("/")[0]
+            if name in _FETCHED or folder in (_EXPORT, _ERRORS):
+                self._remote.add(name)
+            if folder == _EXPORT and f"{_unit(name)}/saved_model.pb" in sizes:
+                (self.directory / _unit(name)).mkdir(parents=True, exist_ok=True)
+
+    def sync(self) -> None:
+        """Upload and delete what has changed since the last call.
+
+        Raises:
+            StoreError: the store does not respond, or refuses it.
+        """
+        with self._lock:
+            for path, name in sorted(self._files(), key=lambda file: _order(file[1])):
+                # A file may be removed meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    stamp = _stamp(path)
+                    if self._uploaded.get(name) != stamp:
+                        self.store.upload(path, name)
+                        self._uploaded[name] = stamp
+                        self._remote.add(name)
+            for name in sorted(self._remote, key=_order, reverse=True):
+                if not (self.directory / _unit(name)).exists():
+                    self.store.delete([name])
+                    self._remote.remove(name)
+                    self._uploaded.pop(name, None)
+
+    def __enter__(self) -> Self:
+        self._is_ended.clear()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_ended.set()
+        assert self._thread
+        self._thread.join()
+        try:
+            self.sync()
+        except StoreError as failure:
+            self._is_kept = True
+            text = f"{failure} The files are kept in {self.directory}."
+            if error is None:
+                raise StoreError(text) from None
+            warnings.warn(text, stacklevel=2)
+
+    def _run(self) -> None:
+        has_warned = False
+        while not self._is_ended.wait(_EVERY_SECONDS):
+            try:
+                self.sync()
+                has_warned = False
+            except StoreError as error:
+                if not has_warned:
+                    has_warned = True
+                    warnings.warn(
+                        f"{error} Training continues; its logs are in "
+                        f"{self.directory} meanwhile.",
+                        stacklevel=2,
+                    )
+
+    def _files(self) -> Iterator[tuple[pathlib.Path, str]]:
+        for parent, directories, names in os.walk(self.directory):
+            relative = pathlib.Path(parent).relative_to(self.directory)
+            # Hidden ones are locks, and files that are not complete.
+            directories[:] = [
+                name
+                for name in directories
+                if not name.startswith(".")
+                and (relative / name).as_posix() not in _NOT_MIRRORED
+            ]
+            for name in names:
+                path = relative / name
+                if not name.startswith(".") and path.as_posix() != _ADDRESS:
+                    yield self.directory / path, path.as_posix()
+
+
+def _stamp(path: pathlib.Path) -> _Stamp:
+    status = path.stat()
+    return _Stamp(status.st_size, status.st_mtime_ns)
+
+
+def _unit(name: str) -> str:
+    """Return the export that a file belongs to, or the name of another file."""
+    parts = name.split("/")
+    return "/".join(parts[:3]) if parts[0] == _EXPORT else name
+
+
+def _order(name: str) -> tuple[bool, str]:
+    """Return a key by which what makes other files complete is the last."""
+    return name.endswith((".json", "/saved_model.pb")), name

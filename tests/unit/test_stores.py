@@ -1,0 +1,404 @@
+"""Runs whose model_dir is the address of a store, here fsspec's store in memory."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import uuid
+
+import fsspec
+import keras
+import numpy as np
+import pytest
+from toy import X, Y
+
+from hvdtrain import training
+from hvdtrain.checkpoint.directories import StoreDirectory
+from hvdtrain.checkpoint.header import Checkpoint, Header
+from hvdtrain.checkpoint.storage import CheckpointFiles
+from hvdtrain.job import JobError, World
+from hvdtrain.report import runs
+from hvdtrain.stores import lease, mirror, object_store
+from hvdtrain.stores.lease import Lease
+from hvdtrain.stores.mirror import Mirror, local_directory
+from hvdtrain.stores.object_store import ObjectStore, StoreError
+from hvdtrain.training import LatestExporter, RunConfig, run_directory
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+FILES = fsspec.filesystem("memory")
+HEADER = Header(
+    step=2,
+    local_batch_sizes=(4,),
+    global_batch_size=4,
+    sample=8,
+    original_size=1,
+    fit_epoch_steps=6,
+    steps_per_execution=1,
+)
+
+
+@pytest.fixture
+def address(monkeypatch):
+    """A new address; what this process has mirrored of others is forgotten."""
+    monkeypatch.setattr(mirror, "_mirrors", {})
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture
+def store(address):
+    return ObjectStore(address, sleep=lambda seconds: None)
+
+
+def network():
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(4, "relu"), keras.layers.Dense(2)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, run_eagerly=True)
+    return model
+
+
+def fit(model_dir, max_steps, **options):
+    return training.fit(
+        network,
+        (X, Y),
+        global_batch_size=4,
+        max_steps=max_steps,
+        model_dir=model_dir,
+        seed=1,
+        world=World(),
+        **{"save_every_steps": 2, "observers": [object()], **options},
+    )
+
+
+def steps(address):
+    return CheckpointFiles(StoreDirectory(f"{address}/checkpoints")).steps()
+
+
+def forget():
+    """Forget what a process knows of addresses, as its end does."""
+    mirror._mirrors.clear()
+
+
+def assert_equal(result, expected):
+    for got, wanted in zip(
+        result.model.get_weights(), expected.model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_job_continues_from_a_store_as_from_a_disk(address, tmp_path):
+    expected = fit(
+        tmp_path / "disk", 9, exporters=[LatestExporter()], validation=(X, Y)
+    )
+    fit(address, 5)
+    forget()
+    result = fit(
+        address, 9, exporters=[LatestExporter()], validation=(X, Y), observers=None
+    )
+    assert result.start_step == 5
+    assert result.start.checkpoint == f"{address}/checkpoints/step-00000005.json"
+    assert_equal(result, expected)
+    names = set(ObjectStore(address).sizes())
+    assert {"log.jsonl", "export/latest/step-00000009/saved_model.pb"} <= names
+    assert steps(address) == [9, 8, 6, 5, 4]
+    # The same arrays as on a disk, and the program that reads its log.
+    stored = CheckpointFiles(StoreDirectory(f"{address}/checkpoints")).read(9)
+    on_disk = CheckpointFiles(tmp_path / "disk/checkpoints").read(9)
+    # The names have the numbers of the layers in this process.
+    arrays = zip(stored.arrays.values(), on_disk.arrays.values(), strict=True)
+    for array, other in arrays:
+        np.testing.assert_array_equal(array, other)
+    (logged,) = runs.read([address])
+    assert logged.lines[-1]["step"] == 9
+
+
+def test_model_and_summary_are_written_to_the_store(address):
+    config = RunConfig(model_dir=pathlib.Path(address))
+    assert config.model_dir == address
+    run_directory.write(World(), address, model=network(), summary={"loss": 1.0})
+    assert json.loads(ObjectStore(address).read("summary.json")) == {"loss": 1.0}
+    assert "model.keras" in ObjectStore(address).sizes()
+
+
+def test_checkpoints_go_to_the_disk_often_and_to_the_store_seldom(address, tmp_path):
+    options = {"local_dir": str(tmp_path / "local"), "upload_every_steps": 4}
+    options |= {"upload_every_seconds": 0, "keep_max": 2, "save_every_steps": 1}
+    expected = fit(tmp_path / "disk", 12)
+    fit(address, 7, **options)
+    # 4 by its number and 7 as the last, unless an upload was still in progress.
+    assert steps(address)[0] == 7
+    assert len(steps(address)) <= 2
+    disk = CheckpointFiles(tmp_path / "local/checkpoints")
+    assert disk.steps()[0] == 7
+    # Newer than the store's, as after a kill between two uploads.
+    FILES.rm(f"{address}/checkpoints/step-00000007.json")
+    forget()
+    result = fit(address, 9, **options)
+    assert result.start.checkpoint == str(disk.path(7))
+    # On another host, there is no local directory.
+    forget()
+    result = fit(address, 12, **options | {"local_dir": str(tmp_path / "other")})
+    assert result.start.checkpoint == f"{address}/checkpoints/step-00000009.json"
+    assert_equal(result, expected)
+
+
+def test_a_checkpoint_that_is_damaged_on_the_disk_is_read_from_the_store(
+    address, tmp_path
+):
+    options = {"local_dir": str(tmp_path / "local"), "upload_every_steps": 1}
+    fit(address, 4, **options)
+    (arrays,) = (tmp_path / "local/checkpoints").glob("step-00000004-*")
+    arrays.write_bytes(arrays.read_bytes()[:-1])
+    forget()
+    assert fit(address, 6, **options).start_step == 4
+
+
+def test_a_local_directory_of_another_run(address, tmp_path):
+    local_directory(address, str(tmp_path))
+    with pytest.raises(JobError, match=rf"^Received local_dir={tmp_path}.*{address}"):
+        local_directory(f"{address}2", str(tmp_path))
+    with pytest.raises(JobError, match=r"^Received local_dir=.* expected a model_dir"):
+        RunConfig(model_dir=str(tmp_path), local_dir=str(tmp_path))
+
+
+class Failing:
+    """Raises errors in place of some calls of a file system's method."""
+
+    def __init__(self, monkeypatch, method, errors, *, after=False):
+        # Of the class: each thread has an instance.
+        call = getattr(type(FILES), method)
+
+        def failing(*arguments, **options):
+            if errors and after:
+                call(*arguments, **options)
+            if errors:
+                raise errors.pop(0)
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(type(FILES), method, failing)
+
+
+def test_errors_that_may_be_temporary_are_repeated(store, monkeypatch):
+    Failing(monkeypatch, "pipe_file", [OSError("503"), TimeoutError("slow")])
+    store.write("a", b"1")
+    assert store.read("a") == b"1"
+    # The put has succeeded, and the response was lost.
+    Failing(monkeypatch, "pipe_file", [ConnectionError("cut")], after=True)
+    assert store.create("b", b"1")
+    assert not store.create("b", b"2")
+
+
+def test_errors_that_stay_are_one_line(store, monkeypatch):
+    Failing(monkeypatch, "pipe_file", [OSError("503 slow\ndown")] * 6)
+    with pytest.raises(StoreError, match=f"^Cannot write {store}/a: OSError: 503 s"):
+        store.write("a", b"")
+    Failing(monkeypatch, "cat_file", [PermissionError("Forbidden")])
+    with pytest.raises(StoreError, match="Forbidden"):
+        store.read("a")
+    with pytest.raises(
+        StoreError, match=r"^Cannot open no://a/b: .*Protocol not known"
+    ):
+        ObjectStore("no://a/b")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(StoreError, match=r"pip install 'hvdtrain\[s3\]'\.$"):
+        ObjectStore("s3://bucket/run")
+
+
+def without_repetitions(monkeypatch):
+    monkeypatch.setattr(object_store, "_RETRY_SECONDS", ())
+
+
+class Reports:
+    """An observer that keeps what is reported of checkpoints."""
+
+    def __init__(self):
+        self.texts = []
+
+    def on_checkpoint(self, step, text):
+        self.texts.append(text)
+
+
+def test_a_failed_save_is_reported_and_the_job_goes_on(address, monkeypatch):
+    without_repetitions(monkeypatch)
+    Failing(monkeypatch, "put_file", [OSError("503")])
+    reports = Reports()
+    fit(address, 5, observers=[reports])
+    assert reports.texts[0].startswith(f"not written: Cannot write {address}")
+    assert steps(address)[0] == 5
+    assert 2 not in steps(address)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(address, monkeypatch):
+    without_repetitions(monkeypatch)
+    Failing(monkeypatch, "put_file", [OSError("503")] * 2)
+    with pytest.raises(JobError, match=rf"Cannot write {address}/checkpoints"):
+        fit(address, 2)
+
+
+def test_arrays_whose_header_is_listed_late_are_kept(address, monkeypatch):
+    files = CheckpointFiles(StoreDirectory(f"{address}/checkpoints"))
+    fit(address, 4)
+    find = FILES.find
+
+    def late(path, **options):
+        return {n: i for n, i in find(path, **options).items() if "04.json" not in n}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FILES, "find", late)
+        assert files.steps() == [2]
+        files.delete_leftovers()
+    assert files.read(4).step == 4
+
+
+def test_arrays_that_no_header_names_are_deleted(address):
+    fit(address, 4)
+    directory = StoreDirectory(f"{address}/checkpoints")
+    name = "step-00000006-00000000.safetensors"
+    FILES.pipe_file(directory.path(name), b"")
+    CheckpointFiles(directory).delete_leftovers()
+    assert name not in directory.names()
+    assert CheckpointFiles(directory).read(4).step == 4
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(address):
+    fit(address, 4)
+    files = CheckpointFiles(StoreDirectory(f"{address}/checkpoints"))
+    before = files.read(4)
+    changed = {name: array + 1 for name, array in before.arrays.items()}
+    files.write(Checkpoint(header=before.header, arrays=changed))
+    for name, array in files.read(4).arrays.items():
+        np.testing.assert_array_equal(array, changed[name])
+
+
+@contextlib.contextmanager
+def held(store, **options):
+    with Lease(store, warn=lambda text: None, **options) as taken:
+        yield taken
+
+
+def on_another_machine(monkeypatch):
+    monkeypatch.setattr(lease, "_machine", lambda: "another")
+
+
+def test_a_second_job_is_refused_while_the_first_one_renews(store, monkeypatch):
+    warnings = []
+    with held(store):
+        on_another_machine(monkeypatch)
+
+        def renew(seconds):
+            # In place of the thread, and later by the store's clock.
+            store.write(".lease/00000001", store.read(".lease/00000001"))
+
+        second = Lease(store, warn=warnings.append, sleep=renew)
+        with pytest.raises(JobError, match=f"in use .*process {os.getpid()} on "):
+            second.__enter__()
+    assert len(warnings) == 1
+    # It has ended: no wait.
+    with held(store, sleep=None):
+        pass
+
+
+def test_a_lease_that_is_not_renewed_ends(store, monkeypatch):
+    pauses = []
+    with held(store, seconds=60) as first:
+        on_another_machine(monkeypatch)
+        with held(store, seconds=60, sleep=pauses.append) as second:
+            assert 59 < sum(pauses) <= 60
+            second.check()
+            # It was only stopped: it writes no more.
+            with pytest.raises(JobError, match="in use by another job"):
+                first.check()
+
+
+def test_a_lease_of_a_process_that_was_killed_here_ends_at_once(store):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    content = {"process": process.pid, "started": 0, "machine": lease._machine()}
+    process.wait()
+    store.write(".lease/00000007", json.dumps(content).encode())
+    with held(store, sleep=None):
+        assert ".lease/00000008" in store.sizes()
+
+
+def test_of_two_jobs_that_take_a_lease_one_gets_it(store, monkeypatch):
+    first, second = (Lease(store, warn=lambda text: None) for _ in range(2))
+    # Both have seen that nobody holds it.
+    monkeypatch.setattr(Lease, "_last", lambda self: 0)
+    with first, pytest.raises(JobError, match="in use"):
+        second.__enter__()
+
+
+def test_a_lease_that_is_listed_late_is_found(store, monkeypatch):
+    with held(store), held_elsewhere(store, monkeypatch):
+        pass
+
+
+@contextlib.contextmanager
+def held_elsewhere(store, monkeypatch):
+    on_another_machine(monkeypatch)
+    monkeypatch.setattr(ObjectStore, "sizes", lambda self, prefix="": {})
+    pauses = []
+    with held(store, sleep=pauses.append):
+        assert pauses
+        yield
+
+
+def test_a_writer_without_its_lease_replaces_nothing(address, store):
+    with held(store) as first:
+        store.write(".lease/00000002", b"{}")
+        files = CheckpointFiles(
+            StoreDirectory(f"{address}/checkpoints", check_writer=first.check)
+        )
+        with pytest.raises(JobError, match="in use by another job"):
+            files.write(Checkpoint(header=HEADER, arrays={"a": np.zeros(2)}))
+    assert not files.steps()
+
+
+def test_a_mirror_uploads_what_has_changed_and_deletes_what_is_gone(store, tmp_path):
+    sent = []
+    upload = store.upload
+    store.upload = lambda path, name: (sent.append(name), upload(path, name))
+    copies = Mirror(tmp_path, store)
+    export = tmp_path / "export/best/step-00000003"
+    export.mkdir(parents=True)
+    for name in ("saved_model.pb", "variables"):
+        (export / name).write_text(name)
+    (tmp_path / ".partial-1").write_text("")
+    (tmp_path / "log.jsonl").write_text("1\n")
+    copies.sync()
+    # Without its saved_model.pb, an export cannot be loaded.
+    assert sent[-1] == "export/best/step-00000003/saved_model.pb"
+    assert sorted(sent) == sorted(store.sizes())
+    copies.sync()
+    assert len(sent) == 3
+    for path in export.iterdir():
+        path.unlink()
+    export.rmdir()
+    (tmp_path / "log.jsonl").write_text("1\n2\n")
+    copies.sync()
+    assert store.sizes() == {"log.jsonl": 4}
+
+
+def test_a_run_on_another_host_continues_the_log_and_knows_the_exports(store, tmp_path):
+    store.write("log.jsonl", b"1\n2\n")
+    for step in ("step-00000003", "step-00000006"):
+        store.write(f"export/best/{step}/variables", b"1")
+    # The export of step 6 was killed before its last file.
+    store.write("export/best/step-00000003/saved_model.pb", b"1")
+    store.write("errors/rank-1.json", b"{}")
+    copies = Mirror(tmp_path, store)
+    copies.fetch()
+    assert (tmp_path / "log.jsonl").read_text() == "1\n2\n"
+    assert [path.name for path in (tmp_path / "export/best").iterdir()] == [
+        "step-00000003"
+    ]
+    copies.sync()
+    assert sorted(store.sizes()) == [
+        *(f"export/best/step-00000003/{n}" for n in ("saved_model.pb", "variables")),
+        "log.jsonl",
+    ]
