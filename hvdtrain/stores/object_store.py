@@ -3,6 +3,8 @@
 import contextlib
 import importlib
 import pathlib
+import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -15,6 +17,10 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 # A repetition has the same result.
 _FINAL = (FileExistsError, FileNotFoundError, PermissionError, NotImplementedError)
+
+# Libraries of fsspec's packages, and of what these import.
+_PROVIDERS = {"adlfs", "aiobotocore", "azure", "botocore", "gcsfs", "google", "s3fs"}
+_random = random.Random()
 
 _Value = TypeVar("_Value")
 
@@ -48,7 +54,21 @@ def open_filesystem(address: str) -> tuple[Any, str]:
             f"Cannot open {address}: {reason_of(error)}; expected an address such as "
             "s3://bucket/run, of a file system that fsspec knows."
         ) from None
+    _separate_random()
     return filesystem, path.rstrip("/")
+
+
+def _separate_random() -> None:
+    """Give the providers' libraries a generator of random numbers of their own.
+
+    They draw pauses between repetitions. From Python's global generator, whose state
+    is in checkpoints, a training would draw other numbers after a failed request.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _PROVIDERS:
+            names = vars(module)
+            if names.get("random") is random:
+                names["random"] = _random
 
 
 def reason_of(error: BaseException) -> str:

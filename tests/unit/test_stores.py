@@ -205,7 +205,7 @@ def test_errors_that_stay_are_one_line(store, monkeypatch):
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(StoreError, match=r"pip install 'hvdtrain\[s3\]'\.$"):
         ObjectStore("s3://bucket/run")
 
