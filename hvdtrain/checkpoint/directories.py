@@ -1,4 +1,7 @@
-"""Where the files of checkpoints are: a directory on a disk, or below an address."""
+"""Where the files of checkpoints are: a directory on a disk, or below an address.
+
+In both, a file is complete or absent, and reading a missing one is `FileNotFoundError`.
+"""
 
 import functools
 import os
@@ -6,35 +9,9 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 from hvdtrain.job.files import atomic_write, remove_partial
 from hvdtrain.stores.object_store import ObjectStore
-
-
-class CheckpointDirectory(Protocol):
-    """Files by name, each complete or absent. A missing one is `FileNotFoundError`."""
-
-    def path(self, name: str) -> pathlib.Path | str:
-        """Return the path or the address of a file, for messages."""
-
-    def make(self) -> None:
-        """Create the directory where it does not exist, in one that does."""
-
-    def names(self) -> list[str]: ...
-
-    def read(self, name: str) -> str: ...
-
-    def open(self, name: str) -> AbstractContextManager[pathlib.Path]:
-        """Return a context with a path on this machine that has the content."""
-
-    def write(self, name: str) -> AbstractContextManager[pathlib.Path]:
-        """Return a context with a path whose content becomes the file at its end."""
-
-    def delete(self, name: str) -> None: ...
-
-    def delete_partial(self) -> None:
-        """Delete what killed writers have left; for the only writer."""
 
 
 class DiskDirectory:
@@ -47,9 +24,11 @@ class DiskDirectory:
         return str(self._path)
 
     def path(self, name: str) -> pathlib.Path:
+        """Return the path of a file, for messages."""
         return self._path / name
 
     def make(self) -> None:
+        """Create the directory where it does not exist, in one that does."""
         # Without parents: a run directory that was removed is not made again.
         self._path.mkdir(exist_ok=True)
 
@@ -61,15 +40,18 @@ class DiskDirectory:
 
     @contextmanager
     def open(self, name: str) -> Iterator[pathlib.Path]:
+        """Yield a path on this machine that has the content of a file."""
         yield self.path(name)
 
     def write(self, name: str) -> AbstractContextManager[pathlib.Path]:
+        """Return a context with a path whose content becomes the file at its end."""
         return atomic_write(self.path(name))
 
     def delete(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)
 
     def delete_partial(self) -> None:
+        """Delete what killed writers have left; for the only writer."""
         if self._path.is_dir():
             remove_partial(self._path)
 
@@ -138,3 +120,6 @@ class StoreDirectory:
 
     def delete_partial(self) -> None:
         self._store.abort_uploads()
+
+
+CheckpointDirectory = DiskDirectory | StoreDirectory

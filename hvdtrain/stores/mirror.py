@@ -13,9 +13,8 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
-from types import TracebackType
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from hvdtrain.job import JobError
 from hvdtrain.job.files import (
@@ -25,7 +24,7 @@ from hvdtrain.job.files import (
     one_line_errors,
     path_or_address,
 )
-from hvdtrain.stores.object_store import ObjectStore, StoreError
+from hvdtrain.stores.object_store import ObjectStore
 
 _EVERY_SECONDS = 30.0
 # Checkpoints are uploaded by themselves; `flight` is of the hosts that run now.
@@ -110,7 +109,7 @@ class _Stamp(NamedTuple):
 
 
 class Mirror:
-    """Uploads the changed files of `directory`; a thread does so within a `with` block.
+    """Uploads the changed files of `directory`.
 
     An export is complete or absent: its `saved_model.pb`, without which it cannot be
     loaded, is uploaded last and deleted first. So are JSON files.
@@ -124,7 +123,6 @@ class Mirror:
         self._remote: set[str] = set()
         self._lock = threading.Lock()
         self._is_ended = threading.Event()
-        self._thread: threading.Thread | None = None
         self._is_kept = False
 
     def remove(self) -> None:
@@ -169,37 +167,43 @@ class Mirror:
                     self._remote.remove(name)
                     self._uploaded.pop(name, None)
 
-    def __enter__(self) -> Self:
+    @contextlib.contextmanager
+    def uploading(self, check_writer: Callable[[], object]) -> Iterator[None]:
+        """Call `sync` every some seconds within the block, and at its end.
+
+        Args:
+            check_writer: called before; raises an error if another job writes by now.
+
+        Raises:
+            JobError: what has changed last could not be uploaded. The files are kept.
+        """
         self._is_ended.clear()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._is_ended.set()
-        assert self._thread
-        self._thread.join()
+        thread = threading.Thread(target=self._run, args=(check_writer,), daemon=True)
+        thread.start()
+        has_failed = True
         try:
-            self.sync()
-        except StoreError as failure:
-            self._is_kept = True
-            text = f"{failure} The files are kept in {self.directory}."
-            if error is None:
-                raise StoreError(text) from None
-            warnings.warn(text, stacklevel=2)
+            yield
+            has_failed = False
+        finally:
+            self._is_ended.set()
+            thread.join()
+            try:
+                check_writer()
+                self.sync()
+            except JobError as error:
+                self._is_kept = True
+                text = f"{error} The files are kept in {self.directory}."
+                if not has_failed:
+                    raise JobError(text) from None
+                warnings.warn(text, stacklevel=2)
 
-    def _run(self) -> None:
+    def _run(self, check_writer: Callable[[], object]) -> None:
         has_warned = False
         while not self._is_ended.wait(_EVERY_SECONDS):
             try:
+                check_writer()
                 self.sync()
-                has_warned = False
-            except StoreError as error:
+            except JobError as error:
                 if not has_warned:
                     has_warned = True
                     warnings.warn(

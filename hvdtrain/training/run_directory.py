@@ -134,7 +134,10 @@ def claimed(config: RunConfig) -> Iterator[Lease | None]:
             yield None
         return
     mirror = mirror_of(config.model_dir, config.local_dir)
-    with Lease(mirror.store, warn=warnings.warn) as lease, mirror:
+    with (
+        Lease(mirror.store, warn=warnings.warn) as lease,
+        mirror.uploading(lease.check),
+    ):
         yield lease
 
 
@@ -197,14 +200,15 @@ def write(
         if not world.is_chief:
             return
         directory = local_directory(model_dir)
+        upload = mirror_of(model_dir).sync if is_address(model_dir) else lambda: None
         # A summary implies the model of the same run: the old one is removed first,
         # the new one is written last.
         with _writing(directory / _SUMMARY):
             (directory / _SUMMARY).unlink(missing_ok=True)
+        upload()
         save_model(full, directory / _MODEL)
         save_json(summary, directory / _SUMMARY)
-        if is_address(model_dir):
-            mirror_of(model_dir).sync()
+        upload()
 
     with fail_together(world):
         save_by_rank_0(model, save)

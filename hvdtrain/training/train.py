@@ -11,6 +11,7 @@ from hvdtrain.checkpoint.writing import wait_for_writer
 from hvdtrain.flight import member
 from hvdtrain.job import World
 from hvdtrain.job.agreement import check_same, fail_together, gather
+from hvdtrain.job.files import is_address
 from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.native import recorder
 from hvdtrain.stores.lease import Lease
@@ -72,8 +73,10 @@ def train_and_evaluate(
                     lease = stack.enter_context(run_directory.claimed(config))
                     directory = str(local_directory(config.model_dir))
                     member.clear(directory)
-            # That of the chief's host, for an address of a store.
-            member.use_directory(gather(world, directory)[0])
+            if is_address(config.model_dir):
+                # Of the chief's host; ranks of other hosts do not see it.
+                directory = str(gather(world, directory)[0])
+            member.use_directory(directory)
             stack.enter_context(run_directory.recorded(config.model_dir, world))
         return _train_and_evaluate(
             model_fn,

@@ -402,3 +402,25 @@ def test_a_run_on_another_host_continues_the_log_and_knows_the_exports(store, tm
         *(f"export/best/step-00000003/{n}" for n in ("saved_model.pb", "variables")),
         "log.jsonl",
     ]
+
+
+def test_a_job_that_has_lost_its_lease_uploads_nothing(store, tmp_path):
+    def lost():
+        raise JobError("in use by another job.")
+
+    copies = Mirror(tmp_path, store)
+    (tmp_path / "log.jsonl").write_text("1\n")
+    kept = f"in use by another job. The files are kept in {tmp_path}."
+    with pytest.raises(JobError, match=kept), copies.uploading(lost):
+        pass
+    assert not store.sizes()
+    # The error of the block is the one that is raised.
+    with (
+        pytest.warns(UserWarning, match=kept),
+        pytest.raises(KeyError),
+        copies.uploading(lost),
+    ):
+        raise KeyError
+    with copies.uploading(lambda: None):
+        pass
+    assert store.sizes() == {"log.jsonl": 2}
