@@ -10,7 +10,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from hvdtrain.job.files import atomic_write, remove_partial
+from hvdtrain.job.files import (
+    atomic_write,
+    is_address,
+    path_or_address,
+    remove_partial,
+)
 from hvdtrain.stores.object_store import ObjectStore
 
 
@@ -122,4 +127,14 @@ class StoreDirectory:
         self._store.abort_uploads()
 
 
-CheckpointDirectory = DiskDirectory | StoreDirectory
+Directory = DiskDirectory | StoreDirectory
+
+
+def directory_of(
+    path: str | os.PathLike[str], *, check_writer: Callable[[], object] | None = None
+) -> Directory:
+    """Return the directory of a path or of an address; see `StoreDirectory`."""
+    text = path_or_address(path)
+    if is_address(text):
+        return StoreDirectory(text, check_writer=check_writer)
+    return DiskDirectory(text)

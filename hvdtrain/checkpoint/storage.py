@@ -26,7 +26,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from hvdtrain.checkpoint.directories import CheckpointDirectory, DiskDirectory
+from hvdtrain.checkpoint.directories import Directory, directory_of
 from hvdtrain.checkpoint.header import (
     Arrays,
     Checkpoint,
@@ -64,7 +64,7 @@ class CheckpointFiles:
     """The checkpoints in a directory, which one process writes.
 
     Args:
-        directory: a path, or a `CheckpointDirectory`. It is created with the first
+        directory: a path, an address, or a `Directory`. It is created with the first
             checkpoint, in a directory that exists.
         keep_max: how many of the newest checkpoints are kept, 1 or more.
         keep_every_hours: also keep the first of every so many hours; 0 for none.
@@ -73,18 +73,16 @@ class CheckpointFiles:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str] | CheckpointDirectory,
+        directory: str | os.PathLike[str] | Directory,
         *,
         keep_max: int = 5,
         keep_every_hours: float = 0,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._directory: CheckpointDirectory = (
-            DiskDirectory(directory)
-            if isinstance(directory, str | os.PathLike)
-            else directory
-        )
+        if isinstance(directory, str | os.PathLike):
+            directory = directory_of(directory)
+        self._directory = directory
         self._keep_max = keep_max
         self._keep_seconds = keep_every_hours * _HOUR_SECONDS
         self._clock = clock

@@ -7,17 +7,15 @@ _scores.json, which Arrow and Spark leave out when they read a directory.
 import contextlib
 import json
 import os
-import pathlib
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.checkpoint.directories import DiskDirectory, directory_of
 from hvdtrain.job import JobError, World, files
 from hvdtrain.job.agreement import fail_together, gather, on_chief
-from hvdtrain.stores.object_store import ObjectStore
 from hvdtrain.training.prediction_formats import FORMATS, NUMBER, Columns, check
 
 
@@ -45,9 +43,8 @@ class PredictionFiles:
         self._parts = [f"{prefix}{n:05}-of-{count:05}{rest}" for n in range(count)]
         stem = f"{prefix}{rest.removesuffix(self._suffix)}".strip("-_.")
         self._manifest = f"_{stem or 'predictions'}.json"
-        self._store = ObjectStore(directory) if files.is_address(directory) else None
-        self._place = directory if self._store else files.local_path(directory or ".")
-        self.paths = tuple(os.path.join(self._place, name) for name in self._parts)
+        self._directory = directory_of(directory or ".")
+        self.paths = tuple(str(self._directory.path(name)) for name in self._parts)
 
     def prepare(self, made_from: Mapping[str, Any], world: World) -> list[int]:
         """Return the numbers of the parts that are missing. A collective.
@@ -59,12 +56,12 @@ class PredictionFiles:
         manifest = json.dumps(made_from, indent=2)
         on_chief(world, lambda: self._prepare(manifest))
         with fail_together(world), self._using(self._manifest):
-            if self._read() != manifest:
+            if self._directory.read(self._manifest) != manifest:
                 raise JobError(
-                    f"Received another {self._manifest} in {self._place} than rank 0; "
-                    "expected a directory that all ranks share."
+                    f"Received another {self._manifest} in {self._directory} than rank "
+                    "0; expected a directory that all ranks share."
                 )
-            names = self._names()
+            names = self._directory.names()
         missing = [n for n, name in enumerate(self._parts) if name not in names]
         # A store may list an object late, and on some ranks only.
         return gather(world, missing)[0]
@@ -75,15 +72,18 @@ class PredictionFiles:
         numbers = np.arange(first, first + len(next(iter(outputs.values()))))
         columns = {NUMBER: numbers, **outputs}
         write, _ = FORMATS[self._suffix]
-        self._write(self._parts[number], lambda path: write(path, columns))
+        name = self._parts[number]
+        with self._using(name), self._directory.write(name) as path:
+            write(path, columns)
 
     def _prepare(self, manifest: str) -> None:
         with self._using(self._manifest):
-            if not self._store:
-                files.make_directory(self._place)
-            names = self._names()
+            if isinstance(self._directory, DiskDirectory):
+                files.make_directory(str(self._directory))
+            names = self._directory.names()
             if self._manifest in names:
-                before, after = json.loads(self._read()), json.loads(manifest)
+                before = json.loads(self._directory.read(self._manifest))
+                after = json.loads(manifest)
                 differing = [key for key in after if before.get(key) != after[key]]
                 found = f"{self._manifest} of other {', '.join(differing)}"
             else:
@@ -91,31 +91,17 @@ class PredictionFiles:
                 found = f"{', '.join(differing)} without {self._manifest}"
         if differing:
             raise JobError(
-                f"Received {self._place} with {found}; expected the files of these "
+                f"Received {self._directory} with {found}; expected the files of these "
                 "predictions alone: choose another out, or remove them."
             )
         if self._manifest not in names:
-            self._write(self._manifest, lambda path: path.write_text(manifest))
-
-    def _names(self) -> set[str]:
-        return {*(self._store.sizes() if self._store else os.listdir(self._place))}
-
-    def _read(self) -> str:
-        if self._store:
-            return self._store.read(self._manifest).decode()
-        return pathlib.Path(self._place, self._manifest).read_text()
-
-    def _write(self, name: str, write: Callable[[pathlib.Path], object]) -> None:
-        with self._using(name), tempfile.TemporaryDirectory() as directory:
-            place = directory if self._store else self._place
-            with files.atomic_write(os.path.join(place, name)) as path:
-                write(path)
-            if self._store:
-                self._store.upload(pathlib.Path(place, name), name)
+            name = self._manifest
+            with self._using(name), self._directory.write(name) as path:
+                path.write_text(manifest)
 
     def _using(self, name: str) -> contextlib.AbstractContextManager[None]:
         return files.one_line_errors(
-            f"use {name} in {self._place}",
+            f"use {name} in {self._directory}",
             # Those of pyarrow, json and TensorFlow among them.
             errors=(OSError, ValueError, AttributeError, tf.errors.OpError),
             remedy="expected a directory with free space, which all ranks share and "

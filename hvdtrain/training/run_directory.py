@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import keras
 
 from hvdtrain import output
-from hvdtrain.checkpoint.directories import StoreDirectory
+from hvdtrain.checkpoint.directories import directory_of
 from hvdtrain.checkpoint.header import Position
 from hvdtrain.checkpoint.restoring import newest_position
 from hvdtrain.checkpoint.storage import CheckpointFiles
@@ -88,7 +88,7 @@ def checkpoint_files(
     path = os.path.join(config.model_dir, _CHECKPOINTS)
     check = lease.check if lease else None
     files = CheckpointFiles(
-        StoreDirectory(path, check_writer=check) if is_address(path) else path,
+        directory_of(path, check_writer=check),
         keep_max=config.keep_max,
         keep_every_hours=config.keep_every_hours,
     )
