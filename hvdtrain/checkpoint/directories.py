@@ -65,8 +65,8 @@ class StoreDirectory:
     """The objects below an address, which are uploaded from temporary files.
 
     Args:
-        check_writer: called before a JSON file is written; raises an error if another
-            job writes to the address by now.
+        check_writer: called before a JSON file is written, and before a file is
+            deleted; raises an error if another job writes to the address by now.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StoreDirectory:
         """Do nothing: a store has no directories."""
 
     def names(self) -> list[str]:
-        return list(self._store.sizes())
+        return list(self._store.sizes(depth=1))
 
     def read(self, name: str) -> str:
         return self._store.read(name).decode()
@@ -113,14 +113,17 @@ class StoreDirectory:
             if self._check_writer:
                 self._check_writer()
             content = path.read_bytes()
-            # Conditional: a job that has lost its lease since the check replaces no
-            # checkpoint of its successor. One of the same step is replaced by this job.
+            # Conditional: a job that loses its lease after the check replaces no
+            # checkpoint of its successor, unless it does so after the second check.
             if not self._store.create(name, content):
                 if self._check_writer:
                     self._check_writer()
                 self._store.write(name, content)
 
     def delete(self, name: str) -> None:
+        # Another job may use an object that none of this job's uses.
+        if self._check_writer:
+            self._check_writer()
         self._store.delete([name])
 
     def delete_partial(self) -> None:

@@ -4,13 +4,17 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hvdtrain.checkpoint.header import Checkpoint, Header
-from hvdtrain.checkpoint.storage import CheckpointError, CheckpointFiles
+from hvdtrain.checkpoint.storage import (
+    CheckpointError,
+    CheckpointFiles,
+    UnreadableError,
+)
 
 _Read = TypeVar("_Read")
 
 
 class TieredFiles:
-    """The checkpoints of both; one that is damaged on the disk is read from the store.
+    """Two `CheckpointFiles`: a checkpoint that the disk has not intact is the store's.
 
     It has the reading methods of `CheckpointFiles`. `TieredWriter` writes to both.
     """
@@ -18,12 +22,14 @@ class TieredFiles:
     def __init__(self, disk: CheckpointFiles, store: CheckpointFiles) -> None:
         self.disk = disk
         self.store = store
+        self._paths: dict[int, object] = {}
 
     def steps(self) -> list[int]:
         return sorted({*self.disk.steps(), *self.store.steps()}, reverse=True)
 
     def path(self, step: int) -> object:
-        return self._tiers(step)[0].path(step)
+        """Return where a checkpoint was read, or would be."""
+        return self._paths.get(step, self.store.path(step))
 
     def header(self, step: int) -> Header:
         return self._read(step, lambda tier: tier.header(step))
@@ -42,14 +48,11 @@ class TieredFiles:
         self.disk.supersede_after(step)
         self.store.supersede_after(step)
 
-    def _tiers(self, step: int) -> list[CheckpointFiles]:
-        return [tier for tier in (self.disk, self.store) if step in tier.steps()]
-
     def _read(self, step: int, read: Callable[[CheckpointFiles], _Read]) -> _Read:
-        first, *others = self._tiers(step)
+        self._paths[step] = self.disk.path(step)
         try:
-            return read(first)
-        except CheckpointError:
-            for other in others:
-                return read(other)
-            raise
+            return read(self.disk)
+        except (CheckpointError, UnreadableError):
+            # Missing, damaged, or behind a disk that fails.
+            self._paths[step] = self.store.path(step)
+            return read(self.store)

@@ -30,8 +30,10 @@ def is_address(path: str | os.PathLike) -> bool:
 def path_or_address(path: str | os.PathLike) -> str:
     """Return the address of a store as text, or a path with ~ expanded."""
     text = os.fspath(path)
+    if not is_address(text):
+        return local_path(text)
     # pathlib removes a slash.
-    return re.sub(":/+", "://", text, count=1) if is_address(text) else local_path(text)
+    return re.sub(":/(?!/)", "://", text, count=1)
 
 
 def local_path(path: str | os.PathLike) -> str:

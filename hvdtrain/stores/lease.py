@@ -5,7 +5,8 @@
 Each holder creates an object with the next number, by a conditional put, of which one
 succeeds. It writes the object again every some seconds. A job whose object is older is
 taken to be dead: the next one creates its own. The first job, if it was only stopped,
-then finds a higher number, and writes no more.
+then finds the next number, and writes no more. No object is deleted: without one of
+them, a job that was stopped for long would not find that others came after it.
 """
 
 import contextlib
@@ -20,8 +21,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
-
 from hvdtrain.job import JobError
 from hvdtrain.stores.object_store import ObjectStore, StoreError
 
@@ -35,7 +34,7 @@ class Lease:
 
     Args:
         seconds: after which a lease that is not renewed ends.
-        warn: called with the reason when another process holds a lease that may end.
+        warn: called with the reason when this process waits for a lease to expire.
     """
 
     def __init__(
@@ -51,7 +50,8 @@ class Lease:
         self._seconds = seconds
         self._sleep = sleep
         self._number = 0
-        self._content = _describe_process()
+        self._own = _describe_process()
+        self._content = json.dumps(self._own).encode()
         self._is_ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
 
@@ -68,7 +68,6 @@ class Lease:
         if not self._store.create(_name(last + 1), self._content):
             raise self._in_use(last + 1)
         self._number = last + 1
-        self._store.delete(_name(number) for number in range(max(1, last - 1), last))
         self._thread.start()
         return self
 
@@ -87,8 +86,9 @@ class Lease:
 
     def check(self) -> None:
         """Raise `JobError` if another job has taken the lease."""
-        if self._holder(self._number + 1) is not None:
-            raise self._in_use(self._number + 1)
+        has_next = self._holder(self._number + 1) is not None
+        if has_next or self._holder(self._number) != self._own:
+            raise self._in_use(self._number + has_next)
 
     def _renew(self) -> None:
         while not self._is_ended.wait(self._seconds / 4):
@@ -127,7 +127,11 @@ class Lease:
         holder = self._holder(number)
         if not holder:
             return False
-        return _is_running(holder) if holder.get("machine") == _machine() else None
+        if holder.get("machine") != self._own["machine"]:
+            return None
+        # This process has held it before, and could not write that it has ended.
+        is_own = holder["process"] == os.getpid()
+        return not is_own and _start_of(holder["process"]) == holder["started"]
 
     def _wait(self, number: int) -> None:
         """Return when the lease has ended.
@@ -151,9 +155,11 @@ class Lease:
         while left > 0:
             self._sleep(pause := min(left, self._seconds / 12))
             left -= pause
+            # First: its end writes it as well.
+            is_renewed = self._store.modified(_name(number)) != written
             if self._is_running(number) is False:
                 return
-            if self._store.modified(_name(number)) != written:
+            if is_renewed:
                 raise self._in_use(number)
 
     def _in_use(self, number: int) -> JobError:
@@ -171,27 +177,23 @@ def _name(number: int) -> str:
     return f"{FOLDER}/{number:08}"
 
 
-def _describe_process() -> bytes:
-    process = psutil.Process()
-    return json.dumps(
-        {
-            "process": process.pid,
-            "started": process.create_time(),
-            "host": socket.gethostname(),
-            "machine": _machine(),
-            "token": secrets.token_hex(8),
-        }
-    ).encode()
-
-
-def _machine() -> str:
-    """Return what is equal for the processes that have one list of processes."""
+def _describe_process() -> dict[str, Any]:
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return {
+        "process": os.getpid(),
+        "started": _start_of(os.getpid()),
+        "host": socket.gethostname(),
+        # The numbers of processes are unique in a PID namespace.
+        "machine": f"{boot} {os.readlink('/proc/self/ns/pid')}",
+        "token": secrets.token_hex(8),
+    }
 
 
-def _is_running(holder: dict[str, Any]) -> bool:
+def _start_of(process: int) -> str:
+    """Return when a process has started, in clock ticks since boot; "" if none runs."""
     try:
-        return psutil.Process(holder["process"]).create_time() == holder["started"]
-    except (psutil.NoSuchProcess, KeyError):
-        return False
+        status = pathlib.Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return ""
+    # After the name of the program, which may have spaces.
+    return status.rpartition(")")[2].split()[19]

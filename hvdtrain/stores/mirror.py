@@ -24,15 +24,16 @@ from hvdtrain.job.files import (
     one_line_errors,
     path_or_address,
 )
-from hvdtrain.stores.object_store import ObjectStore
+from hvdtrain.stores.object_store import ObjectStore, StoreError
 
 _EVERY_SECONDS = 30.0
 # Checkpoints are uploaded by themselves; `flight` is of the hosts that run now.
 _NOT_MIRRORED = ("checkpoints", "flight")
 # What a continued run appends to, or removes.
-_FETCHED = ("log.jsonl", "summary.json")
-_EXPORT, _ERRORS = "export", "errors"
-_ADDRESS = "model_dir"
+_RESUMED_FILES = ("log.jsonl", "summary.json")
+_EXPORT = "export"
+# In a local_dir: has the address whose files are there.
+_CLAIM = "model_dir"
 
 _mirrors: dict[str, "Mirror"] = {}
 
@@ -43,10 +44,11 @@ def local_directory(
     """Return where this process writes the files of a run: `model_dir`, if it is local.
 
     For an address, it is `local_dir`, or a directory that ends with the process; later
-    calls return the same. For the chief: what a continued run needs is downloaded.
+    calls without `local_dir` return the same. For the chief.
 
     Raises:
-        JobError: `local_dir` cannot be written, or has the files of another run.
+        JobError: `local_dir` cannot be written, has the files of another run, or is
+            another one than before.
         StoreError: the store cannot be read.
     """
     if not is_address(model_dir):
@@ -71,6 +73,13 @@ def mirror_of(
             atexit.register(mirror.remove)
         mirror.fetch()
         _mirrors[address] = mirror
+    directory = _mirrors[address].directory
+    if local_dir and pathlib.Path(local_dir) != directory:
+        raise JobError(
+            f"Received local_dir={local_dir} for {address}, whose files this process "
+            f"writes to {directory}; expected one local_dir: pass it to "
+            "make_observers, too."
+        )
     return _mirrors[address]
 
 
@@ -82,7 +91,7 @@ def downloaded(model_dir: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         return
     store = ObjectStore(path_or_address(model_dir))
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as directory:
-        for name in _FETCHED:
+        for name in _RESUMED_FILES:
             with contextlib.suppress(FileNotFoundError):
                 store.download(name, pathlib.Path(directory, name))
         yield pathlib.Path(directory)
@@ -90,7 +99,7 @@ def downloaded(model_dir: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 def _claim(directory: pathlib.Path, address: str) -> None:
     """Note in a local directory the address whose files it has."""
-    path = directory / _ADDRESS
+    path = directory / _CLAIM
     with one_line_errors(
         f"write {path}", remedy="expected a local_dir that this user can write"
     ):
@@ -112,7 +121,7 @@ class Mirror:
     """Uploads the changed files of `directory`.
 
     An export is complete or absent: its `saved_model.pb`, without which it cannot be
-    loaded, is uploaded last and deleted first. So are JSON files.
+    loaded, is uploaded last and deleted first. So is summary.json of a run.
     """
 
     def __init__(self, directory: pathlib.Path, store: ObjectStore) -> None:
@@ -131,41 +140,62 @@ class Mirror:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def fetch(self) -> None:
-        """Download the log; make empty directories in place of complete exports."""
+        """Download the log; make empty directories in place of complete exports.
+
+        To be called again when the lease was taken: another job has written until then.
+        """
         sizes = self.store.sizes()
-        for name in _FETCHED:
+        for name in _RESUMED_FILES:
             path = self.directory / name
             # A killed run may have appended lines that it did not upload.
             if name in sizes and not (path.exists() and _stamp(path)[0] >= sizes[name]):
                 self.store.download(name, path)
                 self._uploaded[name] = _stamp(path)
         for name in sizes:
-            folder = name.partition("/")[0]
-            if name in _FETCHED or folder in (_EXPORT, _ERRORS):
+            is_export = name.startswith(f"{_EXPORT}/")
+            if name in _RESUMED_FILES or is_export:
                 self._remote.add(name)
-            if folder == _EXPORT and f"{_unit(name)}/saved_model.pb" in sizes:
-                (self.directory / _unit(name)).mkdir(parents=True, exist_ok=True)
+            if is_export and f"{_export_of(name)}/saved_model.pb" in sizes:
+                (self.directory / _export_of(name)).mkdir(parents=True, exist_ok=True)
 
     def sync(self) -> None:
         """Upload and delete what has changed since the last call.
 
         Raises:
-            StoreError: the store does not respond, or refuses it.
+            StoreError: the store does not respond, or refuses it. The files are kept.
         """
-        with self._lock:
-            for path, name in sorted(self._files(), key=lambda file: _order(file[1])):
-                # A file may be removed meanwhile.
-                with contextlib.suppress(FileNotFoundError):
-                    stamp = _stamp(path)
-                    if self._uploaded.get(name) != stamp:
+        self._is_kept = True
+        try:
+            with self._lock:
+                self._upload_changed()
+                self._delete_removed()
+        except StoreError as error:
+            text = f"{error} The files are kept in {self.directory}."
+            raise StoreError(text) from None
+        self._is_kept = False
+
+    def _upload_changed(self) -> None:
+        names = {name: path for path, name in self._files()}
+        for name in sorted(names, key=_complete_last):
+            path = names[name]
+            # A file may be removed meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                stamp = _stamp(path)
+                if self._uploaded.get(name) != stamp:
+                    try:
                         self.store.upload(path, name)
-                        self._uploaded[name] = stamp
-                        self._remote.add(name)
-            for name in sorted(self._remote, key=_order, reverse=True):
-                if not (self.directory / _unit(name)).exists():
-                    self.store.delete([name])
-                    self._remote.remove(name)
-                    self._uploaded.pop(name, None)
+                    except StoreError:
+                        path.stat()
+                        raise
+                    self._uploaded[name] = stamp
+                    self._remote.add(name)
+
+    def _delete_removed(self) -> None:
+        for name in sorted(self._remote, key=_complete_last, reverse=True):
+            if not (self.directory / _export_of(name)).exists():
+                self.store.delete([name])
+                self._remote.remove(name)
+                self._uploaded.pop(name, None)
 
     @contextlib.contextmanager
     def uploading(self, check_writer: Callable[[], object]) -> Iterator[None]:
@@ -175,7 +205,7 @@ class Mirror:
             check_writer: called before; raises an error if another job writes by now.
 
         Raises:
-            JobError: what has changed last could not be uploaded. The files are kept.
+            JobError: what has changed last could not be uploaded.
         """
         self._is_ended.clear()
         thread = threading.Thread(target=self._run, args=(check_writer,), daemon=True)
@@ -192,10 +222,9 @@ class Mirror:
                 self.sync()
             except JobError as error:
                 self._is_kept = True
-                text = f"{error} The files are kept in {self.directory}."
                 if not has_failed:
-                    raise JobError(text) from None
-                warnings.warn(text, stacklevel=2)
+                    raise
+                warnings.warn(str(error), stacklevel=2)
 
     def _run(self, check_writer: Callable[[], object]) -> None:
         has_warned = False
@@ -206,11 +235,7 @@ class Mirror:
             except JobError as error:
                 if not has_warned:
                     has_warned = True
-                    warnings.warn(
-                        f"{error} Training continues; its logs are in "
-                        f"{self.directory} meanwhile.",
-                        stacklevel=2,
-                    )
+                    warnings.warn(f"{error} Training continues.", stacklevel=2)
 
     def _files(self) -> Iterator[tuple[pathlib.Path, str]]:
         for parent, directories, names in os.walk(self.directory):
@@ -224,7 +249,7 @@ class Mirror:
             ]
             for name in names:
                 path = relative / name
-                if not name.startswith(".") and path.as_posix() != _ADDRESS:
+                if not name.startswith(".") and path.as_posix() != _CLAIM:
                     yield self.directory / path, path.as_posix()
 
 
@@ -233,12 +258,12 @@ def _stamp(path: pathlib.Path) -> _Stamp:
     return _Stamp(status.st_size, status.st_mtime_ns)
 
 
-def _unit(name: str) -> str:
+def _export_of(name: str) -> str:
     """Return the export that a file belongs to, or the name of another file."""
     parts = name.split("/")
     return "/".join(parts[:3]) if parts[0] == _EXPORT else name
 
 
-def _order(name: str) -> tuple[bool, str]:
-    """Return a key by which what makes other files complete is the last."""
+def _complete_last(name: str) -> tuple[bool, str]:
+    """Return a key that sorts a file without which others cannot be used to the end."""
     return name.endswith((".json", "/saved_model.pb")), name

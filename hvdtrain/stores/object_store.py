@@ -1,11 +1,14 @@
 """A directory of an object store: whole objects, each operation retried."""
 
 import contextlib
+import errno
 import importlib
 import pathlib
 import random
 import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +19,12 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # fsspec repeats a request by itself; these pauses outlast an outage of some seconds.
 _RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 # A repetition has the same result.
-_FINAL = (FileExistsError, FileNotFoundError, PermissionError, NotImplementedError)
+_NOT_RETRIED = (
+    FileExistsError,
+    FileNotFoundError,
+    PermissionError,
+    NotImplementedError,
+)
 
 # Libraries of fsspec's packages, and of what these import.
 _PROVIDERS = {"adlfs", "aiobotocore", "azure", "botocore", "gcsfs", "google", "s3fs"}
@@ -84,7 +92,7 @@ def retried(
     pauses: Sequence[float] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> _Value:
-    """Return `call()`, repeated for some 20 seconds after errors that may be temporary.
+    """Return `call()`, repeated for some 15 seconds after errors that may be temporary.
 
     The last error is raised, which may have a class of the provider's library.
 
@@ -94,10 +102,11 @@ def retried(
     for seconds in _RETRY_SECONDS if pauses is None else pauses:
         try:
             return call()
-        except _FINAL:
+        except _NOT_RETRIED:
             raise
-        except Exception:
-            pass
+        except Exception as error:
+            if getattr(error, "errno", None) == errno.ENOSPC:
+                raise
         sleep(seconds)
     return call()
 
@@ -106,7 +115,7 @@ class ObjectStore:
     """The objects below an address, by their names relative to it.
 
     An object is written as a whole: a reader sees the old one or the new one. Errors
-    that may be temporary are retried, for some 20 seconds in all.
+    that may be temporary are retried, for some 15 seconds in all.
 
     Args:
         address: such as "s3://bucket/run".
@@ -128,20 +137,22 @@ class ObjectStore:
     def __str__(self) -> str:
         return self.address
 
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Return the sizes of all objects below `prefix`, a directory, by name.
+    def sizes(self, prefix: str = "", *, depth: int | None = None) -> dict[str, int]:
+        """Return the sizes of the objects below `prefix`, a directory, by name.
+
+        A `depth` of 1 leaves out those in directories below it.
 
         A store may list an object late, or list it after it was deleted.
         """
 
         def find() -> dict[str, int]:
             self._fs.invalidate_cache()
-            found = self._fs.find(self._path(prefix), detail=True)
+            found = self._fs.find(self._path(prefix), maxdepth=depth, detail=True)
             start = len(self._root) + 1
             return {path[start:]: int(info["size"]) for path, info in found.items()}
 
         try:
-            return self._retried("list", prefix, find)
+            return self._retried("list", prefix, find, may_be_missing=True)
         except FileNotFoundError:
             return {}
 
@@ -150,9 +161,12 @@ class ObjectStore:
 
         Raises:
             FileNotFoundError: there is none.
-            StoreError: it cannot be read, after repetitions.
+            StoreError: it cannot be read.
         """
-        return self._retried("read", name, lambda: self._fs.cat_file(self._path(name)))
+        path = self._path(name)
+        return self._retried(
+            "read", name, lambda: self._fs.cat_file(path), may_be_missing=True
+        )
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, in place of an earlier one."""
@@ -187,7 +201,10 @@ class ObjectStore:
     def download(self, name: str, path: pathlib.Path) -> None:
         """Write a file from an object."""
         self._retried(
-            "read", name, lambda: self._fs.get_file(self._path(name), str(path))
+            "read",
+            name,
+            lambda: self._fs.get_file(self._path(name), str(path)),
+            may_be_missing=True,
         )
 
     def modified(self, name: str) -> float:
@@ -197,7 +214,7 @@ class ObjectStore:
             self._fs.invalidate_cache()
             return self._fs.modified(self._path(name)).timestamp()
 
-        return self._retried("read", name, read)
+        return self._retried("read", name, read, may_be_missing=True)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, as far as they exist."""
@@ -213,7 +230,7 @@ class ObjectStore:
         """Abort uploads in parts that killed processes have left; for the only writer.
 
         S3 keeps such parts, and bills them, until they are aborted. Other stores delete
-        them after some days.
+        them after some days. Warn where the store does not allow it.
         """
         if "s3" not in self._fs.protocol:
             return
@@ -231,18 +248,31 @@ class ObjectStore:
                     UploadId=upload["UploadId"],
                 )
 
-        self._retried("abort uploads of", "", abort)
+        try:
+            self._retried("abort uploads to", "", abort)
+        except StoreError as error:
+            warnings.warn(str(error), stacklevel=2)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
-    def _retried(self, action: str, name: str, call: Callable[[], _Value]) -> _Value:
+    def _retried(
+        self,
+        action: str,
+        name: str,
+        call: Callable[[], _Value],
+        *,
+        may_be_missing: bool = False,
+    ) -> _Value:
         try:
             return retried(call, pauses=self._pauses, sleep=self._sleep)
-        except FileNotFoundError:
-            raise
         except Exception as error:
+            if may_be_missing and isinstance(error, FileNotFoundError):
+                raise
+            remedy = "a store that responds, and credentials that may do so"
+            if getattr(error, "errno", None) == errno.ENOSPC:
+                remedy = f"free space in {tempfile.gettempdir()}: set TMPDIR"
             raise StoreError(
                 f"Cannot {action} {self.address}/{name}: {reason_of(error)}; expected "
-                "a store that responds, and credentials that may do so."
+                f"{remedy}."
             ) from error

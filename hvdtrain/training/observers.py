@@ -47,12 +47,15 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def make_observers(
-    file: TextIO, *, model_dir: str | os.PathLike[str] | None = None
+    file: TextIO,
+    *,
+    model_dir: str | os.PathLike[str] | None = None,
+    local_dir: str | None = None,
 ) -> list:
     """Return the observers of a program.
 
     A `Console` prints to `file`. With a `model_dir`, a `JsonLog` and an `EventLog`
-    write to it, and the console prints their warnings.
+    write to it, and the console prints their warnings. See `RunConfig` for `local_dir`.
 
     Raises:
         JobError: the logs cannot be written.
@@ -63,7 +66,7 @@ def make_observers(
     console = Console(file, has_bar=has_bar)
     if not model_dir:
         return [console]
-    directory = local_directory(model_dir)
+    directory = local_directory(model_dir, local_dir)
     return [
         console,
         *(log(directory, warn=console.warn) for log in (JsonLog, EventLog)),

@@ -150,8 +150,10 @@ def _choose_size(size: int | None, samples: int, columns: Columns) -> int:
         row_bytes = 1 + sum(column[:1].nbytes for column in columns.values())
         limits = samples // _MIN_PARTS, _MAX_PART_BYTES // row_bytes, _MAX_PART_SAMPLES
         return max(1, min(limits))
-    if size < 1:
-        raise JobError(f"Received samples_per_part={size}; expected 1 or more.")
+    if not isinstance(size, int) or size < 1:
+        raise JobError(
+            f"Received samples_per_part={size}; expected 1 or more, an integer."
+        )
     return size
 
 
@@ -160,6 +162,7 @@ class _Share(Source):
 
     def __init__(self, source: Source, parts: Sequence[int], size: int) -> None:
         self.parse, self.decode, self.locks = source.parse, source.decode, source.locks
+        self.is_remote = source.is_remote
         self._source = source
         self._starts = np.array(parts) * size
         self._size = size

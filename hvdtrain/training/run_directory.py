@@ -138,6 +138,8 @@ def claimed(config: RunConfig) -> Iterator[Lease | None]:
         Lease(mirror.store, warn=warnings.warn) as lease,
         mirror.uploading(lease.check),
     ):
+        # The job that held the lease may have written since this process has started.
+        mirror.fetch()
         yield lease
 
 
@@ -248,6 +250,9 @@ def recorded(model_dir: str | PathLike, world: World) -> Iterator[None]:
     """
     if world.is_chief:
         directory = local_directory(model_dir) / _ERRORS
+        if is_address(model_dir):
+            store = mirror_of(model_dir).store
+            store.delete(store.sizes(_ERRORS))
         with (
             _writing(directory),
             contextlib.suppress(FileNotFoundError),

@@ -1,7 +1,7 @@
 """Train and evaluate a Keras model on all ranks."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 
@@ -10,8 +10,9 @@ from hvdtrain.checkpoint.restoring import Start, assign_all, restore
 from hvdtrain.checkpoint.writing import wait_for_writer
 from hvdtrain.flight import member
 from hvdtrain.job import World
-from hvdtrain.job.agreement import check_same, fail_together, gather
+from hvdtrain.job.agreement import check_same, fail_together, gather, on_chief
 from hvdtrain.job.files import is_address
+from hvdtrain.job.world import PreemptedError
 from hvdtrain.keras.unlisted import learned_state
 from hvdtrain.native import recorder
 from hvdtrain.stores.lease import Lease
@@ -63,14 +64,17 @@ def train_and_evaluate(
     """
     config = config or RunConfig()
     _check_alike(train_spec, eval_spec, config, world)
+    if commits:
+        # The writer of the last run may still write to the directory.
+        wait_for_writer(world, commits.writer)
     lease = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(recorder.phase("start"))
         if config.model_dir:
             directory = config.model_dir
+            lease = stack.enter_context(_claimed(config, world))
             with fail_together(world):
                 if world.is_chief:
-                    lease = stack.enter_context(run_directory.claimed(config))
                     directory = str(local_directory(config.model_dir))
                     member.clear(directory)
             if is_address(config.model_dir):
@@ -88,6 +92,23 @@ def train_and_evaluate(
             commits=commits,
             lease=lease,
         )
+
+
+@contextlib.contextmanager
+def _claimed(config: RunConfig, world: World) -> Iterator[Lease | None]:
+    """Apply `run_directory.claimed` on the chief. A collective, but after an error."""
+    with contextlib.ExitStack() as stack:
+        lease = on_chief(
+            world, lambda: stack.enter_context(run_directory.claimed(config))
+        )
+        try:
+            yield lease
+        except PreemptedError:
+            on_chief(world, stack.close)
+            raise
+        # On all ranks: launchers kill the chief in its last upload once another rank
+        # has ended.
+        on_chief(world, stack.close)
 
 
 _ALIKE = (
@@ -132,9 +153,6 @@ def _train_and_evaluate(
         eval_spec.exporters, model, world, observers, model_dir=config.model_dir
     )
     batches = agree_on_batches(model, train_spec, world, digest)
-    if commits:
-        # The writer of the last run may still write to the directory.
-        wait_for_writer(world, commits.writer)
     files = run_directory.checkpoint_files(config, lease)
     stores = [store for store in (commits, files) if store]
     new_job = _new_job(model, batches, config, commits)

@@ -178,7 +178,7 @@ def test_what_is_sent_is_each_array_once(s3, run, on_disk):
     sizes = [size for name, size in _sizes(on_disk) if name.endswith(".safetensors")]
     sent = [r.length for r in s3.proxy.requests if is_put(r, ".safetensors")]
     # The last one is written before and after the last evaluation.
-    assert len(sent) <= 5
+    assert 2 <= len(sent) <= 5
     for length in sent:
         assert max(sizes) <= length <= max(sizes) + 1000
     report = run(

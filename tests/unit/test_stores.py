@@ -1,6 +1,8 @@
 """Runs whose model_dir is the address of a store, here fsspec's store in memory."""
 
 import contextlib
+import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -18,6 +20,7 @@ from hvdtrain import training
 from hvdtrain.checkpoint.directories import StoreDirectory
 from hvdtrain.checkpoint.header import Checkpoint, Header
 from hvdtrain.checkpoint.storage import CheckpointFiles
+from hvdtrain.checkpoint.writing import TieredWriter
 from hvdtrain.job import JobError, World
 from hvdtrain.report import runs
 from hvdtrain.stores import lease, mirror, object_store
@@ -123,16 +126,13 @@ def test_model_and_summary_are_written_to_the_store(address):
     assert "model.keras" in ObjectStore(address).sizes()
 
 
-def test_checkpoints_go_to_the_disk_often_and_to_the_store_seldom(address, tmp_path):
+def test_a_job_continues_from_the_newest_of_the_disk_and_the_store(address, tmp_path):
     options = {"local_dir": str(tmp_path / "local"), "upload_every_steps": 4}
-    options |= {"upload_every_seconds": 0, "keep_max": 2, "save_every_steps": 1}
+    options |= {"keep_max": 2, "save_every_steps": 1}
     expected = fit(tmp_path / "disk", 12)
     fit(address, 7, **options)
-    # 4 by its number and 7 as the last, unless an upload was still in progress.
-    assert steps(address)[0] == 7
-    assert len(steps(address)) <= 2
     disk = CheckpointFiles(tmp_path / "local/checkpoints")
-    assert disk.steps()[0] == 7
+    assert steps(address)[0] == disk.steps()[0] == 7
     # Newer than the store's, as after a kill between two uploads.
     FILES.rm(f"{address}/checkpoints/step-00000007.json")
     forget()
@@ -143,6 +143,54 @@ def test_checkpoints_go_to_the_disk_often_and_to_the_store_seldom(address, tmp_p
     result = fit(address, 12, **options | {"local_dir": str(tmp_path / "other")})
     assert result.start.checkpoint == f"{address}/checkpoints/step-00000009.json"
     assert_equal(result, expected)
+
+
+class Receiver:
+    """In place of a `BackgroundWriter`: the steps that it was given."""
+
+    def __init__(self):
+        self.steps = []
+        self.is_idle = True
+
+    def submit(self, checkpoint, **options):
+        self.steps.append(checkpoint.step)
+
+    def is_done(self, timeout_seconds=None):
+        return self.is_idle
+
+
+def test_checkpoints_go_to_the_disk_often_and_to_the_store_seldom():
+    disk, store, now = Receiver(), Receiver(), [0.0]
+    writer = TieredWriter(
+        disk,
+        store,
+        every_steps=4,
+        every_seconds=60,
+        start_step=2,
+        clock=lambda: now[0],
+    )
+
+    def submit(*steps, **options):
+        for step in steps:
+            checkpoint = Checkpoint(
+                header=dataclasses.replace(HEADER, step=step), arrays={}
+            )
+            writer.submit(checkpoint, copy_seconds=0.0, **options)
+
+    submit(3, 4, 5, 6)
+    assert store.steps == [4]
+    # An upload that is due while one is in progress waits for the next checkpoint.
+    store.is_idle = False
+    submit(8, 9)
+    store.is_idle = True
+    submit(10, 11)
+    assert store.steps == [4, 10]
+    now[0] = 60.0
+    submit(11, 11)
+    assert store.steps == [4, 10, 11]
+    submit(11, is_last=True)
+    assert store.steps == [4, 10, 11, 11]
+    assert disk.steps == [3, 4, 5, 6, 8, 9, 10, 11, 11, 11, 11]
 
 
 def test_a_checkpoint_that_is_damaged_on_the_disk_is_read_from_the_store(
@@ -283,7 +331,10 @@ def held(store, **options):
 
 
 def on_another_machine(monkeypatch):
-    monkeypatch.setattr(lease, "_machine", lambda: "another")
+    describe = lease._describe_process
+    monkeypatch.setattr(
+        lease, "_describe_process", lambda: describe() | {"machine": "another"}
+    )
 
 
 def test_a_second_job_is_refused_while_the_first_one_renews(store, monkeypatch):
@@ -314,11 +365,17 @@ def test_a_lease_that_is_not_renewed_ends(store, monkeypatch):
             # It was only stopped: it writes no more.
             with pytest.raises(JobError, match="in use by another job"):
                 first.check()
+        for _ in range(3):
+            with held(store, sleep=None):
+                pass
+        with pytest.raises(JobError, match="in use by another job"):
+            first.check()
 
 
 def test_a_lease_of_a_process_that_was_killed_here_ends_at_once(store):
     process = subprocess.Popen([sys.executable, "-c", ""])
-    content = {"process": process.pid, "started": 0, "machine": lease._machine()}
+    machine = lease._describe_process()["machine"]
+    content = {"process": process.pid, "started": "0", "machine": machine}
     process.wait()
     store.write(".lease/00000007", json.dumps(content).encode())
     with held(store, sleep=None):
@@ -390,7 +447,6 @@ def test_a_run_on_another_host_continues_the_log_and_knows_the_exports(store, tm
         store.write(f"export/best/{step}/variables", b"1")
     # The export of step 6 was killed before its last file.
     store.write("export/best/step-00000003/saved_model.pb", b"1")
-    store.write("errors/rank-1.json", b"{}")
     copies = Mirror(tmp_path, store)
     copies.fetch()
     assert (tmp_path / "log.jsonl").read_text() == "1\n2\n"
@@ -410,13 +466,12 @@ def test_a_job_that_has_lost_its_lease_uploads_nothing(store, tmp_path):
 
     copies = Mirror(tmp_path, store)
     (tmp_path / "log.jsonl").write_text("1\n")
-    kept = f"in use by another job. The files are kept in {tmp_path}."
-    with pytest.raises(JobError, match=kept), copies.uploading(lost):
+    with pytest.raises(JobError, match="in use by another"), copies.uploading(lost):
         pass
     assert not store.sizes()
     # The error of the block is the one that is raised.
     with (
-        pytest.warns(UserWarning, match=kept),
+        pytest.warns(UserWarning, match="in use by another job"),
         pytest.raises(KeyError),
         copies.uploading(lost),
     ):
@@ -424,3 +479,53 @@ def test_a_job_that_has_lost_its_lease_uploads_nothing(store, tmp_path):
     with copies.uploading(lambda: None):
         pass
     assert store.sizes() == {"log.jsonl": 2}
+
+
+def test_a_bucket_that_is_missing_is_one_line(store, tmp_path, monkeypatch):
+    for method in ("pipe_file", "put_file"):
+        Failing(monkeypatch, method, [FileNotFoundError("no bucket")] * 2)
+    with pytest.raises(StoreError, match=f"^Cannot write {store}/a: .*no bucket"):
+        store.write("a", b"")
+    (tmp_path / "log.jsonl").write_text("1\n")
+    kept = f"no bucket.* The files are kept in {tmp_path}.$"
+    with pytest.raises(StoreError, match=kept):
+        Mirror(tmp_path, store).sync()
+
+
+def test_a_job_that_waited_for_another_one_continues_its_log(address):
+    directory = local_directory(address)
+    assert not list(directory.iterdir())
+    ObjectStore(address).write("log.jsonl", b"1\n")
+    ObjectStore(address).write("errors/rank-1.json", b"{}")
+    with run_directory.claimed(RunConfig(model_dir=address)):
+        assert (directory / "log.jsonl").read_text() == "1\n"
+    # Those of this run, after those of the last one were deleted.
+    with (
+        pytest.raises(KeyError),
+        run_directory.claimed(RunConfig(model_dir=address)),
+        run_directory.recorded(address, World()),
+    ):
+        raise KeyError
+    assert {"errors/rank-0.json", "log.jsonl"} == {
+        name for name in ObjectStore(address).sizes() if ".lease" not in name
+    }
+
+
+def test_one_process_has_one_local_directory(address, tmp_path):
+    training.make_observers(io.StringIO(), model_dir=address)
+    with pytest.raises(
+        JobError, match=f"^Received local_dir={tmp_path}/a for {address}"
+    ):
+        local_directory(address, f"{tmp_path}/a")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (pathlib.Path("s3://a/b"), "s3://a/b"),
+        ("file:///a/b", "file:///a/b"),
+        ("hdfs:///a", "hdfs:///a"),
+    ],
+)
+def test_addresses_are_kept(path, expected):
+    assert RunConfig(model_dir=path).model_dir == expected

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hvdtrain.data.formats import DataError, changed
+from hvdtrain.job.files import path_or_address
 from hvdtrain.stores import object_store
 
 # Ranges so near to each other are one request: a request takes longer than to send it.
@@ -95,11 +96,8 @@ def find_remote_files(address: str) -> list[RemoteFile]:
 
 def open_store(address: str) -> tuple[Any, str]:
     """Apply `object_store.open_filesystem`, and raise `DataError` for its errors."""
-    if "://" not in address:
-        # pathlib has removed the other slash.
-        address = address.replace(":/", "://", 1)
     try:
-        return object_store.open_filesystem(address)
+        return object_store.open_filesystem(path_or_address(address))
     except object_store.StoreError as error:
         raise DataError(str(error)) from None
 
