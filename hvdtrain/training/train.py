@@ -103,8 +103,9 @@ def _claimed(config: RunConfig, world: World) -> Iterator[Lease | None]:
         )
         try:
             yield lease
-        except PreemptedError:
-            on_chief(world, stack.close)
+        except PreemptedError as error:
+            details = type(error), error, error.__traceback__
+            on_chief(world, lambda: stack.__exit__(*details))
             raise
         # On all ranks: launchers kill the chief in its last upload once another rank
         # has ended.

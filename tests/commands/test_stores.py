@@ -147,6 +147,34 @@ def test_a_job_killed_in_an_upload_ends_as_the_one_on_a_disk(s3, start, run, on_
     assert left["UploadId"] not in [upload["UploadId"] for upload in uploads]
 
 
+def test_a_job_continues_on_another_number_of_ranks_as_on_a_disk(s3, run, tmp_path):
+    arguments = [*ARGUMENTS, f"--model_dir={s3.address}"]
+    job = run(
+        [*arguments, "--max_minutes=0.0001"],
+        launcher="gloo",
+        environment=s3.environment,
+        forked=False,
+    )
+    assert job.returncode == 75, job.text
+    for name, content in s3.objects().items():
+        path = tmp_path / "copy" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    for place in (s3.address, tmp_path / "copy"):
+        job = run(
+            [*ARGUMENTS, f"--model_dir={place}"],
+            environment=s3.environment,
+            forked=False,
+        )
+        assert job.returncode == 0, job.text
+        assert f" from {place}/checkpoints/step-" in job.text
+    copied = {
+        path.relative_to(tmp_path / "copy").as_posix(): path.read_bytes()
+        for path in (tmp_path / "copy" / "checkpoints").iterdir()
+    }
+    assert arrays_digest(s3.objects()) == arrays_digest(copied)
+
+
 def test_a_store_that_refuses_and_cuts_changes_nothing(s3, run, on_disk):
     address = s3.address
 

@@ -22,6 +22,7 @@ from hvdtrain.checkpoint.header import Checkpoint, Header
 from hvdtrain.checkpoint.storage import CheckpointFiles
 from hvdtrain.checkpoint.writing import TieredWriter
 from hvdtrain.job import JobError, World
+from hvdtrain.job.world import PreemptedError
 from hvdtrain.report import runs
 from hvdtrain.stores import lease, mirror, object_store
 from hvdtrain.stores.lease import Lease
@@ -529,3 +530,18 @@ def test_one_process_has_one_local_directory(address, tmp_path):
 )
 def test_addresses_are_kept(path, expected):
     assert RunConfig(model_dir=path).model_dir == expected
+
+
+def test_a_preempted_job_that_cannot_upload_its_log_is_preempted(address, monkeypatch):
+    def failing(self):
+        raise StoreError("Cannot write the log.")
+
+    monkeypatch.setattr(Mirror, "sync", failing)
+    with (
+        pytest.warns(UserWarning, match="Cannot write the log"),
+        pytest.raises(PreemptedError),
+    ):
+        fit(address, 50, max_minutes=1e-6)
+    assert steps(address)
+    with pytest.raises(JobError, match="Cannot write the log"):
+        fit(address, 5)
