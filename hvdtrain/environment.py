@@ -18,8 +18,8 @@ INIT_REPORT = "HVDTRAIN_INIT_REPORT_SECONDS"
 DEADLOCK = "HVDTRAIN_DEADLOCK_SECONDS"
 FILE_CACHE = "HVDTRAIN_FILE_CACHE_GB"
 TERMINATION = "HOROVOD_TERMINATION_SECONDS"
-# Variables with numbers.
-LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK, FILE_CACHE)
+# Variables with seconds.
+LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK)
 
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
@@ -164,7 +164,7 @@ def _number(name: str, default: float) -> float:
 
 def check_limits() -> None:
     """Raise a ValueError for a variable with a number that has another value."""
-    for name in LIMITS:
+    for name in (*LIMITS, FILE_CACHE):
         _number(name, 0)
 
 
