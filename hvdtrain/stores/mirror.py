@@ -14,7 +14,6 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from hvdtrain.job import JobError
 from hvdtrain.job.files import (
@@ -112,11 +111,6 @@ def _claim(directory: pathlib.Path, address: str) -> None:
         path.write_text(f"{address}\n")
 
 
-class _Stamp(NamedTuple):
-    size: int
-    mtime_ns: int
-
-
 class Mirror:
     """Uploads the changed files of `directory`.
 
@@ -127,7 +121,7 @@ class Mirror:
     def __init__(self, directory: pathlib.Path, store: ObjectStore) -> None:
         self.directory = directory
         self.store = store
-        self._uploaded: dict[str, _Stamp] = {}
+        self._uploaded: dict[str, tuple[int, int]] = {}
         # Objects that are deleted once their file, or their export, is removed.
         self._remote: set[str] = set()
         self._lock = threading.Lock()
@@ -253,9 +247,10 @@ class Mirror:
                     yield self.directory / path, path.as_posix()
 
 
-def _stamp(path: pathlib.Path) -> _Stamp:
+def _stamp(path: pathlib.Path) -> tuple[int, int]:
+    """Return the size of a file, and what changes when it is written again."""
     status = path.stat()
-    return _Stamp(status.st_size, status.st_mtime_ns)
+    return status.st_size, status.st_mtime_ns
 
 
 def _export_of(name: str) -> str:

@@ -203,16 +203,13 @@ class Exports:
                 self._error = error
         else:
             seconds = time.monotonic() - start
-            text = f"written to {self._place(exporter, step)} in {seconds:.1f} s"
+            # In model_dir, which may be an address.
+            place = os.path.join(self._model_dir, _DIRECTORY, exporter.name, path.name)
+            text = f"written to {place} in {seconds:.1f} s"
         notify(self._observers, "on_export", step, text)
 
     def _path(self, exporter: Exporter, step: int) -> pathlib.Path:
         return self._directory / exporter.name / f"step-{step:08}"
-
-    def _place(self, exporter: Exporter, step: int) -> str:
-        """Return the path of an export in MODEL_DIR, which may be an address."""
-        relative = self._path(exporter, step).relative_to(self._directory)
-        return os.path.join(self._model_dir, _DIRECTORY, relative)
 
 
 def prepare(
