@@ -36,13 +36,13 @@ def adapt(
 
         training.adapt({"age": normalization, "city": lookup}, source, world=world)
 
-    Vocabularies and TF-IDF weights are equal to those of one process, mean and variance
-    up to rounding. The bins of `Discretization` are equal for up to 2**20 values of all
-    ranks. Of more, each 2**20 are summarized, and the summaries merged, as Keras does
-    for each batch: the bins then depend on the number of ranks, and the share of
-    samples below a boundary is off by the layer's `epsilon`, or a few times that.
-    Memory grows with the vocabularies, on rank 0 with those of all ranks. In an elastic
-    job each rank reads all samples, since a rank that joins later is alone.
+    Vocabularies and TF-IDF weights equal the ones that one process computes, mean and
+    variance up to rounding. The bins of `Discretization` are equal for up to 2**20
+    values of all ranks. Of more, each 2**20 are summarized, and the summaries merged,
+    as Keras does for each batch: the bins then depend on the number of ranks, and the
+    share of samples below a boundary is off by the layer's `epsilon`, or a few times
+    that. Memory grows with the vocabularies, which rank 0 collects from all ranks. In
+    an elastic job each rank reads all samples, since a rank that joins later is alone.
 
     Args:
         layers: a layer; a dictionary of layers by the key of the sample, where a layer

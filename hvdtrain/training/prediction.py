@@ -211,7 +211,7 @@ def _take_together(
     repeat: Callable[[], object] | None,
     world: World,
 ) -> Iterator[dict[int, Columns]]:
-    """Yield the parts of about a second, until those of all ranks are complete.
+    """Yield the parts of about a second, until all ranks have no more parts.
 
     A collective: all ranks take equal steps. If they predict together, a rank without
     parts calls `repeat`. A failure then ends this rank, and thereby the job: the others

@@ -80,8 +80,8 @@ def checkpoint_files(
 ) -> CheckpointFiles | TieredFiles | None:
     """Return the `CheckpointFiles` of a `RunConfig`, None without `model_dir`.
 
-    With a `local_dir`, they are those of two directories. The `lease` is needed to
-    write to a store.
+    With a `local_dir`, return `TieredFiles` of both places. Writing to a store needs
+    the `lease`.
     """
     if not config.model_dir:
         return None
