@@ -73,7 +73,7 @@ class StoreDirectory:
         self, address: str, *, check_writer: Callable[[], object] | None = None
     ) -> None:
         self._address = address
-        self._check_writer = check_writer
+        self._check_writer = check_writer or (lambda: None)
 
     @functools.cached_property
     def _store(self) -> ObjectStore:
@@ -110,20 +110,17 @@ class StoreDirectory:
             if not name.endswith(".json"):
                 self._store.upload(path, name)
                 return
-            if self._check_writer:
-                self._check_writer()
+            self._check_writer()
             content = path.read_bytes()
             # Conditional: a job that loses its lease after the check replaces no
             # checkpoint of its successor, unless it does so after the second check.
             if not self._store.create(name, content):
-                if self._check_writer:
-                    self._check_writer()
+                self._check_writer()
                 self._store.write(name, content)
 
     def delete(self, name: str) -> None:
         # Another job may use an object that none of this job's uses.
-        if self._check_writer:
-            self._check_writer()
+        self._check_writer()
         self._store.delete([name])
 
     def delete_partial(self) -> None:

@@ -74,7 +74,8 @@ def _separate_random() -> None:
     """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in _PROVIDERS:
-            names = vars(module)
+            # None in place of a module that must not be imported.
+            names = getattr(module, "__dict__", {})
             if names.get("random") is random:
                 names["random"] = _random
 

@@ -178,8 +178,8 @@ def fit(
 def _default_observers(config: RunConfig) -> Sequence[object]:
     if config.model_dir:
         # First: later calls find the local directory of an address by the address.
-        local_directory(config.model_dir, config.local_dir)
-        run_directory.prepare(config.model_dir)
+        directory = local_directory(config.model_dir, config.local_dir)
+        run_directory.prepare(directory)
     return make_observers(sys.stdout, model_dir=config.model_dir)
 
 

@@ -7,6 +7,7 @@ number of ranks: any number of them computes the same bits.
 import dataclasses
 import functools
 import itertools
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -150,11 +151,15 @@ def _choose_size(size: int | None, samples: int, columns: Columns) -> int:
         row_bytes = 1 + sum(column[:1].nbytes for column in columns.values())
         limits = samples // _MIN_PARTS, _MAX_PART_BYTES // row_bytes, _MAX_PART_SAMPLES
         return max(1, min(limits))
-    if not isinstance(size, int) or size < 1:
+    try:
+        number = operator.index(size)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise JobError(
             f"Received samples_per_part={size}; expected 1 or more, an integer."
         )
-    return size
+    return number
 
 
 class _Share(Source):

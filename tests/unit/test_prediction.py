@@ -249,7 +249,10 @@ def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("sizes", [{"local_batch_size": 0}, {"samples_per_part": 0}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"local_batch_size": 0}, {"samples_per_part": 0}, {"samples_per_part": 2.5}],
+)
 def test_sizes_are_checked(sizes):
     with pytest.raises(JobError, match="expected 1 or more"):
         training.predict(Function(lambda x: x), X, **OPTIONS | sizes)
