@@ -22,6 +22,8 @@ from hvdtrain.job.platforms import PlatformTask
 LOOPBACK = "127.0.0.1"
 # A rank that has not asked for so long has ended, or is restarted.
 _LOST_SECONDS = 30.0
+# Rank 0 waits so long for the other ranks to ask, when the job has an error.
+_TELL_SECONDS = 10.0
 # Of Horovod's `SlotInfo`.
 SLOT_FIELDS = (
     *("hostname", "rank", "size", "local_rank", "local_size"),
@@ -112,6 +114,9 @@ class Registry(RendezvousHTTPServer):
         self._own_addresses: list[str] = []
         self._slots: dict[int, SlotInfo] = {}
         self._error = ""
+        self._error_seconds = 0.0
+        # Tokens of the ranks that have not received the error.
+        self._untold: set[str] = set()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing of a request that a stranger, or a rank that ends, has sent."""
@@ -130,6 +135,9 @@ class Registry(RendezvousHTTPServer):
                     f"rank {new.rank} on {new.host} expects {new.size} ranks, and rank "
                     f"0 {self.task.size}; start all with one configuration"
                 )
+                self._error_seconds = time.monotonic()
+                others = {r.token for rank, r in self._present.items() if rank}
+                self._untold = others | {new.token}
                 return
             old = self._present.get(new.rank)
             if old and old.token != new.token:
@@ -143,7 +151,7 @@ class Registry(RendezvousHTTPServer):
             if successor := self._successors.get(token):
                 return JobState(error=f"it was started again on {successor.host}")
             if self._error:
-                return JobState(error=self._error)
+                return self._tell(rank, token)
             present = self._present.get(rank)
             if not present or present.token != token:
                 return JobState(is_closed=bool(self._slots))
@@ -160,6 +168,14 @@ class Registry(RendezvousHTTPServer):
                 port=self._store.server_port,
                 near_address=self._address() if is_near else "",
             )
+
+    def _tell(self, rank: int, token: str) -> JobState:
+        self._untold.discard(token)
+        elapsed = time.monotonic() - self._error_seconds
+        # This server ends with rank 0, and the others would wait for it.
+        if rank == 0 and self._untold and elapsed < _TELL_SECONDS:
+            return JobState(is_here=True)
+        return JobState(error=self._error)
 
     def _missing(self) -> tuple[int, ...]:
         lost = time.monotonic() - _LOST_SECONDS

@@ -258,6 +258,17 @@ def test_ranks_with_other_numbers_of_ranks_do_not_train(servers, own, pool):
             done.result(timeout=20)
 
 
+def test_rank_0_serves_until_the_others_have_the_error(servers, own, pool):
+    chief, _ = start(pool, own, 0)
+    wait_until_registered(servers, 0)
+    token = servers[0]._present[0].token
+    servers[0].register(Registration("other", 1, 3, "", "host"), "127.0.0.1")
+    assert not servers[0].state(0, token).error
+    assert "expects 3 ranks" in servers[0].state(1, "other").error
+    with pytest.raises(JobError, match="rank 1 on host expects 3 ranks"):
+        chief.result(timeout=20)
+
+
 def test_a_restarted_rank_replaces_the_one_before(servers, own, pool):
     own = own | {"HVDTRAIN_SIZE": "3"}
     chief, _ = start(pool, own, 0)
