@@ -62,12 +62,29 @@ class Compression(hvd.Compression):
 TensorLike = Any
 
 
+def set_local_shard(variable: keras.Variable, shard: keras.Variable) -> None:
+    """Record the flat `shard` of which layers see the full value as `variable`."""
+    variable._hvdtrain_local_shard = shard
+
+
+def local_shard(variable: Any) -> Any:
+    """Return the variable that this rank stores for a fully sharded weight.
+
+    `parallel.fully_shard` gives a weight such a flat shard. Any other variable is
+    returned as it is.
+    """
+    return getattr(variable, "_hvdtrain_local_shard", variable)
+
+
 def as_tensorflow(
     value: TensorLike | keras.Variable,
 ) -> tf.Tensor | tf.IndexedSlices | tf.Variable:
-    """Return the TensorFlow object behind `value`; a tensor of anything else."""
+    """Return the TensorFlow object behind `value`; a tensor of anything else.
+
+    Of a fully sharded weight, it is this rank's shard.
+    """
     if isinstance(value, keras.Variable):
-        return value.value
+        return local_shard(value).value
     if isinstance(value, tf.IndexedSlices | tf.Variable | tf.Tensor):
         return value
     return tf.convert_to_tensor(value)

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
-from hvdtrain.collectives.dtypes import mark_internal
+from hvdtrain.collectives.dtypes import local_shard, mark_internal
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import (
     ProcessSet,
@@ -34,6 +34,7 @@ from hvdtrain.keras.unlisted import Unlisted, find_unlisted
 from hvdtrain.keras.variables import (
     Optimizer,
     Variable,
+    exclude_alike,
     non_local_state,
     optimizers_inside,
     shard_slots,
@@ -239,8 +240,11 @@ class ReductionHook:
             self._skipping.add(optimizer)
 
     def build(self, variables: list[keras.Variable]) -> None:
-        self._build(variables)
-        shard_slots(self._optimizer, variables)
+        # Slots and updates of fully sharded weights are those of the shards.
+        shards = list(map(local_shard, variables))
+        exclude_alike(self._optimizer, variables, shards)
+        self._build(shards)
+        shard_slots(self._optimizer, shards)
 
     def apply(
         self,
@@ -264,7 +268,7 @@ class ReductionHook:
         # Either argument may be an iterator, which can be read only once.
         grads = list(grads)
         if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
+            trainable_variables = list(map(local_shard, trainable_variables))
         if not grads:
             return None
         if trainable_variables is None and not self._optimizer.built:
@@ -323,7 +327,7 @@ class ReductionHook:
 
     def end_fit(self, var_list: Iterable[Variable]) -> None:
         """Record the end of a `fit`, which other ranks may still wait in."""
-        self.finalize(var_list)
+        self.finalize(list(map(local_shard, var_list)))
         # Not all ranks take part in the training of a smaller process set.
         if self.all_ranks.process_set_id == 0:
             recorder.end_fit()

@@ -101,6 +101,11 @@ def is_saving() -> bool:
     return bool(_active)
 
 
+def is_in_saving_thread() -> bool:
+    """Return whether the `save` of `save_together` calls this."""
+    return any(saving.thread is threading.current_thread() for saving in _active)
+
+
 def save_full(variables: Iterable[keras.Variable], store: Store) -> None:
     """Store the full values of variables by their number, as Keras does."""
     for i, variable in enumerate(variables):
@@ -156,7 +161,8 @@ class _Saving:
         self._replies: queue.Queue[np.ndarray | None] = queue.Queue()
         self._save = save
         self.error: BaseException | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def request(self, variable: keras.Variable) -> np.ndarray:
         """Return the full value. Is called in the thread."""

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import ops
-from hvdtrain.collectives.dtypes import as_tensorflow
+from hvdtrain.collectives.dtypes import as_tensorflow, local_shard
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.collectives.process_sets import ProcessSet, global_process_set
 from hvdtrain.keras import layer_state
@@ -153,6 +153,7 @@ def owned_slots(
         for base in optimizers_inside(optimizer)
         for _, slot, weight in slots_by_index(base, base._trainable_variables)
     }
+    trainable = list(map(local_shard, trainable))
     is_trained = {id(variable) for variable in trainable}
     # Of several paths that fit, the longest is the variable's own: "a/kernel_2" has
     # "a_kernel_2_momentum".
@@ -185,6 +186,22 @@ def slots_by_index(
         is_kind = isinstance(slots, list) and name != "_variables"
         if is_kind and len(slots) == len(owners):
             yield from zip([name] * len(slots), slots, owners, strict=True)
+
+
+def exclude_alike(
+    optimizer: Optimizer,
+    weights: Iterable[keras.Variable],
+    shards: Iterable[keras.Variable],
+) -> None:
+    """Exclude shards from weight decay whose weights are excluded.
+
+    Keras excludes weights by key or by name, and a shard has the name of its weight. It
+    may decide when it builds the optimizer: call this before.
+    """
+    excluded: set[object] = getattr(optimizer, "_exclude_from_weight_decay", set())
+    for weight, shard in zip(weights, shards, strict=True):
+        if optimizer._var_key(weight) in excluded:
+            excluded.add(optimizer._var_key(shard))
 
 
 def weight_copies(optimizer: Optimizer) -> list[Variable]:

@@ -12,6 +12,7 @@ from hvdtrain.parallel.dense import ColumnParallelDense, RowParallelDense
 from hvdtrain.parallel.distributed_embedding import DistributedEmbedding
 from hvdtrain.parallel.dropout import ParallelDropout
 from hvdtrain.parallel.embedding import ShardedEmbedding
+from hvdtrain.parallel.fully_shard import fully_shard
 from hvdtrain.parallel.mesh import Mesh
 from hvdtrain.parallel.pipeline import PipelineModel
 from hvdtrain.parallel.recomputation import remat

@@ -12,7 +12,7 @@ computes the rest again when the gradients of its outputs are known:
 The state is what the layer's variables held before the first pass, such as the seeds of
 dropout and the moving statistics of batch normalization. Both passes read it from a
 `keras.StatelessScope`. So the second pass draws the same masks, and each variable is
-updated once.
+updated once. Weights of `parallel.fully_shard` are gathered in each of the two passes.
 """
 
 import contextlib
@@ -30,12 +30,15 @@ from tensorflow.python.eager import record
 
 from hvdtrain.keras.seams import replace
 from hvdtrain.parallel import mappings
+from hvdtrain.parallel.gathering import find_sharded, gather, reading, shard_value
 
 _MARK = "_hvdtrain_remat"
 # Operations that TensorFlow calls stateful and that the second pass may repeat.
 _REPEATABLE = ("ReadVariableOp", "VarHandleOp", "Assert")
 # Attributes in which Keras keeps, during a call, `training` and the dtype of autocast.
 _CALL_CONTEXT, _AUTOCAST = "current_call_ctx", "autocast_scope"
+
+_SMALLER = "Call parallel.remat for a smaller layer that does not."
 
 # A variable and a value of it.
 _State: TypeAlias = tuple[keras.Variable, tf.Tensor]
@@ -64,7 +67,7 @@ def remat(layer: keras.layers.Layer) -> keras.layers.Layer:
             gradients.
     """
     if not is_remat(layer):
-        call = functools.partial(_call, layer, layer.call)
+        call = functools.partial(recompute, layer, layer.call, _SMALLER)
         functools.update_wrapper(call, layer.call)
         replace(layer, "call", call, by=remat)
         setattr(layer, _MARK, True)
@@ -76,13 +79,24 @@ def is_remat(layer: keras.layers.Layer) -> bool:
     return getattr(layer, _MARK, False)
 
 
-def _call(
-    layer: keras.layers.Layer, call: Callable[..., Any], *args: Any, **kwargs: Any
+def recompute(
+    layer: keras.layers.Layer,
+    call: Callable[..., Any],
+    remedy: str,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
+    """Return `call(*args, **kwargs)`, which is repeated in the backward pass.
+
+    Args:
+        layer: the layer.
+        call: its original method `call`.
+        remedy: the end of the error where it cannot be repeated.
+    """
     # In a stateless scope, Keras infers shapes, or a layer outside is in a pass.
     if backend.in_stateless_scope():
         return call(*args, **kwargs)
-    recomputation = _Recomputation(layer, call, (args, kwargs))
+    recomputation = _Recomputation(layer, call, remedy, (args, kwargs))
     outputs, scope = recomputation.run_first_pass()
     recomputation.check_assigned(scope)
     results = recomputation.attach_gradient(_differentiable(outputs, scope))
@@ -112,8 +126,6 @@ class _Recomputation:
     """The two passes of one call of a layer.
 
     Args:
-        layer: the layer.
-        call: its original method `call`.
         arguments: the positional and keyword arguments of the call.
     """
 
@@ -121,12 +133,18 @@ class _Recomputation:
         self,
         layer: keras.layers.Layer,
         call: Callable[..., Any],
+        remedy: str,
         arguments: tuple[tuple, dict[str, Any]],
     ) -> None:
         self._layer = layer
         self._call = call
+        self._remedy = remedy
         self._arguments = arguments
-        self._variables = layer.variables
+        # The values of fully sharded weights are gathered, those of others given.
+        self._sharded = find_sharded(layer.variables)
+        sharded = {*map(id, self._sharded)}
+        self._stated = [v for v in layer.variables if id(v) not in sharded]
+        self._variables = [*self._stated, *self._sharded]
         # Layers inside change the context of this call: the second pass needs a copy.
         self._context = {
             _CALL_CONTEXT: copy.copy(global_state.get_global_attribute(_CALL_CONTEXT)),
@@ -137,15 +155,22 @@ class _Recomputation:
         self._sources = [x for x in tf.nest.flatten(arguments) if tf.is_tensor(x)]
         self._check_dense(self._sources)
         with _keras_attributes({_AUTOCAST: None}):
-            self._sources += [tf.convert_to_tensor(v.value) for v in self._variables]
+            self._sources += [tf.convert_to_tensor(v.value) for v in self._stated]
+        self._sources += map(shard_value, self._sharded)
         self._is_watched = self._find_watched()
 
     def run_first_pass(self) -> tuple[Any, _Pass]:
         """Return the outputs, and the scope that has the new values of variables."""
         # A tape that is active records no operation without a differentiable input.
         sources = [_keep_mask(x, tf.stop_gradient(x)) for x in self._sources]
+        # Else TensorFlow would gather the weights of all layers at once.
+        inputs = [
+            x for x in sources[: self._argument_count] if tf.is_symbolic_tensor(x)
+        ]
+        with tf.control_dependencies(inputs):
+            full = self._gather(sources)
         with mappings.record(self._exchanged):
-            outputs, scope = self._run(sources)
+            outputs, scope = self._run(sources, full)
         self._check_dense(x for x in tf.nest.flatten(outputs) if tf.is_tensor(x))
         if len(self._layer.variables) > len(self._variables):
             self._refuse("creates variables in its call")
@@ -157,11 +182,21 @@ class _Recomputation:
             )
         return outputs, scope
 
-    def _run(self, sources: Sequence[tf.Tensor]) -> tuple[Any, _Pass]:
-        count = len(sources) - len(self._variables)
+    @property
+    def _argument_count(self) -> int:
+        return len(self._sources) - len(self._variables)
+
+    def _gather(self, sources: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return gather(self._sharded, sources[len(sources) - len(self._sharded) :])
+
+    def _run(
+        self, sources: Sequence[tf.Tensor], full: Sequence[tf.Tensor]
+    ) -> tuple[Any, _Pass]:
+        count = self._argument_count
         args, kwargs = _substitute(self._arguments, sources[:count], tf.is_tensor)
-        state = list(zip(self._variables, sources[count:], strict=True))
-        with _Pass(state) as scope:
+        values = sources[count : count + len(self._stated)]
+        state = list(zip(self._stated, values, strict=True))
+        with reading(self._sharded, full), _Pass(state) as scope:
             return self._call(*args, **kwargs), scope
 
     def attach_gradient(self, results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -191,27 +226,29 @@ class _Recomputation:
             sources = [_keep_mask(old, tf.identity(new)) for old, new in pairs]
             watched = [*itertools.compress(sources, self._is_watched)]
             tape.watch(watched)
-            results = self._repeat(sources)
+            results = self._repeat(sources, self._gather(sources))
         gradients = tape.gradient(results, watched, output_gradients=upstream)
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             self._refuse("has sparse gradients, of an embedding or of tf.gather")
         found = iter(gradients)
         return [next(found) if is_watched else None for is_watched in self._is_watched]
 
-    def _repeat(self, sources: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _repeat(
+        self, sources: Sequence[tf.Tensor], full: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
         with (
             _keras_attributes(self._context),
             mappings.replay(self._exchanged),
             self._refusing_side_effects(),
         ):
-            return _differentiable(*self._run(sources))
+            return _differentiable(*self._run(sources, full))
 
     def _find_watched(self) -> list[bool]:
         """Return which sources need gradients; the samples, for example, do not."""
         trainable = {id(variable) for variable in self._layer.trainable_variables}
-        count = len(self._sources) - len(self._variables)
         variables = [id(variable) in trainable for variable in self._variables]
-        is_candidate = [*map(_has_gradient, self._sources[:count]), *variables]
+        arguments = self._sources[: self._argument_count]
+        is_candidate = [*map(_has_gradient, arguments), *variables]
         pairs = zip(is_candidate, self._sources, strict=True)
         is_watched = [ok and record.should_record_backprop([x]) for ok, x in pairs]
         # Without a tape, tf.gradients may follow, of which nothing shows here.
@@ -251,9 +288,9 @@ class _Recomputation:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(
-            f"parallel.remat cannot repeat the call of the {type(self._layer).__name__}"
-            f" {self._layer.name!r}, which {reason}. Call it for a smaller layer that "
-            "does not."
+            "The backward pass cannot repeat the call of the "
+            f"{type(self._layer).__name__} {self._layer.name!r}, which {reason}. "
+            f"{self._remedy}"
         )
 
 

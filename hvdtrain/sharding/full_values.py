@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.collectives.dtypes import local_shard
 from hvdtrain.collectives.objects import allgather_object, exchange_arrays
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.sharding.shards import Shape, Sharding, get_sharding
@@ -92,6 +93,7 @@ class FullVariable:
     @classmethod
     def of(cls, variable: keras.Variable) -> "FullVariable":
         """Describe the full variable; `variable` may be a shard of it."""
+        variable = local_shard(variable)
         sharding, shape = get_sharding(variable), tuple(variable.shape)
         return cls(
             path=getattr(variable, "path", variable.name),

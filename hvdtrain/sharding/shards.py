@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import ProcessSet
 
-from hvdtrain.collectives.dtypes import as_tensorflow
+from hvdtrain.collectives.dtypes import as_tensorflow, local_shard
 
 _ATTRIBUTE = "_hvdtrain_sharding"
 _STAGES = "_hvdtrain_stages"
@@ -147,6 +147,7 @@ def assign_shard(variable: keras.Variable, full: np.ndarray | tf.Tensor) -> None
     Raises:
         ValueError: the full variable has another shape.
     """
+    variable = local_shard(variable)
     if sharding := get_sharding(variable):
         expected = sharding.full_shape(variable.shape)
         if tuple(full.shape) != expected:

@@ -1,0 +1,197 @@
+"""Fully sharded weights (ZeRO stage 3) of a model that is not changed for it.
+
+Rajbhandari et al. (2020, arXiv:1910.02054) shard weights, gradients and the optimizer's
+state over the ranks that process different samples. The names are those of PyTorch's
+`torch.distributed.fsdp.fully_shard`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+
+from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.keras import sharded_models
+from hvdtrain.keras.layers import SyncBatchNormalization
+from hvdtrain.keras.seams import replace
+from hvdtrain.parallel.gathering import (
+    FullyShardedVariable,
+    find_sharded,
+    gather,
+    reading,
+    shard_value,
+    shard_variable,
+)
+from hvdtrain.parallel.mesh import Mesh, data_axis
+from hvdtrain.parallel.recomputation import is_remat, recompute
+from hvdtrain.sharding.shards import get_sharding
+
+# A call of these layers is not repeated: an RNN calls its cell in a loop, and the other
+# has a collective.
+_NOT_REPEATED = (keras.layers.RNN, SyncBatchNormalization)
+_KEEP = "Pass reshard_after_forward=False to fully_shard."
+
+
+def fully_shard(
+    model: keras.Model,
+    *,
+    mesh: Mesh | None = None,
+    reshard_after_forward: bool = True,
+    min_size: int = 1024,
+) -> keras.Model:
+    """Shard the weights of a model over ranks, in place; return the model.
+
+        model = parallel.fully_shard(build_model())
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), loss)
+
+    Each rank stores 1/N of each weight, of its gradient and of its slots. The call of a
+    layer gathers the weights of the layer, and releases them. In the backward pass, the
+    layer gathers them again, computes its outputs again, and the ranks reduce the
+    gradients to their shards of them (`reshard_after_forward=True`). Layers inside of a
+    layer of `parallel.remat` are gathered with it.
+
+    All ranks call it, with the same model, before or after `compile`, and before the
+    optimizer is built. They get the weights of the first rank. A rank computes what it
+    computes with replicated weights, to the rounding of sums.
+
+    Weights that stay replicated: those with fewer than `min_size` elements or with a
+    constraint, integers, and states such as moving statistics. Layers whose call is not
+    repeated keep their weights gathered until their backward pass: an RNN,
+    `SyncBatchNormalization`, layers with layers inside and weights of their own, and
+    calls with sparse or ragged tensors.
+
+    Args:
+        model: a model that is built.
+        mesh: the ranks along its axis data share the weights; by default the active
+            mesh, or all ranks.
+        reshard_after_forward: release gathered weights after the forward pass. False
+            keeps them until the backward pass, and gathers once in a step.
+        min_size: the least number of elements of a weight that is sharded.
+
+    Raises:
+        ValueError: for a model that is not built, is fully sharded already, contains a
+            layer that is sharded over the same ranks, or has an optimizer that is
+            built.
+        RuntimeError: in an elastic job.
+    """
+    axis = data_axis(mesh)
+    _check(model)
+    if not needs_communication(axis.process_set):
+        return model
+    sharded_models.install()
+    for variable, dtype in _candidates(model, min_size):
+        shard_variable(variable, axis.process_set, dtype)
+    for layer in _flatten(model):
+        _gather_in_call(layer, reshard_after_forward)
+    model.train_function = model.test_function = model.predict_function = None
+    return model
+
+
+def _check(model: keras.Model) -> None:
+    if not model.built or not model.variables:
+        raise ValueError(
+            f"fully_shard takes a model that is built. Received: {model.name!r}, which "
+            "has no weights yet. Build it first, with keras.Input or "
+            "model.build(input_shape)."
+        )
+    if find_sharded(model.variables):
+        raise ValueError(
+            f"The model {model.name!r} is fully sharded already. Call fully_shard once."
+        )
+    for variable in model.variables:
+        sharding = get_sharding(variable)
+        if sharding and sharding.sums_gradients:
+            raise ValueError(
+                f"fully_shard shards weights over the ranks over which {variable.path} "
+                "is sharded already. Use keras.layers.Embedding in place of "
+                "ShardedEmbedding, or shard its table alone, without fully_shard."
+            )
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and optimizer.built:
+        raise ValueError(
+            f"fully_shard precedes the first step: the {type(optimizer).__name__} of "
+            f"{model.name!r} is built for full weights. Call it before optimizer.build "
+            "and fit, or compile the model with a new optimizer."
+        )
+
+
+def _flatten(model: keras.Model) -> list[keras.layers.Layer]:
+    """Return all layers, each once."""
+    return list({id(layer): layer for layer in model._flatten_layers()}.values())
+
+
+def _candidates(
+    model: keras.Model, min_size: int
+) -> Iterator[tuple[keras.Variable, str]]:
+    """Yield each weight that is sharded, and the dtype in which it is gathered."""
+    dtypes: dict[int, set[str]] = {}
+    found: dict[int, keras.Variable] = {}
+    for layer in _flatten(model):
+        for variable in layer._trainable_variables:
+            is_cast = layer.autocast and variable._autocast
+            dtype = layer.compute_dtype if is_cast else variable.dtype
+            dtypes.setdefault(id(variable), set()).add(dtype)
+            found[id(variable)] = variable
+    for number, variable in found.items():
+        if (
+            tf.as_dtype(variable.dtype).is_floating
+            and math.prod(variable.shape) >= min_size
+            and variable.constraint is None
+            and get_sharding(variable) is None
+        ):
+            # Layers of several dtypes may read it.
+            (dtype, *others) = dtypes[number]
+            yield variable, variable.dtype if others else dtype
+
+
+def _is_leaf(layer: keras.layers.Layer) -> bool:
+    return all(inside is layer for inside in layer._flatten_layers())
+
+
+def _gather_in_call(layer: keras.layers.Layer, reshard_after_forward: bool) -> None:
+    """Make the call of a layer gather its weights, if they are sharded."""
+    if isinstance(layer, _NOT_REPEATED):
+        weights = find_sharded(layer.variables)
+    else:
+        weights = find_sharded(layer._trainable_variables)
+    # A layer of `remat` gathers its weights in each of its passes.
+    if not weights or is_remat(layer):
+        return
+    is_repeated = not isinstance(layer, _NOT_REPEATED) and _is_leaf(layer)
+    wrapper = _call_again if reshard_after_forward and is_repeated else _call_once
+    call = functools.partial(wrapper, layer, layer.call, weights)
+    functools.update_wrapper(call, layer.call)
+    replace(layer, "call", call, by=fully_shard)
+
+
+def _call_again(
+    layer: keras.layers.Layer,
+    call: Callable[..., Any],
+    weights: list[FullyShardedVariable],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    tensors = filter(tf.is_tensor, tf.nest.flatten((args, kwargs)))
+    if all(isinstance(tensor, tf.Tensor) for tensor in tensors):
+        return recompute(layer, call, _KEEP, *args, **kwargs)
+    return _call_once(layer, call, weights, *args, **kwargs)
+
+
+def _call_once(
+    layer: keras.layers.Layer,
+    call: Callable[..., Any],
+    weights: list[FullyShardedVariable],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if backend.in_stateless_scope():
+        return call(*args, **kwargs)
+    tensors = filter(tf.is_symbolic_tensor, tf.nest.flatten((args, kwargs)))
+    with tf.control_dependencies(tensors):
+        full = gather(weights, [shard_value(weight) for weight in weights])
+    with reading(weights, full):
+        return call(*args, **kwargs)

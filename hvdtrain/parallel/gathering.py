@@ -1,0 +1,217 @@
+"""Weights of which each rank stores a flat shard, and layers see the full value.
+
+A `FullyShardedVariable` gathers its value where a layer reads it. A collective for each
+read would be slow, and would keep each result for the backward pass. So the call of a
+layer gathers the weights of the layer together, and reads them in the block `reading`.
+
+The gradient of a gather is a reduce-scatter: each rank receives the sum over the ranks
+of its shard of the gradients (`Sharding.sums_gradients`).
+"""
+
+import contextlib
+import contextvars
+import math
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from tensorflow.python.eager import record
+
+from hvdtrain.collectives import transport
+from hvdtrain.collectives.dtypes import local_shard, mark_internal, set_local_shard
+from hvdtrain.collectives.process_sets import ProcessSet
+from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.keras import sharded_saving
+from hvdtrain.keras.sharded_updates import sizes_by_shards
+from hvdtrain.sharding.shards import Sharding, set_sharding
+
+# Full values by the identity of the variable.
+_values: contextvars.ContextVar[Mapping[int, tf.Tensor]] = contextvars.ContextVar(
+    "values", default=types.MappingProxyType({})
+)
+
+
+class FullyShardedVariable(keras.Variable):
+    """A weight with the full value for layers, of which this rank stores a shard.
+
+    `shard_variable` makes it of a variable, in place: layers keep their reference.
+
+    Attributes:
+        sharding: which elements this rank stores.
+        gathered_dtype: the dtype in which the value is sent, that of the computation.
+    """
+
+    sharding: Sharding
+    gathered_dtype: str
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The full value. A collective outside of the call of its layer."""
+        found = _values.get().get(id(self))
+        return self._maybe_autocast(self._read() if found is None else found)
+
+    def _read(self) -> tf.Tensor:
+        scope = global_state.get_global_attribute("stateless_scope")
+        if scope is not None:
+            found = scope.get_current_value(self)
+            # Without a value, Keras infers shapes.
+            return tf.zeros(self._shape, self._dtype) if found is None else found
+        if sharded_saving.is_in_saving_thread():
+            return tf.convert_to_tensor(sharded_saving.full_value(self))
+        shard = shard_value(self)
+        # Keras reads weights with a regularizer there.
+        is_expected = not self.trainable or self.regularizer is not None
+        if not is_expected and record.should_record_backprop([shard]):
+            warnings.warn(
+                f"{self.path} is read outside of the call of its layer: it is gathered "
+                "there, and kept until the backward pass.",
+                stacklevel=3,
+            )
+        return gather([self], [shard], dtype=self._dtype)[0]
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The handle of the shard, for which tapes compute the gradient."""
+        return self._value.handle
+
+    def _direct_assign(self, value: tf.Tensor) -> None:
+        shard = local_shard(self)
+        shard.assign(tf.cast(self.sharding.shard(value), shard.dtype))
+
+    def numpy(self) -> np.ndarray:
+        """Return the full value. A collective."""
+        return np.array(self.value)
+
+
+def shard_variable(
+    variable: keras.Variable, process_set: ProcessSet, gathered_dtype: str
+) -> None:
+    """Make a variable a `FullyShardedVariable`, with the values of the first rank.
+
+    A collective of `process_set`, which has more than one rank.
+    """
+    (sizes,) = sizes_by_shards([math.prod(variable.shape)], process_set.size())
+    sharding = Sharding(
+        axis=0,
+        size=sum(sizes),
+        num_shards=len(sizes),
+        rank=process_set.rank(),
+        process_set=process_set,
+        uneven=sizes,
+        shape=tuple(variable.shape),
+        sums_gradients=True,
+    )
+    shard = _make_shard(variable, sharding)
+    variable.__class__ = FullyShardedVariable
+    variable.sharding, variable.gathered_dtype = sharding, gathered_dtype
+    variable._value = shard.value
+    set_local_shard(variable, shard)
+    for owner in (variable, shard):
+        set_sharding(owner, sharding)
+
+
+def _make_shard(variable: keras.Variable, sharding: Sharding) -> keras.Variable:
+    ranks = sharding.process_set
+    # The name of the TensorFlow variable has the scope of the layer; by it, and by the
+    # path, Keras excludes weights from weight decay and names slots.
+    scope = variable.value.name.rpartition("/")[0]
+    with tf.init_scope(), tf.name_scope(scope and f"{scope}/"):
+        full = transport.broadcast(
+            variable.value, ranks.ranks[0], name="FullyShard", process_set=ranks
+        )
+        # A slice would share the memory of the full value, and keep it.
+        shard = keras.Variable(
+            np.array(sharding.shard(full)),
+            dtype=variable.dtype,
+            trainable=variable.trainable,
+            name=variable.name,
+        )
+    mark_internal(shard.value)
+    shard._path = variable.path
+    return shard
+
+
+def find_sharded(variables: Sequence[keras.Variable]) -> list[FullyShardedVariable]:
+    """Return those of the variables that are fully sharded."""
+    return [v for v in variables if isinstance(v, FullyShardedVariable)]
+
+
+def shard_value(variable: FullyShardedVariable) -> tf.Tensor:
+    """Return the tensor of this rank's shard, to which a tape attributes gradients."""
+    return tf.convert_to_tensor(variable._value)
+
+
+@contextlib.contextmanager
+def reading(
+    variables: Sequence[FullyShardedVariable], values: Sequence[tf.Tensor]
+) -> Iterator[None]:
+    """Give layers these full values of variables in the block."""
+    new = dict(zip(map(id, variables), values, strict=True))
+    token = _values.set({**_values.get(), **new})
+    try:
+        yield
+    finally:
+        _values.reset(token)
+
+
+def gather(
+    variables: Sequence[FullyShardedVariable],
+    shards: Sequence[tf.Tensor],
+    dtype: str | None = None,
+) -> list[tf.Tensor]:
+    """Return the full values of the shards of all ranks. A collective.
+
+    So is its gradient, for the variables that are trainable.
+
+    Args:
+        shards: this rank's shard of each, in the dtype of the variable.
+        dtype: of the results; by default the `gathered_dtype` of each.
+    """
+    if not variables:
+        return []
+
+    @tf.custom_gradient
+    def gather_all(*shards: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
+        shardings = [variable.sharding for variable in variables]
+        full = transport.gather_shards(
+            [
+                tf.cast(shard, dtype or variable.gathered_dtype)
+                for shard, variable in zip(shards, variables, strict=True)
+            ],
+            [sharding.sizes for sharding in shardings],
+            [sharding.shape for sharding in shardings],
+            name="FullyShardedGather",
+            process_set=shardings[0].process_set,
+        )
+        return full, lambda *upstream: _scatter(variables, upstream)
+
+    full = gather_all(*shards)
+    return list(full) if isinstance(full, list | tuple) else [full]
+
+
+def _scatter(
+    variables: Sequence[FullyShardedVariable],
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+) -> list[tf.Tensor | None]:
+    trained = [i for i, variable in enumerate(variables) if variable.trainable]
+    results: list[tf.Tensor | None] = [None] * len(variables)
+    if not trained:
+        return results
+    shardings = [variables[i].sharding for i in trained]
+    sums = transport.reduce_to_shards(
+        # In the dtype of the variable: sums of bfloat16 would be rounded.
+        [
+            tf.cast(tf.convert_to_tensor(gradients[i]), variables[i]._dtype)
+            for i in trained
+        ],
+        [sharding.sizes for sharding in shardings],
+        Reduction(op=Sum, process_set=shardings[0].process_set),
+        name="FullyShardedScatter",
+    )
+    for i, shard in zip(trained, sums, strict=True):
+        results[i] = shard
+    return results
