@@ -34,7 +34,6 @@ from hvdtrain.keras.unlisted import Unlisted, find_unlisted
 from hvdtrain.keras.variables import (
     Optimizer,
     Variable,
-    exclude_alike,
     non_local_state,
     optimizers_inside,
     shard_slots,
@@ -193,7 +192,7 @@ class ReductionHook:
         self._apply = replace_method("apply", self.apply)
         replace_method("_clip_gradients", self.clip_gradients)
         # Ends no `fit` for the flight recorder: evaluations call it, too.
-        self.finalize = replace_method("finalize_variable_values", self.end_fit)
+        self._finalize = replace_method("finalize_variable_values", self.end_fit)
         optimizer.reduction_hook = self
 
     @property
@@ -242,7 +241,6 @@ class ReductionHook:
     def build(self, variables: list[keras.Variable]) -> None:
         # Slots and updates of fully sharded weights are those of the shards.
         shards = list(map(local_shard, variables))
-        exclude_alike(self._optimizer, variables, shards)
         self._build(shards)
         shard_slots(self._optimizer, shards)
 
@@ -325,9 +323,13 @@ class ReductionHook:
             )
         return finite
 
+    def finalize(self, var_list: Iterable[Variable]) -> None:
+        """Assign the moving averages to the weights, where the optimizer has them."""
+        self._finalize(list(map(local_shard, var_list)))
+
     def end_fit(self, var_list: Iterable[Variable]) -> None:
         """Record the end of a `fit`, which other ranks may still wait in."""
-        self.finalize(list(map(local_shard, var_list)))
+        self.finalize(var_list)
         # Not all ranks take part in the training of a smaller process set.
         if self.all_ranks.process_set_id == 0:
             recorder.end_fit()

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
+from hvdtrain.collectives.dtypes import local_shard
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.seams import replace
@@ -52,7 +53,7 @@ def full_value(variable: keras.Variable) -> np.ndarray:
 
 
 def install() -> None:
-    """Make optimizers save full values, and load their shards of them.
+    """Make optimizers save full values, load their shards of them, and find shards.
 
     The methods of the class are replaced: Keras itself makes the optimizer of a model
     that it loads, before it reads the state.
@@ -74,6 +75,11 @@ def install() -> None:
         else:
             load_by_keras(self, store)
 
+    @functools.wraps(cls._var_key)
+    def key(self: keras.optimizers.Optimizer, variable: keras.Variable) -> object:
+        return key_by_keras(self, local_shard(variable))
+
+    key_by_keras = replace(cls, "_var_key", key, by=install)
     save_by_keras = replace(cls, "save_own_variables", save, by=install)
     load_by_keras = replace(cls, "load_own_variables", load, by=install)
 

@@ -29,7 +29,6 @@ from hvdtrain.keras.sharded_updates import WeightShard, gather, scatter, shard_w
 from hvdtrain.keras.variables import (
     Optimizer,
     accumulated_gradients,
-    exclude_alike,
     slots_by_index,
     variable_key,
     weight_copies,
@@ -289,9 +288,13 @@ class ShardedState:
         self._shards = {variable_key(shard.weight): shard for shard in shards}
         self._weight_by_id = {id(shard.variable): shard.weight for shard in shards}
         optimizer = self._optimizer
-        variables = [shard.variable for shard in shards]
-        exclude_alike(optimizer, [shard.weight for shard in shards], variables)
-        self._originals["build"](variables)
+        # Keras excludes weights by key or by name, and a shard has the name of its
+        # weight. It may decide when it builds the optimizer.
+        excluded: set[object] = getattr(optimizer, "_exclude_from_weight_decay", set())
+        for shard in shards:
+            if optimizer._var_key(shard.weight) in excluded:
+                excluded.add(optimizer._var_key(shard.variable))
+        self._originals["build"]([shard.variable for shard in shards])
         # An assignment of the attribute would track the weights as the optimizer's own
         # variables.
         vars(optimizer)["_trainable_variables"] = weights

@@ -188,22 +188,6 @@ def slots_by_index(
             yield from zip([name] * len(slots), slots, owners, strict=True)
 
 
-def exclude_alike(
-    optimizer: Optimizer,
-    weights: Iterable[keras.Variable],
-    shards: Iterable[keras.Variable],
-) -> None:
-    """Exclude shards from weight decay whose weights are excluded.
-
-    Keras excludes weights by key or by name, and a shard has the name of its weight. It
-    may decide when it builds the optimizer: call this before.
-    """
-    excluded: set[object] = getattr(optimizer, "_exclude_from_weight_decay", set())
-    for weight, shard in zip(weights, shards, strict=True):
-        if optimizer._var_key(weight) in excluded:
-            excluded.add(optimizer._var_key(shard))
-
-
 def weight_copies(optimizer: Optimizer) -> list[Variable]:
     """Return the slots that start as copies of the weights, in the weights' order.
 

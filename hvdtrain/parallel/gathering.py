@@ -106,6 +106,8 @@ def shard_variable(
         sums_gradients=True,
     )
     shard = _make_shard(variable, sharding)
+    # Keras keeps it as the key of weights that are excluded from weight decay.
+    shard.value._unique_id = variable.value._unique_id
     variable.__class__ = FullyShardedVariable
     variable.sharding, variable.gathered_dtype = sharding, gathered_dtype
     variable._value = shard.value
