@@ -1,5 +1,6 @@
 """Copies of the state of a training as arrays; and arrays back into the variables."""
 
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, cast
@@ -31,6 +32,7 @@ from hvdtrain.checkpoint.state_variables import (
     compute_digest,
     shared_weights,
 )
+from hvdtrain.collectives.dtypes import local_shard
 from hvdtrain.collectives.objects import broadcast_object, gather_object
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError, World
@@ -68,6 +70,7 @@ def capture(
     everywhere: bool,
     unlisted: Sequence[tf.Variable] = (),
     callbacks: dict[str, np.ndarray] | None = None,
+    directory: pathlib.Path | None = None,
 ) -> Captured | None:
     """Return copies of all arrays. A collective.
 
@@ -78,6 +81,8 @@ def capture(
         unlisted: see `StepVariables`.
         callbacks: states of the callbacks of this rank; None on all ranks if no rank
             has callbacks.
+        directory: where the chief keeps the full values of sharded variables; by
+            default in memory, where the full model may not fit.
     """
     variables = StateVariables.of(model).with_unlisted(unlisted)
     variables = variables.find_replicated(model, world)
@@ -93,7 +98,9 @@ def capture(
         states_by_rank = gather(world, own)
     else:
         states_by_rank = gather_object(own, name="capture")
-    values = variables.values_stored_once(is_kept=states_by_rank is not None)
+    values = variables.values_stored_once(
+        is_kept=states_by_rank is not None, directory=directory
+    )
     if states_by_rank is None:
         return None
     # None occurs with `everywhere` alone, for sharded variables on other ranks than the
@@ -182,7 +189,8 @@ def check_finite(model: keras.Model, world: World, step: int) -> None:
     is_sharded = any(map(get_sharding, weights)) or get_mesh(model)
     with fail_together(world) if is_sharded else nullcontext():
         for variable in weights:
-            if not np.isfinite(variable.numpy().astype("float32", copy=False)).all():
+            value = local_shard(variable).numpy()
+            if not np.isfinite(value.astype("float32", copy=False)).all():
                 raise SharedJobError(
                     f"{variable.path} is no longer finite at step {step}: training has "
                     "diverged. Lower the learning rate, or add a warm-up. Earlier "

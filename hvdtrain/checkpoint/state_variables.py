@@ -1,6 +1,7 @@
 """The variables of a training: which are stored once, and which for each replica."""
 
 import dataclasses
+import pathlib
 import typing
 import warnings
 import zlib
@@ -186,15 +187,17 @@ class StateVariables:
                 accumulator = typing.cast(keras.Variable, table.variable)
                 accumulator.assign(accumulator * factor)
 
-    def values_stored_once(self, *, is_kept: bool) -> list[np.ndarray | None]:
+    def values_stored_once(
+        self, *, is_kept: bool, directory: pathlib.Path | None = None
+    ) -> list[np.ndarray | None]:
         """Return the full values, or no values unless this rank keeps them.
 
         If some variables are sharded, this is a collective, in which only the chief
-        receives values; the other ranks return None for each.
+        receives values, in files of `directory`; the other ranks return None for each.
         """
         if self._are_full():
             return [v.local_value() for v in self.stored_once if is_kept]
-        values = FullValues(self.stored_once)
+        values = FullValues(self.stored_once, directory=directory)
         return [values.gather(number) for number in range(len(values.variables))]
 
     def scatter(self, full_values: Sequence[np.ndarray]) -> None:

@@ -10,7 +10,6 @@ write, so that the JSON file alone replaces a checkpoint of the same step.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -341,12 +340,28 @@ def _first_line(errors: list[Exception]) -> str:
 
 
 def _load(path: pathlib.Path) -> dict[str, np.ndarray]:
-    try:
-        return safetensors.numpy.load_file(path)
-    except FileNotFoundError:
-        # safetensors raises it for any error of opening, EMFILE for example. The file
-        # existed just before, when its digest was computed.
-        raise OSError(errno.EIO, "it cannot be opened") from None
+    """Return the arrays of a file of safetensors as views of the file.
+
+    The library copies all of them, and the full model may not fit in memory. Pages that
+    were read stay in the cache of the system, which frees them.
+    """
+    content = np.memmap(path, np.uint8, "r")
+    start = 8 + int(content[:8].view("<u8")[0])
+    entries = json.loads(content[8:start].tobytes())
+    arrays = {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            values = content[start + first : start + last].view(_dtype(entry["dtype"]))
+            arrays[name] = np.asarray(values).reshape(entry["shape"])
+    return arrays
+
+
+def _dtype(name: str) -> np.dtype:
+    """Return the dtype of a name of safetensors, such as F32, U16 or BOOL."""
+    if name == "BOOL":
+        return np.dtype(bool)
+    return np.dtype(f"<{name[0].lower()}{int(name[1:]) // 8}")
 
 
 def _digest_of(values: dict[str, Any]) -> str:

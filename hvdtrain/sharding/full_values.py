@@ -10,8 +10,12 @@ in chunks, so that messages stay small however large a variable is:
     values.scatter(0, full)       # assigns its shard on each rank
 """
 
+import contextlib
 import dataclasses
 import math
+import os
+import pathlib
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +29,8 @@ from hvdtrain.sharding.shards import Shape, Sharding, get_sharding
 
 # MPI counts elements in 32 bits, and each message is copied a few times.
 _CHUNK_BYTES = 64 << 20
+# Smaller arrays are kept in memory: a file for each would be slow.
+_LEAST_FILE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +155,18 @@ class FullValues:
 
     Args:
         variables: `FullVariable`s, the same ones in the same order on all ranks.
+        directory: where the chief keeps the values of sharded variables, in files
+            without a name; by default in memory.
     """
 
-    def __init__(self, variables: Iterable[FullVariable]) -> None:
+    def __init__(
+        self,
+        variables: Iterable[FullVariable],
+        *,
+        directory: pathlib.Path | None = None,
+    ) -> None:
         self.variables = list(variables)
+        self._directory = directory
         self._rank = global_process_set.rank()
         local_blocks = [variable.block for variable in self.variables]
         self._blocks_by_rank: list[list[Block | None]] = allgather_object(
@@ -170,7 +184,7 @@ class FullValues:
         sizes = [b.size if b and senders[b] == r else 0 for r, b in enumerate(blocks)]
         full, local = None, np.zeros([0], described.dtype)
         if self._rank == 0:
-            full = np.empty(described.shape, described.dtype)
+            full = _allocate(described, self._directory)
         if described.variable is not None and sizes[self._rank]:
             local = described.variable.numpy().reshape(-1)
         for start, stop in self._chunks(described, sizes):
@@ -216,3 +230,18 @@ class FullValues:
         step = max(1, _CHUNK_BYTES // element_bytes // len(sizes))
         for start in range(0, max(sizes), step):
             yield start, start + step
+
+
+def _allocate(described: FullVariable, directory: pathlib.Path | None) -> np.ndarray:
+    """Return an array in a file, or in memory without a directory or space in it."""
+    shape, dtype = described.shape, np.dtype(described.dtype)
+    size = math.prod(shape) * dtype.itemsize
+    if directory and size >= _LEAST_FILE_BYTES:
+        # A full disk is an error here, and would be a signal at the first access.
+        with (
+            contextlib.suppress(OSError),
+            tempfile.TemporaryFile(dir=directory) as file,
+        ):
+            os.posix_fallocate(file.fileno(), 0, size)
+            return np.memmap(file, dtype, "r+", shape=shape)
+    return np.empty(shape, dtype)

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -45,6 +46,7 @@ class PeriodicSave:
         read_callbacks: returns the `callbacks` of `snapshot.capture`.
         is_commit: whether all ranks keep the state. There is no commit at the end of
             a run: the ranks would leave it for hosts that have come.
+        directory: see `snapshot.capture`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class PeriodicSave:
         step_variables: StepVariables,
         read_callbacks: Callable[[], dict[str, np.ndarray] | None],
         is_commit: bool = False,
+        directory: pathlib.Path | None = None,
     ) -> None:
         self._writer = writer
         self._is_due = is_due
@@ -67,6 +70,7 @@ class PeriodicSave:
         self._step_variables = step_variables
         self._read_callbacks = read_callbacks
         self._is_commit = is_commit
+        self._directory = directory
         # Commit after the first step: a worker that has just joined has no state of the
         # job, and would start from the beginning if the others were lost.
         self._is_pending = is_commit
@@ -125,6 +129,7 @@ class PeriodicSave:
             everywhere=self._is_commit,
             unlisted=unlisted,
             callbacks=self._read_callbacks(),
+            directory=self._directory,
         )
         copy_seconds = time.perf_counter() - start
         if captured is None or self._writer is None:

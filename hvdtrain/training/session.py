@@ -19,6 +19,7 @@ from hvdtrain.checkpoint.writing import BackgroundWriter, TieredWriter, Writer
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together
 from hvdtrain.native import recorder
+from hvdtrain.stores.mirror import local_directory
 from hvdtrain.training.building import Batches
 from hvdtrain.training.description import describe_run
 from hvdtrain.training.due import (
@@ -212,7 +213,11 @@ class Session:
         )
         if run.files:
             steps, seconds = config.save_every_steps, config.save_every_seconds
-            yield save(self.writer, self._interval(SAVE, steps, seconds))
+            directory = None
+            if self.writer and config.model_dir:
+                directory = local_directory(config.model_dir, config.local_dir)
+            is_due = self._interval(SAVE, steps, seconds)
+            yield save(self.writer, is_due, directory=directory)
         if run.commits:
             steps, seconds = config.commit_every_steps, config.commit_every_seconds
             is_due = self._interval(COMMIT, steps, seconds)
