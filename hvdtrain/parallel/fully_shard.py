@@ -85,7 +85,7 @@ def fully_shard(
     sharded_models.install()
     for variable, dtype in _candidates(model, min_size):
         shard_variable(variable, axis.process_set, dtype)
-    for layer in _flatten(model):
+    for layer in _outside_of_loops(model):
         _gather_in_call(layer, reshard_after_forward)
     model.train_function = model.test_function = model.predict_function = None
     return model
@@ -122,6 +122,18 @@ def _check(model: keras.Model) -> None:
 def _flatten(model: keras.Model) -> list[keras.layers.Layer]:
     """Return all layers, each once."""
     return list({id(layer): layer for layer in model._flatten_layers()}.values())
+
+
+def _outside_of_loops(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """Yield all layers but the cells of RNNs, whose weights the RNN gathers."""
+    layers = _flatten(model)
+    cells = {
+        id(inside)
+        for layer in layers
+        if isinstance(layer, keras.layers.RNN)
+        for inside in layer._flatten_layers(include_self=False)
+    }
+    yield from (layer for layer in layers if id(layer) not in cells)
 
 
 def _candidates(

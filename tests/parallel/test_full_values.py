@@ -49,9 +49,13 @@ SHARDINGS = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_move_to_the_chief_and_back(monkeypatch, dtype):
+@pytest.mark.parametrize("place", ["memory", "file", "no such directory"])
+def test_values_move_to_the_chief_and_back(monkeypatch, tmp_path, dtype, place):
     # Several chunks, the last of which is not full.
     monkeypatch.setattr(full_values, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(full_values, "_LEAST_FILE_BYTES", 64)
+    directory = None if place == "memory" else tmp_path
+    directory = directory / "none" if place == "no such directory" else directory
     full = FULL.astype(dtype)
     variables, expected = [], []
     for make in SHARDINGS.values():
@@ -62,10 +66,14 @@ def test_values_move_to_the_chief_and_back(monkeypatch, dtype):
             set_sharding(variable, sharding)
             assert sharding.shard_shape(SHAPE) == variable.shape
         variables.append(variable)
-    values = FullValues(map(FullVariable.of, variables))
+    values = FullValues(map(FullVariable.of, variables), directory=directory)
     for number, name in enumerate(SHARDINGS):
         gathered = values.gather(number)
         assert (gathered is None) == (RANK > 0)
+        is_sharded = SHARDINGS[name]() is not None
+        in_file = RANK == 0 and place == "file" and is_sharded
+        assert isinstance(gathered, np.memmap) == in_file
+        assert not list(tmp_path.iterdir())
         if RANK == 0 and name == "flat, of a column":
             np.testing.assert_array_equal(gathered[:, 6:], full[:, 6:])
         elif RANK == 0:
