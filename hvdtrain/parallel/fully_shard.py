@@ -21,6 +21,7 @@ from hvdtrain.keras.seams import replace
 from hvdtrain.parallel.gathering import (
     FullyShardedVariable,
     find_sharded,
+    find_unread,
     gather,
     reading,
     shard_value,
@@ -30,8 +31,10 @@ from hvdtrain.parallel.mesh import Mesh, data_axis
 from hvdtrain.parallel.recomputation import is_remat, recompute
 from hvdtrain.sharding.shards import get_sharding
 
-# A call of these layers is not repeated: an RNN calls its cell in a loop, and the other
-# has a collective.
+# These layers call a layer inside in each of the steps of a series: they gather for it.
+_LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
+# A call of these layers is not repeated: the loop of an RNN may have states, and the
+# other has a collective.
 _NOT_REPEATED = (keras.layers.RNN, SyncBatchNormalization)
 _KEEP = "Pass reshard_after_forward=False to fully_shard."
 
@@ -85,7 +88,7 @@ def fully_shard(
     sharded_models.install()
     for variable, dtype in _candidates(model, min_size):
         shard_variable(variable, axis.process_set, dtype)
-    for layer in _outside_of_loops(model):
+    for layer in _flatten(model):
         _gather_in_call(layer, reshard_after_forward)
     model.train_function = model.test_function = model.predict_function = None
     return model
@@ -124,18 +127,6 @@ def _flatten(model: keras.Model) -> list[keras.layers.Layer]:
     return list({id(layer): layer for layer in model._flatten_layers()}.values())
 
 
-def _outside_of_loops(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Yield all layers but the cells of RNNs, whose weights the RNN gathers."""
-    layers = _flatten(model)
-    cells = {
-        id(inside)
-        for layer in layers
-        if isinstance(layer, keras.layers.RNN)
-        for inside in layer._flatten_layers(include_self=False)
-    }
-    yield from (layer for layer in layers if id(layer) not in cells)
-
-
 def _candidates(
     model: keras.Model, min_size: int
 ) -> Iterator[tuple[keras.Variable, str]]:
@@ -160,20 +151,17 @@ def _candidates(
             yield variable, variable.dtype if others else dtype
 
 
-def _is_leaf(layer: keras.layers.Layer) -> bool:
-    return all(inside is layer for inside in layer._flatten_layers())
-
-
 def _gather_in_call(layer: keras.layers.Layer, reshard_after_forward: bool) -> None:
     """Make the call of a layer gather its weights, if they are sharded."""
-    if isinstance(layer, _NOT_REPEATED):
-        weights = find_sharded(layer.variables)
-    else:
-        weights = find_sharded(layer._trainable_variables)
+    is_whole = isinstance(layer, (*_LOOPS, *_NOT_REPEATED))
+    found = layer.variables if is_whole else layer._trainable_variables
+    weights = find_sharded(found)
     # A layer of `remat` gathers its weights in each of its passes.
     if not weights or is_remat(layer):
         return
-    is_repeated = not isinstance(layer, _NOT_REPEATED) and _is_leaf(layer)
+    inside = list(layer._flatten_layers())
+    is_repeated = is_whole or all(found is layer for found in inside)
+    is_repeated &= not any(isinstance(found, _NOT_REPEATED) for found in inside)
     wrapper = _call_again if reshard_after_forward and is_repeated else _call_once
     call = functools.partial(wrapper, layer, layer.call, weights)
     functools.update_wrapper(call, layer.call)
@@ -188,7 +176,8 @@ def _call_again(
     **kwargs: Any,
 ) -> Any:
     tensors = filter(tf.is_tensor, tf.nest.flatten((args, kwargs)))
-    if all(isinstance(tensor, tf.Tensor) for tensor in tensors):
+    is_dense = all(isinstance(tensor, tf.Tensor) for tensor in tensors)
+    if is_dense and find_unread(weights):
         return recompute(layer, call, _KEEP, *args, **kwargs)
     return _call_once(layer, call, weights, *args, **kwargs)
 
@@ -200,7 +189,9 @@ def _call_once(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if backend.in_stateless_scope():
+    # A layer outside may have gathered them.
+    weights = find_unread(weights)
+    if backend.in_stateless_scope() or not weights:
         return call(*args, **kwargs)
     tensors = filter(tf.is_symbolic_tensor, tf.nest.flatten((args, kwargs)))
     with tf.control_dependencies(tensors):

@@ -142,6 +142,14 @@ def find_sharded(variables: Sequence[keras.Variable]) -> list[FullyShardedVariab
     return [v for v in variables if isinstance(v, FullyShardedVariable)]
 
 
+def find_unread(
+    variables: Sequence[FullyShardedVariable],
+) -> list[FullyShardedVariable]:
+    """Return those of the variables that no block `reading` around gives."""
+    given = _values.get()
+    return [variable for variable in variables if id(variable) not in given]
+
+
 def shard_value(variable: FullyShardedVariable) -> tf.Tensor:
     """Return the tensor of this rank's shard, to which a tape attributes gradients."""
     return tf.convert_to_tensor(variable._value)

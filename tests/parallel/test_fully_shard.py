@@ -1,0 +1,303 @@
+"""Fully sharded weights: N ranks take the steps of one process with the N-times batch.
+
+In float64, all weights are equal to 1e-10. The embeddings of the one process have dense
+gradients, as fully sharded ones have. Models whose function depends on the samples of a
+rank, or on random numbers, are compared to replicated weights on the same ranks.
+"""
+
+import contextlib
+import math
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import tensorflow as tf
+import zoo
+
+import hvdtrain.keras as hvd
+from hvdtrain import parallel
+from hvdtrain.parallel.gathering import find_sharded
+
+optimizers = keras.optimizers
+RANK, SIZE = hvd.rank(), hvd.size()
+TOLERANCE = 1e-10
+# Keras makes the factors of LoRA in float32.
+FLOAT32 = 5e-6
+MIN_SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def excluding(**excluded):
+    def make():
+        optimizer = optimizers.AdamW(0.01, weight_decay=0.1)
+        optimizer.exclude_from_weight_decay(**excluded)
+        return optimizer
+
+    return make
+
+
+def multi_optimizer():
+    by_path = {".*kernel": optimizers.Adam(0.01, clipvalue=0.1)}
+    others = optimizers.SGD(0.1, momentum=0.9, clipvalue=0.1)
+    return optimizers.MultiOptimizer(optimizers.OptimizerMap(others, by_path))
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "sgd decay": lambda: optimizers.SGD(0.1, weight_decay=0.1),
+    "adam": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "adamw without names": excluding(var_names=["bias", "first"]),
+    "clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
+    "global clipnorm": lambda: optimizers.Adam(0.01, global_clipnorm=0.05),
+    "sgd global clipnorm": lambda: optimizers.SGD(0.1, global_clipnorm=0.05),
+    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.01),
+    "accumulation": lambda: optimizers.SGD(
+        0.1, momentum=0.9, gradient_accumulation_steps=2
+    ),
+    "ema": lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.7),
+    "ema overwriting": lambda: optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2
+    ),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(
+        optimizers.Adam(0.01, global_clipnorm=0.05), initial_scale=8.0
+    ),
+    "lion": lambda: optimizers.Lion(0.01, weight_decay=0.1),
+    "nadam": lambda: optimizers.Nadam(0.01),
+    "rmsprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.9),
+    "adagrad": lambda: optimizers.Adagrad(0.1),
+    "adadelta": lambda: optimizers.Adadelta(1.0),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "ftrl": lambda: optimizers.Ftrl(0.1),
+}
+if hasattr(optimizers, "MultiOptimizer"):
+    OPTIMIZERS["multi"] = multi_optimizer
+if hasattr(optimizers, "ScheduleFreeAdamW"):
+    OPTIMIZERS["schedule free"] = lambda: optimizers.ScheduleFreeAdamW(0.01)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, an optimizer, and options of a training.
+
+    Attributes:
+        shard: arguments of `fully_shard`.
+        reduce: arguments of `hvd.DistributedOptimizer`.
+        is_eager: otherwise the step is a `tf.function`.
+        is_replicated: compare to replicated weights on the same ranks.
+    """
+
+    make_model: Callable[[], keras.Model]
+    optimizer: str = "adam"
+    shard: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reduce: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_eager: bool = True
+    is_replicated: bool = False
+    policy: str = "float64"
+    tolerance: float = TOLERANCE
+
+
+KEEP = {"reshard_after_forward": False}
+ALL = {"min_size": 1}
+GRAPH = {"is_eager": False}
+REPLICATED = {"is_replicated": True}
+MODELS = {
+    "dense": Case(zoo.dense, **GRAPH),
+    "odd": Case(zoo.odd, shard=ALL),
+    "embedding": Case(zoo.embedding, **GRAPH),
+    "tied": Case(zoo.tied, **GRAPH),
+    "masked": Case(zoo.masked, **GRAPH),
+    "masked average": Case(zoo.masked_average),
+    "layer norm": Case(zoo.layer_norm),
+    "batch norm": Case(zoo.normalized, **REPLICATED),
+    "batch norm, graph": Case(zoo.normalized, **REPLICATED, **GRAPH),
+    "frozen batch norm": Case(zoo.frozen_normalized),
+    "sync batch norm": Case(
+        lambda: zoo.normalized(hvd.SyncBatchNormalization), shard=ALL, **REPLICATED
+    ),
+    "attention": Case(zoo.attention, **GRAPH),
+    "attention, dropout": Case(zoo.attention_with_dropout, **REPLICATED),
+    "attention, dropout, graph": Case(
+        zoo.attention_with_dropout, **REPLICATED, **GRAPH
+    ),
+    "attention, mask": Case(zoo.attention_with_mask),
+    "convolution": Case(zoo.convolution),
+    "recurrent": Case(zoo.recurrent),
+    "recurrent, graph": Case(zoo.recurrent, **GRAPH),
+    "stacked cells": Case(zoo.stacked_cells),
+    "distributed over time": Case(zoo.distributed_over_time),
+    "distributed over time, graph": Case(zoo.distributed_over_time, **GRAPH),
+    "nested": Case(zoo.nested),
+    "shared": Case(zoo.shared),
+    "shared, graph": Case(zoo.shared, **GRAPH),
+    "residual": Case(zoo.residual, shard=ALL),
+    "subclassed": Case(zoo.subclassed, shard=ALL),
+    "subclassed, graph": Case(zoo.subclassed, shard=ALL, **GRAPH),
+    "frozen backbone": Case(zoo.frozen_backbone),
+    "lora": Case(zoo.lora, shard=ALL, tolerance=FLOAT32),
+    "regularized": Case(zoo.regularized),
+    "regularized, graph": Case(zoo.regularized, **GRAPH),
+    "with loss": Case(zoo.with_loss),
+    "constrained": Case(zoo.constrained, shard=ALL),
+    "several": Case(zoo.several),
+    "nests": Case(zoo.nests),
+    "remat before": Case(zoo.remat_before, **GRAPH),
+    "others": Case(zoo.others, "sgd"),
+}
+BY_OPTIMIZER = {name: Case(zoo.dense, name) for name in OPTIMIZERS}
+OPTIONS = {
+    "keep, graph": Case(zoo.dense, shard=KEEP, **GRAPH),
+    "keep, attention": Case(zoo.attention, shard=KEEP),
+    "keep, tied": Case(zoo.tied, shard=KEEP),
+    "keep, shared": Case(zoo.shared, shard=KEEP),
+    "keep, masked": Case(zoo.masked, shard=KEEP),
+    "keep, lora": Case(zoo.lora, shard=KEEP, tolerance=FLOAT32),
+    "keep, batch norm": Case(zoo.normalized, shard=KEEP, **REPLICATED),
+    "keep, global clipnorm": Case(zoo.tied, "global clipnorm", shard=KEEP),
+    "all sharded": Case(zoo.dense, "clipnorm", shard=ALL),
+    "none sharded": Case(zoo.dense, shard={"min_size": 10**6}),
+    "accumulation, graph": Case(zoo.dense, "accumulation", **GRAPH),
+    "loss scale, graph": Case(zoo.dense, "loss scale", **GRAPH),
+    "ema, graph": Case(zoo.tied, "ema overwriting", **GRAPH),
+    "multi, graph": Case(zoo.dense, "multi", **GRAPH),
+    "sharded state": Case(zoo.dense, reduce={"shard_state": "slices"}),
+    "sharded state, graph": Case(
+        zoo.dense, "global clipnorm", reduce={"shard_state": "slices"}, **GRAPH
+    ),
+    "state by variable": Case(
+        zoo.dense, "clipnorm", reduce={"shard_state": "variables"}
+    ),
+    "sharded state, ema": Case(zoo.tied, "ema", reduce={"shard_state": "slices"}),
+    "num_groups": Case(zoo.dense, reduce={"num_groups": 2}),
+    "predivided": Case(zoo.dense, "sgd", reduce={"gradient_predivide_factor": 3.0}),
+    "sparse as dense": Case(zoo.embedding, reduce={"sparse_as_dense": True}),
+    "tied, clipnorm": Case(zoo.tied, "clipnorm"),
+    "regularized, global clipnorm": Case(zoo.regularized, "global clipnorm"),
+    "frozen, decay": Case(zoo.frozen_backbone, "sgd decay"),
+    "lora, ema": Case(zoo.lora, "ema", shard=ALL, tolerance=FLOAT32),
+    "subclassed, accumulation": Case(zoo.subclassed, "accumulation"),
+}
+CASES = MODELS | BY_OPTIMIZER | OPTIONS
+LONG: set[str] = set()
+
+
+def in_steps(nest, step):
+    """The global batch of a step."""
+    start = step * zoo.GLOBAL_BATCH_SIZE
+    batch = slice(start, start + zoo.GLOBAL_BATCH_SIZE)
+    return keras.tree.map_structure(lambda array: array[batch], nest)
+
+
+def dealt(nest):
+    return keras.tree.map_structure(oracle.shard, nest)
+
+
+def build(case):
+    keras.config.set_dtype_policy(case.policy)
+    keras.utils.set_random_seed(7)
+    return case.make_model()
+
+
+def loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compile_with(model, optimizer, is_eager=True):
+    nest = model.output if hasattr(model, "output") else None
+    losses = {name: loss() for name in nest} if isinstance(nest, dict) else loss()
+    model.compile(optimizer, losses, run_eagerly=is_eager)
+    return model
+
+
+def train_plainly(model, batches):
+    """Take the steps of one process, with dense gradients."""
+    optimizer = model.optimizer
+    for inputs, targets in batches:
+        with tf.GradientTape() as tape:
+            outputs = model(inputs, training=True)
+            total = model.compute_loss(x=inputs, y=targets, y_pred=outputs)
+            if isinstance(optimizer, optimizers.LossScaleOptimizer):
+                total = optimizer.scale_loss(total)
+        gradients = tape.gradient(total, model.trainable_variables)
+        optimizer.apply(
+            list(map(tf.convert_to_tensor, gradients)), model.trainable_variables
+        )
+
+
+def end(model):
+    """What ends `fit`."""
+    model.optimizer.finalize_variable_values(model.trainable_variables)
+
+
+def values(model):
+    return [v.numpy() for v in model.weights]
+
+
+def expected_weights(case, batches):
+    """The weights of one process; of replicated weights on these ranks."""
+
+    def train(make_optimizer, batches):
+        model = compile_with(build(case), make_optimizer())
+        train_plainly(model, batches)
+        end(model)
+        return values(model)
+
+    make = OPTIMIZERS[case.optimizer]
+    if not case.is_replicated:
+        return train(make, batches)
+    options = {"sparse_as_dense": True, **case.reduce}
+    return train(
+        lambda: hvd.DistributedOptimizer(make(), **options),
+        [dealt(batch) for batch in batches],
+    )
+
+
+def train_sharded(case, batches):
+    model = parallel.fully_shard(build(case), **{"min_size": MIN_SIZE, **case.shard})
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[case.optimizer](), **case.reduce)
+    compile_with(model, optimizer, case.is_eager)
+    model.optimizer.build(model.trainable_variables)
+    for batch in batches:
+        model.train_on_batch(*dealt(batch))
+    end(model)
+    return model
+
+
+def global_batches(case):
+    samples = zoo.samples(case.make_model)
+    return [in_steps(samples, step) for step in range(zoo.STEPS)]
+
+
+@pytest.mark.ranks
+@pytest.mark.four_ranks
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.long] * (name in LONG))
+        for name, case in CASES.items()
+    ],
+)
+def test_training_equals_one_process(case):
+    batches = global_batches(case)
+    expected = expected_weights(case, batches)
+    model = train_sharded(case, batches)
+    found = values(model)
+    names = [v.path for v in model.weights]
+    differences = {
+        name: np.abs(a - b).max()
+        for name, a, b in zip(names, found, expected, strict=True)
+    }
+    assert max(differences.values()) <= case.tolerance, differences
+    stored = sum(math.prod(v._value.shape) for v in find_sharded(model.weights))
+    full = sum(math.prod(v.shape) for v in find_sharded(model.weights))
+    assert stored <= full / SIZE + 16 * len(model.weights)
