@@ -11,9 +11,9 @@ of its shard of the gradients (`Sharding.sums_gradients`).
 import contextlib
 import contextvars
 import math
-import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -29,9 +29,9 @@ from hvdtrain.keras import sharded_saving
 from hvdtrain.keras.sharded_updates import sizes_by_shards
 from hvdtrain.sharding.shards import Sharding, set_sharding
 
-# Full values by the identity of the variable.
-_values: contextvars.ContextVar[Mapping[int, tf.Tensor]] = contextvars.ContextVar(
-    "values", default=types.MappingProxyType({})
+# Full values by the identity of the variable, of the blocks `reading` that are open.
+_values: contextvars.ContextVar[ChainMap[int, tf.Tensor]] = contextvars.ContextVar(
+    "values", default=ChainMap()
 )
 
 
@@ -79,6 +79,9 @@ class FullyShardedVariable(keras.Variable):
         return self._value.handle
 
     def _direct_assign(self, value: tf.Tensor) -> None:
+        # A layer that assigns a weight in its call reads the new value after that.
+        for given in _values.get().maps:
+            given.pop(id(self), None)
         shard = local_shard(self)
         shard.assign(tf.cast(self.sharding.shard(value), shard.dtype))
 
@@ -161,7 +164,7 @@ def reading(
 ) -> Iterator[None]:
     """Give layers these full values of variables in the block."""
     new = dict(zip(map(id, variables), values, strict=True))
-    token = _values.set({**_values.get(), **new})
+    token = _values.set(ChainMap(new, *_values.get().maps))
     try:
         yield
     finally:
