@@ -30,8 +30,8 @@ from hvdtrain.keras.sharded_updates import sizes_by_shards
 from hvdtrain.sharding.shards import Sharding, set_sharding
 
 # Full values by the identity of the variable, of the blocks `reading` that are open.
-_values: contextvars.ContextVar[ChainMap[int, tf.Tensor]] = contextvars.ContextVar(
-    "values", default=ChainMap()
+_values: contextvars.ContextVar[tuple[dict[int, tf.Tensor], ...]] = (
+    contextvars.ContextVar("values", default=())
 )
 
 
@@ -51,7 +51,7 @@ class FullyShardedVariable(keras.Variable):
     @property
     def value(self) -> tf.Tensor:
         """The full value. A collective outside of the call of its layer."""
-        found = _values.get().get(id(self))
+        found = ChainMap(*_values.get()).get(id(self))
         return self._maybe_autocast(self._read() if found is None else found)
 
     def _read(self) -> tf.Tensor:
@@ -80,7 +80,7 @@ class FullyShardedVariable(keras.Variable):
 
     def _direct_assign(self, value: tf.Tensor) -> None:
         # A layer that assigns a weight in its call reads the new value after that.
-        for given in _values.get().maps:
+        for given in _values.get():
             given.pop(id(self), None)
         shard = local_shard(self)
         shard.assign(tf.cast(self.sharding.shard(value), shard.dtype))
@@ -149,7 +149,7 @@ def find_unread(
     variables: Sequence[FullyShardedVariable],
 ) -> list[FullyShardedVariable]:
     """Return those of the variables that no block `reading` around gives."""
-    given = _values.get()
+    given = ChainMap(*_values.get())
     return [variable for variable in variables if id(variable) not in given]
 
 
@@ -164,7 +164,7 @@ def reading(
 ) -> Iterator[None]:
     """Give layers these full values of variables in the block."""
     new = dict(zip(map(id, variables), values, strict=True))
-    token = _values.set(ChainMap(new, *_values.get().maps))
+    token = _values.set((new, *_values.get()))
     try:
         yield
     finally:

@@ -5,25 +5,32 @@ gradients, as fully sharded ones have. Models whose function depends on the samp
 rank, or on random numbers, are compared to replicated weights on the same ranks.
 """
 
-import contextlib
-import math
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-import numpy as np
-import oracle
 import pytest
-import tensorflow as tf
 import zoo
+from stepping import (
+    assert_close,
+    build,
+    compile_with,
+    dealt,
+    end,
+    global_batches,
+    train_one_process,
+    train_plainly,
+    values,
+)
 
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.parallel.gathering import find_sharded
 
 optimizers = keras.optimizers
-RANK, SIZE = hvd.rank(), hvd.size()
+SIZE = hvd.size()
 TOLERANCE = 1e-10
 # Keras makes the factors of LoRA in float32.
 FLOAT32 = 5e-6
@@ -191,91 +198,32 @@ CASES = MODELS | BY_OPTIMIZER | OPTIONS
 LONG: set[str] = set()
 
 
-def in_steps(nest, step):
-    """The global batch of a step."""
-    start = step * zoo.GLOBAL_BATCH_SIZE
-    batch = slice(start, start + zoo.GLOBAL_BATCH_SIZE)
-    return keras.tree.map_structure(lambda array: array[batch], nest)
-
-
-def dealt(nest):
-    return keras.tree.map_structure(oracle.shard, nest)
-
-
-def build(case):
-    keras.config.set_dtype_policy(case.policy)
-    keras.utils.set_random_seed(7)
-    return case.make_model()
-
-
-def loss():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def compile_with(model, optimizer, is_eager=True):
-    nest = model.output if hasattr(model, "output") else None
-    losses = {name: loss() for name in nest} if isinstance(nest, dict) else loss()
-    model.compile(optimizer, losses, run_eagerly=is_eager)
-    return model
-
-
-def train_plainly(model, batches):
-    """Take the steps of one process, with dense gradients."""
-    optimizer = model.optimizer
-    for inputs, targets in batches:
-        with tf.GradientTape() as tape:
-            outputs = model(inputs, training=True)
-            total = model.compute_loss(x=inputs, y=targets, y_pred=outputs)
-            if isinstance(optimizer, optimizers.LossScaleOptimizer):
-                total = optimizer.scale_loss(total)
-        gradients = tape.gradient(total, model.trainable_variables)
-        optimizer.apply(
-            list(map(tf.convert_to_tensor, gradients)), model.trainable_variables
-        )
-
-
-def end(model):
-    """What ends `fit`."""
-    model.optimizer.finalize_variable_values(model.trainable_variables)
-
-
-def values(model):
-    return [v.numpy() for v in model.weights]
-
-
-def expected_weights(case, batches):
+def expected_weights(case):
     """The weights of one process; of replicated weights on these ranks."""
-
-    def train(make_optimizer, batches):
-        model = compile_with(build(case), make_optimizer())
-        train_plainly(model, batches)
-        end(model)
-        return values(model)
-
     make = OPTIMIZERS[case.optimizer]
     if not case.is_replicated:
-        return train(make, batches)
+        return train_one_process(case.make_model, make())
     options = {"sparse_as_dense": True, **case.reduce}
-    return train(
-        lambda: hvd.DistributedOptimizer(make(), **options),
-        [dealt(batch) for batch in batches],
+    optimizer = hvd.DistributedOptimizer(make(), **options)
+    model = compile_with(build(case.make_model), optimizer)
+    train_plainly(model, map(dealt, global_batches(case.make_model)))
+    end(model)
+    return values(model)
+
+
+def train_sharded(case):
+    """Return a fully sharded model after the steps of the ranks."""
+    model = parallel.fully_shard(
+        build(case.make_model), **{"min_size": MIN_SIZE, **case.shard}
     )
-
-
-def train_sharded(case, batches):
-    model = parallel.fully_shard(build(case), **{"min_size": MIN_SIZE, **case.shard})
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS[case.optimizer](), **case.reduce)
     compile_with(model, optimizer, case.is_eager)
+    # Else Keras traces the step twice.
     model.optimizer.build(model.trainable_variables)
-    for batch in batches:
+    for batch in global_batches(case.make_model):
         model.train_on_batch(*dealt(batch))
     end(model)
     return model
-
-
-def global_batches(case):
-    samples = zoo.samples(case.make_model)
-    return [in_steps(samples, step) for step in range(zoo.STEPS)]
 
 
 @pytest.mark.ranks
@@ -288,16 +236,10 @@ def global_batches(case):
     ],
 )
 def test_training_equals_one_process(case):
-    batches = global_batches(case)
-    expected = expected_weights(case, batches)
-    model = train_sharded(case, batches)
-    found = values(model)
-    names = [v.path for v in model.weights]
-    differences = {
-        name: np.abs(a - b).max()
-        for name, a, b in zip(names, found, expected, strict=True)
-    }
-    assert max(differences.values()) <= case.tolerance, differences
+    keras.config.set_dtype_policy(case.policy)
+    expected = expected_weights(case)
+    model = train_sharded(case)
+    assert_close(model, expected, case.tolerance)
     stored = sum(math.prod(v._value.shape) for v in find_sharded(model.weights))
     full = sum(math.prod(v.shape) for v in find_sharded(model.weights))
     assert stored <= full / SIZE + 16 * len(model.weights)
