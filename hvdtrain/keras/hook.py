@@ -39,7 +39,7 @@ from hvdtrain.keras.variables import (
     shard_slots,
 )
 from hvdtrain.native import recorder
-from hvdtrain.sharding.optimizer_checks import check_elementwise
+from hvdtrain.sharding.optimizer_checks import check_elementwise, check_takes_shards
 from hvdtrain.sharding.shards import has_summed_gradients, is_replicated
 
 if TYPE_CHECKING:
@@ -276,6 +276,7 @@ class ReductionHook:
         variables = trainable_variables or list(self._optimizer._trainable_variables)
         _check_not_overwritten(grads, variables)
         check_elementwise(self._optimizer, variables)
+        check_takes_shards(self._optimizer, self._optimizer._trainable_variables)
         self.reducer.check(variables, [process_set for process_set, _ in self.axes()])
         self._clip.check()
         if self._weight != 1 and has_summed_gradients(variables):

@@ -71,9 +71,11 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "verification notes these gradients.",
              replaced_by=("verify.first_gradients.note_first_gradients", _HOOK)),
         Seam("build(variables)",
-             "A verification follows the optimizer; ShardedState builds slots for "
-             "shards of the weights; the hook then sets their shardings.",
-             replaced_by=(_RECORD, _SHARDED_STATE, _HOOK), is_ordered=True),
+             "Of the class: refuses fully sharded weights. A verification follows the "
+             "optimizer; ShardedState builds slots for shards of the weights; the hook "
+             "then sets their shardings.",
+             replaced_by=("keras.sharded_saving.install", _RECORD, _SHARDED_STATE,
+                          _HOOK), is_ordered=True),
         Seam("_clip_gradients(grads)",
              "Runs between accumulation and clipping, also where nothing is clipped: "
              "gradients are reduced here.",

@@ -20,12 +20,18 @@ from hvdtrain.collectives.dtypes import local_shard
 from hvdtrain.collectives.objects import broadcast_object
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.keras.seams import replace
-from hvdtrain.keras.variables import get_inner_optimizer, shard_slots
+from hvdtrain.keras.variables import (
+    get_inner_optimizer,
+    optimizers_inside,
+    shard_slots,
+)
 from hvdtrain.sharding.full_values import FullValues, FullVariable
+from hvdtrain.sharding.optimizer_checks import check_takes_shards
 from hvdtrain.sharding.shards import assign_shard, get_sharding, is_sharded
 
 # Where Keras saves variables, by number.
 Store: TypeAlias = MutableMapping[str, np.ndarray]
+Variables: TypeAlias = Iterable[keras.Variable]
 
 # Requests that are not the number of a variable.
 _DONE, _WORKING = -1, -2
@@ -53,7 +59,7 @@ def full_value(variable: keras.Variable) -> np.ndarray:
 
 
 def install() -> None:
-    """Make optimizers save full values, load their shards of them, and find shards.
+    """Make optimizers save full values, and load and find the shards of them.
 
     The methods of the class are replaced: Keras itself makes the optimizer of a model
     that it loads, before it reads the state.
@@ -79,6 +85,14 @@ def install() -> None:
     def key(self: keras.optimizers.Optimizer, variable: keras.Variable) -> object:
         return key_by_keras(self, local_shard(variable))
 
+    @functools.wraps(cls.build)
+    def build(self: keras.optimizers.Optimizer, variables: Variables) -> None:
+        # Those inside of a wrapper are built with the shards.
+        if optimizers_inside(self) == [self]:
+            check_takes_shards(self, variables)
+        build_by_keras(self, variables)
+
+    build_by_keras = replace(cls, "build", build, by=install)
     key_by_keras = replace(cls, "_var_key", key, by=install)
     save_by_keras = replace(cls, "save_own_variables", save, by=install)
     load_by_keras = replace(cls, "load_own_variables", load, by=install)

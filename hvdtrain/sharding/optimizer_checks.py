@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import keras
 from horovod.tensorflow import ProcessSet
 
+from hvdtrain.collectives.dtypes import local_shard
 from hvdtrain.sharding.shards import get_sharding, is_replicated, is_sharded
 
 # The update of an element depends on other elements of its variable: on a shard, these
@@ -25,6 +26,19 @@ def check_elementwise(
             f"{type(optimizer).__name__} computes the update of an element from all "
             "elements of its variable, of which each rank has a shard. Use an "
             "elementwise optimizer: SGD, Adam, AdamW, Nadam, RMSprop, Adagrad or Lion."
+        )
+
+
+def check_takes_shards(
+    optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]
+) -> None:
+    """Raise a ValueError for fully sharded weights in place of their shards."""
+    full = [v.path for v in variables if local_shard(v) is not v]
+    if full:
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} takes {full[0]} for a full weight, and "
+            "the model is fully sharded. Make it by hvd.DistributedOptimizer, use it "
+            "with a plain tf.GradientTape, and build it after fully_shard."
         )
 
 

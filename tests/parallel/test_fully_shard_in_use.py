@@ -115,30 +115,64 @@ def test_a_train_step_of_a_user():
     assert_close(model, expected)
 
 
+def take_step(model, optimizer, tape, inputs, targets):
+    with tape:
+        value = loss()(targets, model(inputs, training=True))
+    gradients = tape.gradient(value, model.trainable_variables)
+    pairs = zip(gradients, model.trainable_variables, strict=True)
+    optimizer.apply_gradients(pairs)
+
+
 @exact
-@pytest.mark.parametrize("kind", ["optimizer", "tape", "eager tape"])
-def test_a_loop_of_a_user(kind):
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_a_loop_of_a_user(is_eager):
     expected = train_one_process(zoo.tied, adam())
     model = parallel.fully_shard(build(zoo.tied), **FEW)
-    is_tape = "tape" in kind
-    optimizer = adam() if is_tape else hvd.DistributedOptimizer(adam())
+    optimizer = hvd.DistributedOptimizer(adam())
     optimizer.build(model.trainable_variables)
 
     def step(inputs, targets):
-        with tf.GradientTape() as tape:
-            value = loss()(targets, model(inputs, training=True))
-        if is_tape:
-            tape = hvd.DistributedGradientTape(tape)
-        gradients = tape.gradient(value, model.trainable_variables)
-        optimizer.apply_gradients(
-            zip(gradients, model.trainable_variables, strict=True)
-        )
+        take_step(model, optimizer, tf.GradientTape(), inputs, targets)
 
-    if kind != "eager tape":
-        step = tf.function(step)
+    step = step if is_eager else tf.function(step)
     for batch in global_batches(zoo.tied):
         step(*map(tf.constant, dealt(batch)))
     assert_close(model, expected)
+
+
+def test_a_plain_optimizer_is_refused():
+    model = parallel.fully_shard(build(zoo.dense), **FEW)
+    batch = dealt(global_batches(zoo.dense)[0])
+    match = (
+        r"^The optimizer 'adam.*' takes .* for a full weight, .*DistributedOptimizer"
+    )
+    with pytest.raises(ValueError, match=match):
+        adam().build(model.trainable_variables)
+    for is_distributed in (True, False):
+        tape = tf.GradientTape()
+        if is_distributed:
+            tape = hvd.DistributedGradientTape(tape)
+        with pytest.raises(ValueError, match=match):
+            take_step(model, adam(), tape, *batch)
+    compile_with(model, adam())
+    with pytest.raises(ValueError, match=match):
+        model.train_on_batch(*batch)
+    with pytest.raises(ValueError, match="compiled with a plain optimizer"):
+        fit(model)
+
+
+def test_an_optimizer_that_was_built_is_refused():
+    model = build(zoo.dense)
+    optimizer = hvd.DistributedOptimizer(adam())
+    optimizer.build(model.trainable_variables)
+    parallel.fully_shard(model, **FEW)
+    compile_with(model, optimizer)
+    with pytest.raises(ValueError, match=r"build it after fully_shard"):
+        fit(model)
+    again = compile_with(build(zoo.dense), adam())
+    oracle.build_optimizer(again)
+    with pytest.raises(ValueError, match="fully_shard precedes the first step"):
+        parallel.fully_shard(again, **FEW)
 
 
 @exact
@@ -213,30 +247,35 @@ def test_steps_that_are_not_finite_are_skipped(is_eager):
     assert_close(model, values(dense))
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_mixed_precision(policy, reshard_after_forward):
-    """Weights are sent in the dtype of the computation, gradients in their own."""
-    keras.config.set_dtype_policy(policy)
-    expected = train_one_process(zoo.dense, keras.optimizers.SGD(0.1))
-    model = sharded(
-        optimizer=keras.optimizers.SGD(0.1), reshard_after_forward=reshard_after_forward
+def scaled_sgd():
+    return keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=8.0
     )
-    model.optimizer.build(model.trainable_variables)
-    batches = list(map(dealt, global_batches(zoo.dense)))
-    model.train_on_batch(*batches[0])
+
+
+def train_and_count_bytes(policy, **options):
+    """Return a model after the steps, and the bytes that the last one has sent."""
+    keras.config.set_dtype_policy(policy)
+    model = sharded(optimizer=scaled_sgd(), **options)
+    oracle.build_optimizer(model)
+    *batches, last = map(dealt, global_batches(zoo.dense))
+    for batch in batches:
+        model.train_on_batch(*batch)
     with count_bytes() as counter:
-        model.train_on_batch(*batches[1])
-    model.train_on_batch(*batches[2])
+        model.train_on_batch(*last)
+    return model, counter.bytes
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("gathers", [1, 2])
+def test_mixed_precision(policy, gathers):
+    """Weights are sent in the dtype of the computation, gradients in their own."""
+    options = {"reshard_after_forward": gathers == 2}
+    keras.config.set_dtype_policy(policy)
+    expected = train_one_process(zoo.dense, scaled_sgd())
+    model, sent = train_and_count_bytes(policy, **options)
     # Gradients are rounded to 8 or 11 bits.
     assert_close(model, expected, 4e-3 if policy == "mixed_bfloat16" else 5e-4)
-    weights = find_sharded(model.weights)
-    assert {v.gathered_dtype for v in weights} == {policy.removeprefix("mixed_")}
-    others = [v for v in model.weights if v not in weights]
-    stored = sum(v.sharding.sizes[RANK] for v in weights)
-    gathers = 2 if reshard_after_forward else 1
-    count = sum(int(np.prod(v.shape)) for v in weights)
-    sent = gathers * (SIZE - 1) * stored * 2 + (SIZE - 1) * count * 4 // SIZE
-    replicated = 2 * (SIZE - 1) * sum(int(np.prod(v.shape)) for v in others) * 4 // SIZE
-    # Each division is rounded; a flag of overflow is reduced, too.
-    assert abs(counter.bytes - sent - replicated) <= 32
+    _, sent_in_float32 = train_and_count_bytes("float32", **options)
+    stored = sum(v.sharding.sizes[RANK] for v in find_sharded(model.weights))
+    assert sent_in_float32 - sent == gathers * (SIZE - 1) * stored * 2
