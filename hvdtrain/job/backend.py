@@ -195,11 +195,12 @@ def configure(world: World, *, threads: int, seed: int) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
     # A worker that joins an elastic job later would call a collective alone.
     with contextlib.nullcontext() if is_elastic() else fail_together(world):
-        _select_gpu(world)
+        select_gpu(world)
     keras.utils.set_random_seed(seed)
 
 
-def _select_gpu(world: World) -> None:
+def select_gpu(world: World) -> None:
+    """Make one GPU of the host visible to this rank, if it has GPUs."""
     # Not yet run on a GPU.
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:

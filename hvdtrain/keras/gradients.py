@@ -154,7 +154,8 @@ class GradientReducer:
         """
         combined = list(gradients)
         if not needs_communication(self.process_set):
-            return combined
+            # One rank updates as several do.
+            return [g if g is None else self._densify(g) for g in combined]
         sent = self._prepare(gradients, variables)
         groups = split_into_groups(list(sent), variables, self.options.groups)
         # Gradients of the last layers are computed first: they can be reduced while
@@ -203,6 +204,9 @@ class GradientReducer:
                 "would add them up again. Use DistributedGradientTape with the plain "
                 "optimizer, or DistributedOptimizer with tf.GradientTape."
             )
+        return self._densify(gradient)
+
+    def _densify(self, gradient: Gradient) -> Gradient:
         if self.options.sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
             return tf.convert_to_tensor(gradient)
         return gradient

@@ -54,12 +54,22 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         if not needs_communication(self.process_set):
             return super()._moments(inputs, mask)
-        axes = self._reduction_axes
-        if mask is None:
-            return global_moments(inputs, axes, self.process_set)
-        weights = tf.cast(tf.cast(mask, tf.bool)[..., tf.newaxis], inputs.dtype)
-        weights = tf.broadcast_to(weights, tf.shape(inputs))
-        return global_moments(inputs, axes, self.process_set, weights=weights)
+        return moments_over_ranks(self, inputs, mask, self.process_set)
+
+
+def moments_over_ranks(
+    layer: keras.layers.BatchNormalization,
+    inputs: tf.Tensor,
+    mask: tf.Tensor | None,
+    process_set: ProcessSet,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return `layer._moments(inputs, mask)` of the inputs of all ranks."""
+    axes = layer._reduction_axes
+    if mask is None:
+        return global_moments(inputs, axes, process_set)
+    weights = tf.cast(tf.cast(mask, tf.bool)[..., tf.newaxis], inputs.dtype)
+    weights = tf.broadcast_to(weights, tf.shape(inputs))
+    return global_moments(inputs, axes, process_set, weights=weights)
 
 
 def global_moments(

@@ -42,6 +42,7 @@ _HOOK = "keras.hook.ReductionHook"
 _SKIPPING = "keras.hook.UpdateSkipping"
 _RECORD = "verify.capture.record_steps"
 _EVALUATION = "verify.capture.note_other_loops"
+_ENABLE = "distribution.enabling.enable"
 
 # `build` of the attention layers is overridden, and Keras' `call` reads what it makes.
 _ATTENTION = (
@@ -138,8 +139,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         *(Seam(f"{name}(callbacks, ...)",
                "Contains collectives where the model is sharded: all ranks call it.",
                replaced_by=("keras.sharded_models.install", *others))
-          for name, *others in (
-              ("fit",), ("evaluate", _EVALUATION), ("predict", _EVALUATION))),
+          for name, *others in (("fit", _ENABLE), ("evaluate", _EVALUATION),
+                                ("predict", _EVALUATION))),
         *(Seam(f"{name}(filepath, ...)",
                "Rank 0 writes the full weights, which all ranks gather.",
                replaced_by=("keras.sharded_models.install",))
@@ -166,8 +167,18 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=(
                  "training.loop.train", "keras.callbacks.fit_start.substitute")),
         Seam("train_on_batch(x, y, sample_weight, ...)",
-             "A verification records its batches and steps, or replaces its batches.",
-             replaced_by=("verify.capture.exchange_batches", _RECORD)),
+             "A verification records its batches and steps, or replaces its batches; "
+             "under keras.distribution its first step has the weights of rank 0.",
+             replaced_by=("verify.capture.exchange_batches", _RECORD, _ENABLE)),
+        Seam("compile(optimizer, loss, ...)",
+             "Under keras.distribution the optimizer is distributed.",
+             replaced_by=(_ENABLE,)),
+        Seam("get_metrics_result()",
+             "Under keras.distribution the samples of all ranks count.",
+             replaced_by=(_ENABLE,)),
+        Seam("predict_step(data)",
+             "Under keras.distribution it returns the outputs of the global batch.",
+             replaced_by=(_ENABLE,)),
         *(Seam(signature, "Keras makes it again where it is None.")
           for signature in ("test_function(iterator)", "predict_function(data)")),
         Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks."),
@@ -184,6 +195,28 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     ),
     "keras.src.trainers.compile_utils.CompileMetrics": (
         Seam("_user_metrics", "The metrics of `compile`, before they are built."),
+    ),
+    "keras.src.backend.tensorflow.distribution_lib": (
+        *(Seam(signature, "Keras on TensorFlow has prototypes here.",
+               replaced_by=(_ENABLE,))
+          for signature in (
+              "list_devices(device_type)", "_to_backend_mesh(device_mesh)",
+              "_to_backend_layout(tensor_layout)")),
+        *(Seam(signature, "Keras calls it, and has it on JAX alone.",
+               replaced_by=(_ENABLE,), is_optional=True)
+          for signature in ("initialize(job_addresses, num_processes, process_id)",
+                            "num_processes()", "process_id()",
+                            "get_device_count(device_type)",
+                            "distribute_tensor(tensor, layout)")),
+    ),
+    "keras.src.distribution.distribution_lib.Distribution": (
+        Seam("__init__(device_mesh, ...)", "Checks that the mesh has all ranks.",
+             replaced_by=(_ENABLE,)),
+    ),
+    "keras.distribution.DataParallel": (
+        Seam("distribute_dataset(dataset)",
+             "Deals each global batch, so that all ranks have equally many batches.",
+             replaced_by=(_ENABLE,)),
     ),
     "keras.losses.Loss": (
         Seam("__call__(y_true, y_pred, sample_weight)",
@@ -249,7 +282,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              is_optional=True),
     ),
     "keras.layers.BatchNormalization": (
-        Seam("_moments(inputs, mask)", "Overridden: moments over all ranks."),
+        Seam("_moments(inputs, mask)",
+             "Overridden, and replaced under keras.distribution: moments over all "
+             "ranks.", replaced_by=(_ENABLE,)),
         Seam("_reduction_axes", "The axes of _moments."),
     ),
     "keras.layers.MultiHeadAttention": (
@@ -349,7 +384,9 @@ def replace(
                 f"{', '.join(seam.replaced_by)}."
             )
         _places[target][name] = place
-    original = getattr(target, name)
+    original = (
+        getattr(target, name, None) if seam.is_optional else getattr(target, name)
+    )
     setattr(target, name, function)
     return original
 

@@ -20,6 +20,7 @@ FLOORS = [
     ["training"],
     ["checkpoint"],
     ["data", "flag_fields", "log", "optimizers"],
+    ["distribution"],
     ["parallel"],
     ["keras"],
     ["sharding"],

@@ -1,0 +1,162 @@
+"""Processes, devices and layouts: what `keras.distribution` asks of its backend.
+
+A device is a rank, and its number is the rank. A process has one device, so that
+"cpu:3" is the CPU, or what rank 3 uses of it.
+"""
+
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+
+from hvdtrain.job import backend, declared_size, platforms
+from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.job.world import JobError, World
+
+# A method of Keras.
+Method: TypeAlias = Callable[..., Any]
+
+
+def initialize(
+    job_addresses: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Start Horovod, and give all ranks one seed. A collective.
+
+    The processes find each other by the variables of their launcher or platform. The
+    arguments are compared with the job.
+    """
+    backend.init()
+    world = backend.world()
+    with fail_together(world):
+        _check_arguments(world, job_addresses, num_processes, process_id)
+        backend.select_gpu(world)
+    # As on JAX: without a seed of the user, the ranks' weights would differ.
+    seed = global_state.get_global_attribute("global_random_seed")
+    seeds = gather(world, (seed, secrets.randbelow(1 << 31)))
+    if None in dict(seeds):
+        given, drawn = seeds[0]
+        keras.utils.set_random_seed(drawn if given is None else given)
+
+
+def _check_arguments(
+    world: World, addresses: str | None, processes: int | None, process_id: int | None
+) -> None:
+    # One address is that of the coordinator.
+    listed = addresses.count(",") + 1 if addresses and "," in addresses else None
+    for name, received, expected in (
+        ("num_processes", processes, world.size),
+        ("the number of job_addresses", listed, world.size),
+        ("process_id", process_id, world.rank),
+    ):
+        if received not in (None, expected):
+            raise JobError(
+                f"Received {name}={received} in keras.distribution.initialize; "
+                f"expected {expected}, as in the job of this process. Leave out these "
+                "arguments and the variables KERAS_DISTRIBUTION_*, and start N "
+                "processes by a launcher: horovodrun -np N python script.py."
+            )
+
+
+def num_processes() -> int:
+    """Return the number of ranks; 1 in a process that is no part of a job.
+
+    Raises:
+        JobError: the process is one of several, and Horovod has not been started.
+    """
+    if hvd.is_initialized():
+        return hvd.size()
+    if os.environ.get("HVDTRAIN_ALONE") != "1":
+        declared = declared_size.read(os.environ) or platforms.read(os.environ)
+        if declared and declared.size > 1:
+            raise JobError(
+                f"Received {declared.variable} of {declared.size} processes, which are "
+                "not connected. Call keras.distribution.initialize() before devices "
+                "are listed and a distribution is made."
+            )
+    return 1
+
+
+def process_id() -> int:
+    """Return the rank of this process."""
+    return hvd.rank() if hvd.is_initialized() else 0
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Return "cpu:0", "cpu:1", ..., one device for each rank; with GPUs "gpu:0"..."""
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    kind = (device_type or ("gpu" if has_gpu else "cpu")).lower()
+    if not tf.config.list_physical_devices(kind.upper()):
+        return []
+    return [f"{kind}:{rank}" for rank in range(num_processes())]
+
+
+def get_device_count(device_type: str | None = None) -> int:
+    """Return the number of ranks, if their hosts have devices of this type."""
+    return len(list_devices(device_type))
+
+
+def to_backend_mesh(device_mesh: keras.distribution.DeviceMesh) -> np.ndarray:
+    """Return the ranks of a mesh, in its shape.
+
+    Raises:
+        JobError: its devices are not those of all ranks, each once.
+    """
+    names = [str(device) for device in device_mesh.devices.flatten()]
+    kind = names[0].partition(":")[0]
+    devices = list_devices(kind)
+    if sorted(names) != sorted(devices):
+        raise JobError(
+            f"Received a mesh of {len(names)} devices, {', '.join(names):.80}, in a "
+            f"job of {num_processes()} ranks; expected one device of one kind for each "
+            f"rank: {', '.join(list_devices()):.80}. Leave out devices=... to use all."
+        )
+    ranks = [int(name.partition(":")[2]) for name in names]
+    return np.reshape(ranks, device_mesh.devices.shape)
+
+
+def to_backend_layout(
+    tensor_layout: keras.distribution.TensorLayout,
+) -> tuple[np.ndarray, tuple[str | None, ...]]:
+    """Return the ranks of the layout's mesh, and the mesh axis of each tensor axis."""
+    if tensor_layout.device_mesh is None:
+        raise ValueError(
+            "A layout without a device mesh has no ranks. Received: "
+            f"{tensor_layout!r}. Pass device_mesh=... to TensorLayout."
+        )
+    return tensor_layout.device_mesh.backend_mesh, tensor_layout.axes
+
+
+def distribute_tensor(tensor: Any, layout: Any) -> Any:
+    """Return `tensor`: a layout says where values are, and does not change them."""
+    return tensor
+
+
+def layout_of(variable: keras.Variable) -> keras.distribution.TensorLayout | None:
+    """Return the layout of a variable in the active distribution, if there is one."""
+    distribution = active()
+    return distribution.get_variable_layout(variable) if distribution else None
+
+
+def active() -> Any:
+    """Return the distribution that is set, or None, also before `initialize`."""
+    return keras.distribution.distribution() if hvd.is_initialized() else None
+
+
+def make_distribution(init: Method, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise a JobError for a distribution that these ranks do not have."""
+    init(self, *args, **kwargs)
+    if not isinstance(self, keras.distribution.DataParallel):
+        raise JobError(
+            f"Received {type(self).__name__}; expected DataParallel, which is what "
+            "keras.distribution has on TensorFlow. To shard weights, see "
+            "hvdtrain.parallel."
+        )
+    to_backend_mesh(self.device_mesh)
