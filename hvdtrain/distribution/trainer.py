@@ -92,9 +92,9 @@ def train_on_batch(
     """Start with the weights of rank 0."""
     start = _start_of(model)
     if model.compiled and not start.broadcast_done:
+        start.set_model(model)
         # A model that is not built is built in the first call of this function.
         model.make_train_function()
-        start.set_model(model)
         start.on_train_begin()
     return method(model, *args, **kwargs)
 
