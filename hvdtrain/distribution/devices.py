@@ -36,7 +36,7 @@ def initialize(
     backend.init()
     world = backend.world()
     with fail_together(world):
-        _check_arguments(world, job_addresses, num_processes, process_id)
+        check_arguments(world, job_addresses, num_processes, process_id)
         backend.select_gpu(world)
     # As on JAX: without a seed of the user, the ranks' weights would differ.
     seed = global_state.get_global_attribute("global_random_seed")
@@ -46,9 +46,10 @@ def initialize(
         keras.utils.set_random_seed(drawn if given is None else given)
 
 
-def _check_arguments(
+def check_arguments(
     world: World, addresses: str | None, processes: int | None, process_id: int | None
 ) -> None:
+    """Raise a JobError for arguments of `initialize` that are not those of the job."""
     # One address is that of the coordinator.
     listed = addresses.count(",") + 1 if addresses and "," in addresses else None
     for name, received, expected in (

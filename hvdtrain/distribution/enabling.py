@@ -6,7 +6,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 from keras.src.backend.tensorflow import distribution_lib as backend_lib
-from keras.src.distribution.distribution_lib import DataParallel, Distribution
+from keras.src.distribution.distribution_lib import Distribution
 
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.distribution import devices, trainer
@@ -43,6 +43,7 @@ def enable() -> None:
     ):
         replace(backend_lib, name, function, by=enable)
     model, normalization = keras.Model, keras.layers.BatchNormalization
+    data_parallel = keras.distribution.DataParallel
     for owner, name, substitute, ranks in (
         (Distribution, "__init__", devices.make_distribution, 0),
         # One rank has the global batch; but its gradients are dense, as of several.
@@ -52,7 +53,7 @@ def enable() -> None:
         (model, "get_metrics_result", trainer.get_metrics_result, 2),
         (model, "predict_step", trainer.predict_step, 2),
         (normalization, "_moments", trainer.moments, 2),
-        (DataParallel, "distribute_dataset", trainer.distribute_dataset, 2),
+        (data_parallel, "distribute_dataset", trainer.distribute_dataset, 2),
     ):
         method = _where(ranks, getattr(owner, name), substitute)
         replace(owner, name, method, by=enable)

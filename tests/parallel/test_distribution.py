@@ -4,6 +4,8 @@ Each rank computes the oracle by itself, outside of the distribution.
 """
 
 import functools
+import pathlib
+import re
 
 import keras
 import numpy as np
@@ -93,19 +95,26 @@ def check(make_optimizer, *extra, tolerance=1e-12, options=FLOAT64, **fit_args):
     np.testing.assert_allclose(own_evaluation, evaluation, rtol=metrics_tolerance)
 
 
+def test_the_script_of_the_page_equals_plain_keras():
+    page = pathlib.Path(__file__).parents[2] / "docs" / "keras_distribution.md"
+    script = re.search("```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    plain, distributed = {}, {}
+    exec(re.sub(".*(distribution|== .tensorflow).*", "", script), plain)
+    try:
+        exec(script, distributed)
+    finally:
+        keras.distribution.set_distribution(None)
+    weights = distributed["model"].get_weights()
+    assert_bitwise_equal_over_ranks(weights)
+    assert difference(weights, plain["model"].get_weights()) < 1e-5
+
+
 def test_fit_equals_one_process_with_the_global_batch():
     check(
         lambda: keras.optimizers.SGD(0.3, momentum=0.9),
-        compile_args={"run_eagerly": False},
+        compile_args={"run_eagerly": False, "steps_per_execution": 2},
         validation_data=batches(),
         epochs=2,
-    )
-
-
-def test_several_steps_in_an_execution_equal_one_process():
-    check(
-        lambda: keras.optimizers.SGD(0.3),
-        compile_args={"run_eagerly": False, "steps_per_execution": 2},
     )
 
 

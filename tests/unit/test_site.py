@@ -23,6 +23,7 @@ PAGES = {
     "hvdtrain.training": "training.md",
     "hvdtrain.data": "data.md",
     "hvdtrain.parallel": "parallel.md",
+    "hvdtrain.distribution": "distribution.md",
     "hvdtrain.job": "job.md",
 }
 
