@@ -242,6 +242,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Runs twice: with the gradients it is recomputed. Gathers the weights.",
              replaced_by=("parallel.recomputation.remat",
                           "parallel.fully_shard.fully_shard")),
+        Seam("add_weight(shape, initializer, dtype, trainable, ...)",
+             "A weight is sharded as soon as it is created.",
+             replaced_by=("parallel.creation.sharding_created",)),
         Seam("_flatten_layers(include_self, recursive)",
              "All layers inside of a layer; the public `layers` has one level."),
         Seam("_clear_losses()", "The losses of a trace have no value."),
@@ -268,13 +271,12 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.Variable": (
         Seam("__init__(initializer, ...)", "A verification names each variable.",
              replaced_by=(_RECORD,)),
+        Seam("_deferred_initialize()", "As add_weight, where Keras infers shapes.",
+             replaced_by=("parallel.creation.sharding_created",)),
         Seam("_path", "Slots are named after it: a shard has the path of its weight."),
-        Seam("_value", "The TensorFlow variable: this rank's shard of a weight."),
-        Seam("_shape", "The full shape, whatever is stored."),
-        Seam("_dtype", "The dtype that is stored; the public one is that of autocast."),
-        Seam("_autocast", "Whether layers read it in their dtype of computation."),
-        Seam("_maybe_autocast(value)", "Casts what layers read."),
-        Seam("_direct_assign(value)", "Overridden: assigns this rank's shard."),
+        *(Seam(name, "Read where a shard is stored, and layers see the full value.")
+          for name in ("_value", "_shape", "_dtype", "_autocast", "_unique_id",
+                       "_maybe_autocast(value)", "_direct_assign(value)")),
     ),
     "keras.KerasTensor": (
         Seam("_keras_history", "The layer that an input of a graph comes from."),

@@ -6,18 +6,18 @@ state over the ranks that process different samples. The names are those of PyTo
 """
 
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src import backend
 
-from hvdtrain.collectives.process_sets import needs_communication
+from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.keras import sharded_models
 from hvdtrain.keras.layers import SyncBatchNormalization
 from hvdtrain.keras.seams import replace
+from hvdtrain.parallel.creation import is_shardable, sharding_created
 from hvdtrain.parallel.gathering import (
     FullyShardedVariable,
     find_sharded,
@@ -40,7 +40,7 @@ _KEEP = "Pass reshard_after_forward=False to fully_shard."
 
 
 def fully_shard(
-    model: keras.Model,
+    model: keras.Model | Callable[[], keras.Model],
     *,
     mesh: Mesh | None = None,
     reshard_after_forward: bool = True,
@@ -48,7 +48,7 @@ def fully_shard(
 ) -> keras.Model:
     """Shard the weights of a model over ranks, in place; return the model.
 
-        model = parallel.fully_shard(build_model())
+        model = parallel.fully_shard(build_model)
         model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), loss)
 
     Each rank stores 1/N of each weight, of its gradient and of its slots. The call of a
@@ -56,6 +56,11 @@ def fully_shard(
     layer gathers them again, computes its outputs again, and the ranks reduce the
     gradients to their shards of them (`reshard_after_forward=True`). Layers inside of a
     layer of `parallel.remat` are gathered with it.
+
+    A function that builds the model is called with each weight sharded as soon as it is
+    created or loaded, so that no rank ever stores the full model. Instead of the
+    function, it takes a model that is built, whose weights a rank then stores in full
+    until it shards them.
 
     All ranks call it, with the same model, before or after `compile`, and before the
     optimizer is built. They get the weights of the first rank. A rank computes what it
@@ -68,7 +73,8 @@ def fully_shard(
     calls with sparse or ragged tensors.
 
     Args:
-        model: a model that is built.
+        model: a function without arguments that returns a model that is built, or
+            such a model.
         mesh: the ranks along its axis data share the weights; by default the active
             mesh, or all ranks.
         reshard_after_forward: release gathered weights after the forward pass. False
@@ -81,31 +87,62 @@ def fully_shard(
             built.
         RuntimeError: in an elastic job.
     """
-    axis = data_axis(mesh)
-    _check(model)
-    if not needs_communication(axis.process_set):
+    ranks = data_axis(mesh).process_set
+    created: list[keras.Variable] = []
+    if not isinstance(model, keras.Model):
+        model, created = _create(model, ranks, min_size)
+    _check(model, created)
+    if not needs_communication(ranks):
         return model
     sharded_models.install()
-    for variable, dtype in _candidates(model, min_size):
-        shard_variable(variable, axis.process_set, dtype)
+    for variable, dtype in _weights(model):
+        if isinstance(variable, FullyShardedVariable):
+            variable.gathered_dtype = dtype
+        elif is_shardable(variable, min_size):
+            shard_variable(variable, ranks, dtype)
     for layer in _flatten(model):
         _gather_in_call(layer, reshard_after_forward)
     model.train_function = model.test_function = model.predict_function = None
     return model
 
 
-def _check(model: keras.Model) -> None:
+def _create(
+    build: Callable[[], keras.Model], ranks: ProcessSet, min_size: int
+) -> tuple[keras.Model, list[keras.Variable]]:
+    """Return the model of a function, and its weights that are sharded already."""
+    if not needs_communication(ranks):
+        return build(), []
+    sharded_models.install()
+    with sharding_created(ranks, min_size) as created:
+        model = build()
+    for variable in created:
+        if variable.constraint is not None:
+            raise ValueError(
+                f"{variable.path} got a constraint after it was created and sharded. "
+                "Pass the constraint to the layer, or the built model to fully_shard."
+            )
+    return model, created
+
+
+def _check(model: keras.Model, created: Sequence[keras.Variable]) -> None:
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "fully_shard takes a keras.Model, or a function that returns one. Received "
+            f"from the function: {model!r}."
+        )
     if not model.built or not model.variables:
         raise ValueError(
             f"fully_shard takes a model that is built. Received: {model.name!r}, which "
             "has no weights yet. Build it first, with keras.Input or "
             "model.build(input_shape)."
         )
-    if find_sharded(model.variables):
+    new = set(map(id, created))
+    others = [variable for variable in model.variables if id(variable) not in new]
+    if find_sharded(others):
         raise ValueError(
             f"The model {model.name!r} is fully sharded already. Call fully_shard once."
         )
-    for variable in model.variables:
+    for variable in others:
         sharding = get_sharding(variable)
         if sharding and sharding.sums_gradients:
             raise ValueError(
@@ -127,10 +164,8 @@ def _flatten(model: keras.Model) -> list[keras.layers.Layer]:
     return list({id(layer): layer for layer in model._flatten_layers()}.values())
 
 
-def _candidates(
-    model: keras.Model, min_size: int
-) -> Iterator[tuple[keras.Variable, str]]:
-    """Yield each weight that is sharded, and the dtype in which it is gathered."""
+def _weights(model: keras.Model) -> Iterator[tuple[keras.Variable, str]]:
+    """Yield each weight of layers, and the dtype in which it is gathered."""
     dtypes: dict[int, set[str]] = {}
     found: dict[int, keras.Variable] = {}
     for layer in _flatten(model):
@@ -140,15 +175,9 @@ def _candidates(
             dtypes.setdefault(id(variable), set()).add(dtype)
             found[id(variable)] = variable
     for number, variable in found.items():
-        if (
-            tf.as_dtype(variable.dtype).is_floating
-            and math.prod(variable.shape) >= min_size
-            and variable.constraint is None
-            and get_sharding(variable) is None
-        ):
-            # Layers of several dtypes may read it.
-            (dtype, *others) = dtypes[number]
-            yield variable, variable.dtype if others else dtype
+        # Layers of several dtypes may read it.
+        (dtype, *others) = dtypes[number]
+        yield variable, variable.dtype if others else dtype
 
 
 def _gather_in_call(layer: keras.layers.Layer, reshard_after_forward: bool) -> None:

@@ -123,10 +123,10 @@ def _make_shard(variable: keras.Variable, sharding: Sharding) -> keras.Variable:
     ranks = sharding.process_set
     # The name of the TensorFlow variable has the scope of the layer; by it, and by the
     # path, Keras excludes weights from weight decay and names slots.
-    scope = variable.value.name.rpartition("/")[0]
+    scope = variable._value.name.rpartition("/")[0]
     with tf.init_scope(), tf.name_scope(scope and f"{scope}/"):
         full = transport.broadcast(
-            variable.value, ranks.ranks[0], name="FullyShard", process_set=ranks
+            variable._value, ranks.ranks[0], name="FullyShard", process_set=ranks
         )
         # A slice would share the memory of the full value, and keep it.
         shard = keras.Variable(
