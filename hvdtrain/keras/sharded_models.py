@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras.src.models import cloning
 
 from hvdtrain.collectives import threads, transport
+from hvdtrain.collectives.dtypes import local_shard
 from hvdtrain.collectives.objects import (
     allgather_object,
     group_by_value,
@@ -135,7 +136,9 @@ def _run(method: Method) -> Method:
         hook = get_hook(getattr(self, "optimizer", None))
         callbacks = _flatten(kwargs.get("callbacks"))
         if hook and hook.sharded_state:
-            _check_none_swaps_averages(callbacks)
+            _check_none_swaps_averages(callbacks, "shard_state")
+        if any(local_shard(variable) is not variable for variable in self.variables):
+            _check_none_swaps_averages(callbacks, "fully_shard")
         if hook and hook.mesh and hook.mesh.model.size > 1:
             compare_along_model(self)
         if _needs_all_ranks(self.variables):
@@ -221,13 +224,14 @@ def _flatten(callbacks: Any) -> list[keras.callbacks.Callback]:
     return keras.tree.flatten(callbacks)
 
 
-def _check_none_swaps_averages(callbacks: Iterable[keras.callbacks.Callback]) -> None:
+def _check_none_swaps_averages(
+    callbacks: Iterable[keras.callbacks.Callback], option: str
+) -> None:
     if _class_names(callbacks, keras.callbacks.SwapEMAWeights):
         raise ValueError(
-            "SwapEMAWeights exchanges weights and their averages, and with shard_state "
-            "each rank has only its shards of the averages. Use shard_state=False, or "
-            "leave out the callback: fit assigns the averages to the weights when it "
-            "ends."
+            f"SwapEMAWeights exchanges weights and their averages, and with {option} "
+            "each rank has only its shards of the averages. Leave out the callback: "
+            f"fit assigns the averages to the weights when it ends. Or omit {option}."
         )
 
 

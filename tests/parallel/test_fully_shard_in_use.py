@@ -1,6 +1,13 @@
 """Fully sharded models in loops, callbacks and files, and what is refused."""
 
+import math
+import pathlib
+import shutil
+import tempfile
+import warnings
+
 import keras
+import meshes
 import numpy as np
 import oracle
 import pytest
@@ -11,7 +18,9 @@ from stepping import (
     build,
     compile_with,
     dealt,
+    end,
     global_batches,
+    in_steps,
     loss,
     train_one_process,
     train_plainly,
@@ -21,6 +30,7 @@ from stepping import (
 import hvdtrain.keras as hvd
 from benchmarks.sent_bytes import count_bytes
 from hvdtrain import parallel
+from hvdtrain.collectives.dtypes import local_shard
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.parallel.gathering import find_sharded
 
@@ -279,3 +289,273 @@ def test_mixed_precision(policy, gathers):
     _, sent_in_float32 = train_and_count_bytes("float32", **options)
     stored = sum(v.sharding.sizes[RANK] for v in find_sharded(model.weights))
     assert sent_in_float32 - sent == gathers * (SIZE - 1) * stored * 2
+
+
+@pytest.fixture(scope="module")
+def directory():
+    """A directory of all ranks."""
+    path = tempfile.mkdtemp() if RANK == 0 else None
+    path = hvd.broadcast_object(path, name="directory")
+    yield pathlib.Path(path)
+    if RANK == 0:
+        shutil.rmtree(path)
+
+
+def wait():
+    hvd.allgather_object(None, name="wait")
+
+
+def trained(make_model=zoo.tied, **options):
+    model = sharded(make_model, **options)
+    fit(model, make_model)
+    return model
+
+
+# Keras writes and reads classes by name.
+CUSTOM = {cls.__name__: cls for cls in (zoo.ReversibleEmbedding, zoo.Residual)}
+
+
+@exact
+@pytest.mark.parametrize("make_model", [zoo.tied, zoo.shared, zoo.residual, zoo.masked])
+def test_a_saved_model_is_a_plain_one(make_model, directory):
+    model = trained(make_model)
+    inputs, _ = in_steps(zoo.samples(make_model), 0)
+    path = directory / f"{make_model.__name__}.keras"
+    model.save(path)
+    wait()
+    plain = keras.models.load_model(path, custom_objects=CUSTOM)
+    assert_close(model, values(plain), 0)
+    assert_close(plain, values(model), 0)
+    np.testing.assert_allclose(
+        model.predict(inputs, verbose=0), plain.predict(inputs, verbose=0), atol=1e-14
+    )
+    # The plain model continues with the state of the optimizer.
+    train_plainly(plain, global_batches(make_model))
+    end(plain)
+    fit(model, make_model)
+    assert_close(model, values(plain))
+
+
+@exact
+def test_weights_are_saved_and_loaded(directory):
+    model, again = trained(), sharded(zoo.tied)
+    path = directory / "all.weights.h5"
+    model.save_weights(path)
+    wait()
+    for loaded in (again, build(zoo.tied)):
+        loaded.load_weights(path)
+        assert_close(loaded, values(model), 0)
+    assert_stores_shards(again)
+    dense = build(zoo.tied)
+    path = directory / f"{RANK}.weights.h5"
+    dense.save_weights(path)
+    again.load_weights(path)
+    assert_close(again, values(dense), 0)
+
+
+def assert_stores_shards(model):
+    for variable in find_sharded(model.weights):
+        assert tuple(variable._value.shape) == (variable.sharding.sizes[RANK],)
+
+
+@exact
+def test_the_state_of_the_optimizer_is_saved_and_loaded(directory):
+    """Two steps, a file, and a third one, against three steps."""
+    expected = train_one_process(zoo.tied, adam(use_ema=True, global_clipnorm=0.1))
+    batches = list(map(dealt, global_batches(zoo.tied)))
+    path = directory / "state.keras"
+    model = sharded(zoo.tied, adam(use_ema=True, global_clipnorm=0.1))
+    for batch in batches[:2]:
+        model.train_on_batch(*batch)
+    model.save(path)
+    wait()
+    again = sharded(zoo.tied, adam(use_ema=True, global_clipnorm=0.1))
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(path)
+    again.train_on_batch(*batches[2])
+    end(again)
+    assert_close(again, expected)
+
+
+@exact
+def test_weights_are_read_and_assigned():
+    model, dense = sharded(zoo.tied), build(zoo.tied)
+    found = [2.0 * value for value in dense.get_weights()]
+    model.set_weights(found)
+    for value, wanted in zip(model.get_weights(), found, strict=True):
+        np.testing.assert_array_equal(value, wanted)
+    assert_stores_shards(model)
+    inputs, targets = in_steps(zoo.samples(zoo.tied), 0)
+    dense.set_weights(found)
+    compile_with(dense, adam())
+    np.testing.assert_allclose(
+        model.evaluate(inputs, targets, verbose=0),
+        dense.evaluate(inputs, targets, verbose=0),
+        rtol=1e-12,
+    )
+    np.testing.assert_allclose(model(inputs), dense(inputs), atol=1e-14)
+
+
+def test_each_rank_stores_its_share():
+    inputs = keras.Input((32,))
+    hidden = keras.layers.Dense(96, "relu")(inputs)
+    model = parallel.fully_shard(keras.Model(inputs, keras.layers.Dense(64)(hidden)))
+    optimizer = hvd.DistributedOptimizer(adam(use_ema=True))
+    optimizer.build(model.trainable_variables)
+    kernels, biases = 32 * 96 + 96 * 64, 96 + 64
+    stored = sum(math.prod(local_shard(v).value.shape) for v in model.weights)
+    # Cuts are at multiples of 16 elements.
+    assert abs(stored - kernels / SIZE - biases) <= 32
+    slots = sum(math.prod(v.shape) for v in optimizer.variables if v.shape.rank)
+    assert abs(slots - 3 * (kernels / SIZE + biases)) <= 96
+    assert model.count_params() == kernels + biases
+
+
+def test_sharded_before_compile_or_after():
+    for is_compiled in (True, False):
+        model = build(zoo.dense)
+        if is_compiled:
+            compile_with(model, hvd.DistributedOptimizer(adam()))
+            model.predict(zoo.VECTORS[:2], verbose=0)
+        assert parallel.fully_shard(model, **FEW) is model
+        if not is_compiled:
+            compile_with(model, hvd.DistributedOptimizer(adam()))
+        fit(model)
+        assert model.predict(zoo.VECTORS[:2], verbose=0).shape == (2, zoo.CLASSES)
+
+
+def test_ranks_get_the_weights_of_the_first():
+    keras.utils.set_random_seed(RANK)
+    model = zoo.dense()
+    expected = hvd.broadcast_object(model.get_weights(), name="expected")
+    parallel.fully_shard(model, min_size=1)
+    assert_close(model, expected, 0)
+
+
+def test_models_that_are_refused():
+    sequential = keras.Sequential([keras.layers.Dense(3)])
+    with pytest.raises(ValueError, match=r"^fully_shard takes a model that is built"):
+        parallel.fully_shard(sequential)
+    model = sharded()
+    with pytest.raises(ValueError, match=r"is fully sharded already"):
+        parallel.fully_shard(model)
+    inputs = keras.Input((4,), dtype="int32")
+    table = parallel.ShardedEmbedding(32, 8)
+    outputs = keras.layers.Flatten()(table(inputs))
+    with pytest.raises(ValueError, match=r"Use keras.layers.Embedding in place"):
+        parallel.fully_shard(keras.Model(inputs, outputs))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Lamb", "Muon"])
+def test_optimizers_that_are_not_elementwise_are_refused(name):
+    model = sharded(optimizer=getattr(keras.optimizers, name)(0.01))
+    with pytest.raises(ValueError, match=f"^{name} computes the update of an element"):
+        fit(model)
+
+
+def test_callbacks_and_exports_are_refused(directory):
+    model = sharded(optimizer=adam(use_ema=True))
+    with pytest.raises(ValueError, match=r"^SwapEMAWeights exchanges weights"):
+        fit(model, callbacks=[keras.callbacks.SwapEMAWeights()])
+    with pytest.raises(ValueError, match=r"BackupAndRestore would delete"):
+        fit(model, callbacks=[keras.callbacks.BackupAndRestore(directory / "backup")])
+    with pytest.raises(ValueError, match=r"an export of it could only run"):
+        model.export(directory / "export")
+    with pytest.raises(ValueError, match=r"from its config, which makes full layers"):
+        keras.models.clone_model(keras.Sequential([model]))
+
+
+def test_a_call_on_one_rank_alone_is_refused():
+    model = sharded()
+    method = model.evaluate if RANK == 0 else model.predict
+    with pytest.raises(RuntimeError, match=r"evaluate on rank 0 and model.predict"):
+        method(zoo.VECTORS[:2], verbose=0)
+
+
+class Peeking(keras.Model):
+    """A loss reads a weight outside of the call of its layer."""
+
+    def compute_loss(self, *args, **kwargs):
+        kernel = self.get_layer("first").kernel
+        return super().compute_loss(*args, **kwargs) + keras.ops.mean(kernel**2)
+
+
+def peeking():
+    model = zoo.dense()
+    return Peeking(model.inputs, model.outputs)
+
+
+@exact
+def test_a_weight_that_is_read_outside_of_calls_is_gathered():
+    expected = train_one_process(peeking, adam())
+    model = sharded(peeking)
+    with warnings.catch_warnings(record=True) as found:
+        # Pytest would show each repetition; Python shows the first one.
+        warnings.simplefilter("default")
+        fit(model)
+    texts = [str(warning.message) for warning in found]
+    texts = [text for text in texts if "outside of the call" in text]
+    assert len(texts) == 1
+    assert texts[0].startswith("first/kernel is read outside of the call of its layer")
+    assert_close(model, expected)
+
+
+@exact
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_layer_that_reads_a_weight_of_another_layer(reshard_after_forward):
+    expected = train_one_process(zoo.tied_by_reference, adam())
+    model = sharded(zoo.tied_by_reference, reshard_after_forward=reshard_after_forward)
+    fit(model, zoo.tied_by_reference)
+    assert_close(model, expected)
+
+
+@exact
+def test_lora_after_sharding():
+    """The factors that are made then stay replicated."""
+
+    def enable(model):
+        for layer in model.layers:
+            if isinstance(layer, keras.layers.Dense | keras.layers.Embedding):
+                layer.enable_lora(2, a_initializer="ones", b_initializer="ones")
+        return model
+
+    dense = compile_with(enable(build(zoo.embedding)), keras.optimizers.SGD(0.1))
+    train_plainly(dense, global_batches(zoo.embedding))
+    model = enable(parallel.fully_shard(build(zoo.embedding), **FEW))
+    compile_with(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    fit(model, zoo.embedding)
+    assert_close(model, values(dense), 5e-6)
+
+
+@pytest.mark.four_ranks
+@pytest.mark.skipif(SIZE != 4, reason="two groups of two ranks")
+@exact
+def test_beside_layers_on_a_mesh():
+    """The axis data shards weights of Keras layers and of layers on the axis model."""
+
+    def make(mesh=None):
+        inputs = keras.Input((zoo.FEATURES,))
+        if mesh:
+            first = parallel.ColumnParallelDense(16, "tanh", gather_output=False)
+            second = parallel.RowParallelDense(8, input_is_parallel=True)
+        else:
+            first, second = keras.layers.Dense(16, "tanh"), keras.layers.Dense(8)
+        hidden = keras.layers.Dense(9, "tanh")(inputs)
+        return zoo.classify(inputs, second(first(hidden)))
+
+    mesh = parallel.Mesh(model=2)
+    expected = train_one_process(make, adam())
+    with mesh:
+        model = build(lambda: make(mesh))
+        model.set_weights(build(make).get_weights())
+        parallel.fully_shard(model, mesh=mesh, **FEW)
+    optimizer = hvd.DistributedOptimizer(adam(), mesh=mesh)
+    compile_with(model, optimizer)
+    for inputs, targets in global_batches(zoo.dense):
+        mine = slice(mesh.data.index, None, mesh.data.size)
+        model.train_on_batch(inputs[mine], targets[mine])
+    for variable, wanted in zip(model.weights, expected, strict=True):
+        np.testing.assert_allclose(
+            variable.numpy(), meshes.slice_of(variable, wanted), atol=1e-10
+        )
+    mesh.remove()
