@@ -212,7 +212,7 @@ hub() {
   local overlay
   download keras-hub -r scripts/requirements_hub.txt || return
   local -x PYTHONPATH=$overlay
-  launched auto mpi 2 tests/parallel/test_keras_hub.py
+  launched auto mpi 2 tests/parallel/test_{keras_hub,fully_shard_hub}.py
   run "example of keras-hub" 300 \
     python -m pytest -q tests/commands/test_examples.py -k gpt2
 }
