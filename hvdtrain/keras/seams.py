@@ -103,11 +103,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("load_own_variables(store)",
              "Takes this rank's shards of the full slots in a file.",
              replaced_by=("keras.sharded_saving.install",)),
-        Seam("_trainable_variables",
-             "The weights, which Keras' `apply` compares with its argument."),
+        Seam("_trainable_variables", "The weights: `apply` takes the same ones."),
         Seam("_trainable_variables_indices", "The place of the slots of a weight."),
-        Seam("_var_key(variable)",
-             "Key of _trainable_variables_indices and others: that of the shard.",
+        Seam("_var_key(variable)", "Key of a weight: that of its shard.",
              replaced_by=("keras.sharded_saving.install",)),
         Seam("_untrack_variable(variable)", "Removes full slots, for those of shards."),
         Seam("_exclude_from_weight_decay",
@@ -170,15 +168,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "A verification records its batches and steps, or replaces its batches; "
              "under keras.distribution its first step has the weights of rank 0.",
              replaced_by=("verify.capture.exchange_batches", _RECORD, _ENABLE)),
-        Seam("compile(optimizer, loss, ...)",
-             "Under keras.distribution the optimizer is distributed.",
-             replaced_by=(_ENABLE,)),
-        Seam("get_metrics_result()",
-             "Under keras.distribution the samples of all ranks count.",
-             replaced_by=(_ENABLE,)),
-        Seam("predict_step(data)",
-             "Under keras.distribution it returns the outputs of the global batch.",
-             replaced_by=(_ENABLE,)),
+        *(Seam(signature, "Under keras.distribution the samples of all ranks count.",
+               replaced_by=(_ENABLE,))
+          for signature in ("compile(optimizer, loss, ...)", "get_metrics_result()",
+                            "predict_step(data)")),
         *(Seam(signature, "Keras makes it again where it is None.")
           for signature in ("test_function(iterator)", "predict_function(data)")),
         Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks."),
@@ -274,7 +267,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_deferred_initialize()", "As add_weight, where Keras infers shapes.",
              replaced_by=("parallel.creation.sharding_created",)),
         Seam("_path", "Slots are named after it: a shard has the path of its weight."),
-        *(Seam(name, "Read where a shard is stored, and layers see the full value.")
+        *(Seam(name, "Read where a shard is stored, and layers see the full value.",
+               is_optional=name == "_unique_id")
           for name in ("_value", "_shape", "_dtype", "_autocast", "_unique_id",
                        "_maybe_autocast(value)", "_direct_assign(value)")),
     ),
@@ -284,9 +278,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              is_optional=True),
     ),
     "keras.layers.BatchNormalization": (
-        Seam("_moments(inputs, mask)",
-             "Overridden, and replaced under keras.distribution: moments over all "
-             "ranks.", replaced_by=(_ENABLE,)),
+        Seam("_moments(inputs, mask)", "Overridden or replaced: moments over ranks.",
+             replaced_by=(_ENABLE,)),
         Seam("_reduction_axes", "The axes of _moments."),
     ),
     "keras.layers.MultiHeadAttention": (
