@@ -195,7 +195,17 @@ OPTIONS = {
     "subclassed, accumulation": Case(zoo.subclassed, "accumulation"),
 }
 CASES = MODELS | BY_OPTIMIZER | OPTIONS
-LONG: set[str] = set()
+# Others show most of what these show.
+LONG = {
+    *("attention, dropout, graph", "attention, mask", "recurrent", "stacked cells"),
+    *("shared", "subclassed", "batch norm, graph", "distributed over time", "several"),
+    *("keep, attention", "keep, masked", "keep, shared", "keep, lora", "keep, tied"),
+    *("keep, batch norm", "lora, ema", "regularized, graph", "frozen, decay"),
+    *("regularized, global clipnorm", "tied, clipnorm", "subclassed, accumulation"),
+    *("adagrad", "adadelta", "adamax", "ftrl", "rmsprop", "sgd decay", "multi"),
+    *("accumulation", "loss scale", "ema", "sgd global clipnorm", "sharded state"),
+    *("state by variable", "sparse as dense", "num_groups", "predivided"),
+}
 
 
 def expected_weights(case):
@@ -224,6 +234,10 @@ def train_sharded(case):
         model.train_on_batch(*dealt(batch))
     end(model)
     return model
+
+
+def test_long_cases_exist():
+    assert set(CASES) > LONG
 
 
 @pytest.mark.ranks

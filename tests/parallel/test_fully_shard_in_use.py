@@ -37,6 +37,7 @@ from hvdtrain.sharding.shards import assign_shard
 
 RANK, SIZE = hvd.rank(), hvd.size()
 FEW = {"min_size": 16}
+LONG = pytest.mark.long
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def fit(model, make_model=zoo.dense, **options):
 
 
 @exact
-@pytest.mark.parametrize("is_eager", [True, False])
+@pytest.mark.parametrize("is_eager", [pytest.param(True, marks=LONG), False])
 def test_fit_with_callbacks(is_eager):
     expected = train_one_process(zoo.tied, adam())
     model = sharded(zoo.tied, is_eager=is_eager)
@@ -187,7 +188,9 @@ def test_an_optimizer_that_was_built_is_refused():
 
 
 @exact
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize(
+    "reshard_after_forward", [True, pytest.param(False, marks=LONG)]
+)
 def test_remat_after(reshard_after_forward):
     expected = train_one_process(zoo.remat_before, adam())
 
@@ -202,7 +205,7 @@ def test_remat_after(reshard_after_forward):
 
 
 @exact
-@pytest.mark.parametrize("backward_passes", [2, 3])
+@pytest.mark.parametrize("backward_passes", [2, pytest.param(3, marks=LONG)])
 def test_backward_passes_per_step(backward_passes):
     optimizer = keras.optimizers.SGD(
         0.1, momentum=0.9, gradient_accumulation_steps=backward_passes
@@ -278,7 +281,7 @@ def train_and_count_bytes(policy, **options):
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("gathers", [1, 2])
+@pytest.mark.parametrize("gathers", [pytest.param(1, marks=LONG), 2])
 def test_mixed_precision(policy, gathers):
     """Weights are sent in the dtype of the computation, gradients in their own."""
     options = {"reshard_after_forward": gathers == 2}
@@ -316,8 +319,14 @@ def trained(make_model=zoo.tied, **options):
 CUSTOM = {cls.__name__: cls for cls in (zoo.ReversibleEmbedding, zoo.Residual)}
 
 
+SAVED = [
+    zoo.tied,
+    *(pytest.param(m, marks=LONG) for m in (zoo.shared, zoo.residual, zoo.masked)),
+]
+
+
 @exact
-@pytest.mark.parametrize("make_model", [zoo.tied, zoo.shared, zoo.residual, zoo.masked])
+@pytest.mark.parametrize("make_model", SAVED)
 def test_a_saved_model_is_a_plain_one(make_model, directory):
     model = trained(make_model)
     inputs, _ = in_steps(zoo.samples(make_model), 0)
@@ -553,8 +562,10 @@ def test_beside_layers_on_a_mesh():
         ):
             assign_shard(variable, full)
         parallel.fully_shard(model, mesh=mesh, **FEW)
-    optimizer = hvd.DistributedOptimizer(adam(), mesh=mesh)
-    compile_with(model, optimizer)
+    compile_with(model, hvd.DistributedOptimizer(adam()))
+    with pytest.raises(ValueError, match="Pass the mesh of the layers"):
+        model.train_on_batch(*dealt(global_batches(zoo.dense)[0]))
+    compile_with(model, hvd.DistributedOptimizer(adam(), mesh=mesh))
     for inputs, targets in global_batches(zoo.dense):
         mine = slice(mesh.data.index, None, mesh.data.size)
         model.train_on_batch(inputs[mine], targets[mine])

@@ -24,13 +24,13 @@ MODULES_WITH_KERAS = [
     if "keras" in ast.dump(tree) and module != "keras.seams"
 ]
 ROWS = [(owner, seam) for owner, rows in seams.SEAMS.items() for seam in rows]
-# Private names of Python, of Horovod, of tf.data, and of our own objects in other
+# Private names of Python, of Horovod, of TensorFlow, and of our own objects in other
 # modules.
 NOT_OF_KERAS = {
     *("_exit", "_current_exceptions", "_replace", "_basics", "_state"),
     *("_get_process_set_ids_and_ranks", "_reset_callbacks", "_host_messages"),
     *("_DummyThread", "_target", "_grouped_allreduce", "_reduced_over"),
-    *("_inputs", "_seed", "_seed2", "_num_shards"),
+    *("_inputs", "_seed", "_seed2", "_num_shards", "_unique_id"),
 }
 # Names of `keras.ops` that the oldest supported Keras has not.
 LATER_OPERATIONS = {"Erfc", "ReLU"}

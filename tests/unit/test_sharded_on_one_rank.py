@@ -81,3 +81,21 @@ def test_the_file_is_the_full_model(mesh, tmp_path, make):
     again.load_weights(tmp_path / "model.weights.h5")
     for weight, wanted in zip(again.weights, model.weights, strict=True):
         np.testing.assert_array_equal(weight, wanted)
+
+
+def test_fully_shard_leaves_a_model_as_it_is(mesh):
+    def build():
+        keras.utils.set_random_seed(1)
+        return keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(3, "softmax", name="head")]
+        )
+
+    model, expected = build(), build()
+    assert parallel.fully_shard(model, min_size=1) is model
+    assert type(model.layers[0].kernel) is type(expected.layers[0].kernel)
+    for network in (model, expected):
+        network.compile("sgd", oracle.LOSS)
+        oracle.fit(network, X, Y)
+    oracle.assert_same_state(model, expected)
+    with pytest.raises(ValueError, match="^fully_shard takes a model that is built"):
+        parallel.fully_shard(keras.Sequential([keras.layers.Dense(3)]))
