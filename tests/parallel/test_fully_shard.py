@@ -240,14 +240,16 @@ def test_long_cases_exist():
     assert set(CASES) > LONG
 
 
-@pytest.mark.ranks
-@pytest.mark.four_ranks
+def marks(name):
+    found = [pytest.mark.long] * (name in LONG)
+    if name in ON_MORE_RANKS:
+        found += [pytest.mark.ranks, pytest.mark.four_ranks]
+    return found
+
+
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=name, marks=[pytest.mark.long] * (name in LONG))
-        for name, case in CASES.items()
-    ],
+    [pytest.param(case, id=name, marks=marks(name)) for name, case in CASES.items()],
 )
 def test_training_equals_one_process(case):
     keras.config.set_dtype_policy(case.policy)

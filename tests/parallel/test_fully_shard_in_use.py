@@ -482,6 +482,25 @@ def test_a_call_on_one_rank_alone_is_refused():
         method(zoo.VECTORS[:2], verbose=0)
 
 
+class Noisy(keras.layers.Dense):
+    """Adds random numbers without a seed of the layer."""
+
+    def call(self, inputs):
+        return super().call(inputs) + tf.random.normal(())
+
+
+def test_a_call_that_cannot_be_repeated():
+    """Its layer keeps its weights gathered."""
+
+    def noisy():
+        return keras.Sequential([keras.Input((zoo.FEATURES,)), Noisy(zoo.CLASSES)])
+
+    match = r"cannot repeat .* Noisy .* Pass reshard_after_forward=False to fully_shard"
+    with pytest.raises(ValueError, match=match):
+        fit(sharded(noisy, is_eager=False, min_size=1))
+    fit(sharded(noisy, is_eager=False, min_size=1, reshard_after_forward=False))
+
+
 class Peeking(keras.Model):
     """A loss reads a weight outside of the call of its layer."""
 

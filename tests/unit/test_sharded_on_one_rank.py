@@ -97,5 +97,5 @@ def test_fully_shard_leaves_a_model_as_it_is(mesh):
         network.compile("sgd", oracle.LOSS)
         oracle.fit(network, X, Y)
     oracle.assert_same_state(model, expected)
-    with pytest.raises(ValueError, match="^fully_shard takes a model that is built"):
+    with pytest.raises(ValueError, match=r"^fully_shard takes a model that is built"):
         parallel.fully_shard(keras.Sequential([keras.layers.Dense(3)]))
