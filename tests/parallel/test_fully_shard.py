@@ -236,8 +236,15 @@ def train_sharded(case):
     return model
 
 
-def test_long_cases_exist():
-    assert set(CASES) > LONG
+# Shards of all sizes, each kind of call, and each kind of collective.
+ON_MORE_RANKS = {
+    *("odd", "tied", "recurrent, graph", "subclassed, graph", "lora", "residual"),
+    *("global clipnorm", "sharded state, graph", "keep, graph", "sync batch norm"),
+}
+
+
+def test_the_named_cases_exist():
+    assert set(CASES) > LONG | ON_MORE_RANKS
 
 
 def marks(name):
