@@ -110,7 +110,7 @@ def shard_variable(
     )
     shard = _make_shard(variable, sharding)
     # Keras keeps it as the key of weights that are excluded from weight decay.
-    shard.value._unique_id = variable.value._unique_id
+    shard.value._unique_id = variable._value._unique_id
     variable.__class__ = FullyShardedVariable
     variable.sharding, variable.gathered_dtype = sharding, gathered_dtype
     variable._value = shard.value

@@ -32,7 +32,8 @@ from benchmarks.sent_bytes import count_bytes
 from hvdtrain import parallel
 from hvdtrain.collectives.dtypes import local_shard
 from hvdtrain.keras.replication import get_hook
-from hvdtrain.parallel.gathering import find_sharded
+from hvdtrain.parallel import creation
+from hvdtrain.parallel.gathering import FullyShardedVariable, find_sharded
 from hvdtrain.sharding.shards import assign_shard
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -432,6 +433,67 @@ def test_sharded_before_compile_or_after():
             compile_with(model, hvd.DistributedOptimizer(adam()))
         fit(model)
         assert model.predict(zoo.VECTORS[:2], verbose=0).shape == (2, zoo.CLASSES)
+
+
+class Block(keras.layers.Layer):
+    """A residual block, whose layers are built in the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = keras.layers.Dense(9, "gelu")
+        self.down = keras.layers.Dense(4, trainable=False)
+
+    def call(self, x):
+        return x + self.down(self.up(x))
+
+
+def make_by_call(inputs):
+    """Build layers by a call, with seeds that differ by rank."""
+
+    def make():
+        keras.utils.set_random_seed(3 + RANK)
+        model = keras.Sequential(
+            [
+                keras.layers.Embedding(23, 4),
+                Block(),
+                keras.layers.Dense(5, kernel_constraint="max_norm"),
+            ]
+        )
+        model(inputs())
+        return model
+
+    return make
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "inputs",
+    [lambda: np.zeros([2, 3], int), lambda: keras.Input([3], dtype="int32")],
+    ids=["values", "symbolic"],
+)
+def test_weights_are_created_as_shards(monkeypatch, policy, inputs):
+    keras.config.set_dtype_policy(policy)
+    make = make_by_call(inputs)
+    expected = parallel.fully_shard(make(), **FEW)
+    held = []
+    shard = creation.shard_variable
+
+    def record(variable, *options):
+        shard(variable, *options)
+        held.append(variable.path)
+
+    monkeypatch.setattr(creation, "shard_variable", record)
+    model = parallel.fully_shard(make, **FEW)
+    assert len(held) == len(find_sharded(model.variables)) == 3
+    for found, wanted in zip(model.variables, expected.variables, strict=True):
+        assert type(found) is type(wanted)
+        if isinstance(found, FullyShardedVariable):
+            assert found.gathered_dtype == wanted.gathered_dtype
+            np.testing.assert_array_equal(local_shard(found), local_shard(wanted))
+    for function in (lambda: "model", lambda: keras.Sequential()):
+        with pytest.raises(ValueError, match=r"function: 'model'|model that is built"):
+            parallel.fully_shard(function)
 
 
 def test_ranks_get_the_weights_of_the_first():
