@@ -56,9 +56,8 @@ def build(*extra, is_oracle=False, seed=5, options=FLOAT64):
         [
             keras.Input((5,), dtype="int32"),
             table(WORDS, 6, **options),
-            keras.layers.LayerNormalization(**options),
             *(layer(**options) for layer in extra),
-            keras.layers.Flatten(),
+            keras.layers.Flatten(**options),
             keras.layers.Dense(CLASSES, "softmax", **options),
         ]
     )
@@ -133,8 +132,11 @@ def test_mixed_precision_equals_one_process_to_its_rounding():
     check(lambda: keras.optimizers.SGD(0.1), options=policy, tolerance=0.02)
 
 
-def test_batch_normalization_has_the_statistics_of_the_global_batch():
-    check(lambda: keras.optimizers.SGD(0.1), keras.layers.BatchNormalization)
+@pytest.mark.parametrize(
+    "layer", [keras.layers.BatchNormalization, keras.layers.LayerNormalization]
+)
+def test_normalization_equals_one_process(layer):
+    check(lambda: keras.optimizers.SGD(0.1), layer)
 
 
 def test_the_oracle_sees_one_rank_alone():
@@ -250,7 +252,7 @@ def test_arrays_are_those_of_the_process():
 
 def test_ranks_drop_different_units():
     with distribution().scope():
-        model = build(keras.layers.LayerNormalization)
+        model = build()
         model.add(keras.layers.Dropout(0.5, **FLOAT64))
         fit(model, "sgd")
     (seed,) = (v for v in model.variables if "seed" in v.path)
