@@ -7,6 +7,7 @@ import horovod.tensorflow as hvd
 import keras
 from keras.src.backend.tensorflow import distribution_lib as backend_lib
 from keras.src.distribution.distribution_lib import Distribution
+from keras.src.trainers.trainer import Trainer
 
 from hvdtrain.collectives.graph import do_not_convert
 from hvdtrain.distribution import devices, trainer
@@ -47,7 +48,9 @@ def enable() -> None:
     for owner, name, substitute, ranks in (
         (Distribution, "__init__", devices.make_distribution, 0),
         # One rank has the global batch; but its gradients are dense, as of several.
-        (model, "compile", trainer.compile_distributed, 1),
+        # Of this class: loading compiles no model of a class with a `compile` of its
+        # own.
+        (Trainer, "compile", trainer.compile_distributed, 1),
         (model, "fit", trainer.fit, 2),
         (model, "train_on_batch", trainer.train_on_batch, 2),
         (model, "get_metrics_result", trainer.get_metrics_result, 2),

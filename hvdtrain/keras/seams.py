@@ -84,7 +84,6 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("add_variable_from_reference(reference_variable, name, initializer)",
              "Accumulated gradients have the full shape, other slots the shard's.",
              replaced_by=(_SHARDED_STATE,)),
-        # UpdateSkipping is outside of ShardedState: a skipped update exchanges nothing.
         Seam("_apply_weight_decay(variables)",
              "Decays this rank's shards; not in an update that is skipped.",
              replaced_by=(_SHARDED_STATE, _SKIPPING), is_ordered=True),
@@ -170,8 +169,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=("verify.capture.exchange_batches", _RECORD, _ENABLE)),
         *(Seam(signature, "Under keras.distribution the samples of all ranks count.",
                replaced_by=(_ENABLE,))
-          for signature in ("compile(optimizer, loss, ...)", "get_metrics_result()",
-                            "predict_step(data)")),
+          for signature in ("get_metrics_result()", "predict_step(data)")),
         *(Seam(signature, "Keras makes it again where it is None.")
           for signature in ("test_function(iterator)", "predict_function(data)")),
         Seam("stop_evaluating", "Ends `evaluate` after the same batch on all ranks."),
@@ -185,6 +183,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_compile_config", "The arguments of `compile`, functions as objects."),
         Seam("_compile_metrics", "The container of the metrics of `compile`."),
         Seam("_loss_tracker", "The mean of the losses, which a train_step updates."),
+    ),
+    "keras.src.trainers.trainer.Trainer": (
+        Seam("compile(optimizer, loss, ...)", "Distributes under keras.distribution.",
+             replaced_by=(_ENABLE,)),
     ),
     "keras.src.trainers.compile_utils.CompileMetrics": (
         Seam("_user_metrics", "The metrics of `compile`, before they are built."),
@@ -379,9 +381,7 @@ def replace(
                 f"{', '.join(seam.replaced_by)}."
             )
         _places[target][name] = place
-    original = (
-        getattr(target, name, None) if seam.is_optional else getattr(target, name)
-    )
+    original = getattr(target, name, *([None] if seam.is_optional else []))
     setattr(target, name, function)
     return original
 

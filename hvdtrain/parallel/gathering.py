@@ -83,7 +83,9 @@ class FullyShardedVariable(keras.Variable):
         for given in _values.get():
             given.pop(id(self), None)
         shard = local_shard(self)
-        shard.assign(tf.cast(self.sharding.shard(value), shard.dtype))
+        # A slice would share the memory of the full value, and keep it.
+        new = tf.raw_ops.DeepCopy(x=self.sharding.shard(value))
+        shard.assign(tf.cast(new, shard.dtype))
 
     def numpy(self) -> np.ndarray:
         """Return the full value. A collective."""

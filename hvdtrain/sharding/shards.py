@@ -156,8 +156,9 @@ def assign_shard(variable: keras.Variable, full: np.ndarray | tf.Tensor) -> None
                 f"Received: values of the shape {tuple(full.shape)}"
             )
         # A slot has the shape of its variable where one rank holds all of a flattened
-        # variable; the shard has one axis.
-        full = keras.ops.reshape(sharding.shard(full), variable.shape)
+        # variable; the shard has one axis. A slice would share the memory of the full
+        # value, and keep it.
+        full = np.array(keras.ops.reshape(sharding.shard(full), variable.shape))
     variable.assign(full)
 
 

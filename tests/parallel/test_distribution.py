@@ -16,6 +16,7 @@ from oracle import assert_bitwise_equal_over_ranks, difference
 import hvdtrain.distribution
 import hvdtrain.keras as hvd
 from hvdtrain.job.world import JobError
+from hvdtrain.keras.variables import is_distributed
 
 hvdtrain.distribution.enable()
 keras.distribution.initialize(num_processes=hvd.size(), process_id=hvd.rank())
@@ -324,6 +325,13 @@ def test_what_does_not_fit_the_job_is_an_error_of_one_line(make, message):
     with pytest.raises(JobError, match=message) as raised:
         make()
     assert "\n" not in str(raised.value)
+
+
+def test_a_loaded_model_is_compiled_and_distributed(tmp_path):
+    compile_model(build(), "sgd").save(tmp_path / "model.keras")
+    with distribution().scope():
+        model = keras.models.load_model(tmp_path / "model.keras")
+    assert is_distributed(model.optimizer)
 
 
 def test_data_and_losses_that_cannot_be_dealt_are_errors():

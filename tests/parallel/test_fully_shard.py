@@ -205,6 +205,11 @@ LONG = {
     *("adagrad", "adadelta", "adamax", "ftrl", "rmsprop", "sgd decay", "multi"),
     *("accumulation", "loss scale", "ema", "sgd global clipnorm", "sharded state"),
     *("state by variable", "sparse as dense", "num_groups", "predivided"),
+    *("attention, dropout", "convolution", "layer norm", "masked", "masked average"),
+    *("frozen batch norm", "distributed over time, graph", "nested", "shared, graph"),
+    *("with loss", "constrained", "nests", "clipvalue", "lion", "nadam", "clipnorm"),
+    *("keep, global clipnorm", "all sharded", "none sharded", "loss scale, graph"),
+    *("multi, graph", "sharded state, ema", "ema overwriting", "sgd"),
 }
 
 
@@ -266,3 +271,12 @@ def test_training_equals_one_process(case):
     stored = sum(math.prod(v._value.shape) for v in find_sharded(model.weights))
     full = sum(math.prod(v.shape) for v in find_sharded(model.weights))
     assert stored <= full / SIZE + 16 * len(model.weights)
+
+
+def test_the_oracle_sees_a_missing_reduction():
+    make = OPTIMIZERS["adam"]
+    expected = train_one_process(zoo.dense, make())
+    model = compile_with(build(zoo.dense), make())
+    train_plainly(model, map(dealt, global_batches(zoo.dense)))
+    with pytest.raises(AssertionError):
+        assert_close(model, expected, 1e-3)
