@@ -1,7 +1,6 @@
 """Processes, devices and layouts: what `keras.distribution` asks of its backend.
 
-A device is a rank, and its number is the rank. A process has one device, so that
-"cpu:3" is the CPU, or what rank 3 uses of it.
+A device is a rank, and a process has one device: "cpu:3" is that of rank 3.
 """
 
 import os

@@ -17,7 +17,7 @@ from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.distribution.devices import Method
 from hvdtrain.job.world import JobError
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
-from hvdtrain.keras.layers import moments_over_ranks
+from hvdtrain.keras.layers import SyncBatchNormalization, moments_over_ranks
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras.variables import is_distributed
@@ -25,7 +25,7 @@ from hvdtrain.keras.variables import is_distributed
 # The mean over ranks of such losses is not the loss of the global batch.
 _OTHER_REDUCTIONS = ("sum", "none", None, "mean_with_sample_weight")
 _UNEVEN = (
-    "Received a global batch whose number of samples the {size} ranks do not divide. "
+    "Received a global batch whose number of samples {size} ranks do not divide. "
     "Pass drop_remainder=True to dataset.batch, and a batch size that is divisible."
 )
 
@@ -83,7 +83,9 @@ def fit(method: Method, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
     if not any(isinstance(c, BroadcastGlobalVariablesCallback) for c in callbacks):
         callbacks.insert(0, _start_of(model))
     call.arguments["callbacks"] = callbacks
-    return method(*call.args, **call.kwargs)
+    arguments = dict(call.arguments)
+    del arguments["self"]
+    return method(model, **arguments)
 
 
 def train_on_batch(
@@ -136,6 +138,9 @@ def moments(
     method: Method, layer: keras.layers.BatchNormalization, inputs: Any, mask: Any
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the moments of the global batch."""
+    # It has a process set of its own.
+    if isinstance(layer, SyncBatchNormalization):
+        return method(layer, inputs, mask)
     return moments_over_ranks(layer, inputs, mask, global_process_set)
 
 

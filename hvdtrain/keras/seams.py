@@ -75,7 +75,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Of the class: refuses fully sharded weights. A verification follows the "
              "optimizer; ShardedState builds slots for shards of the weights; the hook "
              "then sets their shardings.",
-             replaced_by=("keras.sharded_saving.install", _RECORD, _SHARDED_STATE,
+             replaced_by=(_RECORD, "keras.sharded_saving.install", _SHARDED_STATE,
                           _HOOK), is_ordered=True),
         Seam("_clip_gradients(grads)",
              "Runs between accumulation and clipping, also where nothing is clipped: "

@@ -13,6 +13,11 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
+from hvdtrain.collectives.objects import (
+    allgather_object,
+    group_by_value,
+    name_values,
+)
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.keras import sharded_models
 from hvdtrain.keras.layers import SyncBatchNormalization
@@ -89,11 +94,15 @@ def fully_shard(
     """
     ranks = data_axis(mesh).process_set
     created: list[keras.Variable] = []
+    options = {"reshard_after_forward": reshard_after_forward, "min_size": min_size}
     if not isinstance(model, keras.Model):
+        _check_alike(options, ranks)
         model, created = _create(model, ranks, min_size)
     _check(model, created)
     if not needs_communication(ranks):
         return model
+    shapes = [tuple(variable.shape) for variable in model.variables]
+    _check_alike(f"{options} and weights of the shapes {shapes}", ranks)
     sharded_models.install()
     for variable, dtype in _weights(model):
         if isinstance(variable, FullyShardedVariable):
@@ -106,10 +115,29 @@ def fully_shard(
     return model
 
 
+def _check_alike(received: object, ranks: ProcessSet) -> None:
+    """Raise a ValueError unless all ranks have equal arguments. A collective."""
+    if not needs_communication(ranks):
+        return
+    groups = group_by_value(
+        allgather_object(str(received), name="FullyShard", process_set=ranks)
+    )
+    if len(groups) > 1:
+        raise ValueError(
+            "All ranks call fully_shard with the same model and options. Received: "
+            f"{name_values(groups, str)}."
+        )
+
+
 def _create(
     build: Callable[[], keras.Model], ranks: ProcessSet, min_size: int
 ) -> tuple[keras.Model, list[keras.Variable]]:
     """Return the model of a function, and its weights that are sharded already."""
+    if isinstance(build, keras.layers.Layer) or not callable(build):
+        raise ValueError(
+            "fully_shard takes a keras.Model, or a function that returns one. "
+            f"Received: {build!r}."
+        )
     if not needs_communication(ranks):
         return build(), []
     sharded_models.install()

@@ -51,15 +51,20 @@ class FullyShardedVariable(keras.Variable):
     @property
     def value(self) -> tf.Tensor:
         """The full value. A collective outside of the call of its layer."""
-        found = ChainMap(*_values.get()).get(id(self))
-        return self._maybe_autocast(self._read() if found is None else found)
+        return self._maybe_autocast(self._read())
 
     def _read(self) -> tf.Tensor:
         scope = global_state.get_global_attribute("stateless_scope")
-        if scope is not None:
-            found = scope.get_current_value(self)
-            # Without a value, Keras infers shapes.
-            return tf.zeros(self._shape, self._dtype) if found is None else found
+        # In a pass of `remat`, a layer may have assigned it.
+        found = None if scope is None else scope.get_current_value(self)
+        if found is None:
+            found = ChainMap(*_values.get()).get(id(self))
+        return self._gather() if found is None else found
+
+    def _gather(self) -> tf.Tensor:
+        if global_state.get_global_attribute("symbolic_scope") is not None:
+            # Keras infers shapes.
+            return tf.zeros(self._shape, self._dtype)
         if sharded_saving.is_in_saving_thread():
             return tf.convert_to_tensor(sharded_saving.full_value(self))
         shard = shard_value(self)
@@ -112,10 +117,10 @@ def shard_variable(
     )
     shard = _make_shard(variable, sharding)
     # Keras keeps it as the key of weights that are excluded from weight decay.
-    shard.value._unique_id = variable._value._unique_id
+    shard._value._unique_id = variable._value._unique_id
     variable.__class__ = FullyShardedVariable
     variable.sharding, variable.gathered_dtype = sharding, gathered_dtype
-    variable._value = shard.value
+    variable._value = shard._value
     set_local_shard(variable, shard)
     for owner in (variable, shard):
         set_sharding(owner, sharding)
@@ -133,11 +138,12 @@ def _make_shard(variable: keras.Variable, sharding: Sharding) -> keras.Variable:
         # A slice would share the memory of the full value, and keep it.
         shard = keras.Variable(
             np.array(sharding.shard(full)),
-            dtype=variable.dtype,
+            # A layer may create it in its call, in the scope of the autocast.
+            dtype=variable._dtype,
             trainable=variable.trainable,
             name=variable.name,
         )
-    mark_internal(shard.value)
+    mark_internal(shard._value)
     shard._path = variable.path
     return shard
 

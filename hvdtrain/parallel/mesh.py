@@ -176,8 +176,7 @@ def data_axis(mesh: Mesh | Axes | None = None) -> Axis:
         return (mesh or active_mesh()).data
     if is_elastic():
         raise RuntimeError(
-            "A sharded embedding needs a fixed number of ranks. Received: an elastic "
-            "job."
+            "Sharded weights need a fixed number of ranks. Received: an elastic job."
         )
     return Axis("data", horovod.size(), horovod.rank(), global_process_set)
 

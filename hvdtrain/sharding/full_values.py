@@ -12,6 +12,8 @@ in chunks, so that messages stay small however large a variable is:
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 import os
 import pathlib
@@ -31,6 +33,7 @@ from hvdtrain.sharding.shards import Shape, Sharding, get_sharding
 _CHUNK_BYTES = 64 << 20
 # Smaller arrays are kept in memory: a file for each would be slow.
 _LEAST_FILE_BYTES = 1 << 20
+_ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +158,7 @@ class FullValues:
 
     Args:
         variables: `FullVariable`s, the same ones in the same order on all ranks.
-        directory: where the chief keeps the values of sharded variables, in files
+        directory: where the chief keeps the values of sharded variables, in a file
             without a name; by default in memory.
     """
 
@@ -184,7 +187,7 @@ class FullValues:
         sizes = [b.size if b and senders[b] == r else 0 for r, b in enumerate(blocks)]
         full, local = None, np.zeros([0], described.dtype)
         if self._rank == 0:
-            full = _allocate(described, self._directory)
+            full = self._allocate(number)
         if described.variable is not None and sizes[self._rank]:
             local = described.variable.numpy().reshape(-1)
         for start, stop in self._chunks(described, sizes):
@@ -222,6 +225,34 @@ class FullValues:
         if described.variable is not None:
             described.variable.assign(local.reshape(described.variable.shape))
 
+    def _allocate(self, number: int) -> np.ndarray:
+        described = self.variables[number]
+        start, size = self._starts[number], _bytes_of(described)
+        if self._file is None or size < _LEAST_FILE_BYTES:
+            return np.empty(described.shape, described.dtype)
+        values = self._file[start : start + size].view(described.dtype)
+        return values.reshape(described.shape)
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        """The places of the values in the file, and its size."""
+        sizes = (-(-_bytes_of(each) // _ALIGNMENT) for each in self.variables)
+        return [_ALIGNMENT * n for n in itertools.accumulate(sizes, initial=0)]
+
+    @functools.cached_property
+    def _file(self) -> np.memmap | None:
+        """The bytes of one file; None without a directory, or space in it."""
+        if self._directory is None:
+            return None
+        # A full disk is an error here, and would be a signal at the first access.
+        with (
+            contextlib.suppress(OSError),
+            tempfile.TemporaryFile(dir=self._directory) as file,
+        ):
+            os.posix_fallocate(file.fileno(), 0, self._starts[-1])
+            return np.memmap(file, np.uint8, "r+")
+        return None
+
     def _chunks(
         self, described: FullVariable, sizes: Sequence[int]
     ) -> Iterator[tuple[int, int]]:
@@ -232,16 +263,5 @@ class FullValues:
             yield start, start + step
 
 
-def _allocate(described: FullVariable, directory: pathlib.Path | None) -> np.ndarray:
-    """Return an array in a file, or in memory without a directory or space in it."""
-    shape, dtype = described.shape, np.dtype(described.dtype)
-    size = math.prod(shape) * dtype.itemsize
-    if directory and size >= _LEAST_FILE_BYTES:
-        # A full disk is an error here, and would be a signal at the first access.
-        with (
-            contextlib.suppress(OSError),
-            tempfile.TemporaryFile(dir=directory) as file,
-        ):
-            os.posix_fallocate(file.fileno(), 0, size)
-            return np.memmap(file, dtype, "r+", shape=shape)
-    return np.empty(shape, dtype)
+def _bytes_of(described: FullVariable) -> int:
+    return math.prod(described.shape) * np.dtype(described.dtype).itemsize

@@ -270,6 +270,7 @@ def test_training_equals_one_process(case):
     assert_close(model, expected, case.tolerance)
     stored = sum(math.prod(v._value.shape) for v in find_sharded(model.weights))
     full = sum(math.prod(v.shape) for v in find_sharded(model.weights))
+    assert bool(full) == (case.shard.get("min_size", MIN_SIZE) < 10**6)
     assert stored <= full / SIZE + 16 * len(model.weights)
 
 

@@ -435,6 +435,42 @@ def test_sharded_before_compile_or_after():
         assert model.predict(zoo.VECTORS[:2], verbose=0).shape == (2, zoo.CLASSES)
 
 
+class Halving(keras.layers.Dense):
+    """Assigns its kernel, and reads it afterwards."""
+
+    def call(self, inputs):
+        self.kernel.assign(0.5 * self.kernel)
+        return super().call(inputs)
+
+
+def halving():
+    layer = Halving(zoo.CLASSES, kernel_initializer="ones")
+    return keras.Sequential([keras.Input((zoo.FEATURES,)), layer])
+
+
+def test_a_repeated_layer_reads_the_weight_that_it_has_assigned():
+    model = parallel.fully_shard(halving(), min_size=1)
+    outputs = model(np.ones([2, zoo.FEATURES], "float32"))
+    np.testing.assert_array_equal(
+        outputs, np.full([2, zoo.CLASSES], 0.5 * zoo.FEATURES)
+    )
+    np.testing.assert_array_equal(model.get_weights()[0], 0.5)
+
+
+def test_a_layer_of_remat_with_the_weight_of_another_layer_is_refused():
+    other = keras.layers.Dense(zoo.FEATURES)
+    other.build([None, zoo.FEATURES])
+    reading = keras.layers.Lambda(lambda x: x @ other.kernel)
+    inputs = keras.Input((zoo.FEATURES,))
+    model = keras.Model(inputs, parallel.remat(reading)(other(inputs)))
+    parallel.fully_shard(model, min_size=1)
+    with (
+        pytest.raises(ValueError, match="cannot repeat the call of the Lambda"),
+        tf.GradientTape(),
+    ):
+        model(np.ones([2, zoo.FEATURES], "float32"))
+
+
 class Block(keras.layers.Layer):
     """A residual block, whose layers are built in the first call."""
 
@@ -443,8 +479,11 @@ class Block(keras.layers.Layer):
         self.up = keras.layers.Dense(9, "gelu")
         self.down = keras.layers.Dense(4, trainable=False)
 
+    def build(self, _):
+        self.scale = self.add_weight(shape=(1,))
+
     def call(self, x):
-        return x + self.down(self.up(x))
+        return x + self.scale * self.down(self.up(x))
 
 
 def make_by_call(inputs):
@@ -490,10 +529,13 @@ def test_weights_are_created_as_shards(monkeypatch, policy, inputs):
         assert type(found) is type(wanted)
         if isinstance(found, FullyShardedVariable):
             assert found.gathered_dtype == wanted.gathered_dtype
+            assert local_shard(found).dtype == "float32"
             np.testing.assert_array_equal(local_shard(found), local_shard(wanted))
-    for function in (lambda: "model", lambda: keras.Sequential()):
-        with pytest.raises(ValueError, match=r"function: 'model'|model that is built"):
-            parallel.fully_shard(function)
+    for wrong in (lambda: "model", lambda: keras.Sequential(), "model", Block()):
+        with pytest.raises(ValueError, match=r"^fully_shard takes a "):
+            parallel.fully_shard(wrong)
+    with pytest.raises(ValueError, match=r"same model and options. Received: .*rank 1"):
+        parallel.fully_shard(make, min_size=RANK)
 
 
 def test_ranks_get_the_weights_of_the_first():
