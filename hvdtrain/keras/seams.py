@@ -88,7 +88,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Decays this rank's shards; not in an update that is skipped.",
              replaced_by=(_SHARDED_STATE, _SKIPPING), is_ordered=True),
         Seam("_backend_update_step(grads, trainable_variables, learning_rate)",
-             "Updates this rank's shards; nothing in an update that is skipped.",
+             "Updates this rank's shards; a skipped update exchanges nothing.",
              replaced_by=(_SHARDED_STATE, _SKIPPING), is_ordered=True),
         Seam("_update_model_variables_moving_average(trainable_variables)",
              "Averages this rank's shards; not after an update that is skipped.",

@@ -75,15 +75,8 @@ class WeightShard:
         self.weight = weight
         self.sharding: Sharding | None = None
         if sizes is not None:
-            self.sharding = Sharding(
-                axis=0,
-                size=sum(sizes),
-                num_shards=len(sizes),
-                rank=process_set.rank(),
-                process_set=process_set,
-                uneven=sizes,
-                shape=tuple(weight.shape),
-                within=get_sharding(weight),
+            self.sharding = Sharding.of_elements(
+                weight.shape, sizes, process_set, within=get_sharding(weight)
             )
         is_full = sizes is None or max(sizes) == sum(sizes) == self.size
         self.variable = weight if is_full else self._make_variable()

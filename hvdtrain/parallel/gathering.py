@@ -105,15 +105,8 @@ def shard_variable(
     A collective of `process_set`, which has more than one rank.
     """
     (sizes,) = sizes_by_shards([math.prod(variable.shape)], process_set.size())
-    sharding = Sharding(
-        axis=0,
-        size=sum(sizes),
-        num_shards=len(sizes),
-        rank=process_set.rank(),
-        process_set=process_set,
-        uneven=sizes,
-        shape=tuple(variable.shape),
-        sums_gradients=True,
+    sharding = Sharding.of_elements(
+        variable.shape, sizes, process_set, sums_gradients=True
     )
     shard = _make_shard(variable, sharding)
     # Keras keeps it as the key of weights that are excluded from weight decay.

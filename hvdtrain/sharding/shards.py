@@ -69,6 +69,29 @@ class Sharding:
     within: "Sharding | None" = None
     sums_gradients: bool = False
 
+    @classmethod
+    def of_elements(
+        cls,
+        shape: Sequence[int],
+        sizes: Shape,
+        process_set: ProcessSet,
+        *,
+        within: "Sharding | None" = None,
+        sums_gradients: bool = False,
+    ) -> "Sharding":
+        """Return the sharding of a flattened variable, of the elements by rank."""
+        return cls(
+            axis=0,
+            size=sum(sizes),
+            num_shards=len(sizes),
+            rank=process_set.rank(),
+            process_set=process_set,
+            uneven=sizes,
+            shape=tuple(shape),
+            within=within,
+            sums_gradients=sums_gradients,
+        )
+
     @property
     def sizes(self) -> list[int]:
         """Elements on the axis, by rank."""

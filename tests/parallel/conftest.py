@@ -100,3 +100,12 @@ def _fresh_keras():
     yield
     keras.config.set_dtype_policy("float32")
     keras.utils.clear_session(free_memory=False)
+
+
+@pytest.fixture
+def float64():
+    """Make models in float64."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx("float32")

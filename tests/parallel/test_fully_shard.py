@@ -29,20 +29,13 @@ import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.parallel.gathering import find_sharded
 
+pytestmark = pytest.mark.usefixtures("float64")
 optimizers = keras.optimizers
 SIZE = hvd.size()
 TOLERANCE = 1e-10
 # Keras makes the factors of LoRA in float32.
 FLOAT32 = 5e-6
 MIN_SIZE = 16
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx("float32")
 
 
 def excluding(**excluded):

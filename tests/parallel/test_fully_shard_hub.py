@@ -14,6 +14,7 @@ from hvdtrain import parallel
 from hvdtrain.parallel.gathering import find_sharded
 
 keras_hub = pytest.importorskip("keras_hub")
+pytestmark = pytest.mark.usefixtures("float64")
 
 LENGTH = 5
 VOCABULARY = 16
@@ -68,14 +69,6 @@ zoo.SAMPLES.update({**dict.fromkeys(LANGUAGE, TEXT), bert: TEXT | SEGMENTS})
 zoo.TARGETS.update(dict.fromkeys(LANGUAGE, np.roll(TOKENS, -1, axis=1)))
 # Their normalizations compute in float32, whatever the dtype of the model is.
 TOLERANCES = {llama: 1e-7, gemma: 1e-6}
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx("float32")
 
 
 @pytest.mark.parametrize("make_model", [*LANGUAGE, bert])

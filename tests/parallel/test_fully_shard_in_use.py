@@ -41,15 +41,7 @@ FEW = {"min_size": 16}
 LONG = pytest.mark.long
 
 
-@pytest.fixture
-def _float64():
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx("float32")
-
-
-exact = pytest.mark.usefixtures("_float64")
+exact = pytest.mark.usefixtures("float64")
 
 
 def adam(**options):
