@@ -13,6 +13,7 @@ from benchmarks.parallelism import ParallelismOptions
 from benchmarks.sent_bytes import count_bytes
 from hvdtrain.benchmark import variants
 from hvdtrain.benchmark.figures import Figures, median_ratio
+from hvdtrain.collectives.dtypes import local_shard
 from hvdtrain.job import World
 from hvdtrain.job.agreement import fail_together, gather
 
@@ -138,5 +139,6 @@ def _memory(model: keras.Model) -> dict[str, int]:
 
 def _bytes(variables: Iterable[keras.Variable]) -> int:
     return sum(
-        math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in variables
+        math.prod(each.shape) * tf.as_dtype(each.dtype).size
+        for each in map(local_shard, variables)
     )

@@ -191,6 +191,11 @@ def _data_parallel(
     return _compile_wide(_build_wide(options), options, shard_state=shard_state)
 
 
+def _fully_sharded(options: ParallelismOptions, reshard: bool) -> keras.Model:
+    model = parallel.fully_shard(_build_wide(options), reshard_after_forward=reshard)
+    return _compile_wide(model, options)
+
+
 def _model_parallel(options: ParallelismOptions) -> keras.Model:
     with parallel.Mesh(model=hvd.size()) as mesh:
         model = _build_wide(
@@ -216,6 +221,8 @@ _WIDE_KINDS = {
     "state": Kind(
         build=functools.partial(_data_parallel, shard_state="slices_reducescatter")
     ),
+    "full": Kind(build=functools.partial(_fully_sharded, reshard=True)),
+    "gathered": Kind(build=functools.partial(_fully_sharded, reshard=False)),
     "model": Kind(build=_model_parallel, shares_samples=True),
     "pipeline": Kind(build=_pipeline, shares_samples=True, most_ranks=_PAIRS),
 }

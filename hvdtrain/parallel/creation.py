@@ -1,26 +1,25 @@
 """Weights of which each rank stores a shard as soon as they are created.
 
-`parallel.fully_shard` calls a function that builds a model in the block
-`sharding_created`: a rank then has one full weight at a time, never the full model.
+A rank that builds a model this way has one full weight at a time, never the full model.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.process_sets import ProcessSet
 from hvdtrain.keras.seams import replace
-from hvdtrain.parallel.gathering import shard_variable
 from hvdtrain.parallel.layer import ShardedWeights
 from hvdtrain.sharding.shards import get_sharding
 
+# Makes a variable this rank's shard.
+Shard: TypeAlias = Callable[[keras.Variable], None]
+
 
 def is_shardable(variable: keras.Variable, min_size: int) -> bool:
-    """Return whether `fully_shard` shards a weight that a layer has as trainable."""
+    """Return whether a weight that a layer has as trainable can be fully sharded."""
     return (
         tf.as_dtype(variable.dtype).is_floating
         and math.prod(variable.shape) >= min_size
@@ -29,25 +28,20 @@ def is_shardable(variable: keras.Variable, min_size: int) -> bool:
     )
 
 
-@contextlib.contextmanager
-def sharding_created(
-    process_set: ProcessSet, min_size: int
-) -> Iterator[list[keras.Variable]]:
-    """Shard each weight that a layer adds in the block, if it is shardable.
+def shard_when_created(
+    choose: Callable[[keras.Variable], Shard | None],
+) -> Callable[[], None]:
+    """Shard trainable weights when layers add them, from now on.
 
-    Creations are then collectives of `process_set`.
+    Args:
+        choose: returns the function that shards a weight, or None. Creations of weights
+            that are sharded are collectives.
 
-    Yields:
-        A list to which each weight is appended that is sharded.
+    Returns:
+        A function that ends it.
     """
-    created: list[keras.Variable] = []
     # Weights of layers that Keras builds while it infers shapes get their values later.
-    awaited: dict[int, keras.Variable] = {}
-
-    def shard(variable: keras.Variable) -> None:
-        # Their dtype of computation is known when the model is complete.
-        shard_variable(variable, process_set, variable._dtype)
-        created.append(variable)
+    awaited: dict[int, tuple[keras.Variable, Shard]] = {}
 
     def add_weight(
         layer: keras.layers.Layer, *args: Any, **kwargs: Any
@@ -56,30 +50,36 @@ def sharding_created(
         # A layer that is frozen has trainable weights, too. Layers of `ShardedWeights`
         # mark their shards after this.
         is_trainable = any(variable is each for each in layer._trainable_variables)
-        if (
-            is_trainable
-            and not isinstance(layer, ShardedWeights)
-            and is_shardable(variable, min_size)
-        ):
-            if variable._value is None:
-                awaited[id(variable)] = variable
-            elif tf.executing_eagerly():
-                shard(variable)
+        if not is_trainable or isinstance(layer, ShardedWeights):
+            return variable
+        shard = choose(variable)
+        if shard and variable._value is None:
+            awaited[id(variable)] = variable, shard
+        elif shard and tf.executing_eagerly():
+            shard(variable)
         return variable
 
     def initialize(variable: keras.Variable) -> None:
         initialize_full(variable)
-        if awaited.pop(id(variable), None) is not None:
+        if found := awaited.pop(id(variable), None):
+            _, shard = found
             shard(variable)
 
-    targets = (
-        (keras.layers.Layer, "add_weight"),
-        (keras.Variable, "_deferred_initialize"),
+    layer_class, variable_class = keras.layers.Layer, keras.Variable
+    add_full_weight = replace(
+        layer_class, "add_weight", add_weight, by=shard_when_created
     )
-    add_full_weight = replace(*targets[0], add_weight, by=sharding_created)
-    initialize_full = replace(*targets[1], initialize, by=sharding_created)
-    try:
-        yield created
-    finally:
-        replace(*targets[0], add_full_weight, by=sharding_created)
-        replace(*targets[1], initialize_full, by=sharding_created)
+    initialize_full = replace(
+        variable_class, "_deferred_initialize", initialize, by=shard_when_created
+    )
+
+    def end() -> None:
+        replace(layer_class, "add_weight", add_full_weight, by=shard_when_created)
+        replace(
+            variable_class,
+            "_deferred_initialize",
+            initialize_full,
+            by=shard_when_created,
+        )
+
+    return end

@@ -5,13 +5,9 @@ state over the ranks that process different samples. The names are those of PyTo
 `torch.distributed.fsdp.fully_shard`.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
-import tensorflow as tf
-from keras.src import backend
 
 from hvdtrain.collectives.objects import (
     allgather_object,
@@ -20,27 +16,16 @@ from hvdtrain.collectives.objects import (
 )
 from hvdtrain.collectives.process_sets import ProcessSet, needs_communication
 from hvdtrain.keras import sharded_models
-from hvdtrain.keras.layers import SyncBatchNormalization
-from hvdtrain.keras.seams import replace
-from hvdtrain.parallel.creation import is_shardable, sharding_created
-from hvdtrain.parallel.gathering import (
-    FullyShardedVariable,
-    find_sharded,
-    find_unread,
-    gather,
-    reading,
-    shard_value,
-    shard_variable,
+from hvdtrain.parallel.creation import is_shardable, shard_when_created
+from hvdtrain.parallel.gathered_calls import (
+    Gathering,
+    gather_in_calls,
+    weights_with_dtypes,
 )
+from hvdtrain.parallel.gathering import find_sharded, flat_sharding, shard_variable
 from hvdtrain.parallel.mesh import Mesh, data_axis
-from hvdtrain.parallel.recomputation import is_remat, recompute
 from hvdtrain.sharding.shards import get_sharding
 
-# These layers call a layer inside in each of the steps of a series: they gather for it.
-_LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
-# A call of these layers is not repeated: the loop of an RNN may have states, and the
-# other has a collective.
-_NOT_REPEATED = (keras.layers.RNN, SyncBatchNormalization)
 _KEEP = "Pass reshard_after_forward=False to fully_shard."
 
 
@@ -104,14 +89,10 @@ def fully_shard(
     shapes = [tuple(variable.shape) for variable in model.variables]
     _check_alike(f"{options} and weights of the shapes {shapes}", ranks)
     sharded_models.install()
-    for variable, dtype in _weights(model):
-        if isinstance(variable, FullyShardedVariable):
-            variable.gathered_dtype = dtype
-        elif is_shardable(variable, min_size):
-            shard_variable(variable, ranks, dtype)
-    for layer in _flatten(model):
-        _gather_in_call(layer, reshard_after_forward)
-    model.train_function = model.test_function = model.predict_function = None
+    for variable, dtype in weights_with_dtypes(model):
+        if is_shardable(variable, min_size):
+            _shard(variable, ranks, dtype)
+    gather_in_calls(model, Gathering(reshard_after_forward, _KEEP))
     return model
 
 
@@ -141,8 +122,20 @@ def _create(
     if not needs_communication(ranks):
         return build(), []
     sharded_models.install()
-    with sharding_created(ranks, min_size) as created:
+    created: list[keras.Variable] = []
+
+    def shard(variable: keras.Variable) -> None:
+        # Their dtype of computation is known when the model is complete.
+        _shard(variable, ranks, variable._dtype)
+        created.append(variable)
+
+    stop = shard_when_created(
+        lambda variable: shard if is_shardable(variable, min_size) else None
+    )
+    try:
         model = build()
+    finally:
+        stop()
     for variable in created:
         if variable.constraint is not None:
             raise ValueError(
@@ -150,6 +143,11 @@ def _create(
                 "Pass the constraint to the layer, or the built model to fully_shard."
             )
     return model, created
+
+
+def _shard(variable: keras.Variable, ranks: ProcessSet, dtype: str) -> None:
+    sharding = flat_sharding(variable.shape, ranks)
+    shard_variable(variable, sharding, dtype, process_set=ranks)
 
 
 def _check(model: keras.Model, created: Sequence[keras.Variable]) -> None:
@@ -185,73 +183,3 @@ def _check(model: keras.Model, created: Sequence[keras.Variable]) -> None:
             f"{model.name!r} is built for full weights. Call it before optimizer.build "
             "and fit, or compile the model with a new optimizer."
         )
-
-
-def _flatten(model: keras.Model) -> list[keras.layers.Layer]:
-    """Return all layers, each once."""
-    return list({id(layer): layer for layer in model._flatten_layers()}.values())
-
-
-def _weights(model: keras.Model) -> Iterator[tuple[keras.Variable, str]]:
-    """Yield each weight of layers, and the dtype in which it is gathered."""
-    dtypes: dict[int, set[str]] = {}
-    found: dict[int, keras.Variable] = {}
-    for layer in _flatten(model):
-        for variable in layer._trainable_variables:
-            is_cast = layer.autocast and variable._autocast
-            dtype = layer.compute_dtype if is_cast else variable.dtype
-            dtypes.setdefault(id(variable), set()).add(dtype)
-            found[id(variable)] = variable
-    for number, variable in found.items():
-        # Layers of several dtypes may read it.
-        (dtype, *others) = dtypes[number]
-        yield variable, variable.dtype if others else dtype
-
-
-def _gather_in_call(layer: keras.layers.Layer, reshard_after_forward: bool) -> None:
-    """Make the call of a layer gather its weights, if they are sharded."""
-    is_whole = isinstance(layer, (*_LOOPS, *_NOT_REPEATED))
-    found = layer.variables if is_whole else layer._trainable_variables
-    weights = find_sharded(found)
-    # A layer of `remat` gathers its weights in each of its passes.
-    if not weights or is_remat(layer):
-        return
-    inside = list(layer._flatten_layers())
-    is_repeated = is_whole or all(found is layer for found in inside)
-    is_repeated &= not any(isinstance(found, _NOT_REPEATED) for found in inside)
-    wrapper = _call_again if reshard_after_forward and is_repeated else _call_once
-    call = functools.partial(wrapper, layer, layer.call, weights)
-    functools.update_wrapper(call, layer.call)
-    replace(layer, "call", call, by=fully_shard)
-
-
-def _call_again(
-    layer: keras.layers.Layer,
-    call: Callable[..., Any],
-    weights: list[FullyShardedVariable],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    tensors = filter(tf.is_tensor, tf.nest.flatten((args, kwargs)))
-    is_dense = all(isinstance(tensor, tf.Tensor) for tensor in tensors)
-    if is_dense and find_unread(weights):
-        return recompute(layer, call, _KEEP, *args, **kwargs)
-    return _call_once(layer, call, weights, *args, **kwargs)
-
-
-def _call_once(
-    layer: keras.layers.Layer,
-    call: Callable[..., Any],
-    weights: list[FullyShardedVariable],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    # A layer outside may have gathered them.
-    weights = find_unread(weights)
-    if backend.in_stateless_scope() or not weights:
-        return call(*args, **kwargs)
-    tensors = filter(tf.is_symbolic_tensor, tf.nest.flatten((args, kwargs)))
-    with tf.control_dependencies(tensors):
-        full = gather(weights, [shard_value(weight) for weight in weights])
-    with reading(weights, full):
-        return call(*args, **kwargs)

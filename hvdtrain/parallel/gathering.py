@@ -6,6 +6,10 @@ layer gathers the weights of the layer together, and reads them in the block `re
 
 The gradient of a gather is a reduce-scatter: each rank receives the sum over the ranks
 of its shard of the gradients (`Sharding.sums_gradients`).
+
+Under `keras.distribution` a weight may also be sharded along one of its axes, over
+ranks that have equal samples. The gradient of the gather is then this rank's block of
+the gradient. The call of a layer may compute with the block alone.
 """
 
 import contextlib
@@ -13,7 +17,7 @@ import contextvars
 import math
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -47,6 +51,11 @@ class FullyShardedVariable(keras.Variable):
 
     sharding: Sharding
     gathered_dtype: str
+
+    @property
+    def axis_sharding(self) -> Sharding | None:
+        """The sharding along an axis; its blocks may be sharded by their elements."""
+        return self.sharding if self.sharding.shape is None else self.sharding.within
 
     @property
     def value(self) -> tf.Tensor:
@@ -97,18 +106,38 @@ class FullyShardedVariable(keras.Variable):
         return np.array(self.value)
 
 
+def flat_sharding(
+    shape: Sequence[int], process_set: ProcessSet, within: Sharding | None = None
+) -> Sharding:
+    """Return the sharding of the elements of a weight, or of a block of one.
+
+    Args:
+        shape: of the weight or block.
+        process_set: ranks with different samples, which share its elements.
+        within: the sharding of the weight of which it is a block.
+    """
+    (sizes,) = sizes_by_shards([math.prod(shape)], process_set.size())
+    return Sharding.of_elements(
+        shape, sizes, process_set, within=within, sums_gradients=True
+    )
+
+
 def shard_variable(
-    variable: keras.Variable, process_set: ProcessSet, gathered_dtype: str
+    variable: keras.Variable,
+    sharding: Sharding,
+    gathered_dtype: str,
+    *,
+    process_set: ProcessSet,
 ) -> None:
     """Make a variable a `FullyShardedVariable`, with the values of the first rank.
 
     A collective of `process_set`, which has more than one rank.
+
+    Args:
+        sharding: a `flat_sharding`, or the sharding along one axis over ranks with
+            equal samples.
     """
-    (sizes,) = sizes_by_shards([math.prod(variable.shape)], process_set.size())
-    sharding = Sharding.of_elements(
-        variable.shape, sizes, process_set, sums_gradients=True
-    )
-    shard = _make_shard(variable, sharding)
+    shard = _make_shard(variable, sharding, process_set)
     # Keras keeps it as the key of weights that are excluded from weight decay.
     shard._value._unique_id = variable._value._unique_id
     variable.__class__ = FullyShardedVariable
@@ -119,8 +148,9 @@ def shard_variable(
         set_sharding(owner, sharding)
 
 
-def _make_shard(variable: keras.Variable, sharding: Sharding) -> keras.Variable:
-    ranks = sharding.process_set
+def _make_shard(
+    variable: keras.Variable, sharding: Sharding, ranks: ProcessSet
+) -> keras.Variable:
     # The name of the TensorFlow variable has the scope of the layer; by it, and by the
     # path, Keras excludes weights from weight decay and names slots.
     scope = variable._value.name.rpartition("/")[0]
@@ -176,6 +206,7 @@ def gather(
     variables: Sequence[FullyShardedVariable],
     shards: Sequence[tf.Tensor],
     dtype: str | None = None,
+    blocks: Collection[FullyShardedVariable] = (),
 ) -> list[tf.Tensor]:
     """Return the full values of the shards of all ranks. A collective.
 
@@ -184,48 +215,106 @@ def gather(
     Args:
         shards: this rank's shard of each, in the dtype of the variable.
         dtype: of the results; by default the `gathered_dtype` of each.
+        blocks: variables that are sharded along an axis, of which the results are this
+            rank's blocks.
     """
     if not variables:
         return []
+    # By identity: variables compare by value.
+    kept = set(map(id, blocks))
+    axes = [None if id(each) in kept else each.axis_sharding for each in variables]
 
     @tf.custom_gradient
     def gather_all(*shards: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
-        shardings = [variable.sharding for variable in variables]
-        full = transport.gather_shards(
-            [
-                tf.cast(shard, dtype or variable.gathered_dtype)
-                for shard, variable in zip(shards, variables, strict=True)
-            ],
-            [sharding.sizes for sharding in shardings],
-            [sharding.shape for sharding in shardings],
-            name="FullyShardedGather",
-            process_set=shardings[0].process_set,
-        )
-        return full, lambda *upstream: _scatter(variables, upstream)
+        cast = [
+            tf.cast(shard, dtype or variable.gathered_dtype)
+            for shard, variable in zip(shards, variables, strict=True)
+        ]
+        full = _gather_axes(_gather_elements(variables, cast), axes)
+        return full, lambda *upstream: _scatter(variables, upstream, axes)
 
     full = gather_all(*shards)
     return list(full) if isinstance(full, list | tuple) else [full]
 
 
+def _gather_elements(
+    variables: Sequence[FullyShardedVariable], shards: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Return the values of shards that are flat, and the other shards as they are."""
+    values = list(shards)
+    flat = [i for i, variable in enumerate(variables) if variable.sharding.shape]
+    if flat:
+        shardings = [variables[i].sharding for i in flat]
+        gathered = transport.gather_shards(
+            [values[i] for i in flat],
+            [sharding.sizes for sharding in shardings],
+            [sharding.shape for sharding in shardings],
+            name="FullyShardedGather",
+            process_set=shardings[0].process_set,
+        )
+        for i, value in zip(flat, gathered, strict=True):
+            values[i] = value
+    return values
+
+
+def _gather_axes(
+    blocks: Sequence[tf.Tensor], axes: Sequence[Sharding | None]
+) -> list[tf.Tensor]:
+    """Return the full values of blocks, and those without a sharding as they are."""
+    values = list(blocks)
+    found = [(i, axis) for i, axis in enumerate(axes) if axis]
+    if not found:
+        return values
+    # Flat shards are slices of a tensor: the axis comes first.
+    rows = [
+        tf.experimental.numpy.moveaxis(values[i], axis.axis, 0) for i, axis in found
+    ]
+    widths = [math.prod(each.shape[1:]) for each in rows]
+    gathered = transport.gather_shards(
+        [tf.reshape(each, [-1]) for each in rows],
+        [
+            [size * width for size in axis.sizes]
+            for (_, axis), width in zip(found, widths, strict=True)
+        ],
+        [
+            (axis.size, *each.shape[1:])
+            for (_, axis), each in zip(found, rows, strict=True)
+        ],
+        name="AxisGather",
+        process_set=found[0][1].process_set,
+    )
+    for (i, axis), value in zip(found, gathered, strict=True):
+        values[i] = tf.experimental.numpy.moveaxis(value, 0, axis.axis)
+    return values
+
+
 def _scatter(
     variables: Sequence[FullyShardedVariable],
     gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+    axes: Sequence[Sharding | None],
 ) -> list[tf.Tensor | None]:
-    trained = [i for i, variable in enumerate(variables) if variable.trainable]
+    """Return the gradients of the shards, from those of what `gather` returned."""
     results: list[tf.Tensor | None] = [None] * len(variables)
-    if not trained:
-        return results
-    shardings = [variables[i].sharding for i in trained]
-    sums = transport.reduce_to_shards(
-        # In the dtype of the variable: sums of bfloat16 would be rounded.
-        [
-            tf.cast(tf.convert_to_tensor(gradients[i]), variables[i]._dtype)
-            for i in trained
-        ],
-        [sharding.sizes for sharding in shardings],
-        Reduction(op=Sum, process_set=shardings[0].process_set),
-        name="FullyShardedScatter",
-    )
-    for i, shard in zip(trained, sums, strict=True):
-        results[i] = shard
+    for i, variable in enumerate(variables):
+        if variable.trainable:
+            # In the dtype of the variable: sums of bfloat16 would be rounded.
+            gradient = tf.cast(tf.convert_to_tensor(gradients[i]), variable._dtype)
+            # Ranks that share the axis have equal samples, and so equal gradients.
+            axis = axes[i]
+            results[i] = axis.shard(gradient) if axis else gradient
+    flat = [
+        i
+        for i, variable in enumerate(variables)
+        if variable.trainable and variable.sharding.shape
+    ]
+    if flat:
+        shardings = [variables[i].sharding for i in flat]
+        sums = transport.reduce_to_shards(
+            [results[i] for i in flat],
+            [sharding.sizes for sharding in shardings],
+            Reduction(op=Sum, process_set=shardings[0].process_set),
+            name="FullyShardedScatter",
+        )
+        for i, shard in zip(flat, sums, strict=True):
+            results[i] = shard
     return results

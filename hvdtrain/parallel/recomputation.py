@@ -19,7 +19,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import keras
@@ -30,7 +30,13 @@ from tensorflow.python.eager import record
 
 from hvdtrain.keras.seams import replace
 from hvdtrain.parallel import mappings
-from hvdtrain.parallel.gathering import find_sharded, gather, reading, shard_value
+from hvdtrain.parallel.gathering import (
+    FullyShardedVariable,
+    find_sharded,
+    gather,
+    reading,
+    shard_value,
+)
 
 _MARK = "_hvdtrain_remat"
 # Operations that TensorFlow calls stateful and that the second pass may repeat.
@@ -67,7 +73,7 @@ def remat(layer: keras.layers.Layer) -> keras.layers.Layer:
             gradients.
     """
     if not is_remat(layer):
-        call = functools.partial(recompute, layer, layer.call, _SMALLER)
+        call = functools.partial(recompute, layer, layer.call, _SMALLER, ())
         functools.update_wrapper(call, layer.call)
         replace(layer, "call", call, by=remat)
         setattr(layer, _MARK, True)
@@ -83,6 +89,7 @@ def recompute(
     layer: keras.layers.Layer,
     call: Callable[..., Any],
     remedy: str,
+    blocks: Collection[FullyShardedVariable],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -90,13 +97,14 @@ def recompute(
 
     Args:
         layer: the layer.
-        call: its original method `call`.
+        call: its original method `call`, or a function with the same results.
         remedy: the end of the error where it cannot be repeated.
+        blocks: weights of which `call` computes with this rank's block.
     """
     # In a stateless scope, Keras infers shapes, or a layer outside is in a pass.
     if backend.in_stateless_scope():
         return call(*args, **kwargs)
-    recomputation = _Recomputation(layer, call, remedy, (args, kwargs))
+    recomputation = _Recomputation(layer, call, remedy, (args, kwargs), blocks)
     outputs, scope = recomputation.run_first_pass()
     recomputation.check_assigned(scope)
     results = recomputation.attach_gradient(_differentiable(outputs, scope))
@@ -127,6 +135,7 @@ class _Recomputation:
 
     Args:
         arguments: the positional and keyword arguments of the call.
+        blocks: weights of which the call computes with this rank's block.
     """
 
     def __init__(
@@ -135,11 +144,13 @@ class _Recomputation:
         call: Callable[..., Any],
         remedy: str,
         arguments: tuple[tuple, dict[str, Any]],
+        blocks: Collection[FullyShardedVariable],
     ) -> None:
         self._layer = layer
         self._call = call
         self._remedy = remedy
         self._arguments = arguments
+        self._blocks = blocks
         # The values of fully sharded weights are gathered, those of others given.
         self._sharded = find_sharded(layer.variables)
         sharded = {*map(id, self._sharded)}
@@ -187,7 +198,8 @@ class _Recomputation:
         return len(self._sources) - len(self._variables)
 
     def _gather(self, sources: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return gather(self._sharded, sources[len(sources) - len(self._sharded) :])
+        shards = sources[len(sources) - len(self._sharded) :]
+        return gather(self._sharded, shards, blocks=self._blocks)
 
     def _run(
         self, sources: Sequence[tf.Tensor], full: Sequence[tf.Tensor]
