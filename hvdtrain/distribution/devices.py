@@ -17,6 +17,7 @@ from keras.src.backend.common import global_state
 from hvdtrain.job import backend, declared_size, platforms
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import JobError, World
+from hvdtrain.parallel.mesh import Axis
 
 # A method of Keras.
 Method: TypeAlias = Callable[..., Any]
@@ -32,6 +33,8 @@ def initialize(
     The processes find each other by the variables of their launcher or platform. The
     arguments are compared with the job.
     """
+    # ModelParallel adds the process sets of its mesh.
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     backend.init()
     world = backend.world()
     with fail_together(world):
@@ -150,13 +153,21 @@ def active() -> Any:
     return keras.distribution.distribution() if hvd.is_initialized() else None
 
 
-def make_distribution(init: Method, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise a JobError for a distribution that these ranks do not have."""
-    init(self, *args, **kwargs)
-    if not isinstance(self, keras.distribution.DataParallel):
-        raise JobError(
-            f"Received {type(self).__name__}; expected DataParallel, which is what "
-            "keras.distribution has on TensorFlow. To shard weights, see "
-            "hvdtrain.parallel."
-        )
-    to_backend_mesh(self.device_mesh)
+def data_axis() -> Axis:
+    """Return the ranks that get different samples under the active distribution."""
+    return active()._hvdtrain_mesh.data
+
+
+def is_active() -> bool:
+    """Return whether a distribution is active."""
+    return active() is not None
+
+
+def has_ranks() -> bool:
+    """Return whether one is active in a job of several ranks."""
+    return is_active() and hvd.size() > 1
+
+
+def has_data_ranks() -> bool:
+    """Return whether one is active that deals samples to several ranks."""
+    return is_active() and data_axis().size > 1

@@ -1,19 +1,20 @@
 """What `keras.distribution` replaces in Keras on TensorFlow."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 from keras.src.backend.tensorflow import distribution_lib as backend_lib
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.trainers.trainer import Trainer
 
 from hvdtrain.collectives.graph import do_not_convert
-from hvdtrain.distribution import devices, trainer
+from hvdtrain.distribution import devices, model_parallel, trainer
 from hvdtrain.distribution.devices import Method
 from hvdtrain.job.world import JobError
 from hvdtrain.keras.seams import replace
+from hvdtrain.parallel.creation import shard_when_created
 
 
 @functools.cache
@@ -44,31 +45,34 @@ def enable() -> None:
     ):
         replace(backend_lib, name, function, by=enable)
     model, normalization = keras.Model, keras.layers.BatchNormalization
-    data_parallel = keras.distribution.DataParallel
-    for owner, name, substitute, ranks in (
-        (Distribution, "__init__", devices.make_distribution, 0),
+    has_ranks, has_data_ranks = devices.has_ranks, devices.has_data_ranks
+    deal = "distribute_dataset", trainer.distribute_dataset, has_data_ranks
+    for owner, name, substitute, condition in (
+        (Distribution, "__init__", model_parallel.make_distribution, lambda: True),
         # One rank has the global batch; but its gradients are dense, as of several.
         # Of this class: loading compiles no model of a class with a `compile` of its
         # own.
-        (Trainer, "compile", trainer.compile_distributed, 1),
-        (model, "fit", trainer.fit, 2),
-        (model, "train_on_batch", trainer.train_on_batch, 2),
-        (model, "get_metrics_result", trainer.get_metrics_result, 2),
-        (model, "predict_step", trainer.predict_step, 2),
-        (normalization, "_moments", trainer.moments, 2),
-        (data_parallel, "distribute_dataset", trainer.distribute_dataset, 2),
+        (Trainer, "compile", trainer.compile_distributed, devices.is_active),
+        (model, "fit", trainer.fit, has_ranks),
+        (model, "train_on_batch", trainer.train_on_batch, has_ranks),
+        (model, "get_metrics_result", trainer.get_metrics_result, has_data_ranks),
+        (model, "predict_step", trainer.predict_step, has_data_ranks),
+        (normalization, "_moments", trainer.moments, has_data_ranks),
+        (keras.distribution.DataParallel, *deal),
+        (keras.distribution.ModelParallel, *deal),
     ):
-        method = _where(ranks, getattr(owner, name), substitute)
+        method = _where(condition, getattr(owner, name), substitute)
         replace(owner, name, method, by=enable)
+    shard_when_created(model_parallel.choose_shard)
 
 
-def _where(ranks: int, method: Method, substitute: Any) -> Method:
-    """Return `substitute` of the method, with so many ranks or more."""
+def _where(condition: Callable[[], bool], method: Method, substitute: Any) -> Method:
+    """Return a method that is `substitute` of the method where a condition holds."""
 
     @do_not_convert
     @functools.wraps(method)
     def act(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if ranks and (devices.active() is None or hvd.size() < ranks):
+        if not condition():
             return method(self, *args, **kwargs)
         return substitute(method, self, *args, **kwargs)
 

@@ -7,20 +7,21 @@ method of Keras, the object, and the arguments of the method.
 import inspect
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
-from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Reduction, Sum
+from hvdtrain.distribution import devices
 from hvdtrain.distribution.devices import Method
+from hvdtrain.distribution.model_parallel import gather_weights
 from hvdtrain.job.world import JobError
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from hvdtrain.keras.layers import SyncBatchNormalization, moments_over_ranks
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras.variables import is_distributed
+from hvdtrain.keras.replication import get_hook
+from hvdtrain.parallel.mesh import Mesh
 
 # The mean over ranks of such losses is not the loss of the global batch.
 _OTHER_REDUCTIONS = ("sum", "none", None, "mean_with_sample_weight")
@@ -42,16 +43,28 @@ def compile_distributed(
     method(model, optimizer, loss, *args, **kwargs)
     # XLA cannot compile Horovod's operations.
     model.jit_compile = False
-    if model.optimizer is not None and not is_distributed(model.optimizer):
+    if model.built:
+        gather_weights(model)
+    if model.optimizer is None:
+        return
+    mesh = getattr(devices.active(), "_hvdtrain_mesh", None)
+    mesh = mesh if isinstance(mesh, Mesh) else None
+    hook = get_hook(model.optimizer)
+    if hook is None:
         _check_reductions(loss)
         # Gradients of tables are dense, as on JAX.
-        DistributedOptimizer(model.optimizer, sparse_as_dense=True)
+        DistributedOptimizer(model.optimizer, sparse_as_dense=True, mesh=mesh)
+    elif mesh and hook.mesh is not mesh:
+        raise JobError(
+            "Received a distributed optimizer under keras.distribution.ModelParallel; "
+            "expected a Keras optimizer, which compile distributes over the mesh."
+        )
 
 
 def _check_reductions(loss: Any) -> None:
     for each in keras.tree.flatten(loss):
         reduction = getattr(each, "reduction", "sum_over_batch_size")
-        if hvd.size() > 1 and reduction in _OTHER_REDUCTIONS:
+        if devices.has_data_ranks() and reduction in _OTHER_REDUCTIONS:
             raise JobError(
                 f"Received the loss {each.name} with reduction={reduction!r}; expected "
                 "a mean over samples, whose gradients are averaged over the ranks. Use "
@@ -61,7 +74,14 @@ def _check_reductions(loss: Any) -> None:
 
 
 class _DistributionStart(BroadcastGlobalVariablesCallback):
-    """Broadcasts in the first `fit` or `train_on_batch` of a model."""
+    """Broadcasts in the first `fit` or `train_on_batch` of a model.
+
+    The model is then built, if it was not built in `compile`.
+    """
+
+    def _broadcast(self) -> None:
+        gather_weights(self.model)
+        super()._broadcast()
 
     def _warn_of_moving_statistics(self) -> None:
         """Print nothing: `moments` makes the statistics equal on all ranks."""
@@ -106,7 +126,7 @@ def get_metrics_result(method: Method, model: keras.Model) -> dict[str, Any]:
     variables = metric_variables(model.metrics)
     totals = transport.allreduce(
         [_addend(variable) for variable in variables],
-        Reduction(op=Sum, process_set=global_process_set),
+        Reduction(op=Sum, process_set=devices.data_axis().process_set),
         name="Metrics",
     )
     with keras.StatelessScope(list(zip(variables, totals, strict=True))):
@@ -114,10 +134,10 @@ def get_metrics_result(method: Method, model: keras.Model) -> dict[str, Any]:
 
 
 def _addend(variable: keras.Variable) -> tf.Tensor:
-    state = tf.convert_to_tensor(variable)
+    state, axis = tf.convert_to_tensor(variable), devices.data_axis()
     if variable.aggregation == "mean":
-        return tf.cast(state / hvd.size(), state.dtype)
-    is_added = variable.aggregation != "only_first_replica" or hvd.rank() == 0
+        return tf.cast(state / axis.size, state.dtype)
+    is_added = variable.aggregation != "only_first_replica" or axis.index == 0
     return state if is_added else tf.zeros_like(state)
 
 
@@ -130,7 +150,9 @@ def predict_step(method: Method, model: keras.Model, data: Any) -> Any:
             "Received ragged or sparse outputs in predict; expected dense ones, which "
             "are gathered from all ranks. Let the model return outputs.to_tensor()."
         )
-    gathered = transport.allgather(leaves, name="Predictions")
+    gathered = transport.allgather(
+        leaves, name="Predictions", process_set=devices.data_axis().process_set
+    )
     return tf.nest.pack_sequence_as(outputs, gathered)
 
 
@@ -141,7 +163,7 @@ def moments(
     # It has a process set of its own.
     if isinstance(layer, SyncBatchNormalization):
         return method(layer, inputs, mask)
-    return moments_over_ranks(layer, inputs, mask, global_process_set)
+    return moments_over_ranks(layer, inputs, mask, devices.data_axis().process_set)
 
 
 def distribute_dataset(method: Method, distribution: Any, dataset: Any) -> Any:
@@ -170,7 +192,7 @@ def distribute_dataset(method: Method, distribution: Any, dataset: Any) -> Any:
 
 
 def _rows_of_rank(tensor: tf.Tensor | tf.RaggedTensor) -> tf.Tensor | tf.RaggedTensor:
-    count = tensor.shape[0] or tf.shape(tensor)[0]
-    tf.debugging.assert_equal(count % hvd.size(), 0, _UNEVEN.format(size=hvd.size()))
-    local = count // hvd.size()
-    return tensor[hvd.rank() * local : (hvd.rank() + 1) * local]
+    count, axis = tensor.shape[0] or tf.shape(tensor)[0], devices.data_axis()
+    tf.debugging.assert_equal(count % axis.size, 0, _UNEVEN.format(size=axis.size))
+    local = count // axis.size
+    return tensor[axis.index * local : (axis.index + 1) * local]

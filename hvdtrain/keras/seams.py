@@ -208,11 +208,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("__init__(device_mesh, ...)", "Checks that the mesh has all ranks.",
              replaced_by=(_ENABLE,)),
     ),
-    "keras.distribution.DataParallel": (
-        Seam("distribute_dataset(dataset)",
-             "Deals each global batch, so that all ranks have equally many batches.",
-             replaced_by=(_ENABLE,)),
-    ),
+    **dict.fromkeys(
+        ("keras.distribution.DataParallel", "keras.distribution.ModelParallel"),
+        (Seam("distribute_dataset(dataset)", "All ranks get equally many batches.",
+              replaced_by=(_ENABLE,)),)),
     "keras.losses.Loss": (
         Seam("__call__(y_true, y_pred, sample_weight)",
              "A verification notes losses that are not means.", replaced_by=(_RECORD,)),

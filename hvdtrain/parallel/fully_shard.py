@@ -93,6 +93,7 @@ def fully_shard(
         if is_shardable(variable, min_size):
             _shard(variable, ranks, dtype)
     gather_in_calls(model, Gathering(reshard_after_forward, _KEEP))
+    model.train_function = model.test_function = model.predict_function = None
     return model
 
 

@@ -22,9 +22,6 @@ from hvdtrain.parallel.recomputation import is_remat, recompute
 
 # These layers call a layer inside in each of the steps of a series: they gather for it.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
-# A call of these layers is not repeated: the loop of an RNN may have states, and the
-# other has a collective.
-_NOT_REPEATED = (keras.layers.RNN, SyncBatchNormalization)
 _MARK = "_hvdtrain_gathers"
 
 
@@ -47,11 +44,13 @@ class Gathering(NamedTuple):
         repeats: whether gathered weights are released after the forward pass, and the
             call is repeated in the backward pass.
         remedy: the end of the error where a call cannot be repeated.
+        collective: classes of layers whose call has a collective: it is not repeated.
         find_block_call: returns how a layer computes from blocks, or None.
     """
 
     repeats: bool
     remedy: str
+    collective: tuple[type, ...] = (SyncBatchNormalization,)
     find_block_call: Callable[[keras.layers.Layer], BlockCall | None] = lambda _: None
 
 
@@ -60,12 +59,11 @@ def gather_in_calls(model: keras.Model, gathering: Gathering) -> None:
     for variable, dtype in weights_with_dtypes(model):
         if isinstance(variable, FullyShardedVariable):
             variable.gathered_dtype = dtype
-    for layer in _flatten(model):
+    for layer in flatten(model):
         _gather_in_call(layer, gathering)
-    model.train_function = model.test_function = model.predict_function = None
 
 
-def _flatten(model: keras.Model) -> list[keras.layers.Layer]:
+def flatten(model: keras.Model) -> list[keras.layers.Layer]:
     """Return all layers, each once."""
     return list({id(layer): layer for layer in model._flatten_layers()}.values())
 
@@ -74,7 +72,7 @@ def weights_with_dtypes(model: keras.Model) -> Iterator[tuple[keras.Variable, st
     """Yield each weight of layers, and the dtype in which it is gathered."""
     dtypes: dict[int, set[str]] = {}
     found: dict[int, keras.Variable] = {}
-    for layer in _flatten(model):
+    for layer in flatten(model):
         for variable in layer._trainable_variables:
             is_cast = layer.autocast and variable._autocast
             dtype = layer.compute_dtype if is_cast else variable.dtype
@@ -88,7 +86,7 @@ def weights_with_dtypes(model: keras.Model) -> Iterator[tuple[keras.Variable, st
 
 def _gather_in_call(layer: keras.layers.Layer, gathering: Gathering) -> None:
     """Make the call of a layer gather its weights, if they are sharded."""
-    is_whole = isinstance(layer, (*_LOOPS, *_NOT_REPEATED))
+    is_whole = isinstance(layer, (*_LOOPS, *gathering.collective))
     found = layer.variables if is_whole else layer._trainable_variables
     weights = find_sharded(found)
     # A layer of `remat` gathers its weights in each of its passes.
@@ -96,7 +94,9 @@ def _gather_in_call(layer: keras.layers.Layer, gathering: Gathering) -> None:
         return
     inside = list(layer._flatten_layers())
     is_repeated = is_whole or all(found is layer for found in inside)
-    is_repeated &= not any(isinstance(found, _NOT_REPEATED) for found in inside)
+    # The loop of an RNN may have states.
+    kept = (keras.layers.RNN, *gathering.collective)
+    is_repeated &= not any(isinstance(found, kept) for found in inside)
     gathering = gathering._replace(repeats=gathering.repeats and is_repeated)
     call = functools.partial(_gather_and_call, layer, layer.call, weights, gathering)
     functools.update_wrapper(call, layer.call)

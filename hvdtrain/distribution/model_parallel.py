@@ -1,0 +1,186 @@
+"""Distributions on a mesh of ranks: weights that are sharded as their layouts say.
+
+A mesh has the axis of the batch first, and at most one other axis, here called the
+model axis. Ranks that differ in the latter alone get the same samples. In a layout
+
+    (None, "model")     each of these ranks stores some columns of the weight
+    ("model", None)     each of them stores some rows
+    ("batch", None)     ranks with different samples store each a slice of its elements
+    ("model", "batch")  these ranks store a slice each of the rows of their rank
+
+A layer gathers its weights when it is called, or computes from blocks along the model
+axis: see `block_calls`.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+
+from hvdtrain.collectives.dtypes import local_shard
+from hvdtrain.collectives.process_sets import global_process_set
+from hvdtrain.distribution import devices
+from hvdtrain.distribution.block_calls import find_block_call
+from hvdtrain.distribution.devices import Method
+from hvdtrain.job.world import JobError
+from hvdtrain.keras import sharded_models
+from hvdtrain.parallel.creation import Shard, is_shardable
+from hvdtrain.parallel.gathered_calls import Gathering, flatten, gather_in_calls
+from hvdtrain.parallel.gathering import (
+    FullyShardedVariable,
+    find_sharded,
+    flat_sharding,
+    shard_variable,
+)
+from hvdtrain.parallel.mesh import Axes, Axis, Mesh
+from hvdtrain.sharding.shards import Sharding
+
+_GATHERING = Gathering(
+    repeats=True,
+    # Under a distribution it normalizes by the samples of all ranks.
+    collective=(keras.layers.BatchNormalization,),
+    remedy="Leave the weights of the layer out of the layout map.",
+    find_block_call=find_block_call,
+)
+
+
+def make_distribution(init: Method, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Set the mesh of ranks of a distribution. For several axes a collective.
+
+    Raises:
+        JobError: for a distribution that these ranks do not have.
+    """
+    init(self, *args, **kwargs)
+    ranks = devices.to_backend_mesh(self.device_mesh)
+    if isinstance(self, keras.distribution.DataParallel):
+        every_rank = Axis("data", hvd.size(), hvd.rank(), global_process_set)
+        self._hvdtrain_mesh = Axes(data=every_rank) if hvd.size() > 1 else Axes()
+        return
+    if not isinstance(self, keras.distribution.ModelParallel):
+        raise JobError(
+            f"Received {type(self).__name__}; expected DataParallel or ModelParallel."
+        )
+    names = list(self.device_mesh.axis_names)
+    is_ordered = np.array_equal(ranks.flatten(), np.arange(ranks.size))
+    if len(names) > 2 or names[0] != self.batch_dim_name or not is_ordered:
+        raise JobError(
+            f"Received a mesh of the shape {tuple(ranks.shape)} and axes {names} with "
+            f"batch_dim_name={self.batch_dim_name!r} and the ranks "
+            f"{ranks.flatten().tolist()}; expected the axis of the batch first, "
+            "at most one other axis, and the ranks in their order."
+        )
+    if hvd.size() == 1:
+        self._hvdtrain_mesh = Axes()
+        return
+    sharded_models.install()
+    self._hvdtrain_mesh = Mesh(model=ranks.size // len(ranks))
+
+
+def choose_shard(variable: keras.Variable) -> Shard | None:
+    """Return what shards a new weight under the active distribution, if anything."""
+    distribution = devices.active()
+    if not isinstance(distribution, keras.distribution.ModelParallel):
+        return None
+    sharding = _sharding_of(variable, distribution)
+    if sharding is None or not is_shardable(variable, hvd.size()):
+        return None
+    return functools.partial(
+        shard_variable,
+        sharding=sharding,
+        # The dtype of computation is known when the model is complete.
+        gathered_dtype=variable._dtype,
+        process_set=global_process_set,
+    )
+
+
+def _sharding_of(
+    variable: keras.Variable, distribution: keras.distribution.ModelParallel
+) -> Sharding | None:
+    """Return the sharding of a weight, or None if its layout replicates it."""
+    mesh, batch = distribution._hvdtrain_mesh, distribution.batch_dim_name
+    names = distribution.get_variable_layout(variable).axes
+    shape = tuple(variable.shape)
+    axes = [i for i, name in enumerate(names) if name not in (None, batch)]
+    parts = mesh.model.size
+    is_right = len(names) == len(shape) and len(axes) <= 1
+    if not is_right or any(shape[i] % parts for i in axes):
+        raise JobError(
+            f"Received the layout {tuple(names)} for {variable.path} of the shape "
+            f"{shape}, on {parts} ranks along the model axis; expected one name or "
+            "None for each axis, the model axis once at most, and a size that these "
+            "ranks divide. Correct this layout in the layout map."
+        )
+    along = None
+    if axes and parts > 1:
+        along = Sharding(
+            axis=axes[0],
+            size=shape[axes[0]],
+            num_shards=parts,
+            rank=mesh.model.index,
+            process_set=mesh.model.process_set,
+        )
+    if batch not in names or mesh.data.size == 1:
+        return along
+    block = along.shard_shape(shape) if along else shape
+    return flat_sharding(block, mesh.data.process_set, within=along)
+
+
+def gather_weights(model: keras.Model) -> None:
+    """Make the layers of a built model gather what they need of sharded weights."""
+    if find_sharded(model.variables):
+        gather_in_calls(model, _GATHERING)
+        if hvd.rank() == 0 and not hasattr(model, "_hvdtrain_layouts"):
+            model._hvdtrain_layouts = layouts_text(model)
+            print(model._hvdtrain_layouts, flush=True)
+
+
+def layouts_text(model: keras.Model) -> str:
+    """Return a table of the weights of a model by layout and by what their layers do.
+
+    "blocks": the layer computes with this rank's block along the model axis.
+    "gathered": the ranks gather the weight for the call. "replicated": as it is.
+    """
+    weights: Counter[tuple[str, str, str]] = Counter()
+    elements: Counter[tuple[str, str, str]] = Counter()
+    stored: Counter[tuple[str, str, str]] = Counter()
+    for layer, variable in _weights_once(model):
+        layout = devices.layout_of(variable)
+        axes = layout.axes if layout else ()
+        key = (type(layer).__name__, str(tuple(axes)), _describe(layer, variable))
+        weights[key] += 1
+        elements[key] += int(np.prod(variable.shape))
+        stored[key] += int(np.prod(local_shard(variable).shape))
+    heads = ("layer", "layout", "weights", "elements", "of rank 0", "computes with")
+    rows = [
+        (layer, axes, weights[key], f"{elements[key]:,}", f"{stored[key]:,}", how)
+        for key in sorted(weights)
+        for layer, axes, how in [key]
+    ]
+    lines = [
+        f"{row[0]!s:<24} {row[1]!s:<26} {row[2]:>7} {row[3]:>13} {row[4]:>13}  {row[5]}"
+        for row in [heads, *rows]
+    ]
+    return "\n".join([f"keras.distribution: the weights of {model.name}", *lines])
+
+
+def _weights_once(
+    model: keras.Model,
+) -> Iterator[tuple[keras.layers.Layer, keras.Variable]]:
+    seen: set[int] = set()
+    for layer in flatten(model):
+        for variable in layer._trainable_variables + layer._non_trainable_variables:
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                yield layer, variable
+
+
+def _describe(layer: keras.layers.Layer, variable: keras.Variable) -> str:
+    if not isinstance(variable, FullyShardedVariable):
+        return "replicated"
+    call = find_block_call(layer)
+    has_block = call is not None and any(each is variable for each in call.blocks)
+    return "blocks" if has_block else "gathered"
