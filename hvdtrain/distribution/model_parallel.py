@@ -13,6 +13,7 @@ axis: see `block_calls`.
 """
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -131,11 +132,21 @@ def _sharding_of(
 
 def gather_weights(model: keras.Model) -> None:
     """Make the layers of a built model gather what they need of sharded weights."""
+    is_split = isinstance(devices.active(), keras.distribution.ModelParallel)
+    if not is_split or not model.variables:
+        return
     if find_sharded(model.variables):
         gather_in_calls(model, _GATHERING)
-        if hvd.rank() == 0 and not hasattr(model, "_hvdtrain_layouts"):
-            model._hvdtrain_layouts = layouts_text(model)
-            print(model._hvdtrain_layouts, flush=True)
+    if hvd.rank() == 0 and not hasattr(model, "_hvdtrain_layouts"):
+        model._hvdtrain_layouts = layouts_text(model)
+        print(model._hvdtrain_layouts, flush=True)
+    layouts = [devices.layout_of(variable) for variable in model.variables]
+    if hvd.size() > 1 and not any(layout and any(layout.axes) for layout in layouts):
+        warnings.warn(
+            f"The layout map shards no weight of {model.name}: expected keys that "
+            f"match whole paths such as {model.variables[0].path!r}.",
+            stacklevel=2,
+        )
 
 
 def layouts_text(model: keras.Model) -> str:

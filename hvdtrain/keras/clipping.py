@@ -114,19 +114,24 @@ def _sum_over_shards(
 ) -> list[tf.Tensor]:
     """Return the squared norms of full variables from the norms of their shards."""
     squares = list(squares)
-    by_ranks: dict[tuple[int, ...], tuple[ProcessSet, list[int]]] = {}
-    for i, variable in enumerate(variables):
-        if sharding := get_sharding(variable):
-            process_set = sharding.process_set
-            ranks = tuple(process_set.ranks)
-            by_ranks.setdefault(ranks, (process_set, []))[1].append(i)
-    # One reduction for each process set, not for each variable.
-    for process_set, indices in by_ranks.values():
-        total = transport.combine(
-            tf.stack([squares[i] for i in indices]), process_set, name="DividedNorms"
-        )
-        for i, square in zip(indices, tf.unstack(total), strict=True):
-            squares[i] = square
+    shardings = [get_sharding(variable) for variable in variables]
+    # A shard may be a part of a shard.
+    while any(shardings):
+        by_ranks: dict[tuple[int, ...], tuple[ProcessSet, list[int]]] = {}
+        for i, sharding in enumerate(shardings):
+            if sharding:
+                ranks = tuple(sharding.process_set.ranks)
+                by_ranks.setdefault(ranks, (sharding.process_set, []))[1].append(i)
+        # One reduction for each process set, not for each variable.
+        for process_set, indices in by_ranks.values():
+            total = transport.combine(
+                tf.stack([squares[i] for i in indices]),
+                process_set,
+                name="DividedNorms",
+            )
+            for i, square in zip(indices, tf.unstack(total), strict=True):
+                squares[i] = square
+        shardings = [sharding and sharding.within for sharding in shardings]
     return squares
 
 

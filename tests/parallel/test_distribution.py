@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.distribution.distribution_lib import Distribution
 from oracle import assert_bitwise_equal_over_ranks, difference
 
 import hvdtrain.distribution
@@ -314,10 +315,8 @@ def test_devices_and_layouts_are_those_of_the_ranks():
             "expected one device of one kind for each rank: cpu:0, cpu:1",
         ),
         (
-            lambda: keras.distribution.ModelParallel(
-                layout_map=keras.distribution.LayoutMap(distribution().device_mesh)
-            ),
-            "Received ModelParallel; expected DataParallel",
+            lambda: Distribution(distribution().device_mesh),
+            "Received Distribution; expected DataParallel or ModelParallel",
         ),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import stepping
 import zoo
 
+import hvdtrain.distribution
 import hvdtrain.keras as hvd
 from hvdtrain import parallel
 from hvdtrain.parallel.gathering import find_sharded
@@ -49,8 +50,9 @@ def llama():
 
 
 def gemma():
+    # Its layout map shards the heads of keys.
     backbone = keras_hub.models.GemmaBackbone(
-        num_query_heads=2, num_key_value_heads=1, head_dim=4, **SIZES
+        num_query_heads=2, num_key_value_heads=2, head_dim=4, **SIZES
     )
     return language_model(keras_hub.models.GemmaCausalLM, backbone)
 
@@ -85,5 +87,45 @@ def test_steps_equal_one_process(make_model):
     stepping.train_plainly(expected, batches)
     for batch in batches:
         model.train_on_batch(*stepping.dealt(batch))
+    tolerance = TOLERANCES.get(make_model, 1e-10)
+    stepping.assert_close(model, stepping.values(expected), tolerance)
+
+
+def layouts(make_model, mesh):
+    """The layout map of a model's class; for those without one, of the same kind."""
+    backbones = keras_hub.models
+    if make_model is llama:
+        return backbones.LlamaBackbone.get_layout_map(mesh)
+    if make_model is gemma:
+        return backbones.GemmaBackbone.get_layout_map(mesh)
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map["token_embedding/embeddings"] = ("model", "batch")
+    layout_map[".*(query|key|value)/kernel"] = (None, "model", None)
+    layout_map[".*attention_output/kernel"] = ("model", None, "batch")
+    layout_map[".*feedforward_intermediate_dense/kernel"] = ("batch", "model")
+    layout_map[".*feedforward_output_dense/kernel"] = ("model", "batch")
+    return layout_map
+
+
+@pytest.mark.parametrize("make_model", [*LANGUAGE, bert])
+def test_steps_with_layout_maps_equal_one_process(make_model):
+    hvdtrain.distribution.enable()
+    keras.distribution.initialize()
+    batches = stepping.global_batches(make_model)[:2]
+    optimizers = [keras.optimizers.Adam(0.01, epsilon=1e-3) for _ in range(2)]
+    expected = stepping.compile_with(stepping.build(make_model), optimizers[0])
+    mesh = keras.distribution.DeviceMesh(
+        (1, hvd.size()), ["batch", "model"], keras.distribution.list_devices()
+    )
+    layout_map = layouts(make_model, mesh)
+    with keras.distribution.ModelParallel(layout_map=layout_map).scope():
+        model = stepping.build(make_model)
+        stepping.compile_with(model, optimizers[1])
+        assert len(find_sharded(model.weights)) > 10
+        inputs, _ = batches[0]
+        np.testing.assert_allclose(model(inputs), expected(inputs), rtol=0, atol=1e-12)
+        stepping.train_plainly(expected, batches)
+        for batch in batches:
+            model.train_on_batch(*batch)
     tolerance = TOLERANCES.get(make_model, 1e-10)
     stepping.assert_close(model, stepping.values(expected), tolerance)
