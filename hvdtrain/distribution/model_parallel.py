@@ -172,7 +172,7 @@ def layouts_text(model: keras.Model) -> str:
         for layer, axes, how in [key]
     ]
     lines = [
-        f"{row[0]!s:<24} {row[1]!s:<26} {row[2]:>7} {row[3]:>13} {row[4]:>13}  {row[5]}"
+        f"{row[0]:<20} {row[1]:<24} {row[2]:>7} {row[3]:>12} {row[4]:>12}  {row[5]}"
         for row in [heads, *rows]
     ]
     return "\n".join([f"keras.distribution: the weights of {model.name}", *lines])
