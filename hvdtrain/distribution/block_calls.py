@@ -24,13 +24,13 @@ from hvdtrain.sharding.shards import Sharding
 
 def find_block_call(layer: keras.layers.Layer) -> BlockCall | None:
     """Return how a layer computes from blocks; None if it needs full weights."""
-    found = _CALLS.get(type(layer))
+    entry = _CALLS.get(type(layer))
     is_changed = getattr(layer, "lora_enabled", False) or getattr(
         layer, "quantization_mode", None
     )
-    if found is None or is_changed or not layer.built:
+    if entry is None or is_changed or not layer.built:
         return None
-    name, call, has_blocks = found
+    name, call, has_blocks = entry
     weight = getattr(layer, name)
     is_sharded = isinstance(weight, FullyShardedVariable)
     axis = weight.axis_sharding if is_sharded else None
@@ -96,7 +96,7 @@ def _position(labels: str, label: str, rank: int) -> int:
 
 
 def _is_summed_or_written(layer: keras.layers.EinsumDense, axis: Sharding) -> bool:
-    """Return whether the axis of the kernel is one of the inputs or of the outputs."""
+    """Return whether inputs or outputs have the axis of the kernel, and not both."""
     read, weights, written = _labels(layer)
     if "..." in weights:
         return False
@@ -107,13 +107,17 @@ def _is_summed_or_written(layer: keras.layers.EinsumDense, axis: Sharding) -> bo
 def _call_embedding(
     layer: keras.layers.Embedding, axis: Sharding, inputs: tf.Tensor
 ) -> tf.Tensor:
-    ids = ops.cast(inputs, "int32")
+    is_integer = inputs.dtype in (tf.int32, tf.int64)
+    ids = inputs if is_integer else tf.cast(inputs, tf.int32)
     if axis.axis == 1:
         rows = ops.take(layer.embeddings, ids, axis=0)
         rows = mappings.gather(rows, dataclasses.replace(axis, axis=len(ids.shape)))
     else:
+        # As in Keras, -1 is the last row; other ids outside of the table are errors.
+        ids = tf.where(ids < 0, ids + axis.size, ids)
         local = ids - axis.local_slice.start
         is_local = (local >= 0) & (local < axis.sizes[axis.rank])
+        tf.debugging.assert_less(ids, tf.constant(axis.size, ids.dtype), layer.name)
         rows = ops.take(layer.embeddings, ops.where(is_local, local, 0), axis=0)
         rows = ops.where(is_local[..., tf.newaxis], rows, ops.zeros_like(rows))
         rows = mappings.reduce(rows, axis)

@@ -17,7 +17,7 @@ from keras.src.backend.common import global_state
 from hvdtrain.job import backend, declared_size, platforms
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import JobError, World
-from hvdtrain.parallel.mesh import Axis
+from hvdtrain.parallel.mesh import Axes, Axis, Mesh
 
 # A method of Keras.
 Method: TypeAlias = Callable[..., Any]
@@ -153,9 +153,15 @@ def active() -> Any:
     return keras.distribution.distribution() if hvd.is_initialized() else None
 
 
+def active_mesh() -> Mesh | Axes | None:
+    """Return the mesh of ranks of the active distribution; None for one process."""
+    return getattr(active(), "_hvdtrain_mesh", None)
+
+
 def data_axis() -> Axis:
     """Return the ranks that get different samples under the active distribution."""
-    return active()._hvdtrain_mesh.data
+    mesh = active_mesh()
+    return mesh.data if mesh else Axes().data
 
 
 def is_active() -> bool:

@@ -46,21 +46,31 @@ def enable() -> None:
         replace(backend_lib, name, function, by=enable)
     model, normalization = keras.Model, keras.layers.BatchNormalization
     has_ranks, has_data_ranks = devices.has_ranks, devices.has_data_ranks
-    deal = "distribute_dataset", trainer.distribute_dataset, has_data_ranks
-    for owner, name, substitute, condition in (
-        (Distribution, "__init__", model_parallel.make_distribution, lambda: True),
+    deal = "distribute_dataset", trainer.distribute_dataset, has_ranks
+
+    def always() -> bool:
+        return True
+
+    rows: Any = (
+        (Distribution, "__init__", model_parallel.make_distribution, always),
         # One rank has the global batch; but its gradients are dense, as of several.
         # Of this class: loading compiles no model of a class with a `compile` of its
         # own.
         (Trainer, "compile", trainer.compile_distributed, devices.is_active),
         (model, "fit", trainer.fit, has_ranks),
+        # Also where no distribution is active any more.
+        *(
+            (model, name, trainer.renew, always)
+            for name in ("fit", "evaluate", "predict")
+        ),
         (model, "train_on_batch", trainer.train_on_batch, has_ranks),
         (model, "get_metrics_result", trainer.get_metrics_result, has_data_ranks),
         (model, "predict_step", trainer.predict_step, has_data_ranks),
         (normalization, "_moments", trainer.moments, has_data_ranks),
         (keras.distribution.DataParallel, *deal),
         (keras.distribution.ModelParallel, *deal),
-    ):
+    )
+    for owner, name, substitute, condition in rows:
         method = _where(condition, getattr(owner, name), substitute)
         replace(owner, name, method, by=enable)
     shard_when_created(model_parallel.choose_shard)

@@ -23,6 +23,11 @@ import keras
 import numpy as np
 
 from hvdtrain.collectives.dtypes import local_shard
+from hvdtrain.collectives.objects import (
+    allgather_object,
+    group_by_value,
+    name_values,
+)
 from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.distribution import devices
 from hvdtrain.distribution.block_calls import find_block_call
@@ -30,7 +35,12 @@ from hvdtrain.distribution.devices import Method
 from hvdtrain.job.world import JobError
 from hvdtrain.keras import sharded_models
 from hvdtrain.parallel.creation import Shard, is_shardable
-from hvdtrain.parallel.gathered_calls import Gathering, flatten, gather_in_calls
+from hvdtrain.parallel.gathered_calls import (
+    Gathering,
+    flatten,
+    gather_in_calls,
+    weights_with_dtypes,
+)
 from hvdtrain.parallel.gathering import (
     FullyShardedVariable,
     find_sharded,
@@ -57,9 +67,11 @@ def make_distribution(init: Method, self: Any, *args: Any, **kwargs: Any) -> Non
     """
     init(self, *args, **kwargs)
     ranks = devices.to_backend_mesh(self.device_mesh)
+    is_several = devices.num_processes() > 1
     if isinstance(self, keras.distribution.DataParallel):
-        every_rank = Axis("data", hvd.size(), hvd.rank(), global_process_set)
-        self._hvdtrain_mesh = Axes(data=every_rank) if hvd.size() > 1 else Axes()
+        if is_several:
+            every_rank = Axis("data", hvd.size(), hvd.rank(), global_process_set)
+            self._hvdtrain_mesh = Axes(data=every_rank)
         return
     if not isinstance(self, keras.distribution.ModelParallel):
         raise JobError(
@@ -74,11 +86,15 @@ def make_distribution(init: Method, self: Any, *args: Any, **kwargs: Any) -> Non
             f"{ranks.flatten().tolist()}; expected the axis of the batch first, "
             "at most one other axis, and the ranks in their order."
         )
-    if hvd.size() == 1:
-        self._hvdtrain_mesh = Axes()
-        return
-    sharded_models.install()
-    self._hvdtrain_mesh = Mesh(model=ranks.size // len(ranks))
+    if is_several:
+        sharded_models.install()
+        try:
+            self._hvdtrain_mesh = Mesh(model=ranks.size // len(ranks))
+        except RuntimeError as error:
+            raise JobError(
+                "Call keras.distribution.initialize() before any other function that "
+                f"starts Horovod, such as hvd.init(): {error}"
+            ) from None
 
 
 def choose_shard(variable: keras.Variable) -> Shard | None:
@@ -86,16 +102,23 @@ def choose_shard(variable: keras.Variable) -> Shard | None:
     distribution = devices.active()
     if not isinstance(distribution, keras.distribution.ModelParallel):
         return None
-    sharding = _sharding_of(variable, distribution)
-    if sharding is None or not is_shardable(variable, hvd.size()):
+    if not devices.has_ranks() or not is_shardable(variable, hvd.size()):
         return None
-    return functools.partial(
-        shard_variable,
-        sharding=sharding,
-        # The dtype of computation is known when the model is complete.
-        gathered_dtype=variable._dtype,
-        process_set=global_process_set,
-    )
+    sharding = _sharding_of(variable, distribution)
+    return functools.partial(_shard, sharding=sharding) if sharding else None
+
+
+def _shard(variable: keras.Variable, sharding: Sharding) -> None:
+    """Store a shard of a weight. A collective: all ranks create the same weights."""
+    created = f"{variable.path} of the shape {tuple(variable.shape)}"
+    groups = group_by_value(allgather_object(created, name="CreatedWeight"))
+    if len(groups) > 1:
+        raise JobError(
+            "Under keras.distribution.ModelParallel all ranks create the same weights "
+            f"in the same order. Received: {name_values(groups, str)}."
+        )
+    # The dtype of computation is known when the model is complete.
+    shard_variable(variable, sharding, variable._dtype, process_set=global_process_set)
 
 
 def _sharding_of(
@@ -130,18 +153,29 @@ def _sharding_of(
     return flat_sharding(block, mesh.data.process_set, within=along)
 
 
-def gather_weights(model: keras.Model) -> None:
-    """Make the layers of a built model gather what they need of sharded weights."""
+def prepare(model: keras.Model) -> None:
+    """Make a built model compute with sharded weights. A collective.
+
+    It has weights that are not sharded yet if it was built outside of the distribution,
+    or while a function was traced, as models are that have no input shape.
+    """
     is_split = isinstance(devices.active(), keras.distribution.ModelParallel)
-    if not is_split or not model.variables:
+    if not is_split or not devices.has_ranks():
         return
+    for variable, _ in weights_with_dtypes(model):
+        if shard := choose_shard(variable):
+            shard(variable)
     if find_sharded(model.variables):
         gather_in_calls(model, _GATHERING)
     if hvd.rank() == 0 and not hasattr(model, "_hvdtrain_layouts"):
-        model._hvdtrain_layouts = layouts_text(model)
-        print(model._hvdtrain_layouts, flush=True)
-    layouts = [devices.layout_of(variable) for variable in model.variables]
-    if hvd.size() > 1 and not any(layout and any(layout.axes) for layout in layouts):
+        _report(model)
+
+
+def _report(model: keras.Model) -> None:
+    """Print the table of a model's weights, as `model.summary` does its own."""
+    model._hvdtrain_layouts = layouts_text(model)
+    print(model._hvdtrain_layouts, flush=True)
+    if model.variables and not find_sharded(model.variables):
         warnings.warn(
             f"The layout map shards no weight of {model.name}: expected keys that "
             f"match whole paths such as {model.variables[0].path!r}.",

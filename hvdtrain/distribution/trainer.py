@@ -14,7 +14,7 @@ from hvdtrain.collectives import transport
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.distribution import devices
 from hvdtrain.distribution.devices import Method
-from hvdtrain.distribution.model_parallel import gather_weights
+from hvdtrain.distribution.model_parallel import prepare
 from hvdtrain.job.world import JobError
 from hvdtrain.keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from hvdtrain.keras.layers import SyncBatchNormalization, moments_over_ranks
@@ -44,20 +44,21 @@ def compile_distributed(
     # XLA cannot compile Horovod's operations.
     model.jit_compile = False
     if model.built:
-        gather_weights(model)
+        prepare(model)
     if model.optimizer is None:
         return
-    mesh = getattr(devices.active(), "_hvdtrain_mesh", None)
-    mesh = mesh if isinstance(mesh, Mesh) else None
+    found = devices.active_mesh()
+    mesh = found if isinstance(found, Mesh) else None
     hook = get_hook(model.optimizer)
     if hook is None:
         _check_reductions(loss)
         # Gradients of tables are dense, as on JAX.
         DistributedOptimizer(model.optimizer, sparse_as_dense=True, mesh=mesh)
-    elif mesh and hook.mesh is not mesh:
+    elif mesh and not (hook.mesh and hook.mesh.shape == mesh.shape):
         raise JobError(
-            "Received a distributed optimizer under keras.distribution.ModelParallel; "
-            "expected a Keras optimizer, which compile distributes over the mesh."
+            "Received an optimizer that is distributed, and not over the mesh of "
+            "keras.distribution.ModelParallel; expected a new Keras optimizer, which "
+            "compile distributes over it."
         )
 
 
@@ -68,19 +69,19 @@ def _check_reductions(loss: Any) -> None:
             raise JobError(
                 f"Received the loss {each.name} with reduction={reduction!r}; expected "
                 "a mean over samples, whose gradients are averaged over the ranks. Use "
-                "reduction='sum_over_batch_size', or for losses that are sums pass "
-                "optimizer=hvd.DistributedOptimizer(optimizer, op=hvd.Sum) to compile."
+                "reduction='sum_over_batch_size', or under DataParallel, for losses "
+                "that are sums, hvd.DistributedOptimizer(optimizer, op=hvd.Sum)."
             )
 
 
 class _DistributionStart(BroadcastGlobalVariablesCallback):
     """Broadcasts in the first `fit` or `train_on_batch` of a model.
 
-    The model is then built, if it was not built in `compile`.
+    The model is then built, if it was not in `compile`.
     """
 
     def _broadcast(self) -> None:
-        gather_weights(self.model)
+        prepare(self.model)
         super()._broadcast()
 
     def _warn_of_moving_statistics(self) -> None:
@@ -118,6 +119,14 @@ def train_on_batch(
         # A model that is not built is built in the first call of this function.
         model.make_train_function()
         start.on_train_begin()
+    return method(model, *args, **kwargs)
+
+
+def renew(method: Method, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    """Call the method with functions that were traced under this distribution."""
+    if getattr(model, "_hvdtrain_distribution", None) is not devices.active():
+        model._hvdtrain_distribution = devices.active()
+        model.train_function = model.test_function = model.predict_function = None
     return method(model, *args, **kwargs)
 
 

@@ -136,12 +136,12 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         *(Seam(f"{name}(callbacks, ...)",
                "Contains collectives where the model is sharded: all ranks call it.",
                replaced_by=("keras.sharded_models.install", *others))
-          for name, *others in (("fit", _ENABLE), ("evaluate", _EVALUATION),
-                                ("predict", _EVALUATION))),
+          for name, *others in (("fit", _ENABLE), ("evaluate", _EVALUATION, _ENABLE),
+                                ("predict", _EVALUATION, _ENABLE))),
         *(Seam(f"{name}(filepath, ...)",
-               "Rank 0 writes the full weights, which all ranks gather.",
+               "All ranks call it where the model is sharded, and gather or load.",
                replaced_by=("keras.sharded_models.install",))
-          for name in ("save", "save_weights")),
+          for name in ("save", "save_weights", "load_weights")),
         Seam("export(filepath, ...)",
              "Raises an error: a graph with collectives runs in no other process.",
              replaced_by=("keras.sharded_models.install",)),

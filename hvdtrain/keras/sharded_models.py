@@ -63,7 +63,12 @@ def install() -> None:
     """
     if hasattr(keras.Model.save, _MARK):
         return
-    for names, wrap in ((_RUNS, _run), (_SAVES, _save), (("export",), _export)):
+    for names, wrap in (
+        (_RUNS, _run),
+        (_SAVES, _save),
+        (("load_weights",), _load),
+        (("export",), _export),
+    ):
         for name in names:
             method = wrap(getattr(keras.Model, name))
             setattr(method, _MARK, True)
@@ -138,7 +143,7 @@ def _run(method: Method) -> Method:
         if hook and hook.sharded_state:
             _check_none_swaps_averages(callbacks, "shard_state")
         if any(local_shard(variable) is not variable for variable in self.variables):
-            _check_none_swaps_averages(callbacks, "fully_shard")
+            _check_none_swaps_averages(callbacks, "sharded weights")
         if hook and hook.mesh and hook.mesh.model.size > 1:
             compare_along_model(self)
         if _needs_all_ranks(self.variables):
@@ -182,6 +187,17 @@ def _save(method: Method) -> Method:
         return save_by_rank_0(self, lambda full: method(full, *args, **kwargs))
 
     return save
+
+
+def _load(method: Method) -> Method:
+    @functools.wraps(method)
+    def load(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        # One rank alone would change its shards of the weights.
+        if _needs_all_ranks(self.variables):
+            check_called_alike(method.__name__)
+        return method(self, *args, **kwargs)
+
+    return load
 
 
 def _check_format(path: str) -> None:
@@ -231,7 +247,7 @@ def _check_none_swaps_averages(
         raise ValueError(
             f"SwapEMAWeights exchanges weights and their averages, and with {option} "
             "each rank has only its shards of the averages. Leave out the callback: "
-            f"fit assigns the averages to the weights when it ends. Or omit {option}."
+            "fit assigns the averages to the weights when it ends."
         )
 
 

@@ -87,16 +87,15 @@ def weights_with_dtypes(model: keras.Model) -> Iterator[tuple[keras.Variable, st
 def _gather_in_call(layer: keras.layers.Layer, gathering: Gathering) -> None:
     """Make the call of a layer gather its weights, if they are sharded."""
     is_whole = isinstance(layer, (*_LOOPS, *gathering.collective))
-    found = layer.variables if is_whole else layer._trainable_variables
-    weights = find_sharded(found)
+    weights = find_sharded(layer.variables if is_whole else layer._trainable_variables)
     # A layer of `remat` gathers its weights in each of its passes.
     if not weights or is_remat(layer) or hasattr(layer.call, _MARK):
         return
     inside = list(layer._flatten_layers())
-    is_repeated = is_whole or all(found is layer for found in inside)
+    is_repeated = is_whole or all(inner is layer for inner in inside)
     # The loop of an RNN may have states.
     kept = (keras.layers.RNN, *gathering.collective)
-    is_repeated &= not any(isinstance(found, kept) for found in inside)
+    is_repeated &= not any(isinstance(inner, kept) for inner in inside)
     gathering = gathering._replace(repeats=gathering.repeats and is_repeated)
     call = functools.partial(_gather_and_call, layer, layer.call, weights, gathering)
     functools.update_wrapper(call, layer.call)
@@ -116,9 +115,13 @@ def _gather_and_call(
     weights = find_unread(weights)
     if backend.in_stateless_scope() or not weights:
         return call(*args, **kwargs)
-    call, blocks = gathering.find_block_call(layer) or BlockCall(call, ())
     tensors = [x for x in tf.nest.flatten((args, kwargs)) if tf.is_tensor(x)]
-    if gathering.repeats and all(isinstance(tensor, tf.Tensor) for tensor in tensors):
+    is_dense = all(isinstance(tensor, tf.Tensor) for tensor in tensors)
+    by_blocks = gathering.find_block_call(layer) if is_dense else None
+    blocks: tuple[FullyShardedVariable, ...] = ()
+    if by_blocks and len(find_unread(by_blocks.blocks)) == len(by_blocks.blocks):
+        call, blocks = by_blocks
+    if gathering.repeats and is_dense:
         return recompute(layer, call, gathering.remedy, blocks, *args, **kwargs)
     shards = [shard_value(weight) for weight in weights]
     with tf.control_dependencies(filter(tf.is_symbolic_tensor, tensors)):

@@ -1,4 +1,4 @@
-"""Weights of which each rank stores a flat shard, and layers see the full value.
+"""Weights of which each rank stores a shard, and layers see the full value.
 
 A `FullyShardedVariable` gathers its value where a layer reads it. A collective for each
 read would be slow, and would keep each result for the backward pass. So the call of a
@@ -41,6 +41,8 @@ _values: contextvars.ContextVar[tuple[dict[int, tf.Tensor], ...]] = (
 
 class FullyShardedVariable(keras.Variable):
     """A weight with the full value for layers, of which this rank stores a shard.
+
+    The shard is flat, or a block along an axis, or a flat shard of such a block.
 
     `shard_variable` makes it of a variable, in place: layers keep their reference.
 
@@ -262,28 +264,28 @@ def _gather_axes(
 ) -> list[tf.Tensor]:
     """Return the full values of blocks, and those without a sharding as they are."""
     values = list(blocks)
-    found = [(i, axis) for i, axis in enumerate(axes) if axis]
-    if not found:
+    split = [(i, axis) for i, axis in enumerate(axes) if axis]
+    if not split:
         return values
     # Flat shards are slices of a tensor: the axis comes first.
     rows = [
-        tf.experimental.numpy.moveaxis(values[i], axis.axis, 0) for i, axis in found
+        tf.experimental.numpy.moveaxis(values[i], axis.axis, 0) for i, axis in split
     ]
     widths = [math.prod(each.shape[1:]) for each in rows]
     gathered = transport.gather_shards(
         [tf.reshape(each, [-1]) for each in rows],
         [
             [size * width for size in axis.sizes]
-            for (_, axis), width in zip(found, widths, strict=True)
+            for (_, axis), width in zip(split, widths, strict=True)
         ],
         [
             (axis.size, *each.shape[1:])
-            for (_, axis), each in zip(found, rows, strict=True)
+            for (_, axis), each in zip(split, rows, strict=True)
         ],
         name="AxisGather",
-        process_set=found[0][1].process_set,
+        process_set=split[0][1].process_set,
     )
-    for (i, axis), value in zip(found, gathered, strict=True):
+    for (i, axis), value in zip(split, gathered, strict=True):
         values[i] = tf.experimental.numpy.moveaxis(value, 0, axis.axis)
     return values
 

@@ -37,8 +37,8 @@ def check_takes_shards(
     if full:
         raise ValueError(
             f"The optimizer {optimizer.name!r} takes {full[0]} for a full weight, and "
-            "the model is fully sharded. Make it by hvd.DistributedOptimizer, use it "
-            "with a plain tf.GradientTape, and build it after fully_shard."
+            "the model is sharded. Make it by hvd.DistributedOptimizer, use it with a "
+            "plain tf.GradientTape, and build it after the weights are sharded."
         )
 
 

@@ -6,6 +6,7 @@ distribution, with the global batch.
 
 import functools
 import math
+import warnings
 
 import keras
 import numpy as np
@@ -42,7 +43,11 @@ LAYOUTS = {
         "norm/.*": ("model",),
         "conv/kernel": (None, None, "model"),
     },
-    "elements": {".*kernel": ("batch", None, None), "table/.*": (None, "batch")},
+    "elements": {
+        "(heads|merge|conv)/kernel": ("batch", None, None),
+        "(up|down|head)/kernel": ("batch", None),
+        "table/.*": (None, "batch"),
+    },
     "all": {
         **COLUMNS,
         "table/.*": ("model", "batch"),
@@ -149,7 +154,10 @@ def test_fit_equals_one_process(name, model_ranks):
     check(momentum, LAYOUTS[name], model_ranks, run_eagerly=True)
 
 
-@pytest.mark.parametrize("model_ranks", MODEL_RANKS[::-1])
+@pytest.mark.parametrize(
+    "model_ranks",
+    [pytest.param(1, marks=pytest.mark.long), *MODEL_RANKS[1:]],
+)
 def test_compiled_steps_and_options_of_an_optimizer_equal_one_process(model_ranks):
     check(adam, LAYOUTS["all"], model_ranks)
 
@@ -171,10 +179,15 @@ def check(make_optimizer, layouts, model_ranks, **compile_args):
     assert difference([predicted], [outputs]) < 1e-12
 
 
-def small(*layers, seed=3):
-    keras.utils.set_random_seed(seed)
+def dense(units, name):
+    """A layer with the same weights in every call."""
+    initializer = keras.initializers.RandomNormal(seed=units)
+    return keras.layers.Dense(units, name=name, kernel_initializer=initializer)
+
+
+def small(*layers):
     inputs = x = keras.Input((6,))
-    for layer in [*layers, keras.layers.Dense(CLASSES, name="out")]:
+    for layer in [*layers, dense(CLASSES, "out")]:
         x = layer(x)
     return keras.Model(inputs, x)
 
@@ -190,7 +203,7 @@ def fit_small(model, optimizer="sgd"):
 def test_each_rank_stores_the_block_of_its_layout():
     layouts = {"up/kernel": (None, "model"), "down/kernel": ("model", "batch")}
     with distribution(SIZE, layouts).scope():
-        up, down = keras.layers.Dense(12, name="up"), keras.layers.Dense(4, name="down")
+        up, down = dense(12, "up"), dense(4, "down")
         model = small(up, down)
     assert up.kernel.shape == (6, 12)
     assert down.kernel.shape == (12, 4)
@@ -199,27 +212,86 @@ def test_each_rank_stores_the_block_of_its_layout():
     columns = slice(hvd.rank() * 12 // SIZE, (hvd.rank() + 1) * 12 // SIZE)
     full = up.kernel.numpy()
     np.testing.assert_array_equal(local_shard(up.kernel).numpy(), full[:, columns])
-    with distribution(1, {".*": ("batch", None)}).scope():
-        up.kernel.assign(full * 2)
+    up.kernel.assign(full * 2)
     np.testing.assert_array_equal(local_shard(up.kernel).numpy(), 2 * full[:, columns])
     assert len(model.get_weights()) == 6
 
 
 def test_ranks_of_one_replica_draw_the_same_masks():
     layers = [
-        lambda: keras.layers.Dense(12, "relu", name="up"),
-        lambda: keras.layers.Dropout(0.5, seed=7),
+        lambda: dense(12, "up"),
+        lambda: keras.layers.Dropout(0.5),
     ]
-    expected = fit_small(small(*(make() for make in layers)))
+    expected = small(*(make() for make in layers))
     with distribution(SIZE, COLUMNS).scope():
-        model = fit_small(small(*(make() for make in layers)))
+        model = small(*(make() for make in layers))
+        model.layers[2].seed_generator.state.assign([7, hvd.rank()])
+        expected.layers[2].seed_generator.state.assign([7, 0])
+        fit_small(model)
+    fit_small(expected)
     assert difference(model.get_weights(), expected.get_weights()) < 1e-6
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_model_that_is_built_late_or_outside_is_sharded_in_its_first_step(is_late):
+    expected = fit_small(small(dense(12, "up")))
+    outside = small(dense(12, "up"))
+    with distribution(SIZE, {".*up/kernel": (None, "model")}).scope():
+        late = keras.Sequential([dense(12, "up"), dense(CLASSES, "out")])
+        model = fit_small(late if is_late else outside)
+    assert local_shard(model.get_layer("up").kernel).shape == (6, 12 // SIZE)
+    assert difference(model.get_weights(), expected.get_weights()) < 1e-6
+
+
+def test_frozen_weights_and_lora_train_as_in_one_process():
+    def build():
+        model = small(dense(12, "up"), dense(8, "down"))
+        model.get_layer("up").trainable = False
+        model.get_layer("down").enable_lora(2)
+        model.get_layer("down").lora_kernel_b.assign(np.ones((2, 8)))
+        return model
+
+    layouts = {"(up|down)/kernel": (None, "model"), "out/kernel": ("model", None)}
+    keras.utils.set_random_seed(1)
+    expected = fit_small(build())
+    keras.utils.set_random_seed(1)
+    with distribution(math.gcd(SIZE, 2), layouts).scope():
+        model = fit_small(build())
+    assert difference(model.get_weights(), expected.get_weights()) < 1e-6
+
+
+@pytest.mark.parametrize("axes", [("model", None), (None, "model")])
+def test_rows_of_a_table_are_those_of_keras(axes):
+    ids = np.array([[0, -1, 5], [11, 3, -12]])
+    table = keras.layers.Embedding(WORDS, 12, name="table")
+    inputs = keras.Input((None,), dtype="int64")
+    with distribution(SIZE, {"table/embeddings": axes}).scope():
+        model = keras.Model(inputs, table(inputs))
+        expected = np.take(table.embeddings.numpy(), ids, axis=0)
+        model.compile()
+        np.testing.assert_array_equal(model(ids), expected)
+        ragged = tf.ragged.constant([[0, 3], [11]])
+        rows = table(ragged).to_list()
+        assert difference(rows[1], expected[1:, :1]) == 0
+        # TensorFlow finds it on CPUs alone.
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            model(ids + 1)
+
+
+def test_functions_are_traced_again_under_another_distribution():
+    data = tf.data.Dataset.from_tensor_slices(np.ones((BATCH, 6))).batch(BATCH)
+    model = small(dense(12, "up"))
+    expected = model.predict(data, verbose=0)
+    for distribution_ in (keras.distribution.DataParallel(), None) * 2:
+        keras.distribution.set_distribution(distribution_)
+        found = model.predict(data, verbose=0)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_the_saved_model_is_a_plain_one(tmp_path):
     path = fit_start_path(tmp_path)
     with distribution(SIZE, COLUMNS).scope():
-        model = fit_small(small(keras.layers.Dense(12, name="up")), "adam")
+        model = fit_small(small(dense(12, "up")), "adam")
         model.save(path)
         weights = model.get_weights()
         model.set_weights([0 * weight for weight in weights])
@@ -239,7 +311,7 @@ def test_the_table_says_what_layers_compute_with(capsys):
     layouts = COLUMNS | {"statistics/gamma": ("model",)}
     with distribution(SIZE, layouts).scope():
         model = small(
-            keras.layers.Dense(12, name="up"),
+            dense(12, "up"),
             keras.layers.BatchNormalization(name="statistics"),
         )
         fit_small(fit_small(model))
@@ -276,16 +348,20 @@ def test_the_table_says_what_layers_compute_with(capsys):
 )
 def test_layouts_that_do_not_fit_are_errors_of_one_line(act, message):
     with act().scope(), pytest.raises(JobError) as raised:
-        small(keras.layers.Dense(13, name="up"))
+        small(dense(13, "up"))
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_a_layout_map_for_other_weights_is_a_warning():
     with distribution(SIZE, {"sequential/up/kernel": (None, "model")}).scope():
-        model = small(keras.layers.Dense(12, name="up"))
-        with pytest.warns(UserWarning, match="paths such as 'up/kernel'"):
+        model = small(dense(12, "up"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             model.compile("sgd", "mse")
+    texts = [str(warning.message) for warning in caught]
+    is_warned = any("paths such as 'up/kernel'" in text for text in texts)
+    assert is_warned == (hvd.rank() == 0)
 
 
 def test_meshes_and_optimizers_that_do_not_fit_are_errors_of_one_line():
@@ -299,8 +375,8 @@ def test_meshes_and_optimizers_that_do_not_fit_are_errors_of_one_line():
         with pytest.raises(JobError, match="expected the axis of the batch first"):
             keras.distribution.ModelParallel(layout_map=layout_map, **options)
     with distribution(SIZE, COLUMNS).scope():
-        model = small(keras.layers.Dense(12, name="up"))
-        with pytest.raises(JobError, match="expected a Keras optimizer"):
+        model = small(dense(12, "up"))
+        with pytest.raises(JobError, match="expected a new Keras optimizer"):
             model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
         with pytest.raises(ValueError, match="Use an elementwise optimizer"):
             fit_small(model, keras.optimizers.Lamb())
