@@ -149,7 +149,7 @@ def cases():
             yield pytest.param(name, model_ranks, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "model_ranks"), cases())
+@pytest.mark.parametrize(("name", "model_ranks"), list(cases()))
 def test_fit_equals_one_process(name, model_ranks):
     check(momentum, LAYOUTS[name], model_ranks, run_eagerly=True)
 
