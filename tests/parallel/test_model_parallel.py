@@ -76,7 +76,7 @@ def build(embedding=keras.layers.Embedding, dtype="float64"):
     x = layers("Conv1D")(WIDTH, 3, padding="same", name="conv", **options)(x)
     y = layers("EinsumDense")(
         "...d,dnh->...nh",
-        (4, 3),
+        (12, 2),
         "gelu",
         bias_axes="nh",
         name="heads",
@@ -146,6 +146,10 @@ def cases():
                 continue
             is_long = name not in ("einsum", "table by row", "elements")
             marks = [pytest.mark.long] if is_long or model_ranks < SIZE else []
+            if name == "einsum" and model_ranks == SIZE:
+                marks.append(pytest.mark.ranks)
+            if name == "all" and model_ranks == math.gcd(SIZE, 2):
+                marks.append(pytest.mark.four_ranks)
             yield pytest.param(name, model_ranks, marks=marks)
 
 
