@@ -7,13 +7,14 @@ docs/figures/comparisons.md describes the paths.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import mpi, report
 from hvdtrain import environment, flag_fields, job, program
 from hvdtrain.benchmark import records
 from hvdtrain.benchmark.benchmark_options import SECONDS_CHECK
-from hvdtrain.flag_fields import flag_field, path_field
+from hvdtrain.flag_fields import FlagCheck, flag_field, path_field
 from hvdtrain.job import launchers
 from hvdtrain.job.world import SharedJobError
 
@@ -27,6 +28,9 @@ class AllreduceOptions:
     max_bytes: int = flag_field(
         256_000_000, "Largest message.", low=4000, high=4_000_000_000
     )
+    sizes: Sequence[str] = flag_field(
+        (), "Bytes of the messages, such as 1000,64000, in place of steps to the largest."
+    )
     rounds: int = flag_field(7, "Rounds of all paths.", low=1, high=10_000)
     seconds: float = flag_field(0.1, "Of each path in a round.", low=0, high=120)
     seed: int = flag_field(0, "Of the job.", low=0, high=2**32 - 1)
@@ -34,14 +38,22 @@ class AllreduceOptions:
 
     @property
     def message_sizes(self) -> list[int]:
-        """The bytes of the messages: 1 kB, 4 kB, ..., and the largest.
+        """The bytes of the messages: `sizes`, or 1 kB, 4 kB, ..., and the largest.
 
         Multiples of 4, the bytes of a float32.
         """
+        if self.sizes:
+            return [int(size) // 4 * 4 for size in self.sizes]
         sizes, last = [_FIRST_BYTES], self.max_bytes // 4 * 4
         while sizes[-1] * _FACTOR < last:
             sizes.append(sizes[-1] * _FACTOR)
         return [*sizes, last]
+
+
+SIZES_CHECK = FlagCheck(
+    lambda sizes: all(size.isdecimal() and int(size) >= 4 for size in sizes),
+    "expected numbers of bytes, 4 or more",
+)
 
 
 def main() -> None:
@@ -106,5 +118,5 @@ def _time(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    flag_fields.define_flags(AllreduceOptions, [SECONDS_CHECK])
+    flag_fields.define_flags(AllreduceOptions, [SECONDS_CHECK, SIZES_CHECK])
     program.run(main, page=__doc__)

@@ -1,23 +1,33 @@
 #include "hosts.h"
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 namespace hvdtrain {
 namespace {
 
-constexpr size_t kLineBytes = 128;
+// TODO measured
+constexpr size_t kGatherBytes = 32 << 10;
+constexpr size_t kScatterBytes = 256 << 10;
+// What is received before it is added and sent on: larger pieces leave the second-level
+// cache, and smaller ones need more system calls.
+constexpr size_t kPieceBytes = 256 << 10;
 
-size_t Start(Range range, int number, int parts, size_t element_bytes) {
-  if (number == parts) return range.second;
-  const size_t line = kLineBytes / element_bytes;
-  return range.first + (range.second - range.first) * number / parts / line * line;
+const Dtype& DtypeOf(const Call& call) {
+  return *FindDtype(static_cast<tensorflow::DataType>(call.dtype));
+}
+
+Block BlockOf(char* data, size_t elements, int host, int hosts, const Dtype& dtype) {
+  const Range range = Part({0, elements}, host, hosts, dtype.bytes);
+  return {data + range.first * dtype.bytes, (range.second - range.first) * dtype.bytes};
 }
 
 }  // namespace
 
-Range Part(Range range, int number, int parts, size_t element_bytes) {
-  return {Start(range, number, parts, element_bytes),
-          Start(range, number + 1, parts, element_bytes)};
+Way ChooseWay(size_t bytes, int hosts) {
+  if (hosts * bytes <= kGatherBytes) return Way::kGather;
+  return bytes <= kScatterBytes ? Way::kScatter : Way::kRing;
 }
 
 Hosts::Hosts(Segment& segment, const std::string& name)
@@ -26,7 +36,7 @@ Hosts::Hosts(Segment& segment, const std::string& name)
       host_(segment.links() ? segment.links()->host() : 0),
       calls_(segment.links() ? segment.links()->hosts() : 1) {}
 
-std::string Hosts::ExchangeCalls(const Call& mine) {
+std::string Hosts::ExchangeCalls(const Call& mine, char* sums) {
   calls_[host_] = mine;
   if (count() == 1) return "";
   Links& links = *segment_.links();
@@ -37,22 +47,14 @@ std::string Hosts::ExchangeCalls(const Call& mine) {
     if (host == host_) continue;
     Transfer& transfer = transfers[host];
     transfer.out = {{reinterpret_cast<char*>(&calls_[host_]), sizeof(Call)}};
-    if (const size_t elements = FirstElements(mine)) {
-      const size_t bytes = FindDtype(static_cast<tensorflow::DataType>(mine.dtype))->bytes;
-      transfer.out.push_back(PartIn(segment_.result(), host, elements, bytes));
-    }
+    transfer.out.push_back(Sent(mine, host, sums));
     transfer.in = {{reinterpret_cast<char*>(&calls_[host]), sizeof(Call)}};
     // What follows depends on the call of that host, also where it is another one.
-    transfer.then_receive = [this, &links, host]() -> Block {
-      const size_t elements = FirstElements(calls_[host]);
-      if (elements == 0) return {nullptr, 0};
-      const auto type = static_cast<tensorflow::DataType>(calls_[host].dtype);
-      const size_t bytes = FindDtype(type)->bytes;
-      const Range part = PartOf(host_, elements, bytes);
-      return links.Buffer(host, (part.second - part.first) * bytes);
+    transfer.then_receive = [this, &links, host, is_next = true]() mutable -> Block {
+      if (!std::exchange(is_next, false)) return {nullptr, 0};
+      return links.Buffer(host, Sent(calls_[host], host_, nullptr).bytes);
     };
   }
-  has_first_chunk_ = true;
   const std::string lost = Exchange(std::move(transfers));
   if (lost.empty() && active() == 0) links.idle_rounds = 0;
   return lost;
@@ -86,10 +88,48 @@ int Hosts::last_joined() const {
   return std::max_element(calls_.begin(), calls_.end(), joined_earlier)->last_joined;
 }
 
-std::string Hosts::Sum(const Dtype& dtype, size_t elements, double divisor) {
-  if (count() == 1) return "";
-  const bool is_first = std::exchange(has_first_chunk_, false);
-  const Block own = PartIn(segment_.result(), host_, elements, dtype.bytes);
+bool Hosts::IsLarge(const Call& call) const {
+  const size_t bytes = call.elements * DtypeOf(call).bytes;
+  return bytes > segment_.slot_bytes() || WayOf(call) == Way::kRing;
+}
+
+Way Hosts::WayOf(const Call& call) const {
+  const Dtype& dtype = DtypeOf(call);
+  const Way way = ChooseWay(call.elements * dtype.bytes / segment_.size(), count());
+  // In a ring, each host would round the sums of the ones before it.
+  return way == Way::kRing && dtype.bytes < 4 ? Way::kScatter : way;
+}
+
+Block Hosts::Sent(const Call& call, int host, char* data) const {
+  if (call.active == 0 || call.has_differences || IsLarge(call)) return {nullptr, 0};
+  const Dtype& dtype = DtypeOf(call);
+  const Range part =
+      Part({0, call.elements}, segment_.rank(), segment_.size(), dtype.bytes);
+  const size_t elements = part.second - part.first;
+  if (WayOf(call) == Way::kGather) return {data, elements * dtype.bytes};
+  return BlockOf(data, elements, host, count(), dtype);
+}
+
+std::string Hosts::Sum(const Dtype& dtype, char* data, size_t elements, double divisor) {
+  const Call& call = first_active();
+  if (WayOf(call) == Way::kRing) return SumInRing(dtype, data, elements, divisor);
+  if (IsLarge(call)) return SumBlocks(dtype, data, elements, divisor, false);
+  if (WayOf(call) == Way::kScatter) {
+    return SumBlocks(dtype, data, elements, divisor, true);
+  }
+  std::vector<const char*> sources;
+  for (int host = 0; host < count(); ++host) {
+    if (calls_[host].active == 0) continue;
+    // Where ExchangeCalls has received them.
+    sources.push_back(host == host_ ? data : segment_.links()->Buffer(host, 0).data);
+  }
+  dtype.sum(sources, 0, elements, divisor, data);
+  return "";
+}
+
+std::string Hosts::SumBlocks(const Dtype& dtype, char* data, size_t elements,
+                             double divisor, bool are_received) {
+  const Block own = BlockOf(data, elements, host_, count(), dtype);
   std::vector<Transfer> partial(count()), complete(count());
   std::vector<const char*> sources;
   for (int host = 0; host < count(); ++host) {
@@ -98,21 +138,29 @@ std::string Hosts::Sum(const Dtype& dtype, size_t elements, double divisor) {
       if (is_active) sources.push_back(own.data);
       continue;
     }
-    const Block other = PartIn(segment_.result(), host, elements, dtype.bytes);
+    const Block other = BlockOf(data, elements, host, count(), dtype);
     if (is_active) {
-      // Where ExchangeCalls has received the first chunk.
       const Block received = segment_.links()->Buffer(host, own.bytes);
       sources.push_back(received.data);
       partial[host].in = {received};
     }
     if (calls_[host_].active > 0) partial[host].out = {other};
-    complete[host] = {{own}, {other}, nullptr};
+    complete[host] = {{own}, {other}, nullptr, nullptr};
   }
-  const std::string lost = is_first ? "" : Exchange(std::move(partial));
+  const std::string lost = are_received ? "" : Exchange(std::move(partial));
   if (!lost.empty()) return lost;
   // In the order of hosts, by one host: all ranks get the same bits.
   dtype.sum(sources, 0, own.bytes / dtype.bytes, divisor, own.data);
   return Exchange(std::move(complete));
+}
+
+std::string Hosts::SumInRing(const Dtype& dtype, char* data, size_t elements,
+                             double divisor) {
+  // A host without active ranks passes on the sums of the others.
+  if (calls_[host_].active == 0) memset(data, 0, elements * dtype.bytes);
+  const Block piece = segment_.links()->Buffer(host_, kPieceBytes);
+  Ring ring(host_, count(), dtype, data, elements, divisor, piece);
+  return Exchange(ring.Transfers());
 }
 
 std::string Hosts::ExchangeTexts(const std::string& mine,
@@ -127,30 +175,14 @@ std::string Hosts::ExchangeTexts(const std::string& mine,
     transfer.out = {{reinterpret_cast<char*>(&bytes[host_]), sizeof(uint64_t)},
                     {(*texts)[host_].data(), mine.size()}};
     transfer.in = {{reinterpret_cast<char*>(&bytes[host]), sizeof(uint64_t)}};
-    transfer.then_receive = [&bytes, texts, host]() -> Block {
+    transfer.then_receive = [&bytes, texts, host, is_next = true]() mutable -> Block {
+      if (!std::exchange(is_next, false)) return {nullptr, 0};
       std::string& text = (*texts)[host];
       text.resize(bytes[host]);
       return {text.data(), text.size()};
     };
   }
   return Exchange(std::move(transfers));
-}
-
-Range Hosts::PartOf(int host, size_t elements, size_t element_bytes) const {
-  const Range rank =
-      Part({0, elements}, segment_.rank(), segment_.size(), element_bytes);
-  return Part(rank, host, count(), element_bytes);
-}
-
-Block Hosts::PartIn(char* chunk, int host, size_t elements, size_t element_bytes) const {
-  const Range part = PartOf(host, elements, element_bytes);
-  return {chunk + part.first * element_bytes, (part.second - part.first) * element_bytes};
-}
-
-size_t Hosts::FirstElements(const Call& call) const {
-  if (call.active == 0 || call.has_differences) return 0;
-  const Dtype* dtype = FindDtype(static_cast<tensorflow::DataType>(call.dtype));
-  return std::min<size_t>(call.elements, segment_.slot_bytes() / dtype->bytes);
 }
 
 std::string Hosts::Exchange(std::vector<Transfer> transfers) {

@@ -8,11 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "dtypes.h"
 #include "links.h"
+#include "ring.h"
 #include "segment.h"
 
 namespace hvdtrain {
@@ -31,20 +31,33 @@ struct Call {
   int64_t joined_at;
 };
 
-// The elements [first, second) of a chunk.
-using Range = std::pair<size_t, size_t>;
+// How hosts add up their sums.
+enum class Way {
+  // Each sends all to each, with its call: one message to each host.
+  kGather,
+  // Each adds up a block. The values for it come with the calls, the sums in a second
+  // message from each host.
+  kScatter,
+  // After the calls: windows of a large tensor, in a ring.
+  kRing,
+};
 
-// Part `number` of `parts` of a range. Different parts share no cache line.
-Range Part(Range range, int number, int parts, size_t element_bytes);
+// The way for `bytes` that a rank adds up with its peers: the same on all ranks.
+Way ChooseWay(size_t bytes, int hosts);
 
 class Hosts {
  public:
   // `name` is that of the reduction, in messages.
   Hosts(Segment& segment, const std::string& name);
 
-  // Exchanges the calls of all hosts. A host whose ranks agree sends its sums of the
-  // first chunk as well, which saves a message. Returns the reason of a failure.
-  std::string ExchangeCalls(const Call& mine);
+  // Exchanges the calls of all hosts. A host whose ranks agree sends its sums as well
+  // unless they are large, which saves a message: they are at `sums`, this rank's part
+  // of the tensors. Returns the reason of a failure.
+  std::string ExchangeCalls(const Call& mine, char* sums);
+
+  // Whether the tensors of a call go in windows, after the calls. They do where they are
+  // more than a slot.
+  bool IsLarge(const Call& call) const;
 
   // Number of ranks of the job that have not joined.
   int active() const;
@@ -58,27 +71,28 @@ class Hosts {
   // The rank that was the last to join, once all have.
   int last_joined() const;
 
-  // Adds the results of all hosts in this rank's part of a chunk, divides the sums, and
-  // writes them to the result of every host. Returns the reason of a failure.
-  std::string Sum(const Dtype& dtype, size_t elements, double divisor);
+  // Adds up the `elements` of all hosts at `data`, which are this rank's part or a window
+  // of it, and divides the sums. Returns the reason of a failure.
+  std::string Sum(const Dtype& dtype, char* data, size_t elements, double divisor);
 
   // Sends a text to all other hosts, and returns theirs, by host.
   std::string ExchangeTexts(const std::string& mine, std::vector<std::string>* texts);
 
  private:
   int count() const { return calls_.size(); }
-  // The elements that `host` adds up, of the part that this rank's group reduces.
-  Range PartOf(int host, size_t elements, size_t element_bytes) const;
-  Block PartIn(char* chunk, int host, size_t elements, size_t element_bytes) const;
-  // Number of elements of the first chunk that a host with this call sends.
-  size_t FirstElements(const Call& call) const;
+  // The way of the elements of a call that is not large.
+  Way WayOf(const Call& call) const;
+  // What a host with this call sends to `host` with it, of sums at `data`.
+  Block Sent(const Call& call, int host, char* data) const;
+  std::string SumBlocks(const Dtype& dtype, char* data, size_t elements, double divisor,
+                        bool are_received);
+  std::string SumInRing(const Dtype& dtype, char* data, size_t elements, double divisor);
   std::string Exchange(std::vector<Transfer> transfers);
 
   Segment& segment_;
   const std::string& name_;
   const int host_;
   std::vector<Call> calls_;
-  bool has_first_chunk_ = false;
 };
 
 }  // namespace hvdtrain

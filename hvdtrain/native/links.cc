@@ -3,8 +3,8 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <system_error>
 #include <utility>
 
@@ -42,13 +43,14 @@ class Queue {
     Skip();
   }
 
-  // Moves what the socket takes or has without blocking. Returns false when the
-  // connection has ended, with errno 0 where the other rank has closed it.
+  // Moves what the socket takes or has without blocking, up to `limit` bytes since the
+  // start. Returns false when the connection has ended, with errno 0 where the other rank
+  // has closed it.
   template <typename Call>
-  bool Move(Call call) {
-    while (!is_empty()) {
+  bool Move(Call call, size_t limit = SIZE_MAX) {
+    while (!is_empty() && moved_ < limit) {
       iovec vector[kBlocks];
-      const int count = Fill(vector);
+      const int count = Fill(vector, limit - moved_);
       msghdr message{};
       message.msg_iov = vector;
       message.msg_iovlen = count;
@@ -67,10 +69,12 @@ class Queue {
  private:
   static constexpr int kBlocks = 2;
 
-  int Fill(iovec* vector) const {
+  int Fill(iovec* vector, size_t limit) const {
     int count = 0;
-    for (size_t i = next_; i < blocks_.size() && count < kBlocks; ++i) {
-      vector[count++] = {blocks_[i].data, blocks_[i].bytes};
+    for (size_t i = next_; i < blocks_.size() && count < kBlocks && limit > 0; ++i) {
+      const size_t bytes = std::min(blocks_[i].bytes, limit);
+      vector[count++] = {blocks_[i].data, bytes};
+      limit -= bytes;
     }
     return count;
   }
@@ -104,23 +108,34 @@ class Links::Progress {
       : socket_(socket),
         out_(std::move(transfer.out)),
         in_(std::move(transfer.in)),
-        then_receive_(std::move(transfer.then_receive)) {}
+        then_receive_(std::move(transfer.then_receive)),
+        ready_(transfer.ready) {}
 
-  bool is_complete() const { return out_.is_empty() && in_.is_empty(); }
-  bool has_received() const { return in_.moved() > 0 || in_.is_empty(); }
+  bool is_complete() const { return out_.is_empty() && has_received(); }
+  bool has_received() const { return in_.is_empty() && !then_receive_; }
+  // Whether bytes of `out` may be sent since the last call of Send.
+  bool is_fed() const { return ready_ != nullptr && may_send(); }
 
-  // Returns false when the connection has ended.
-  bool Advance() {
-    const auto send = [this](const msghdr* message, int flags) {
-      return sendmsg(socket_, message, flags);
-    };
+  // Receives at most up to the end of a block, so that what has become ready is sent
+  // before the next one. Returns false when the connection has ended.
+  bool Receive() {
     const auto receive = [this](msghdr* message, int flags) {
       return recvmsg(socket_, message, flags);
     };
-    if (!out_.Move(send) || !in_.Move(receive)) return false;
+    if (!in_.Move(receive)) return false;
     if (!in_.is_empty() || !then_receive_) return true;
-    in_.Add(std::exchange(then_receive_, nullptr)());
-    return in_.Move(receive);
+    const Block next = then_receive_();
+    if (next.bytes == 0) then_receive_ = nullptr;
+    in_.Add(next);
+    return true;
+  }
+
+  // Returns false when the connection has ended.
+  bool Send() {
+    const auto send = [this](const msghdr* message, int flags) {
+      return sendmsg(socket_, message, flags);
+    };
+    return out_.Move(send, ready_ == nullptr ? SIZE_MAX : *ready_);
   }
 
   // Whether the other host has not acknowledged what was sent, or probes of a full
@@ -134,15 +149,22 @@ class Links::Progress {
            info.tcpi_last_ack_recv > kSilenceMilliseconds;
   }
 
+  // -1 where nothing is wanted: the kernel would report that the other end has closed
+  // the connection again and again.
   pollfd events() const {
-    const int wanted = (in_.is_empty() ? 0 : POLLIN) | (out_.is_empty() ? 0 : POLLOUT);
-    return {is_complete() ? -1 : socket_, static_cast<short>(wanted), 0};
+    const int wanted = (has_received() ? 0 : POLLIN) | (may_send() ? POLLOUT : 0);
+    return {wanted == 0 ? -1 : socket_, static_cast<short>(wanted), 0};
   }
 
  private:
+  bool may_send() const {
+    return !out_.is_empty() && (ready_ == nullptr || out_.moved() < *ready_);
+  }
+
   const int socket_;
   Queue out_, in_;
   std::function<Block()> then_receive_;
+  const size_t* const ready_;
 };
 
 Links::Links(int host, std::vector<int> sockets, std::vector<int> ranks)
@@ -180,6 +202,11 @@ Block Links::Buffer(int host, size_t bytes) {
   return {buffer.data(), bytes};
 }
 
+Block Links::Window(size_t bytes) {
+  if (window_.size() < bytes) window_.resize(bytes);
+  return {window_.data(), bytes};
+}
+
 void Links::Close() {
   // Not close(): a kernel of this process may wait for the socket.
   for (int socket : sockets_) {
@@ -193,42 +220,76 @@ std::string Links::Exchange(std::vector<Transfer> transfers, Segment& segment,
   for (int host = 0; host < hosts(); ++host) {
     progress.emplace_back(sockets_[host], std::move(transfers[host]));
   }
+  // At first each host may have sent something, and something may be sent to it.
+  std::vector<pollfd> events(hosts(), {-1, 0, POLLIN | POLLOUT});
   const auto start = Clock::now();
+  auto last = start;
   const Limits& limits = segment.limits();
   bool has_warned = limits.warning.count() == 0;
   while (true) {
-    bool is_complete = true;
-    for (int host = 0; host < hosts(); ++host) {
-      if (host == host_ || progress[host].is_complete()) continue;
-      if (!progress[host].Advance()) return Ended(host, errno);
-      is_complete = is_complete && progress[host].is_complete();
+    const std::string ended = Advance(progress, events);
+    if (!ended.empty()) return ended;
+    if (std::all_of(progress.begin(), progress.end(),
+                    [](const Progress& each) { return each.is_complete(); })) {
+      return "";
     }
-    if (is_complete) return "";
-    const auto waited = Clock::now() - start;
-    if (waited < limits.spin) continue;
-    std::vector<pollfd> events;
-    for (int host = 0; host < hosts(); ++host) {
-      events.push_back(host == host_ ? pollfd{-1, 0, 0} : progress[host].events());
+    for (int host = 0; host < hosts(); ++host) events[host] = progress[host].events();
+    const auto now = Clock::now();
+    const bool is_spinning = now - start < limits.spin;
+    const int timeout = is_spinning ? 0 : kCheckMilliseconds;
+    if (poll(events.data(), events.size(), timeout) > 0) {
+      last = now;
+      continue;
     }
-    if (poll(events.data(), events.size(), kCheckMilliseconds) > 0) continue;
-    const std::string reason = segment.Failure();
+    if (is_spinning) {
+      // Another process may need the core, such as a rank of a host that shares it.
+      sched_yield();
+      continue;
+    }
+    const std::string reason = Failure(progress, segment);
     if (!reason.empty()) return reason;
-    for (int host = 0; host < hosts(); ++host) {
-      if (host != host_ && progress[host].IsSilent()) return Ended(host, ETIMEDOUT);
-    }
+    const auto waited = Clock::now() - last;
     if (!has_warned && waited > limits.warning) {
       has_warned = true;
-      // One rank prints: the first of those that wait.
-      const auto has_come = [](const Progress& each) { return each.has_received(); };
-      const auto end = progress.begin() + host_;
-      if (segment.rank() == 0 && std::none_of(progress.begin(), end, has_come)) {
-        segment.Warn(operation, Missing(progress, segment.size()));
-      }
+      Warn(progress, segment, operation);
     }
     if (limits.failure.count() && waited > limits.failure) {
       return Late(operation, Missing(progress, segment.size()));
     }
   }
+}
+
+std::string Links::Advance(std::vector<Progress>& progress,
+                           const std::vector<pollfd>& events) const {
+  for (int host = 0; host < hosts(); ++host) {
+    if (events[host].revents && !progress[host].Receive()) return Ended(host, errno);
+  }
+  for (int host = 0; host < hosts(); ++host) {
+    if (!events[host].revents && !progress[host].is_fed()) continue;
+    if (!progress[host].Send()) return Ended(host, errno);
+  }
+  return "";
+}
+
+std::string Links::Failure(const std::vector<Progress>& progress,
+                           const Segment& segment) const {
+  const std::string reason = segment.Failure();
+  if (!reason.empty()) return reason;
+  for (int host = 0; host < hosts(); ++host) {
+    if (progress[host].IsSilent()) return Ended(host, ETIMEDOUT);
+  }
+  return "";
+}
+
+void Links::Warn(const std::vector<Progress>& progress, const Segment& segment,
+                 const std::string& operation) const {
+  // One rank prints: the first of those that wait.
+  const auto has_come = [](const Progress& each) { return each.has_received(); };
+  if (segment.rank() != 0 ||
+      std::any_of(progress.begin(), progress.begin() + host_, has_come)) {
+    return;
+  }
+  segment.Warn(operation, Missing(progress, segment.size()));
 }
 
 std::string Links::Ended(int host, int error) const {

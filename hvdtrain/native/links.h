@@ -6,6 +6,8 @@
 #ifndef HVDTRAIN_LINKS_H_
 #define HVDTRAIN_LINKS_H_
 
+#include <poll.h>
+
 #include <cstddef>
 #include <functional>
 #include <string>
@@ -23,8 +25,11 @@ struct Block {
 // What is sent to a host and received from it at the same time.
 struct Transfer {
   std::vector<Block> out, in;
-  // Called once, when all of `in` has been received: returns a block to receive next.
+  // Called each time that all of `in` has been received: returns a block to receive
+  // next, one without bytes at the end.
   std::function<Block()> then_receive;
+  // How many bytes of `out` may be sent, which `then_receive` may increase; nullptr: all.
+  const size_t* ready = nullptr;
 };
 
 class Links {
@@ -41,12 +46,16 @@ class Links {
 
   // Blocks until all of `transfers`, one for each host, are complete. Returns the reason
   // if a connection has ended, a rank of this host has failed, or ranks have not called
-  // `operation` in time: the ranks that have sent nothing.
+  // `operation` in time: those from which something is missing. The time starts again
+  // whenever bytes arrive or leave.
   std::string Exchange(std::vector<Transfer> transfers, Segment& segment,
                        const std::string& operation);
 
   // Memory for what `host` sends, kept from one reduction to the next.
   Block Buffer(int host, size_t bytes);
+
+  // The same for this rank's sums.
+  Block Window(size_t bytes);
 
   // Ends the exchanges of the other hosts: this rank will take part in no more.
   void Close();
@@ -56,6 +65,14 @@ class Links {
 
  private:
   class Progress;
+  // Sends and receives what is possible without blocking, at the hosts that have
+  // `events`. Returns the reason if a connection has ended.
+  std::string Advance(std::vector<Progress>& progress,
+                      const std::vector<pollfd>& events) const;
+  // Why the exchange cannot go on, if there is a reason.
+  std::string Failure(const std::vector<Progress>& progress, const Segment& segment) const;
+  void Warn(const std::vector<Progress>& progress, const Segment& segment,
+            const std::string& operation) const;
   void CloseSockets() const;
   // The reason where the connection to a host has ended with this errno, or 0.
   std::string Ended(int host, int error) const;
@@ -64,6 +81,7 @@ class Links {
   const int host_, process_;
   const std::vector<int> sockets_, ranks_;
   std::vector<std::vector<char>> buffers_;
+  std::vector<char> window_;
 };
 
 }  // namespace hvdtrain

@@ -9,6 +9,9 @@
 namespace hvdtrain {
 namespace {
 
+// Of a rank's part of large tensors that hosts exchange at a time.
+constexpr size_t kWindowBytes = 16 << 20;
+
 // Copies the consecutive elements of a list of tensors, chunk by chunk.
 class Cursor {
  public:
@@ -92,14 +95,150 @@ Call Summarize(Segment& segment, const std::vector<int>& active) {
   return call;
 }
 
-// Adds this rank's part of what the active ranks of its node have in their slots.
+// The elements of a chunk that this rank adds up.
+Range OwnPart(Segment& segment, const Dtype& dtype, size_t elements) {
+  return Part({0, elements}, segment.rank(), segment.size(), dtype.bytes);
+}
+
+// Adds this rank's part of what the active ranks of its node have in their slots, and
+// writes it to `sums`.
 void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtype,
-             size_t elements, double divisor) {
+             Range part, double divisor, char* sums) {
   if (active.empty()) return;
-  const Range part = Part({0, elements}, segment.rank(), segment.size(), dtype.bytes);
   std::vector<const char*> slots;
-  for (int other : active) slots.push_back(segment.slot(other));
-  dtype.sum(slots, part.first, part.second - part.first, divisor, segment.result());
+  for (int other : active) slots.push_back(segment.slot(other) + part.first * dtype.bytes);
+  dtype.sum(slots, 0, part.second - part.first, divisor, sums);
+}
+
+// The tensors of this rank, which has none after it has joined.
+struct Tensors {
+  Cursor in, out;
+  const std::string& name;
+  const bool has_any;
+};
+
+// What the ranks have agreed on.
+struct Agreed {
+  const Dtype& dtype;
+  const size_t elements;
+  const std::vector<int>& active;  // ranks of this host
+  // Of the sum of all ranks, and the part of it that the ranks of a host divide by.
+  const double divisor, in_host;
+};
+
+// What a rank waits for that is missing from a barrier after the calls were exchanged.
+std::string ExchangeOf(const Tensors& tensors) {
+  return "the exchange between hosts of " + tensors.name;
+}
+
+// Chunk by chunk, in the ranks' slots.
+std::string ReduceInHost(Segment& segment, const Agreed& agreed, Tensors& tensors) {
+  const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
+  size_t done = 0;
+  // Once also for no elements: a rank that has read the members enters the barrier that
+  // lets their owners overwrite them.
+  do {
+    const size_t elements = std::min(chunk, agreed.elements - done);
+    if (done > 0) {
+      if (tensors.has_any) tensors.in.CopyTo(segment.slot(segment.rank()), elements);
+      // Sums overwrite the result after this barrier, which each rank enters when it
+      // has copied the previous ones.
+      const std::string lost = segment.Barrier(tensors.name);
+      if (!lost.empty()) return lost;
+    }
+    const Range part = OwnPart(segment, agreed.dtype, elements);
+    SumPart(segment, agreed.active, agreed.dtype, part, agreed.divisor,
+            segment.result() + part.first * bytes);
+    const std::string lost = segment.Barrier(tensors.name);
+    if (!lost.empty()) return lost;
+    if (tensors.has_any) tensors.out.CopyFrom(segment.result(), elements);
+    done += elements;
+  } while (done < agreed.elements);
+  return "";
+}
+
+// Tensors that are not large, whose sums have been exchanged with the calls.
+std::string ReduceOnce(Segment& segment, Hosts& hosts, const Agreed& agreed,
+                       Tensors& tensors) {
+  const Range part = OwnPart(segment, agreed.dtype, agreed.elements);
+  std::string lost =
+      hosts.Sum(agreed.dtype, segment.result() + part.first * agreed.dtype.bytes,
+                part.second - part.first, agreed.divisor / agreed.in_host);
+  if (lost.empty()) lost = segment.Barrier(ExchangeOf(tensors));
+  if (lost.empty() && tensors.has_any) {
+    tensors.out.CopyFrom(segment.result(), agreed.elements);
+  }
+  return lost;
+}
+
+// Adds this rank's parts of the chunks of a window, which it writes to `sums` one after
+// the other. `is_first`: the first chunk is in the slots.
+std::string GatherWindow(Segment& segment, const Agreed& agreed, Tensors& tensors,
+                         size_t window, bool is_first, char* sums) {
+  const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
+  for (size_t done = 0; done < window; done += chunk) {
+    const size_t elements = std::min(chunk, window - done);
+    if (!is_first || done > 0) {
+      // Slots are overwritten after this barrier, and read after the next one.
+      std::string lost = segment.Barrier(tensors.name);
+      if (!lost.empty()) return lost;
+      if (tensors.has_any) tensors.in.CopyTo(segment.slot(segment.rank()), elements);
+      lost = segment.Barrier(tensors.name);
+      if (!lost.empty()) return lost;
+    }
+    const Range part = OwnPart(segment, agreed.dtype, elements);
+    SumPart(segment, agreed.active, agreed.dtype, part, agreed.in_host, sums);
+    sums += (part.second - part.first) * bytes;
+  }
+  return "";
+}
+
+// Copies the sums of a window, this rank's part of which is at `sums`, to the tensors.
+std::string SpreadWindow(Segment& segment, const Agreed& agreed, Tensors& tensors,
+                         size_t window, const char* sums) {
+  const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
+  for (size_t done = 0; done < window; done += chunk) {
+    const size_t elements = std::min(chunk, window - done);
+    const Range part = OwnPart(segment, agreed.dtype, elements);
+    const size_t count = (part.second - part.first) * bytes;
+    // Each rank enters this barrier when it has copied the previous result.
+    std::string lost = segment.Barrier(ExchangeOf(tensors));
+    if (!lost.empty()) return lost;
+    memcpy(segment.result() + part.first * bytes, sums, count);
+    sums += count;
+    lost = segment.Barrier(ExchangeOf(tensors));
+    if (!lost.empty()) return lost;
+    if (tensors.has_any) tensors.out.CopyFrom(segment.result(), elements);
+  }
+  return "";
+}
+
+// Large tensors, of which a rank exchanges its part in windows of many chunks: the more
+// hosts there are, the smaller are the blocks that each of them adds up.
+std::string ReduceWindows(Segment& segment, Hosts& hosts, const Agreed& agreed,
+                          Tensors& tensors) {
+  const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
+  const size_t chunks =
+      std::max<size_t>(1, kWindowBytes * segment.size() / segment.slot_bytes());
+  const size_t window = chunks * chunk;
+  for (size_t done = 0; done < agreed.elements; done += window) {
+    const size_t elements = std::min(window, agreed.elements - done);
+    size_t own = 0;
+    for (size_t start = 0; start < elements; start += chunk) {
+      const Range part =
+          OwnPart(segment, agreed.dtype, std::min(chunk, elements - start));
+      own += part.second - part.first;
+    }
+    char* const sums = segment.links()->Window(own * bytes).data;
+    std::string lost =
+        GatherWindow(segment, agreed, tensors, elements, done == 0, sums);
+    if (!lost.empty()) return lost;
+    lost = hosts.Sum(agreed.dtype, sums, own, agreed.divisor / agreed.in_host);
+    if (!lost.empty()) return lost;
+    lost = SpreadWindow(segment, agreed, tensors, elements, sums);
+    if (!lost.empty()) return lost;
+  }
+  return "";
 }
 
 // Elements that each rank sends.
@@ -131,29 +270,29 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   Publish(segment.mine(), reduction, total);
   // A rank that has joined has no elements of any dtype.
   const Dtype* dtype = FindDtype(reduction ? reduction->dtype : tensorflow::DT_FLOAT);
-  Cursor in(pieces, dtype->bytes), out(pieces, dtype->bytes);
-  size_t chunk = segment.slot_bytes() / dtype->bytes;
+  Tensors tensors{Cursor(pieces, dtype->bytes), Cursor(pieces, dtype->bytes), name,
+                  reduction != nullptr};
   // Before the first barrier, while other ranks may still compute.
-  in.CopyTo(segment.slot(segment.rank()), std::min(chunk, total));
+  tensors.in.CopyTo(segment.slot(segment.rank()),
+                    std::min(segment.slot_bytes() / dtype->bytes, total));
   std::string lost = segment.Barrier(name);
   if (!lost.empty()) return {Outcome::kLost, lost};
 
   const std::vector<int> active = ActiveRanks(segment);
   const Call mine = Summarize(segment, active);
-  if (!active.empty()) {
-    total = mine.elements;
-    dtype = FindDtype(static_cast<tensorflow::DataType>(mine.dtype));
-    chunk = segment.slot_bytes() / dtype->bytes;
-  }
   const bool has_links = segment.links() != nullptr;
   Hosts hosts(segment, name);
   // A mean is divided before it is rounded, as in one host: the sum of a host may exceed
   // the range of float16.
   const double in_host = has_links && mine.is_mean ? segment.size() : 1;
-  if (has_links && !mine.has_differences) {
-    SumPart(segment, active, *dtype, std::min(chunk, total), in_host);
+  char* sums = segment.result();
+  if (has_links && !active.empty() && !mine.has_differences && !hosts.IsLarge(mine)) {
+    dtype = FindDtype(static_cast<tensorflow::DataType>(mine.dtype));
+    const Range part = OwnPart(segment, *dtype, mine.elements);
+    sums += part.first * dtype->bytes;
+    SumPart(segment, active, *dtype, part, in_host, sums);
   }
-  lost = hosts.ExchangeCalls(mine);
+  lost = hosts.ExchangeCalls(mine, sums);
   if (!lost.empty()) return {Outcome::kLost, lost};
   if (hosts.active() == 0) return {Outcome::kAllJoined, "", hosts.last_joined()};
   if (hosts.have_differences()) {
@@ -164,34 +303,16 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   }
   const Call& call = hosts.first_active();
   const double divisor = call.is_mean ? hosts.active() : 1;
-  const double between_hosts = call.is_mean ? divisor / segment.size() : divisor;
-  total = call.elements;
-  dtype = FindDtype(static_cast<tensorflow::DataType>(call.dtype));
-  chunk = segment.slot_bytes() / dtype->bytes;
-  // Ranks that are missing from a barrier after it have called the reduction.
-  const std::string exchange = (has_links ? "the exchange between hosts of " : "") + name;
-  size_t done = 0;
-  // Once also for no elements: a rank that has read the members enters the barrier that
-  // lets their owners overwrite them.
-  do {
-    const size_t elements = std::min(chunk, total - done);
-    if (done > 0) {
-      if (reduction) in.CopyTo(segment.slot(segment.rank()), elements);
-      // Sums overwrite the result after this barrier, which each rank enters when it
-      // has copied the previous ones.
-      lost = segment.Barrier(name);
-      if (!lost.empty()) return {Outcome::kLost, lost};
-    }
-    if (!has_links || done > 0) {
-      SumPart(segment, active, *dtype, elements, has_links ? in_host : divisor);
-    }
-    lost = hosts.Sum(*dtype, elements, between_hosts);
-    if (lost.empty()) lost = segment.Barrier(exchange);
-    if (!lost.empty()) return {Outcome::kLost, lost};
-    if (reduction) out.CopyFrom(segment.result(), elements);
-    done += elements;
-  } while (done < total);
-  return {Outcome::kReduced, ""};
+  Agreed agreed{*FindDtype(static_cast<tensorflow::DataType>(call.dtype)), call.elements,
+                active, divisor, call.is_mean ? segment.size() : 1.0};
+  if (!has_links) {
+    lost = ReduceInHost(segment, agreed, tensors);
+  } else if (hosts.IsLarge(call)) {
+    lost = ReduceWindows(segment, hosts, agreed, tensors);
+  } else {
+    lost = ReduceOnce(segment, hosts, agreed, tensors);
+  }
+  return lost.empty() ? Report{Outcome::kReduced, ""} : Report{Outcome::kLost, lost};
 }
 
 Report Allgather(Segment& segment, const Gathering& gathering) {
