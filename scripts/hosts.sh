@@ -2,13 +2,14 @@
 # Runs a command on several hosts, host1, host2, ...: network namespaces of this machine
 # that a bridge joins.
 #
-#     scripts/hosts.sh [--hosts=2] [--delay=TIME] COMMAND...
+#     scripts/hosts.sh [--hosts=2] [--delay=TIME] [--rate=RATE] COMMAND...
 #     scripts/hosts.sh --delay=100us horovodrun -np 2 -H host1:1,host2:1 \
 #       --network-interface=eth0 python -m hvdtrain.benchmark
 #
 # COMMAND runs on host1; `ssh host2` starts a program on host2. Each host has its share
 # of the cores, at least one, and all of the files. --delay holds each packet that a host
-# sends for this time, by the kernel's netem. Needs root and iproute2.
+# sends for this time, by the kernel's netem; --rate=1gbit limits what each host sends, by
+# tbf. Needs root and iproute2.
 set -euo pipefail
 
 network=10.98.0
@@ -18,9 +19,25 @@ die() {
   exit 1
 }
 
-# join WORK DELAY: makes the hosts.
+# shape HOST DELAY RATE: holds and limits what a host sends.
+shape() {
+  local host=$1 delay=$2 rate=$3 parent=root
+  if [[ -n $rate ]]; then
+    # The burst has room for the largest packet, before the kernel segments it.
+    tc -n "$host" qdisc add dev eth0 root handle 1: tbf rate "$rate" burst 128kb \
+      latency 50ms ||
+      die "this kernel has no tbf for --rate=$rate, or it is not a rate such as 1gbit"
+    parent='parent 1:1'
+  fi
+  [[ -z $delay ]] ||
+    # shellcheck disable=SC2086 # two words
+    tc -n "$host" qdisc add dev eth0 $parent netem delay "$delay" limit 100000 ||
+    die "this kernel has no netem for --delay=$delay, or it is not a time such as 100us"
+}
+
+# join WORK DELAY RATE: makes the hosts.
 join() {
-  local work=$1 delay=$2 host
+  local work=$1 delay=$2 rate=$3 host
   # Only in this mount namespace.
   mount -t tmpfs tmpfs /run
   mkdir /run/netns
@@ -36,9 +53,7 @@ join() {
     ip -n "host$host" address add "$network.$host/24" dev eth0
     ip -n "host$host" link set eth0 up
     ip -n "host$host" link set lo up
-    [[ -z $delay ]] ||
-      tc -n "host$host" qdisc add dev eth0 root netem delay "$delay" limit 100000 ||
-      die "this kernel has no netem for --delay=$delay, or it is not a time such as 100us"
+    shape "host$host" "$delay" "$rate"
   done
 }
 
@@ -77,25 +92,27 @@ if [[ ${0##*/} == ssh ]]; then
   connect "$@"
 fi
 if [[ ${1:-} == --inside ]]; then
-  work=$2 delay=$3
-  shift 3
-  join "$work" "$delay"
+  work=$2 delay=$3 rate=$4
+  shift 4
+  join "$work" "$delay" "$rate"
   mkdir "$work/bin"
   ln -s "$self" "$work/bin/ssh"
   export PATH=$work/bin:$PATH OMPI_MCA_plm_rsh_agent=$work/bin/ssh
   export OMPI_MCA_btl_tcp_if_include=eth0 OMPI_MCA_oob_tcp_if_include=eth0
   enter 1 "$@"
 fi
-delay='' number=2
+delay='' rate='' number=2
 while [[ ${1:-} == --* ]]; do
   case $1 in
     --delay=*) delay=${1#--delay=} ;;
+    --rate=*) rate=${1#--rate=} ;;
     --hosts=*) number=${1#--hosts=} ;;
-    *) die "received the option $1; expected --hosts=N or --delay=TIME" ;;
+    *) die "received the option $1; expected --hosts=N, --delay=TIME or --rate=RATE" ;;
   esac
   shift
 done
-[[ $# -gt 0 ]] || die "usage: scripts/hosts.sh [--hosts=2] [--delay=TIME] COMMAND..."
+[[ $# -gt 0 ]] ||
+  die "usage: scripts/hosts.sh [--hosts=2] [--delay=TIME] [--rate=RATE] COMMAND..."
 [[ $number =~ ^[1-9][0-9]{0,2}$ ]] && ((number <= 254)) ||
   die "received --hosts=$number; expected a number from 1 to 254"
 # For `ssh` of the command.
@@ -105,4 +122,4 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # All processes end with process 1 of the inner namespace, and that one with unshare.
 unshare --net --mount --uts --pid --fork --kill-child --mount-proc \
-  "$self" --inside "$work" "$delay" "$@"
+  "$self" --inside "$work" "$delay" "$rate" "$@"

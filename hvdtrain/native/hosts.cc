@@ -8,11 +8,12 @@ namespace hvdtrain {
 namespace {
 
 // TODO measured
-constexpr size_t kGatherBytes = 32 << 10;
-constexpr size_t kScatterBytes = 256 << 10;
+const size_t kGatherBytes = (getenv("HG") ? atoi(getenv("HG")) : 32) << 10;
+const size_t kScatterBytes = (getenv("HS") ? atoi(getenv("HS")) : 256) << 10;
 // What is received before it is added and sent on: larger pieces leave the second-level
 // cache, and smaller ones need more system calls.
-constexpr size_t kPieceBytes = 256 << 10;
+#include <cstdlib>
+const size_t kPieceBytes = (getenv("HP") ? atoi(getenv("HP")) : 256) << 10;
 
 const Dtype& DtypeOf(const Call& call) {
   return *FindDtype(static_cast<tensorflow::DataType>(call.dtype));

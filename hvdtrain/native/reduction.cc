@@ -10,7 +10,7 @@ namespace hvdtrain {
 namespace {
 
 // Of a rank's part of large tensors that hosts exchange at a time.
-constexpr size_t kWindowBytes = 16 << 20;
+const size_t kWindowBytes = (getenv("HW") ? atoi(getenv("HW")) : 16) << 20;
 
 // Copies the consecutive elements of a list of tensors, chunk by chunk.
 class Cursor {
@@ -20,16 +20,27 @@ class Cursor {
 
   void CopyTo(char* slot, size_t elements) {
     Advance(elements, [&](const Piece& piece, size_t start, size_t bytes) {
-      memcpy(slot, piece.input + start, bytes);
+      // They are the same where a tensor is reduced in its memory.
+      if (slot != piece.input + start) memcpy(slot, piece.input + start, bytes);
       slot += bytes;
     });
   }
 
   void CopyFrom(const char* result, size_t elements) {
     Advance(elements, [&](const Piece& piece, size_t start, size_t bytes) {
-      if (piece.output != nullptr) memcpy(piece.output + start, result, bytes);
+      char* const output = piece.output + start;
+      if (piece.output != nullptr && output != result) memcpy(output, result, bytes);
       result += bytes;
     });
+  }
+
+  // The memory of the next elements of the result; nullptr if they are not all in one
+  // tensor.
+  char* Output(size_t elements) const {
+    if (place_ == pieces_.size()) return nullptr;
+    const Piece& piece = pieces_[place_];
+    const bool is_one = elements <= piece.elements - position_;
+    return is_one && piece.output ? piece.output + position_ * element_bytes_ : nullptr;
   }
 
  private:
@@ -178,6 +189,10 @@ std::string GatherWindow(Segment& segment, const Agreed& agreed, Tensors& tensor
   const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
   for (size_t done = 0; done < window; done += chunk) {
     const size_t elements = std::min(chunk, window - done);
+    if (segment.size() == 1 && tensors.has_any && (!is_first || done > 0)) {
+      tensors.in.CopyTo(sums, window - done);
+      return "";
+    }
     if (!is_first || done > 0) {
       // Slots are overwritten after this barrier, and read after the next one.
       std::string lost = segment.Barrier(tensors.name);
@@ -196,6 +211,10 @@ std::string GatherWindow(Segment& segment, const Agreed& agreed, Tensors& tensor
 // Copies the sums of a window, this rank's part of which is at `sums`, to the tensors.
 std::string SpreadWindow(Segment& segment, const Agreed& agreed, Tensors& tensors,
                          size_t window, const char* sums) {
+  if (segment.size() == 1) {
+    if (tensors.has_any) tensors.out.CopyFrom(sums, window);
+    return "";
+  }
   const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
   for (size_t done = 0; done < window; done += chunk) {
     const size_t elements = std::min(chunk, window - done);
@@ -229,7 +248,9 @@ std::string ReduceWindows(Segment& segment, Hosts& hosts, const Agreed& agreed,
           OwnPart(segment, agreed.dtype, std::min(chunk, elements - start));
       own += part.second - part.first;
     }
-    char* const sums = segment.links()->Window(own * bytes).data;
+    // A rank without others on its host needs no copy.
+    char* sums = segment.size() == 1 ? tensors.out.Output(elements) : nullptr;
+    if (sums == nullptr) sums = segment.links()->Window(own * bytes).data;
     std::string lost =
         GatherWindow(segment, agreed, tensors, elements, done == 0, sums);
     if (!lost.empty()) return lost;

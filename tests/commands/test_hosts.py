@@ -105,6 +105,7 @@ def test_two_hosts_of_this_machine_reduce_over_tcp(tmp_path):
     [
         ([], "usage: scripts/hosts.sh"),
         (["--delay=soon", "true"], "netem for --delay=soon"),
+        (["--rate=much", "true"], "tbf for --rate=much"),
         (
             ["ssh", "host3", "true"],
             "received the host 'host3'; expected host1 to host2",
@@ -119,3 +120,14 @@ def test_wrong_arguments_of_hosts_are_one_line(arguments, error):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("hosts: ")
     assert error in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
+def test_the_rate_of_hosts_is_limited():
+    command = [HOSTS, "--hosts=3", "--rate=20mbit", "ssh", "host3", "tc", "qdisc"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False
+    )
+    if "has no tbf" in done.stderr:
+        pytest.skip("this kernel has no tbf")
+    assert "rate 20Mbit" in done.stdout

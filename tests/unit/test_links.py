@@ -1,6 +1,7 @@
 """Connections between hosts, with threads of this process as the hosts."""
 
 import contextlib
+import errno
 import itertools
 import secrets
 import socket
@@ -96,6 +97,30 @@ def test_only_a_missing_host_is_accepted(numbers):
         }
         for connection in (first, second, *callers):
             connection.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError("timed out"),
+        ConnectionResetError(errno.ECONNRESET, "reset"),
+        BrokenPipeError(errno.EPIPE, "broken pipe"),
+        OSError(errno.EHOSTUNREACH, "no route to host"),
+    ],
+)
+def test_a_call_that_comes_too_early_is_repeated(monkeypatch, error):
+    errors, connect = [error, error], handshake.connect
+
+    def fail_at_first(*args, **kwargs):
+        with contextlib.suppress(IndexError):  # several threads call
+            raise errors.pop()
+        return connect(*args, **kwargs)
+
+    monkeypatch.setattr(links, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(handshake, "connect", fail_at_first)
+    with connected(3) as connections:
+        assert_connected(connections)
+    assert not errors
 
 
 def test_a_host_that_does_not_come_is_an_error(monkeypatch):
