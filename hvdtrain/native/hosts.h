@@ -35,10 +35,10 @@ struct Call {
 enum class Way {
   // Each sends all to each, with its call: one message to each host.
   kGather,
-  // Each adds up a block. The values for it come with the calls, the sums in a second
-  // message from each host.
+  // Each adds up a block, whose values all others send to it: with the calls, or after
+  // them where they are more than a slot. The sums are a second message to each host.
   kScatter,
-  // After the calls: windows of a large tensor, in a ring.
+  // After the calls, in a ring.
   kRing,
 };
 

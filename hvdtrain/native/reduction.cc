@@ -10,7 +10,7 @@ namespace hvdtrain {
 namespace {
 
 // Of a rank's part of large tensors that hosts exchange at a time.
-const size_t kWindowBytes = (getenv("HW") ? atoi(getenv("HW")) : 16) << 20;
+constexpr size_t kWindowBytes = 16 << 20;
 
 // Copies the consecutive elements of a list of tensors, chunk by chunk.
 class Cursor {

@@ -3,6 +3,7 @@
 A rank that is missing, or has been killed, is tested in tests/commands.
 """
 
+import hashlib
 import os
 import pathlib
 import re
@@ -90,6 +91,37 @@ def test_every_element_is_reduced(elements, op):
     total = sum(values_of(rank, elements, "float64") for rank in range(SIZE))
     expected = total / SIZE if op == hvd.Average else total
     np.testing.assert_allclose(reduced, expected, rtol=1e-14, atol=1e-14)
+
+
+# Hosts exchange up to 128 KiB with their calls, and more than 4 MiB in a ring, in windows
+# of 16 MiB and pieces of 256 KiB. All of these sums are exact.
+@pytest.mark.parametrize(
+    ("dtype", "elements"),
+    [
+        ("int32", 1 << 14),
+        ("float32", (1 << 15) + 1),
+        ("int32", (1 << 20) + 33),
+        ("float32", SIZE * (1 << 20) + 1),
+        ("int64", (1 << 20) + 77),
+        ("float64", SIZE * (1 << 19) + 65_537),
+        ("float32", (4 << 20) + (1 << 16) + 1),
+        ("float16", (1 << 21) + 3),
+        ("bfloat16", 33),
+    ],
+)
+def test_sums_of_all_sizes_are_exact_and_equal_on_all_ranks(dtype, elements):
+    # Small numbers that differ by rank and by place, with periods that no block has.
+    places = np.arange(elements)
+    inputs = [(places * (rank + 3)) % 13 - 6 for rank in range(SIZE)]
+    (reduced,) = reduce(tf.cast(inputs[RANK], dtype), op=hvd.Sum)
+    np.testing.assert_array_equal(tf.cast(reduced, tf.int64), sum(inputs))
+
+
+def test_rounded_sums_in_a_ring_have_the_same_bits_on_all_ranks():
+    (reduced,) = reduce(values_of(RANK, SIZE * (1 << 20) + 1, "float32"))
+    digest = hashlib.sha256(reduced.numpy().tobytes()).digest()
+    everyones = hvd.allgather(tf.constant(list(digest))[tf.newaxis])
+    np.testing.assert_array_equal(everyones, np.repeat(everyones[:1], SIZE, axis=0))
 
 
 @pytest.mark.parametrize(
@@ -334,6 +366,13 @@ def test_rank_whose_first_collective_is_join():
         assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum) == 1.0
     assert hvd.join() == 0
     assert reduce(tf.constant(1.0), op=hvd.Sum) == [SIZE]
+
+
+def test_large_tensors_are_reduced_after_other_ranks_have_joined():
+    if RANK == SIZE - 1:
+        (reduced,) = reduce(tf.range(5_000_000), op=hvd.Sum)
+        np.testing.assert_array_equal(reduced, np.arange(5_000_000))
+    assert hvd.join() == SIZE - 1
 
 
 def test_rank_that_traces_alone_before_an_eager_collective():
