@@ -29,7 +29,8 @@ class AllreduceOptions:
         256_000_000, "Largest message.", low=4000, high=4_000_000_000
     )
     sizes: Sequence[str] = flag_field(
-        (), "Bytes of the messages, such as 1000,64000, in place of steps to the largest."
+        (),
+        "Bytes of the messages, such as 1000,64000, in place of steps to the largest.",
     )
     rounds: int = flag_field(7, "Rounds of all paths.", low=1, high=10_000)
     seconds: float = flag_field(0.1, "Of each path in a round.", low=0, high=120)

@@ -93,8 +93,8 @@ def test_every_element_is_reduced(elements, op):
     np.testing.assert_allclose(reduced, expected, rtol=1e-14, atol=1e-14)
 
 
-# Hosts exchange up to 128 KiB with their calls, and more than 4 MiB in a ring, in windows
-# of 16 MiB and pieces of 256 KiB. All of these sums are exact.
+# Hosts exchange up to 128 KiB with their calls, and more than 4 MiB in a ring, in
+# windows of 16 MiB and pieces of 256 KiB. All of these sums are exact.
 @pytest.mark.parametrize(
     ("dtype", "elements"),
     [
