@@ -7,18 +7,18 @@
 namespace hvdtrain {
 namespace {
 
-// The limits of ChooseWay, where the ways take the same time between 2, 4 and 8 hosts that
-// are network namespaces of one machine; docs/figures/index.md has the commands.
+// The limits of ChooseWay, measured between 2, 4 and 8 hosts that are network namespaces
+// of one machine; docs/figures/index.md has the commands.
 //
-// A message saves 0.05 to 3 ms. In place of 2 (N-1)/N of the bytes, a host sends N-1 times
-// the bytes: 128 KiB take 0.1 ms at 10 Gbit/s.
+// A message less saves 0.05 to 3 ms. In place of 2 (N-1)/N of the bytes, a host sends
+// N-1 times the bytes: 128 KiB take 0.1 ms at 10 Gbit/s.
 constexpr size_t kGatherBytes = 128 << 10;
 // A ring has 2 (N-1) steps, each of which waits for a message. With larger blocks that is
 // less than the time of the bytes, and no host gets the bytes of all others at a time,
 // which would fill the buffers of a switch.
 constexpr size_t kScatterBytes = 4 << 20;
-// What is received before it is added and sent on. Pieces of 64 KiB to 2 MiB take the same
-// time within the noise; those of 256 KiB stay in the second-level cache.
+// What is received before it is added and sent on. Pieces of 64 KiB to 2 MiB take the
+// same time within the noise; those of 256 KiB stay in the second-level cache.
 constexpr size_t kPieceBytes = 256 << 10;
 
 const Dtype& DtypeOf(const Call& call) {

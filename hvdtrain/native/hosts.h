@@ -2,9 +2,9 @@
 // called, and the sums over hosts. A rank adds up its part of the tensors together with
 // the ranks of other hosts that have the same local rank.
 //
-// The order of a sum does not depend on time. It is that of the hosts, but for a ring: see
-// Ring. One host computes each element and sends it to all others, or, for small tensors,
-// all compute the same: all ranks get the same bits.
+// The order of a sum does not depend on time. It is that of the hosts, but for a ring:
+// see Ring. One host computes each element and sends it to all others, or, for small
+// tensors, all compute the same: all ranks get the same bits.
 
 #ifndef HVDTRAIN_HOSTS_H_
 #define HVDTRAIN_HOSTS_H_

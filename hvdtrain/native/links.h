@@ -70,7 +70,8 @@ class Links {
   std::string Advance(std::vector<Progress>& progress,
                       const std::vector<pollfd>& events) const;
   // Why the exchange cannot go on, if there is a reason.
-  std::string Failure(const std::vector<Progress>& progress, const Segment& segment) const;
+  std::string Failure(const std::vector<Progress>& progress,
+                      const Segment& segment) const;
   void Warn(const std::vector<Progress>& progress, const Segment& segment,
             const std::string& operation) const;
   void CloseSockets() const;

@@ -117,7 +117,8 @@ void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtyp
              Range part, double divisor, char* sums) {
   if (active.empty()) return;
   std::vector<const char*> slots;
-  for (int other : active) slots.push_back(segment.slot(other) + part.first * dtype.bytes);
+  const size_t start = part.first * dtype.bytes;
+  for (int other : active) slots.push_back(segment.slot(other) + start);
   dtype.sum(slots, 0, part.second - part.first, divisor, sums);
 }
 
