@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from hvdtrain.install import record, supported
 
-# Version of the operations and of the C functions; interface.cc has the same number.
-_INTERFACE = 13
+# Version of the operations, of the C functions, and of what ranks send to each other;
+# interface.cc has the same number.
+INTERFACE = 14
 _REMEDY = "python -m hvdtrain.install"
 
 
@@ -64,6 +65,6 @@ def load() -> Library:
         raise OSError(f"{path}: {error.message}") from None
     functions = ctypes.CDLL(str(path))
     interface = getattr(functions, "hvdtrain_interface", lambda: None)
-    if interface() != _INTERFACE:
+    if interface() != INTERFACE:
         raise OSError(f"{path} is of another version of hvdtrain: {_REMEDY}")
     return Library(operations, functions)

@@ -63,9 +63,9 @@ std::string CallerText() {
 
 extern "C" {
 
-// A number that changes with these functions and with the operations; also in
-// __init__.py.
-EXPORT int hvdtrain_interface() { return 13; }
+// A number that changes with these functions, with the operations, and with what ranks
+// send to each other; also in __init__.py.
+EXPORT int hvdtrain_interface() { return 14; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);

@@ -35,8 +35,8 @@ def twice(value):
     """What two ranks of one host say, of which this one says `value`."""
     if len(value) < 3:
         return [value, value]
-    obstacle, place, key = value
-    return [value, (obstacle, {**place, "local_rank": 1}, key)]
+    *before, place, key = value
+    return [value, (*before, {**place, "local_rank": 1}, key)]
 
 
 def test_one_rank_has_nothing_to_reduce():
@@ -122,10 +122,22 @@ def test_library_that_does_not_load_is_an_obstacle(monkeypatch, two_ranks, tmp_p
 
 @pytest.mark.usefixtures("_unloaded")
 def test_library_of_another_version_is_an_obstacle(monkeypatch, two_ranks):
-    monkeypatch.setattr(native, "_INTERFACE", -1)
+    monkeypatch.setattr(native, "INTERFACE", -1)
     with pytest.warns(UserWarning, match="through Horovod"):
         obstacle = connection.connect().obstacle
     assert "is of another version of hvdtrain: python -m hvdtrain.install" in obstacle
+
+
+def test_ranks_with_different_interfaces_reduce_through_horovod(monkeypatch, two_ranks):
+    def gather(value):
+        # Nothing else of another version has a known form.
+        return [value, (13, "", {"unknown": 0}, "")]
+
+    monkeypatch.setattr(connection, "_gather", gather)
+    with pytest.warns(UserWarning, match="through Horovod"):
+        obstacle = connection.connect().obstacle
+    assert f"rank 0 has interface {native.INTERFACE} of" in obstacle
+    assert "rank 1 has 13; install the same hvdtrain on all hosts" in obstacle
 
 
 @pytest.mark.usefixtures("_unloaded")

@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -165,13 +165,16 @@ def _negotiate() -> Connection:
         )
         # Of rank 0. Where the job has a secret, this text alone is of no use.
         salt = secrets.token_hex(handshake.KEY_BYTES)
-        sent = (obstacle, dataclasses.asdict(mine), salt)
-        obstacles, received, salts = zip(*_gather(sent), strict=True)
+        sent = (native.INTERFACE, obstacle, dataclasses.asdict(mine), salt)
+        interfaces, obstacles, received, salts = zip(*_gather(sent), strict=True)
+        obstacle = _first_obstacle(obstacles) or _interface_obstacle(interfaces)
+        # All ranks take the same branch, here and below.
+        if obstacle:
+            return Connection(obstacle=obstacle)
         all_places = places.RankPlaces(
             [places.RankPlace(**place) for place in received], hvd.rank()
         )
-        obstacle = _first_obstacle(obstacles) or all_places.obstacle
-        # All ranks take the same branch.
+        obstacle = all_places.obstacle
         if library and not obstacle:
             key = hmac.digest(job_secret(), salts[0].encode(), "sha256")
             dial = functools.partial(_dial, listener, all_places, key)
@@ -267,6 +270,20 @@ def _first_obstacle(obstacle_by_rank: Iterable[str]) -> str:
         f"{text} (rank {rank})" for rank, text in enumerate(obstacle_by_rank) if text
     )
     return next(named, "")
+
+
+def _interface_obstacle(interfaces: Sequence[int]) -> str:
+    """Return the obstacle of ranks that would send each other different messages."""
+    other = next((rank for rank, n in enumerate(interfaces) if n != interfaces[0]), 0)
+    if not other:
+        return ""
+    obstacle = (
+        f"rank 0 has interface {interfaces[0]} of the native library, and rank {other} "
+        f"has {interfaces[other]}; install the same hvdtrain on all hosts and run "
+        "python -m hvdtrain.install there"
+    )
+    _warn(obstacle)
+    return obstacle
 
 
 def _obstacle() -> str:
