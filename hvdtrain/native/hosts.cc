@@ -62,7 +62,7 @@ std::string Hosts::ExchangeCalls(const Call& mine, char* sums) {
       return links.Buffer(host, Sent(calls_[host], host_, nullptr).bytes);
     };
   }
-  const std::string lost = Exchange(std::move(transfers));
+  const std::string lost = Exchange(std::move(transfers), Stage::kCalls);
   if (lost.empty() && active() == 0) links.idle_rounds = 0;
   return lost;
 }
@@ -154,11 +154,12 @@ std::string Hosts::SumBlocks(const Dtype& dtype, char* data, size_t elements,
     if (calls_[host_].active > 0) partial[host].out = {other};
     complete[host] = {{own}, {other}, nullptr, nullptr};
   }
-  const std::string lost = are_received ? "" : Exchange(std::move(partial));
+  const std::string lost =
+      are_received ? "" : Exchange(std::move(partial), Stage::kSums);
   if (!lost.empty()) return lost;
   // In the order of hosts, by one host: all ranks get the same bits.
   dtype.sum(sources, 0, own.bytes / dtype.bytes, divisor, own.data);
-  return Exchange(std::move(complete));
+  return Exchange(std::move(complete), Stage::kSums);
 }
 
 std::string Hosts::SumInRing(const Dtype& dtype, char* data, size_t elements,
@@ -167,7 +168,7 @@ std::string Hosts::SumInRing(const Dtype& dtype, char* data, size_t elements,
   if (calls_[host_].active == 0) memset(data, 0, elements * dtype.bytes);
   const Block piece = segment_.links()->Buffer(host_, kPieceBytes);
   Ring ring(host_, count(), dtype, data, elements, divisor, piece);
-  return Exchange(ring.Transfers());
+  return Exchange(ring.Transfers(), Stage::kRing);
 }
 
 std::string Hosts::ExchangeTexts(const std::string& mine,
@@ -189,13 +190,13 @@ std::string Hosts::ExchangeTexts(const std::string& mine,
       return {text.data(), text.size()};
     };
   }
-  return Exchange(std::move(transfers));
+  return Exchange(std::move(transfers), Stage::kSums);
 }
 
-std::string Hosts::Exchange(std::vector<Transfer> transfers) {
+std::string Hosts::Exchange(std::vector<Transfer> transfers, Stage stage) {
   if (count() == 1) return "";
   const std::string lost =
-      segment_.links()->Exchange(std::move(transfers), segment_, name_);
+      segment_.links()->Exchange(std::move(transfers), segment_, name_, stage);
   return lost.empty() ? "" : segment_.Lose(lost);
 }
 

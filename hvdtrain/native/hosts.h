@@ -91,7 +91,7 @@ class Hosts {
   std::string SumBlocks(const Dtype& dtype, char* data, size_t elements, double divisor,
                         bool are_received);
   std::string SumInRing(const Dtype& dtype, char* data, size_t elements, double divisor);
-  std::string Exchange(std::vector<Transfer> transfers);
+  std::string Exchange(std::vector<Transfer> transfers, Stage stage);
 
   Segment& segment_;
   const std::string& name_;

@@ -21,8 +21,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// As in a barrier: how often a rank that sleeps checks whether another one has failed.
-constexpr int kCheckMilliseconds = 100;
+// As in a barrier: how often a rank that waits checks whether another one has failed.
+constexpr std::chrono::milliseconds kCheckInterval(100);
 // From when on a host that acknowledges nothing is lost. The kernel would wait for a
 // quarter of an hour. TCP_USER_TIMEOUT ends connections to ranks that are only late,
 // too: it counts the time in which a receiver's window is full.
@@ -115,9 +115,14 @@ class Links::Progress {
   bool has_received() const { return in_.is_empty() && !then_receive_; }
   // Whether bytes of `out` may be sent since the last call of Send.
   bool is_fed() const { return ready_ != nullptr && may_send(); }
+  // Whether the kernel takes no more of what may be sent, if Send was called before.
+  bool may_send() const {
+    return !out_.is_empty() && (ready_ == nullptr || out_.moved() < *ready_);
+  }
 
-  // Receives at most up to the end of a block, so that what has become ready is sent
-  // before the next one. Returns false when the connection has ended.
+  // Receives at most until `in` is empty, and then asks for one more block without
+  // receiving it, so that what has become ready is sent first. Returns false when the
+  // connection has ended.
   bool Receive() {
     const auto receive = [this](msghdr* message, int flags) {
       return recvmsg(socket_, message, flags);
@@ -157,10 +162,6 @@ class Links::Progress {
   }
 
  private:
-  bool may_send() const {
-    return !out_.is_empty() && (ready_ == nullptr || out_.moved() < *ready_);
-  }
-
   const int socket_;
   Queue out_, in_;
   std::function<Block()> then_receive_;
@@ -215,17 +216,17 @@ void Links::Close() {
 }
 
 std::string Links::Exchange(std::vector<Transfer> transfers, Segment& segment,
-                            const std::string& operation) {
+                            const std::string& operation, Stage stage) {
   std::vector<Progress> progress;
   for (int host = 0; host < hosts(); ++host) {
     progress.emplace_back(sockets_[host], std::move(transfers[host]));
   }
   // At first each host may have sent something, and something may be sent to it.
   std::vector<pollfd> events(hosts(), {-1, 0, POLLIN | POLLOUT});
-  const auto start = Clock::now();
-  auto last = start;
   const Limits& limits = segment.limits();
   bool has_warned = limits.warning.count() == 0;
+  const auto start = Clock::now();
+  auto now = start, last = start, checked = start;
   while (true) {
     const std::string ended = Advance(progress, events);
     if (!ended.empty()) return ended;
@@ -233,30 +234,32 @@ std::string Links::Exchange(std::vector<Transfer> transfers, Segment& segment,
                     [](const Progress& each) { return each.is_complete(); })) {
       return "";
     }
-    for (int host = 0; host < hosts(); ++host) events[host] = progress[host].events();
-    const auto now = Clock::now();
-    const bool is_spinning = now - start < limits.spin;
-    const int timeout = is_spinning ? 0 : kCheckMilliseconds;
-    if (poll(events.data(), events.size(), timeout) > 0) {
-      last = now;
-      continue;
-    }
-    if (is_spinning) {
-      // Another process may need the core, such as a rank of a host that shares it.
-      sched_yield();
-      continue;
-    }
+    const bool has_moved = Wait(progress, events, now - start < limits.spin);
+    now = Clock::now();
+    if (has_moved) last = now;
+    // By the clock: one host that sends a little must not hide a failure of another.
+    if (now - checked < kCheckInterval) continue;
+    checked = now;
     const std::string reason = Failure(progress, segment);
     if (!reason.empty()) return reason;
-    const auto waited = Clock::now() - last;
-    if (!has_warned && waited > limits.warning) {
+    if (!has_warned && now - last > limits.warning) {
       has_warned = true;
-      Warn(progress, segment, operation);
+      Warn(progress, segment, operation, stage);
     }
-    if (limits.failure.count() && waited > limits.failure) {
-      return Late(operation, Missing(progress, segment.size()));
+    if (limits.failure.count() && now - last > limits.failure) {
+      return Late(progress, segment, operation, stage);
     }
   }
+}
+
+bool Links::Wait(const std::vector<Progress>& progress, std::vector<pollfd>& events,
+                 bool is_spinning) const {
+  for (int host = 0; host < hosts(); ++host) events[host] = progress[host].events();
+  const int timeout = is_spinning ? 0 : kCheckInterval.count();
+  if (poll(events.data(), events.size(), timeout) > 0) return true;
+  // Another process may need the core, such as a rank of a host that shares it.
+  if (is_spinning) sched_yield();
+  return false;
 }
 
 std::string Links::Advance(std::vector<Progress>& progress,
@@ -282,33 +285,90 @@ std::string Links::Failure(const std::vector<Progress>& progress,
 }
 
 void Links::Warn(const std::vector<Progress>& progress, const Segment& segment,
-                 const std::string& operation) const {
-  // One rank prints: the first of those that wait.
-  const auto has_come = [](const Progress& each) { return each.has_received(); };
-  if (segment.rank() != 0 ||
-      std::any_of(progress.begin(), progress.begin() + host_, has_come)) {
+                 const std::string& operation, Stage stage) const {
+  if (segment.rank() != 0) return;
+  const std::string missing = Missing(progress, segment.size(), stage);
+  if (missing.empty()) {
+    // On each host that waits: which of them is the first is not known.
+    segment.Warn(operation, Waiting(progress, segment.size(), stage));
     return;
   }
-  segment.Warn(operation, Missing(progress, segment.size()));
+  // One rank prints: the first of those that wait.
+  const auto has_come = [](const Progress& each) { return each.has_received(); };
+  if (std::any_of(progress.begin(), progress.begin() + host_, has_come)) return;
+  segment.WarnOfMissing(operation, missing);
+}
+
+std::string Links::Late(const std::vector<Progress>& progress, const Segment& segment,
+                        const std::string& operation, Stage stage) const {
+  const std::string missing = Missing(progress, segment.size(), stage);
+  if (!missing.empty()) return hvdtrain::Late(operation, missing);
+  return operation + " has made no progress within HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: " +
+         Waiting(progress, segment.size(), stage);
+}
+
+bool Links::HasEnded(int host) const {
+  char byte;
+  const ssize_t bytes = recv(sockets_[host], &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+  return bytes == 0 || (bytes < 0 && errno != EAGAIN && errno != EWOULDBLOCK);
 }
 
 std::string Links::Ended(int host, int error) const {
+  std::string ranks;
+  int count = 0;
+  for (int other = 0; other < hosts(); ++other) {
+    if (other == host_ || (other != host && !HasEnded(other))) continue;
+    ranks += (count++ ? ", " : "") + std::to_string(ranks_[other]);
+  }
+  if (count > 1) {
+    return "the connections to ranks " + ranks +
+           " have ended: one of them has left the job or has been lost, and the others "
+           "have lost it";
+  }
   const std::string cause =
       error ? " (" + std::system_category().message(error) + ")" : "";
-  return "the connection to rank " + std::to_string(ranks_[host]) + " has ended" + cause +
+  return "the connection to rank " + ranks + " has ended" + cause +
          ": this rank has left the job, has been lost, or has lost another rank, which "
          "its error names";
 }
 
-std::string Links::Missing(const std::vector<Progress>& progress,
-                           int ranks_per_host) const {
+template <typename Condition>
+std::string Links::Ranks(const std::vector<Progress>& progress,
+                         Condition is_one) const {
   std::string ranks;
   for (int host = 0; host < hosts(); ++host) {
-    if (host == host_ || progress[host].has_received()) continue;
+    if (host == host_ || !is_one(progress[host])) continue;
     ranks += (ranks.empty() ? "" : ", ") + std::to_string(ranks_[host]);
   }
+  return ranks;
+}
+
+std::string Links::Missing(const std::vector<Progress>& progress, int ranks_per_host,
+                           Stage stage) const {
+  if (stage != Stage::kCalls) return "";
+  const std::string ranks =
+      Ranks(progress, [](const Progress& each) { return !each.has_received(); });
   // The rank at the other end may itself wait for another rank of its host.
-  return ranks_per_host == 1 ? ranks : ranks + ", or others of the same hosts";
+  const bool is_alone = ranks.empty() || ranks_per_host == 1;
+  return is_alone ? ranks : ranks + ", or others of the same hosts";
+}
+
+std::string Links::Waiting(const std::vector<Progress>& progress, int ranks_per_host,
+                           Stage stage) const {
+  const std::string silent =
+      Ranks(progress, [](const Progress& each) { return !each.has_received(); });
+  const std::string full =
+      Ranks(progress, [](const Progress& each) { return each.may_send(); });
+  std::string text;
+  if (!silent.empty()) text = "nothing has arrived from rank " + silent;
+  if (!silent.empty() && stage == Stage::kRing) {
+    text += ", which may itself wait for the rank before it";
+  }
+  if (!full.empty()) {
+    text += (text.empty() ? "" : ", and ");
+    text += "what was sent to rank " + full + " has not been read";
+  }
+  return ranks_per_host == 1 ? text : text + "; or they wait for others of their hosts";
 }
 
 }  // namespace hvdtrain

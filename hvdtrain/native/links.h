@@ -32,6 +32,14 @@ struct Transfer {
   const size_t* ready = nullptr;
 };
 
+// What is exchanged, which decides what can be said about a rank that is late.
+enum class Stage {
+  kCalls,
+  // All ranks have called: a rank that is late has ended, is slow, or waits itself.
+  kSums,
+  kRing,
+};
+
 class Links {
  public:
   // `sockets` are connected to the ranks `ranks` of the job, by host. The entry of this
@@ -45,11 +53,11 @@ class Links {
   int hosts() const { return sockets_.size(); }
 
   // Blocks until all of `transfers`, one for each host, are complete. Returns the reason
-  // if a connection has ended, a rank of this host has failed, or ranks have not called
-  // `operation` in time: those from which something is missing. The time starts again
-  // whenever bytes arrive or leave.
+  // if a connection has ended, a rank of this host has reported a failure, or no bytes of
+  // `operation` have arrived or left in time. A rank of this host that was killed is
+  // found by the next barrier instead, whose time counts from its start.
   std::string Exchange(std::vector<Transfer> transfers, Segment& segment,
-                       const std::string& operation);
+                       const std::string& operation, Stage stage);
 
   // Memory for what `host` sends, kept from one reduction to the next.
   Block Buffer(int host, size_t bytes);
@@ -69,15 +77,31 @@ class Links {
   // `events`. Returns the reason if a connection has ended.
   std::string Advance(std::vector<Progress>& progress,
                       const std::vector<pollfd>& events) const;
+  // Waits for events that the exchange can use; returns whether there are any.
+  bool Wait(const std::vector<Progress>& progress, std::vector<pollfd>& events,
+            bool is_spinning) const;
   // Why the exchange cannot go on, if there is a reason.
   std::string Failure(const std::vector<Progress>& progress,
                       const Segment& segment) const;
   void Warn(const std::vector<Progress>& progress, const Segment& segment,
-            const std::string& operation) const;
+            const std::string& operation, Stage stage) const;
+  std::string Late(const std::vector<Progress>& progress, const Segment& segment,
+                   const std::string& operation, Stage stage) const;
   void CloseSockets() const;
-  // The reason where the connection to a host has ended with this errno, or 0.
+  // The reason where the connection to a host has ended with this errno, or 0. Names the
+  // ranks of other connections that have ended as well: a rank that has lost another one
+  // closes its own, so that the first to be noticed may not be the lost one.
   std::string Ended(int host, int error) const;
-  std::string Missing(const std::vector<Progress>& progress, int ranks_per_host) const;
+  bool HasEnded(int host) const;
+  // The ranks of the hosts for which `is_one` is true.
+  template <typename Condition>
+  std::string Ranks(const std::vector<Progress>& progress, Condition is_one) const;
+  // The ranks that have not called; empty after the calls.
+  std::string Missing(const std::vector<Progress>& progress, int ranks_per_host,
+                      Stage stage) const;
+  // What an exchange waits for when no rank is missing.
+  std::string Waiting(const std::vector<Progress>& progress, int ranks_per_host,
+                      Stage stage) const;
 
   const int host_, process_;
   const std::vector<int> sockets_, ranks_;

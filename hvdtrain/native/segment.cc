@@ -201,16 +201,20 @@ void Segment::WarnOnce(const std::string& operation) const {
   for (int rank = 0; rank < rank_; ++rank) {
     if (HasArrived(rank)) return;
   }
-  Warn(operation, Missing());
+  WarnOfMissing(operation, Missing());
 }
 
-void Segment::Warn(const std::string& operation, const std::string& missing) const {
+void Segment::Warn(const std::string& operation, const std::string& reason) const {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limits_.warning);
-  fprintf(stderr,
-          "%s has been waited for %lld s. Missing ranks: %s. Ranks that call different "
-          "collectives, or not equally many, wait for each other.\n",
-          operation.c_str(), static_cast<long long>(seconds.count()),
-          missing.c_str());
+  fprintf(stderr, "%s has been waited for %lld s. %s\n", operation.c_str(),
+          static_cast<long long>(seconds.count()), reason.c_str());
+}
+
+void Segment::WarnOfMissing(const std::string& operation,
+                            const std::string& missing) const {
+  Warn(operation, "Missing ranks: " + missing +
+                      ". Ranks that call different collectives, or not equally many, "
+                      "wait for each other.");
 }
 
 void Segment::Fail(const std::string& reason) {

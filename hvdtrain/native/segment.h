@@ -102,8 +102,10 @@ class Segment {
   // The reason why a rank that has not arrived never will, if there is one.
   std::string Failure() const;
 
-  // Prints that `operation` has been waited for.
-  void Warn(const std::string& operation, const std::string& missing) const;
+  // Prints that `operation` has been waited for, and the reason.
+  void Warn(const std::string& operation, const std::string& reason) const;
+  // The same for ranks that have not called it.
+  void WarnOfMissing(const std::string& operation, const std::string& missing) const;
 
   // Ends the barriers of the other ranks: this one will enter no more. Does nothing in
   // a process that was forked from the rank's.
