@@ -9,7 +9,8 @@
 # COMMAND runs on host1; `ssh host2` starts a program on host2. Each host has its share
 # of the cores, at least one, and all of the files. --delay holds each packet that a host
 # sends for this time, by the kernel's netem; --rate=1gbit limits what each host sends, by
-# tbf. Needs root and iproute2.
+# tbf, which drops packets that would wait for more than 50 ms. With both, netem replaces
+# tbf's queue, and holds up to 100,000 packets without a drop. Needs root and iproute2.
 set -euo pipefail
 
 network=10.98.0
@@ -21,17 +22,16 @@ die() {
 
 # shape HOST DELAY RATE: holds and limits what a host sends.
 shape() {
-  local host=$1 delay=$2 rate=$3 parent=root
+  local host=$1 delay=$2 rate=$3 parent=(root)
   if [[ -n $rate ]]; then
     # The burst has room for the largest packet, before the kernel segments it.
     tc -n "$host" qdisc add dev eth0 root handle 1: tbf rate "$rate" burst 128kb \
       latency 50ms ||
       die "this kernel has no tbf for --rate=$rate, or it is not a rate such as 1gbit"
-    parent='parent 1:1'
+    parent=(parent 1:1)
   fi
   [[ -z $delay ]] ||
-    # shellcheck disable=SC2086 # two words
-    tc -n "$host" qdisc add dev eth0 $parent netem delay "$delay" limit 100000 ||
+    tc -n "$host" qdisc add dev eth0 "${parent[@]}" netem delay "$delay" limit 100000 ||
     die "this kernel has no netem for --delay=$delay, or it is not a time such as 100us"
 }
 
@@ -104,8 +104,8 @@ fi
 delay='' rate='' number=2
 while [[ ${1:-} == --* ]]; do
   case $1 in
-    --delay=*) delay=${1#--delay=} ;;
-    --rate=*) rate=${1#--rate=} ;;
+    --delay=?*) delay=${1#--delay=} ;;
+    --rate=?*) rate=${1#--rate=} ;;
     --hosts=*) number=${1#--hosts=} ;;
     *) die "received the option $1; expected --hosts=N, --delay=TIME or --rate=RATE" ;;
   esac
