@@ -123,6 +123,23 @@ def test_a_call_that_comes_too_early_is_repeated(monkeypatch, error):
     assert not errors
 
 
+@pytest.mark.parametrize("number", [errno.ENETUNREACH, errno.ECONNREFUSED])
+def test_a_call_that_cannot_succeed_is_not_repeated(monkeypatch, number):
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        raise OSError(number, "no way")
+
+    monkeypatch.setattr(handshake, "connect", fail)
+    with (
+        contextlib.closing(links.PeerListener()) as listener,
+        pytest.raises(OSError, match="no way"),
+    ):
+        listener.connect([listener.address] * 2, host=1, key=KEY)
+    assert len(calls) == 1
+
+
 def test_a_host_that_does_not_come_is_an_error(monkeypatch):
     monkeypatch.setattr(links, "_SECONDS", 0.1)
     with contextlib.closing(links.PeerListener()) as listener:

@@ -21,9 +21,8 @@ _SECONDS = 30.0
 _RETRY_SECONDS = 0.2
 _MAX_CALLS = 32
 # A host that is loaded, or has many callers, may be too late for one try, or close the
-# connection, and its address may not be resolved in time. Not one that refuses it.
+# connection. Not one that refuses it.
 _LATE = (TimeoutError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
-_LATE_NUMBERS = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 Socket = socket.socket
 
@@ -109,7 +108,9 @@ def _call(
             )
             return on_error.enter_context(made)
         except OSError as error:
-            is_late = isinstance(error, _LATE) or error.errno in _LATE_NUMBERS
+            # ARP may get no answer of a loaded host in time: EHOSTUNREACH. Without a
+            # route, ENETUNREACH, no later try succeeds.
+            is_late = isinstance(error, _LATE) or error.errno == errno.EHOSTUNREACH
             if not is_late or seconds <= 0:
                 raise OSError(f"{address[0]}, port {address[1]}: {error}") from error
         time.sleep(_RETRY_SECONDS)
