@@ -18,7 +18,7 @@ from hvdtrain.flag_fields import FlagCheck, flag_field, path_field
 from hvdtrain.job import launchers
 from hvdtrain.job.world import SharedJobError
 
-_FIRST_BYTES, _FACTOR = 1000, 4
+_FIRST_BYTES, _FACTOR, _MOST_BYTES = 1000, 4, 4_000_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,14 @@ class AllreduceOptions:
     """The options of the program. The fields are flags: `--help` describes them."""
 
     max_bytes: int = flag_field(
-        256_000_000, "Largest message.", low=4000, high=4_000_000_000
+        256_000_000,
+        "Largest message, unless --sizes lists them.",
+        low=4000,
+        high=_MOST_BYTES,
     )
     sizes: Sequence[str] = flag_field(
         (),
-        "Bytes of the messages, such as 1000,64000, in place of steps to the largest.",
+        "Bytes of the messages, such as 1000,64000, in place of --max_bytes.",
     )
     rounds: int = flag_field(7, "Rounds of all paths.", low=1, high=10_000)
     seconds: float = flag_field(0.1, "Of each path in a round.", low=0, high=120)
@@ -52,8 +55,10 @@ class AllreduceOptions:
 
 
 SIZES_CHECK = FlagCheck(
-    lambda sizes: all(size.isdecimal() and int(size) >= 4 for size in sizes),
-    "expected numbers of bytes, 4 or more",
+    lambda sizes: all(
+        size.isdecimal() and 4 <= int(size) <= _MOST_BYTES for size in sizes
+    ),
+    f"expected numbers of bytes from 4 to {_MOST_BYTES}",
 )
 
 

@@ -187,6 +187,10 @@ class TestAllreduce:
         sizes = AllreduceOptions(max_bytes=64_003).message_sizes
         assert sizes == [1_000, 4_000, 16_000, 64_000]
 
+    def test_listed_sizes_replace_the_largest(self):
+        given = AllreduceOptions(max_bytes=64_000, sizes=("1000", "4000000003", "7"))
+        assert given.message_sizes == [1_000, 4_000_000_000, 4]
+
     def test_the_table(self):
         text = " ".join(allreduce.table(collectives()).split())
         assert "2 on host1; MPI; reduction: shared memory" in text
@@ -253,6 +257,8 @@ def test_pictures(tmp_path):
         ("parallelism", "--tables=17,many", ["--tables", "numbers of rows"]),
         ("parallelism", "", ["1 rank", "horovodrun -np 2"]),
         ("allreduce", "--max_bytes=1", ["--max_bytes=1", "4000"]),
+        ("allreduce", "--sizes=1000,5e3", ["--sizes=1000,5e3", "from 4 to 4000000000"]),
+        ("allreduce", "--sizes=4000000001", ["--sizes", "from 4 to 4000000000"]),
         ("allreduce", "--seconds=nan", ["expected a number", "--seconds"]),
         ("allreduce", "", ["1 rank", "mpirun -np 2"]),
     ],
