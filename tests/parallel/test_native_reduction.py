@@ -21,6 +21,12 @@ from hvdtrain.native import recorder
 
 RANK, SIZE = hvd.rank(), hvd.size()
 HOSTS = raw.cross_size()
+LOCAL_SIZE = SIZE // HOSTS
+# Elements of 4 bytes up to which each rank sends its share of them to its peers with the
+# calls, from which on they go in a ring, and which hosts exchange at a time.
+GATHERED = LOCAL_SIZE * (1 << 15) // max(1, HOSTS - 1)
+IN_RING = LOCAL_SIZE * ((1 << 20) + 1)
+WINDOW = LOCAL_SIZE * (1 << 22)
 if HOSTS == 1:
     PATH = "shared memory"
 else:
@@ -93,19 +99,18 @@ def test_every_element_is_reduced(elements, op):
     np.testing.assert_allclose(reduced, expected, rtol=1e-14, atol=1e-14)
 
 
-# Hosts exchange up to 128 KiB with their calls, and more than 4 MiB in a ring, in
-# windows of 16 MiB and pieces of 256 KiB. All of these sums are exact.
+# All of these sums are exact.
 @pytest.mark.parametrize(
     ("dtype", "elements"),
     [
-        ("int32", 1 << 14),
-        ("float32", (1 << 15) + 1),
-        ("int32", (1 << 20) + 33),
-        ("float32", SIZE * (1 << 20) + 1),
-        ("int64", (1 << 20) + 77),
-        ("float64", SIZE * (1 << 19) + 65_537),
-        ("float32", (4 << 20) + (1 << 16) + 1),
-        ("float16", (1 << 21) + 3),
+        ("int32", GATHERED),
+        ("float32", GATHERED + LOCAL_SIZE),
+        ("float32", IN_RING - 2 * LOCAL_SIZE),
+        ("int32", IN_RING),
+        ("int64", IN_RING // 2 + 77),
+        ("float64", IN_RING // 2 + 65_537),
+        ("float32", WINDOW + (1 << 16) + 1),
+        ("float16", 2 * IN_RING + 3),
         ("bfloat16", 33),
     ],
 )
@@ -117,8 +122,50 @@ def test_sums_of_all_sizes_are_exact_and_equal_on_all_ranks(dtype, elements):
     np.testing.assert_array_equal(tf.cast(reduced, tf.int64), sum(inputs))
 
 
+def list_over_a_window(rank):
+    """Small integers, in tensors of which the second is in two windows."""
+    lengths = [WINDOW - 1001, 5003, 1, 70_001]
+    return [
+        ((np.arange(length) * (rank + 3) + place) % 13 - 6).astype("float32")
+        for place, length in enumerate(lengths)
+    ]
+
+
+def sums_over_a_window():
+    return map(sum, zip(*map(list_over_a_window, range(SIZE)), strict=True))
+
+
+@pytest.mark.parametrize(("op", "divisor"), [(hvd.Sum, 1), (hvd.Average, SIZE)])
+def test_a_tensor_in_two_windows_of_hosts(op, divisor):
+    reduced = reduce(*list_over_a_window(RANK), op=op)
+    for tensor, total in zip(reduced, sums_over_a_window(), strict=True):
+        # A sum is exact, a mean is rounded once in each host.
+        np.testing.assert_allclose(
+            tensor, total / divisor, rtol=0 if divisor == 1 else 1e-6, atol=1e-6
+        )
+
+
+def test_shards_of_tensors_in_two_windows_of_hosts():
+    tensors = list_over_a_window(RANK)
+    # The last rank holds the remainder; all but it hold none of a single element.
+    sizes = [[len(each) // SIZE] * SIZE for each in tensors]
+    for each, size_by_rank in zip(tensors, sizes, strict=True):
+        size_by_rank[-1] += len(each) % SIZE
+    reduction = transport.Reduction(op=hvd.Sum)
+    shards = tf.function(
+        lambda: transport.reduce_to_shards(tensors, sizes, reduction, name="shards")
+    )()
+    for shard, size_by_rank, total in zip(
+        shards, sizes, sums_over_a_window(), strict=True
+    ):
+        start = sum(size_by_rank[:RANK])
+        expected = total[start : start + size_by_rank[RANK]]
+        np.testing.assert_array_equal(shard, expected)
+
+
+@pytest.mark.skipif(HOSTS == 1, reason="between hosts")
 def test_rounded_sums_in_a_ring_have_the_same_bits_on_all_ranks():
-    (reduced,) = reduce(values_of(RANK, SIZE * (1 << 20) + 1, "float32"))
+    (reduced,) = reduce(values_of(RANK, IN_RING, "float32"))
     digest = hashlib.sha256(reduced.numpy().tobytes()).digest()
     everyones = hvd.allgather(tf.constant(list(digest))[tf.newaxis])
     np.testing.assert_array_equal(everyones, np.repeat(everyones[:1], SIZE, axis=0))
