@@ -7,19 +7,21 @@
 namespace hvdtrain {
 namespace {
 
-// The limits of ChooseWay, measured between 2, 4 and 8 hosts that are network namespaces
-// of one machine; docs/figures/index.md has the commands.
+// Bytes that a rank adds up with its peers, up to which a way is chosen. Measured between
+// 2, 4 and 8 hosts that are network namespaces of one machine; docs/figures/index.md has
+// the commands.
 //
-// A message less saves 0.05 to 3 ms. In place of 2 (N-1)/N of the bytes, a host sends
-// N-1 times the bytes: 128 KiB take 0.1 ms at 10 Gbit/s.
+// kGather saves one of two messages to each other host, 0.05 to 3 ms. With H hosts, a
+// rank sends H-1 times its bytes in place of 2 (H-1)/H times: this limit is for what it
+// sends, and takes 0.1 ms at 10 Gbit/s.
 constexpr size_t kGatherBytes = 128 << 10;
-// A ring has 2 (N-1) steps, each of which waits for a message. With larger blocks that is
+// A ring has 2 (H-1) steps, each of which waits for a message. With larger blocks that is
 // less than the time of the bytes, and no host gets the bytes of all others at a time,
 // which would fill the buffers of a switch.
 constexpr size_t kScatterBytes = 4 << 20;
-// What is received before it is added and sent on. Pieces of 64 KiB to 2 MiB take the
-// same time within the noise; those of 256 KiB stay in the second-level cache.
-constexpr size_t kPieceBytes = 256 << 10;
+// What a ring receives before it is added and sent on. 64 KiB to 2 MiB take the same time
+// within the noise; 256 KiB stay in the second-level cache.
+constexpr size_t kFragmentBytes = 256 << 10;
 
 const Dtype& DtypeOf(const Call& call) {
   return *FindDtype(static_cast<tensorflow::DataType>(call.dtype));
@@ -31,11 +33,6 @@ Block BlockOf(char* data, size_t elements, int host, int hosts, const Dtype& dty
 }
 
 }  // namespace
-
-Way ChooseWay(size_t bytes, int hosts) {
-  if ((hosts - 1) * bytes <= kGatherBytes) return Way::kGather;
-  return bytes <= kScatterBytes ? Way::kScatter : Way::kRing;
-}
 
 Hosts::Hosts(Segment& segment, const std::string& name)
     : segment_(segment),
@@ -95,20 +92,28 @@ int Hosts::last_joined() const {
   return std::max_element(calls_.begin(), calls_.end(), joined_earlier)->last_joined;
 }
 
+bool Hosts::SendsSums(const Call& call) const {
+  return call.active > 0 && !call.has_differences && !IsLarge(call);
+}
+
 bool Hosts::IsLarge(const Call& call) const {
-  const size_t bytes = call.elements * DtypeOf(call).bytes;
-  return bytes > segment_.slot_bytes() || WayOf(call) == Way::kRing;
+  const Way way = WayOf(call);
+  return way == Way::kScatterWindows || way == Way::kRing;
 }
 
 Way Hosts::WayOf(const Call& call) const {
   const Dtype& dtype = DtypeOf(call);
-  const Way way = ChooseWay(call.elements * dtype.bytes / segment_.size(), count());
-  // In a ring, each host would round the sums of the ones before it.
-  return way == Way::kRing && dtype.bytes < 4 ? Way::kScatter : way;
+  const size_t bytes = call.elements * dtype.bytes, own = bytes / segment_.size();
+  if (bytes > segment_.slot_bytes()) {
+    // In a ring, each host would round the sums of the ones before it.
+    const bool is_in_ring = own > kScatterBytes && dtype.bytes >= 4;
+    return is_in_ring ? Way::kRing : Way::kScatterWindows;
+  }
+  return (count() - 1) * own <= kGatherBytes ? Way::kGather : Way::kScatter;
 }
 
 Block Hosts::Sent(const Call& call, int host, char* data) const {
-  if (call.active == 0 || call.has_differences || IsLarge(call)) return {nullptr, 0};
+  if (!SendsSums(call)) return {nullptr, 0};
   const Dtype& dtype = DtypeOf(call);
   const Range part =
       Part({0, call.elements}, segment_.rank(), segment_.size(), dtype.bytes);
@@ -118,11 +123,10 @@ Block Hosts::Sent(const Call& call, int host, char* data) const {
 }
 
 std::string Hosts::Sum(const Dtype& dtype, char* data, size_t elements, double divisor) {
-  const Call& call = first_active();
-  if (WayOf(call) == Way::kRing) return SumInRing(dtype, data, elements, divisor);
-  if (IsLarge(call)) return SumBlocks(dtype, data, elements, divisor, false);
-  if (WayOf(call) == Way::kScatter) {
-    return SumBlocks(dtype, data, elements, divisor, true);
+  const Way way = WayOf(first_active());
+  if (way == Way::kRing) return SumInRing(dtype, data, elements, divisor);
+  if (way != Way::kGather) {
+    return SumBlocks(dtype, data, elements, divisor, way == Way::kScatter);
   }
   std::vector<const char*> sources;
   for (int host = 0; host < count(); ++host) {
@@ -166,8 +170,8 @@ std::string Hosts::SumInRing(const Dtype& dtype, char* data, size_t elements,
                              double divisor) {
   // A host without active ranks passes on the sums of the others.
   if (calls_[host_].active == 0) memset(data, 0, elements * dtype.bytes);
-  const Block piece = segment_.links()->Buffer(host_, kPieceBytes);
-  Ring ring(host_, count(), dtype, data, elements, divisor, piece);
+  const Block fragment = segment_.links()->Buffer(host_, kFragmentBytes);
+  Ring ring(host_, count(), dtype, data, elements, divisor, fragment);
   return Exchange(ring.Transfers(), Stage::kRing);
 }
 

@@ -37,30 +37,31 @@ struct Call {
 
 // How hosts add up their sums.
 enum class Way {
-  // Each sends all to each, with its call: one message to each host.
+  // Each sends all to each other host, with its call: one message to each.
   kGather,
-  // Each adds up a block, whose values all others send to it: with the calls, or after
-  // them where they are more than a slot. The sums are a second message to each host.
+  // Each adds up a block, whose values all others send to it with their calls. The sums
+  // are a second message to each other host.
   kScatter,
-  // After the calls, in a ring.
+  // The same in windows, each of which takes two messages after the calls.
+  kScatterWindows,
+  // In windows, after the calls, in a ring.
   kRing,
 };
-
-// The way for `bytes` that a rank adds up with its peers: the same on all ranks.
-Way ChooseWay(size_t bytes, int hosts);
 
 class Hosts {
  public:
   // `name` is that of the reduction, in messages.
   Hosts(Segment& segment, const std::string& name);
 
-  // Exchanges the calls of all hosts. A host whose ranks agree sends its sums as well
-  // unless they are large, which saves a message: they are at `sums`, this rank's part
-  // of the tensors. Returns the reason of a failure.
+  // Exchanges the calls of all hosts. `sums`, this rank's part of the tensors, is sent as
+  // well where SendsSums(mine), which saves a message. Returns the reason of a failure.
   std::string ExchangeCalls(const Call& mine, char* sums);
 
-  // Whether the tensors of a call go in windows, after the calls. They do where they are
-  // more than a slot.
+  // Whether a host with this call sends sums with it.
+  bool SendsSums(const Call& call) const;
+
+  // Whether the tensors of a call go in windows, after the calls: they are more than a
+  // slot.
   bool IsLarge(const Call& call) const;
 
   // Number of ranks of the job that have not joined.
@@ -84,7 +85,7 @@ class Hosts {
 
  private:
   int count() const { return calls_.size(); }
-  // The way of the elements of a call that is not large.
+  // The way of the elements of a call: the same on all ranks.
   Way WayOf(const Call& call) const;
   // What a host with this call sends to `host` with it, of sums at `data`.
   Block Sent(const Call& call, int host, char* data) const;

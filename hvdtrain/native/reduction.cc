@@ -138,6 +138,25 @@ struct Agreed {
   const double divisor, in_host;
 };
 
+// What the ranks of a host divide a sum by before hosts exchange it. A mean is divided
+// before it is rounded, as in one host: the sum of a host may exceed the range of
+// float16.
+double DivisorInHost(Segment& segment, const Call& call) {
+  return call.is_mean ? segment.size() : 1;
+}
+
+// Adds this rank's part of its host's sums where they are sent with the call, and returns
+// where they are.
+char* SumToSend(Segment& segment, const Hosts& hosts, const Call& mine,
+                const std::vector<int>& active) {
+  if (segment.links() == nullptr || !hosts.SendsSums(mine)) return segment.result();
+  const Dtype& dtype = *FindDtype(static_cast<tensorflow::DataType>(mine.dtype));
+  const Range part = OwnPart(segment, dtype, mine.elements);
+  char* const sums = segment.result() + part.first * dtype.bytes;
+  SumPart(segment, active, dtype, part, DivisorInHost(segment, mine), sums);
+  return sums;
+}
+
 // What a rank waits for that is missing from a barrier after the calls were exchanged.
 std::string ExchangeOf(const Tensors& tensors) {
   return "the exchange between hosts of " + tensors.name;
@@ -263,6 +282,18 @@ std::string ReduceWindows(Segment& segment, Hosts& hosts, const Agreed& agreed,
   return "";
 }
 
+// After the calls have been exchanged, and agree.
+std::string ReduceCalled(Segment& segment, Hosts& hosts, const std::vector<int>& active,
+                         Tensors& tensors) {
+  const Call& call = hosts.first_active();
+  const double divisor = call.is_mean ? hosts.active() : 1;
+  const Agreed agreed{*FindDtype(static_cast<tensorflow::DataType>(call.dtype)),
+                      call.elements, active, divisor, DivisorInHost(segment, call)};
+  if (segment.links() == nullptr) return ReduceInHost(segment, agreed, tensors);
+  return hosts.IsLarge(call) ? ReduceWindows(segment, hosts, agreed, tensors)
+                             : ReduceOnce(segment, hosts, agreed, tensors);
+}
+
 // Elements that each rank sends.
 std::vector<size_t> Totals(const std::vector<std::vector<Piece>>& pieces) {
   std::vector<size_t> totals;
@@ -302,19 +333,8 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
 
   const std::vector<int> active = ActiveRanks(segment);
   const Call mine = Summarize(segment, active);
-  const bool has_links = segment.links() != nullptr;
   Hosts hosts(segment, name);
-  // A mean is divided before it is rounded, as in one host: the sum of a host may exceed
-  // the range of float16.
-  const double in_host = has_links && mine.is_mean ? segment.size() : 1;
-  char* sums = segment.result();
-  if (has_links && !active.empty() && !mine.has_differences && !hosts.IsLarge(mine)) {
-    dtype = FindDtype(static_cast<tensorflow::DataType>(mine.dtype));
-    const Range part = OwnPart(segment, *dtype, mine.elements);
-    sums += part.first * dtype->bytes;
-    SumPart(segment, active, *dtype, part, in_host, sums);
-  }
-  lost = hosts.ExchangeCalls(mine, sums);
+  lost = hosts.ExchangeCalls(mine, SumToSend(segment, hosts, mine, active));
   if (!lost.empty()) return {Outcome::kLost, lost};
   if (hosts.active() == 0) return {Outcome::kAllJoined, "", hosts.last_joined()};
   if (hosts.have_differences()) {
@@ -323,17 +343,7 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
                             reduction ? reduction->describe() : "", &text);
     return lost.empty() ? Report{Outcome::kMismatch, text} : Report{Outcome::kLost, lost};
   }
-  const Call& call = hosts.first_active();
-  const double divisor = call.is_mean ? hosts.active() : 1;
-  Agreed agreed{*FindDtype(static_cast<tensorflow::DataType>(call.dtype)), call.elements,
-                active, divisor, call.is_mean ? segment.size() : 1.0};
-  if (!has_links) {
-    lost = ReduceInHost(segment, agreed, tensors);
-  } else if (hosts.IsLarge(call)) {
-    lost = ReduceWindows(segment, hosts, agreed, tensors);
-  } else {
-    lost = ReduceOnce(segment, hosts, agreed, tensors);
-  }
+  lost = ReduceCalled(segment, hosts, active, tensors);
   return lost.empty() ? Report{Outcome::kReduced, ""} : Report{Outcome::kLost, lost};
 }
 

@@ -21,14 +21,14 @@ Range Part(Range range, int number, int parts, size_t element_bytes) {
 }
 
 Ring::Ring(int host, int hosts, const Dtype& dtype, char* data, size_t elements,
-           double divisor, Block piece)
+           double divisor, Block fragment)
     : host_(host),
       hosts_(hosts),
       dtype_(dtype),
       data_(data),
       elements_(elements),
       divisor_(divisor),
-      piece_(piece) {
+      fragment_(fragment) {
   const Range own = Sent(0);
   ready_ = (own.second - own.first) * dtype_.bytes;
   const size_t first = Sent(1).first;
@@ -63,10 +63,10 @@ Block Ring::Receive() {
     block = Sent(step_ + 1);
     first = block.first;
   }
-  const size_t count = std::min(piece_.bytes / dtype_.bytes, block.second - first);
+  const size_t count = std::min(fragment_.bytes / dtype_.bytes, block.second - first);
   received_ = {first, first + count};
   const size_t bytes = count * dtype_.bytes;
-  return {has_sums(step_) ? data_ + first * dtype_.bytes : piece_.data, bytes};
+  return {has_sums(step_) ? data_ + first * dtype_.bytes : fragment_.data, bytes};
 }
 
 void Ring::Add() {
@@ -75,7 +75,7 @@ void Ring::Add() {
     // The last of the hosts to add its values divides the sum.
     const double divisor = has_sums(step_ + 1) ? divisor_ : 1;
     char* const own = data_ + received_.first * dtype_.bytes;
-    dtype_.sum({piece_.data, own}, 0, count, divisor, own);
+    dtype_.sum({fragment_.data, own}, 0, count, divisor, own);
   }
   ready_ += count * dtype_.bytes;
 }
