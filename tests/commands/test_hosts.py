@@ -64,6 +64,19 @@ def has_namespaces():
     )
 
 
+def run_on_hosts(count, script, *arguments):
+    """Run a script on hosts of one rank each."""
+    names = ",".join(f"host{number + 1}:1" for number in range(count))
+    command = [
+        *(HOSTS, f"--hosts={count}", "horovodrun", "--gloo", "-np", str(count)),
+        *("-H", names, "--network-interface", "eth0"),
+        *(sys.executable, script, *arguments),
+    ]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
 # On two names of one machine: tests/parallel/test_native_reduction.py.
 @pytest.mark.long
 @pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
@@ -79,25 +92,76 @@ def test_two_hosts_of_this_machine_reduce_over_tcp(tmp_path):
         "sum_of_ranks = int(total(tf.constant(hvd.rank() + 1)))\n"
         "print(socket.gethostname(), sum_of_ranks, transport.reduction_path())\n"
     )
-    hosts = ["-H", "host1:1,host2:1", "--network-interface", "eth0"]
-    command = [
-        HOSTS,
-        "horovodrun",
-        "--gloo",
-        "-np",
-        "2",
-        *hosts,
-        sys.executable,
-        script,
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run_on_hosts(2, script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "[0]<stdout>:host1 3 TCP",
         "[1]<stdout>:host2 3 TCP",
     ]
+
+
+# Rank 1 is killed when it has received a part of the tensor, and leaves a child, until
+# whose end horovodrun ends no other rank.
+KILLED_IN_RING = """
+import os, pathlib, signal, socket, struct, sys, threading, time
+import tensorflow as tf
+import hvdtrain.keras as hvd
+
+def received_bytes():
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            opened = socket.socket(fileno=int(name))
+        except OSError:
+            continue
+        try:
+            info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            total += struct.unpack_from("=Q", info, 128)[0]  # tcpi_bytes_received
+        except OSError:
+            pass
+        finally:
+            opened.detach()
+    return total
+
+def die(end):
+    while received_bytes() < end:
+        pass
+    if os.fork():
+        os.kill(os.getpid(), signal.SIGKILL)
+    while len(list(noticed.glob("*"))) < 2:
+        time.sleep(0.1)
+    os._exit(0)
+
+hvd.init()
+total = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
+total(tf.ones([100]))
+noticed = pathlib.Path(sys.argv[1])
+if hvd.rank() == 1:
+    threading.Thread(target=die, args=[received_bytes() + 20_000_000]).start()
+try:
+    total(tf.ones([40_000_000]))
+except tf.errors.AbortedError as error:
+    print("aborted:", error, flush=True)
+    (noticed / str(hvd.rank())).touch()
+    raise
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
+def test_a_rank_that_is_killed_in_a_ring_is_named_by_the_others(tmp_path):
+    script, noticed = tmp_path / "script.py", tmp_path / "noticed"
+    script.write_text(KILLED_IN_RING)
+    noticed.mkdir()
+    done = run_on_hosts(3, script, noticed)
+    assert done.returncode != 0
+    # Another rank may have noticed it before, and has closed its connections.
+    reason = r"aborted: .*the connections? to ranks? (\d, )?1(, \d)? ha(s|ve) ended"
+    for rank in (0, 2):
+        text = "\n".join(
+            line for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")
+        )
+        assert len(re.findall(reason, text)) == 1, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -127,9 +191,12 @@ def has_tbf():
     """Whether the kernel can limit the rate of an interface."""
     add = "tc qdisc add dev lo root tbf rate 1gbit burst 128kb latency 50ms"
     command = ["unshare", "--net", *add.split()]
-    return has_namespaces() and not subprocess.run(
-        command, capture_output=True, timeout=30, check=False
-    ).returncode
+    return (
+        has_namespaces()
+        and not subprocess.run(
+            command, capture_output=True, timeout=30, check=False
+        ).returncode
+    )
 
 
 @pytest.mark.skipif(not has_tbf(), reason="needs root, iproute2 and a kernel with tbf")

@@ -257,7 +257,7 @@ def test_pictures(tmp_path):
         ("parallelism", "--tables=17,many", ["--tables", "numbers of rows"]),
         ("parallelism", "", ["1 rank", "horovodrun -np 2"]),
         ("allreduce", "--max_bytes=1", ["--max_bytes=1", "4000"]),
-        ("allreduce", "--sizes=1000,5e3", ["--sizes=1000,5e3", "from 4 to 4000000000"]),
+        ("allreduce", "--sizes=1000,5e3", ["--sizes", "from 4 to 4000000000"]),
         ("allreduce", "--sizes=4000000001", ["--sizes", "from 4 to 4000000000"]),
         ("allreduce", "--seconds=nan", ["expected a number", "--seconds"]),
         ("allreduce", "", ["1 rank", "mpirun -np 2"]),
