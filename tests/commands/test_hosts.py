@@ -100,10 +100,11 @@ def test_two_hosts_of_this_machine_reduce_over_tcp(tmp_path):
     ]
 
 
-# Rank 1 is killed when it has received a part of the tensor, and leaves a child, until
-# whose end horovodrun ends no other rank.
-KILLED_IN_RING = """
-import os, pathlib, signal, socket, struct, sys, threading, time
+# Rank 1 is stopped for a time, or killed, when it has received a part of the tensor. A
+# killed rank leaves a child, until whose end horovodrun ends no other rank.
+IN_A_RING = """
+import os, pathlib, signal, socket, struct, subprocess, sys, threading, time
+import numpy as np
 import tensorflow as tf
 import hvdtrain.keras as hvd
 
@@ -123,27 +124,39 @@ def received_bytes():
             opened.detach()
     return total
 
-def die(end):
-    while received_bytes() < end:
-        pass
+def stop():
+    resume = f"sleep {seconds}; kill -CONT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", resume]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    print("was stopped", flush=True)
+
+def die():
     if os.fork():
         os.kill(os.getpid(), signal.SIGKILL)
     while len(list(noticed.glob("*"))) < 2:
         time.sleep(0.1)
     os._exit(0)
 
+def act(end):
+    while received_bytes() < end:
+        pass
+    stop() if seconds else die()
+
 hvd.init()
 total = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))
 total(tf.ones([100]))
-noticed = pathlib.Path(sys.argv[1])
+noticed, seconds = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+actor = threading.Thread(target=act, args=[received_bytes() + 20_000_000])
 if hvd.rank() == 1:
-    threading.Thread(target=die, args=[received_bytes() + 20_000_000]).start()
+    actor.start()
 try:
-    total(tf.ones([40_000_000]))
+    assert np.all(total(tf.ones([40_000_000])) == hvd.size())
 except tf.errors.AbortedError as error:
     print("aborted:", error, flush=True)
     (noticed / str(hvd.rank())).touch()
     raise
+if hvd.rank() == 1:
+    actor.join()
 """
 
 
@@ -151,9 +164,9 @@ except tf.errors.AbortedError as error:
 @pytest.mark.skipif(not has_namespaces(), reason="needs root and iproute2")
 def test_a_rank_that_is_killed_in_a_ring_is_named_by_the_others(tmp_path):
     script, noticed = tmp_path / "script.py", tmp_path / "noticed"
-    script.write_text(KILLED_IN_RING)
+    script.write_text(IN_A_RING)
     noticed.mkdir()
-    done = run_on_hosts(3, script, noticed)
+    done = run_on_hosts(3, script, noticed, "0")
     assert done.returncode != 0
     # Another rank may have noticed it before, and has closed its connections.
     reason = r"aborted: .*the connections? to ranks? (\d, )?1(, \d)? ha(s|ve) ended"
@@ -162,6 +175,18 @@ def test_a_rank_that_is_killed_in_a_ring_is_named_by_the_others(tmp_path):
             line for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")
         )
         assert len(re.findall(reason, text)) == 1, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_a_rank_that_is_stopped_in_a_ring_is_waited_for(run, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(IN_A_RING)
+    program = [sys.executable, str(script)]
+    # For longer than a host may be silent, and with more than the buffers of a
+    # connection hold: its window is full.
+    job = run([str(tmp_path), "30"], program=program, launcher="hosts", forked=False)
+    assert job.returncode == 0, job.text
+    assert "was stopped" in job.lines
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,12 @@
 """The native reduction, against NumPy and against Horovod's own.
 
-A rank that is missing, or has been killed, is tested in tests/commands.
+A rank that is missing, stopped or killed is tested in tests/commands.
 """
 
-import contextlib
 import hashlib
 import os
 import pathlib
 import re
-import signal
-import socket
-import struct
-import subprocess
-import threading
 import time
 
 import horovod.tensorflow as raw
@@ -208,49 +202,6 @@ def test_a_mean_is_in_the_range_of_its_values():
     # The sum of two is above the largest float16.
     (reduced,) = reduce(tf.fill([3], tf.constant(40_000, tf.float16)))
     np.testing.assert_array_equal(reduced, np.full(3, 40_000, "float16"))
-
-
-def received_bytes():
-    """Bytes that the TCP connections of this process have received."""
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # no socket, or not of TCP
-            opened = socket.socket(fileno=int(name))
-            try:
-                info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += struct.unpack_from("=Q", info, 128)[0]  # tcpi_bytes_received
-            finally:
-                opened.detach()
-    return total
-
-
-def stop_in_a_ring(seconds):
-    """Stop this process for this time when it has received the first 8 MB."""
-    end, process = received_bytes() + 8_000_000, os.getpid()
-
-    def stop():
-        while received_bytes() < end:
-            pass
-        resume = f"sleep {seconds}; kill -CONT {process}"
-        with subprocess.Popen(["sh", "-c", resume]):
-            os.kill(process, signal.SIGSTOP)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    return thread
-
-
-@pytest.mark.long
-@pytest.mark.skipif(HOSTS == 1, reason="between hosts")
-def test_a_rank_that_is_stopped_in_a_ring_is_waited_for():
-    # 64 MiB, more than the buffers of a connection hold, and for longer than a host may
-    # be silent. The window of the connection is full.
-    tensor = tf.ones([LOCAL_SIZE << 24])
-    thread = stop_in_a_ring(seconds=30) if RANK == SIZE - 1 else None
-    (reduced,) = reduce(tensor, op=hvd.Sum)
-    assert np.all(reduced == SIZE)
-    if thread:
-        thread.join()
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
