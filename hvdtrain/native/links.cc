@@ -290,7 +290,7 @@ void Links::Warn(const std::vector<Progress>& progress, const Segment& segment,
   const std::string missing = Missing(progress, segment.size(), stage);
   if (missing.empty()) {
     // On each host that waits: which of them is the first is not known.
-    segment.Warn(operation, Waiting(progress, segment.size(), stage));
+    segment.Warn(operation, ": " + Waiting(progress, segment.size(), stage));
     return;
   }
   // One rank prints: the first of those that wait.
@@ -303,7 +303,8 @@ std::string Links::Late(const std::vector<Progress>& progress, const Segment& se
                         const std::string& operation, Stage stage) const {
   const std::string missing = Missing(progress, segment.size(), stage);
   if (!missing.empty()) return hvdtrain::Late(operation, missing);
-  return operation + " has made no progress within HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: " +
+  const std::string limit = " within HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: ";
+  return operation + " has made no progress" + limit +
          Waiting(progress, segment.size(), stage);
 }
 
@@ -368,7 +369,8 @@ std::string Links::Waiting(const std::vector<Progress>& progress, int ranks_per_
     text += (text.empty() ? "" : ", and ");
     text += "what was sent to rank " + full + " has not been read";
   }
-  return ranks_per_host == 1 ? text : text + "; or they wait for others of their hosts";
+  if (ranks_per_host > 1) text += "; they may wait for other ranks of their hosts";
+  return text;
 }
 
 }  // namespace hvdtrain

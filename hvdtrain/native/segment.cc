@@ -206,13 +206,13 @@ void Segment::WarnOnce(const std::string& operation) const {
 
 void Segment::Warn(const std::string& operation, const std::string& reason) const {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limits_.warning);
-  fprintf(stderr, "%s has been waited for %lld s. %s\n", operation.c_str(),
+  fprintf(stderr, "%s has been waited for %lld s%s\n", operation.c_str(),
           static_cast<long long>(seconds.count()), reason.c_str());
 }
 
 void Segment::WarnOfMissing(const std::string& operation,
                             const std::string& missing) const {
-  Warn(operation, "Missing ranks: " + missing +
+  Warn(operation, ". Missing ranks: " + missing +
                       ". Ranks that call different collectives, or not equally many, "
                       "wait for each other.");
 }

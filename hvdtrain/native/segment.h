@@ -102,7 +102,7 @@ class Segment {
   // The reason why a rank that has not arrived never will, if there is one.
   std::string Failure() const;
 
-  // Prints that `operation` has been waited for, and the reason.
+  // Prints that `operation` has been waited for, and the reason, with its separator.
   void Warn(const std::string& operation, const std::string& reason) const;
   // The same for ranks that have not called it.
   void WarnOfMissing(const std::string& operation, const std::string& missing) const;

@@ -81,7 +81,7 @@ def test_in_a_ring_the_rank_before_is_not_blamed(peers, capfd):
     assert "what was sent to rank 1 has not been read" in reason
     # On each host that waits, one line.
     (line,) = capfd.readouterr().err.splitlines()
-    assert "has been waited for 0 s. nothing has arrived from rank 2, which" in line
+    assert "has been waited for 0 s: nothing has arrived from rank 2, which" in line
 
 
 def test_all_connections_that_have_ended_are_named(peers):
