@@ -123,15 +123,25 @@ def test_recommender(world):
 
 @pytest.mark.long
 def test_wide(world, monkeypatch):
-    monkeypatch.setattr(parallel_workloads, "UNITS", 12)
-    monkeypatch.setattr(parallel_workloads, "WIDE_UNITS", 18)
+    # Kernels of 1,200 elements are fully sharded.
+    monkeypatch.setattr(parallel_workloads, "UNITS", 30)
+    monkeypatch.setattr(parallel_workloads, "WIDE_UNITS", 40)
     kinds = run(world, options("wide"))
-    assert list(kinds) == ["replicated", "state", "model", "pipeline"]
-    widening, narrowing, last = 13 * 18, 19 * 12, 13 * 10
+    names = ["replicated", "state", "full", "gathered", "model", "pipeline"]
+    assert list(kinds) == names
+    widening, narrowing, last = 31 * 40, 41 * 30, 31 * 10
     whole = 4 * (widening + narrowing) + last
     check_memory(kinds, "replicated", whole)
     # Each rank has the biases of the narrow layers.
-    check_memory(kinds, "model", 4 * (widening + narrowing + 12) // 2 + last)
+    check_memory(kinds, "model", 4 * (widening + narrowing + 30) // 2 + last)
+    kernels = 4 * 8 * 1200
+    small = 4 * whole - kernels
+    for name in ("full", "gathered"):
+        weights = kinds[name]["weight_bytes_by_rank"]
+        assert kinds[name]["slot_bytes_by_rank"] == weights
+        assert sum(weights) == kernels + SIZE * small
+        # Shards are of whole cache lines.
+        assert max(weights) - min(weights) <= 8 * 64
     check_memory(kinds, "pipeline", 2 * (widening + narrowing) + [0, last][RANK])
     slots = kinds["state"]["slot_bytes_by_rank"]
     assert kinds["state"]["weight_bytes_by_rank"] == [4 * whole] * SIZE
@@ -140,8 +150,12 @@ def test_wide(world, monkeypatch):
     assert sent["replicated"] == [4 * whole] * SIZE
     # A reducescatter of the gradients, and an allgather of this rank's weights.
     assert sent["state"] == [2 * whole + each for each in slots]
+    # Two gathers of this rank's shards, or one, and a reducescatter of the kernels.
+    shards = [each - small for each in kinds["full"]["weight_bytes_by_rank"]]
+    assert sent["full"] == [2 * each + kernels // 2 + small for each in shards]
+    assert sent["gathered"] == [each + kernels // 2 + small for each in shards]
     # The samples of all ranks: four sums of outputs, and three of gradients by inputs.
-    activations = 4 * SIZE * BATCH * 12
+    activations = 4 * SIZE * BATCH * 30
     assert sent["model"] == [7 * activations] * SIZE
     # At the one cut, outputs, gradients; the loss, two numbers.
     assert sent["pipeline"] == [activations + 12] * SIZE
