@@ -13,9 +13,9 @@ axis: see `block_calls`.
 """
 
 import functools
+import math
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -189,27 +189,28 @@ def layouts_text(model: keras.Model) -> str:
     "blocks": the layer computes with this rank's block along the model axis.
     "gathered": the ranks gather the weight for the call. "replicated": as it is.
     """
-    weights: Counter[tuple[str, str, str]] = Counter()
-    elements: Counter[tuple[str, str, str]] = Counter()
-    stored: Counter[tuple[str, str, str]] = Counter()
+    groups: dict[tuple[str, str, str], list[keras.Variable]] = {}
     for layer, variable in _weights_once(model):
         layout = devices.layout_of(variable)
-        axes = layout.axes if layout else ()
-        key = (type(layer).__name__, str(tuple(axes)), _describe(layer, variable))
-        weights[key] += 1
-        elements[key] += int(np.prod(variable.shape))
-        stored[key] += int(np.prod(local_shard(variable).shape))
-    heads = ("layer", "layout", "weights", "elements", "of rank 0", "computes with")
-    rows = [
-        (layer, axes, weights[key], f"{elements[key]:,}", f"{stored[key]:,}", how)
-        for key in sorted(weights)
-        for layer, axes, how in [key]
+        axes = str(tuple(layout.axes if layout else ()))
+        key = type(layer).__name__, axes, _describe(layer, variable)
+        groups.setdefault(key, []).append(variable)
+    rows: list[tuple] = [
+        ("layer", "layout", "weights", "elements", "of rank 0", "computes with")
     ]
+    for name, axes, how in sorted(groups):
+        group = groups[name, axes, how]
+        stored = _elements(map(local_shard, group))
+        rows.append((name, axes, len(group), _elements(group), stored, how))
     lines = [
         f"{row[0]:<20} {row[1]:<24} {row[2]:>7} {row[3]:>12} {row[4]:>12}  {row[5]}"
-        for row in [heads, *rows]
+        for row in rows
     ]
     return "\n".join([f"keras.distribution: the weights of {model.name}", *lines])
+
+
+def _elements(variables: Iterable[keras.Variable]) -> str:
+    return f"{sum(math.prod(variable.shape) for variable in variables):,}"
 
 
 def _weights_once(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.distribution.distribution_lib import Distribution
-from oracle import assert_bitwise_equal_over_ranks, difference
+from oracle import DenseEmbedding, assert_bitwise_equal_over_ranks, difference
 
 import hvdtrain.distribution
 import hvdtrain.keras as hvd
@@ -30,14 +30,6 @@ FLOAT64 = {"dtype": "float64"}
 @functools.cache
 def distribution():
     return keras.distribution.DataParallel()
-
-
-class DenseEmbedding(keras.layers.Embedding):
-    """A table whose gradient is dense, as under `keras.distribution` and on JAX."""
-
-    def call(self, inputs):
-        one_hot = keras.ops.one_hot(inputs, WORDS, dtype=self.compute_dtype)
-        return one_hot @ self.embeddings
 
 
 def samples(count=GLOBAL * STEPS):

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracle import assert_bitwise_equal_over_ranks, difference
+from oracle import DenseEmbedding, assert_bitwise_equal_over_ranks, difference
 
 import hvdtrain.distribution
 import hvdtrain.keras as hvd
@@ -57,14 +57,6 @@ LAYOUTS = {
         ".*(gamma|beta)": ("batch",),
     },
 }
-
-
-class DenseEmbedding(keras.layers.Embedding):
-    """A table whose gradient is dense, as under `keras.distribution`."""
-
-    def call(self, inputs):
-        one_hot = keras.ops.one_hot(inputs, WORDS, dtype=self.compute_dtype)
-        return one_hot @ self.embeddings
 
 
 def build(embedding=keras.layers.Embedding, dtype="float64"):
@@ -293,7 +285,7 @@ def test_functions_are_traced_again_under_another_distribution():
 
 
 def test_the_saved_model_is_a_plain_one(tmp_path):
-    path = fit_start_path(tmp_path)
+    path = hvd.broadcast_object(str(tmp_path / "model.keras"), name="path")
     with distribution(SIZE, COLUMNS).scope():
         model = fit_small(small(dense(12, "up")), "adam")
         model.save(path)
@@ -304,11 +296,6 @@ def test_the_saved_model_is_a_plain_one(tmp_path):
     loaded = keras.models.load_model(path)
     assert difference(loaded.get_weights(), weights) == 0
     assert type(loaded.layers[1]) is keras.layers.Dense
-
-
-def fit_start_path(tmp_path):
-    """A path that is the same on all ranks."""
-    return hvd.broadcast_object(str(tmp_path / "model.keras"), 0)
 
 
 def test_the_table_says_what_layers_compute_with(capsys):
