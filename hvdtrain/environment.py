@@ -45,8 +45,8 @@ VARIABLES = {
     "HVDTRAIN_RANK": "Rank of this process, for HVDTRAIN_SIZE. By default "
     "JOB_COMPLETION_INDEX, which Kubernetes sets.",
     "HVDTRAIN_REDUCTION": "auto: gradients are reduced in shared memory within a "
-    "host, and over TCP between hosts that Gloo connects, else by Horovod. horovod: "
-    "always by Horovod. shared_memory: an error where not all ranks share memory.",
+    "host, and over TCP between hosts, else by Horovod. horovod: always by Horovod. "
+    "native: an error where that is not possible without Horovod.",
     "HVDTRAIN_SIZE": "Number of ranks that a platform starts without a launcher; "
     "hvd.init makes a job of them. With HVDTRAIN_ADDRESS and HVDTRAIN_RANK.",
     "HVDTRAIN_WHEELS": "Directory, or https address, of wheels for "

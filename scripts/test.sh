@@ -9,7 +9,7 @@
 # reductions also on two hosts. more_ranks: the tests that those leave out as long, then
 # those of the parallel tests that depend on the number of ranks, on three and on four,
 # such as models that are sharded over meshes of 2 x 2; three reduce through Horovod, with
-# Gloo, and reductions by four also on two hosts.
+# Gloo, and reductions by four also on two hosts, and on three of one, one and two ranks.
 # oracle: only those that compare a training on two ranks with one process. keras: oracle,
 # and the unit tests that import Keras. oldest: keras, with the oldest Keras of setup.cfg,
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
@@ -121,8 +121,9 @@ unit() {
 
 # launched REDUCTION CONTROLLER RANKS TESTS...; ranks share the folder: no cache of
 # pytest's. The controller "hosts" is Gloo on several hosts, which are names of this
-# machine: three hosts for three ranks, else two. Neither launcher tags the lines of
-# rank 0; the other ranks print nothing unless a test fails on them.
+# machine: two that are alike, and with "unlike" three, of one, one and two ranks. Neither
+# launcher tags the lines of rank 0; the other ranks print nothing unless a test fails on
+# them.
 launched() {
   local -x HVDTRAIN_REDUCTION=$1
   local controller=$2 ranks=$3 launcher=(horovodrun --gloo --no-prefix-rank-0)
@@ -131,9 +132,8 @@ launched() {
     mpi) launcher=(mpirun --bind-to none) ;;
     hosts)
       launcher+=(-H "localhost:$((ranks / 2)),127.0.0.1:$((ranks / 2))")
-      ((ranks != 3)) ||
-        launcher=("${launcher[@]::3}" -H "localhost:1,127.0.0.1:1,$(hostname):1")
       ;;
+    unlike) launcher+=(-H "localhost:1,127.0.0.1:1,$(hostname):2") ;;
   esac
   run "$HVDTRAIN_REDUCTION $controller -np $ranks" 900 \
     "${launcher[@]}" -np "$ranks" \
@@ -141,7 +141,7 @@ launched() {
 }
 
 parallel() {
-  launched shared_memory mpi 2 -m "not long" tests/parallel
+  launched native mpi 2 -m "not long" tests/parallel
   launched auto hosts 2 -m "not long" tests/parallel/test_native_reduction.py
 }
 
@@ -151,14 +151,14 @@ more_ranks() {
     tests/parallel/test_{native_reduction,optimizer,process_sets,tape,threads}.py
     tests/parallel/test_sharded_{state,training}.py
   )
-  launched shared_memory mpi 2 -m long tests/parallel
+  launched native mpi 2 -m long tests/parallel
   run "unit and commands, long" 1500 \
     python -m pytest -q -n 3 --dist loadgroup -m "long and not engines and not stores and not alone" \
     tests/{unit,commands}
   run "commands, alone" 300 python -m pytest -q -m alone tests/commands
   launched horovod gloo 3 -m ranks tests/parallel
-  launched shared_memory gloo 4 -m four_ranks tests/parallel
-  launched auto hosts 3 tests/parallel/test_native_reduction.py
+  launched native gloo 4 -m four_ranks tests/parallel
+  launched native unlike 4 tests/parallel/test_native_reduction.py
   # Layers reduce over groups of ranks, through Horovod, which hosts do not change.
   launched auto hosts 4 -m four_ranks "${reducing[@]}"
 }

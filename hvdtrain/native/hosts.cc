@@ -34,15 +34,36 @@ Block BlockOf(char* data, size_t elements, int host, int hosts, const Dtype& dty
 
 }  // namespace
 
+std::string ExchangeOf(const std::string& operation) {
+  return "the exchange between hosts of " + operation;
+}
+
 Hosts::Hosts(Segment& segment, const std::string& name)
     : segment_(segment),
       name_(name),
       host_(segment.links() ? segment.links()->host() : 0),
-      calls_(segment.links() ? segment.links()->hosts() : 1) {}
+      calls_(segment.spread().hosts) {}
 
 std::string Hosts::ExchangeCalls(const Call& mine, char* sums) {
   calls_[host_] = mine;
-  if (count() == 1) return "";
+  if (segment_.links() != nullptr) {
+    const std::string lost = ExchangeCallsOfHosts(mine, sums);
+    if (!lost.empty()) return lost;
+  }
+  called_ = Conclude();
+  if (called_.active == 0 && segment_.links()) segment_.links()->idle_rounds = 0;
+  return segment_.parts() < segment_.size() ? Tell() : "";
+}
+
+std::string Hosts::Tell() {
+  if (segment_.rank() == 0) segment_.called() = called_;
+  // It is written again only after all ranks have entered another barrier.
+  const std::string lost = segment_.Barrier(ExchangeOf(name_), segment_.links() != nullptr);
+  called_ = segment_.called();
+  return lost;
+}
+
+std::string Hosts::ExchangeCallsOfHosts(const Call& mine, char* sums) {
   Links& links = *segment_.links();
   links.idle_rounds = mine.active > 0 ? 0 : links.idle_rounds + 1;
   calls_[host_].idle_rounds = links.idle_rounds;
@@ -59,37 +80,27 @@ std::string Hosts::ExchangeCalls(const Call& mine, char* sums) {
       return links.Buffer(host, Sent(calls_[host], host_, nullptr).bytes);
     };
   }
-  const std::string lost = Exchange(std::move(transfers), Stage::kCalls);
-  if (lost.empty() && active() == 0) links.idle_rounds = 0;
-  return lost;
+  return Exchange(std::move(transfers), Stage::kCalls);
 }
 
-int Hosts::active() const {
-  int active = 0;
-  for (const Call& call : calls_) active += call.active;
-  return active;
-}
-
-const Call& Hosts::first_active() const {
-  return *std::find_if(calls_.begin(), calls_.end(),
-                       [](const Call& call) { return call.active > 0; });
-}
-
-bool Hosts::have_differences() const {
-  return std::any_of(calls_.begin(), calls_.end(), [this](const Call& call) {
-    return call.active > 0 &&
-           (call.has_differences || call.signature != first_active().signature);
-  });
-}
-
-int Hosts::last_joined() const {
+Called Hosts::Conclude() const {
+  Called called{};
+  for (const Call& call : calls_) {
+    if (call.active == 0) continue;
+    if (called.active == 0) called.first = call;
+    called.active += call.active;
+    called.have_differences |=
+        call.has_differences || call.signature != called.first.signature;
+  }
   // Of the host that has been without an active rank for the fewest rounds. The clocks
   // of hosts, which differ a little, decide only where no reduction was in between.
   const auto joined_earlier = [](const Call& one, const Call& other) {
     return std::make_pair(other.idle_rounds, one.joined_at) <
            std::make_pair(one.idle_rounds, other.joined_at);
   };
-  return std::max_element(calls_.begin(), calls_.end(), joined_earlier)->last_joined;
+  called.last_joined =
+      std::max_element(calls_.begin(), calls_.end(), joined_earlier)->last_joined;
+  return called;
 }
 
 bool Hosts::SendsSums(const Call& call) const {
@@ -103,7 +114,7 @@ bool Hosts::IsLarge(const Call& call) const {
 
 Way Hosts::WayOf(const Call& call) const {
   const Dtype& dtype = DtypeOf(call);
-  const size_t bytes = call.elements * dtype.bytes, own = bytes / segment_.size();
+  const size_t bytes = call.elements * dtype.bytes, own = bytes / segment_.parts();
   if (bytes > segment_.slot_bytes()) {
     // In a ring, each host would round the sums of the ones before it.
     const bool is_in_ring = own > kScatterBytes && dtype.bytes >= 4;
@@ -116,14 +127,15 @@ Block Hosts::Sent(const Call& call, int host, char* data) const {
   if (!SendsSums(call)) return {nullptr, 0};
   const Dtype& dtype = DtypeOf(call);
   const Range part =
-      Part({0, call.elements}, segment_.rank(), segment_.size(), dtype.bytes);
+      Part({0, call.elements}, segment_.rank(), segment_.parts(), dtype.bytes);
   const size_t elements = part.second - part.first;
   if (WayOf(call) == Way::kGather) return {data, elements * dtype.bytes};
   return BlockOf(data, elements, host, count(), dtype);
 }
 
 std::string Hosts::Sum(const Dtype& dtype, char* data, size_t elements, double divisor) {
-  const Way way = WayOf(first_active());
+  if (segment_.links() == nullptr) return "";
+  const Way way = WayOf(called_.first);
   if (way == Way::kRing) return SumInRing(dtype, data, elements, divisor);
   if (way != Way::kGather) {
     return SumBlocks(dtype, data, elements, divisor, way == Way::kScatter);
@@ -177,6 +189,11 @@ std::string Hosts::SumInRing(const Dtype& dtype, char* data, size_t elements,
 
 std::string Hosts::ExchangeTexts(const std::string& mine,
                                  std::vector<std::string>* texts) {
+  if (segment_.links() == nullptr) {
+    // In one host; else see DescribeMismatch.
+    *texts = {mine};
+    return "";
+  }
   texts->resize(count());
   (*texts)[host_] = mine;
   std::vector<uint64_t> bytes(count(), mine.size());

@@ -14,26 +14,13 @@
 #include <string>
 #include <vector>
 
+#include "call.h"
 #include "dtypes.h"
 #include "links.h"
 #include "ring.h"
 #include "segment.h"
 
 namespace hvdtrain {
-
-// What the ranks of one host have called. Sent as it is: hosts have one architecture.
-struct Call {
-  uint64_t signature;
-  uint64_t elements;
-  uint32_t dtype;
-  uint32_t is_mean;
-  uint32_t active;    // ranks that have not joined
-  uint32_t has_differences;  // between ranks of the host
-  uint32_t idle_rounds;      // see Links; 0 unless all have joined
-  // The rank of the job that was the last of the host to join, and when.
-  int32_t last_joined;
-  int64_t joined_at;
-};
 
 // How hosts add up their sums.
 enum class Way {
@@ -48,6 +35,9 @@ enum class Way {
   kRing,
 };
 
+// What a rank waits for after its call.
+std::string ExchangeOf(const std::string& operation);
+
 class Hosts {
  public:
   // `name` is that of the reduction, in messages.
@@ -57,24 +47,15 @@ class Hosts {
   // well where SendsSums(mine), which saves a message. Returns the reason of a failure.
   std::string ExchangeCalls(const Call& mine, char* sums);
 
+  // What has been exchanged.
+  const Called& called() const { return called_; }
+
   // Whether a host with this call sends sums with it.
   bool SendsSums(const Call& call) const;
 
   // Whether the tensors of a call go in windows, after the calls: they are more than a
   // slot.
   bool IsLarge(const Call& call) const;
-
-  // Number of ranks of the job that have not joined.
-  int active() const;
-
-  // The call of the first host that has such a rank.
-  const Call& first_active() const;
-
-  // Whether ranks that have not joined have called something else than others.
-  bool have_differences() const;
-
-  // The rank that was the last to join, once all have.
-  int last_joined() const;
 
   // Adds up the `elements` of all hosts at `data`, which are this rank's part or a window
   // of it, and divides the sums. Returns the reason of a failure.
@@ -85,6 +66,10 @@ class Hosts {
 
  private:
   int count() const { return calls_.size(); }
+  std::string ExchangeCallsOfHosts(const Call& mine, char* sums);
+  Called Conclude() const;
+  // Gives ranks of this host without links what the others have exchanged.
+  std::string Tell();
   // The way of the elements of a call: the same on all ranks.
   Way WayOf(const Call& call) const;
   // What a host with this call sends to `host` with it, of sums at `data`.
@@ -98,6 +83,7 @@ class Hosts {
   const std::string& name_;
   const int host_;
   std::vector<Call> calls_;
+  Called called_{};
 };
 
 }  // namespace hvdtrain

@@ -65,34 +65,36 @@ extern "C" {
 
 // A number that changes with these functions, with the operations, and with what ranks
 // send to each other; also in __init__.py.
-EXPORT int hvdtrain_interface() { return 14; }
+EXPORT int hvdtrain_interface() { return 15; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);
 }
 
 // Maps the file `fd`, which the ranks of this node share: `size` of them, with `numbers`
-// in the job, of which this one is at place `rank`. `sockets`, of which the process is
-// not the owner any more, are connected to the ranks `peers` of `hosts` hosts; no
-// sockets in a job of one host.
+// in the job, of which this one is at place `rank`. Of the `hosts` hosts of the job, the
+// ones with the fewest ranks have `smallest`, and those with the most `largest`.
+// `sockets`, of which the process is not the owner any more, are connected to the rank
+// of each host that has this place, `peers`: nullptr in a job of one host, and where not
+// all hosts have such a rank.
 EXPORT const char* hvdtrain_connect(int fd, int rank, int size, const int* numbers,
                                     size_t slot_bytes, double spin_seconds,
                                     double warning_seconds, double failure_seconds,
-                                    int host, int hosts, const int* sockets,
-                                    const int* peers) {
+                                    int host, int hosts, int smallest, int largest,
+                                    const int* sockets, const int* peers) {
   const hvdtrain::Limits limits{hvdtrain::Nanoseconds(spin_seconds),
                                 hvdtrain::Nanoseconds(warning_seconds),
                                 hvdtrain::Nanoseconds(failure_seconds)};
   try {
     std::unique_ptr<hvdtrain::Links> links;
-    if (hosts > 1) {
+    if (sockets != nullptr) {
       links = std::make_unique<hvdtrain::Links>(
           host, std::vector<int>(sockets, sockets + hosts),
           std::vector<int>(peers, peers + hosts));
     }
     hvdtrain::ExchangeSegment(std::make_shared<hvdtrain::Segment>(
         fd, rank, std::vector<int>(numbers, numbers + size), slot_bytes, limits,
-        std::move(links)));
+        hvdtrain::Spread{hosts, smallest, largest}, std::move(links)));
   } catch (const std::exception& exception) {
     return hvdtrain::Failed(exception.what());
   }

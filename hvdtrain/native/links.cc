@@ -287,10 +287,10 @@ std::string Links::Failure(const std::vector<Progress>& progress,
 void Links::Warn(const std::vector<Progress>& progress, const Segment& segment,
                  const std::string& operation, Stage stage) const {
   if (segment.rank() != 0) return;
-  const std::string missing = Missing(progress, segment.size(), stage);
+  const std::string missing = Missing(progress, segment.spread().largest, stage);
   if (missing.empty()) {
     // On each host that waits: which of them is the first is not known.
-    segment.Warn(operation, ": " + Waiting(progress, segment.size(), stage));
+    segment.Warn(operation, ": " + Waiting(progress, segment.spread().largest, stage));
     return;
   }
   // One rank prints: the first of those that wait.
@@ -301,11 +301,11 @@ void Links::Warn(const std::vector<Progress>& progress, const Segment& segment,
 
 std::string Links::Late(const std::vector<Progress>& progress, const Segment& segment,
                         const std::string& operation, Stage stage) const {
-  const std::string missing = Missing(progress, segment.size(), stage);
+  const std::string missing = Missing(progress, segment.spread().largest, stage);
   if (!missing.empty()) return hvdtrain::Late(operation, missing);
   const std::string limit = " within HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: ";
   return operation + " has made no progress" + limit +
-         Waiting(progress, segment.size(), stage);
+         Waiting(progress, segment.spread().largest, stage);
 }
 
 bool Links::HasEnded(int host) const {

@@ -104,7 +104,12 @@ std::string DescribeMismatch(Segment& segment, Hosts& hosts,
     *text += (text->empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " +
              Shorten(sent, difference);
   }
-  return "";
+  if (segment.parts() == segment.size()) return "";
+  // Ranks without links have only the texts of their host.
+  std::vector<std::string> told;
+  lost = GatherTexts(segment, {0}, *text, &told);
+  *text = told[0];
+  return lost;
 }
 
 }  // namespace hvdtrain

@@ -108,14 +108,15 @@ Call Summarize(Segment& segment, const std::vector<int>& active) {
 
 // The elements of a chunk that this rank adds up.
 Range OwnPart(Segment& segment, const Dtype& dtype, size_t elements) {
-  return Part({0, elements}, segment.rank(), segment.size(), dtype.bytes);
+  if (segment.rank() >= segment.parts()) return {elements, elements};
+  return Part({0, elements}, segment.rank(), segment.parts(), dtype.bytes);
 }
 
 // Adds this rank's part of what the active ranks of its node have in their slots, and
 // writes it to `sums`.
 void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtype,
              Range part, double divisor, char* sums) {
-  if (active.empty()) return;
+  if (active.empty() || part.first == part.second) return;
   std::vector<const char*> slots;
   const size_t start = part.first * dtype.bytes;
   for (int other : active) slots.push_back(segment.slot(other) + start);
@@ -140,9 +141,9 @@ struct Agreed {
 
 // What the ranks of a host divide a sum by before hosts exchange it. A mean is divided
 // before it is rounded, as in one host: the sum of a host may exceed the range of
-// float16.
+// float16. All hosts divide by the same number.
 double DivisorInHost(Segment& segment, const Call& call) {
-  return call.is_mean ? segment.size() : 1;
+  return call.is_mean ? segment.spread().largest : 1;
 }
 
 // Adds this rank's part of its host's sums where they are sent with the call, and returns
@@ -157,9 +158,9 @@ char* SumToSend(Segment& segment, const Hosts& hosts, const Call& mine,
   return sums;
 }
 
-// What a rank waits for that is missing from a barrier after the calls were exchanged.
-std::string ExchangeOf(const Tensors& tensors) {
-  return "the exchange between hosts of " + tensors.name;
+// A barrier after the calls were exchanged.
+std::string BarrierOfExchange(Segment& segment, const Tensors& tensors) {
+  return segment.Barrier(ExchangeOf(tensors.name), segment.links() != nullptr);
 }
 
 // Chunk by chunk, in the ranks' slots.
@@ -195,7 +196,7 @@ std::string ReduceOnce(Segment& segment, Hosts& hosts, const Agreed& agreed,
   std::string lost =
       hosts.Sum(agreed.dtype, segment.result() + part.first * agreed.dtype.bytes,
                 part.second - part.first, agreed.divisor / agreed.in_host);
-  if (lost.empty()) lost = segment.Barrier(ExchangeOf(tensors));
+  if (lost.empty()) lost = BarrierOfExchange(segment, tensors);
   if (lost.empty() && tensors.has_any) {
     tensors.out.CopyFrom(segment.result(), agreed.elements);
   }
@@ -209,7 +210,8 @@ std::string GatherWindow(Segment& segment, const Agreed& agreed, Tensors& tensor
   const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
   for (size_t done = 0; done < window; done += chunk) {
     const size_t elements = std::min(chunk, window - done);
-    if (segment.size() == 1 && tensors.has_any && (!is_first || done > 0)) {
+    const bool is_sum = segment.size() == 1 && agreed.in_host == 1;
+    if (is_sum && tensors.has_any && (!is_first || done > 0)) {
       tensors.in.CopyTo(sums, window - done);
       return "";
     }
@@ -241,11 +243,11 @@ std::string SpreadWindow(Segment& segment, const Agreed& agreed, Tensors& tensor
     const Range part = OwnPart(segment, agreed.dtype, elements);
     const size_t count = (part.second - part.first) * bytes;
     // Each rank enters this barrier when it has copied the previous result.
-    std::string lost = segment.Barrier(ExchangeOf(tensors));
+    std::string lost = BarrierOfExchange(segment, tensors);
     if (!lost.empty()) return lost;
-    memcpy(segment.result() + part.first * bytes, sums, count);
+    if (count > 0) memcpy(segment.result() + part.first * bytes, sums, count);
     sums += count;
-    lost = segment.Barrier(ExchangeOf(tensors));
+    lost = BarrierOfExchange(segment, tensors);
     if (!lost.empty()) return lost;
     if (tensors.has_any) tensors.out.CopyFrom(segment.result(), elements);
   }
@@ -258,7 +260,7 @@ std::string ReduceWindows(Segment& segment, Hosts& hosts, const Agreed& agreed,
                           Tensors& tensors) {
   const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
   const size_t chunks =
-      std::max<size_t>(1, kWindowBytes * segment.size() / segment.slot_bytes());
+      std::max<size_t>(1, kWindowBytes * segment.parts() / segment.slot_bytes());
   const size_t window = chunks * chunk;
   for (size_t done = 0; done < agreed.elements; done += window) {
     const size_t elements = std::min(window, agreed.elements - done);
@@ -270,7 +272,7 @@ std::string ReduceWindows(Segment& segment, Hosts& hosts, const Agreed& agreed,
     }
     // A rank without others on its host needs no copy.
     char* sums = segment.size() == 1 ? tensors.out.Output(elements) : nullptr;
-    if (sums == nullptr) sums = segment.links()->Window(own * bytes).data;
+    if (sums == nullptr && own > 0) sums = segment.links()->Window(own * bytes).data;
     std::string lost =
         GatherWindow(segment, agreed, tensors, elements, done == 0, sums);
     if (!lost.empty()) return lost;
@@ -285,11 +287,11 @@ std::string ReduceWindows(Segment& segment, Hosts& hosts, const Agreed& agreed,
 // After the calls have been exchanged, and agree.
 std::string ReduceCalled(Segment& segment, Hosts& hosts, const std::vector<int>& active,
                          Tensors& tensors) {
-  const Call& call = hosts.first_active();
-  const double divisor = call.is_mean ? hosts.active() : 1;
+  const Call& call = hosts.called().first;
+  const double divisor = call.is_mean ? hosts.called().active : 1;
   const Agreed agreed{*FindDtype(static_cast<tensorflow::DataType>(call.dtype)),
                       call.elements, active, divisor, DivisorInHost(segment, call)};
-  if (segment.links() == nullptr) return ReduceInHost(segment, agreed, tensors);
+  if (segment.spread().hosts == 1) return ReduceInHost(segment, agreed, tensors);
   return hosts.IsLarge(call) ? ReduceWindows(segment, hosts, agreed, tensors)
                              : ReduceOnce(segment, hosts, agreed, tensors);
 }
@@ -336,8 +338,9 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   Hosts hosts(segment, name);
   lost = hosts.ExchangeCalls(mine, SumToSend(segment, hosts, mine, active));
   if (!lost.empty()) return {Outcome::kLost, lost};
-  if (hosts.active() == 0) return {Outcome::kAllJoined, "", hosts.last_joined()};
-  if (hosts.have_differences()) {
+  const Called& called = hosts.called();
+  if (called.active == 0) return {Outcome::kAllJoined, "", called.last_joined};
+  if (called.have_differences) {
     std::string text;
     lost = DescribeMismatch(segment, hosts, active,
                             reduction ? reduction->describe() : "", &text);

@@ -63,6 +63,7 @@ struct alignas(128) Segment::Header {
   std::atomic<uint32_t> failure;
   std::atomic<uint32_t> joins;  // of all ranks, so far
   char reason[kTextBytes];
+  Called called;
 };
 
 size_t Segment::Bytes(int size, size_t slot_bytes) {
@@ -75,12 +76,13 @@ std::string Late(const std::string& operation, const std::string& missing) {
 }
 
 Segment::Segment(int fd, int rank, std::vector<int> numbers, size_t slot_bytes,
-                 Limits limits, std::unique_ptr<Links> links)
+                 Limits limits, Spread spread, std::unique_ptr<Links> links)
     : rank_(rank),
       size_(numbers.size()),
       numbers_(std::move(numbers)),
       slot_bytes_(slot_bytes),
       limits_(limits),
+      spread_(spread),
       links_(std::move(links)) {
   void* memory = mmap(nullptr, Bytes(size_, slot_bytes), PROT_READ | PROT_WRITE,
                       MAP_SHARED, fd, 0);
@@ -113,21 +115,24 @@ bool Segment::HasArrived(int rank) const {
   return static_cast<int32_t>(arrivals - barriers_) >= 0;
 }
 
-std::string Segment::Barrier(const std::string& operation) {
+Called& Segment::called() { return header_->called; }
+
+std::string Segment::Barrier(const std::string& operation, bool is_limited) {
   Member& own = mine();
   own.arrivals.store(++barriers_);
   // A rank counts itself as a sleeper before it reads `arrivals` for the last time:
   // with both in sequential order, either it sees this arrival or it is woken.
   if (own.sleepers.load() > 0) WakeAll(own.arrivals);
   for (int rank = 0; rank < size_ && lost_.empty(); ++rank) {
-    if (!HasArrived(rank)) lost_ = WaitFor(rank, operation);
+    if (!HasArrived(rank)) lost_ = WaitFor(rank, operation, is_limited);
   }
   // For the ranks of other nodes, which wait for this one.
   if (!lost_.empty() && links_) links_->Close();
   return lost_;
 }
 
-std::string Segment::WaitFor(int rank, const std::string& operation) {
+std::string Segment::WaitFor(int rank, const std::string& operation,
+                             bool is_limited) {
   const auto start = Clock::now();
   while (Clock::now() - start < limits_.spin) {
     for (int i = 0; i < 64; ++i) {
@@ -151,6 +156,7 @@ std::string Segment::WaitFor(int rank, const std::string& operation) {
       break;
     }
     if (!reason.empty()) break;
+    if (!is_limited) continue;
     const auto waited = Clock::now() - start;
     if (!has_warned && waited > limits_.warning) {
       has_warned = true;

@@ -15,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "call.h"
+
 namespace hvdtrain {
 
 class Links;
@@ -47,6 +49,12 @@ struct Limits {
   std::chrono::nanoseconds failure;  // before the reduction fails; 0: never
 };
 
+// How the ranks of a job are spread over hosts.
+struct Spread {
+  int hosts;
+  int smallest, largest;  // ranks of a host
+};
+
 // The reason where ranks have not come before `Limits::failure`.
 std::string Late(const std::string& operation, const std::string& missing);
 
@@ -57,9 +65,9 @@ class Segment {
 
   // Maps the file `fd` of that length. `numbers` has the rank in the job of each rank of
   // this node, `rank` is the place of this one. `links` are nullptr in a job of one
-  // node. Throws std::system_error.
+  // node, and where a smaller node has no rank to connect to. Throws std::system_error.
   Segment(int fd, int rank, std::vector<int> numbers, size_t slot_bytes, Limits limits,
-          std::unique_ptr<Links> links);
+          Spread spread, std::unique_ptr<Links> links);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -68,6 +76,10 @@ class Segment {
   int size() const { return size_; }
   int number(int rank) const { return numbers_[rank]; }
   const Limits& limits() const { return limits_; }
+  const Spread& spread() const { return spread_; }
+  // In how many parts the ranks of a node add up tensors: those with links, if the job
+  // has several nodes.
+  int parts() const { return spread_.hosts == 1 ? size_ : spread_.smallest; }
   Links* links() { return links_.get(); }
   size_t slot_bytes() const { return slot_bytes_; }
   Member& member(int rank) { return members_[rank]; }
@@ -79,8 +91,12 @@ class Segment {
   void Start();
 
   // Blocks until every rank has entered the same barrier. Returns the reason if a rank
-  // has left, failed or not come in time.
-  std::string Barrier(const std::string& operation);
+  // has left, failed or not come in time. `is_limited`: false where the ranks that are
+  // waited for have a limit themselves, and know better what is missing.
+  std::string Barrier(const std::string& operation, bool is_limited = true);
+
+  // Memory for what the first rank of this node tells those without links.
+  Called& called();
 
   // The reason of the first barrier that failed, empty before. The segment is of no use
   // afterwards: a rank that is late may still read what this one has written.
@@ -114,7 +130,7 @@ class Segment {
  private:
   struct Header;
   bool HasArrived(int rank) const;
-  std::string WaitFor(int rank, const std::string& operation);
+  std::string WaitFor(int rank, const std::string& operation, bool is_limited);
   std::string Failure(int rank) const;
   std::string Missing() const;
   void WarnOnce(const std::string& operation) const;
@@ -123,6 +139,7 @@ class Segment {
   const std::vector<int> numbers_;
   const size_t slot_bytes_;
   const Limits limits_;
+  const Spread spread_;
   const std::unique_ptr<Links> links_;
   uint32_t barriers_ = 0;
   std::string lost_;

@@ -161,7 +161,7 @@ THREADS_SCRIPT = """
 
 # In the ranks of pytest: tests/parallel/test_threads.py.
 @pytest.mark.long
-@pytest.mark.parametrize("reduction", ["shared_memory", "horovod"])
+@pytest.mark.parametrize("reduction", ["native", "horovod"])
 def test_threads_without_an_order_are_refused_at_once(run, tmp_path, reduction):
     job = run(
         [],

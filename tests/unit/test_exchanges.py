@@ -12,7 +12,7 @@ from hvdtrain import native
 from hvdtrain.collectives.transport import segment
 from hvdtrain.collectives.transport.places import RankPlace, RankPlaces
 
-# The struct Call of hosts.h: a sum of float32, signature and elements first.
+# The struct Call of call.h: a sum of float32, signature and elements first.
 CALL = struct.Struct("=QQIIIIIiq")
 FLOAT = 1
 RING_ELEMENTS = 3 << 20
@@ -35,8 +35,10 @@ def peers(monkeypatch, pairs):
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.3")
     functions = native.load().functions
     functions.hvdtrain_join.restype = ctypes.c_char_p
-    places = RankPlaces([RankPlace(host, 0, [0], []) for host in range(3)], rank=0)
-    with segment.reserve(functions, 1) as file, contextlib.ExitStack() as stack:
+    places = RankPlaces(
+        [RankPlace(f"host{host}", host, 0, [0], []) for host in range(3)], rank=0
+    )
+    with segment.reserve(functions, places) as file, contextlib.ExitStack() as stack:
         own = [None, *(pair[0] for pair in pairs)]
         assert not segment.attach(functions, file.name, places, own)
         functions.hvdtrain_start()

@@ -11,7 +11,7 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain import environment, native
-from hvdtrain.collectives.transport import connection, segment
+from hvdtrain.collectives.transport import connection, links, segment
 from hvdtrain.collectives.transport.places import RankPlace, RankPlaces
 
 
@@ -68,18 +68,42 @@ def test_environment_chooses_horovod(monkeypatch, two_ranks, name, value, obstac
     assert obstacle in connection.connect().obstacle
 
 
-def test_hosts_that_mpi_connects_reduce_through_horovod(monkeypatch, two_ranks):
+@pytest.mark.parametrize("choice", ["auto", "native"])
+def test_mpi_keeps_a_network_that_is_faster_than_tcp(
+    monkeypatch, two_ranks, tmp_path, choice
+):
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(links, "_DEVICES", (tmp_path / "missing", tmp_path))
     monkeypatch.setattr(connection.hvd, "local_size", lambda: 1)
     monkeypatch.setattr(connection.hvd, "mpi_enabled", lambda: True)
-    assert connection.reduction_path() == "Horovod"
-    assert "MPI connects the hosts" in connection.connect().obstacle
+    monkeypatch.setenv("HVDTRAIN_REDUCTION", choice)
+    kept = "MPI connects the hosts, by mlx5_0 if it can" if choice == "auto" else ""
+    assert connection._obstacle() == kept
 
 
-def test_several_hosts_share_no_memory(monkeypatch, two_ranks):
-    monkeypatch.setattr(connection.hvd, "local_size", lambda: 1)
-    monkeypatch.setenv("HVDTRAIN_REDUCTION", "shared_memory")
-    with pytest.raises(RuntimeError, match="on several hosts"):
+def test_native_reductions_that_are_asked_for_are_not_replaced(monkeypatch, two_ranks):
+    monkeypatch.setenv("HVDTRAIN_REDUCTION", "native")
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    expected = "HVDTRAIN_REDUCTION=native is not possible: the job is elastic"
+    with pytest.raises(RuntimeError, match=expected):
         connection.connect()
+
+
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [
+        ({"OMPI_MCA_btl_tcp_if_include": "127.0.0.0/8,eth9"}, "127.0.0.1"),
+        (
+            {"OMPI_MCA_btl_tcp_if_include": "eth9", "HOROVOD_GLOO_IFACE": "lo"},
+            "127.0.0.1",
+        ),
+    ],
+)
+def test_peers_use_the_network_that_the_launcher_names(monkeypatch, variables, address):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.closing(links.PeerListener()) as listener:
+        assert listener.address[0] == address
 
 
 @pytest.fixture
@@ -206,39 +230,68 @@ def test_another_ranks_obstacle_is_one_of_all(monkeypatch, two_ranks):
     ],
 )
 def test_ranks_spin_where_each_has_a_core(cores, quotas, is_shared):
-    by_rank = [RankPlace(0, number, each, quotas) for number, each in enumerate(cores)]
+    by_rank = [
+        RankPlace("host0", 0, number, each, quotas) for number, each in enumerate(cores)
+    ]
     # A rank of another host takes no core of this one.
-    by_rank.append(RankPlace(1, 0, [0], []))
+    by_rank.append(RankPlace("host1", 1, 0, [0], []))
     assert RankPlaces(by_rank, rank=1).is_core_shared == is_shared
 
 
+def places_of(hosts, rank=0, names=None):
+    """The places of ranks, by the number of each one's host, as Horovod counts them."""
+    local_ranks = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    by_rank = [
+        RankPlace(
+            hostname=f"host{host}" if names is None else names[host],
+            # Among the hosts that have a rank of this number.
+            host=sum(hosts.count(other) > number for other in range(host)),
+            local_rank=number,
+            cores=[place],
+            quotas=[],
+        )
+        for place, (host, number) in enumerate(zip(hosts, local_ranks, strict=True))
+    ]
+    return RankPlaces(by_rank, rank)
+
+
 @pytest.mark.parametrize(
-    ("hosts", "path", "obstacle"),
+    ("hosts", "path"),
     [
-        ([0, 0, 0], "shared memory", ""),
-        ([0, 1, 2], "TCP", ""),
-        ([0, 0, 1, 1], "shared memory and TCP", ""),
+        ([0, 0, 0], "shared memory"),
+        ([0, 1, 2], "TCP"),
+        ([0, 0, 1, 1], "shared memory and TCP"),
         # As ranks are numbered by node in turn.
-        ([0, 1, 0, 1], "shared memory and TCP", ""),
-        ([0, 0, 1], "shared memory and TCP", "different numbers of ranks"),
+        ([0, 1, 0, 1], "shared memory and TCP"),
+        ([0, 0, 1], "shared memory and TCP"),
+        ([0, 1, 1, 2, 1], "shared memory and TCP"),
     ],
 )
-def test_places_of_ranks(hosts, path, obstacle):
-    by_rank = [
-        RankPlace(host, hosts[:rank].count(host), [rank], [])
-        for rank, host in enumerate(hosts)
-    ]
-    places = RankPlaces(by_rank, rank=0)
-    assert places.path == path
-    assert obstacle in places.obstacle
-    assert bool(obstacle) == bool(places.obstacle)
-    assert places.local_ranks == [r for r, host in enumerate(hosts) if host == 0]
-    assert places.peers == [hosts.index(host) for host in sorted(set(hosts))]
+def test_places_of_ranks(hosts, path):
+    for rank, host in enumerate(hosts):
+        places = places_of(hosts, rank)
+        assert (places.path, places.obstacle, places.host) == (path, "", host)
+        assert places.local_ranks == [r for r, each in enumerate(hosts) if each == host]
+        counts = [hosts.count(each) for each in sorted(set(hosts))]
+        assert (places.smallest_host, places.largest_host) == (min(counts), max(counts))
+    first = places_of(hosts)
+    one_of_each = [hosts.index(host) for host in sorted(set(hosts))]
+    assert first.peers == (one_of_each if len(one_of_each) > 1 else [])
+    assert places_of([0, 1, 1], rank=2).peers == []
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_numbers_of_ranks():
+    names = ["node"] * 2
+    assert places_of([0, 0, 1, 1], names=names).local_ranks == [0, 1]
+    obstacle = places_of([0, 0, 1], names=names).obstacle
+    assert obstacle == "several hosts of different numbers of ranks are named node"
 
 
 def three_places(rank):
     # On one core: they sleep while they wait.
-    return RankPlaces([RankPlace(0, number, [0], []) for number in range(3)], rank)
+    return RankPlaces(
+        [RankPlace("host0", 0, number, [0], []) for number in range(3)], rank
+    )
 
 
 def fork_rank(rank, file, until):
@@ -261,7 +314,7 @@ def test_rank_that_has_ended_is_noticed_while_another_one_computes(monkeypatch):
     functions.hvdtrain_join.restype = ctypes.c_char_p
     never, _never = os.pipe()
     until, end = os.pipe()
-    with segment.reserve(functions, 3) as file:
+    with segment.reserve(functions, three_places(0)) as file:
         computing = fork_rank(1, file.name, never)
         ending = fork_rank(2, file.name, until)
         assert not segment.attach(functions, file.name, three_places(0))

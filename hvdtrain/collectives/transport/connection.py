@@ -1,9 +1,8 @@
 """Whether the ranks can reduce natively, and their connection if they can.
 
 `_obstacle` has the conditions. `HVDTRAIN_REDUCTION` chooses: `auto`, the default, uses
-shared memory within a host, and TCP between hosts, where it is possible;
-`shared_memory` raises an error where not all ranks share memory; `horovod` uses
-neither.
+shared memory within a host, and TCP between hosts, where it is possible; `native`
+raises an error where it is not; `horovod` uses neither.
 """
 
 import atexit
@@ -15,6 +14,7 @@ import hmac
 import json
 import os
 import secrets
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from hvdtrain.collectives.transport import links, places, segment
 from hvdtrain.environment import is_elastic, job_secret, quotas
 from hvdtrain.native import recorder
 
-_CHOICES = ("auto", "shared_memory", "horovod")
+_CHOICES = ("auto", "native", "horovod")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def connect() -> Connection:
 
     Raises:
         ValueError: for an unknown value of HVDTRAIN_REDUCTION.
-        RuntimeError: HVDTRAIN_REDUCTION=shared_memory cannot be fulfilled.
+        RuntimeError: HVDTRAIN_REDUCTION=native cannot be fulfilled.
     """
     return _connector.connect()
 
@@ -107,9 +107,9 @@ def _connect() -> Connection:
         connection = Connection(obstacle="the job has one rank")
     else:
         connection = _negotiate()
-    if choice == "shared_memory" and hvd.size() > 1 and connection.obstacle:
+    if choice == "native" and hvd.size() > 1 and connection.obstacle:
         raise RuntimeError(
-            "HVDTRAIN_REDUCTION=shared_memory is not possible: "
+            "HVDTRAIN_REDUCTION=native is not possible: "
             f"{connection.obstacle}. Unset it to reduce through Horovod."
         )
     return connection
@@ -149,7 +149,7 @@ def _negotiate() -> Connection:
         if not obstacle:
             try:
                 library = native.load()
-                if hvd.cross_size() > 1:
+                if hvd.local_size() != hvd.size():
                     listener = stack.enter_context(
                         contextlib.closing(links.PeerListener())
                     )
@@ -157,6 +157,7 @@ def _negotiate() -> Connection:
                 obstacle = str(error)
                 _warn(obstacle)
         mine = places.RankPlace(
+            hostname=os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(),
             host=hvd.cross_rank(),
             local_rank=hvd.local_rank(),
             cores=sorted(os.sched_getaffinity(0)),
@@ -190,11 +191,11 @@ def _negotiate() -> Connection:
 def _dial(
     listener: links.PeerListener | None, all_places: places.RankPlaces, key: bytes
 ) -> list[links.Socket | None]:
-    """Return connections to the peers on other hosts; none in a job of one host."""
-    if not listener:
-        return []
+    """Return connections to the peers on other hosts, if there are any."""
     addresses = [all_places.by_rank[rank].address for rank in all_places.peers]
-    return listener.connect(addresses, host=all_places.mine.host, key=key)
+    if not listener or not addresses:
+        return []
+    return listener.connect(addresses, host=all_places.host, key=key)
 
 
 def _share(
@@ -203,14 +204,13 @@ def _share(
     dial: Callable[[], list[links.Socket | None]],
 ) -> str:
     """Map the memory of this host on all its ranks; return the obstacle, if any."""
-    local_ranks = all_places.local_ranks
     # Only now: a job that is killed while a rank loads TensorFlow leaves no file.
-    with _chief_file(functions, len(local_ranks)) as (obstacle, file):
+    with _chief_file(functions, all_places) as (obstacle, file):
         obstacles, files = zip(*_gather((obstacle, file)), strict=True)
         obstacle = _first_obstacle(obstacles)
         sockets: list[links.Socket | None] = []
         if not obstacle:
-            file = files[local_ranks[0]]
+            file = files[all_places.local_ranks[0]]
             try:
                 sockets = dial()
                 obstacle = segment.attach(functions, file, all_places, sockets)
@@ -227,7 +227,9 @@ def _share(
 
 
 @contextlib.contextmanager
-def _chief_file(functions: ctypes.CDLL, size: int) -> Iterator[tuple[str, str]]:
+def _chief_file(
+    functions: ctypes.CDLL, all_places: places.RankPlaces
+) -> Iterator[tuple[str, str]]:
     """Yield the path of the file of a host's first rank; empty on the others.
 
     The first of the two is the obstacle, if there is no room for the file.
@@ -236,7 +238,7 @@ def _chief_file(functions: ctypes.CDLL, size: int) -> Iterator[tuple[str, str]]:
         obstacle = path = ""
         if hvd.local_rank() == 0:
             try:
-                reserved = segment.reserve(functions, size)
+                reserved = segment.reserve(functions, all_places)
                 path = stack.enter_context(reserved).name
             except OSError as error:
                 obstacle = str(error)
@@ -290,12 +292,10 @@ def _obstacle() -> str:
     """Return why this rank cannot reduce natively, or an empty text."""
     if reduction_choice() == "horovod":
         return "HVDTRAIN_REDUCTION=horovod"
-    if hvd.local_size() != hvd.size():
-        if reduction_choice() == "shared_memory":
-            return "the ranks are on several hosts"
-        # MPI may use a network that is faster than TCP.
-        if hvd.mpi_enabled():
-            return "MPI connects the hosts"
+    if hvd.local_size() != hvd.size() and reduction_choice() == "auto":
+        device = links.fast_network() if hvd.mpi_enabled() else ""
+        if device:
+            return f"MPI connects the hosts, by {device} if it can"
     if tf.config.list_physical_devices("GPU"):
         return "gradients are on GPUs"
     return ""

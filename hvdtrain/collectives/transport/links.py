@@ -6,7 +6,9 @@ these are not encrypted.
 
 import contextlib
 import errno
+import ipaddress
 import os
+import pathlib
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +25,10 @@ _MAX_CALLS = 32
 # A host that is loaded, or has many callers, may be too late for one try, or close the
 # connection. Not one that refuses it.
 _LATE = (TimeoutError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+
+# Of Gloo, the interfaces; of Open MPI, interfaces or networks.
+_NETWORK_VARIABLES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include")
+_DEVICES = (pathlib.Path("/sys/class/infiniband"), pathlib.Path("/sys/class/cxi"))
 
 Socket = socket.socket
 
@@ -116,14 +122,54 @@ def _call(
         time.sleep(_RETRY_SECONDS)
 
 
+def fast_network() -> str:
+    """Return the name of a network device of this host that MPI may use, if any.
+
+    InfiniBand, RoCE, Omni-Path and EFA are in the first of the kernel's directories,
+    Slingshot in the second. Without them, MPI sends over TCP, too.
+    """
+    for directory in _DEVICES:
+        for device in sorted(directory.glob("*")):
+            return device.name
+    return ""
+
+
 def _own_address() -> str:
-    """Return an address of this host, as Gloo chooses it."""
-    interface = os.environ.get("HOROVOD_GLOO_IFACE", "").partition(",")[0]
-    if not interface:
-        return socket.gethostbyname(socket.gethostname())
+    """Return an address of this host at the network that Gloo or Open MPI uses."""
+    chosen = next(filter(None, map(os.environ.get, _NETWORK_VARIABLES)), "")
+    if chosen:
+        return _address_at(chosen.partition(",")[0])
+    address = socket.gethostbyname(socket.gethostname())
+    # Debian gives a host's own name an address of the loopback interface.
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    return (is_loopback and _routed_address()) or address
+
+
+def _address_at(network: str) -> str:
+    """Return an address of this host at an interface, or in a network 10.0.0.0/8."""
     for family in (socket.AF_INET, socket.AF_INET6):
-        for entry in psutil.net_if_addrs().get(interface, []):
-            # An address with a scope, fe80::1%eth0, is not one for other hosts.
-            if entry.family == family and "%" not in entry.address:
-                return entry.address
-    raise OSError(f"the network interface {interface} has no IP address")
+        for interface, entries in psutil.net_if_addrs().items():
+            for entry in entries:
+                # An address with a scope, fe80::1%eth0, is not one for other hosts.
+                if entry.family != family or "%" in entry.address:
+                    continue
+                if interface == network or _is_in(entry.address, network):
+                    return entry.address
+    raise OSError(f"no network interface {network} has an IP address")
+
+
+def _is_in(address: str, network: str) -> bool:
+    return "/" in network and ipaddress.ip_address(address) in ipaddress.ip_network(
+        network, strict=False
+    )
+
+
+def _routed_address() -> str:
+    """Return the address of this host to others, empty without a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        try:
+            # Sends nothing. The address is one of those for documentation (RFC 5737).
+            made.connect(("192.0.2.1", 9))
+        except OSError:
+            return ""
+        return made.getsockname()[0]

@@ -1,6 +1,8 @@
 """Where the ranks of a job are: on which hosts, on which cores, at which addresses."""
 
+import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -12,13 +14,15 @@ class RankPlace:
     """Where one rank is, in values that JSON can hold.
 
     Attributes:
-        host: number of its host.
+        hostname: name of its host, or the address that the launcher knows.
+        host: number of its host among those with a rank of this local rank.
         local_rank: its number within the host.
         cores: on which it may run.
         quotas: of processor time, in cores.
         address: where its peers on other hosts connect, if there are any.
     """
 
+    hostname: str
     host: int
     local_rank: int
     cores: Sequence[int]
@@ -38,35 +42,72 @@ class RankPlaces:
         """The place of this rank."""
         return self.by_rank[self.rank]
 
+    @functools.cached_property
+    def hosts(self) -> list[list[int]]:
+        """By host, its ranks in the order of their numbers within it.
+
+        Where all hosts have the same number of ranks, Horovod has numbered them. Else
+        their names tell which ranks are on one host.
+        """
+        pairs = {(place.host, place.local_rank) for place in self.by_rank}
+        numbers, local_ranks = map(set, zip(*pairs, strict=True))
+        is_uniform = pairs == set(itertools.product(numbers, local_ranks))
+        found = collections.defaultdict(list)
+        for rank, place in enumerate(self.by_rank):
+            found[place.host if is_uniform else place.hostname].append(rank)
+        hosts = [
+            sorted(ranks, key=lambda rank: self.by_rank[rank].local_rank)
+            for ranks in found.values()
+        ]
+        return sorted(hosts, key=lambda ranks: self.by_rank[ranks[0]].host)
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host."""
+        return next(n for n, ranks in enumerate(self.hosts) if self.rank in ranks)
+
     @property
     def local_ranks(self) -> list[int]:
         """Ranks of this rank's host, in the order of their numbers."""
-        host = self.mine.host
-        ranks = [r for r, each in enumerate(self.by_rank) if each.host == host]
-        return sorted(ranks, key=lambda rank: self.by_rank[rank].local_rank)
+        return self.hosts[self.host]
+
+    @property
+    def smallest_host(self) -> int:
+        """Ranks of the host that has the fewest."""
+        return min(map(len, self.hosts))
+
+    @property
+    def largest_host(self) -> int:
+        """Ranks of the host that has the most."""
+        return max(map(len, self.hosts))
 
     @property
     def peers(self) -> list[int]:
-        """By host, the rank that has this rank's number within its host."""
+        """By host, the rank that has this rank's number within its host.
+
+        Empty in a job of one host, and where not all hosts have such a rank.
+        """
         number = self.mine.local_rank
-        ranks = [r for r, each in enumerate(self.by_rank) if each.local_rank == number]
-        return sorted(ranks, key=lambda rank: self.by_rank[rank].host)
+        if len(self.hosts) == 1 or number >= self.smallest_host:
+            return []
+        return [ranks[number] for ranks in self.hosts]
 
     @property
     def obstacle(self) -> str:
         """Why hosts cannot reduce with each other, the same on all ranks."""
-        found = {(place.host, place.local_rank) for place in self.by_rank}
-        hosts, numbers = map(set, zip(*found, strict=True))
-        if found != set(itertools.product(hosts, numbers)):
-            return "the hosts have different numbers of ranks"
+        for ranks in self.hosts:
+            numbers = [self.by_rank[rank].local_rank for rank in ranks]
+            if numbers != list(range(len(ranks))):
+                name = self.by_rank[ranks[0]].hostname
+                return f"several hosts of different numbers of ranks are named {name}"
         return ""
 
     @property
     def path(self) -> str:
         """How native reductions move tensors, as a short text."""
-        if len(self.peers) == 1:
+        if len(self.hosts) == 1:
             return "shared memory"
-        return "TCP" if len(self.local_ranks) == 1 else "shared memory and TCP"
+        return "TCP" if self.largest_host == 1 else "shared memory and TCP"
 
     @property
     def is_core_shared(self) -> bool:

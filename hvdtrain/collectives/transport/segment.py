@@ -23,8 +23,8 @@ _LINE_BYTES = 128
 _SPIN_SECONDS = 1e-3
 
 
-def reserve(functions: ctypes.CDLL, size: int) -> IO[bytes]:
-    """Return an open file for the memory of `size` ranks, removed when it is closed.
+def reserve(functions: ctypes.CDLL, places: RankPlaces) -> IO[bytes]:
+    """Return an open file for the memory of a host, removed when it is closed.
 
     Raises:
         OSError: there is no room for it.
@@ -32,7 +32,8 @@ def reserve(functions: ctypes.CDLL, size: int) -> IO[bytes]:
     count = functions.hvdtrain_segment_bytes
     count.restype = ctypes.c_size_t
     count.argtypes = [ctypes.c_int, ctypes.c_size_t]
-    return _reserved_file(count(size, _slot_bytes(size)))
+    size = len(places.local_ranks)
+    return _reserved_file(count(size, _slot_bytes(places.largest_host)))
 
 
 def attach(
@@ -52,10 +53,10 @@ def attach(
     connect.argtypes = [
         *(integer, integer, integer, integers, ctypes.c_size_t),
         *[ctypes.c_double] * 3,
-        *(integer, integer, integers, integers),
+        *(integer, integer, integer, integer, integers, integers),
     ]
     local_ranks, mine = places.local_ranks, places.mine
-    size = len(local_ranks)
+    size, largest = len(local_ranks), places.largest_host
     # A rank that spins would take the core of another one.
     spin_seconds = 0.0 if places.is_core_shared else _SPIN_SECONDS
     try:
@@ -63,8 +64,9 @@ def attach(
             links = [made.detach() if made else -1 for made in sockets]
             reason = connect(
                 *(opened.fileno(), mine.local_rank, size, _integers(local_ranks)),
-                *(_slot_bytes(size), spin_seconds, *stall_limits()),
-                *(mine.host, len(links), _integers(links), _integers(places.peers)),
+                *(_slot_bytes(largest), spin_seconds, *stall_limits()),
+                *(places.host, len(places.hosts), places.smallest_host, largest),
+                *(_integers(links) if links else None, _integers(places.peers)),
             )
     except OSError as error:
         return str(error)
@@ -76,7 +78,7 @@ def _integers(values: Sequence[int]) -> "ctypes.Array[ctypes.c_int]":
 
 
 def _slot_bytes(size: int) -> int:
-    """Return the bytes of the slot of each of `size` ranks."""
+    """Return the bytes of the slot of each of `size` ranks, the same on all hosts."""
     share = _MAX_SEGMENT_BYTES // (size + 1) // _LINE_BYTES * _LINE_BYTES
     return min(_MAX_SLOT_BYTES, share)
 
