@@ -142,13 +142,13 @@ launched() {
 
 parallel() {
   launched native mpi 2 -m "not long" tests/parallel
-  launched auto hosts 2 -m "not long" tests/parallel/test_native_reduction.py
+  launched auto hosts 2 -m "not long" tests/parallel/test_native_{reduction,gathering}.py
 }
 
 # What the markers of pyproject.toml name.
 more_ranks() {
   local reducing=(
-    tests/parallel/test_{native_reduction,optimizer,process_sets,tape,threads}.py
+    tests/parallel/test_{native_reduction,native_gathering,optimizer,process_sets,tape,threads}.py
     tests/parallel/test_sharded_{state,training}.py
   )
   launched native mpi 2 -m long tests/parallel
@@ -158,7 +158,7 @@ more_ranks() {
   run "commands, alone" 300 python -m pytest -q -m alone tests/commands
   launched horovod gloo 3 -m ranks tests/parallel
   launched native gloo 4 -m four_ranks tests/parallel
-  launched native unlike 4 tests/parallel/test_native_reduction.py
+  launched native unlike 4 tests/parallel/test_native_{reduction,gathering}.py
   # Layers reduce over groups of ranks, through Horovod, which hosts do not change.
   launched auto hosts 4 -m four_ranks "${reducing[@]}"
 }

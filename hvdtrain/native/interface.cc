@@ -71,30 +71,32 @@ EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);
 }
 
-// Maps the file `fd`, which the ranks of this node share: `size` of them, with `numbers`
-// in the job, of which this one is at place `rank`. Of the `hosts` hosts of the job, the
-// ones with the fewest ranks have `smallest`, and those with the most `largest`.
-// `sockets`, of which the process is not the owner any more, are connected to the rank
-// of each host that has this place, `peers`: nullptr in a job of one host, and where not
-// all hosts have such a rank.
-EXPORT const char* hvdtrain_connect(int fd, int rank, int size, const int* numbers,
-                                    size_t slot_bytes, double spin_seconds,
+// Maps the file `fd`, which the ranks of this node share. This rank is at `place` of
+// `host`. `ranks` has the ranks of each of `hosts` hosts, by place: `largest` numbers for
+// each host, -1 after the last rank of one; each host has at least `smallest`. `sockets`,
+// of which the process is not the owner any more, are connected to the ranks at this
+// place, by host: nullptr in a job of one host, and where not all have such a rank.
+EXPORT const char* hvdtrain_connect(int fd, size_t slot_bytes, double spin_seconds,
                                     double warning_seconds, double failure_seconds,
-                                    int host, int hosts, int smallest, int largest,
-                                    const int* sockets, const int* peers) {
+                                    int hosts, int host, int place, int smallest,
+                                    int largest, const int* ranks, const int* sockets) {
   const hvdtrain::Limits limits{hvdtrain::Nanoseconds(spin_seconds),
                                 hvdtrain::Nanoseconds(warning_seconds),
                                 hvdtrain::Nanoseconds(failure_seconds)};
+  hvdtrain::Spread spread{hosts,   host,    place,
+                          smallest, largest, {ranks, ranks + hosts * largest}};
   try {
     std::unique_ptr<hvdtrain::Links> links;
     if (sockets != nullptr) {
+      std::vector<int> peers;
+      for (int other = 0; other < hosts; ++other) {
+        peers.push_back(spread.rank(other, place));
+      }
       links = std::make_unique<hvdtrain::Links>(
-          host, std::vector<int>(sockets, sockets + hosts),
-          std::vector<int>(peers, peers + hosts));
+          host, std::vector<int>(sockets, sockets + hosts), std::move(peers));
     }
     hvdtrain::ExchangeSegment(std::make_shared<hvdtrain::Segment>(
-        fd, rank, std::vector<int>(numbers, numbers + size), slot_bytes, limits,
-        hvdtrain::Spread{hosts, smallest, largest}, std::move(links)));
+        fd, slot_bytes, limits, std::move(spread), std::move(links)));
   } catch (const std::exception& exception) {
     return hvdtrain::Failed(exception.what());
   }

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "gathering.h"
 #include "interface.h"
 #include "reduction.h"
 #include "tensorflow/core/framework/op.h"
@@ -189,7 +190,7 @@ class AllgatherOp : public Collective {
       Run<Gathering>(context, {}, Allgather);  // reports it
       return;
     }
-    const int count = context->num_outputs(), ranks = shared->size();
+    const int count = context->num_outputs(), ranks = shared->spread().job_size();
     OP_REQUIRES(context, sizes_.size() == static_cast<size_t>(count) * ranks,
                 absl::InvalidArgumentError("sizes has not one number for each rank"));
     const size_t bytes = tensorflow::DataTypeSize(dtype_);
@@ -205,7 +206,7 @@ class AllgatherOp : public Collective {
       for (int rank = 0; rank < ranks; ++rank) {
         const int64_t size = sizes_[i * ranks + rank];
         total += size;
-        const bool is_mine = rank == shared->rank();
+        const bool is_mine = rank == shared->number(shared->rank());
         OP_REQUIRES(context, !is_mine || input.NumElements() == size,
                     absl::InvalidArgumentError("a part is not of its size"));
         const char* data = is_mine ? static_cast<const char*>(input.data()) : nullptr;

@@ -12,59 +12,6 @@ namespace {
 // Of a rank's part of large tensors that hosts exchange at a time.
 constexpr size_t kWindowBytes = 16 << 20;
 
-// Copies the consecutive elements of a list of tensors, chunk by chunk.
-class Cursor {
- public:
-  Cursor(const std::vector<Piece>& pieces, size_t element_bytes)
-      : pieces_(pieces), element_bytes_(element_bytes) {}
-
-  void CopyTo(char* slot, size_t elements) {
-    Advance(elements, [&](const Piece& piece, size_t start, size_t bytes) {
-      // They are the same where a tensor is reduced in its memory.
-      if (slot != piece.input + start) memcpy(slot, piece.input + start, bytes);
-      slot += bytes;
-    });
-  }
-
-  void CopyFrom(const char* result, size_t elements) {
-    Advance(elements, [&](const Piece& piece, size_t start, size_t bytes) {
-      char* const output = piece.output + start;
-      if (piece.output != nullptr && output != result) memcpy(output, result, bytes);
-      result += bytes;
-    });
-  }
-
-  // The memory of the next elements of the result; nullptr if they are not all in one
-  // tensor.
-  char* Output(size_t elements) const {
-    if (place_ == pieces_.size()) return nullptr;
-    const Piece& piece = pieces_[place_];
-    const bool is_one = elements <= piece.elements - position_;
-    return is_one && piece.output ? piece.output + position_ * element_bytes_ : nullptr;
-  }
-
- private:
-  template <typename Copy>
-  void Advance(size_t elements, Copy copy) {
-    while (elements > 0) {
-      const Piece& piece = pieces_[place_];
-      const size_t count = std::min(elements, piece.elements - position_);
-      copy(piece, position_ * element_bytes_, count * element_bytes_);
-      elements -= count;
-      position_ += count;
-      if (position_ == piece.elements) {
-        ++place_;
-        position_ = 0;
-      }
-    }
-  }
-
-  const std::vector<Piece>& pieces_;
-  const size_t element_bytes_;
-  size_t place_ = 0;
-  size_t position_ = 0;
-};
-
 void Publish(Member& mine, const Reduction* reduction, size_t elements) {
   mine.signature = reduction ? reduction->signature : 0;
   if (!reduction) return;
@@ -296,23 +243,6 @@ std::string ReduceCalled(Segment& segment, Hosts& hosts, const std::vector<int>&
                              : ReduceOnce(segment, hosts, agreed, tensors);
 }
 
-// Elements that each rank sends.
-std::vector<size_t> Totals(const std::vector<std::vector<Piece>>& pieces) {
-  std::vector<size_t> totals;
-  for (const std::vector<Piece>& each : pieces) {
-    totals.push_back(0);
-    for (const Piece& piece : each) totals.back() += piece.elements;
-  }
-  return totals;
-}
-
-void CopyOwn(const std::vector<Piece>& pieces, size_t element_bytes) {
-  for (const Piece& piece : pieces) {
-    if (piece.output == nullptr) continue;
-    memcpy(piece.output, piece.input, piece.elements * element_bytes);
-  }
-}
-
 }  // namespace
 
 Report Allreduce(Segment& segment, const Reduction* reduction) {
@@ -347,43 +277,8 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
     return lost.empty() ? Report{Outcome::kMismatch, text} : Report{Outcome::kLost, lost};
   }
   lost = ReduceCalled(segment, hosts, active, tensors);
-  return lost.empty() ? Report{Outcome::kReduced, ""} : Report{Outcome::kLost, lost};
-}
-
-Report Allgather(Segment& segment, const Gathering& gathering) {
-  // Without elements: the comparison of what the ranks have called.
-  const Reduction comparison{gathering.name, gathering.signature, gathering.describe,
-                             tensorflow::DT_FLOAT, false, {}};
-  const Report report = Allreduce(segment, &comparison);
-  if (report.outcome != Outcome::kReduced) return report;
-  const int rank = segment.rank(), size = segment.size();
-  // Members are written again by the next collective only.
-  if (ActiveRanks(segment).size() < static_cast<size_t>(size)) {
-    return {Outcome::kMismatch, gathering.describe() + "; another rank: join"};
-  }
-  const std::vector<size_t> totals = Totals(gathering.pieces);
-  const size_t total = *std::max_element(totals.begin(), totals.end());
-  const size_t chunk = segment.slot_bytes() / gathering.element_bytes;
-  std::vector<Cursor> cursors;
-  for (const auto& pieces : gathering.pieces) {
-    cursors.emplace_back(pieces, gathering.element_bytes);
-  }
-  for (size_t done = 0; done < total; done += chunk) {
-    const auto elements = [&](int other) {
-      return totals[other] > done ? std::min(chunk, totals[other] - done) : 0;
-    };
-    cursors[rank].CopyTo(segment.slot(rank), elements(rank));
-    std::string lost = segment.Barrier(gathering.name);
-    if (!lost.empty()) return {Outcome::kLost, lost};
-    for (int other = 0; other < size; ++other) {
-      if (other != rank) cursors[other].CopyFrom(segment.slot(other), elements(other));
-    }
-    // No rank overwrites its slot before all have read it.
-    lost = segment.Barrier(gathering.name);
-    if (!lost.empty()) return {Outcome::kLost, lost};
-  }
-  CopyOwn(gathering.pieces[rank], gathering.element_bytes);
-  return {Outcome::kReduced, ""};
+  if (!lost.empty()) return {Outcome::kLost, lost};
+  return {Outcome::kReduced, "", -1, static_cast<int>(called.active)};
 }
 
 }  // namespace hvdtrain

@@ -10,17 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "cursor.h"
 #include "dtypes.h"
 #include "segment.h"
 
 namespace hvdtrain {
-
-// A tensor. `output` may be the memory of `input`; nullptr: the result is not needed.
-struct Piece {
-  const char* input;
-  char* output;
-  size_t elements;
-};
 
 // The reduction of a list of tensors of one dtype.
 struct Reduction {
@@ -43,25 +37,12 @@ struct Report {
   Outcome outcome;
   std::string reason;
   int last_joined = -1;  // where all have joined
-};
-
-// The exchange of parts of tensors: each rank copies its parts to all others.
-struct Gathering {
-  std::string name;
-  uint64_t signature;
-  std::function<std::string()> describe;
-  size_t element_bytes;
-  // For each rank the parts that it sends: inputs of this rank's, outputs of all.
-  std::vector<std::vector<Piece>> pieces;
+  int active = 0;        // ranks that have not joined, where tensors were reduced
 };
 
 // Reduces over all ranks; blocks until all of them take part. Without a reduction, as a
 // rank that has joined, takes part with zeros in that of the other ranks.
 Report Allreduce(Segment& segment, const Reduction* reduction);
-
-// Copies the parts of all ranks of one node; blocks until all of them take part. A rank
-// that has joined is a mismatch: its parts are missing.
-Report Allgather(Segment& segment, const Gathering& gathering);
 
 }  // namespace hvdtrain
 

@@ -9,6 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <cstdio>
 #include <system_error>
@@ -75,14 +76,18 @@ std::string Late(const std::string& operation, const std::string& missing) {
          " within HOROVOD_STALL_SHUTDOWN_TIME_SECONDS";
 }
 
-Segment::Segment(int fd, int rank, std::vector<int> numbers, size_t slot_bytes,
-                 Limits limits, Spread spread, std::unique_ptr<Links> links)
-    : rank_(rank),
-      size_(numbers.size()),
-      numbers_(std::move(numbers)),
+int Spread::size() const {
+  const auto first = ranks.begin() + host * largest;
+  return std::count_if(first, first + largest, [](int rank) { return rank >= 0; });
+}
+
+Segment::Segment(int fd, size_t slot_bytes, Limits limits, Spread spread,
+                 std::unique_ptr<Links> links)
+    : spread_(std::move(spread)),
+      rank_(spread_.place),
+      size_(spread_.size()),
       slot_bytes_(slot_bytes),
       limits_(limits),
-      spread_(spread),
       links_(std::move(links)) {
   void* memory = mmap(nullptr, Bytes(size_, slot_bytes), PROT_READ | PROT_WRITE,
                       MAP_SHARED, fd, 0);

@@ -49,10 +49,19 @@ struct Limits {
   std::chrono::nanoseconds failure;  // before the reduction fails; 0: never
 };
 
-// How the ranks of a job are spread over hosts.
+// Where the ranks of a job are, and where this one is.
 struct Spread {
-  int hosts;
+  int hosts, host, place;
   int smallest, largest;  // ranks of a host
+  // By host and place on it, `largest` for each host; -1 where a host has no such rank.
+  std::vector<int> ranks;
+
+  int rank(int on_host, int at_place) const { return ranks[on_host * largest + at_place]; }
+  // Ranks of this host.
+  int size() const;
+  // Ranks of the job, which are as many on each host.
+  int job_size() const { return hosts * largest; }
+  bool is_uniform() const { return smallest == largest; }
 };
 
 // The reason where ranks have not come before `Limits::failure`.
@@ -63,18 +72,18 @@ class Segment {
   // Bytes of a segment for `size` ranks with slots of `slot_bytes`.
   static size_t Bytes(int size, size_t slot_bytes);
 
-  // Maps the file `fd` of that length. `numbers` has the rank in the job of each rank of
-  // this node, `rank` is the place of this one. `links` are nullptr in a job of one
-  // node, and where a smaller node has no rank to connect to. Throws std::system_error.
-  Segment(int fd, int rank, std::vector<int> numbers, size_t slot_bytes, Limits limits,
-          Spread spread, std::unique_ptr<Links> links);
+  // Maps the file `fd` of that length. `links` are nullptr in a job of one node, and
+  // where a smaller node has no rank to connect to. Throws std::system_error.
+  Segment(int fd, size_t slot_bytes, Limits limits, Spread spread,
+          std::unique_ptr<Links> links);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
+  // Of this node; `number` is a rank of the job.
   int rank() const { return rank_; }
   int size() const { return size_; }
-  int number(int rank) const { return numbers_[rank]; }
+  int number(int rank) const { return spread_.rank(spread_.host, rank); }
   const Limits& limits() const { return limits_; }
   const Spread& spread() const { return spread_; }
   // In how many parts the ranks of a node add up tensors: those with links, if the job
@@ -135,11 +144,10 @@ class Segment {
   std::string Missing() const;
   void WarnOnce(const std::string& operation) const;
 
+  const Spread spread_;
   const int rank_, size_;
-  const std::vector<int> numbers_;
   const size_t slot_bytes_;
   const Limits limits_;
-  const Spread spread_;
   const std::unique_ptr<Links> links_;
   uint32_t barriers_ = 0;
   std::string lost_;

@@ -85,9 +85,9 @@ def reducescatter(
 
 def gathers(dtype: tf.DType, process_set: ProcessSet) -> bool:
     """Return whether shards of this dtype are gathered natively."""
-    # Between hosts, Horovod gathers.
-    is_one_host = hvd.local_size() == hvd.size()
-    return is_one_host and dtype in _DTYPES and takes_part(process_set)
+    # Only ranks with a peer on each host send to others.
+    is_uniform = hvd.is_homogeneous()
+    return is_uniform and dtype in _DTYPES and takes_part(process_set)
 
 
 def allgather(

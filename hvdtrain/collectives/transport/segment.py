@@ -49,24 +49,25 @@ def attach(
     """
     connect = functions.hvdtrain_connect
     connect.restype = ctypes.c_char_p
-    integer, integers = ctypes.c_int, ctypes.POINTER(ctypes.c_int)
+    integers = ctypes.POINTER(ctypes.c_int)
     connect.argtypes = [
-        *(integer, integer, integer, integers, ctypes.c_size_t),
+        *(ctypes.c_int, ctypes.c_size_t),
         *[ctypes.c_double] * 3,
-        *(integer, integer, integer, integer, integers, integers),
+        *[ctypes.c_int] * 5,
+        *(integers, integers),
     ]
-    local_ranks, mine = places.local_ranks, places.mine
-    size, largest = len(local_ranks), places.largest_host
+    largest = places.largest_host
     # A rank that spins would take the core of another one.
     spin_seconds = 0.0 if places.is_core_shared else _SPIN_SECONDS
+    ranks = [r for host in places.hosts for r in (host + [-1] * largest)[:largest]]
     try:
         with open(file, "r+b", opener=open_regular) as opened:
             links = [made.detach() if made else -1 for made in sockets]
             reason = connect(
-                *(opened.fileno(), mine.local_rank, size, _integers(local_ranks)),
-                *(_slot_bytes(largest), spin_seconds, *stall_limits()),
-                *(places.host, len(places.hosts), places.smallest_host, largest),
-                *(_integers(links) if links else None, _integers(places.peers)),
+                *(opened.fileno(), _slot_bytes(largest), spin_seconds, *stall_limits()),
+                *(len(places.hosts), places.host, places.mine.local_rank),
+                *(places.smallest_host, largest, _integers(ranks)),
+                _integers(links) if links else None,
             )
     except OSError as error:
         return str(error)
