@@ -39,6 +39,11 @@ def banner(start: RunStart) -> str:
         f"batch          {_batch(start)}",
         f"learning rate  {start.learning_rate:g}",
     ]
+    if start.compiles_gradients:
+        text = "compiles forward and backward pass, not the update"
+        if start.ranks > 1:
+            text = "compiles forward and backward pass; the reduction follows them"
+        lines.append(f"XLA            {text}")
     if start.checkpoint:
         lines.append(f"continues      {_position(start)}")
     return "\n".join(lines)

@@ -24,6 +24,7 @@ class RunStart:
         hosts: name of the node of each rank.
         threads: number of TensorFlow's threads of each rank, 0 for one per core.
         versions: by name of the package.
+        compiles_gradients: whether XLA compiles forward and backward pass.
         checkpoint: from which the run continues: its path, or a text for one in memory.
             Empty for a new job.
         replicas_before: of the model, that wrote this checkpoint.
@@ -45,6 +46,7 @@ class RunStart:
     hosts: list[str]
     threads: list[int]
     versions: dict[str, str]
+    compiles_gradients: bool = False
     checkpoint: str = ""
     replicas_before: int | None = None
     process_seconds: float | None = None

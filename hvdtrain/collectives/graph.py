@@ -192,7 +192,7 @@ def operation_name(base: str, process_set: ProcessSet) -> str:
     Raises:
         ValueError: the function is going to be compiled by XLA, or vectorized.
     """
-    _check_not_compiled_by_xla()
+    _check_not_compiled_by_xla(base)
     _check_not_vectorized()
     if process_set.process_set_id:
         # A rank outside the set traces none of its operations: if all sets had one
@@ -205,16 +205,17 @@ def operation_name(base: str, process_set: ProcessSet) -> str:
         return graph.unique_name(base)
 
 
-def _check_not_compiled_by_xla() -> None:
+def _check_not_compiled_by_xla(name: str) -> None:
     # At trace time: XLA itself fails later, with "No registered OpKernel".
     if tf.executing_eagerly():
         return
     graph = tf.compat.v1.get_default_graph()
     if control_flow_util.GraphOrParentsInXlaContext(graph):
         raise ValueError(
-            "Horovod's operations cannot be compiled by XLA. Received a function "
+            f"Collectives cannot be compiled by XLA. Received: {name} in a function "
             "with jit_compile=True. Pass jit_compile=False to model.compile() or "
-            "tf.function()."
+            "tf.function(). A function without collectives, which computes gradients "
+            "for example, may be compiled alone."
         )
 
 

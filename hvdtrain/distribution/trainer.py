@@ -5,6 +5,7 @@ method of Keras, the object, and the arguments of the method.
 """
 
 import inspect
+import warnings
 from typing import Any
 
 import keras
@@ -40,8 +41,15 @@ def compile_distributed(
     **kwargs: Any,
 ) -> None:
     """Compile with a distributed optimizer, and without XLA."""
+    if kwargs.get("jit_compile") is True:
+        warnings.warn(
+            "XLA is disabled under keras.distribution: forward passes have collectives "
+            "of the global batch, which it cannot compile. Pass jit_compile=False.",
+            stacklevel=3,
+        )
+        kwargs["jit_compile"] = False
     method(model, optimizer, loss, *args, **kwargs)
-    # XLA cannot compile Horovod's operations.
+    # Keras enables it on GPUs.
     model.jit_compile = False
     if model.built:
         prepare(model)

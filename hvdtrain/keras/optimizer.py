@@ -8,12 +8,10 @@ a hook is composed into the optimizer, at that point.
 """
 
 import functools
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.collectives.dtypes import Compression
 from hvdtrain.collectives.graph import do_not_convert
@@ -23,7 +21,7 @@ from hvdtrain.collectives.process_sets import (
     needs_communication,
 )
 from hvdtrain.collectives.transport import Average, Sum, op_name
-from hvdtrain.keras import sharded_models
+from hvdtrain.keras import compiled_gradients, sharded_models
 from hvdtrain.keras.gradients import GradientOptions, GradientReducer, Groups
 from hvdtrain.keras.hook import ReductionHook
 from hvdtrain.keras.multi_optimizer import MultiOptimizerHook
@@ -43,12 +41,6 @@ from hvdtrain.keras.variables import (
 if TYPE_CHECKING:
     # The floor above.
     from hvdtrain.parallel.mesh import Mesh
-
-_XLA_IS_OFF = (
-    "XLA is disabled for the model {!r}: it cannot compile Horovod's operations. "
-    "model.compile enables XLA on GPUs by default. Pass jit_compile=False to it to "
-    "silence this warning."
-)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -145,6 +137,7 @@ def distribute(
 ) -> Optimizer:
     """Hook a reduction with these options into `optimizer`, and return it."""
     _check_optimizer(optimizer)
+    compiled_gradients.install()
     if options.reduction.op not in (Average, Sum):
         raise ValueError(
             "op must be hvd.Average or hvd.Sum. Received: "
@@ -240,11 +233,12 @@ def configure_compiled_model(model: keras.Model) -> None:
 
     Under the policy `mixed_float16`, `compile` puts a `LossScaleOptimizer` around
     the optimizer. Its check for overflow is local: the other ranks would block in the
-    reduction of a step that one rank skips. It becomes one check of all ranks. On
-    GPUs, where `compile` enables XLA by default, XLA is disabled, with a warning on
-    rank 0: it cannot compile Horovod's operations. And a training step that was traced
-    before the optimizer was distributed is discarded, since it reduces nothing. The
-    same holds for distributed optimizers that are attributes of the model.
+    reduction of a step that one rank skips. It becomes one check of all ranks. With
+    `jit_compile=True`, XLA compiles the gradients and not their reduction; on GPUs,
+    where `compile` enables XLA by default, this default is disabled, with a warning on
+    rank 0. And a training step that was traced before the optimizer was distributed is
+    discarded, since it reduces nothing. The same holds for distributed optimizers that
+    are attributes of the model.
 
     Call it before the first training step; `BroadcastGlobalVariablesCallback` and
     `elastic.KerasState` do.
@@ -262,11 +256,7 @@ def configure_compiled_model(model: keras.Model) -> None:
             model.train_function = None
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             hook.share_finite_check(optimizer)
-    if model.jit_compile and tf.config.list_physical_devices("GPU"):
-        model.jit_compile = False
-        model.train_function = None
-        if global_process_set.rank() == 0:
-            warnings.warn(_XLA_IS_OFF.format(model.name), stacklevel=3)
+    compiled_gradients.disable_default(model)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

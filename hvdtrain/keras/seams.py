@@ -43,6 +43,7 @@ _SKIPPING = "keras.hook.UpdateSkipping"
 _RECORD = "verify.capture.record_steps"
 _EVALUATION = "verify.capture.note_other_loops"
 _ENABLE = "distribution.enabling.enable"
+_XLA = "keras.compiled_gradients.install"
 
 # `build` of the attention layers is overridden, and Keras' `call` reads what it makes.
 _ATTENTION = (
@@ -71,6 +72,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Checks before a step, and that the step has reduced its gradients; a "
              "verification notes these gradients.",
              replaced_by=("verify.first_gradients.note_first_gradients", _HOOK)),
+        Seam("apply_gradients(grads_and_vars)", "Is not called in what XLA compiles.",
+             replaced_by=("keras.compiled_gradients._collected",)),
         Seam("build(variables)",
              "Of the class: refuses fully sharded weights. A verification follows the "
              "optimizer; ShardedState builds slots for shards of the weights; the hook "
@@ -148,8 +151,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         # Skipping and the comparison of samples may be in either order.
         Seam("train_step(data)",
              "Leaves out losses that are not finite; compares samples along the axis "
-             "`model`; runs on several devices in the benchmark.",
-             replaced_by=("training.skipping.Skipping",
+             "`model`; runs on several devices in the benchmark; of the class: in XLA.",
+             replaced_by=(_XLA, "training.skipping.Skipping",
                           "keras.sharded_models.compare_along_model",
                           "benchmark.one_process.build",
                           "benchmark.one_process.independent_models")),
@@ -158,11 +161,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         # `substitute` puts a function in place of the present one, and takes it out
         # before its first call; Keras makes another one where it is None.
         Seam("train_function(iterator)",
-             "Called by `fit` for each execution: builds the model or passes over "
-             "batches before the first step. `compile` removes it, which a training "
-             "refuses.",
-             replaced_by=(
+             "Builds the model or passes over batches before the first step. `compile` "
+             "removes it, which a training refuses.", replaced_by=(
                  "training.loop.train", "keras.callbacks.fit_start.substitute")),
+        Seam("make_train_function(force)", "Without XLA.", replaced_by=(_XLA,)),
         Seam("train_on_batch(x, y, sample_weight, ...)",
              "A verification records its batches and steps, or replaces its batches; "
              "under keras.distribution its first step has the weights of rank 0.",
@@ -185,8 +187,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("_loss_tracker", "The mean of the losses, which a train_step updates."),
     ),
     "keras.src.trainers.trainer.Trainer": (
-        Seam("compile(optimizer, loss, ...)", "Distributes under keras.distribution.",
-             replaced_by=(_ENABLE,)),
+        Seam("compile(optimizer, loss, ...)",
+             "Distributes under keras.distribution.", replaced_by=(_ENABLE,)),
+        Seam("_resolve_auto_jit_compile()", "Is called for \"auto\" alone.",
+             replaced_by=(_XLA,)),
     ),
     "keras.src.trainers.compile_utils.CompileMetrics": (
         Seam("_user_metrics", "The metrics of `compile`, before they are built."),
@@ -220,12 +224,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("on_train_batch_end(batch, logs)",
              "A verification records the steps of `fit`.", replaced_by=(_RECORD,)),
     ),
-    "keras.Sequential": (
-        Seam("_functional", "The graph of a sequential model."),
-    ),
+    "keras.Sequential": (Seam("_functional", "The graph of a sequential model."),),
     "keras.src.models.functional.Functional": (
-        Seam("_nodes_by_depth", "The calls of layers in the order of computation."),
-    ),
+        Seam("_nodes_by_depth", "The calls of layers in the order of computation."),),
     "keras.src.models.cloning": (
         Seam("_wrap_clone_function(clone_function, call_function, recursive, cache)",
              "A sharded layer has the config of the full layer.",

@@ -12,7 +12,9 @@ from hvdtrain.checkpoint.header import FirstBatch
 from hvdtrain.checkpoint.step_variables import StepVariables
 from hvdtrain.job import JobError, World
 from hvdtrain.job.agreement import fail_together, gather
+from hvdtrain.keras import compiled_gradients
 from hvdtrain.keras.callbacks import fit_start
+from hvdtrain.keras.optimizer import configure_compiled_model
 from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.variables import is_distributed
 from hvdtrain.parallel.replicas import Replicas
@@ -47,6 +49,8 @@ def build(
     its shapes. A job continues from a checkpoint or from a commit: the input is not
     checked without these.
     """
+    # Before `compile`, which resolves "auto".
+    compiled_gradients.install()
     model = model_fn()
     is_checked = train_spec.check_input and has_checkpoints
     batch, digest = first_batch(train_spec, world, is_checked=is_checked)
@@ -91,6 +95,7 @@ def _build_with(
         )
     if not is_distributed(model.optimizer):
         hvd.DistributedOptimizer(model.optimizer)
+    configure_compiled_model(model)
     # Keras builds the metrics of `compile` with the first batch. A checkpoint that was
     # written within an epoch has states for them, so they must exist before `restore`.
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)

@@ -17,6 +17,7 @@ from hvdtrain.collectives import transport
 from hvdtrain.events import RunStart
 from hvdtrain.job import World
 from hvdtrain.job.agreement import gather
+from hvdtrain.keras.compiled_gradients import compiles_gradients, has_own_step
 from hvdtrain.keras.learning_rates import rate_reader
 from hvdtrain.keras.variables import get_inner_optimizer, optimizers_inside
 from hvdtrain.parallel.replicas import Replicas
@@ -73,6 +74,7 @@ def describe_run(
         learning_rate=gather(world, rate)[0],
         model=model.name,
         optimizer=optimizer.name,
+        compiles_gradients=compiles_gradients(model) and not has_own_step(model),
         mesh=dataclasses.asdict(Replicas.of_model(world, model).shape),
         reduction=transport.reduction_path(),
         checkpoint=start.place,

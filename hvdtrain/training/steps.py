@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdtrain.checkpoint.step_variables import StepVariables
 from hvdtrain.job import World
 from hvdtrain.job.agreement import on_all
+from hvdtrain.keras import compiled_gradients
 from hvdtrain.native import recorder
 
 
@@ -46,12 +47,15 @@ def make_steps(
         step_variables.note_graph()
         return logs
 
+    if compiled_gradients.compiles_gradients(model):
+        compiled_gradients.warn_of_own_step(model)
     if model.run_eagerly:
         # A trace repeats the side effects of the step in Python.
         if step_variables.are_stored:
             step_variables.trace(model)
         return functools.partial(_take_eagerly, train_step, batches)
-    step = tf.function(train_step, reduce_retracing=True, jit_compile=model.jit_compile)
+    # The step reduces gradients, which XLA cannot: it compiles what is inside of it.
+    step = tf.function(train_step, reduce_retracing=True)
     take = _compiled_steps(step, batches.iterator, is_one=steps_per_execution == 1)
     return lambda steps: take(batches.take_first(), np.int32(steps))
 

@@ -307,12 +307,6 @@ def test_a_built_optimizer_keeps_its_state():
         np.testing.assert_array_equal(variable.numpy(), old)
 
 
-def test_xla_is_refused_with_a_remedy():
-    reason = r"Pass jit_compile=False to model\.compile\(\)"
-    with pytest.raises(ValueError, match=reason):
-        train_shard(distributed("sgd"), jit_compile=True)
-
-
 @pytest.fixture
 def one_variable():
     """An optimizer, its variable, a gradient that differs by rank, and their mean."""

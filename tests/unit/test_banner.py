@@ -25,6 +25,12 @@ def test_all_lines():
     )
 
 
+def test_what_xla_compiles():
+    assert "XLA" not in lines()
+    text = "compiles forward and backward pass; the reduction follows them"
+    assert lines(compiles_gradients=True)["XLA"] == text
+
+
 @pytest.mark.parametrize(
     ("changes", "batch"),
     [

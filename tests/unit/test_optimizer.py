@@ -133,19 +133,26 @@ def test_an_optimizer_that_skips_the_hook_is_not_silent():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "warnings"), [({}, 1), ({"jit_compile": False}, 0)]
+    ("arguments", "is_on", "warnings"),
+    [
+        ({}, False, 1),
+        ({"jit_compile": False}, False, 0),
+        ({"jit_compile": True}, True, 0),
+    ],
 )
-def test_xla_is_disabled_on_gpus_with_a_warning(
-    monkeypatch, recwarn, arguments, warnings
+def test_the_default_xla_of_gpus_is_disabled_with_a_warning(
+    monkeypatch, recwarn, arguments, is_on, warnings
 ):
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda *_: [gpu])
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    # A call before this one has chosen otherwise.
+    model.compile(hvd.DistributedOptimizer(sgd()), "mse")
     model.compile(hvd.DistributedOptimizer(sgd()), "mse", **arguments)
-    assert model.jit_compile == (not arguments), "what Keras decides on a GPU"
+    assert model.jit_compile == (is_on or not arguments), "what Keras decides"
     for _ in range(2):
         hvd.callbacks.BroadcastGlobalVariablesCallback(0).set_model(model)
-    assert not model.jit_compile
+    assert model.jit_compile == is_on
     about_xla = [str(w.message) for w in recwarn if "XLA" in str(w.message)]
     assert len(about_xla) == warnings
     assert all("jit_compile=False" in text for text in about_xla)
