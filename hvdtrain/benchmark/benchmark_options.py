@@ -78,6 +78,9 @@ class BenchmarkOptions:
         low=0,
         high=1_000_000,
     )
+    jit_compile: bool = flag_field(
+        False, "XLA compiles all variants, but not the reduction of gradients."
+    )
     dataset: str = flag_field("auto", "Of mlp, mlp512 and cnn.", choices=data.NAMES)
     data_dir: str | None = path_field("Directory of the data set.")
     seed: int = flag_field(0, "Of weights and order.", low=0, high=2**32 - 1)
@@ -97,6 +100,12 @@ class BenchmarkOptions:
 
     def check(self, size: int) -> None:
         """Raise `SharedJobError` unless a job of `size` ranks can measure this."""
+        if self.jit_compile and self.workload not in WORKLOADS:
+            raise SharedJobError(
+                f"Received --jit_compile with --workload={self.workload}; expected one "
+                f"of {', '.join(WORKLOADS)}. A function passes jit_compile=True to "
+                "model.compile() itself."
+            )
         if self.strategy != "horovod" and size > 1:
             raise SharedJobError(
                 f"Received {size} ranks with --strategy={self.strategy}; expected one "

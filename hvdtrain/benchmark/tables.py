@@ -52,6 +52,9 @@ def environment_rows(result: Result) -> Iterator[Row]:
 
 def _workload(flags: Mapping[str, Any], figures: Figures) -> Iterator[Row]:
     text = f"{flags['workload']}, {flags['strategy']}; data: {figures['data']}"
+    # Files of earlier versions have no such flag.
+    if flags.get("jit_compile"):
+        text = f"{text}; jit_compile"
     yield "workload", text
     yield "batch", f"{batch_text(flags)} per variant"
     if figures["warning"]:

@@ -100,7 +100,7 @@ def load(options: BenchmarkOptions, world: World) -> Workload:
     """
     name, size = options.workload, options.batch_size
     if name in _SYNTHETIC_SHAPES:
-        return _synthetic(name, size)
+        return _synthetic(options)
     if name in WORKLOADS:
         return _mnist(options, world)
     with fail_together(world):
@@ -118,9 +118,9 @@ def _mnist(options: BenchmarkOptions, world: World) -> Workload:
         shape, classes = dataset.image_shape, dataset.num_classes
         if options.workload == "mlp512":
             model = models.mlp(shape, num_classes=classes, units=512)
-            return _compile_sgd(model, 1)
+            return _compile_sgd(model, options)
         model = models.BY_NAME[options.workload](shape, num_classes=classes)
-        return _compile_sgd(model, learning_rate_factor)
+        return _compile_sgd(model, options, learning_rate_factor)
 
     def batches(sampler: Sampler, start: int, end: int) -> tf.data.Dataset:
         return data.batches((dataset.x_train, dataset.y_train), sampler, start, end)
@@ -136,17 +136,19 @@ def _mnist(options: BenchmarkOptions, world: World) -> Workload:
     )
 
 
-def _synthetic(name: str, batch_size: int) -> Workload:
+def _synthetic(options: BenchmarkOptions) -> Workload:
+    name, batch_size = options.workload, options.batch_size
     shape, classes = _SYNTHETIC_SHAPES[name]
 
     def build(learning_rate_factor: int = 1) -> keras.Model:
         model = networks.BY_NAME[name](shape, num_classes=classes)
         if name != "resnet18":
-            return _compile_sgd(model, learning_rate_factor)
+            return _compile_sgd(model, options, learning_rate_factor)
         # The setting in which data-parallel methods are commonly compared.
         return compile_classifier(
             model,
             keras.optimizers.SGD(0.02, momentum=0.9, nesterov=True, weight_decay=1e-4),
+            jit_compile=options.jit_compile,
         )
 
     random = np.random.RandomState(0)
@@ -159,9 +161,12 @@ def _synthetic(name: str, batch_size: int) -> Workload:
     )
 
 
-def _compile_sgd(model: keras.Model, learning_rate_factor: int) -> keras.Model:
+def _compile_sgd(
+    model: keras.Model, options: BenchmarkOptions, learning_rate_factor: int = 1
+) -> keras.Model:
     rate = optimizers.LEARNING_RATES["sgd"] * learning_rate_factor
-    return compile_classifier(model, optimizers.make("sgd", learning_rate=rate))
+    optimizer = optimizers.make("sgd", learning_rate=rate)
+    return compile_classifier(model, optimizer, jit_compile=options.jit_compile)
 
 
 def _load_function(name: str, batch_size: int) -> tuple[Workload, list[tuple]]:

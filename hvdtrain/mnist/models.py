@@ -149,14 +149,16 @@ def _sharded_head(mesh: parallel.Mesh) -> Head:
 
 
 def compile_classifier(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    jit_compile: bool = False,
 ) -> keras.Model:
     """Compile a model that returns logits, and return it."""
     model.compile(
         optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        # XLA cannot compile Horovod's operations.
-        jit_compile=False,
+        jit_compile=jit_compile,
     )
     return model

@@ -14,6 +14,7 @@ from hvdtrain import processes
 from hvdtrain.benchmark import figures, records, tables, variants
 from hvdtrain.benchmark.benchmark_options import BenchmarkOptions, is_workload
 from hvdtrain.job import JobError, World
+from hvdtrain.job.world import SharedJobError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -335,3 +336,9 @@ class TestTables:
         text = tables.comparison({"a": result(), "b": result()})
         (row,) = [line for line in text.splitlines() if line.startswith("samples/s")]
         assert row.split()[1:] == ["6,400", "6,400"]
+
+
+def test_a_function_compiles_its_model_itself():
+    with pytest.raises(SharedJobError, match="passes jit_compile=True"):
+        options(workload="module:make", jit_compile=True).check(1)
+    options(workload="cnn", jit_compile=True).check(2)
