@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives import transport
+from hvdtrain.collectives.process_sets import global_process_set
 from hvdtrain.collectives.transport import Reduction, Sum
 from hvdtrain.distribution import devices
 from hvdtrain.distribution.devices import Method
@@ -42,11 +43,13 @@ def compile_distributed(
 ) -> None:
     """Compile with a distributed optimizer, and without XLA."""
     if kwargs.get("jit_compile") is True:
-        warnings.warn(
-            "XLA is disabled under keras.distribution: forward passes have collectives "
-            "of the global batch, which it cannot compile. Pass jit_compile=False.",
-            stacklevel=3,
-        )
+        if global_process_set.rank() == 0:
+            warnings.warn(
+                "XLA is disabled under keras.distribution: it cannot compile the "
+                "collectives of the steps. Pass jit_compile=False to silence this "
+                "warning.",
+                stacklevel=3,
+            )
         kwargs["jit_compile"] = False
     method(model, optimizer, loss, *args, **kwargs)
     # Keras enables it on GPUs.

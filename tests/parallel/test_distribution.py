@@ -327,6 +327,14 @@ def test_a_loaded_model_is_compiled_and_distributed(tmp_path):
     assert is_distributed(model.optimizer)
 
 
+def test_xla_is_disabled(recwarn):
+    with distribution().scope():
+        model = build()
+        model.compile("sgd", "mse", jit_compile=True)
+    assert not model.jit_compile
+    assert any("XLA is disabled" in str(w.message) for w in recwarn) == (not hvd.rank())
+
+
 def test_data_and_losses_that_cannot_be_dealt_are_errors():
     with distribution().scope():
         with pytest.raises(JobError, match="reduction='sum'; expected a mean"):
