@@ -14,6 +14,7 @@ from hvdtrain.job.world import SharedJobError, World
 from hvdtrain.keras import Sum, allreduce, metrics
 from hvdtrain.keras.moving_statistics import average_moving_statistics
 from hvdtrain.keras.replication import finalize_weights, get_process_set
+from hvdtrain.keras.variables import optimizers_inside
 from hvdtrain.native import recorder
 from hvdtrain.training.due import (
     MAX_GROWTH,
@@ -181,13 +182,23 @@ def evaluated_weights(
     are restored. The moving statistics were
     equal on all ranks `steps` steps ago (see `average_moving_statistics`).
     """
-    # `model.variables` has the seeds of random layers, some of which draw in
+    # A copy of all weights may not fit in memory: large tables. `variables` and
+    # `non_trainable_variables` have the seeds of random layers, some of which draw in
     # evaluations, too: training must continue with the seeds from before.
-    variables = [*model.variables, *metrics.metric_variables(model.metrics), *unlisted]
+    is_finalized = any(map(_finalizes_weights, optimizers_inside(model.optimizer)))
+    changed = model.variables if is_finalized else model.non_trainable_variables
+    variables = [*changed, *metrics.metric_variables(model.metrics), *unlisted]
     with kept_values(variables):
         average_moving_statistics(model, steps=steps)
         finalize_weights(model)
         yield
+
+
+def _finalizes_weights(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the optimizer may assign to weights at the end of a `fit`."""
+    inherited = keras.optimizers.Optimizer.finalize_variable_values
+    own = type(optimizer).finalize_variable_values
+    return getattr(optimizer, "use_ema", False) or own is not inherited
 
 
 @contextlib.contextmanager
