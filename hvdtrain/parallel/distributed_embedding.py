@@ -330,10 +330,8 @@ def _look_up_inputs(
         for table, numbers in inputs_by_table.items()
     }
     sharded = [n for n in ids_by_table if get_sharding(tables[n].embeddings)]
-    # The method of Keras' class returns rows: a subclass with a combiner would combine
-    # them, without the structure of the inputs.
     rows_by_table = {
-        table: keras.layers.Embedding.call(tables[table], ids_by_table[table])
+        table: _look_up_replicated(tables[table], ids_by_table[table])
         for table in ids_by_table
         if table not in sharded
     }
@@ -348,6 +346,18 @@ def _look_up_inputs(
         for i, input_rows in zip(numbers, values, strict=True):
             rows[i] = _reshape_rows(input_rows, ids[i], tables[table])
     return rows
+
+
+def _look_up_replicated(table: keras.layers.Embedding, ids: tf.Tensor) -> tf.Tensor:
+    if not isinstance(table.embeddings, keras.Variable):
+        # With LoRA, it is a sum. The method of Keras' class returns rows: a subclass
+        # with a combiner would combine them, without the structure of the inputs.
+        return keras.layers.Embedding.call(table, ids)
+    # tf.gather on the variable itself reads these rows only. Keras' take reads the
+    # table, and an update of a table that a step has read copies it.
+    return tf.gather(
+        table.embeddings.value, tf.where(ids < 0, ids + table.input_dim, ids)
+    )
 
 
 def _reshape_rows(
