@@ -18,12 +18,12 @@ import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
+from benchmarks.loads import zipf
 from benchmarks.parallelism import ParallelismOptions
 from hvdtrain import optimizers, parallel
 
 # Of each rank; the bytes and the loss of a step are means over them.
 BATCHES = 8
-_EXPONENT = 1.05
 UNITS, WIDE_UNITS = 1024, 2048
 _PAIRS, _CLASSES = 4, 10
 
@@ -79,16 +79,6 @@ def _recommender_samples(options: ParallelismOptions, rank: int) -> Batches:
     ]
     targets = random.randint(2, size=(*shape, 1)).astype("float32")
     return np.stack(ids, axis=-1), targets
-
-
-def zipf(
-    random: np.random.RandomState, size: int, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Draw numbers below `size`: k with a probability proportional to (k + 1)^-1.05."""
-    weights = np.cumsum(np.arange(1, size + 1, dtype="float64") ** -_EXPONENT)
-    drawn = np.searchsorted(weights, weights[-1] * random.uniform(size=shape), "right")
-    # Rounding may give 1.0 times the sum of the weights, which is past the last number.
-    return np.minimum(drawn, size - 1)
 
 
 def _build_recommender(embed: Embed, options: ParallelismOptions) -> keras.Model:

@@ -53,7 +53,7 @@ class BenchmarkOptions:
     workload: str = flag_field(
         "mlp",
         f"What is trained: {', '.join(WORKLOADS)}, or module:function, where the "
-        "function returns a compiled Keras model.",
+        "function returns a compiled Keras model, or it and a function of samples.",
     )
     strategy: str = flag_field(
         "horovod",

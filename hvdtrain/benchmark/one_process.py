@@ -10,6 +10,7 @@ them up and updates the weights.
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,8 +22,8 @@ from hvdtrain.benchmark.workloads import Workload
 from hvdtrain.job import JobError
 from hvdtrain.keras.seams import replace
 
-# Inputs and targets of a batch.
-Batch = tuple[tf.Tensor, tf.Tensor]
+# Inputs, a tensor or a nest of tensors, and targets of a batch.
+Batch = tuple[Any, tf.Tensor]
 Logs = dict[str, tf.Tensor]
 
 
@@ -89,7 +90,7 @@ def _split_step(names: Sequence[str]) -> Callable[[keras.Model, Batch], Logs]:
 
 
 def _forward(
-    model: keras.Model, name: str, x: tf.Tensor, y: tf.Tensor
+    model: keras.Model, name: str, x: Any, y: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the loss and the predictions, computed on a device."""
     with tf.device(name):
@@ -98,8 +99,9 @@ def _forward(
 
 
 def _shard(data: Batch, count: int) -> Iterator[Batch]:
-    x, y = data
-    return zip(tf.split(x, count), tf.split(y, count), strict=True)
+    shards = [tf.split(tensor, count) for tensor in tf.nest.flatten(data)]
+    for shard in zip(*shards, strict=True):
+        yield tf.nest.pack_sequence_as(data, shard)
 
 
 def independent_models(workload: Workload, names: Sequence[str]) -> keras.Model:

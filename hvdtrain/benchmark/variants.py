@@ -126,7 +126,8 @@ def training_variant(
         model: a compiled model whose optimizer is distributed.
         input_fn: see `training.TrainSpec`.
     """
-    sample = tf.data.Dataset.from_tensors(tuple(array[:1] for array in workload.batch))
+    first = keras.tree.map_structure(lambda array: array[:1], workload.batch)
+    sample = tf.data.Dataset.from_tensors(first)
 
     def run(executions: int) -> list[float]:
         timer = ExecutionTimer()

@@ -30,6 +30,9 @@ from hvdtrain.mnist.models import compile_classifier
 _SYNTHETIC_SHAPES = {"small_cnn": ((32, 32, 3), 10), "resnet18": ((224, 224, 3), 1000)}
 _CLASSES = 10
 
+# Inputs, an array or a nest of arrays, and targets.
+Batch = tuple[Any, np.ndarray]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -41,7 +44,7 @@ class Workload:
         batches: `batches(sampler, start_step, end_step)` reads the samples of a
             `Sampler`; None for synthetic inputs.
         num_samples: of the data set.
-        batch: inputs and targets of one batch of one rank.
+        batch: inputs, an array or a nest of arrays, and targets of one batch of a rank.
         note: the data, for the report.
         warning: for the user; empty if there is none.
     """
@@ -49,13 +52,15 @@ class Workload:
     build: Callable[..., keras.Model]
     batches: Callable[[Sampler, int, int], tf.data.Dataset] | None = None
     num_samples: int = 0
-    batch: tuple[np.ndarray, np.ndarray]
+    batch: Batch
     note: str
     warning: str = ""
 
     def constant_batches(self, copies: int = 1) -> tf.data.Dataset:
         """Return an endless dataset of the one batch, its rows copied so many times."""
-        batch = tuple(np.concatenate([array] * copies) for array in self.batch)
+        batch = keras.tree.map_structure(
+            lambda array: np.concatenate([array] * copies), self.batch
+        )
         options = tf.data.Options()
         # Nothing in it has a number of threads to tune, and the end of an iterator
         # would wait for the end of a period of the tuning, seconds after each variant.
@@ -104,7 +109,7 @@ def load(options: BenchmarkOptions, world: World) -> Workload:
     if name in WORKLOADS:
         return _mnist(options, world)
     with fail_together(world):
-        workload, shapes = _load_function(name, size)
+        workload, shapes = _load_function(name, size, world.rank)
     _check_same_weights(name, gather(world, shapes))
     return workload
 
@@ -169,13 +174,16 @@ def _compile_sgd(
     return compile_classifier(model, optimizer, jit_compile=options.jit_compile)
 
 
-def _load_function(name: str, batch_size: int) -> tuple[Workload, list[tuple]]:
+def _load_function(
+    name: str, batch_size: int, rank: int
+) -> tuple[Workload, list[tuple]]:
     """Return the workload, and the shapes of the weights."""
     function = _import(name)
 
-    def build(learning_rate_factor: int = 1) -> keras.Model:
+    def call() -> tuple[keras.Model, Callable[[int, int], Batch] | None]:
         with _failures_of_user_code(name):
-            model = function()
+            made = function()
+        model, samples = made if isinstance(made, tuple) else (made, None)
         if not isinstance(model, keras.Model) or not model.compiled:
             raise JobError(
                 f"Received {type(model).__name__} from --workload={name}; expected a "
@@ -186,13 +194,22 @@ def _load_function(name: str, batch_size: int) -> tuple[Workload, list[tuple]]:
                 f"Received a distributed optimizer from --workload={name}; expected "
                 "the plain one: the benchmark trains with and without reduction."
             )
-        return model
+        return model, samples
 
-    model = build()
-    batch = _synthetic_batch(model, batch_size, name)
-    shape = "x".join(str(size) for size in model.input_shape[1:])
-    shapes = [tuple(weight.shape) for weight in model.weights]
-    return Workload(build=build, batch=batch, note=f"synthetic, {shape}"), shapes
+    model, samples = call()
+    if samples:
+        with _failures_of_user_code(name):
+            batch = samples(batch_size, rank)
+    else:
+        batch = _synthetic_batch(model, batch_size, name)
+    inputs = keras.tree.flatten(batch[0])
+    shape = " and ".join("x".join(map(str, each.shape[1:])) for each in inputs)
+    workload = Workload(
+        build=lambda learning_rate_factor=1: call()[0],
+        batch=batch,
+        note=f"synthetic, {shape}",
+    )
+    return workload, [tuple(weight.shape) for weight in model.weights]
 
 
 def _import(name: str) -> Callable[[], Any]:
@@ -223,7 +240,8 @@ def _failures_of_user_code(name: str) -> Iterator[None]:
             "".join(traceback.format_list(frames))
             + f"--workload={name} raised {type(error).__name__}: {error}; expected "
             "module:function, found from the current directory or installed, where "
-            "the function takes no arguments and returns a compiled Keras model."
+            "the function takes no arguments and returns a compiled Keras model, "
+            "or a tuple of it and a function of samples."
         ) from None
 
 

@@ -18,7 +18,8 @@ from benchmarks import (
     parallelism,
 )
 from benchmarks.allreduce import AllreduceOptions
-from benchmarks.parallel_workloads import WORKLOADS, zipf
+from benchmarks.loads import zipf
+from benchmarks.parallel_workloads import WORKLOADS
 from benchmarks.parallelism import ParallelismOptions
 from hvdtrain.benchmark import figures
 from hvdtrain.benchmark.benchmark_options import BenchmarkOptions

@@ -1,0 +1,81 @@
+"""The options of a training of `benchmarks.loads`, with hvdtrain or with PyTorch.
+
+Importing this module loads neither TensorFlow nor PyTorch.
+"""
+
+import dataclasses
+
+from benchmarks.loads import LOADS, Dlrm, Gpt2
+from hvdtrain.benchmark import records, tables
+from hvdtrain.benchmark.benchmark_options import SECONDS_CHECK
+from hvdtrain.flag_fields import flag_field, path_field
+
+# By load: how hvdtrain trains it, and how PyTorch does. The others are compared with
+# each of PyTorch's.
+KINDS = {
+    "gpt2": ("replicated", "state", "ddp", "zero"),
+    "dlrm": (
+        *("replicated", "together", "row", "column", "tables"),
+        *("ddp", "ddp_sparse"),
+    ),
+}
+TORCH_KINDS = ("ddp", "zero", "ddp_sparse")
+_ALL = tuple(dict.fromkeys(kind for kinds in KINDS.values() for kind in kinds))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """The options of one training. The fields are flags: `--help` describes them."""
+
+    load: str = flag_field("gpt2", "What is trained.", choices=tuple(KINDS))
+    kind: str = flag_field("replicated", "How it is trained.", choices=_ALL)
+    dtype: str = flag_field(
+        "float32", "Of gpt2's products.", choices=("float32", "bfloat16")
+    )
+    batch_size: int = flag_field(
+        0, "Samples per rank and step, 0 for a default.", low=0, high=1 << 20
+    )
+    rows: int = flag_field(
+        0, "Of each table of dlrm, 0 for a default.", low=0, high=1 << 30
+    )
+    seconds: float = flag_field(15.0, "Of the timed steps.", low=0, high=600)
+    json: str | None = path_field("File to write the figures to.")
+
+    def sized_load(self) -> Gpt2 | Dlrm:
+        """Return the load with the sizes of the flags."""
+        load = LOADS[self.load]
+        if self.batch_size:
+            load = dataclasses.replace(load, batch_size=self.batch_size)
+        if self.rows and isinstance(load, Dlrm):
+            load = dataclasses.replace(load, rows=self.rows)
+        return load
+
+
+CHECKS = (SECONDS_CHECK,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """The figures of one training.
+
+    Attributes:
+        samples_per_second: of all ranks.
+        peak_resident: the largest resident set of each rank so far, in bytes.
+        parameters: how many each rank has.
+    """
+
+    samples_per_second: float
+    peak_resident: list[int]
+    parameters: list[int]
+
+
+def report(options: LoadOptions, run: Run) -> None:
+    """Print a line of figures, and write the file of `--json`."""
+    memory = ", ".join(tables.size_text(each) for each in run.peak_resident)
+    print(
+        f"{options.load} {options.kind} {options.dtype}: "
+        f"{run.samples_per_second:,.1f} samples/s, peak resident {memory}",
+        flush=True,
+    )
+    if options.json:
+        records.write_json(options.json, dataclasses.asdict(run))
