@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.keras.callbacks import broadcast
 from hvdtrain.keras.replication import non_local_variables
 from hvdtrain.keras.seeds import seed_states, separate_seeds
 from hvdtrain.keras.variables import variable_key
@@ -65,8 +66,10 @@ def test_training_continues_from_the_state_of_rank_0():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("root_rank", [0, 1])
-def test_every_rank_gets_the_root_s_weights(root_rank):
+@pytest.mark.parametrize(("root_rank", "most"), [(0, 1 << 28), (1, 1 << 28), (1, 100)])
+def test_every_rank_gets_the_root_s_weights(root_rank, most, monkeypatch):
+    # At most so many bytes in one broadcast: with 100, some have one variable.
+    monkeypatch.setattr(broadcast, "_BROADCAST_BYTES", most)
     model = oracle.build_model()
     model.compile(hvd.DistributedOptimizer(momentum_sgd()), oracle.LOSS)
     model.optimizer.build(model.trainable_variables)

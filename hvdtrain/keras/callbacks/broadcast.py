@@ -1,6 +1,7 @@
 """Broadcast of weights and optimizer state before the first training step."""
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -38,6 +39,9 @@ from hvdtrain.keras.variables import Variable, variable_key
 from hvdtrain.sharding.shards import is_sharded
 
 _AVERAGING = "AverageMovingStatisticsCallback"
+# Of one broadcast, at most, unless one variable is larger. The received values are in
+# memory beside the variables.
+_BROADCAST_BYTES = 256 << 20
 
 
 class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
@@ -211,7 +215,8 @@ class BroadcastGlobalVariablesCallback(fit_start.SharedCallback):
         check_model(model, (), local_keys=self._local_keys, precedes_broadcast=True)
         for process_set, root, replicated in groups:
             with tf.device(self.device):
-                ops.broadcast_variables(replicated, root, process_set)
+                for part in _split(replicated):
+                    ops.broadcast_variables(part, root, process_set)
         if sharded_state and copies_weights:
             sharded_state.copy_weights()
         separate_seeds(seed_states(model), get_process_set(optimizer))
@@ -291,3 +296,19 @@ def _check_same_structure(
                 f"The ranks' models differ: {name_values(groups)}. Build and compile "
                 "the same model on every rank."
             )
+
+
+def _split(variables: Sequence[Variable]) -> Iterator[list[Variable]]:
+    """Yield the variables in lists of at most `_BROADCAST_BYTES`, or of one."""
+    part: list[Variable] = []
+    size = 0
+    for variable in variables:
+        elements = math.prod(variable.shape)
+        added = elements * tf.as_dtype(variable.dtype).size
+        if part and size + added > _BROADCAST_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(variable)
+        size += added
+    if part:
+        yield part
