@@ -13,8 +13,9 @@ from toy import BATCH, batches
 import hvdtrain.keras as hvd
 from hvdtrain import training
 from hvdtrain.job import JobError, World
+from hvdtrain.keras import metrics
 from hvdtrain.native import recorder as flight_recorder
-from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, progress
+from hvdtrain.training import EvalSpec, RunConfig, TrainSpec, evaluation, progress
 
 
 @pytest.fixture(autouse=True)
@@ -266,6 +267,19 @@ class Evaluated(keras.callbacks.Callback):
 
     def on_test_end(self, logs=None):
         self.calls.append(("end", None, {k: float(v) for k, v in logs.items()}))
+
+
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_an_evaluation_copies_weights_that_averages_replace(use_ema):
+    network = model()
+    optimizer = keras.optimizers.SGD(0.1, use_ema=use_ema)
+    network.compile(hvd.DistributedOptimizer(optimizer), "mse")
+    network.optimizer.build(network.trainable_variables)
+    copy = mock.patch.object(metrics, "local_states", wraps=metrics.local_states)
+    with copy as copied, evaluation.evaluated_weights(network, steps=0):
+        kernel = network.trainable_variables[0]
+    variables = copied.call_args_list[0].args[0]
+    assert any(variable is kernel for variable in variables) == use_ema
 
 
 def test_evaluations_are_no_end_of_a_fit(tmp_path, monkeypatch):
