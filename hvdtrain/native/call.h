@@ -1,4 +1,4 @@
-// What ranks have called, as they tell each other.
+// What ranks have called, as hosts exchange it.
 
 #ifndef HVDTRAIN_CALL_H_
 #define HVDTRAIN_CALL_H_

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "hosts.h"
 #include "links.h"
 
 namespace hvdtrain {
@@ -61,7 +62,7 @@ std::string GatherChunk(Segment& segment, const Gathering& gathering,
     // Slots have what is of one host after the other, this one first.
     const int host = (spread.host + turn) % spread.hosts;
     if (turn > 0) memcpy(slot, received[host].data, received[host].bytes);
-    lost = segment.Barrier(gathering.name);
+    lost = segment.Barrier(spread.hosts > 1 ? ExchangeOf(gathering.name) : gathering.name);
     if (!lost.empty()) break;
     for (int place = 0; place < segment.size(); ++place) {
       const int rank = spread.rank(host, place);
@@ -93,7 +94,9 @@ Report Allgather(Segment& segment, const Gathering& gathering) {
   }
   for (size_t done = 0; done < total; done += chunk) {
     std::vector<size_t> counts;
-    for (size_t each : totals) counts.push_back(std::min(chunk, each - std::min(each, done)));
+    for (size_t each : totals) {
+      counts.push_back(std::min(chunk, each - std::min(each, done)));
+    }
     const std::string lost = GatherChunk(segment, gathering, counts, cursors);
     if (!lost.empty()) return {Outcome::kLost, lost};
   }

@@ -41,7 +41,7 @@ std::string ExchangeOf(const std::string& operation) {
 Hosts::Hosts(Segment& segment, const std::string& name)
     : segment_(segment),
       name_(name),
-      host_(segment.links() ? segment.links()->host() : 0),
+      host_(segment.spread().host),
       calls_(segment.spread().hosts) {}
 
 std::string Hosts::ExchangeCalls(const Call& mine, char* sums) {
@@ -52,13 +52,14 @@ std::string Hosts::ExchangeCalls(const Call& mine, char* sums) {
   }
   called_ = Conclude();
   if (called_.active == 0 && segment_.links()) segment_.links()->idle_rounds = 0;
-  return segment_.parts() < segment_.size() ? Tell() : "";
+  return segment_.parts() < segment_.size() ? Publish() : "";
 }
 
-std::string Hosts::Tell() {
+std::string Hosts::Publish() {
   if (segment_.rank() == 0) segment_.called() = called_;
   // It is written again only after all ranks have entered another barrier.
-  const std::string lost = segment_.Barrier(ExchangeOf(name_), segment_.links() != nullptr);
+  const bool is_limited = segment_.links() != nullptr;
+  const std::string lost = segment_.Barrier(ExchangeOf(name_), is_limited);
   called_ = segment_.called();
   return lost;
 }
@@ -189,11 +190,6 @@ std::string Hosts::SumInRing(const Dtype& dtype, char* data, size_t elements,
 
 std::string Hosts::ExchangeTexts(const std::string& mine,
                                  std::vector<std::string>* texts) {
-  if (segment_.links() == nullptr) {
-    // In one host; else see DescribeMismatch.
-    *texts = {mine};
-    return "";
-  }
   texts->resize(count());
   (*texts)[host_] = mine;
   std::vector<uint64_t> bytes(count(), mine.size());

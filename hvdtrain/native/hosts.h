@@ -47,7 +47,7 @@ class Hosts {
   // well where SendsSums(mine), which saves a message. Returns the reason of a failure.
   std::string ExchangeCalls(const Call& mine, char* sums);
 
-  // What has been exchanged.
+  // The calls of all hosts, once they have been exchanged.
   const Called& called() const { return called_; }
 
   // Whether a host with this call sends sums with it.
@@ -68,8 +68,8 @@ class Hosts {
   int count() const { return calls_.size(); }
   std::string ExchangeCallsOfHosts(const Call& mine, char* sums);
   Called Conclude() const;
-  // Gives ranks of this host without links what the others have exchanged.
-  std::string Tell();
+  // Publishes `called_` to the ranks of this host without links.
+  std::string Publish();
   // The way of the elements of a call: the same on all ranks.
   Way WayOf(const Call& call) const;
   // What a host with this call sends to `host` with it, of sums at `data`.

@@ -240,6 +240,8 @@ std::string Links::Exchange(std::vector<Transfer> transfers, Segment& segment,
     // By the clock: one host that sends a little must not hide a failure of another.
     if (now - checked < kCheckInterval) continue;
     checked = now;
+    // For the ranks of this host that wait for this one.
+    if (now - last < kCheckInterval) segment.mine().progress.fetch_add(1);
     const std::string reason = Failure(progress, segment);
     if (!reason.empty()) return reason;
     if (!has_warned && now - last > limits.warning) {

@@ -17,13 +17,14 @@ using Texts = std::map<int, std::string>;
 // Collects the texts of the active ranks, in pieces that fit into a member. Returns the
 // reason if a rank is lost.
 std::string GatherTexts(Segment& segment, const std::vector<int>& active,
-                        const std::string& mine, std::vector<std::string>* texts) {
+                        const std::string& mine, bool is_limited,
+                        std::vector<std::string>* texts) {
   texts->resize(active.size());
   bool has_more = true;
   for (size_t start = 0; has_more; start += kTextBytes - 1) {
     snprintf(segment.mine().text, kTextBytes, "%s",
              start < mine.size() ? mine.c_str() + start : "");
-    std::string lost = segment.Barrier("the comparison of reductions");
+    std::string lost = segment.Barrier("the comparison of reductions", is_limited);
     if (!lost.empty()) return lost;
     has_more = false;
     for (size_t i = 0; i < active.size(); ++i) {
@@ -87,28 +88,39 @@ void Read(const std::string& written, Texts* texts) {
   }
 }
 
+// The calls of all ranks, which `Write` has written for each host.
+std::string Compare(const std::vector<std::string>& written) {
+  Texts texts;
+  for (const std::string& each : written) Read(each, &texts);
+  const size_t difference = FirstDifference(texts);
+  std::string text;
+  for (const auto& [rank, sent] : texts) {
+    text += (text.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " +
+            Shorten(sent, difference);
+  }
+  return text;
+}
+
 }  // namespace
 
 std::string DescribeMismatch(Segment& segment, Hosts& hosts,
                              const std::vector<int>& active, const std::string& mine,
                              std::string* text) {
-  std::vector<std::string> own, written;
-  std::string lost = GatherTexts(segment, active, mine, &own);
+  std::vector<std::string> own;
+  std::string lost = GatherTexts(segment, active, mine, true, &own);
   if (!lost.empty()) return lost;
-  lost = hosts.ExchangeTexts(Write(segment, active, own), &written);
-  if (!lost.empty()) return lost;
-  Texts texts;
-  for (const std::string& each : written) Read(each, &texts);
-  const size_t difference = FirstDifference(texts);
-  for (const auto& [rank, sent] : texts) {
-    *text += (text->empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " +
-             Shorten(sent, difference);
+  const bool is_connected = segment.spread().hosts == 1 || segment.links() != nullptr;
+  if (is_connected) {
+    std::vector<std::string> written;
+    lost = hosts.ExchangeTexts(Write(segment, active, own), &written);
+    if (!lost.empty()) return lost;
+    *text = Compare(written);
   }
   if (segment.parts() == segment.size()) return "";
-  // Ranks without links have only the texts of their host.
-  std::vector<std::string> told;
-  lost = GatherTexts(segment, {0}, *text, &told);
-  *text = told[0];
+  // Ranks without links get the text of the first rank of their host.
+  std::vector<std::string> published;
+  lost = GatherTexts(segment, {0}, *text, is_connected, &published);
+  *text = published[0];
   return lost;
 }
 

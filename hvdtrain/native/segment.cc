@@ -81,6 +81,10 @@ int Spread::size() const {
   return std::count_if(first, first + largest, [](int rank) { return rank >= 0; });
 }
 
+int Spread::job_size() const {
+  return std::count_if(ranks.begin(), ranks.end(), [](int rank) { return rank >= 0; });
+}
+
 Segment::Segment(int fd, size_t slot_bytes, Limits limits, Spread spread,
                  std::unique_ptr<Links> links)
     : spread_(std::move(spread)),
@@ -138,7 +142,7 @@ std::string Segment::Barrier(const std::string& operation, bool is_limited) {
 
 std::string Segment::WaitFor(int rank, const std::string& operation,
                              bool is_limited) {
-  const auto start = Clock::now();
+  auto start = Clock::now();
   while (Clock::now() - start < limits_.spin) {
     for (int i = 0; i < 64; ++i) {
       if (HasArrived(rank)) return "";
@@ -148,6 +152,7 @@ std::string Segment::WaitFor(int rank, const std::string& operation,
   Member& member = members_[rank];
   bool has_warned = limits_.warning.count() == 0;
   member.sleepers.fetch_add(1);
+  uint32_t progress = member.progress.load();
   std::string reason;
   while (true) {
     const uint32_t seen = member.arrivals.load();
@@ -162,6 +167,10 @@ std::string Segment::WaitFor(int rank, const std::string& operation,
     }
     if (!reason.empty()) break;
     if (!is_limited) continue;
+    if (const uint32_t now = member.progress.load(); now != progress) {
+      progress = now;
+      start = Clock::now();
+    }
     const auto waited = Clock::now() - start;
     if (!has_warned && waited > limits_.warning) {
       has_warned = true;

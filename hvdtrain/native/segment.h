@@ -30,6 +30,7 @@ struct alignas(128) Member {
   std::atomic<uint32_t> arrivals;  // barriers entered; the futex that others wait on
   std::atomic<uint32_t> sleepers;  // ranks that wait on it in the kernel
   std::atomic<uint32_t> has_left;
+  std::atomic<uint32_t> progress;  // changes while bytes move to or from other nodes
   std::atomic<uint32_t> join_number;  // counts the calls of join of all ranks, from 1
   int32_t pid;
   uint64_t pid_namespace;
@@ -49,7 +50,7 @@ struct Limits {
   std::chrono::nanoseconds failure;  // before the reduction fails; 0: never
 };
 
-// Where the ranks of a job are, and where this one is.
+// On which hosts the ranks of a job are, and where this one is.
 struct Spread {
   int hosts, host, place;
   int smallest, largest;  // ranks of a host
@@ -59,9 +60,7 @@ struct Spread {
   int rank(int on_host, int at_place) const { return ranks[on_host * largest + at_place]; }
   // Ranks of this host.
   int size() const;
-  // Ranks of the job, which are as many on each host.
-  int job_size() const { return hosts * largest; }
-  bool is_uniform() const { return smallest == largest; }
+  int job_size() const;
 };
 
 // The reason where ranks have not come before `Limits::failure`.
@@ -100,11 +99,12 @@ class Segment {
   void Start();
 
   // Blocks until every rank has entered the same barrier. Returns the reason if a rank
-  // has left, failed or not come in time. `is_limited`: false where the ranks that are
-  // waited for have a limit themselves, and know better what is missing.
+  // has left, failed or not come in time, in which another one that exchanges with other
+  // nodes has made no progress. `is_limited`: false where the ranks that are
+  // waited for have a limit themselves, and can name what is missing.
   std::string Barrier(const std::string& operation, bool is_limited = true);
 
-  // Memory for what the first rank of this node tells those without links.
+  // Memory in which the first rank of this node publishes what hosts have exchanged.
   Called& called();
 
   // The reason of the first barrier that failed, empty before. The segment is of no use

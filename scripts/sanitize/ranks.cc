@@ -53,7 +53,7 @@ namespace hvdtrain {
 namespace {
 
 constexpr size_t kSlotBytes = 1 << 16;
-constexpr int kRounds = 12;
+constexpr int kRounds = 14;
 
 void Check(bool is_right, const std::string& what) {
   if (is_right) return;
@@ -91,6 +91,8 @@ class Job {
   }
 
   int total() const { return total_; }
+  // Ranks of the first host.
+  int first_host() const { return sizes_[0]; }
   bool is_uniform() const { return smallest_ == largest_; }
   Segment& segment(int rank) { return *segments_[rank]; }
 
@@ -138,14 +140,11 @@ class Job {
 // Small integers, whose sums are exact in any order.
 float Value(int rank, int round, size_t i) { return (rank * 7 + round + i) % 13; }
 
-size_t Elements(std::mt19937& random) {
-  // From one number to several windows of a ring.
-  constexpr size_t kSizes[] = {1, 7, 1000, 16000, 60000, 300000, 5000000};
-  return kSizes[random() % 7] + random() % 5;
-}
+// From one number to several windows of a ring.
+constexpr size_t kSizes[] = {1, 7, 1000, 16000, 60000, 300000, 5000000};
 
 void Reduce(Job& job, int rank, int round, std::mt19937& random) {
-  const size_t elements = Elements(random), first = elements / 3;
+  const size_t elements = kSizes[round % 7] + random() % 5, first = elements / 3;
   const bool is_mean = random() % 2;
   std::vector<float> values(elements), result(elements);
   for (size_t i = 0; i < elements; ++i) values[i] = Value(rank, round, i);
@@ -201,6 +200,19 @@ void Mismatch(Job& job, int rank) {
         report.reason);
 }
 
+// All ranks of the first host have joined, and those of the others differ.
+void MismatchOfOthers(Job& job, int rank) {
+  const int joined = job.first_host();
+  if (job.total() < joined + 2) return;
+  const Reduction reduction{"sum", 1u + rank, [rank] { return std::to_string(rank); },
+                            tensorflow::DT_FLOAT, false, {}};
+  const Report report =
+      Allreduce(job.segment(rank), rank < joined ? nullptr : &reduction);
+  const std::string number = std::to_string(joined);
+  Check(report.outcome == Outcome::kMismatch, "no mismatch of the other hosts");
+  Check(report.reason.find("rank " + number + ": " + number) == 0, report.reason);
+}
+
 void Join(Job& job, int rank) {
   // The last rank reduces alone, before it joins as well.
   Segment& segment = job.segment(rank);
@@ -247,6 +259,7 @@ void Run(Job& job, int rank) {
   for (int round = 0; round < kRounds; ++round) {
     Reduce(job, rank, round, random);
     if (round % 5 == 0) Mismatch(job, rank);
+    if (round % 5 == 1) MismatchOfOthers(job, rank);
     if (round % 7 == 0) Join(job, rank);
     if (round % 3 == 0 && job.is_uniform()) Gather(job, rank, round, random);
   }

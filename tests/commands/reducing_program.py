@@ -1,4 +1,4 @@
-"""Steps of native reductions between hosts, with a fault of rank 1: test_host_faults.py.
+"""Native reductions between hosts, with a fault of rank 1: see test_host_faults.py.
 
 scripts/hosts.sh horovodrun --gloo -np 2 -H host1:1,host2:1 --network-interface eth0 \
   python tests/commands/reducing_program.py kill

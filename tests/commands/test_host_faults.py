@@ -1,7 +1,8 @@
 """Faults of one host while others reduce with it, between network namespaces.
 
-Hosts of one rank. The long tests run two hosts; HVDTRAIN_HOST_FAULT_TABLE=FILE runs eight
-as well, and writes the table of docs/troubleshooting.md to FILE.
+Hosts of one rank. The long tests run two hosts; HVDTRAIN_HOST_FAULT_TABLE=FILE runs
+eight as well, and writes the seconds of docs/troubleshooting.md to FILE, one row for
+each job.
 """
 
 import os
@@ -52,7 +53,9 @@ def test_a_fault_of_one_host(fault, hosts):
         check=False,
     )
     end, text = time.time(), done.stdout + done.stderr
-    seconds = end - float(re.search(r"fault at ([\d.]+)", text)[1])
+    begun = re.search(r"fault at ([\d.]+)", text)
+    assert begun, text
+    seconds = end - float(begun[1])
     assert re.search(CAUSES[fault], text), text
     if fault in ("late", "slow"):
         assert done.returncode == 0, text

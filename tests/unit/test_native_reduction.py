@@ -92,7 +92,7 @@ def test_native_reductions_that_are_asked_for_are_not_replaced(monkeypatch, two_
 @pytest.mark.parametrize(
     ("variables", "address"),
     [
-        ({"OMPI_MCA_btl_tcp_if_include": "127.0.0.0/8,eth9"}, "127.0.0.1"),
+        ({"OMPI_MCA_btl_tcp_if_include": "eth9,127.0.0.0/8"}, "127.0.0.1"),
         (
             {"OMPI_MCA_btl_tcp_if_include": "eth9", "HOROVOD_GLOO_IFACE": "lo"},
             "127.0.0.1",
@@ -278,6 +278,24 @@ def test_places_of_ranks(hosts, path):
     one_of_each = [hosts.index(host) for host in sorted(set(hosts))]
     assert first.peers == (one_of_each if len(one_of_each) > 1 else [])
     assert places_of([0, 1, 1], rank=2).peers == []
+
+
+def test_ranks_of_a_host_need_not_have_one_number_among_the_hosts():
+    # Host a has the ranks 0 and 3: MPI counts the second ranks of hosts by rank.
+    by_rank = [
+        RankPlace("a", 0, 0, [0], []),
+        RankPlace("b", 1, 0, [0], []),
+        RankPlace("b", 0, 1, [1], []),
+        RankPlace("a", 1, 1, [1], []),
+    ]
+    assert RankPlaces(by_rank, rank=0).hosts == [[0, 3], [1, 2]]
+    assert RankPlaces(by_rank, rank=2).peers == [3, 2]
+
+
+def test_a_wrong_network_is_an_error_that_falls_back(monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "10.0.0.0/33")
+    with pytest.raises(OSError, match="33"):
+        links.PeerListener()
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_numbers_of_ranks():

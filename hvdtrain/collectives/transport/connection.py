@@ -176,7 +176,9 @@ def _negotiate() -> Connection:
             [places.RankPlace(**place) for place in received], hvd.rank()
         )
         obstacle = all_places.obstacle
-        if library and not obstacle:
+        if obstacle:
+            _warn(obstacle)
+        elif library:
             key = hmac.digest(job_secret(), salts[0].encode(), "sha256")
             dial = functools.partial(_dial, listener, all_places, key)
             obstacle = _share(library.functions, all_places, dial)

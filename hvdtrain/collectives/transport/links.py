@@ -7,6 +7,7 @@ these are not encrypted.
 import contextlib
 import errno
 import ipaddress
+import itertools
 import os
 import pathlib
 import socket
@@ -28,6 +29,7 @@ _LATE = (TimeoutError, ConnectionResetError, ConnectionAbortedError, BrokenPipeE
 
 # Of Gloo, the interfaces; of Open MPI, interfaces or networks.
 _NETWORK_VARIABLES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include")
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _DEVICES = (pathlib.Path("/sys/class/infiniband"), pathlib.Path("/sys/class/cxi"))
 
 Socket = socket.socket
@@ -37,7 +39,7 @@ class PeerListener:
     """Accepts the connections of this rank's peers on other hosts."""
 
     def __init__(self) -> None:
-        """Listen on the interface of Gloo.
+        """Listen at the network that Gloo or Open MPI uses.
 
         Raises:
             OSError: the interface has no address.
@@ -138,30 +140,38 @@ def _own_address() -> str:
     """Return an address of this host at the network that Gloo or Open MPI uses."""
     chosen = next(filter(None, map(os.environ.get, _NETWORK_VARIABLES)), "")
     if chosen:
-        return _address_at(chosen.partition(",")[0])
+        return _address_at(chosen.split(","))
     address = socket.gethostbyname(socket.gethostname())
     # Debian gives a host's own name an address of the loopback interface.
     is_loopback = ipaddress.ip_address(address).is_loopback
     return (is_loopback and _routed_address()) or address
 
 
-def _address_at(network: str) -> str:
-    """Return an address of this host at an interface, or in a network 10.0.0.0/8."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for interface, entries in psutil.net_if_addrs().items():
+def _address_at(networks: Sequence[str]) -> str:
+    """Return an address of this host at the first interface or network that it has.
+
+    A network is written as 10.0.0.0/8.
+    """
+    interfaces = psutil.net_if_addrs()
+    for network, family in itertools.product(networks, _FAMILIES):
+        for interface, entries in interfaces.items():
             for entry in entries:
                 # An address with a scope, fe80::1%eth0, is not one for other hosts.
                 if entry.family != family or "%" in entry.address:
                     continue
                 if interface == network or _is_in(entry.address, network):
                     return entry.address
-    raise OSError(f"no network interface {network} has an IP address")
+    raise OSError(f"no network interface {','.join(networks)} has an IP address")
 
 
 def _is_in(address: str, network: str) -> bool:
-    return "/" in network and ipaddress.ip_address(address) in ipaddress.ip_network(
-        network, strict=False
-    )
+    if "/" not in network:
+        return False
+    try:
+        members = ipaddress.ip_network(network, strict=False)
+    except ValueError as error:
+        raise OSError(str(error)) from None
+    return ipaddress.ip_address(address) in members
 
 
 def _routed_address() -> str:

@@ -4,7 +4,8 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hvdtrain.handshake import Address
 
@@ -46,20 +47,27 @@ class RankPlaces:
     def hosts(self) -> list[list[int]]:
         """By host, its ranks in the order of their numbers within it.
 
-        Where all hosts have the same number of ranks, Horovod has numbered them. Else
-        their names tell which ranks are on one host.
+        Hosts are told apart by name, or, where several have one name, by Horovod's
+        numbers, which the ranks of a host share only if the hosts have equally many.
         """
-        pairs = {(place.host, place.local_rank) for place in self.by_rank}
-        numbers, local_ranks = map(set, zip(*pairs, strict=True))
-        is_uniform = pairs == set(itertools.product(numbers, local_ranks))
+        hosts = self._grouped(lambda place: place.hostname)
+        numbered = self._grouped(lambda place: place.host)
+        if not all(map(self._is_host, hosts)) and len({*map(len, numbered)}) == 1:
+            hosts = numbered
+        return sorted(hosts, key=lambda ranks: self.by_rank[ranks[0]].host)
+
+    def _grouped(self, key: Callable[[RankPlace], Any]) -> list[list[int]]:
         found = collections.defaultdict(list)
         for rank, place in enumerate(self.by_rank):
-            found[place.host if is_uniform else place.hostname].append(rank)
-        hosts = [
+            found[key(place)].append(rank)
+        return [
             sorted(ranks, key=lambda rank: self.by_rank[rank].local_rank)
             for ranks in found.values()
         ]
-        return sorted(hosts, key=lambda ranks: self.by_rank[ranks[0]].host)
+
+    def _is_host(self, ranks: list[int]) -> bool:
+        numbers = [self.by_rank[rank].local_rank for rank in ranks]
+        return numbers == list(range(len(ranks)))
 
     @property
     def host(self) -> int:
@@ -96,8 +104,7 @@ class RankPlaces:
     def obstacle(self) -> str:
         """Why hosts cannot reduce with each other, the same on all ranks."""
         for ranks in self.hosts:
-            numbers = [self.by_rank[rank].local_rank for rank in ranks]
-            if numbers != list(range(len(ranks))):
+            if not self._is_host(ranks):
                 name = self.by_rank[ranks[0]].hostname
                 return f"several hosts of different numbers of ranks are named {name}"
         return ""
