@@ -23,7 +23,7 @@ LOST = r"the connections? to ranks? (\d, )*1(, \d)* ha(s|ve) ended"
 CAUSES = {
     "kill": r"rank 1 on host2 was killed by (SIGKILL|a signal)",
     "stop": rf"{LOST}|Missing ranks: 1\b",
-    "cut": rf"{LOST}|Missing ranks: (\d, )*1\b|nothing has arrived from rank (\d, )*1\b",
+    "cut": rf"{LOST}|(Missing ranks:|from rank) (\d, )*1\b",
     "late": r"Missing ranks: 1\.",
     "slow": "",
 }
