@@ -195,7 +195,7 @@ def evaluated_weights(
 
 
 def _finalizes_weights(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the optimizer may assign to weights at the end of a `fit`."""
+    """Return whether the optimizer may assign to weights at the end of a `fit`."""
     inherited = keras.optimizers.Optimizer.finalize_variable_values
     own = type(optimizer).finalize_variable_values
     return getattr(optimizer, "use_ema", False) or own is not inherited
