@@ -36,6 +36,14 @@ _OWN_STEP = (
 )
 
 
+class _Default(int):
+    """The value of `model.jit_compile` where Keras has enabled XLA by default.
+
+    It is 1, not True: Keras stores it as if the user had passed it, and an assignment
+    of the object that an attribute has already, here of True, reaches no setter.
+    """
+
+
 @functools.cache
 def install() -> None:
     """Make models with a distributed optimizer compile gradients instead of steps.
@@ -47,13 +55,8 @@ def install() -> None:
     make, train_step = keras.Model.make_train_function, keras.Model.train_step
 
     @functools.wraps(resolve)
-    def resolve_auto(self: keras.Model) -> bool:
-        is_on = resolve(self)
-        # `compile` stores the result, which is then True as if the user had passed it.
-        # The same optimizer may be distributed later.
-        optimizer = getattr(self, "optimizer", None)
-        self._hvdtrain_default_xla = id(optimizer) if is_on else None
-        return is_on
+    def resolve_auto(self: keras.Model) -> bool | _Default:
+        return resolve(self) and _Default(True)
 
     @functools.wraps(make)
     def make_train_function(self: keras.Model, force: bool = False) -> None:
@@ -82,7 +85,7 @@ def install() -> None:
 
 def compiles_gradients(model: keras.Model) -> bool:
     """Return whether XLA compiles gradients, and not the steps that apply them."""
-    return model.jit_compile and is_distributed(model.optimizer)
+    return bool(model.jit_compile) and is_distributed(model.optimizer)
 
 
 def disable_default(model: keras.Model) -> None:
@@ -92,7 +95,7 @@ def disable_default(model: keras.Model) -> None:
     Rank 0 warns. Models that were compiled before `install` keep what Keras has chosen:
     it cannot be told from what a user has passed.
     """
-    is_default = getattr(model, "_hvdtrain_default_xla", None) == id(model.optimizer)
+    is_default = isinstance(model.jit_compile, _Default)
     if not (is_default and compiles_gradients(model)):
         return
     model.jit_compile = False

@@ -44,24 +44,18 @@ _RECORD = "verify.capture.record_steps"
 _EVALUATION = "verify.capture.note_other_loops"
 _ENABLE = "distribution.enabling.enable"
 _XLA = "keras.compiled_gradients.install"
+_SAVING = "keras.sharded_saving.install"
 
+# fmt: off
 # `build` of the attention layers is overridden, and Keras' `call` reads what it makes.
 _ATTENTION = (
     Seam("_get_common_kwargs_for_sublayer()", "Arguments of the projections."),
-    *(
-        Seam(
-            name,
-            "A sublayer that `build` makes, and `call` reads.",
-            is_optional=name == "_gate_dense",
-        )
-        for name in (
-            *("_query_dense", "_key_dense", "_value_dense", "_gate_dense"),
-            *("_output_dense", "_dropout_layer"),
-        )
-    ),
+    *(Seam(name, "A sublayer that `build` makes, and `call` reads.",
+           is_optional=name == "_gate_dense")
+      for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense",
+                   "_output_dense", "_dropout_layer")),
 )
 
-# fmt: off
 # By the class or module of Keras that has the name.
 SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.optimizers.Optimizer": (
@@ -72,14 +66,13 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Checks before a step, and that the step has reduced its gradients; a "
              "verification notes these gradients.",
              replaced_by=("verify.first_gradients.note_first_gradients", _HOOK)),
-        Seam("apply_gradients(grads_and_vars)", "Is not called in what XLA compiles.",
+        Seam("apply_gradients(grads_and_vars)", "Collects gradients in XLA.",
              replaced_by=("keras.compiled_gradients._collected",)),
         Seam("build(variables)",
              "Of the class: refuses fully sharded weights. A verification follows the "
              "optimizer; ShardedState builds slots for shards of the weights; the hook "
              "then sets their shardings.",
-             replaced_by=(_RECORD, "keras.sharded_saving.install", _SHARDED_STATE,
-                          _HOOK), is_ordered=True),
+             replaced_by=(_RECORD, _SAVING, _SHARDED_STATE, _HOOK), is_ordered=True),
         Seam("_clip_gradients(grads)",
              "Runs between accumulation and clipping, also where nothing is clipped: "
              "gradients are reduced here.",
@@ -100,21 +93,18 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Gathers the averages, of which each rank has its shards.",
              replaced_by=(_SHARDED_STATE,)),
         Seam("finalize_variable_values(var_list)", "Ends fit.", replaced_by=(_HOOK,)),
-        Seam("save_own_variables(store)", "Files hold full slots.",
-             replaced_by=("keras.sharded_saving.install",)),
+        Seam("save_own_variables(store)", "Saves full slots.", replaced_by=(_SAVING,)),
         Seam("load_own_variables(store)",
              "Takes this rank's shards of the full slots in a file.",
-             replaced_by=("keras.sharded_saving.install",)),
+             replaced_by=(_SAVING,)),
         Seam("_trainable_variables", "The weights: `apply` takes the same ones."),
         Seam("_trainable_variables_indices", "The place of the slots of a weight."),
-        Seam("_var_key(variable)", "Key of a weight: that of its shard.",
-             replaced_by=("keras.sharded_saving.install",)),
+        Seam("_var_key(variable)", "The key of its shard.", replaced_by=(_SAVING,)),
         Seam("_untrack_variable(variable)", "Removes full slots, for those of shards."),
         Seam("_exclude_from_weight_decay",
              "Keys of weights that do not decay, to which their shards are added.",
              is_optional=True),
-        Seam("_iterations",
-             "Counts micro-steps; the public `iterations` counts windows."),
+        Seam("_iterations", "Counts micro-steps; the public one counts windows."),
         Seam("_learning_rate", "The variable or schedule; the public name calls it."),
         Seam("_accumulated_gradients", "Sums of a window, which differ by rank."),
         Seam("_model_variables_moving_average",
@@ -150,8 +140,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=("keras.sharded_models.install",)),
         # Skipping and the comparison of samples may be in either order.
         Seam("train_step(data)",
-             "Leaves out losses that are not finite; compares samples along the axis "
-             "`model`; runs on several devices in the benchmark; of the class: in XLA.",
+             "Of the class: computes gradients in XLA. Leaves out losses that are not "
+             "finite; compares samples along the axis `model`; runs on several devices "
+             "in the benchmark.",
              replaced_by=(_XLA, "training.skipping.Skipping",
                           "keras.sharded_models.compare_along_model",
                           "benchmark.one_process.build",
@@ -162,9 +153,10 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         # before its first call; Keras makes another one where it is None.
         Seam("train_function(iterator)",
              "Builds the model or passes over batches before the first step. `compile` "
-             "removes it, which a training refuses.", replaced_by=(
-                 "training.loop.train", "keras.callbacks.fit_start.substitute")),
-        Seam("make_train_function(force)", "Without XLA.", replaced_by=(_XLA,)),
+             "removes it, which a training refuses. Warns of a user's train_step.",
+             replaced_by=(_XLA, "training.loop.train",
+                          "keras.callbacks.fit_start.substitute")),
+        Seam("make_train_function(force)", "Disables XLA in it.", replaced_by=(_XLA,)),
         Seam("train_on_batch(x, y, sample_weight, ...)",
              "A verification records its batches and steps, or replaces its batches; "
              "under keras.distribution its first step has the weights of rank 0.",
@@ -180,8 +172,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              replaced_by=("keras.optimizer.refuse_regularizers",)),
         Seam("reset_metrics()", "The states before it are averaged over the ranks.",
              replaced_by=("keras.callbacks.metric_average._KeptStates",)),
-        Seam("_initial_epoch",
-             "The epoch in which BackupAndRestore makes `fit` start."),
+        Seam("_initial_epoch", "The epoch where BackupAndRestore starts `fit`."),
         Seam("_compile_config", "The arguments of `compile`, functions as objects."),
         Seam("_compile_metrics", "The container of the metrics of `compile`."),
         Seam("_loss_tracker", "The mean of the losses, which a train_step updates."),
@@ -189,7 +180,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "keras.src.trainers.trainer.Trainer": (
         Seam("compile(optimizer, loss, ...)",
              "Distributes under keras.distribution.", replaced_by=(_ENABLE,)),
-        Seam("_resolve_auto_jit_compile()", "Is called for \"auto\" alone.",
+        Seam("_resolve_auto_jit_compile()",
+             "Tells what Keras has chosen from what a user has passed.",
              replaced_by=(_XLA,)),
     ),
     "keras.src.trainers.compile_utils.CompileMetrics": (
@@ -214,8 +206,11 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     ),
     **dict.fromkeys(
         ("keras.distribution.DataParallel", "keras.distribution.ModelParallel"),
-        (Seam("distribute_dataset(dataset)", "All ranks get equally many batches.",
-              replaced_by=(_ENABLE,)),)),
+        (
+            Seam("distribute_dataset(dataset)", "All ranks get equally many batches.",
+                 replaced_by=(_ENABLE,)),
+        ),
+    ),
     "keras.losses.Loss": (
         Seam("__call__(y_true, y_pred, sample_weight)",
              "A verification notes losses that are not means.", replaced_by=(_RECORD,)),
@@ -224,9 +219,12 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         Seam("on_train_batch_end(batch, logs)",
              "A verification records the steps of `fit`.", replaced_by=(_RECORD,)),
     ),
-    "keras.Sequential": (Seam("_functional", "The graph of a sequential model."),),
+    "keras.Sequential": (
+        Seam("_functional", "The graph of a sequential model."),
+    ),
     "keras.src.models.functional.Functional": (
-        Seam("_nodes_by_depth", "The calls of layers in the order of computation."),),
+        Seam("_nodes_by_depth", "The calls of layers in the order of computation."),
+    ),
     "keras.src.models.cloning": (
         Seam("_wrap_clone_function(clone_function, call_function, recursive, cache)",
              "A sharded layer has the config of the full layer.",
@@ -250,7 +248,9 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Keras' error for a file with another number of weights."),
         Seam("_inbound_nodes", "The outputs of a layer in a model, with their masks."),
     ),
-    "keras.layers.TextVectorization": (Seam("_lookup_layer", "Counts the words."),),
+    "keras.layers.TextVectorization": (
+        Seam("_lookup_layer", "Counts the words."),
+    ),
     "keras.utils.FeatureSpace": (
         Seam("_is_adapted", "Set after its layers are adapted one by one."),
         Seam("_sublayers_built", "As _is_adapted."),

@@ -1,5 +1,6 @@
 """The distributed optimizer in one process: its arguments, and saved models."""
 
+import json
 import os
 import subprocess
 import sys
@@ -132,6 +133,13 @@ def test_an_optimizer_that_skips_the_hook_is_not_silent():
         optimizer.apply_gradients([(np.ones(1, "float32"), variable)])
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """Keras finds a GPU."""
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda *_: [gpu])
+
+
 @pytest.mark.parametrize(
     ("arguments", "is_on", "warnings"),
     [
@@ -140,22 +148,43 @@ def test_an_optimizer_that_skips_the_hook_is_not_silent():
         ({"jit_compile": True}, True, 0),
     ],
 )
+@pytest.mark.usefixtures("gpu")
 def test_the_default_xla_of_gpus_is_disabled_with_a_warning(
-    monkeypatch, recwarn, arguments, is_on, warnings
+    recwarn, arguments, is_on, warnings
 ):
-    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda *_: [gpu])
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     # A call before this one has chosen otherwise.
     model.compile(hvd.DistributedOptimizer(sgd()), "mse")
     model.compile(hvd.DistributedOptimizer(sgd()), "mse", **arguments)
     assert model.jit_compile == (is_on or not arguments), "what Keras decides"
+    config = json.loads(json.dumps(model.get_compile_config()))
+    assert config["jit_compile"] == model.jit_compile
     for _ in range(2):
         hvd.callbacks.BroadcastGlobalVariablesCallback(0).set_model(model)
     assert model.jit_compile == is_on
     about_xla = [str(w.message) for w in recwarn if "XLA" in str(w.message)]
     assert len(about_xla) == warnings
     assert all("jit_compile=False" in text for text in about_xla)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("choose", "is_on"),
+    [
+        (lambda model: model.compile(model.optimizer, "mse", jit_compile=True), True),
+        (lambda model: setattr(model, "jit_compile", True), True),
+        (lambda model: model.compile(model.optimizer, "mse"), False),
+        # Keras resolves this one when the value is read.
+        (lambda model: setattr(model, "jit_compile", None), False),
+    ],
+)
+def test_xla_that_is_chosen_after_the_default_stays(choose, is_on):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(sgd(), "mse")
+    choose(model)
+    hvd.DistributedOptimizer(model.optimizer)
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0).set_model(model)
+    assert model.jit_compile == is_on
 
 
 def test_no_gradients_are_no_error():
