@@ -9,9 +9,10 @@ one function: all of them are computed before the first one is reduced.
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -30,10 +31,11 @@ _IS_OFF = (
     "warning."
 )
 _OWN_STEP = (
-    "XLA compiles nothing of {}.train_step, except a call of keras.Model.train_step: "
-    "it cannot compile the reduction of gradients. Compute the gradients of the step "
-    "in a tf.function(jit_compile=True), and pass jit_compile=False to model.compile()."
+    "XLA compiles nothing of {}.train_step: it cannot compile the reduction of "
+    "gradients. Call super().train_step, or compute the gradients of the step in a "
+    "tf.function(jit_compile=True), and pass jit_compile=False to model.compile()."
 )
+_Result = TypeVar("_Result")
 
 
 class _Default(int):
@@ -64,12 +66,15 @@ def install() -> None:
         if not compiles_gradients(self):
             make(self, force)
             return
-        warn_of_own_step(self)
+        before = self.train_function
         self.jit_compile = False
         try:
             make(self, force)
         finally:
             self.jit_compile = True
+        if self.train_function is not before:
+            function = warning_of_own_step(self, self.train_function)
+            replace(self, "train_function", function, by=install)
 
     @do_not_convert
     @functools.wraps(train_step)
@@ -104,10 +109,30 @@ def disable_default(model: keras.Model) -> None:
         warnings.warn(_IS_OFF.format(model.name), stacklevel=3)
 
 
-def warn_of_own_step(model: keras.Model) -> None:
-    """Warn on rank 0 if XLA may compile nothing of a user's `train_step`."""
-    if has_own_step(model) and global_process_set.rank() == 0:
-        warnings.warn(_OWN_STEP.format(type(model).__name__), stacklevel=3)
+def warning_of_own_step(
+    model: keras.Model, function: Callable[..., _Result]
+) -> Callable[..., _Result]:
+    """Return a function of training steps that warns if XLA compiles nothing of them.
+
+    That is where a user's `train_step` does not call the one of Keras. The first call,
+    which traces the step, warns on rank 0.
+
+    Args:
+        model: a compiled model.
+        function: takes steps with `model.train_step`.
+    """
+    if not (compiles_gradients(model) and has_own_step(model)):
+        return function
+    calls = itertools.count()
+
+    def take_steps(*args: Any) -> _Result:
+        result = function(*args)
+        is_in_xla = getattr(model, "_hvdtrain_step_in_xla", False)
+        if not (next(calls) or is_in_xla or global_process_set.rank()):
+            warnings.warn(_OWN_STEP.format(type(model).__name__), stacklevel=2)
+        return result
+
+    return take_steps
 
 
 def has_own_step(model: keras.Model) -> bool:
@@ -131,6 +156,7 @@ def _train_step(
 
     compiled = tf.function(compute, jit_compile=True, reduce_retracing=True)
     logs, gradients = compiled(data)
+    model._hvdtrain_step_in_xla = True
     if variables:
         model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
     return logs

@@ -47,8 +47,6 @@ def make_steps(
         step_variables.note_graph()
         return logs
 
-    if compiled_gradients.compiles_gradients(model):
-        compiled_gradients.warn_of_own_step(model)
     if model.run_eagerly:
         # A trace repeats the side effects of the step in Python.
         if step_variables.are_stored:
@@ -57,6 +55,7 @@ def make_steps(
     # The step reduces gradients, which XLA cannot: it compiles what is inside of it.
     step = tf.function(train_step, reduce_retracing=True)
     take = _compiled_steps(step, batches.iterator, is_one=steps_per_execution == 1)
+    take = compiled_gradients.warning_of_own_step(model, take)
     return lambda steps: take(batches.take_first(), np.int32(steps))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -224,7 +225,8 @@ def test_a_step_that_calls_the_one_of_keras():
     watched = Watched()
     inputs, labels = oracle.samples(1)
     model = Scaled([*oracle.build_model().layers, watched])
-    with warns_on_rank_0("Scaled"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "XLA compiles nothing")
         train_shard(model, keras.optimizers.SGD(0.1), inputs, labels)
     assert watched.traces[True]
     expected = oracle.build_model()
