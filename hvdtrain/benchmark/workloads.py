@@ -183,7 +183,14 @@ def _load_function(
     def call() -> tuple[keras.Model, Callable[[int, int], Batch] | None]:
         with _failures_of_user_code(name):
             made = function()
-        model, samples = made if isinstance(made, tuple) else (made, None)
+        returned = made if isinstance(made, tuple) else (made, None)
+        if len(returned) != 2 or not (returned[1] is None or callable(returned[1])):
+            types = ", ".join(type(each).__name__ for each in returned)
+            raise JobError(
+                f"Received a tuple of ({types}) from --workload={name}; expected a "
+                "compiled Keras model, or a tuple of it and a function of samples."
+            )
+        model, samples = returned
         if not isinstance(model, keras.Model) or not model.compiled:
             raise JobError(
                 f"Received {type(model).__name__} from --workload={name}; expected a "
@@ -200,14 +207,16 @@ def _load_function(
     if samples:
         with _failures_of_user_code(name):
             batch = samples(batch_size, rank)
+        origin = "its own"
     else:
         batch = _synthetic_batch(model, batch_size, name)
+        origin = "synthetic"
     inputs = keras.tree.flatten(batch[0])
     shape = " and ".join("x".join(map(str, each.shape[1:])) for each in inputs)
     workload = Workload(
         build=lambda learning_rate_factor=1: call()[0],
         batch=batch,
-        note=f"synthetic, {shape}",
+        note=f"{origin}, {shape}",
     )
     return workload, [tuple(weight.shape) for weight in model.weights]
 

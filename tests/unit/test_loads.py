@@ -55,7 +55,7 @@ def test_a_workload_with_samples_of_its_own(monkeypatch):
     monkeypatch.setattr(keras_loads, "small", small_dlrm, raising=False)
     name = "benchmarks.keras_loads:small"
     workload, shapes = workloads._load_function(name, 6, 1)
-    assert workload.note == "synthetic, 2 and 3"
+    assert workload.note == "its own, 2 and 3"
     assert shapes[0] == (2, 5)
     expected = DLRM.samples(6, seed=1)
     for found, array in zip(
@@ -65,6 +65,15 @@ def test_a_workload_with_samples_of_its_own(monkeypatch):
     model = workload.build(2)
     history = model.fit(workload.constant_batches(2).take(1), verbose=0)
     assert 0 < history.history["loss"][0] < 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "types"), [(("a",), "str"), (("a", 1), "str, int"), ((), "")]
+)
+def test_a_workload_that_returns_another_tuple(monkeypatch, returned, types):
+    monkeypatch.setattr(keras_loads, "wrong", lambda: returned, raising=False)
+    with pytest.raises(JobError, match=rf"Received a tuple of \({types}\) from --work"):
+        workloads._load_function("benchmarks.keras_loads:wrong", 6, 1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "dlrm"])
