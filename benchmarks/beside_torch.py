@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks import load_options, report, torch_run
-from benchmarks.load_options import KINDS, TORCH_KINDS, LoadOptions, Run
+from benchmarks.load_options import KERAS_KINDS, TORCH_KINDS, LoadOptions, Run
 from hvdtrain import flag_fields, program
 from hvdtrain.benchmark import records, tables
 from hvdtrain.benchmark.figures import Figures, median_ratio
@@ -32,6 +32,7 @@ _THEIRS = (
     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
     *(f"--nproc-per-node={_RANKS}", "-m"),
 )
+_KINDS = {load: [*KERAS_KINDS[load], *TORCH_KINDS[load]] for load in KERAS_KINDS}
 # Runs by kind, one for each round.
 Runs = Mapping[str, Sequence[Run]]
 
@@ -49,17 +50,13 @@ def main() -> None:
     options = flag_fields.read_flags(BesideOptions)
     torch_run.check_torch()
     records.check_json(options.json)
-    kinds = list(options.kinds or KINDS[options.load])
-    if wrong := [kind for kind in kinds if kind not in KINDS[options.load]]:
-        raise JobError(
-            f"Received --kinds={','.join(wrong)} with --load={options.load}; expected "
-            f"some of {', '.join(KINDS[options.load])}."
-        )
+    kinds = list(options.kinds or _KINDS[options.load])
+    options.check("kinds", kinds, _KINDS)
     runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
     for number in range(options.rounds):
         # The reverse order in every other round: a drift of the speed cancels.
         for kind in kinds[:: -1 if number % 2 else 1]:
-            runs[kind].append(_train(dataclasses.replace(options, kind=kind)))
+            runs[kind].append(_train(options, kind))
     figures = summarize(runs)
     print(table(figures), flush=True)
     if options.json:
@@ -67,16 +64,17 @@ def main() -> None:
         records.write_json(options.json, {"flags": flags, "kinds": figures})
 
 
-def _train(options: LoadOptions) -> Run:
+def _train(options: BesideOptions, kind: str) -> Run:
     """Return the figures of a job that trains one kind."""
-    is_torch = options.kind in TORCH_KINDS
+    is_torch = kind in TORCH_KINDS[options.load]
     launcher, name = (_THEIRS, "torch_run") if is_torch else (_OURS, "keras_run")
     fields = [field.name for field in dataclasses.fields(LoadOptions)]
+    given = {field: getattr(options, field) for field in fields}
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory, "figures.json")
-        own = dataclasses.replace(options, json=str(path))
+        given |= {"kind": kind, "json": str(path)}
         command = [*launcher, f"benchmarks.{name}"]
-        command += [f"--{field}={getattr(own, field)}" for field in fields]
+        command += [f"--{field}={value}" for field, value in given.items()]
         job = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if job.returncode:
             raise JobError(f"{' '.join(command)} ended with {job.returncode}.")
@@ -98,7 +96,7 @@ def summarize(runs: Runs) -> dict[str, Figures]:
     peaks = {
         kind: [max(run.peak_resident) for run in each] for kind, each in runs.items()
     }
-    torch = [kind for kind in runs if kind in TORCH_KINDS]
+    torch = _of_torch(runs)
     return {
         kind: {
             "samples_per_second": statistics.median(speeds[kind]),
@@ -112,6 +110,11 @@ def summarize(runs: Runs) -> dict[str, Figures]:
     }
 
 
+def _of_torch(kinds: Iterable[str]) -> list[str]:
+    of_torch = set().union(*TORCH_KINDS.values())
+    return [kind for kind in kinds if kind in of_torch]
+
+
 def _ratios(
     values: Mapping[str, Sequence[float]], kind: str, others: Iterable[str]
 ) -> dict[str, float]:
@@ -120,7 +123,7 @@ def _ratios(
 
 def table(figures: Mapping[str, Figures]) -> str:
     """Return the table of the figures of all kinds."""
-    others = [kind for kind in figures if kind in TORCH_KINDS]
+    others = _of_torch(figures)
     heads = ["samples/s", "parameters", "peak resident"]
     heads += [f"speed, memory / {kind}" for kind in others]
     lines = [report.line(f"{'':<12}", heads)]

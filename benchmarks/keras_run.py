@@ -6,14 +6,14 @@ mpirun -np 2 python -m benchmarks.keras_run --load=dlrm --kind=row
 """
 
 from benchmarks import load_options
-from benchmarks.load_options import LoadOptions
+from benchmarks.load_options import KERAS_KINDS, TrainingOptions
 from hvdtrain import environment, flag_fields, job, program
 from hvdtrain.benchmark import records
 
 
 def main() -> None:
     """Train, print a line, and write the file."""
-    options = flag_fields.read_flags(LoadOptions)
+    options = flag_fields.read_flags(TrainingOptions).of(KERAS_KINDS)
     records.check_json(options.json)
     environment.set_default_stall_limits(environment.BENCHMARK_LIMITS)
     world = job.start()
@@ -27,5 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flag_fields.define_flags(LoadOptions, load_options.CHECKS)
+    flag_fields.define_flags(TrainingOptions, load_options.CHECKS)
     program.run(main, page=__doc__)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from benchmarks import keras_loads
-from benchmarks.load_options import LoadOptions, Run
+from benchmarks.load_options import Run, TrainingOptions
 from benchmarks.loads import BATCHES, Gpt2
 from hvdtrain.benchmark import variants
 from hvdtrain.benchmark.benchmark_options import BenchmarkOptions
@@ -19,7 +19,7 @@ from hvdtrain.job.agreement import fail_together, gather
 _NAME = "train"
 
 
-def measure(options: LoadOptions, world: World) -> Run:
+def measure(options: TrainingOptions, world: World) -> Run:
     """Train with `training.train_and_evaluate`. A collective.
 
     Returns:

@@ -9,14 +9,14 @@ python -m torch.distributed.run --standalone --nproc-per-node=2 \
 import importlib.util
 
 from benchmarks import load_options
-from benchmarks.load_options import LoadOptions
+from benchmarks.load_options import TORCH_KINDS, TrainingOptions
 from hvdtrain import flag_fields, program
 from hvdtrain.job import JobError
 
 
 def main() -> None:
     """Train, print a line, and write the file."""
-    options = flag_fields.read_flags(LoadOptions)
+    options = flag_fields.read_flags(TrainingOptions).of(TORCH_KINDS)
     check_torch()
     # Not at the top: PyTorch may not be installed.
     from benchmarks import torch_training
@@ -36,5 +36,5 @@ def check_torch() -> None:
 
 
 if __name__ == "__main__":
-    flag_fields.define_flags(LoadOptions, load_options.CHECKS)
+    flag_fields.define_flags(TrainingOptions, load_options.CHECKS)
     program.run(main, page=__doc__)

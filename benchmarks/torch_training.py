@@ -13,14 +13,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.load_options import LoadOptions, Run
+from benchmarks.load_options import Run, TrainingOptions
 from benchmarks.loads import BATCHES, Dlrm, Gpt2
 from benchmarks.torch_loads import DlrmModule, Gpt2Module
 
 _WARM_UP_STEPS = 3
 
 
-def measure(options: LoadOptions) -> tuple[int, Run]:
+def measure(options: TrainingOptions) -> tuple[int, Run]:
     """Train the twin of a Keras model on the processes that torchrun has started.
 
     Returns:
@@ -53,14 +53,14 @@ def measure(options: LoadOptions) -> tuple[int, Run]:
     )
 
 
-def _module(load: Gpt2 | Dlrm, options: LoadOptions) -> nn.Module:
+def _module(load: Gpt2 | Dlrm, options: TrainingOptions) -> nn.Module:
     if isinstance(load, Gpt2):
         return Gpt2Module(load)
     return DlrmModule(load, sparse=options.kind == "ddp_sparse")
 
 
 def _make_step(
-    load: Gpt2 | Dlrm, module: nn.Module, options: LoadOptions
+    load: Gpt2 | Dlrm, module: nn.Module, options: TrainingOptions
 ) -> Callable[[tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]:
     """Return a function that takes a step and returns the loss."""
     # A view spares a copy of all gradients; sparse ones have none.
@@ -91,7 +91,7 @@ def compute_loss(
 
 
 def _optimizer(
-    load: Gpt2 | Dlrm, module: nn.Module, options: LoadOptions
+    load: Gpt2 | Dlrm, module: nn.Module, options: TrainingOptions
 ) -> torch.optim.Optimizer:
     if isinstance(load, Dlrm):
         return torch.optim.SGD(module.parameters(), load.learning_rate)

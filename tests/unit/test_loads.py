@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import beside_torch, keras_loads, torch_run
-from benchmarks.load_options import Run
+from benchmarks.load_options import KERAS_KINDS, TORCH_KINDS, Run, TrainingOptions
 from benchmarks.loads import Dlrm, Gpt2
 from hvdtrain.benchmark import workloads
 from hvdtrain.job import JobError
@@ -97,6 +97,29 @@ def test_the_twin_computes_the_same(name):
     assert float(model.compute_loss(x, y, model(x))) == pytest.approx(
         loss.item(), rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "expected"),
+    [
+        (KERAS_KINDS, {"kind": "row"}, "kind=row with --load=gpt2; .* replicated, st"),
+        (KERAS_KINDS, {"load": "dlrm", "kind": "ddp"}, "kind=ddp with --load=dlrm"),
+        (TORCH_KINDS, {"kind": "replicated"}, "kind=replicated .* expected ddp, zero"),
+        (TORCH_KINDS, {"load": "dlrm", "kind": "zero"}, "kind=zero .* ddp, ddp_spa"),
+        (TORCH_KINDS, {"load": "dlrm", "dtype": "bfloat16"}, "bfloat16 .* float32"),
+    ],
+)
+def test_a_training_that_a_program_has_not(kinds, options, expected):
+    with pytest.raises(JobError, match=expected):
+        TrainingOptions(**options).of(kinds)
+
+
+def test_the_default_kind_of_a_program():
+    options = TrainingOptions(dtype="bfloat16")
+    assert [options.of(each).kind for each in (KERAS_KINDS, TORCH_KINDS)] == [
+        "replicated",
+        "ddp",
+    ]
 
 
 def test_figures_of_paired_rounds():
