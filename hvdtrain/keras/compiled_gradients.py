@@ -41,8 +41,8 @@ _Result = TypeVar("_Result")
 class _Default(int):
     """The value of `model.jit_compile` where Keras has enabled XLA by default.
 
-    It is 1, not True: Keras stores it as if the user had passed it, and an assignment
-    of the object that an attribute has already, here of True, reaches no setter.
+    It equals True, and is another object: Keras stores it as if the user had passed it,
+    and TensorFlow ignores an assignment of the object that an attribute has already.
     """
 
 
