@@ -355,9 +355,8 @@ def _look_up_replicated(table: keras.layers.Embedding, ids: tf.Tensor) -> tf.Ten
         return keras.layers.Embedding.call(table, ids)
     # tf.gather on the variable itself reads these rows only. Keras' take reads the
     # table, and an update of a table that a step has read copies it.
-    return tf.gather(
-        table.embeddings.value, tf.where(ids < 0, ids + table.input_dim, ids)
-    )
+    ids = tf.where(ids < 0, ids + table.input_dim, ids)
+    return tf.cast(tf.gather(table.embeddings.value, ids), table.compute_dtype)
 
 
 def _reshape_rows(

@@ -80,6 +80,7 @@ def test_lines_are_as_documented(make, tmp_path):
                 "hosts": ["node1", "node1"],
                 "threads": [1, 1],
                 "versions": {"Keras": "3"},
+                "compiles_gradients": False,
                 "checkpoint": "",
                 "replicas_before": None,
                 "process_seconds": 4.5,

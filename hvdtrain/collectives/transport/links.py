@@ -161,7 +161,7 @@ def _address_at(networks: Sequence[str]) -> str:
                     continue
                 if interface == network or _is_in(entry.address, network):
                     return entry.address
-    raise OSError(f"no network interface {','.join(networks)} has an IP address")
+    raise OSError(f"the network interface {' or '.join(networks)} has no IP address")
 
 
 def _is_in(address: str, network: str) -> bool:
