@@ -43,9 +43,8 @@ std::string ExchangeChunk(Segment& segment, const Gathering& gathering,
     transfers[host].out = {{segment.slot(segment.rank()),
                             counts[segment.number(segment.rank())] * bytes}};
   }
-  const std::string lost = segment.links()->Exchange(
-      std::move(transfers), segment, gathering.name, Stage::kSums);
-  return lost.empty() ? "" : segment.Lose(lost);
+  return segment.links()->Exchange(std::move(transfers), segment, gathering.name,
+                                   Stage::kSums);
 }
 
 // Copies a chunk of each rank, which has `counts` elements, to the tensors.

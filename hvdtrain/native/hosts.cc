@@ -212,9 +212,7 @@ std::string Hosts::ExchangeTexts(const std::string& mine,
 
 std::string Hosts::Exchange(std::vector<Transfer> transfers, Stage stage) {
   if (count() == 1) return "";
-  const std::string lost =
-      segment_.links()->Exchange(std::move(transfers), segment_, name_, stage);
-  return lost.empty() ? "" : segment_.Lose(lost);
+  return segment_.links()->Exchange(std::move(transfers), segment_, name_, stage);
 }
 
 }  // namespace hvdtrain

@@ -217,6 +217,12 @@ void Links::Close() {
 
 std::string Links::Exchange(std::vector<Transfer> transfers, Segment& segment,
                             const std::string& operation, Stage stage) {
+  const std::string lost = Run(std::move(transfers), segment, operation, stage);
+  return lost.empty() ? "" : segment.Lose(lost);
+}
+
+std::string Links::Run(std::vector<Transfer> transfers, Segment& segment,
+                       const std::string& operation, Stage stage) {
   std::vector<Progress> progress;
   for (int host = 0; host < hosts(); ++host) {
     progress.emplace_back(sockets_[host], std::move(transfers[host]));

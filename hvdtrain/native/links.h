@@ -49,11 +49,10 @@ class Links {
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
 
-  int host() const { return host_; }
   int hosts() const { return sockets_.size(); }
 
-  // Blocks until all of `transfers`, one for each host, are complete. Returns the reason
-  // if a connection has ended, a rank of this host has reported a failure, or no bytes of
+  // Blocks until all of `transfers`, one for each host, are complete. Returns the reason,
+  // after which the segment is lost, if a connection has ended, a rank of this host has reported a failure, or no bytes of
   // `operation` have arrived or left in time. A rank of this host that was killed is
   // found by the next barrier instead, whose time counts from its start.
   std::string Exchange(std::vector<Transfer> transfers, Segment& segment,
@@ -73,6 +72,8 @@ class Links {
 
  private:
   class Progress;
+  std::string Run(std::vector<Transfer> transfers, Segment& segment,
+                  const std::string& operation, Stage stage);
   // Sends and receives what is possible without blocking, at the hosts that have
   // `events`. Returns the reason if a connection has ended.
   std::string Advance(std::vector<Progress>& progress,

@@ -109,7 +109,7 @@ std::string DescribeMismatch(Segment& segment, Hosts& hosts,
   std::vector<std::string> own;
   std::string lost = GatherTexts(segment, active, mine, true, &own);
   if (!lost.empty()) return lost;
-  const bool is_connected = segment.spread().hosts == 1 || segment.links() != nullptr;
+  const bool is_connected = segment.rank() < segment.parts();
   if (is_connected) {
     std::vector<std::string> written;
     lost = hosts.ExchangeTexts(Write(segment, active, own), &written);

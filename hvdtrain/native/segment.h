@@ -85,9 +85,8 @@ class Segment {
   int number(int rank) const { return spread_.rank(spread_.host, rank); }
   const Limits& limits() const { return limits_; }
   const Spread& spread() const { return spread_; }
-  // In how many parts the ranks of a node add up tensors: those with links, if the job
-  // has several nodes.
-  int parts() const { return spread_.hosts == 1 ? size_ : spread_.smallest; }
+  // In how many parts the ranks of a node add up tensors: those that each node has.
+  int parts() const { return spread_.smallest; }
   Links* links() { return links_.get(); }
   size_t slot_bytes() const { return slot_bytes_; }
   Member& member(int rank) { return members_[rank]; }
