@@ -9,9 +9,10 @@ root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 cd "$root"
 export PATH="${HVDTRAIN_ENVIRONMENT:-$root/.venv}/bin:$PATH"
 
-# One host; two that are alike; hosts of different numbers of ranks.
-jobs=("4" "2 2" "3 2" "1 1 2")
-sources=(hvdtrain/native/{dtypes,gathering,hosts,links,mismatch,reduction,ring,segment}.cc)
+# One host; two that are alike; hosts of different numbers of ranks; so many that not all
+# are connected.
+jobs=("4" "2 2" "3 2" "1 1 2" "1 1 1 1 1 1 2 1 1 1 1 1 1 1 1 1 1 1 1")
+sources=(hvdtrain/native/{dtypes,gathering,hosts,links,mismatch,reduction,ring,rounds,segment}.cc)
 kinds=("$@")
 ((${#kinds[@]})) || kinds=(thread address)
 

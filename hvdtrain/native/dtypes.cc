@@ -13,11 +13,11 @@ namespace {
 constexpr size_t kBlock = 1024;
 
 // The accumulators of half precision are float32: one rounding for any number of ranks.
-template <typename T, typename Accumulator>
+template <typename T, typename Accumulator, typename Result>
 void SumOf(const std::vector<const char*>& slots, size_t offset, size_t elements,
            double divisor, char* result) {
   Accumulator total[kBlock];
-  T* const output = reinterpret_cast<T*>(result) + offset;
+  Result* const output = reinterpret_cast<Result*>(result) + offset;
   for (size_t start = 0; start < elements; start += kBlock) {
     const size_t count = std::min(kBlock, elements - start);
     const auto input = [&](const char* slot) {
@@ -32,13 +32,18 @@ void SumOf(const std::vector<const char*>& slots, size_t offset, size_t elements
     if (divisor != 1) {
       for (size_t i = 0; i < count; ++i) total[i] /= static_cast<Accumulator>(divisor);
     }
-    for (size_t i = 0; i < count; ++i) output[start + i] = static_cast<T>(total[i]);
+    for (size_t i = 0; i < count; ++i) output[start + i] = static_cast<Result>(total[i]);
   }
 }
 
 template <typename T, typename Accumulator = T>
 const Dtype* Entry() {
-  static constexpr Dtype entry{sizeof(T), SumOf<T, Accumulator>};
+  static constexpr Dtype entry{sizeof(T),
+                               SumOf<T, Accumulator, T>,
+                               sizeof(Accumulator),
+                               SumOf<T, Accumulator, Accumulator>,
+                               SumOf<Accumulator, Accumulator, Accumulator>,
+                               SumOf<Accumulator, Accumulator, T>};
   return &entry;
 }
 

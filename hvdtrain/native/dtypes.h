@@ -19,6 +19,10 @@ using Sum = void (*)(const std::vector<const char*>& slots, size_t offset,
 struct Dtype {
   size_t bytes;  // of an element
   Sum sum;
+  // Of a sum to which more is added: in float32 for 16-bit values. The three functions
+  // add values to a sum, such sums to one, and such sums to a value.
+  size_t partial_bytes;
+  Sum to_partial, sum_partials, from_partials;
 };
 
 // nullptr for a dtype that cannot be reduced.

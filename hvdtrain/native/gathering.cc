@@ -6,6 +6,7 @@
 
 #include "hosts.h"
 #include "links.h"
+#include "rounds.h"
 
 namespace hvdtrain {
 namespace {
@@ -32,19 +33,16 @@ std::string ExchangeChunk(Segment& segment, const Gathering& gathering,
                           const std::vector<size_t>& counts,
                           std::vector<Block>* received) {
   const Spread& spread = segment.spread();
-  if (spread.hosts == 1) return "";
-  const size_t bytes = gathering.element_bytes;
-  std::vector<Transfer> transfers(spread.hosts);
+  std::vector<Message> messages;
   for (int host = 0; host < spread.hosts; ++host) {
-    if (host == spread.host) continue;
-    const int peer = spread.rank(host, spread.place);
-    (*received)[host] = segment.links()->Buffer(host, counts[peer] * bytes);
-    transfers[host].in = {(*received)[host]};
-    transfers[host].out = {{segment.slot(segment.rank()),
-                            counts[segment.number(segment.rank())] * bytes}};
+    const int rank = spread.rank(host, spread.place);
+    const size_t bytes = counts[rank] * gathering.element_bytes;
+    Block& block = (*received)[host];
+    block = host == spread.host ? Block{segment.slot(segment.rank()), bytes}
+                                : segment.links()->Buffer(host, bytes);
+    messages.push_back({{}, [&block](int) { return block; }});
   }
-  return segment.links()->Exchange(std::move(transfers), segment, gathering.name,
-                                   Stage::kSums);
+  return GatherMessages(segment, gathering.name, Stage::kSums, messages);
 }
 
 // Copies a chunk of each rank, which has `counts` elements, to the tensors.

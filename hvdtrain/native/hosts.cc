@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "rounds.h"
+
 namespace hvdtrain {
 namespace {
 
@@ -68,20 +70,17 @@ std::string Hosts::ExchangeCallsOfHosts(const Call& mine, char* sums) {
   Links& links = *segment_.links();
   links.idle_rounds = mine.active > 0 ? 0 : links.idle_rounds + 1;
   calls_[host_].idle_rounds = links.idle_rounds;
-  std::vector<Transfer> transfers(count());
+  std::vector<Message> messages;
   for (int host = 0; host < count(); ++host) {
-    if (host == host_) continue;
-    Transfer& transfer = transfers[host];
-    transfer.out = {{reinterpret_cast<char*>(&calls_[host_]), sizeof(Call)}};
-    transfer.out.push_back(Sent(mine, host, sums));
-    transfer.in = {{reinterpret_cast<char*>(&calls_[host]), sizeof(Call)}};
+    char* const call = reinterpret_cast<char*>(&calls_[host]);
     // What follows depends on the call of that host, also where it is another one.
-    transfer.then_receive = [this, &links, host, is_next = true]() mutable -> Block {
-      if (!std::exchange(is_next, false)) return {nullptr, 0};
-      return links.Buffer(host, Sent(calls_[host], host_, nullptr).bytes);
+    const auto body = [this, &links, host, sums](int to) {
+      const Block sent = Sent(calls_[host], to, sums);
+      return host == host_ ? sent : links.Buffer(host, sent.bytes);
     };
+    messages.push_back({{call, sizeof(Call)}, body});
   }
-  return Exchange(std::move(transfers), Stage::kCalls);
+  return GatherMessages(segment_, name_, Stage::kCalls, messages);
 }
 
 Called Hosts::Conclude() const {
@@ -105,23 +104,23 @@ Called Hosts::Conclude() const {
 }
 
 bool Hosts::SendsSums(const Call& call) const {
-  return call.active > 0 && !call.has_differences && !IsLarge(call);
+  return call.active > 0 && !call.has_differences && !IsInWindows(call);
 }
 
-bool Hosts::IsLarge(const Call& call) const {
+bool Hosts::IsInWindows(const Call& call) const {
   const Way way = WayOf(call);
-  return way == Way::kScatterWindows || way == Way::kRing;
+  return way != Way::kGather && way != Way::kScatter;
 }
 
 Way Hosts::WayOf(const Call& call) const {
   const Dtype& dtype = DtypeOf(call);
   const size_t bytes = call.elements * dtype.bytes, own = bytes / segment_.parts();
-  if (bytes > segment_.slot_bytes()) {
-    // In a ring, each host would round the sums of the ones before it.
-    const bool is_in_ring = own > kScatterBytes && dtype.bytes >= 4;
-    return is_in_ring ? Way::kRing : Way::kScatterWindows;
-  }
-  return (count() - 1) * own <= kGatherBytes ? Way::kGather : Way::kScatter;
+  const bool fits = bytes <= segment_.slot_bytes();
+  if (fits && (count() - 1) * own <= kGatherBytes) return Way::kGather;
+  // In a ring, each host would round the sums of the ones before it.
+  if (own > kScatterBytes && dtype.bytes >= 4) return Way::kRing;
+  if (count() > kDirectHosts) return Way::kRounds;
+  return fits ? Way::kScatter : Way::kScatterWindows;
 }
 
 Block Hosts::Sent(const Call& call, int host, char* data) const {
@@ -137,7 +136,13 @@ Block Hosts::Sent(const Call& call, int host, char* data) const {
 std::string Hosts::Sum(const Dtype& dtype, char* data, size_t elements, double divisor) {
   if (segment_.links() == nullptr) return "";
   const Way way = WayOf(called_.first);
-  if (way == Way::kRing) return SumInRing(dtype, data, elements, divisor);
+  if (way == Way::kRing || way == Way::kRounds) {
+    // A host without active ranks passes on the sums of the others.
+    if (calls_[host_].active == 0) memset(data, 0, elements * dtype.bytes);
+    return way == Way::kRing
+               ? SumInRing(dtype, data, elements, divisor)
+               : SumInRounds(segment_, name_, dtype, data, elements, divisor);
+  }
   if (way != Way::kGather) {
     return SumBlocks(dtype, data, elements, divisor, way == Way::kScatter);
   }
@@ -181,11 +186,9 @@ std::string Hosts::SumBlocks(const Dtype& dtype, char* data, size_t elements,
 
 std::string Hosts::SumInRing(const Dtype& dtype, char* data, size_t elements,
                              double divisor) {
-  // A host without active ranks passes on the sums of the others.
-  if (calls_[host_].active == 0) memset(data, 0, elements * dtype.bytes);
   const Block fragment = segment_.links()->Buffer(host_, kFragmentBytes);
   Ring ring(host_, count(), dtype, data, elements, divisor, fragment);
-  return Exchange(ring.Transfers(), Stage::kRing);
+  return Exchange(ring.Transfers(), Stage::kRelayedSums);
 }
 
 std::string Hosts::ExchangeTexts(const std::string& mine,
@@ -193,25 +196,20 @@ std::string Hosts::ExchangeTexts(const std::string& mine,
   texts->resize(count());
   (*texts)[host_] = mine;
   std::vector<uint64_t> bytes(count(), mine.size());
-  std::vector<Transfer> transfers(count());
+  std::vector<Message> messages;
   for (int host = 0; host < count(); ++host) {
-    if (host == host_) continue;
-    Transfer& transfer = transfers[host];
-    transfer.out = {{reinterpret_cast<char*>(&bytes[host_]), sizeof(uint64_t)},
-                    {(*texts)[host_].data(), mine.size()}};
-    transfer.in = {{reinterpret_cast<char*>(&bytes[host]), sizeof(uint64_t)}};
-    transfer.then_receive = [&bytes, texts, host, is_next = true]() mutable -> Block {
-      if (!std::exchange(is_next, false)) return {nullptr, 0};
+    const auto body = [&bytes, texts, host](int) -> Block {
       std::string& text = (*texts)[host];
       text.resize(bytes[host]);
       return {text.data(), text.size()};
     };
+    messages.push_back(
+        {{reinterpret_cast<char*>(&bytes[host]), sizeof(uint64_t)}, body});
   }
-  return Exchange(std::move(transfers), Stage::kSums);
+  return GatherMessages(segment_, name_, Stage::kSums, messages);
 }
 
 std::string Hosts::Exchange(std::vector<Transfer> transfers, Stage stage) {
-  if (count() == 1) return "";
   return segment_.links()->Exchange(std::move(transfers), segment_, name_, stage);
 }
 

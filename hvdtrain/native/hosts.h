@@ -2,8 +2,8 @@
 // called, and the sums over hosts. A rank adds up its part of the tensors together with
 // the ranks of other hosts that have the same local rank.
 //
-// The order of a sum does not depend on time. It is that of the hosts, but for a ring:
-// see Ring. One host computes each element and sends it to all others, or, for small
+// The order of a sum does not depend on time. It is that of the hosts, but for a ring and
+// for rounds: see Ring and SumInRounds. One host computes each element and sends it to all others, or, for small
 // tensors, all compute the same: all ranks get the same bits.
 
 #ifndef HVDTRAIN_HOSTS_H_
@@ -33,6 +33,8 @@ enum class Way {
   kScatterWindows,
   // In windows, after the calls, in a ring.
   kRing,
+  // The same in rounds, where not all hosts are connected.
+  kRounds,
 };
 
 // What a rank waits for after its call.
@@ -53,9 +55,8 @@ class Hosts {
   // Whether a host with this call sends sums with it.
   bool SendsSums(const Call& call) const;
 
-  // Whether the tensors of a call go in windows, after the calls: they are more than a
-  // slot.
-  bool IsLarge(const Call& call) const;
+  // Whether the tensors of a call go in windows, after the calls.
+  bool IsInWindows(const Call& call) const;
 
   // Adds up the `elements` of all hosts at `data`, which are this rank's part or a window
   // of it, and divides the sums. Returns the reason of a failure.

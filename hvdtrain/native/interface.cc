@@ -12,6 +12,7 @@
 #include "links.h"
 #include "records.h"
 #include "reduction.h"
+#include "rounds.h"
 #include "tensorflow/core/lib/monitoring/collection_registry.h"
 
 namespace hvdtrain {
@@ -65,17 +66,23 @@ extern "C" {
 
 // A number that changes with these functions, with the operations, and with what ranks
 // send to each other; also in __init__.py.
-EXPORT int hvdtrain_interface() { return 15; }
+EXPORT int hvdtrain_interface() { return 16; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);
+}
+
+// Whether the ranks of two of `hosts` hosts are connected.
+EXPORT int hvdtrain_are_connected(int hosts, int one, int other) {
+  return hvdtrain::AreConnected(hosts, one, other);
 }
 
 // Maps the file `fd`, which the ranks of this node share. This rank is at `place` of
 // `host`. `ranks` has the ranks of each of `hosts` hosts, by place: `largest` numbers for
 // each host, -1 after the last rank of one; each host has at least `smallest`. `sockets`,
 // of which the process is not the owner any more, are connected to the ranks at this
-// place, by host: nullptr in a job of one host, and where not all have such a rank.
+// place, by host, -1 for hosts that are not connected: nullptr in a job of one host, and
+// where not all have such a rank.
 EXPORT const char* hvdtrain_connect(int fd, size_t slot_bytes, double spin_seconds,
                                     double warning_seconds, double failure_seconds,
                                     int hosts, int host, int place, int smallest,

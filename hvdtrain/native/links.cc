@@ -67,7 +67,7 @@ class Queue {
   }
 
  private:
-  static constexpr int kBlocks = 2;
+  static constexpr int kBlocks = 32;
 
   int Fill(iovec* vector, size_t limit) const {
     int count = 0;
@@ -109,10 +109,13 @@ class Links::Progress {
         out_(std::move(transfer.out)),
         in_(std::move(transfer.in)),
         then_receive_(std::move(transfer.then_receive)),
-        ready_(transfer.ready) {}
+        ready_(transfer.ready),
+        is_awaited_(!has_received()) {}
 
   bool is_complete() const { return out_.is_empty() && has_received(); }
   bool has_received() const { return in_.is_empty() && !then_receive_; }
+  // Whether all has arrived, and there was something.
+  bool has_come() const { return is_awaited_ && has_received(); }
   // Whether bytes of `out` may be sent since the last call of Send.
   bool is_fed() const { return ready_ != nullptr && may_send(); }
   // Whether the kernel takes no more of what may be sent, if Send was called before.
@@ -120,18 +123,19 @@ class Links::Progress {
     return !out_.is_empty() && (ready_ == nullptr || out_.moved() < *ready_);
   }
 
-  // Receives at most until `in` is empty, and then asks for one more block without
-  // receiving it, so that what has become ready is sent first. Returns false when the
+  // Receives at most until `in` is empty, and then asks for more without receiving it, so
+  // that what has become ready is sent first. Returns false when the
   // connection has ended.
   bool Receive() {
     const auto receive = [this](msghdr* message, int flags) {
       return recvmsg(socket_, message, flags);
     };
     if (!in_.Move(receive)) return false;
-    if (!in_.is_empty() || !then_receive_) return true;
-    const Block next = then_receive_();
-    if (next.bytes == 0) then_receive_ = nullptr;
-    in_.Add(next);
+    while (in_.is_empty() && then_receive_) {
+      const std::vector<Block> next = then_receive_();
+      if (next.empty()) then_receive_ = nullptr;
+      for (const Block& block : next) in_.Add(block);
+    }
     return true;
   }
 
@@ -164,9 +168,15 @@ class Links::Progress {
  private:
   const int socket_;
   Queue out_, in_;
-  std::function<Block()> then_receive_;
+  std::function<std::vector<Block>()> then_receive_;
   const size_t* const ready_;
+  const bool is_awaited_;
 };
+
+Stage Relayed(Stage stage) {
+  const bool is_call = stage == Stage::kCalls || stage == Stage::kRelayedCalls;
+  return is_call ? Stage::kRelayedCalls : Stage::kRelayedSums;
+}
 
 Links::Links(int host, std::vector<int> sockets, std::vector<int> ranks)
     : host_(host),
@@ -294,7 +304,8 @@ std::string Links::Failure(const std::vector<Progress>& progress,
 
 void Links::Warn(const std::vector<Progress>& progress, const Segment& segment,
                  const std::string& operation, Stage stage) const {
-  if (segment.rank() != 0) return;
+  // The rank that waits for a call itself knows which one is missing.
+  if (segment.rank() != 0 || stage == Stage::kRelayedCalls) return;
   const std::string missing = Missing(progress, segment.spread().largest, stage);
   if (missing.empty()) {
     // On each host that waits: which of them is the first is not known.
@@ -302,7 +313,7 @@ void Links::Warn(const std::vector<Progress>& progress, const Segment& segment,
     return;
   }
   // One rank prints: the first of those that wait.
-  const auto has_come = [](const Progress& each) { return each.has_received(); };
+  const auto has_come = [](const Progress& each) { return each.has_come(); };
   if (std::any_of(progress.begin(), progress.begin() + host_, has_come)) return;
   segment.WarnOfMissing(operation, missing);
 }
@@ -326,7 +337,7 @@ std::string Links::Ended(int host, int error) const {
   std::string ranks;
   int count = 0;
   for (int other = 0; other < hosts(); ++other) {
-    if (other == host_ || (other != host && !HasEnded(other))) continue;
+    if (sockets_[other] < 0 || (other != host && !HasEnded(other))) continue;
     ranks += (count++ ? ", " : "") + std::to_string(ranks_[other]);
   }
   if (count > 1) {
@@ -370,8 +381,8 @@ std::string Links::Waiting(const std::vector<Progress>& progress, int ranks_per_
       Ranks(progress, [](const Progress& each) { return each.may_send(); });
   std::string text;
   if (!silent.empty()) text = "nothing has arrived from rank " + silent;
-  if (!silent.empty() && stage == Stage::kRing) {
-    text += ", which may itself wait for the rank before it";
+  if (!silent.empty() && stage == Relayed(stage)) {
+    text += ", which may itself wait for another rank";
   }
   if (!full.empty()) {
     text += (text.empty() ? "" : ", and ");

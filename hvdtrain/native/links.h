@@ -25,9 +25,9 @@ struct Block {
 // What is sent to a host and received from it at the same time.
 struct Transfer {
   std::vector<Block> out, in;
-  // Called each time that all of `in` has been received: returns a block to receive
-  // next, one without bytes at the end.
-  std::function<Block()> then_receive;
+  // Called each time that all of `in` has been received: returns what to receive next,
+  // nothing at the end.
+  std::function<std::vector<Block>()> then_receive;
   // How many bytes of `out` may be sent, which `then_receive` may increase; nullptr: all.
   const size_t* ready = nullptr;
 };
@@ -37,13 +37,18 @@ enum class Stage {
   kCalls,
   // All ranks have called: a rank that is late has ended, is slow, or waits itself.
   kSums,
-  kRing,
+  // The same where a rank sends what it has received: it may wait for another host.
+  kRelayedCalls,
+  kRelayedSums,
 };
+
+// The stage of what is sent on.
+Stage Relayed(Stage stage);
 
 class Links {
  public:
-  // `sockets` are connected to the ranks `ranks` of the job, by host. The entry of this
-  // host is -1. The destructor closes the sockets.
+  // `sockets` are connected to the ranks `ranks` of the job, by host: -1 for this host
+  // and those that are not connected to it. The destructor closes the sockets.
   Links(int host, std::vector<int> sockets, std::vector<int> ranks);
   ~Links();
   Links(const Links&) = delete;

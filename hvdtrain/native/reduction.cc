@@ -239,7 +239,7 @@ std::string ReduceCalled(Segment& segment, Hosts& hosts, const std::vector<int>&
   const Agreed agreed{*FindDtype(static_cast<tensorflow::DataType>(call.dtype)),
                       call.elements, active, divisor, DivisorInHost(segment, call)};
   if (segment.spread().hosts == 1) return ReduceInHost(segment, agreed, tensors);
-  return hosts.IsLarge(call) ? ReduceWindows(segment, hosts, agreed, tensors)
+  return hosts.IsInWindows(call) ? ReduceWindows(segment, hosts, agreed, tensors)
                              : ReduceOnce(segment, hosts, agreed, tensors);
 }
 

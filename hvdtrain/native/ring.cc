@@ -54,19 +54,19 @@ Range Ring::Sent(int step) const {
   return Part({0, elements_}, number, hosts_, dtype_.bytes);
 }
 
-Block Ring::Receive() {
+std::vector<Block> Ring::Receive() {
   Add();
   size_t first = received_.second;
   Range block = Sent(step_ + 1);
   while (first == block.second) {
-    if (++step_ == 2 * (hosts_ - 1)) return {nullptr, 0};
+    if (++step_ == 2 * (hosts_ - 1)) return {};
     block = Sent(step_ + 1);
     first = block.first;
   }
   const size_t count = std::min(fragment_.bytes / dtype_.bytes, block.second - first);
   received_ = {first, first + count};
   const size_t bytes = count * dtype_.bytes;
-  return {has_sums(step_) ? data_ + first * dtype_.bytes : fragment_.data, bytes};
+  return {{has_sums(step_) ? data_ + first * dtype_.bytes : fragment_.data, bytes}};
 }
 
 void Ring::Add() {

@@ -45,7 +45,7 @@ class Ring {
   Range Sent(int step) const;
   bool has_sums(int step) const { return step >= hosts_ - 1; }
   // Adds the fragment that has been received, if there is one, and returns the next.
-  Block Receive();
+  std::vector<Block> Receive();
   void Add();
 
   const int host_, hosts_;

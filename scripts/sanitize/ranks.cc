@@ -23,6 +23,7 @@
 #include "gathering.h"
 #include "links.h"
 #include "reduction.h"
+#include "rounds.h"
 #include "segment.h"
 
 // The address at which a file is mapped, by its descriptor. A sanitizer knows memory by
@@ -105,6 +106,7 @@ class Job {
     for (auto& at_place : sockets) {
       for (int host = 0; host < hosts; ++host) {
         for (int other = 0; other < host; ++other) {
+          if (!AreConnected(hosts, host, other)) continue;
           int pair[2];
           Check(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "no socket");
           at_place[host][other] = pair[0];
@@ -164,6 +166,29 @@ void Reduce(Job& job, int rank, int round, std::mt19937& random) {
     const float expected = is_mean ? sum / job.total() : sum;
     Check(std::abs(result[i] - expected) < 1e-4f * (1 + sum), "a wrong sum");
   }
+}
+
+// Rounded to the nearest, ties to even.
+uint16_t Bfloat16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// The sum of 256 from each rank of the first host and 1 from all others, in bfloat16. It
+// is rounded once between hosts: 256 + 1 would be 256.
+void ReduceHalf(Job& job, int rank) {
+  const int large = job.first_host(), small = job.total() - large;
+  // More elements than are sent with the call.
+  std::vector<uint16_t> values(1 << 17, Bfloat16(rank < large ? 256 : 1));
+  Reduction reduction{"half", 5, [] { return std::string("half"); },
+                      tensorflow::DT_BFLOAT16, false, {}};
+  char* const data = reinterpret_cast<char*>(values.data());
+  reduction.pieces = {{data, data, values.size()}};
+  const Report report = Allreduce(job.segment(rank), &reduction);
+  Check(report.outcome == Outcome::kReduced, "not reduced: " + report.reason);
+  const uint16_t sum = Bfloat16(256 * large + small);
+  for (const uint16_t value : values) Check(value == sum, "a wrong 16-bit sum");
 }
 
 void Gather(Job& job, int rank, int round, std::mt19937& random) {
@@ -261,6 +286,7 @@ void Run(Job& job, int rank) {
     if (round % 5 == 0) Mismatch(job, rank);
     if (round % 5 == 1) MismatchOfOthers(job, rank);
     if (round % 7 == 0) Join(job, rank);
+    if (round % 7 == 3) ReduceHalf(job, rank);
     if (round % 3 == 0 && job.is_uniform()) Gather(job, rank, round, random);
   }
   Leave(job, rank);

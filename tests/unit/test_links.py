@@ -17,18 +17,28 @@ KEY = secrets.token_bytes(32)
 
 
 @contextlib.contextmanager
-def connected(count, before=lambda listeners: None):
-    """Yield for each host its connections to the others."""
+def connected(count, before=lambda listeners: None, skips=None):
+    """Yield for each host its connections to the others.
+
+    With `skips`, to those alone of which the number differs by one of them.
+    """
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(contextlib.closing(links.PeerListener()))
             for _ in range(count)
         ]
         before(listeners)
-        addresses = [listener.address for listener in listeners]
+
+        def addresses(host):
+            distances = [(other - host) % count for other in range(count)]
+            return [
+                listener.address if distance and distance in (skips or distances) else None
+                for listener, distance in zip(listeners, distances, strict=True)
+            ]
+
         with futures.ThreadPoolExecutor(count) as pool:
             dialed = [
-                pool.submit(listener.connect, addresses, host=host, key=KEY)
+                pool.submit(listener.connect, addresses(host), host=host, key=KEY)
                 for host, listener in enumerate(listeners)
             ]
         connections = [future.result() for future in dialed]
@@ -52,6 +62,17 @@ def assert_connected(connections):
 def test_each_host_is_connected_to_each(count):
     with connected(count) as connections:
         assert_connected(connections)
+
+
+def test_a_host_is_connected_to_those_with_an_address_alone():
+    with connected(5, skips=(1, 4)) as connections:
+        for host, own in enumerate(connections):
+            made = {other for other, each in enumerate(own) if each}
+            assert made == {(host + 1) % 5, (host - 1) % 5}
+            own[(host + 1) % 5].sendall(bytes([host]))
+        for host, own in enumerate(connections):
+            own[(host - 1) % 5].settimeout(10)
+            assert own[(host - 1) % 5].recv(1) == bytes([(host - 1) % 5])
 
 
 def test_a_stranger_is_not_a_host():

@@ -180,7 +180,9 @@ def _negotiate() -> Connection:
             _warn(obstacle)
         elif library:
             key = hmac.digest(job_secret(), salts[0].encode(), "sha256")
-            dial = functools.partial(_dial, listener, all_places, key)
+            dial = functools.partial(
+                _dial, library.functions, listener, all_places, key
+            )
             obstacle = _share(library.functions, all_places, dial)
     if obstacle or not library:
         return Connection(obstacle=obstacle)
@@ -191,13 +193,22 @@ def _negotiate() -> Connection:
 
 
 def _dial(
-    listener: links.PeerListener | None, all_places: places.RankPlaces, key: bytes
+    functions: ctypes.CDLL,
+    listener: links.PeerListener | None,
+    all_places: places.RankPlaces,
+    key: bytes,
 ) -> list[links.Socket | None]:
     """Return connections to the peers on other hosts, if there are any."""
-    addresses = [all_places.by_rank[rank].address for rank in all_places.peers]
-    if not listener or not addresses:
+    host, peers = all_places.host, all_places.peers
+    if not listener or not peers:
         return []
-    return listener.connect(addresses, host=all_places.host, key=key)
+    addresses = [
+        all_places.by_rank[rank].address
+        if functions.hvdtrain_are_connected(len(peers), host, other)
+        else None
+        for other, rank in enumerate(peers)
+    ]
+    return listener.connect(addresses, host=host, key=key)
 
 
 def _share(

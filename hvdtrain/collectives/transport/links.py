@@ -48,12 +48,17 @@ class PeerListener:
         self.address: Address = self._socket.getsockname()[:2]
 
     def connect(
-        self, addresses: Sequence[Address], *, host: int, key: bytes
+        self,
+        addresses: Sequence[Address | None],
+        *,
+        host: int,
+        key: bytes,
     ) -> list[Socket | None]:
-        """Return a connection to each host, None in place of this one's. A collective.
+        """Return a connection to each host that has an address. A collective.
 
         Args:
-            addresses: of the peers' listeners, by host.
+            addresses: of the peers' listeners, by host; None for this host and those
+                to which no connection is made, for which None is returned.
             host: number of this rank's host, which connects to those before it.
             key: of the job; both ends of a connection prove that they have it.
 
@@ -65,14 +70,16 @@ class PeerListener:
         with contextlib.ExitStack() as on_error:
             # Threads: a peer answers a call only while it accepts calls itself.
             with futures.ThreadPoolExecutor(_MAX_CALLS) as pool:
-                calls = [
-                    pool.submit(_call, address, host, key, deadline, on_error)
-                    for address in addresses[:host]
-                ]
-                later = set(range(host + 1, len(addresses)))
+                calls = {
+                    number: pool.submit(_call, address, host, key, deadline, on_error)
+                    for number, address in enumerate(addresses[:host])
+                    if address
+                }
+                later = {n for n, a in enumerate(addresses) if a and n > host}
                 for number, made in self._accept(later, key, deadline):
                     connections[number] = on_error.enter_context(made)
-            connections[:host] = [call.result() for call in calls]
+            for number, call in calls.items():
+                connections[number] = call.result()
             on_error.pop_all()
         for connection in filter(None, connections):
             connection.setblocking(False)
