@@ -8,7 +8,7 @@
 namespace hvdtrain {
 
 // What the ranks of one host have called. Sent as it is: hosts have one architecture.
-struct Call {
+struct HostCall {
   uint64_t signature;
   uint64_t elements;
   uint32_t dtype;
@@ -22,8 +22,8 @@ struct Call {
 };
 
 // What the ranks of all hosts have called.
-struct Called {
-  Call first;                 // of the first host with a rank that has not joined
+struct JobCall {
+  HostCall first;             // of the first host with a rank that has not joined
   uint32_t active;            // ranks of the job that have not joined
   uint32_t have_differences;  // between those
   int32_t last_joined;        // the last rank to join, once all have

@@ -25,7 +25,7 @@ constexpr size_t kScatterBytes = 4 << 20;
 // within the noise; 256 KiB stay in the second-level cache.
 constexpr size_t kFragmentBytes = 256 << 10;
 
-const Dtype& DtypeOf(const Call& call) {
+const Dtype& DtypeOf(const HostCall& call) {
   return *FindDtype(static_cast<tensorflow::DataType>(call.dtype));
 }
 
@@ -46,27 +46,27 @@ Hosts::Hosts(Segment& segment, const std::string& name)
       host_(segment.spread().host),
       calls_(segment.spread().hosts) {}
 
-std::string Hosts::ExchangeCalls(const Call& mine, char* sums) {
+std::string Hosts::ExchangeCalls(const HostCall& mine, char* sums) {
   calls_[host_] = mine;
   if (segment_.links() != nullptr) {
     const std::string lost = ExchangeCallsOfHosts(mine, sums);
     if (!lost.empty()) return lost;
   }
-  called_ = Conclude();
-  if (called_.active == 0 && segment_.links()) segment_.links()->idle_rounds = 0;
+  job_call_ = Conclude();
+  if (job_call_.active == 0 && segment_.links()) segment_.links()->idle_rounds = 0;
   return segment_.parts() < segment_.size() ? Publish() : "";
 }
 
 std::string Hosts::Publish() {
-  if (segment_.rank() == 0) segment_.called() = called_;
+  if (segment_.rank() == 0) segment_.job_call() = job_call_;
   // It is written again only after all ranks have entered another barrier.
   const bool is_limited = segment_.links() != nullptr;
   const std::string lost = segment_.Barrier(ExchangeOf(name_), is_limited);
-  called_ = segment_.called();
+  job_call_ = segment_.job_call();
   return lost;
 }
 
-std::string Hosts::ExchangeCallsOfHosts(const Call& mine, char* sums) {
+std::string Hosts::ExchangeCallsOfHosts(const HostCall& mine, char* sums) {
   Links& links = *segment_.links();
   links.idle_rounds = mine.active > 0 ? 0 : links.idle_rounds + 1;
   calls_[host_].idle_rounds = links.idle_rounds;
@@ -78,41 +78,41 @@ std::string Hosts::ExchangeCallsOfHosts(const Call& mine, char* sums) {
       const Block sent = Sent(calls_[host], to, sums);
       return host == host_ ? sent : links.Buffer(host, sent.bytes);
     };
-    messages.push_back({{call, sizeof(Call)}, body});
+    messages.push_back({{call, sizeof(HostCall)}, body});
   }
   return GatherMessages(segment_, name_, Stage::kCalls, messages);
 }
 
-Called Hosts::Conclude() const {
-  Called called{};
-  for (const Call& call : calls_) {
+JobCall Hosts::Conclude() const {
+  JobCall job_call{};
+  for (const HostCall& call : calls_) {
     if (call.active == 0) continue;
-    if (called.active == 0) called.first = call;
-    called.active += call.active;
-    called.have_differences |=
-        call.has_differences || call.signature != called.first.signature;
+    if (job_call.active == 0) job_call.first = call;
+    job_call.active += call.active;
+    job_call.have_differences |=
+        call.has_differences || call.signature != job_call.first.signature;
   }
   // Of the host that has been without an active rank for the fewest rounds. The clocks
   // of hosts, which differ a little, decide only where no reduction was in between.
-  const auto joined_earlier = [](const Call& one, const Call& other) {
+  const auto joined_earlier = [](const HostCall& one, const HostCall& other) {
     return std::make_pair(other.idle_rounds, one.joined_at) <
            std::make_pair(one.idle_rounds, other.joined_at);
   };
-  called.last_joined =
+  job_call.last_joined =
       std::max_element(calls_.begin(), calls_.end(), joined_earlier)->last_joined;
-  return called;
+  return job_call;
 }
 
-bool Hosts::SendsSums(const Call& call) const {
+bool Hosts::SendsSums(const HostCall& call) const {
   return call.active > 0 && !call.has_differences && !IsInWindows(call);
 }
 
-bool Hosts::IsInWindows(const Call& call) const {
+bool Hosts::IsInWindows(const HostCall& call) const {
   const Way way = WayOf(call);
   return way != Way::kGather && way != Way::kScatter;
 }
 
-Way Hosts::WayOf(const Call& call) const {
+Way Hosts::WayOf(const HostCall& call) const {
   const Dtype& dtype = DtypeOf(call);
   const size_t bytes = call.elements * dtype.bytes, own = bytes / segment_.parts();
   const bool fits = bytes <= segment_.slot_bytes();
@@ -123,7 +123,7 @@ Way Hosts::WayOf(const Call& call) const {
   return fits ? Way::kScatter : Way::kScatterWindows;
 }
 
-Block Hosts::Sent(const Call& call, int host, char* data) const {
+Block Hosts::Sent(const HostCall& call, int host, char* data) const {
   if (!SendsSums(call)) return {nullptr, 0};
   const Dtype& dtype = DtypeOf(call);
   const Range part =
@@ -135,10 +135,11 @@ Block Hosts::Sent(const Call& call, int host, char* data) const {
 
 std::string Hosts::Sum(const Dtype& dtype, char* data, size_t elements, double divisor) {
   if (segment_.links() == nullptr) return "";
-  const Way way = WayOf(called_.first);
+  const Way way = WayOf(job_call_.first);
   if (way == Way::kRing || way == Way::kRounds) {
     // A host without active ranks passes on the sums of the others.
-    if (calls_[host_].active == 0) memset(data, 0, elements * dtype.bytes);
+    const bool has_sums = calls_[host_].active > 0 || elements == 0;
+    if (!has_sums) memset(data, 0, elements * dtype.bytes);
     return way == Way::kRing
                ? SumInRing(dtype, data, elements, divisor)
                : SumInRounds(segment_, name_, dtype, data, elements, divisor);

@@ -47,16 +47,16 @@ class Hosts {
 
   // Exchanges the calls of all hosts. `sums`, this rank's part of the tensors, is sent as
   // well where SendsSums(mine), which saves a message. Returns the reason of a failure.
-  std::string ExchangeCalls(const Call& mine, char* sums);
+  std::string ExchangeCalls(const HostCall& mine, char* sums);
 
   // The calls of all hosts, once they have been exchanged.
-  const Called& called() const { return called_; }
+  const JobCall& job_call() const { return job_call_; }
 
   // Whether a host with this call sends sums with it.
-  bool SendsSums(const Call& call) const;
+  bool SendsSums(const HostCall& call) const;
 
   // Whether the tensors of a call go in windows, after the calls.
-  bool IsInWindows(const Call& call) const;
+  bool IsInWindows(const HostCall& call) const;
 
   // Adds up the `elements` of all hosts at `data`, which are this rank's part or a window
   // of it, and divides the sums. Returns the reason of a failure.
@@ -67,14 +67,14 @@ class Hosts {
 
  private:
   int count() const { return calls_.size(); }
-  std::string ExchangeCallsOfHosts(const Call& mine, char* sums);
-  Called Conclude() const;
-  // Publishes `called_` to the ranks of this host without links.
+  std::string ExchangeCallsOfHosts(const HostCall& mine, char* sums);
+  JobCall Conclude() const;
+  // Publishes `job_call_` to the ranks of this host without links.
   std::string Publish();
   // The way of the elements of a call: the same on all ranks.
-  Way WayOf(const Call& call) const;
+  Way WayOf(const HostCall& call) const;
   // What a host with this call sends to `host` with it, of sums at `data`.
-  Block Sent(const Call& call, int host, char* data) const;
+  Block Sent(const HostCall& call, int host, char* data) const;
   std::string SumBlocks(const Dtype& dtype, char* data, size_t elements, double divisor,
                         bool are_received);
   std::string SumInRing(const Dtype& dtype, char* data, size_t elements, double divisor);
@@ -83,8 +83,8 @@ class Hosts {
   Segment& segment_;
   const std::string& name_;
   const int host_;
-  std::vector<Call> calls_;
-  Called called_{};
+  std::vector<HostCall> calls_;
+  JobCall job_call_{};
 };
 
 }  // namespace hvdtrain

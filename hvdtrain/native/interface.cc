@@ -77,7 +77,7 @@ EXPORT int hvdtrain_are_connected(int hosts, int one, int other) {
   return hvdtrain::AreConnected(hosts, one, other);
 }
 
-// Maps the file `fd`, which the ranks of this node share. This rank is at `place` of
+// Maps the file `fd`, which the ranks of this host share. This rank is at `place` of
 // `host`. `ranks` has the ranks of each of `hosts` hosts, by place: `largest` numbers for
 // each host, -1 after the last rank of one; each host has at least `smallest`. `sockets`,
 // of which the process is not the owner any more, are connected to the ranks at this

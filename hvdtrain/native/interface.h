@@ -1,4 +1,4 @@
-// The connection of this process to the other ranks of its node.
+// The connection of this process to the other ranks of its host.
 
 #ifndef HVDTRAIN_INTERFACE_H_
 #define HVDTRAIN_INTERFACE_H_

@@ -57,9 +57,10 @@ class Links {
   int hosts() const { return sockets_.size(); }
 
   // Blocks until all of `transfers`, one for each host, are complete. Returns the reason,
-  // after which the segment is lost, if a connection has ended, a rank of this host has reported a failure, or no bytes of
-  // `operation` have arrived or left in time. A rank of this host that was killed is
-  // found by the next barrier instead, whose time counts from its start.
+  // after which the segment is lost, if a connection has ended, a rank of this host has
+  // reported a failure, or no bytes of `operation` have arrived or left in time. A rank
+  // of this host that was killed is found by the next barrier instead, whose time counts
+  // from its start.
   std::string Exchange(std::vector<Transfer> transfers, Segment& segment,
                        const std::string& operation, Stage stage);
 

@@ -12,7 +12,7 @@
 namespace hvdtrain {
 
 // Writes what each active rank of the job has called, the same text on every rank.
-// `active` are the active ranks of this node, `mine` is the description of this rank's
+// `active` are the active ranks of this host, `mine` is the description of this rank's
 // call. Every rank must call it. Returns the reason if a rank is lost.
 std::string DescribeMismatch(Segment& segment, Hosts& hosts,
                              const std::vector<int>& active, const std::string& mine,

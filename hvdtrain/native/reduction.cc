@@ -34,9 +34,9 @@ bool Agree(Segment& segment, const std::vector<int>& active) {
   });
 }
 
-// What the ranks of this node have called.
-Call Summarize(Segment& segment, const std::vector<int>& active) {
-  Call call{};
+// What the ranks of this host have called.
+HostCall Summarize(Segment& segment, const std::vector<int>& active) {
+  HostCall call{};
   call.active = active.size();
   if (active.empty()) {
     const int last = segment.LastJoined();
@@ -59,7 +59,7 @@ Range OwnPart(Segment& segment, const Dtype& dtype, size_t elements) {
   return Part({0, elements}, segment.rank(), segment.parts(), dtype.bytes);
 }
 
-// Adds this rank's part of what the active ranks of its node have in their slots, and
+// Adds this rank's part of what the active ranks of its host have in their slots, and
 // writes it to `sums`.
 void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtype,
              Range part, double divisor, char* sums) {
@@ -89,13 +89,13 @@ struct Agreed {
 // What the ranks of a host divide a sum by before hosts exchange it. A mean is divided
 // before it is rounded, as in one host: the sum of a host may exceed the range of
 // float16. All hosts divide by the same number.
-double DivisorInHost(Segment& segment, const Call& call) {
+double DivisorInHost(Segment& segment, const HostCall& call) {
   return call.is_mean ? segment.spread().largest : 1;
 }
 
 // Adds this rank's part of its host's sums where they are sent with the call, and returns
 // where they are.
-char* SumToSend(Segment& segment, const Hosts& hosts, const Call& mine,
+char* SumToSend(Segment& segment, const Hosts& hosts, const HostCall& mine,
                 const std::vector<int>& active) {
   if (segment.links() == nullptr || !hosts.SendsSums(mine)) return segment.result();
   const Dtype& dtype = *FindDtype(static_cast<tensorflow::DataType>(mine.dtype));
@@ -234,8 +234,8 @@ std::string ReduceWindows(Segment& segment, Hosts& hosts, const Agreed& agreed,
 // After the calls have been exchanged, and agree.
 std::string ReduceCalled(Segment& segment, Hosts& hosts, const std::vector<int>& active,
                          Tensors& tensors) {
-  const Call& call = hosts.called().first;
-  const double divisor = call.is_mean ? hosts.called().active : 1;
+  const HostCall& call = hosts.job_call().first;
+  const double divisor = call.is_mean ? hosts.job_call().active : 1;
   const Agreed agreed{*FindDtype(static_cast<tensorflow::DataType>(call.dtype)),
                       call.elements, active, divisor, DivisorInHost(segment, call)};
   if (segment.spread().hosts == 1) return ReduceInHost(segment, agreed, tensors);
@@ -264,13 +264,13 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   if (!lost.empty()) return {Outcome::kLost, lost};
 
   const std::vector<int> active = ActiveRanks(segment);
-  const Call mine = Summarize(segment, active);
+  const HostCall mine = Summarize(segment, active);
   Hosts hosts(segment, name);
   lost = hosts.ExchangeCalls(mine, SumToSend(segment, hosts, mine, active));
   if (!lost.empty()) return {Outcome::kLost, lost};
-  const Called& called = hosts.called();
-  if (called.active == 0) return {Outcome::kAllJoined, "", called.last_joined};
-  if (called.have_differences) {
+  const JobCall& call = hosts.job_call();
+  if (call.active == 0) return {Outcome::kAllJoined, "", call.last_joined};
+  if (call.have_differences) {
     std::string text;
     lost = DescribeMismatch(segment, hosts, active,
                             reduction ? reduction->describe() : "", &text);
@@ -278,7 +278,7 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   }
   lost = ReduceCalled(segment, hosts, active, tensors);
   if (!lost.empty()) return {Outcome::kLost, lost};
-  return {Outcome::kReduced, "", -1, static_cast<int>(called.active)};
+  return {Outcome::kReduced, "", -1, static_cast<int>(call.active)};
 }
 
 }  // namespace hvdtrain

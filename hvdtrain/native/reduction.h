@@ -1,5 +1,5 @@
-// Sums and means of tensors over all ranks: through a Segment within a node, and through
-// its Links between nodes.
+// Sums and means of tensors over all ranks: through a Segment within a host, and through
+// its Links between hosts.
 
 #ifndef HVDTRAIN_REDUCTION_H_
 #define HVDTRAIN_REDUCTION_H_

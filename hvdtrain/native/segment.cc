@@ -64,7 +64,7 @@ struct alignas(128) Segment::Header {
   std::atomic<uint32_t> failure;
   std::atomic<uint32_t> joins;  // of all ranks, so far
   char reason[kTextBytes];
-  Called called;
+  JobCall job_call;
 };
 
 size_t Segment::Bytes(int size, size_t slot_bytes) {
@@ -124,7 +124,7 @@ bool Segment::HasArrived(int rank) const {
   return static_cast<int32_t>(arrivals - barriers_) >= 0;
 }
 
-Called& Segment::called() { return header_->called; }
+JobCall& Segment::job_call() { return header_->job_call; }
 
 std::string Segment::Barrier(const std::string& operation, bool is_limited) {
   Member& own = mine();
@@ -135,7 +135,7 @@ std::string Segment::Barrier(const std::string& operation, bool is_limited) {
   for (int rank = 0; rank < size_ && lost_.empty(); ++rank) {
     if (!HasArrived(rank)) lost_ = WaitFor(rank, operation, is_limited);
   }
-  // For the ranks of other nodes, which wait for this one.
+  // For the ranks of other hosts, which wait for this one.
   if (!lost_.empty() && links_) links_->Close();
   return lost_;
 }

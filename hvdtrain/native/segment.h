@@ -1,4 +1,4 @@
-// The memory that the ranks of one node share, and their barrier.
+// The memory that the ranks of one host share, and their barrier.
 //
 // Each rank writes to its own member and its own slot alone; the part of a result that
 // a rank computes is its own as well. A barrier separates writes from the reads of
@@ -30,7 +30,7 @@ struct alignas(128) Member {
   std::atomic<uint32_t> arrivals;  // barriers entered; the futex that others wait on
   std::atomic<uint32_t> sleepers;  // ranks that wait on it in the kernel
   std::atomic<uint32_t> has_left;
-  std::atomic<uint32_t> progress;  // changes while bytes move to or from other nodes
+  std::atomic<uint32_t> progress;  // changes while bytes move to or from other hosts
   std::atomic<uint32_t> join_number;  // counts the calls of join of all ranks, from 1
   int32_t pid;
   uint64_t pid_namespace;
@@ -71,21 +71,21 @@ class Segment {
   // Bytes of a segment for `size` ranks with slots of `slot_bytes`.
   static size_t Bytes(int size, size_t slot_bytes);
 
-  // Maps the file `fd` of that length. `links` are nullptr in a job of one node, and
-  // where a smaller node has no rank to connect to. Throws std::system_error.
+  // Maps the file `fd` of that length. `links` are nullptr in a job of one host, and
+  // where a smaller host has no rank to connect to. Throws std::system_error.
   Segment(int fd, size_t slot_bytes, Limits limits, Spread spread,
           std::unique_ptr<Links> links);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // Of this node; `number` is a rank of the job.
+  // Of this host; `number` is a rank of the job.
   int rank() const { return rank_; }
   int size() const { return size_; }
   int number(int rank) const { return spread_.rank(spread_.host, rank); }
   const Limits& limits() const { return limits_; }
   const Spread& spread() const { return spread_; }
-  // In how many parts the ranks of a node add up tensors: those that each node has.
+  // In how many parts the ranks of a host add up tensors: those that each host has.
   int parts() const { return spread_.smallest; }
   Links* links() { return links_.get(); }
   size_t slot_bytes() const { return slot_bytes_; }
@@ -99,12 +99,12 @@ class Segment {
 
   // Blocks until every rank has entered the same barrier. Returns the reason if a rank
   // has left, failed or not come in time, in which another one that exchanges with other
-  // nodes has made no progress. `is_limited`: false where the ranks that are
+  // hosts has made no progress. `is_limited`: false where the ranks that are
   // waited for have a limit themselves, and can name what is missing.
   std::string Barrier(const std::string& operation, bool is_limited = true);
 
-  // Memory in which the first rank of this node publishes what hosts have exchanged.
-  Called& called();
+  // Memory in which the first rank of this host publishes what hosts have exchanged.
+  JobCall& job_call();
 
   // The reason of the first barrier that failed, empty before. The segment is of no use
   // afterwards: a rank that is late may still read what this one has written.
@@ -113,7 +113,7 @@ class Segment {
   // Numbers this rank's call of join.
   void NumberJoin();
 
-  // The rank of this node that called join last. Equal on all ranks once all have.
+  // The rank of this host that called join last. Equal on all ranks once all have.
   int LastJoined();
 
   // Ends the barriers of all ranks with a reason.

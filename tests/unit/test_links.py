@@ -32,7 +32,9 @@ def connected(count, before=lambda listeners: None, skips=None):
         def addresses(host):
             distances = [(other - host) % count for other in range(count)]
             return [
-                listener.address if distance and distance in (skips or distances) else None
+                listener.address
+                if distance and distance in (skips or distances)
+                else None
                 for listener, distance in zip(listeners, distances, strict=True)
             ]
 

@@ -175,6 +175,18 @@ def test_library_for_another_tensorflow_is_an_obstacle(monkeypatch, two_ranks):
     assert f"built for TensorFlow {built_for}, and 2.99.0 is installed" in obstacle
 
 
+def test_an_obstacle_of_another_rank_alone_is_warned_of(monkeypatch, two_ranks):
+    def gather(value):
+        interface, _, *rest = value
+        return [value, (interface, "hvdtrain_native is missing", *rest)]
+
+    monkeypatch.setattr(connection, "_gather", gather)
+    with pytest.warns(
+        UserWarning, match=r"slower: hvdtrain_native is missing \(rank 1"
+    ):
+        connection.connect()
+
+
 def test_full_memory_is_an_obstacle(monkeypatch, two_ranks):
     def no_space(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -168,7 +168,10 @@ def _negotiate() -> Connection:
         salt = secrets.token_hex(handshake.KEY_BYTES)
         sent = (native.INTERFACE, obstacle, dataclasses.asdict(mine), salt)
         interfaces, obstacles, received, salts = zip(*_gather(sent), strict=True)
-        obstacle = _first_obstacle(obstacles) or _interface_obstacle(interfaces)
+        obstacle_of_any = _first_obstacle(obstacles)
+        if obstacle_of_any and not obstacle:
+            _warn(obstacle_of_any)
+        obstacle = obstacle_of_any or _interface_obstacle(interfaces)
         # All ranks take the same branch, here and below.
         if obstacle:
             return Connection(obstacle=obstacle)
