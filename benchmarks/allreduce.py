@@ -1,16 +1,18 @@
 """Measures the time of an allreduce by its size, on each path that a job has.
 
 mpirun -np 2 python -m benchmarks.allreduce
-horovodrun --gloo -np 2 python -m benchmarks.allreduce --json=gloo.json
+horovodrun --gloo -np 2 python -m benchmarks.allreduce --torch --json=gloo.json
 
 docs/figures/comparisons.md describes the paths.
 """
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import mpi, report
+from benchmarks import mpi, report, torch_run
 from hvdtrain import environment, flag_fields, job, program
 from hvdtrain.benchmark import records
 from hvdtrain.benchmark.benchmark_options import SECONDS_CHECK
@@ -37,6 +39,7 @@ class AllreduceOptions:
     )
     rounds: int = flag_field(7, "Rounds of all paths.", low=1, high=10_000)
     seconds: float = flag_field(0.1, "Of each path in a round.", low=0, high=120)
+    torch: bool = flag_field(False, "Also PyTorch's Gloo. Needs the package torch.")
     seed: int = flag_field(0, "Of the job.", low=0, high=2**32 - 1)
     json: str | None = path_field("File to write the figures to.")
 
@@ -70,6 +73,8 @@ def main() -> None:
             "Received a job of 1 rank; expected 2 or more: start it by horovodrun -np "
             "2 or mpirun -np 2."
         )
+    if options.torch:
+        torch_run.check_torch()
     records.check_json(options.json)
     environment.set_default_stall_limits(environment.BENCHMARK_LIMITS)
     mpi_seconds = mpi.measure(
@@ -82,9 +87,23 @@ def main() -> None:
     from hvdtrain.benchmark import conditions
 
     result = conditions.describe(world, dataclasses.asdict(options))
-    rows = allreduce_paths.measure(
-        world, options.message_sizes, rounds=options.rounds, seconds=options.seconds
-    )
+    with contextlib.ExitStack() as stack:
+        peers = {}
+        if options.torch:
+            # PyTorch warns of addresses without a name, and reads this at its import.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            # Not at the top: PyTorch may not be installed.
+            from benchmarks import torch_allreduce
+
+            peers["PyTorch"] = stack.enter_context(torch_allreduce.connected(world))
+            result["versions"]["PyTorch"] = torch_allreduce.VERSION
+        rows = allreduce_paths.measure(
+            world,
+            options.message_sizes,
+            peers,
+            rounds=options.rounds,
+            seconds=options.seconds,
+        )
     for row in rows:
         if mpi_seconds:
             row["seconds"] = {"MPI": mpi_seconds[row["bytes"]], **row["seconds"]}

@@ -23,27 +23,36 @@ _MAX_REPEATS = 2000
 
 # Reduces, or copies, so many times.
 Run = Callable[[int], Any]
+# Takes the bytes of a message.
+Maker = Callable[[int], Run]
 
 
 def measure(
-    world: World, sizes: Sequence[int], *, rounds: int, seconds: float
+    world: World,
+    sizes: Sequence[int],
+    peers: Mapping[str, Maker],
+    *,
+    rounds: int,
+    seconds: float,
 ) -> list[dict[str, Any]]:
     """Measure allreduces of float32. A collective.
 
     Args:
         sizes: bytes of each message.
+        peers: paths of other packages, by name, the same names on all ranks.
         rounds: rounds of all paths for each size.
         seconds: of each path in a round, at most about.
 
     Returns:
         For each size a dict of its `bytes` and the median `seconds` by path:
-        "Horovod", "hvdtrain", and "copy": each rank copies a buffer of this size in
-        memory, all at the same time.
+        "Horovod", "hvdtrain", the peers, and "copy": each rank copies a buffer of this
+        size in memory, all at the same time.
     """
+    makers = {**_makers(), **peers, "copy": _make_copy}
     rows = []
     for count in sizes:
         with fail_together(world):
-            paths = {name: make(count) for name, make in _makers().items()}
+            paths = {name: make(count) for name, make in makers.items()}
         times = _measure_size(world, paths, rounds=rounds, seconds=seconds)
         medians = {name: statistics.median(each) for name, each in times.items()}
         rows.append({"bytes": count, "seconds": medians})
@@ -77,8 +86,7 @@ def _time(world: World, run: Run, repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def _makers() -> dict[str, Callable[[int], Run]]:
-    """Return functions by path; each takes a size in bytes."""
+def _makers() -> dict[str, Maker]:
     return {
         "Horovod": functools.partial(
             _make_loop, lambda x: horovod.allreduce(x, op=horovod.Sum, name="raw")
@@ -87,7 +95,6 @@ def _makers() -> dict[str, Callable[[int], Run]]:
             _make_loop,
             lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, name="ours")[0],
         ),
-        "copy": _make_copy,
     }
 
 

@@ -1,6 +1,8 @@
 """The programs of benchmarks/ for a few rounds: their tables and files."""
 
 import json
+import os
+import pathlib
 import sys
 
 import pytest
@@ -23,6 +25,25 @@ def test_collectives(run, tmp_path, launcher):
     for row in measured["rows"]:
         assert list(row["seconds"]) == paths
         assert all(seconds > 0 for seconds in row["seconds"].values())
+
+
+def test_collectives_beside_pytorch(run, tmp_path):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "collectives.json"
+    few = ["--torch", "--rounds=1", "--seconds=0.01", "--sizes=1000"]
+    program = [sys.executable, "-m", "benchmarks.allreduce"]
+    packages = pathlib.Path(torch.__file__).parents[1]
+    job = run(
+        [*few, f"--json={path}"],
+        program=program,
+        launcher="gloo",
+        environment={"PYTHONPATH": f".{os.pathsep}{packages}"},
+    )
+    assert job.returncode == 0, job.text
+    result = json.loads(path.read_text())
+    (row,) = result["collectives"]["rows"]
+    assert list(row["seconds"]) == ["Horovod", "hvdtrain", "PyTorch", "copy"]
+    assert result["versions"]["PyTorch"] == torch.__version__
 
 
 def test_input(run, tmp_path):

@@ -1,6 +1,7 @@
 """The programs of benchmarks/: figures by hand-computed numbers, and their tables."""
 
 import dataclasses
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from benchmarks.allreduce import AllreduceOptions
 from benchmarks.loads import zipf
 from benchmarks.parallel_workloads import WORKLOADS
 from benchmarks.parallelism import ParallelismOptions
+from hvdtrain import flag_fields
 from hvdtrain.benchmark import figures
 from hvdtrain.benchmark.benchmark_options import BenchmarkOptions
+from hvdtrain.job import JobError, World, launchers
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -197,6 +200,25 @@ class TestAllreduce:
         assert "2 on host1; MPI; reduction: shared memory" in text
         # On two ranks, each sends as many bytes as the message has.
         assert "1,000 2.0 us 0.50 GB/s 2,000 8.0 us 0.25 GB/s" in text
+
+    def test_without_pytorch_it_does_not_start(self, monkeypatch):
+        monkeypatch.setattr(
+            flag_fields, "read_flags", lambda _: AllreduceOptions(torch=True)
+        )
+        monkeypatch.setattr(launchers, "launch", lambda: launchers.Launch("mpirun", 2))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(JobError, match="PyTorch is not installed"):
+            allreduce.main()
+
+    def test_pytorch_reduces_to_the_sum(self, monkeypatch):
+        torch = pytest.importorskip("torch")
+        from benchmarks import torch_allreduce
+
+        # Of 1 on rank 0, and 5 on all others.
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.add_(5))
+        torch_allreduce.check_sum(World(size=3))
+        with pytest.raises(JobError, match="reduced 1 to 2 to 6; expected the sum, 3"):
+            torch_allreduce.check_sum(World(size=2))
 
 
 def collectives():
