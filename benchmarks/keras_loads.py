@@ -34,6 +34,11 @@ def gpt2_bfloat16() -> Workload:
     return build_gpt2(Gpt2(), dtype="mixed_bfloat16"), _samples(Gpt2())
 
 
+def gpt2_xla() -> Workload:
+    """Return GPT-2 in float32, whose forward and backward pass XLA compiles."""
+    return build_gpt2(Gpt2(), jit_compile=True), _samples(Gpt2())
+
+
 def dlrm() -> Workload:
     """Return DLRM with a replica of each table on each rank."""
     return build_dlrm(Dlrm(), "replicated"), _samples(Dlrm())
@@ -43,11 +48,14 @@ def _samples(load: Gpt2 | Dlrm) -> Callable[[int, int], Samples]:
     return lambda count, rank: load.samples(count, seed=rank)
 
 
-def build_gpt2(load: Gpt2, dtype: str = "float32") -> keras.Model:
+def build_gpt2(
+    load: Gpt2, dtype: str = "float32", *, jit_compile: bool = False
+) -> keras.Model:
     """Return the compiled GPT-2 of keras-hub, which returns logits of tokens.
 
     Args:
         dtype: a name of a `keras.DTypePolicy`.
+        jit_compile: see `keras.Model.compile`.
     """
     # Not at the top: nothing else here needs it.
     import keras_hub
@@ -74,7 +82,8 @@ def build_gpt2(load: Gpt2, dtype: str = "float32") -> keras.Model:
         beta_2=beta_2,
         epsilon=load.epsilon,
     )
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(True))
+    loss = keras.losses.SparseCategoricalCrossentropy(True)
+    model.compile(optimizer, loss, jit_compile=jit_compile)
     return model
 
 
