@@ -117,9 +117,9 @@ Way Hosts::WayOf(const HostCall& call) const {
   const size_t bytes = call.elements * dtype.bytes, own = bytes / segment_.parts();
   const bool fits = bytes <= segment_.slot_bytes();
   if (fits && (count() - 1) * own <= kGatherBytes) return Way::kGather;
+  if (count() > kDirectHosts) return Way::kRounds;
   // In a ring, each host would round the sums of the ones before it.
   if (own > kScatterBytes && dtype.bytes >= 4) return Way::kRing;
-  if (count() > kDirectHosts) return Way::kRounds;
   return fits ? Way::kScatter : Way::kScatterWindows;
 }
 
