@@ -232,7 +232,9 @@ def _combine(checksums: list[int]) -> int:
 
 
 def _checksum(variable: Variable) -> int:
-    value = np.ascontiguousarray(variable.numpy())
+    # An array over the memory of the variable: `numpy()` copies it.
+    tensor = tf.convert_to_tensor(variable)
+    value = np.ascontiguousarray(np.asarray(tensor))
     header = f"{value.dtype} {value.shape}".encode()
     return zlib.crc32(value.view("uint8").reshape(-1).data, zlib.crc32(header))
 
