@@ -38,6 +38,7 @@ from hvdtrain.keras.variables import (
     optimizers_inside,
     shard_slots,
 )
+from hvdtrain.keras.weight_decay import WeightDecay
 from hvdtrain.native import recorder
 from hvdtrain.sharding.optimizer_checks import check_elementwise, check_takes_shards
 from hvdtrain.sharding.shards import has_summed_gradients, is_replicated
@@ -172,8 +173,7 @@ class ReductionHook:
         self.mesh = mesh
         self.sharded_state = sharded_state
         self._weight = 1.0
-        # The variables of the step that is being traced, and the indices of variables
-        # that have a gradient.
+        # Of the step that is being traced; the indices of variables with a gradient.
         self._variables: list[Variable] = []
         self._indices: list[int] = []
         self._has_reduced = False
@@ -191,6 +191,7 @@ class ReductionHook:
             shard_slots(optimizer, optimizer._trainable_variables)
         self._apply = replace_method("apply", self.apply)
         replace_method("_clip_gradients", self.clip_gradients)
+        self._decay = WeightDecay(optimizer)
         # Ends no `fit` for the flight recorder: evaluations call it, too.
         self._finalize = replace_method("finalize_variable_values", self.end_fit)
         optimizer.reduction_hook = self
@@ -308,6 +309,7 @@ class ReductionHook:
         reduced = [summed[i] for i in self._indices]
         variables = [self._variables[i] for i in self._indices]
         clipped = self._clip(reduced, variables)
+        self._decay.follow(clipped, variables)
         if self._skipping:
             # Check both: clipping makes infinity finite, and large gradients NaN.
             self._skipping.skip_unless(self._all_finite([*reduced, *clipped]))

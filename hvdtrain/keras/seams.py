@@ -39,7 +39,7 @@ class Seam(NamedTuple):
 
 _SHARDED_STATE = "keras.sharded_state.ShardedState"
 _HOOK = "keras.hook.ReductionHook"
-_SKIPPING = "keras.hook.UpdateSkipping"
+_SKIPPING, _DECAY = "keras.hook.UpdateSkipping", "keras.weight_decay.WeightDecay"
 _RECORD = "verify.capture.record_steps"
 _EVALUATION = "verify.capture.note_other_loops"
 _ENABLE = "distribution.enabling.enable"
@@ -81,8 +81,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
              "Accumulated gradients have the full shape, other slots the shard's.",
              replaced_by=(_SHARDED_STATE,)),
         Seam("_apply_weight_decay(variables)",
-             "Decays this rank's shards; not in an update that is skipped.",
-             replaced_by=(_SHARDED_STATE, _SKIPPING), is_ordered=True),
+             "Decays this rank's shards, after gradients; not in a skipped update.",
+             replaced_by=(_SHARDED_STATE, _DECAY, _SKIPPING), is_ordered=True),
         Seam("_backend_update_step(grads, trainable_variables, learning_rate)",
              "Updates this rank's shards; a skipped update exchanges nothing.",
              replaced_by=(_SHARDED_STATE, _SKIPPING), is_ordered=True),
