@@ -49,10 +49,16 @@ def connected(world: World) -> Iterator[Maker]:
     # still try to connect to it.
     store = store or _call((host, port))
     distributed.init_process_group(
-        "gloo", store=store, rank=world.rank, world_size=world.size
+        "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=_TIMEOUT,
     )
-    check_sum(world)
+    with fail_together(world):
+        check_sum(world)
     yield _make
+    # Not after an error: the other ranks may be in a reduction.
     distributed.destroy_process_group()
 
 

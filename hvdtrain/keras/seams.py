@@ -39,7 +39,8 @@ class Seam(NamedTuple):
 
 _SHARDED_STATE = "keras.sharded_state.ShardedState"
 _HOOK = "keras.hook.ReductionHook"
-_SKIPPING, _DECAY = "keras.hook.UpdateSkipping", "keras.weight_decay.WeightDecay"
+_SKIPPING = "keras.hook.UpdateSkipping"
+_DECAY = "keras.weight_decay.WeightDecay"
 _RECORD = "verify.capture.record_steps"
 _EVALUATION = "verify.capture.note_other_loops"
 _ENABLE = "distribution.enabling.enable"
@@ -63,8 +64,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
         # _clip_gradients, _apply_weight_decay, _backend_update_step and
         # _update_model_variables_moving_average, once for each complete window.
         Seam("apply(grads, trainable_variables)",
-             "Checks before a step, and that the step has reduced its gradients; a "
-             "verification notes these gradients.",
+             "Checks before a step, and that it has reduced its gradients; notes them.",
              replaced_by=("verify.first_gradients.note_first_gradients", _HOOK)),
         Seam("apply_gradients(grads_and_vars)", "Collects gradients in XLA.",
              replaced_by=("keras.compiled_gradients._collected",)),

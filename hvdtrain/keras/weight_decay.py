@@ -14,6 +14,9 @@ class WeightDecay:
 
     The decay in Keras does not depend on the gradients. TensorFlow starts it while the
     step still reads the weights, and has to copy each of them.
+
+    In a graph, `_apply_weight_decay` of the optimizer is called for each variable. The
+    optimizers of a `MultiOptimizer` decay as in Keras.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -27,16 +30,21 @@ class WeightDecay:
         self, gradients: Sequence[Gradient], variables: Sequence[Variable]
     ) -> None:
         """Set the gradients after which the weights of this step are decayed."""
-        keys = map(variable_key, variables)
-        self._gradients = dict(zip(keys, gradients, strict=True))
+        if self._follows():
+            keys = map(variable_key, variables)
+            self._gradients = dict(zip(keys, gradients, strict=True))
 
     def apply(self, variables: Iterable[Variable]) -> None:
         """Decay `variables`, as Keras does."""
         gradients, self._gradients = self._gradients, {}
-        if self._optimizer.weight_decay is None or tf.executing_eagerly():
+        if not self._follows():
             self._apply(variables)
             return
         for variable in variables:
             gradient = gradients.get(variable_key(variable))
             with tf.control_dependencies([] if gradient is None else [gradient]):
                 self._apply([variable])
+
+    def _follows(self) -> bool:
+        """Whether operations are traced: eager ones run in their order."""
+        return self._optimizer.weight_decay is not None and not tf.executing_eagerly()

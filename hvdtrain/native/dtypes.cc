@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kBlock = 1024;
 
 // The accumulators of half precision are float32: one rounding for any number of ranks.
-template <typename T, typename Accumulator, typename Result>
+template <typename Input, typename Accumulator, typename Result>
 void SumOf(const std::vector<const char*>& slots, size_t offset, size_t elements,
            double divisor, char* result) {
   Accumulator total[kBlock];
@@ -21,12 +21,12 @@ void SumOf(const std::vector<const char*>& slots, size_t offset, size_t elements
   for (size_t start = 0; start < elements; start += kBlock) {
     const size_t count = std::min(kBlock, elements - start);
     const auto input = [&](const char* slot) {
-      return reinterpret_cast<const T*>(slot) + offset + start;
+      return reinterpret_cast<const Input*>(slot) + offset + start;
     };
-    const T* const first = input(slots.front());
+    const Input* const first = input(slots.front());
     for (size_t i = 0; i < count; ++i) total[i] = static_cast<Accumulator>(first[i]);
     for (size_t rank = 1; rank < slots.size(); ++rank) {
-      const T* const other = input(slots[rank]);
+      const Input* const other = input(slots[rank]);
       for (size_t i = 0; i < count; ++i) total[i] += static_cast<Accumulator>(other[i]);
     }
     if (divisor != 1) {

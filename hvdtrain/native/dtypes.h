@@ -19,10 +19,11 @@ using Sum = void (*)(const std::vector<const char*>& slots, size_t offset,
 struct Dtype {
   size_t bytes;  // of an element
   Sum sum;
-  // Of a sum to which more is added: in float32 for 16-bit values. The three functions
-  // add values to a sum, such sums to one, and such sums to a value.
+  // Of a partial sum, to which more is added: float32 for 16-bit values.
   size_t partial_bytes;
-  Sum to_partial, sum_partials, from_partials;
+  Sum to_partial;     // of values
+  Sum sum_partials;   // of partial sums
+  Sum from_partials;  // of partial sums: a value
 };
 
 // nullptr for a dtype that cannot be reduced.

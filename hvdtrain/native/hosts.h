@@ -3,8 +3,8 @@
 // the ranks of other hosts that have the same local rank.
 //
 // The order of a sum does not depend on time. It is that of the hosts, but for a ring and
-// for rounds: see Ring and SumInRounds. One host computes each element and sends it to all others, or, for small
-// tensors, all compute the same: all ranks get the same bits.
+// for rounds: see Ring and SumInRounds. One host computes each element and sends it to all
+// others, or, for small tensors, all compute the same: all ranks get the same bits.
 
 #ifndef HVDTRAIN_HOSTS_H_
 #define HVDTRAIN_HOSTS_H_
@@ -24,7 +24,7 @@ namespace hvdtrain {
 
 // How hosts add up their sums.
 enum class Way {
-  // Each sends all to each other host, with its call: one message to each.
+  // Each sends all to all others, with its call.
   kGather,
   // Each adds up a block, whose values all others send to it with their calls. The sums
   // are a second message to each other host.
@@ -33,7 +33,8 @@ enum class Way {
   kScatterWindows,
   // In windows, after the calls, in a ring.
   kRing,
-  // The same in rounds, where not all hosts are connected.
+  // Scattered and gathered in rounds, in windows after the calls, where not all hosts are
+  // connected.
   kRounds,
 };
 

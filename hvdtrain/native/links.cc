@@ -124,8 +124,8 @@ class Links::Progress {
   }
 
   // Receives at most until `in` is empty, and then asks for more without receiving it, so
-  // that what has become ready is sent first. Returns false when the
-  // connection has ended.
+  // that what has become ready is sent first. Returns false when the connection has
+  // ended.
   bool Receive() {
     const auto receive = [this](msghdr* message, int flags) {
       return recvmsg(socket_, message, flags);
@@ -240,6 +240,9 @@ std::string Links::Run(std::vector<Transfer> transfers, Segment& segment,
   // At first each host may have sent something, and something may be sent to it.
   std::vector<pollfd> events(hosts(), {-1, 0, POLLIN | POLLOUT});
   const Limits& limits = segment.limits();
+  // A rank that waits for a call itself knows which one is missing, and is to say so
+  // before those do that wait for it.
+  const double patience = stage == Stage::kRelayedCalls ? 1.5 : 1;
   bool has_warned = limits.warning.count() == 0;
   const auto start = Clock::now();
   auto now = start, last = start, checked = start;
@@ -260,11 +263,11 @@ std::string Links::Run(std::vector<Transfer> transfers, Segment& segment,
     if (now - last < kCheckInterval) segment.mine().progress.fetch_add(1);
     const std::string reason = Failure(progress, segment);
     if (!reason.empty()) return reason;
-    if (!has_warned && now - last > limits.warning) {
+    if (!has_warned && now - last > limits.warning * patience) {
       has_warned = true;
       Warn(progress, segment, operation, stage);
     }
-    if (limits.failure.count() && now - last > limits.failure) {
+    if (limits.failure.count() && now - last > limits.failure * patience) {
       return Late(progress, segment, operation, stage);
     }
   }
@@ -304,8 +307,7 @@ std::string Links::Failure(const std::vector<Progress>& progress,
 
 void Links::Warn(const std::vector<Progress>& progress, const Segment& segment,
                  const std::string& operation, Stage stage) const {
-  // The rank that waits for a call itself knows which one is missing.
-  if (segment.rank() != 0 || stage == Stage::kRelayedCalls) return;
+  if (segment.rank() != 0) return;
   const std::string missing = Missing(progress, segment.spread().largest, stage);
   if (missing.empty()) {
     // On each host that waits: which of them is the first is not known.

@@ -1,7 +1,8 @@
-// The TCP connections of a rank to one rank of each other host.
+// The TCP connections of a rank to one rank of each other host, or of some of them: see
+// rounds.h.
 //
-// Ranks with the same local rank are connected to each other. Each of these groups
-// reduces another part of the tensors.
+// Ranks with the same local rank are connected. Each of these groups reduces another part
+// of the tensors.
 
 #ifndef HVDTRAIN_LINKS_H_
 #define HVDTRAIN_LINKS_H_

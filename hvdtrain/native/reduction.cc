@@ -240,7 +240,7 @@ std::string ReduceCalled(Segment& segment, Hosts& hosts, const std::vector<int>&
                       call.elements, active, divisor, DivisorInHost(segment, call)};
   if (segment.spread().hosts == 1) return ReduceInHost(segment, agreed, tensors);
   return hosts.IsInWindows(call) ? ReduceWindows(segment, hosts, agreed, tensors)
-                             : ReduceOnce(segment, hosts, agreed, tensors);
+                                 : ReduceOnce(segment, hosts, agreed, tensors);
 }
 
 }  // namespace
@@ -268,9 +268,11 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   Hosts hosts(segment, name);
   lost = hosts.ExchangeCalls(mine, SumToSend(segment, hosts, mine, active));
   if (!lost.empty()) return {Outcome::kLost, lost};
-  const JobCall& call = hosts.job_call();
-  if (call.active == 0) return {Outcome::kAllJoined, "", call.last_joined};
-  if (call.have_differences) {
+  const JobCall& job_call = hosts.job_call();
+  if (job_call.active == 0) {
+    return {Outcome::kAllJoined, "", job_call.last_joined};
+  }
+  if (job_call.have_differences) {
     std::string text;
     lost = DescribeMismatch(segment, hosts, active,
                             reduction ? reduction->describe() : "", &text);
@@ -278,7 +280,7 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   }
   lost = ReduceCalled(segment, hosts, active, tensors);
   if (!lost.empty()) return {Outcome::kLost, lost};
-  return {Outcome::kReduced, "", -1, static_cast<int>(call.active)};
+  return {Outcome::kReduced, "", -1, static_cast<int>(job_call.active)};
 }
 
 }  // namespace hvdtrain

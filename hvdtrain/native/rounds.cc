@@ -8,8 +8,9 @@
 namespace hvdtrain {
 namespace {
 
-// In which host h receives from h + skip what that one knows of `count` hosts, itself and
-// the ones after it, when h knows of itself and the skip - 1 ones after it.
+// When messages are gathered, host h has those of hosts h to h + skip - 1, and receives
+// those of the `count` hosts from h + skip on, from that host. When sums are scattered, it
+// sends the blocks of these hosts to it.
 struct Round {
   int skip, count;
 };
@@ -54,6 +55,7 @@ std::vector<Block> Bodies(const std::vector<Message>& messages, int first, int c
   std::vector<Block> bodies;
   for (int i = 0; i < count; ++i) {
     const int host = (first + i) % messages.size();
+    // The same for all receivers.
     bodies.push_back(messages[host].body(host));
   }
   return bodies;

@@ -6,7 +6,8 @@
 // There are ceil(log2 H) rounds, and at most twice as many connections of each host.
 //
 // J. L. Träff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms",
-// arXiv:2410.14234: for any H, neither has fewer rounds or bytes in another algorithm.
+// arXiv:2410.14234: for any H, no reduce-scatter and no all-gather has fewer rounds, or
+// fewer bytes.
 
 #ifndef HVDTRAIN_ROUNDS_H_
 #define HVDTRAIN_ROUNDS_H_
@@ -34,8 +35,8 @@ bool AreConnected(int hosts, int one, int other);
 struct Message {
   // Of a size that all hosts know.
   Block head;
-  // Returns the memory of what follows for a host, whose size the head tells; called when
-  // this rank has the head. Equal for all hosts where there are more than kDirectHosts.
+  // Returns the memory of what follows for a receiver, whose size the head tells; called
+  // when this rank has the head. With more than kDirectHosts it is the same for all.
   std::function<Block(int)> body;
 };
 

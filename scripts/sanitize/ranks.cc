@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
@@ -54,7 +55,6 @@ namespace hvdtrain {
 namespace {
 
 constexpr size_t kSlotBytes = 1 << 16;
-constexpr int kRounds = 14;
 
 void Check(bool is_right, const std::string& what) {
   if (is_right) return;
@@ -142,11 +142,14 @@ class Job {
 // Small integers, whose sums are exact in any order.
 float Value(int rank, int round, size_t i) { return (rank * 7 + round + i) % 13; }
 
-// From one number to several windows of a ring.
-constexpr size_t kSizes[] = {1, 7, 1000, 16000, 60000, 300000, 5000000};
+// From one number to two windows, the last of which has few elements.
+constexpr size_t kSizes[] = {1, 7, 1000, 16000, 60000, 300000, 5000000,
+                             2, 20, 3000, 20000, 90000, 700000, 4194305};
+
+constexpr int kRounds = std::size(kSizes);
 
 void Reduce(Job& job, int rank, int round, std::mt19937& random) {
-  const size_t elements = kSizes[round % 7] + random() % 5, first = elements / 3;
+  const size_t elements = kSizes[round] + random() % 5, first = elements / 3;
   const bool is_mean = random() % 2;
   std::vector<float> values(elements), result(elements);
   for (size_t i = 0; i < elements; ++i) values[i] = Value(rank, round, i);
@@ -179,8 +182,8 @@ uint16_t Bfloat16(float value) {
 // is rounded once between hosts: 256 + 1 would be 256.
 void ReduceHalf(Job& job, int rank) {
   const int large = job.first_host(), small = job.total() - large;
-  // More elements than are sent with the call.
-  std::vector<uint16_t> values(1 << 17, Bfloat16(rank < large ? 256 : 1));
+  // More bytes than are sent with the call.
+  std::vector<uint16_t> values(1 << 18, Bfloat16(rank < large ? 256 : 1));
   Reduction reduction{"half", 5, [] { return std::string("half"); },
                       tensorflow::DT_BFLOAT16, false, {}};
   char* const data = reinterpret_cast<char*>(values.data());

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import itertools
+import math
 import secrets
 import socket
 import time
@@ -10,7 +11,7 @@ from concurrent import futures
 
 import pytest
 
-from hvdtrain import handshake
+from hvdtrain import handshake, native
 from hvdtrain.collectives.transport import links
 
 KEY = secrets.token_bytes(32)
@@ -75,6 +76,25 @@ def test_a_host_is_connected_to_those_with_an_address_alone():
         for host, own in enumerate(connections):
             own[(host - 1) % 5].settimeout(10)
             assert own[(host - 1) % 5].recv(1) == bytes([(host - 1) % 5])
+
+
+@pytest.mark.parametrize("count", [2, 16, 17, 18, 31, 32, 33, 100, 1024])
+def test_many_hosts_are_connected_to_few(count):
+    are_connected = native.load().functions.hvdtrain_are_connected
+    # Halves of the number, rounded up, down to 1.
+    skips, known = set(), count
+    while known > 1:
+        known = (known + 1) // 2
+        skips |= {known, count - known}
+    expected = skips if count > 16 else set(range(1, count))
+    for host in (0, 1, count - 1):
+        distances = {
+            (other - host) % count
+            for other in range(count)
+            if are_connected(count, host, other)
+        }
+        assert distances == expected
+    assert len(skips) <= 2 * math.ceil(math.log2(count))
 
 
 def test_a_stranger_is_not_a_host():

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.keras.replication import get_hook
 from hvdtrain.keras.weight_decay import WeightDecay
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -82,3 +83,46 @@ def test_a_weight_is_decayed_after_its_gradient():
     # 1 - 1 * 0.5 * 0.01, by hand.
     for variable in variables:
         np.testing.assert_allclose(variable, np.full(3, 0.995), rtol=1e-6)
+
+
+class _Sparse(keras.layers.Layer):
+    """Gives its table gradients of rows alone."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(16, 4), initializer="ones")
+
+    def call(self, inputs):
+        indices = tf.cast(tf.abs(inputs[:, :1]) * 4, "int32") % 16
+        return tf.reshape(tf.gather(self.table.value, indices), (-1, 4))
+
+
+def _exclude(optimizer):
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _exclude(adamw()),
+        lambda: adamw(global_clipnorm=0.1, use_ema=True),
+        lambda: keras.optimizers.LossScaleOptimizer(adamw()),
+    ],
+    ids=["excluded", "clipped", "scaled"],
+)
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_decay_is_that_of_keras_with_options(make, skips):
+    def trained(optimizer):
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((64,)), _Sparse(), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile(optimizer, "mse")
+        model.fit(INPUTS, LABELS, batch_size=8, verbose=0, shuffle=False)
+        return model.get_weights()
+
+    expected = trained(make())
+    optimizer = hvd.DistributedOptimizer(make())
+    if skips:
+        get_hook(optimizer).skip_nonfinite()
+    for value, other in zip(trained(optimizer), expected, strict=True):
+        np.testing.assert_array_equal(value, other)

@@ -1,7 +1,7 @@
 """TCP connections between ranks of several hosts, for native reductions.
 
-Ranks with the same local rank are connected to each other. Like Gloo's connections,
-these are not encrypted.
+Ranks with the same local rank are connected to each other, on many hosts to some of
+them. Like Gloo's connections, these are not encrypted.
 """
 
 import contextlib

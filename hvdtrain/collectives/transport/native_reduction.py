@@ -3,9 +3,9 @@
 All ranks of a static job run the same graph, so once they have agreed on a reduction in
 the first step, Horovod's negotiation has nothing left to decide. An operation of the
 native library (`hvdtrain.native`) then adds the tensors: ranks of one host add theirs
-in memory that they share, and hosts exchange their sums over TCP: small ones in one to
-three messages to each other host, large ones in a ring. This replaces Horovod's cycles
-and messages. `connection` decides whether this is possible.
+in memory that they share, and hosts exchange their sums over TCP: native/hosts.h has
+how. This replaces Horovod's cycles and messages. `connection` decides whether this is
+possible.
 """
 
 import ctypes
