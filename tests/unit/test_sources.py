@@ -431,9 +431,9 @@ def test_parsed_samples_that_are_large_are_read_step_by_step():
             calls.append(len(indices))
             return indices
 
-    source = Counted(lambda indices: tf.one_hot(indices, 50_000))
+    source = Counted(lambda indices: tf.one_hot(indices, 500_000))
     batches = data.batches(source, sampler(), 0, 5)
-    assert next(batches.as_numpy_iterator()).shape == (12, 50_000)
+    assert next(batches.as_numpy_iterator()).shape == (12, 500_000)
     # One to see the structure.
     assert set(calls) == {1, 12}
 
