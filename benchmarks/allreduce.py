@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from benchmarks import mpi, report, torch_run
@@ -90,11 +91,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         peers = {}
         if options.torch:
-            # PyTorch warns of addresses without a name, and reads this at its import.
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            # Not at the top: PyTorch may not be installed.
-            from benchmarks import torch_allreduce
-
+            torch_allreduce = _import_torch_path()
             peers["PyTorch"] = stack.enter_context(torch_allreduce.connected(world))
             result["versions"]["PyTorch"] = torch_allreduce.VERSION
         rows = allreduce_paths.measure(
@@ -109,6 +106,15 @@ def main() -> None:
             row["seconds"] = {"MPI": mpi_seconds[row["bytes"]], **row["seconds"]}
     result["collectives"] = {"rows": rows}
     conditions.report(world, result, table(result), path=options.json)
+
+
+def _import_torch_path() -> ModuleType:
+    # PyTorch warns of addresses without a name, and reads this at its import.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Not at the top: PyTorch may not be installed.
+    from benchmarks import torch_allreduce
+
+    return torch_allreduce
 
 
 def table(result: dict[str, Any]) -> str:

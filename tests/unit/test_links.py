@@ -18,10 +18,10 @@ KEY = secrets.token_bytes(32)
 
 
 @contextlib.contextmanager
-def connected(count, before=lambda listeners: None, skips=None):
+def connected(count, before=lambda listeners: None, at=None):
     """Yield for each host its connections to the others.
 
-    With `skips`, to those alone of which the number differs by one of them.
+    With `at`, to those alone that are at one of these distances, round all hosts.
     """
     with contextlib.ExitStack() as stack:
         listeners = [
@@ -33,9 +33,7 @@ def connected(count, before=lambda listeners: None, skips=None):
         def addresses(host):
             distances = [(other - host) % count for other in range(count)]
             return [
-                listener.address
-                if distance and distance in (skips or distances)
-                else None
+                listener.address if distance and distance in (at or distances) else None
                 for listener, distance in zip(listeners, distances, strict=True)
             ]
 
@@ -68,7 +66,7 @@ def test_each_host_is_connected_to_each(count):
 
 
 def test_a_host_is_connected_to_those_with_an_address_alone():
-    with connected(5, skips=(1, 4)) as connections:
+    with connected(5, at=(1, 4)) as connections:
         for host, own in enumerate(connections):
             made = {other for other, each in enumerate(own) if each}
             assert made == {(host + 1) % 5, (host - 1) % 5}
