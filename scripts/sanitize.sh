@@ -12,7 +12,7 @@ export PATH="${HVDTRAIN_ENVIRONMENT:-$root/.venv}/bin:$PATH"
 # One host; two that are alike; hosts of different numbers of ranks; so many that not all
 # are connected.
 ones="1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1"
-jobs=("4" "2 2" "3 2" "1 1 2" "1 $ones" "$ones 2 1")
+jobs=("2" "4" "2 2" "3 2" "1 1 2" "1 $ones" "$ones 2 1")
 sources=(hvdtrain/native/{dtypes,gathering,hosts,links,mismatch,reduction,ring,rounds,segment}.cc)
 kinds=("$@")
 ((${#kinds[@]})) || kinds=(thread address)

@@ -48,13 +48,13 @@ class Cursor {
     return is_one && piece.output ? piece.output + position_ * element_bytes_ : nullptr;
   }
 
- private:
-  template <typename Copy>
-  void Advance(size_t elements, Copy copy) {
+  // Calls `use(piece, start, bytes)` for the parts of tensors that the next elements are.
+  template <typename Use>
+  void Advance(size_t elements, Use use) {
     while (elements > 0) {
       const Piece& piece = pieces_[place_];
       const size_t count = std::min(elements, piece.elements - position_);
-      copy(piece, position_ * element_bytes_, count * element_bytes_);
+      use(piece, position_ * element_bytes_, count * element_bytes_);
       elements -= count;
       position_ += count;
       if (position_ == piece.elements) {
@@ -64,6 +64,7 @@ class Cursor {
     }
   }
 
+ private:
   const std::vector<Piece>& pieces_;
   const size_t element_bytes_;
   size_t place_ = 0;

@@ -66,7 +66,7 @@ extern "C" {
 
 // A number that changes with these functions, with the operations, and with what ranks
 // send to each other; also in __init__.py.
-EXPORT int hvdtrain_interface() { return 16; }
+EXPORT int hvdtrain_interface() { return 17; }
 
 EXPORT size_t hvdtrain_segment_bytes(int size, size_t slot_bytes) {
   return hvdtrain::Segment::Bytes(size, slot_bytes);

@@ -11,6 +11,9 @@ namespace {
 
 // Of a rank's part of large tensors that hosts exchange at a time.
 constexpr size_t kWindowBytes = 16 << 20;
+// Of other ranks, which a rank reads beyond what it would read if each added its part.
+// A barrier takes as long.
+constexpr size_t kReadBytes = 16 << 10;
 
 void Publish(Member& mine, const Reduction* reduction, size_t elements) {
   mine.signature = reduction ? reduction->signature : 0;
@@ -110,8 +113,62 @@ std::string BarrierOfExchange(Segment& segment, const Tensors& tensors) {
   return segment.Barrier(ExchangeOf(tensors.name), segment.links() != nullptr);
 }
 
-// Chunk by chunk, in the ranks' slots.
-std::string ReduceInHost(Segment& segment, const Agreed& agreed, Tensors& tensors) {
+// Whether each rank adds up all elements: it reads what all others have written, and
+// writes to no memory that another one reads. Two ranks send each other as much as if
+// each added its part, and copy less.
+bool AddsAll(const Segment& segment, size_t bytes) {
+  return segment.spread().hosts == 1 && bytes * std::max(0, segment.size() - 2) <= kReadBytes;
+}
+
+// Of a slot, that a rank writes at a time. It writes to one half while other ranks may
+// still read the other one.
+size_t ChunkBytes(const Segment& segment, size_t bytes) {
+  const bool is_half = bytes > segment.slot_bytes() && AddsAll(segment, bytes);
+  return is_half ? segment.slot_bytes() / 2 : segment.slot_bytes();
+}
+
+// Adds up a chunk that is at `offset` of the ranks' slots.
+void SumAll(Segment& segment, const Agreed& agreed, Tensors& tensors, size_t elements,
+            size_t offset) {
+  std::vector<const char*> inputs(agreed.active.size());
+  tensors.out.Advance(elements, [&](const Piece& piece, size_t start, size_t bytes) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const int rank = agreed.active[i];
+      inputs[i] =
+          rank == segment.rank() ? piece.input + start : segment.slot(rank) + offset;
+    }
+    if (piece.output != nullptr) {
+      agreed.dtype.sum(inputs, 0, bytes / agreed.dtype.bytes, agreed.divisor,
+                       piece.output + start);
+    }
+    offset += bytes;
+  });
+}
+
+// Chunk by chunk, which each rank adds up.
+std::string AddAll(Segment& segment, const Agreed& agreed, Tensors& tensors) {
+  const size_t bytes = agreed.dtype.bytes;
+  const size_t chunk = ChunkBytes(segment, agreed.elements * bytes) / bytes;
+  size_t offset = 0;
+  for (size_t done = 0; done < agreed.elements; done += chunk) {
+    const size_t elements = std::min(chunk, agreed.elements - done);
+    if (done > 0) {
+      offset = segment.slot_bytes() / 2 - offset;
+      if (tensors.has_any) {
+        tensors.in.CopyTo(segment.slot(segment.rank()) + offset, elements);
+      }
+      const std::string lost = segment.Barrier(tensors.name);
+      if (!lost.empty()) return lost;
+    }
+    if (tensors.has_any) SumAll(segment, agreed, tensors, elements, offset);
+  }
+  // The next reduction waits for the ranks that still read.
+  segment.Arrive();
+  return "";
+}
+
+// Chunk by chunk, of which each rank adds up its part.
+std::string AddParts(Segment& segment, const Agreed& agreed, Tensors& tensors) {
   const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
   size_t done = 0;
   // Once also for no elements: a rank that has read the members enters the barrier that
@@ -238,7 +295,10 @@ std::string ReduceCalled(Segment& segment, Hosts& hosts, const std::vector<int>&
   const double divisor = call.is_mean ? hosts.job_call().active : 1;
   const Agreed agreed{*FindDtype(static_cast<tensorflow::DataType>(call.dtype)),
                       call.elements, active, divisor, DivisorInHost(segment, call)};
-  if (segment.spread().hosts == 1) return ReduceInHost(segment, agreed, tensors);
+  if (AddsAll(segment, agreed.elements * agreed.dtype.bytes)) {
+    return AddAll(segment, agreed, tensors);
+  }
+  if (segment.spread().hosts == 1) return AddParts(segment, agreed, tensors);
   return hosts.IsInWindows(call) ? ReduceWindows(segment, hosts, agreed, tensors)
                                  : ReduceOnce(segment, hosts, agreed, tensors);
 }
@@ -248,6 +308,9 @@ std::string ReduceCalled(Segment& segment, Hosts& hosts, const std::vector<int>&
 Report Allreduce(Segment& segment, const Reduction* reduction) {
   if (!segment.lost().empty()) return {Outcome::kLost, segment.lost()};
   const std::string name = reduction ? reduction->name : "join";
+  // Other ranks may still read what this one has written in the previous reduction.
+  std::string lost = segment.Await(name);
+  if (!lost.empty()) return {Outcome::kLost, lost};
   static const std::vector<Piece> kNone;
   const std::vector<Piece>& pieces = reduction ? reduction->pieces : kNone;
   size_t total = 0;
@@ -258,9 +321,10 @@ Report Allreduce(Segment& segment, const Reduction* reduction) {
   Tensors tensors{Cursor(pieces, dtype->bytes), Cursor(pieces, dtype->bytes), name,
                   reduction != nullptr};
   // Before the first barrier, while other ranks may still compute.
-  tensors.in.CopyTo(segment.slot(segment.rank()),
-                    std::min(segment.slot_bytes() / dtype->bytes, total));
-  std::string lost = segment.Barrier(name);
+  tensors.in.CopyTo(
+      segment.slot(segment.rank()),
+      std::min(ChunkBytes(segment, total * dtype->bytes) / dtype->bytes, total));
+  lost = segment.Barrier(name);
   if (!lost.empty()) return {Outcome::kLost, lost};
 
   const std::vector<int> active = ActiveRanks(segment);

@@ -127,11 +127,19 @@ bool Segment::HasArrived(int rank) const {
 JobCall& Segment::job_call() { return header_->job_call; }
 
 std::string Segment::Barrier(const std::string& operation, bool is_limited) {
+  Arrive();
+  return Await(operation, is_limited);
+}
+
+void Segment::Arrive() {
   Member& own = mine();
   own.arrivals.store(++barriers_);
   // A rank counts itself as a sleeper before it reads `arrivals` for the last time:
   // with both in sequential order, either it sees this arrival or it is woken.
   if (own.sleepers.load() > 0) WakeAll(own.arrivals);
+}
+
+std::string Segment::Await(const std::string& operation, bool is_limited) {
   for (int rank = 0; rank < size_ && lost_.empty(); ++rank) {
     if (!HasArrived(rank)) lost_ = WaitFor(rank, operation, is_limited);
   }

@@ -103,6 +103,11 @@ class Segment {
   // waited for have a limit themselves, and can name what is missing.
   std::string Barrier(const std::string& operation, bool is_limited = true);
 
+  // The two halves of a barrier: a rank enters it, and waits for the others. Between
+  // them, a rank reads and writes nothing of which another one is the reader.
+  void Arrive();
+  std::string Await(const std::string& operation, bool is_limited = true);
+
   // Memory in which the first rank of this host publishes what hosts have exchanged.
   JobCall& job_call();
 

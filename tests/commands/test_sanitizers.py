@@ -35,4 +35,4 @@ def test_collectives_have_no_races_and_stay_within_their_memory(kind):
         command, capture_output=True, text=True, timeout=480, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("all results are right") == 6
+    assert done.stdout.count("all results are right") == 7
