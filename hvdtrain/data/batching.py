@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvdtrain import native
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.index_shuffle import use_library
+from hvdtrain.data.sample_functions import use_library
 from hvdtrain.data.sampler import Sampler, check_rank
 from hvdtrain.data.sources.parsing import parse
 from hvdtrain.data.sources.source import Source, as_source, count_bytes

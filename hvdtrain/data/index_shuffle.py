@@ -14,12 +14,11 @@ the hash is the finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014). Grain's
 `index_shuffle` serves the same purpose with another cipher.
 """
 
-import ctypes
 import math
-from collections.abc import Callable
-from typing import ClassVar
 
 import numpy as np
+
+from hvdtrain.data.sample_functions import SampleFunctions
 
 # Every constant is part of the order of the samples: a job that continues with other
 # constants would read other samples.
@@ -47,31 +46,13 @@ def index_shuffle(
     columns = -(-num_samples // rows)
     keys = _keys(seed, epoch)
     shuffled = indices.astype(np.uint64).ravel()
-    if _Library.shuffle:
+    if SampleFunctions.shuffle:
         count, words = shuffled.size, np.array(keys, np.uint64)
         sizes = num_samples, rows, columns
-        _Library.shuffle(shuffled.ctypes, count, *sizes, words.ctypes, len(keys))
+        SampleFunctions.shuffle(shuffled.ctypes, count, *sizes, words.ctypes, len(keys))
     else:
         _shuffle(shuffled, num_samples, rows, columns, keys)
     return shuffled.astype(np.int64).reshape(indices.shape)
-
-
-class _Library:
-    """The function of the native library, which is loaded with TensorFlow alone."""
-
-    shuffle: ClassVar[Callable[..., None] | None] = None
-
-
-def use_library(functions: ctypes.CDLL) -> None:
-    """Shuffle by the native library from now on, with equal results."""
-    function = functions.hvdtrain_index_shuffle
-    function.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_int64),  # indices
-        *(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64),  # samples, rows, columns
-        *(ctypes.c_void_p, ctypes.c_int64),  # keys
-    ]
-    function.restype = None
-    _Library.shuffle = function
 
 
 def _shuffle(

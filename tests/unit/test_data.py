@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain import data
+from hvdtrain import data, native
 from hvdtrain.data.index_shuffle import index_shuffle
+from hvdtrain.data.rows import take_rows
+from hvdtrain.data.sample_functions import SampleFunctions, use_library
 from hvdtrain.native import recorder
 
 # Odd sizes, a batch larger than the data, a batch of the size of the data.
@@ -330,3 +332,29 @@ def test_ranks_divide_a_batch_that_is_no_multiple_of_their_number():
     assert [part.shape for part in parts] == [(6, 3), (6, 2), (6, 2)]
     for rank, part in enumerate(parts):
         np.testing.assert_array_equal(part, whole[:, rank::3])
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(9000, dtype="float32").reshape(10, 9, 100),
+        np.asfortranarray(np.arange(1000.0).reshape(10, 100)),
+        np.arange(4000, dtype="int16").reshape(20, 200)[::2],
+        np.arange(10) % 3 == 0,
+    ],
+    ids=["contiguous", "by columns", "every other row", "scalars"],
+)
+def test_rows_are_as_indexed_and_need_no_copy(monkeypatch, array, is_native):
+    monkeypatch.setattr(SampleFunctions, "take", None)
+    if is_native:
+        use_library(native.load().functions)
+    numbers = np.array([9, 0, 3, 3, 8])
+    taken = take_rows(array, numbers)
+    np.testing.assert_array_equal(taken, array[numbers])
+    assert taken.dtype == array.dtype
+    # TensorFlow copies others.
+    assert taken.ctypes.data % 64 == 0
+    for number in (-1, 10, 2**40):
+        with pytest.raises(IndexError, match="within 0 to 9"):
+            take_rows(array, np.array([0, number]))

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from hvdtrain import data, native
 from hvdtrain.data import batching
-from hvdtrain.data import index_shuffle as shuffling
 from hvdtrain.data.index_shuffle import index_shuffle
+from hvdtrain.data.sample_functions import SampleFunctions, use_library
 from hvdtrain.data.sources.source import as_source
 from hvdtrain.output import describe
 
@@ -187,10 +187,10 @@ def test_index_shuffle_is_a_permutation(monkeypatch, samples, is_native):
 
 
 def select_library(monkeypatch, is_native):
-    monkeypatch.setattr(shuffling._Library, "shuffle", None)
+    monkeypatch.setattr(SampleFunctions, "shuffle", None)
     if is_native:
-        shuffling.use_library(native.load().functions)
-        assert shuffling._Library.shuffle
+        use_library(native.load().functions)
+        assert SampleFunctions.shuffle
 
 
 @pytest.mark.parametrize("is_native", [True, False])

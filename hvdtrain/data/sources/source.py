@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.data.formats import DataError
+from hvdtrain.data.rows import take_rows
 from hvdtrain.data.sampler import Sampler
 
 # A function of TensorFlow tensors, traced by tf.data.
@@ -20,7 +21,6 @@ TensorFunction = Callable[[Any], Any]
 
 # By the object that is read, which several sources may have.
 _locks: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)
-
 
 class Source:
     """Samples by number: a length, and a function that reads some of them.
@@ -112,10 +112,11 @@ class ArraySource(Source):
         return len(self._array)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        # A plain array: an indexed memory map is one in memory.
-        values = np.asarray(self._array[indices])
-        # TensorFlow takes text of NumPy's own type in ASCII only.
-        return values.astype(object) if values.dtype.kind == "U" else values
+        if self._array.dtype.kind in "OSU":
+            values = np.asarray(self._array[indices])
+            # TensorFlow takes text of NumPy's own type in ASCII only.
+            return values.astype(object) if values.dtype.kind == "U" else values
+        return take_rows(self._array, indices)
 
     def fingerprint(self) -> Any:
         array = self._array
