@@ -62,7 +62,7 @@ def use_native(functions: ctypes.CDLL | None) -> None:
     """Let the native library compare callers as well; None ends this."""
     with _caller.lock:
         _caller.native = functions
-        _publish()
+        _publish(_caller.number)
 
 
 def description() -> str:
@@ -130,10 +130,12 @@ def watch(token: tf.Variable, prepare: Callable[[], None]) -> None:
 def uncompared() -> Iterator[None]:
     """Compare no callers: all ranks are known to have failed in one collective."""
     number_variable().assign(0)
+    _publish(0)
     try:
         yield
     finally:
         number_variable().assign(_caller.number)
+        _publish(_caller.number)
 
 
 def _enter(thread: threading.Thread) -> bool:
@@ -165,13 +167,13 @@ def _take_over(thread: threading.Thread) -> None:
     # After the lines that may raise: a thread without a text of its own would be
     # compared as the previous one.
     _caller.thread, _caller.text, _caller.number = thread, text, number
-    _publish()
+    _publish(number)
 
 
-def _publish() -> None:
+def _publish(number: int) -> None:
     if _caller.native:
-        number = ctypes.c_uint64(_caller.number)
-        _caller.native.hvdtrain_set_caller(number, _caller.text.encode())
+        text = _caller.text.encode()
+        _caller.native.hvdtrain_set_caller(ctypes.c_uint64(number), text)
 
 
 def _text(thread: threading.Thread) -> str:

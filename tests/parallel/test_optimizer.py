@@ -14,6 +14,7 @@ from horovod.tensorflow import mpi_ops
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives import transport
+from hvdtrain.collectives.transport import native_reduction
 
 PACKAGE = str(pathlib.Path(transport.__file__).parents[2])
 
@@ -350,16 +351,21 @@ def test_adasum_is_refused_by_name():
 
 @pytest.fixture
 def frames(monkeypatch):
-    """Per operation of Horovod, the names of the package's functions on the stack."""
+    """Per reduction, the names of the package's functions on the stack."""
     seen = []
-    operation = mpi_ops._grouped_allreduce
 
-    def spy(*args, **options):
-        stack = [frame for frame in inspect.stack() if PACKAGE in frame.filename]
-        seen.append([frame.function for frame in stack])
-        return operation(*args, **options)
+    def watch(module, name):
+        operation = getattr(module, name)
 
-    monkeypatch.setattr(mpi_ops, "_grouped_allreduce", spy)
+        def spy(*args, **options):
+            stack = [frame for frame in inspect.stack() if PACKAGE in frame.filename]
+            seen.append([frame.function for frame in stack])
+            return operation(*args, **options)
+
+        monkeypatch.setattr(module, name, spy)
+
+    watch(mpi_ops, "_grouped_allreduce")
+    watch(native_reduction, "allreduce")
     return seen
 
 

@@ -184,15 +184,15 @@ def compares_itself(process_set: ProcessSet) -> bool:
 def _explained_mismatch(
     signature: Signature, process_set: ProcessSet
 ) -> Iterator[None]:
-    """Add to Horovod's error of a mismatch what each rank has sent.
+    """Say in the error of a mismatch what each rank has sent.
 
     Only where operations run eagerly: within a function, the error is raised by the
-    caller's step, and Horovod's text remains as it is.
+    caller's step, and its text remains as it is.
     """
     try:
         yield
     except tf.errors.FailedPreconditionError as error:
-        # Horovod reports a mismatch to every rank of the set: all of them get here.
+        # A mismatch is reported to every rank of the set: all of them get here.
         if "Mismatched" not in error.message or not tf.executing_eagerly():
             raise
         text = threads.description() + signature.lines()
@@ -213,9 +213,9 @@ def _explained_mismatch(
         raise tf.errors.FailedPreconditionError(
             error.node_def,
             error.op,
-            f"The ranks called one collective with different arguments. Sent by {sent}."
-            f" {remedy}Call it alike on all ranks, and collectives in one thread. "
-            f"Horovod: {error.message}",
+            "Mismatched collectives: the ranks called one with different arguments. "
+            f"Sent by {sent}. {remedy}Call it alike on all ranks, and collectives in "
+            "one thread.",
         ) from None
 
 

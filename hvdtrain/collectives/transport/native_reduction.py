@@ -26,13 +26,12 @@ _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def takes_part(process_set: ProcessSet) -> bool:
-    """Return whether collectives that are traced now begin with a native operation."""
+    """Return whether collectives that are called now begin with a native operation."""
     if process_set.process_set_id != 0:
         return False
-    # Outside of the function that is traced: the first call communicates.
+    # Outside of a function that is traced: the first call communicates.
     with tf.init_scope():
-        is_native = connect().operations is not None
-    return is_native and not tf.executing_eagerly()
+        return connect().operations is not None
 
 
 def covers(tensor: tf.Tensor, reduction: Reduction) -> bool:
@@ -55,7 +54,7 @@ def allreduce(
         inputs=tensors,
         token=graph.order_token().handle,
         mean=reduction.op == Average,
-        collective=name,
+        collective=_name(name, "allreduce"),
         description=reduction.describe(),
     )
 
@@ -78,7 +77,7 @@ def reducescatter(
         mean=reduction.op == Average,
         starts=[sum(size_by_rank[:rank]) for size_by_rank in sizes],
         sizes=[size_by_rank[rank] for size_by_rank in sizes],
-        collective=name,
+        collective=_name(name, "reducescatter"),
         description=f"shards {sizes}, {reduction.describe()}",
     )
 
@@ -104,7 +103,7 @@ def allgather(
         sizes=list(itertools.chain.from_iterable(sizes)),
         # Nothing is copied to a tensor without elements.
         shapes=[[0] if shape is None else shape for shape in shapes],
-        collective=name,
+        collective=_name(name, "allgather"),
         description=f"allgather of {len(shards)} shards",
     )
 
@@ -118,8 +117,9 @@ def compare(signature: Signature, *, name: str) -> tf.Operation:
     return _operations().hvdtrain_compare(
         checksum=signature.checksum(),
         token=graph.order_token().handle,
-        collective=name,
-        description=signature.describe(),
+        collective=_name(name, signature.operation),
+        # Lengths that change from call to call would each make a kernel of their own.
+        description="" if tf.executing_eagerly() else signature.describe(),
     )
 
 
@@ -137,6 +137,15 @@ def join() -> int | None:
     if reason:
         raise tf.errors.AbortedError(None, None, reason.decode())
     return last.value
+
+
+def _name(name: str, operation: str) -> str:
+    """Return the name by which ranks are matched, in eager calls the `operation`.
+
+    Eager calls are matched by their order, as in Horovod. TensorFlow keeps the kernel
+    of each name for ever, and users number names.
+    """
+    return operation if tf.executing_eagerly() else name
 
 
 def _operations() -> ModuleType:
