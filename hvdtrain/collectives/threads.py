@@ -171,6 +171,7 @@ def _take_over(thread: threading.Thread) -> None:
 
 
 def _publish(number: int) -> None:
+    """Give the caller to the native library; 0 is equal on all ranks."""
     if _caller.native:
         text = _caller.text.encode()
         _caller.native.hvdtrain_set_caller(ctypes.c_uint64(number), text)

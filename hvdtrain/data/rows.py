@@ -9,8 +9,8 @@ from hvdtrain.data.sample_functions import SampleFunctions
 # EIGEN_MAX_ALIGN_BYTES of TensorFlow, which copies an array whose address is not a
 # multiple of it. Those of NumPy's large arrays are not.
 _ALIGNMENT = 64
-# Of smaller rows, NumPy copies several in the time that a call of the library takes.
-_MIN_BYTES = 256
+# NumPy copies smaller rows as fast.
+_MIN_NATIVE_ROW_BYTES = 256
 
 
 def take_rows(array: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -18,20 +18,20 @@ def take_rows(array: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
     Args:
         array: of any dtype but object.
-        numbers: int64, 0 to `len(array) - 1`.
+        numbers: integers, 0 to `len(array) - 1`.
 
     Raises:
         IndexError: a number is out of range.
     """
+    numbers = np.ascontiguousarray(numbers, np.int64)
     taken = _aligned((len(numbers), *array.shape[1:]), array.dtype)
     row_bytes = math.prod(array.shape[1:]) * array.itemsize
-    is_native = row_bytes >= _MIN_BYTES and array.flags.c_contiguous
+    is_native = row_bytes >= _MIN_NATIVE_ROW_BYTES and array.flags.c_contiguous
     if not (SampleFunctions.take and is_native):
-        # NumPy would check the range with a copy of the result.
+        # With mode="raise", NumPy buffers the result.
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(array):
             raise IndexError(f"numbers are not all within 0 to {len(array) - 1}")
         return np.take(array, numbers, axis=0, out=taken, mode="wrap")
-    numbers = np.ascontiguousarray(numbers, np.int64)
     place = SampleFunctions.take(
         *(array.ctypes.data, len(array), row_bytes),
         *(numbers.ctypes.data, len(numbers), taken.ctypes.data),

@@ -1,7 +1,7 @@
 """Functions of the native library that the input pipeline calls, where it is loaded.
 
-Importing this module loads no TensorFlow, with which the library is loaded alone.
-Without it NumPy does the same, with equal results.
+Importing this module loads no TensorFlow, which the library needs. Without it NumPy
+does the same, with equal results.
 """
 
 import ctypes

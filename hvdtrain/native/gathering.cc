@@ -51,6 +51,7 @@ std::string GatherChunk(Segment& segment, const Gathering& gathering,
   const Spread& spread = segment.spread();
   const int own = segment.number(segment.rank());
   char* const slot = segment.slot(segment.rank());
+  // The comparison had no elements, which another rank could still read.
   cursors[own].CopyTo(slot, counts[own]);
   // While the ranks of this host read the slot.
   std::vector<Block> received(spread.hosts, {nullptr, 0});

@@ -11,8 +11,8 @@ namespace {
 
 // Of a rank's part of large tensors that hosts exchange at a time.
 constexpr size_t kWindowBytes = 16 << 20;
-// Of other ranks, which a rank reads beyond what it would read if each added its part.
-// A barrier takes as long.
+// Bytes that a rank may read in addition, to save a barrier: a guess of how many take as
+// long.
 constexpr size_t kReadBytes = 16 << 10;
 
 void Publish(Member& mine, const Reduction* reduction, size_t elements) {
@@ -113,17 +113,16 @@ std::string BarrierOfExchange(Segment& segment, const Tensors& tensors) {
   return segment.Barrier(ExchangeOf(tensors.name), segment.links() != nullptr);
 }
 
-// Whether each rank adds up all elements: it reads what all others have written, and
-// writes to no memory that another one reads. Two ranks send each other as much as if
-// each added its part, and copy less.
-bool AddsAll(const Segment& segment, size_t bytes) {
+// Whether each rank adds up all elements, from what all others have written to their
+// slots. Two ranks read as much from each other as if each added its part, and copy less.
+bool IsRedundant(const Segment& segment, size_t bytes) {
   return segment.spread().hosts == 1 && bytes * std::max(0, segment.size() - 2) <= kReadBytes;
 }
 
-// Of a slot, that a rank writes at a time. It writes to one half while other ranks may
-// still read the other one.
+// Bytes of a slot that a rank fills at a time: half of it where other ranks may still
+// read the other half.
 size_t ChunkBytes(const Segment& segment, size_t bytes) {
-  const bool is_half = bytes > segment.slot_bytes() && AddsAll(segment, bytes);
+  const bool is_half = bytes > segment.slot_bytes() && IsRedundant(segment, bytes);
   return is_half ? segment.slot_bytes() / 2 : segment.slot_bytes();
 }
 
@@ -145,15 +144,15 @@ void SumAll(Segment& segment, const Agreed& agreed, Tensors& tensors, size_t ele
   });
 }
 
-// Chunk by chunk, which each rank adds up.
-std::string AddAll(Segment& segment, const Agreed& agreed, Tensors& tensors) {
+// Chunk by chunk, of which each rank adds up all elements.
+std::string ReduceRedundantly(Segment& segment, const Agreed& agreed, Tensors& tensors) {
   const size_t bytes = agreed.dtype.bytes;
   const size_t chunk = ChunkBytes(segment, agreed.elements * bytes) / bytes;
   size_t offset = 0;
   for (size_t done = 0; done < agreed.elements; done += chunk) {
     const size_t elements = std::min(chunk, agreed.elements - done);
     if (done > 0) {
-      offset = segment.slot_bytes() / 2 - offset;
+      offset = chunk * bytes - offset;
       if (tensors.has_any) {
         tensors.in.CopyTo(segment.slot(segment.rank()) + offset, elements);
       }
@@ -162,18 +161,16 @@ std::string AddAll(Segment& segment, const Agreed& agreed, Tensors& tensors) {
     }
     if (tensors.has_any) SumAll(segment, agreed, tensors, elements, offset);
   }
-  // The next reduction waits for the ranks that still read.
+  // Also without elements: the other ranks have read the members. The next reduction
+  // waits for those that still read.
   segment.Arrive();
   return "";
 }
 
 // Chunk by chunk, of which each rank adds up its part.
-std::string AddParts(Segment& segment, const Agreed& agreed, Tensors& tensors) {
+std::string ReduceByParts(Segment& segment, const Agreed& agreed, Tensors& tensors) {
   const size_t bytes = agreed.dtype.bytes, chunk = segment.slot_bytes() / bytes;
-  size_t done = 0;
-  // Once also for no elements: a rank that has read the members enters the barrier that
-  // lets their owners overwrite them.
-  do {
+  for (size_t done = 0; done < agreed.elements; done += chunk) {
     const size_t elements = std::min(chunk, agreed.elements - done);
     if (done > 0) {
       if (tensors.has_any) tensors.in.CopyTo(segment.slot(segment.rank()), elements);
@@ -188,8 +185,7 @@ std::string AddParts(Segment& segment, const Agreed& agreed, Tensors& tensors) {
     const std::string lost = segment.Barrier(tensors.name);
     if (!lost.empty()) return lost;
     if (tensors.has_any) tensors.out.CopyFrom(segment.result(), elements);
-    done += elements;
-  } while (done < agreed.elements);
+  }
   return "";
 }
 
@@ -295,10 +291,10 @@ std::string ReduceCalled(Segment& segment, Hosts& hosts, const std::vector<int>&
   const double divisor = call.is_mean ? hosts.job_call().active : 1;
   const Agreed agreed{*FindDtype(static_cast<tensorflow::DataType>(call.dtype)),
                       call.elements, active, divisor, DivisorInHost(segment, call)};
-  if (AddsAll(segment, agreed.elements * agreed.dtype.bytes)) {
-    return AddAll(segment, agreed, tensors);
+  if (IsRedundant(segment, agreed.elements * agreed.dtype.bytes)) {
+    return ReduceRedundantly(segment, agreed, tensors);
   }
-  if (segment.spread().hosts == 1) return AddParts(segment, agreed, tensors);
+  if (segment.spread().hosts == 1) return ReduceByParts(segment, agreed, tensors);
   return hosts.IsInWindows(call) ? ReduceWindows(segment, hosts, agreed, tensors)
                                  : ReduceOnce(segment, hosts, agreed, tensors);
 }

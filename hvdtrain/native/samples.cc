@@ -10,10 +10,10 @@ namespace {
 // Samples that are permuted at a time: each operation waits for the one before, and a
 // processor has several in flight.
 constexpr int kLanes = 8;
-// Rows and bytes of each that are read ahead of the copies. Rows of an array that is
-// larger than the caches come from memory.
+// How many rows ahead of the copies rows are prefetched, and the bytes of each. Rows of an
+// array that is larger than the caches come from memory.
 constexpr int64_t kAheadRows = 2;
-constexpr size_t kAheadBytes = 4096;
+constexpr size_t kPrefetchedBytes = 4096;
 constexpr size_t kLineBytes = 64;
 
 struct Permutation {
@@ -80,9 +80,8 @@ EXPORT int64_t hvdtrain_take_rows(const char* array, int64_t num_rows, size_t ro
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAheadRows < count) {
       const char* const ahead = array + numbers[i + kAheadRows] * row_bytes;
-      for (size_t byte = 0; byte < std::min(row_bytes, kAheadBytes); byte += kLineBytes) {
-        __builtin_prefetch(ahead + byte);
-      }
+      const size_t bytes = std::min(row_bytes, kPrefetchedBytes);
+      for (size_t i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(ahead + i);
     }
     memcpy(taken + i * row_bytes, array + numbers[i] * row_bytes, row_bytes);
   }

@@ -104,7 +104,7 @@ class Segment {
   std::string Barrier(const std::string& operation, bool is_limited = true);
 
   // The two halves of a barrier: a rank enters it, and waits for the others. Between
-  // them, a rank reads and writes nothing of which another one is the reader.
+  // them, a rank must not write to memory that other ranks may still read.
   void Arrive();
   std::string Await(const std::string& operation, bool is_limited = true);
 

@@ -28,8 +28,7 @@ from hvdtrain.training.specs import Plan
 NAMES = ("save", "commit", "evaluate", "report", "stop")
 SAVE, COMMIT, EVALUATE, REPORT, STOP = NAMES
 
-# A vote is a collective: 0.2 ms in shared memory, 0.8 ms and more through Horovod. While
-# ranks that have come wait, it takes longer than the shortest one, which is counted.
+# A vote is a collective: 0.2 ms in shared memory, 0.8 ms and more through Horovod.
 _MAX_VOTE_SHARE = 0.002
 _MAX_PAUSE_SECONDS = 1.0
 # Calls of the train function should take at least so long: Python's part of a call,
@@ -45,7 +44,7 @@ _SAME_REQUEST_SECONDS = 1.0
 class Requests:
     """Requests of this rank, and the requests that all ranks have agreed on.
 
-    `Votes` add up the requests of all ranks, once to ten times a second. What one rank has
+    `Votes` add up the requests of all ranks. What one rank has
     asked for is then agreed on by all of them, at the same step.
 
     An elastic job keeps them when it changes: no request to stop is lost.

@@ -72,6 +72,27 @@ def test_a_collective_that_has_failed_is_not_in_flight():
     assert ring.read_moment(member.ring_path()).entered is None
 
 
+def test_an_eager_call_beside_one_in_a_function_is_an_error_at_once():
+    call = hvd.allreduce if RANK == 0 else tf.function(hvd.allreduce)
+    with pytest.raises(
+        tf.errors.FailedPreconditionError, match="rank 0: eager allreduce"
+    ):
+        call(tf.ones(2))
+    # No rank is left in a collective that describes the error.
+    assert hvd.allreduce(1.0, op=hvd.Sum) == SIZE
+
+
+@pytest.mark.parametrize("elements", [0, 1, 5000, 140_000, 700_001])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_an_eager_sum_of_tensors_of_any_size(dtype, elements):
+    # Small integers, whose sums are exact.
+    values = [tf.cast(tf.range(n) % 7 + RANK, dtype) for n in (elements, 3)]
+    sums = hvd.grouped_allreduce(values, op=hvd.Sum)
+    for n, total in zip((elements, 3), sums, strict=True):
+        expected = SIZE * (np.arange(n) % 7) + SIZE * (SIZE - 1) // 2
+        np.testing.assert_array_equal(tf.cast(total, "float64"), expected)
+
+
 def test_waiting_for_another_rank_is_time_in_collectives():
     tensor = tf.ones(8)
     reduce(tensor)  # traced

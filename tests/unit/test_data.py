@@ -342,8 +342,11 @@ def test_ranks_divide_a_batch_that_is_no_multiple_of_their_number():
         np.asfortranarray(np.arange(1000.0).reshape(10, 100)),
         np.arange(4000, dtype="int16").reshape(20, 200)[::2],
         np.arange(10) % 3 == 0,
+        np.arange(1000, dtype=">f4").reshape(10, 100),
+        np.arange(2000).reshape(10, 200).astype(tf.bfloat16.as_numpy_dtype),
+        np.empty((10, 0), "float32"),
     ],
-    ids=["contiguous", "by columns", "every other row", "scalars"],
+    ids=["contiguous", "columns", "strided", "scalars", ">f4", "bfloat16", "empty"],
 )
 def test_rows_are_as_indexed_and_need_no_copy(monkeypatch, array, is_native):
     monkeypatch.setattr(SampleFunctions, "take", None)

@@ -144,7 +144,7 @@ def test_steps_that_become_slow_are_voted_on_after_one_execution():
 
 
 def test_a_vote_that_is_slow_is_rare():
-    """Through Horovod, one of 3 ms takes a hundredth of the time."""
+    """Through Horovod, one of 1 ms takes 1/500 of the time."""
     plan = Plan(
         max_steps=10_000,
         epochs=1,
@@ -156,7 +156,7 @@ def test_a_vote_that_is_slow_is_rare():
 
     def clock():
         nonlocal seconds
-        seconds += 0.003
+        seconds += 0.001
         return seconds
 
     hvd.init()
@@ -169,4 +169,4 @@ def test_a_vote_that_is_slow_is_rare():
         if step == before:
             found.append(step)
     pauses = {after - before for before, after in itertools.pairwise(found)}
-    assert max(pauses) == 280
+    assert max(pauses) == 480

@@ -184,9 +184,9 @@ def compares_itself(process_set: ProcessSet) -> bool:
 def _explained_mismatch(
     signature: Signature, process_set: ProcessSet
 ) -> Iterator[None]:
-    """Say in the error of a mismatch what each rank has sent.
+    """Replace the error of a mismatch by one with what each rank has sent.
 
-    Only where operations run eagerly: within a function, the error is raised by the
+    Only where all ranks call eagerly: within a function, the error is raised by the
     caller's step, and its text remains as it is.
     """
     try:
@@ -194,6 +194,9 @@ def _explained_mismatch(
     except tf.errors.FailedPreconditionError as error:
         # A mismatch is reported to every rank of the set: all of them get here.
         if "Mismatched" not in error.message or not tf.executing_eagerly():
+            raise
+        is_native = native_reduction.is_mismatch(error.message)
+        if is_native and not native_reduction.are_all_eager(error.message):
             raise
         text = threads.description() + signature.lines()
         with threads.uncompared():
@@ -210,12 +213,13 @@ def _explained_mismatch(
             f"rank {rank}: {text}"
             for rank, text in zip(process_set.ranks, texts, strict=True)
         )
+        cause = "" if is_native else f" Horovod: {error.message}"
         raise tf.errors.FailedPreconditionError(
             error.node_def,
             error.op,
-            "Mismatched collectives: the ranks called one with different arguments. "
-            f"Sent by {sent}. {remedy}Call it alike on all ranks, and collectives in "
-            "one thread.",
+            "Mismatched collectives: the ranks called different ones, or one with "
+            f"different arguments. Sent by {sent}. {remedy}Call it alike on all ranks, "
+            f"and collectives in one thread.{cause}",
         ) from None
 
 

@@ -1,15 +1,16 @@
 """Dense reductions without negotiation, in shared memory and over TCP.
 
-All ranks of a static job run the same graph, so once they have agreed on a reduction in
-the first step, Horovod's negotiation has nothing left to decide. An operation of the
-native library (`hvdtrain.native`) then adds the tensors: ranks of one host add theirs
-in memory that they share, and hosts exchange their sums over TCP: native/hosts.h has
-how. This replaces Horovod's cycles and messages. `connection` decides whether this is
+All ranks of a static job call the same collectives in one order, which each call
+checks, so Horovod's negotiation has nothing left to decide. An operation of the native
+library (`hvdtrain.native`) then adds the tensors: ranks of one host add theirs in
+memory that they share, and hosts exchange their sums over TCP: native/hosts.h has how.
+This replaces Horovod's cycles and messages. `connection` decides whether this is
 possible.
 """
 
 import ctypes
 import itertools
+import re
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -22,6 +23,11 @@ from hvdtrain.collectives.transport.connection import connect
 from hvdtrain.collectives.transport.reduction import Average, Reduction, Sum
 from hvdtrain.collectives.transport.signature import Signature
 
+# Begins the names of eager calls.
+_EAGER = "eager"
+# In the text of kernel.cc, which has the call of each rank.
+_MISMATCH = "Mismatched collectives. Sent by"
+_RANK = re.compile(r"\brank \d+: ")
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
@@ -118,7 +124,7 @@ def compare(signature: Signature, *, name: str) -> tf.Operation:
         checksum=signature.checksum(),
         token=graph.order_token().handle,
         collective=_name(name, signature.operation),
-        # Lengths that change from call to call would each make a kernel of their own.
+        # Lengths may change from call to call: see `_name`.
         description="" if tf.executing_eagerly() else signature.describe(),
     )
 
@@ -140,12 +146,24 @@ def join() -> int | None:
 
 
 def _name(name: str, operation: str) -> str:
-    """Return the name by which ranks are matched, in eager calls the `operation`.
+    """Return the name by which ranks are matched, in eager calls that of the operation.
 
-    Eager calls are matched by their order, as in Horovod. TensorFlow keeps the kernel
-    of each name for ever, and users number names.
+    Eager calls are matched by their order, as in Horovod. TensorFlow's cache of eager
+    kernels has an entry for each value of an attribute, and is never emptied, while
+    users number names.
     """
-    return operation if tf.executing_eagerly() else name
+    return f"{_EAGER} {operation}" if tf.executing_eagerly() else name
+
+
+def is_mismatch(message: str) -> bool:
+    """Return whether this is the error of a native operation, with all ranks' calls."""
+    return _MISMATCH in message
+
+
+def are_all_eager(mismatch: str) -> bool:
+    """Return whether all ranks have called eagerly, by the message of a mismatch."""
+    _, *calls = _RANK.split(mismatch)
+    return all(re.search(rf"(^|: ){_EAGER} ", call) for call in calls)
 
 
 def _operations() -> ModuleType:

@@ -22,6 +22,7 @@ TensorFunction = Callable[[Any], Any]
 # By the object that is read, which several sources may have.
 _locks: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)
 
+
 class Source:
     """Samples by number: a length, and a function that reads some of them.
 
@@ -101,7 +102,7 @@ class ArraySource(Source):
                 "Received a masked array, whose mask would be lost; expected a plain "
                 "one: fill it."
             )
-        if array.dtype.kind in "MmV" and array.dtype.name != "bfloat16":
+        if array.dtype.kind in "MmTV" and array.dtype.name != "bfloat16":
             raise DataError(
                 f"Received an array of {array.dtype}; expected numbers, booleans, text "
                 "or bytes: convert it."
@@ -112,7 +113,9 @@ class ArraySource(Source):
         return len(self._array)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        if self._array.dtype.kind in "OSU":
+        # A class derived from NumPy's may have an indexing of its own.
+        is_plain = type(self._array) in (np.ndarray, np.memmap)
+        if not is_plain or self._array.dtype.kind in "OSU":
             values = np.asarray(self._array[indices])
             # TensorFlow takes text of NumPy's own type in ASCII only.
             return values.astype(object) if values.dtype.kind == "U" else values
