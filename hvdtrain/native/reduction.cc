@@ -116,7 +116,8 @@ std::string BarrierOfExchange(Segment& segment, const Tensors& tensors) {
 // Whether each rank adds up all elements, from what all others have written to their
 // slots. Two ranks read as much from each other as if each added its part, and copy less.
 bool IsRedundant(const Segment& segment, size_t bytes) {
-  return segment.spread().hosts == 1 && bytes * std::max(0, segment.size() - 2) <= kReadBytes;
+  const size_t additional = bytes * std::max(0, segment.size() - 2);
+  return segment.spread().hosts == 1 && additional <= kReadBytes;
 }
 
 // Bytes of a slot that a rank fills at a time: half of it where other ranks may still

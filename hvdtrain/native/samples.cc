@@ -10,8 +10,8 @@ namespace {
 // Samples that are permuted at a time: each operation waits for the one before, and a
 // processor has several in flight.
 constexpr int kLanes = 8;
-// How many rows ahead of the copies rows are prefetched, and the bytes of each. Rows of an
-// array that is larger than the caches come from memory.
+// How many rows ahead of the copies rows are prefetched, and the bytes of each. Rows of
+// an array that is larger than the caches come from memory.
 constexpr int64_t kAheadRows = 2;
 constexpr size_t kPrefetchedBytes = 4096;
 constexpr size_t kLineBytes = 64;
