@@ -356,8 +356,8 @@ def test_rows_are_as_indexed_and_need_no_copy(monkeypatch, array, is_native):
     taken = take_rows(array, numbers)
     np.testing.assert_array_equal(taken, array[numbers])
     assert taken.dtype == array.dtype
-    # TensorFlow copies others.
-    assert taken.ctypes.data % 64 == 0
+    # TensorFlow copies others. NumPy's address of an empty array may be any.
+    assert taken.ctypes.data % 64 == 0 or not taken.size
     for number in (-1, 10, 2**40):
         with pytest.raises(IndexError, match="within 0 to 9"):
             take_rows(array, np.array([0, number]))
