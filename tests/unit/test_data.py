@@ -14,6 +14,7 @@ from hvdtrain import data, native
 from hvdtrain.data.index_shuffle import index_shuffle
 from hvdtrain.data.rows import take_rows
 from hvdtrain.data.sample_functions import SampleFunctions, use_library
+from hvdtrain.data.sources.source import as_source
 from hvdtrain.native import recorder
 
 # Odd sizes, a batch larger than the data, a batch of the size of the data.
@@ -361,3 +362,12 @@ def test_rows_are_as_indexed_and_need_no_copy(monkeypatch, array, is_native):
     for number in (-1, 10, 2**40):
         with pytest.raises(IndexError, match="within 0 to 9"):
             take_rows(array, np.array([0, number]))
+
+
+def test_a_class_derived_from_numpys_is_read_by_its_own_indexing():
+    class Halved(np.ndarray):
+        def __getitem__(self, key):
+            return np.asarray(super().__getitem__(key)) / 2
+
+    source = as_source(np.arange(10.0).view(Halved))
+    assert source.read(np.array([4, 6])).tolist() == [2.0, 3.0]
