@@ -201,24 +201,33 @@ def test_a_collective_of_one_rank_is_an_error_within_the_limit(start, tmp_path):
     # Side by side: most of it is waiting. Rank 0 coordinates, so that it is noticed in
     # another way if it is the one that is missing; Gloo's way is a patch of ours.
     program = write(tmp_path, LONELY_SCRIPT)
-    cases = [("gloo", 1, "graph"), ("gloo", 1, "eager"), ("mpirun", 0, "eager")]
+    cases = [
+        ("gloo", 1, "graph", "native"),
+        ("mpirun", 0, "eager", "native"),
+        ("gloo", 1, "eager", "horovod"),
+        ("mpirun", 0, "eager", "horovod"),
+    ]
     jobs = []
-    for launcher, rank, call in cases:
+    for launcher, rank, call, reduction in cases:
+        environment = {**limits, "HVDTRAIN_REDUCTION": reduction}
         arguments = [str(rank), call]
         jobs.append(
-            start(arguments, program=program, launcher=launcher, environment=limits)
+            start(
+                arguments, program=program, launcher=launcher, environment=environment
+            )
         )
-    for (_, rank, call), job in zip(cases, jobs, strict=True):
+    for (_, rank, call, reduction), job in zip(cases, jobs, strict=True):
         assert job.wait().returncode != 0
         # Who is missing, and what; then the cause, and where it was called.
+        # Eager operations are named by their type.
+        name = "lonely_0" if call == "graph" else "eager allreduce"
         missing, reason = {
-            # Horovod names an operation that runs eagerly by its type.
-            "eager": ("{}!: [HorovodGroupedAllreduce", "Horovod has been shut down"),
-            "graph": (
-                "lonely_0 has been waited for 2 s. Missing ranks: {}.",
-                "Missing ranks: {} did not call lonely_0 within",
+            "horovod": ("{}!: [HorovodGroupedAllreduce", "Horovod has been shut down"),
+            "native": (
+                name + " has been waited for 2 s. Missing ranks: {}.",
+                f"Missing ranks: {{}} did not call {name} within",
             ),
-        }[call]
+        }[reduction]
         assert missing.format(1 - rank) in job.text
         assert reason.format(1 - rank) in job.text
         assert "a collective failed: another rank has ended or did not" in job.text
