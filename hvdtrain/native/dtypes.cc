@@ -44,17 +44,17 @@ bool IsPowerOfTwo(double divisor) {
 
 // The accumulators of half precision are float32: one rounding for any number of ranks.
 template <typename Input, typename Accumulator, typename Result>
-void SumOf(const std::vector<const char*>& slots, size_t offset, size_t elements,
-           double divisor, char* result) {
+void SumOf(const std::vector<const char*>& slots, size_t elements, double divisor,
+           char* result) {
   Accumulator total[kBlock];
-  Result* const output = reinterpret_cast<Result*>(result) + offset;
+  Result* const output = reinterpret_cast<Result*>(result);
   const bool is_multiplied =
       std::is_floating_point_v<Accumulator> && IsPowerOfTwo(divisor);
   const auto factor = static_cast<Accumulator>(is_multiplied ? 1 / divisor : 1);
   for (size_t start = 0; start < elements; start += kBlock) {
     const size_t count = std::min(kBlock, elements - start);
     const auto input = [&](size_t rank) {
-      return reinterpret_cast<const Input*>(slots[rank]) + offset + start;
+      return reinterpret_cast<const Input*>(slots[rank]) + start;
     };
     // The first two at once: one pass fewer over `total`.
     const Input* const first = input(0);

@@ -10,11 +10,11 @@
 
 namespace hvdtrain {
 
-// Adds `elements` values, which start `offset` elements into each of `slots`, divides
-// the sums by `divisor`, and writes them at the same offset of `result`. The order of
-// the additions is that of `slots`: equal on every rank and in every run.
-using Sum = void (*)(const std::vector<const char*>& slots, size_t offset,
-                     size_t elements, double divisor, char* result);
+// Adds `elements` values of each of `slots`, divides the sums by `divisor`, and writes
+// them to `result`. They are added in the order of `slots`: equal on every rank and in
+// every run.
+using Sum = void (*)(const std::vector<const char*>& slots, size_t elements,
+                     double divisor, char* result);
 
 struct Dtype {
   size_t bytes;  // of an element

@@ -154,7 +154,7 @@ std::string Hosts::Sum(const Dtype& dtype, char* data, size_t elements, double d
     // Where ExchangeCalls has received them.
     sources.push_back(host == host_ ? data : segment_.links()->Buffer(host, 0).data);
   }
-  dtype.sum(sources, 0, elements, divisor, data);
+  dtype.sum(sources, elements, divisor, data);
   return "";
 }
 
@@ -182,7 +182,7 @@ std::string Hosts::SumBlocks(const Dtype& dtype, char* data, size_t elements,
       are_received ? "" : Exchange(std::move(partial), Stage::kSums);
   if (!lost.empty()) return lost;
   // In the order of hosts, by one host: all ranks get the same bits.
-  dtype.sum(sources, 0, own.bytes / dtype.bytes, divisor, own.data);
+  dtype.sum(sources, own.bytes / dtype.bytes, divisor, own.data);
   return Exchange(std::move(complete), Stage::kSums);
 }
 

@@ -70,7 +70,7 @@ void SumPart(Segment& segment, const std::vector<int>& active, const Dtype& dtyp
   std::vector<const char*> slots;
   const size_t start = part.first * dtype.bytes;
   for (int other : active) slots.push_back(segment.slot(other) + start);
-  dtype.sum(slots, 0, part.second - part.first, divisor, sums);
+  dtype.sum(slots, part.second - part.first, divisor, sums);
 }
 
 // The tensors of this rank, which has none after it has joined.
@@ -138,7 +138,7 @@ void SumAll(Segment& segment, const Agreed& agreed, Tensors& tensors, size_t ele
           rank == segment.rank() ? piece.input + start : segment.slot(rank) + offset;
     }
     if (piece.output != nullptr) {
-      agreed.dtype.sum(inputs, 0, bytes / agreed.dtype.bytes, agreed.divisor,
+      agreed.dtype.sum(inputs, bytes / agreed.dtype.bytes, agreed.divisor,
                        piece.output + start);
     }
     offset += bytes;

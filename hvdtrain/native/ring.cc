@@ -75,7 +75,7 @@ void Ring::Add() {
     // The last of the hosts to add its values divides the sum.
     const double divisor = has_sums(step_ + 1) ? divisor_ : 1;
     char* const own = data_ + received_.first * dtype_.bytes;
-    dtype_.sum({fragment_.data, own}, 0, count, divisor, own);
+    dtype_.sum({fragment_.data, own}, count, divisor, own);
   }
   ready_ += count * dtype_.bytes;
 }

@@ -163,7 +163,7 @@ std::string SumInRounds(Segment& segment, const std::string& operation,
   char* sums = data;
   if (dtype.partial_bytes != dtype.bytes) {
     sums = links.Buffer(host, elements * dtype.partial_bytes).data;
-    dtype.to_partial({data}, 0, elements, 1, sums);
+    dtype.to_partial({data}, elements, 1, sums);
   }
   const Blocks partial(sums, elements, dtype.partial_bytes, hosts, dtype);
   const Blocks complete(data, elements, dtype.bytes, hosts, dtype);
@@ -182,9 +182,9 @@ std::string SumInRounds(Segment& segment, const std::string& operation,
     for (const Block& block : own) {
       const size_t count = block.bytes / dtype.partial_bytes;
       if (round.skip > 1) {
-        dtype.sum_partials({block.data, next}, 0, count, 1, block.data);
+        dtype.sum_partials({block.data, next}, count, 1, block.data);
       } else {
-        dtype.from_partials({block.data, next}, 0, count, divisor,
+        dtype.from_partials({block.data, next}, count, divisor,
                             complete.Of(host).data);
       }
       next += block.bytes;
