@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from hvdtrain import data, native
 from hvdtrain.data.index_shuffle import index_shuffle
-from hvdtrain.data.rows import take_rows
-from hvdtrain.data.sample_functions import SampleFunctions, use_library
+from hvdtrain.data.sample_functions import SampleFunctions, take_rows, use_library
 from hvdtrain.data.sources.source import as_source
 from hvdtrain.native import recorder
 

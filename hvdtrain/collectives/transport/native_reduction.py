@@ -146,7 +146,7 @@ def join() -> int | None:
 
 
 def _name(name: str, operation: str) -> str:
-    """Return the name by which ranks are matched, in eager calls that of the operation.
+    """Return the name by which ranks are matched: of eager calls, their operation.
 
     Eager calls are matched by their order, as in Horovod. TensorFlow's cache of eager
     kernels has an entry for each value of an attribute, and is never emptied, while

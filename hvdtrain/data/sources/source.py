@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.data.formats import DataError
-from hvdtrain.data.rows import take_rows
+from hvdtrain.data.sample_functions import take_rows
 from hvdtrain.data.sampler import Sampler
 
 # A function of TensorFlow tensors, traced by tf.data.
