@@ -136,9 +136,9 @@ def test_no_two_classes_have_one_name():
     assert not {name for name, count in counts.items() if count > 1}
 
 
-def test_modules_have_400_lines_or_fewer():
+def test_modules_have_600_lines_or_fewer():
     paths = (ROOT / "hvdtrain").rglob("*.py")
-    assert not [str(p) for p in paths if len(p.read_text().splitlines()) > 400]
+    assert not [str(p) for p in paths if len(p.read_text().splitlines()) > 600]
 
 
 def test_few_imports_stand_inside_of_functions():
