@@ -3,7 +3,7 @@
 #
 #     scripts/test.sh [lint] [unit] [commands] [parallel]      (all four)
 #     scripts/test.sh [more_ranks] [oracle] [keras] [oldest] [nightly] [trackers] [hub]
-#                     [verify] [engines] [stores]
+#                     [verify] [ways] [engines] [stores]
 #
 # lint, unit and commands run at the same time. parallel: on two ranks; those of native
 # reductions also on two hosts. more_ranks: the tests that those leave out as long, then
@@ -15,10 +15,10 @@
 # which is downloaded. nightly: keras, with the Keras that comes next. trackers: the
 # example that logs to MLflow and to Weights & Biases, which are downloaded. hub: models
 # of keras-hub, which is downloaded, on two ranks against one process, and the example that
-# trains one. verify: python -m hvdtrain.verify on scripts with one fault each. engines:
-# hvdtrain.run on Ray, on Spark and in the notebook of examples/, whose packages are
-# downloaded; Spark needs Java. stores: emulators of S3 and of Google's store, which are
-# downloaded.
+# trains one. verify: python -m hvdtrain.verify on scripts with one fault each; ways: on
+# other ways to write such scripts. engines: hvdtrain.run on Ray, on Spark and in the
+# notebook of examples/, whose packages are downloaded; Spark needs Java. stores: emulators
+# of S3 and of Google's store, which are downloaded.
 #
 #     HVDTRAIN_ENVIRONMENT   directory of another environment than .venv, as it is
 set -uo pipefail
@@ -28,9 +28,10 @@ cd "$root" || exit
 tiers=("$@")
 ((${#tiers[@]})) || tiers=(lint unit parallel commands)
 for tier in "${tiers[@]}"; do
-  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|hub|verify|engines|stores)$ ]] || {
+  [[ $tier =~ ^(lint|unit|parallel|commands|more_ranks|oracle|keras|oldest|nightly|trackers|hub|verify|ways|engines|stores)$ ]] || {
     echo "test: unknown tier '$tier'; there are lint, unit, parallel and commands," \
-      "more_ranks, oracle, keras, oldest, nightly, trackers, hub, verify, engines and stores" >&2
+      "more_ranks, oracle, keras, oldest, nightly, trackers, hub, verify, ways, engines and" \
+      "stores" >&2
     exit 2
   }
 done
@@ -223,10 +224,13 @@ hub() {
 commands() {
   run commands 900 \
     python -m pytest -q -n 2 --dist worksteal \
-    -m "not long and not verify and not engines and not stores" tests/commands
+    -m "not long and not verify and not ways and not engines and not stores" \
+    tests/commands
 }
 
 verify() { run verify 1400 python -m pytest -q -n 3 -m verify tests/commands; }
+
+ways() { run ways 900 python -m pytest -q -n 3 -m ways tests/commands; }
 
 engines() {
   local overlay

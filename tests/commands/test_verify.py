@@ -13,7 +13,8 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 VERIFY = [sys.executable, "-m", "hvdtrain.verify", "-np", "2"]
 
 # One of these scripts is in the README's command, two are long tests, which have no
-# forks, and all others are in the tier verify.
+# forks, and all others are in the tier verify. Other ways to write them are in the tier
+# ways, which CI leaves out.
 SHORT = {"no broadcast"}
 LONG = {"fit", "loop"}
 
@@ -63,7 +64,7 @@ def test_a_script_with_a_fault(verify, name):
     assert job.text.find(expected) == min(places), job.text
 
 
-@pytest.mark.verify
+@pytest.mark.ways
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_way_that_is_right(verify, name):
     job = verify(RIGHT[name])
@@ -80,7 +81,7 @@ def test_a_way_that_is_right(verify, name):
     assert left_out.get(name, "evaluations") in found[2]
 
 
-@pytest.mark.verify
+@pytest.mark.ways
 @pytest.mark.parametrize("name", WRONG)
 def test_a_way_that_is_wrong(verify, name):
     text, replacements, expected = WRONG[name]
