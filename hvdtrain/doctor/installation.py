@@ -33,7 +33,7 @@ GLOO_LOSSES: Mapping[tuple[int, ...], str] = {
     (5,): "under Gloo, HOROVOD_STALL_* have no effect and a stalled job never ends",
     (24,): "under Gloo, a reducescatter makes a later large broadcast time out",
     (25,): "under Gloo, hvd.init() after hvd.shutdown() may abort",
-    (21,): "elastic jobs on one host need --network-interface",
+    (21,): "an elastic job on one host, and one by its own name, may not start",
     (32,): "under Gloo, a rank that calls hvd.init() 30 s late makes the others abort",
 }
 LOSSES: Mapping[tuple[int, ...], str] = {
