@@ -1,19 +1,17 @@
 """Cores, shared memory, temporary files and network of this machine."""
 
 import ipaddress
+import itertools
 import os
 import shutil
 import socket
 import tempfile
 
-import psutil
-
+from hvdtrain import addresses
 from hvdtrain.doctor.finding import Finding, broken, fine, warning
 from hvdtrain.job import cores
 
 _MIB = 1 << 20
-# Variables of Gloo and of Open MPI that select network interfaces.
-INTERFACE_VARIABLES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include")
 _SHM_REMEDY = (
     "in a container: docker run --shm-size=64m; or move Open MPI's files: "
     "OMPI_MCA_btl_vader_backing_directory=/tmp"
@@ -69,41 +67,28 @@ def check_directory(path: str, *, needed_bytes: int, remedy: str) -> Finding:
 
 
 def check_name() -> Finding:
-    """Resolve the name of this machine, as Gloo and Open MPI do."""
+    """Compare the addresses of this machine's name with its interfaces."""
     name = socket.gethostname()
-    try:
-        answers = socket.getaddrinfo(name, None, family=socket.AF_INET)
-    except OSError as error:
-        remedy = f"add the line '127.0.1.1 {name}' to /etc/hosts"
-        detail = f"{name} has no address: {error.strerror}"
-        return warning("host name", detail, remedy)
-    addresses = sorted({str(answer[4][0]) for answer in answers})
-    return fine("host name", f"{name}, {', '.join(addresses)}")
+    detail = addresses.resolution(name)
+    if addresses.is_of_this_host(name):
+        return fine("host name", detail)
+    remedy = f"add the line '127.0.1.1 {name}' to /etc/hosts, or correct it there"
+    detail += f", and the interfaces of this machine are {addresses.listed()}"
+    return warning("host name", detail, remedy)
 
 
 def check_interfaces() -> Finding:
     """List the network interfaces, and check those that variables select."""
-    addresses = _interfaces()
-    listed = ", ".join(f"{name} {address}" for name, address in addresses.items())
-    for variable in INTERFACE_VARIABLES:
+    interfaces, listed = addresses.by_interface(), addresses.listed()
+    for variable in addresses.NETWORK_VARIABLES:
         for name in filter(None, os.environ.get(variable, "").split(",")):
-            if name not in addresses and not _is_network(name):
+            if name not in interfaces and not _is_network(name):
                 detail = f"{variable}={name} is not up here; there are {listed}"
                 return broken("network", detail, f"unset it, or name one of {listed}")
-    if all(ipaddress.ip_address(address).is_loopback for address in addresses.values()):
-        return fine("network", f"{listed or 'none'}; this machine alone")
+    found = itertools.chain(*interfaces.values())
+    if all(ipaddress.ip_address(address).is_loopback for address in found):
+        return fine("network", f"{listed}; this machine alone")
     return fine("network", listed)
-
-
-def _interfaces() -> dict[str, str]:
-    """Return the IPv4 addresses of the network interfaces that are up, by name."""
-    running = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    return {
-        name: address.address
-        for name, addresses in sorted(psutil.net_if_addrs().items())
-        for address in addresses
-        if name in running and address.family == socket.AF_INET
-    }
 
 
 def _is_network(text: str) -> bool:

@@ -11,6 +11,7 @@ earlier one, and registers for the next job.
 
 import dataclasses
 import http.client
+import itertools
 import json
 import os
 import pathlib
@@ -22,21 +23,15 @@ import urllib.error
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
 from horovod.runner.common.util.host_hash import host_hash
 from horovod.runner.http import http_client
 
 from hvdtrain import environment, output
+from hvdtrain.addresses import LOOPBACK, interface_of, resolution
 from hvdtrain.install.compatibility import INSTALL
 from hvdtrain.job import launchers, rendezvous
 from hvdtrain.job.platforms import PlatformTask
-from hvdtrain.job.registry import (
-    LOOPBACK,
-    SLOT_FIELDS,
-    JobState,
-    Registration,
-    Registry,
-)
+from hvdtrain.job.registry import SLOT_FIELDS, JobState, Registration, Registry
 from hvdtrain.job.world import JobError
 from hvdtrain.output import name_ranks
 
@@ -55,7 +50,7 @@ def join(task: PlatformTask) -> dict[str, str]:
         limits = environment.init_limits()
     except ValueError as error:
         raise JobError(str(error)) from None
-    if not hasattr(http_client, "send_request"):
+    if not rendezvous.has_patches():
         raise JobError(
             f"This Horovod cannot make a job of {task.variable}: it lacks the patches "
             f"of hvdtrain. Run {INSTALL}."
@@ -75,18 +70,6 @@ def host_identity() -> str:
     # Hosts may have one name; a host has another identity after each boot.
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
     return host_hash(salt=boot)
-
-
-def interface_of(own: str) -> str:
-    """Return the name of the network interface of this host with the address `own`.
-
-    Raises:
-        OSError: there is none.
-    """
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == own for address in addresses):
-            return name
-    raise OSError(f"no network interface has the address {own}")
 
 
 def _serve(task: PlatformTask) -> Registry:
@@ -140,8 +123,7 @@ class _Registering:
         """Return the state of the job, and why rank 0 is not reached, if it is not."""
         reason = ""
         is_refused = False
-        host = LOOPBACK if self._task.rank == 0 else self._task.host
-        for port in self._task.ports:
+        for host, port in itertools.product(self._hosts(), self._task.ports):
             try:
                 self._connect(host, port)
                 state = self._request("GET")
@@ -160,6 +142,16 @@ class _Registering:
                 f"{environment.JOB_SECRET}: set it alike on all ranks."
             )
         return JobState(), reason
+
+    def _hosts(self) -> list[str]:
+        """Return where to look for rank 0.
+
+        A host whose own name has no address, or another host's, has its loopback.
+        """
+        host = self._task.host
+        if self._task.rank == 0:
+            return [LOOPBACK]
+        return [host, LOOPBACK] if host == socket.gethostname() else [host]
 
     def _connect(self, host: str, port: int) -> None:
         """Find the address of rank 0, with a short limit, and the own one to it."""
@@ -228,4 +220,8 @@ class _Registering:
         if state.missing:
             called = "has" if len(state.missing) == 1 else "have"
             return f"{name_ranks(state.missing)} {called} not called hvd.init"
-        return f"rank 0 does not answer at {task.address}: {reason}"
+        return (
+            f"rank 0 does not answer at {task.address}: {reason}; on "
+            f"{socket.gethostname()}, {resolution(task.host)}. Start rank 0, or "
+            f"correct {task.variable}, or the name in the DNS or /etc/hosts"
+        )

@@ -8,8 +8,12 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import _basics
 
+from hvdtrain import addresses
+from hvdtrain.addresses import GLOO_INTERFACE
+from hvdtrain.install.compatibility import REPLACE
+from hvdtrain.job import rendezvous
 from hvdtrain.job.files import check_output
-from hvdtrain.job.launchers import GLOO_INTERFACE, launch
+from hvdtrain.job.launchers import is_gloo, is_on_one_host, launch
 from hvdtrain.job.world import JobError
 
 _TIMELINE = "HOROVOD_TIMELINE"
@@ -23,7 +27,9 @@ def check() -> None:
     _check_eager()
     _check_timeline()
     if _uses_gloo():
-        _check_own_name()
+        _choose_interface()
+        if not rendezvous.has_patches():
+            _check_own_name()
     if os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":
         _check_mpi_is_usable()
 
@@ -49,19 +55,41 @@ def _uses_gloo() -> bool:
     return "gloo" in chosen or not hvd.mpi_built()
 
 
-def _check_own_name() -> None:
-    """Gloo takes the address of the host's name, and crashes where there is none."""
-    if os.environ.get(GLOO_INTERFACE):
-        return
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as error:
+def _choose_interface() -> None:
+    """Set the network interface of Gloo, which aborts where it has no address.
+
+    Without the variable, Gloo would take the address of the host's own name. Ranks of
+    one host need the loopback alone.
+    """
+    chosen = os.environ.get(GLOO_INTERFACE)
+    if chosen and chosen not in addresses.by_interface():
         raise JobError(
-            f"This host cannot resolve its own name, {name}: {error.strerror}. Add a "
-            f"line '127.0.1.1 {name}' to /etc/hosts, or set {GLOO_INTERFACE} to the "
-            "network interface of the job: lo for ranks of one host."
-        ) from None
+            f"Received {GLOO_INTERFACE}={chosen}; expected a network interface of "
+            f"{socket.gethostname()} with an IP address: {addresses.listed()}."
+        )
+    if chosen:
+        return
+    controller = "mpi" if hvd.mpi_built() else "gloo"
+    is_mpi = os.environ.get("HOROVOD_CONTROLLER", controller).lower() == "mpi"
+    is_alone = not is_mpi and not is_gloo(os.environ)
+    address = addresses.LOOPBACK
+    try:
+        if not (is_alone or is_on_one_host()):
+            address = addresses.reached_by_others()
+        os.environ[GLOO_INTERFACE] = addresses.interface_of(address)
+    except OSError as error:
+        raise JobError(f"{error}.") from None
+
+
+def _check_own_name() -> None:
+    """Without the patches, Horovod's process sets ignore the interface of Gloo."""
+    name = socket.gethostname()
+    if not addresses.is_of_this_host(name):
+        raise JobError(
+            "This Horovod lacks the patches of hvdtrain, and needs an address of its "
+            f"host's name under Gloo: {addresses.resolution(name)}, and the interfaces "
+            f"are {addresses.listed()}. Correct {name} in /etc/hosts, or run {REPLACE}."
+        )
 
 
 def _check_mpi_is_usable() -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from importlib import metadata
 
+from hvdtrain.addresses import GLOO_INTERFACE
 from hvdtrain.environment import JOB_SECRET
 from hvdtrain.processes import ProcessStat, read_ancestors
 
@@ -17,13 +18,13 @@ _LAUNCHERS = (
     ("mpiexec", "PMI_SIZE", "PMI_RANK"),
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
+# Variables of the number of ranks on this host, as of horovodrun and of mpirun.
+_LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # Prefixes of the variables by which the ranks of a job find each other.
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 _RANK = ("HOROVOD_RANK", "HOROVOD_SIZE")
 # Variables with the address at which the ranks of a job under Gloo find each other.
 GLOO_RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-# Network interface of the ranks.
-GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
 # Scope of the launcher's store in which ranks report those that they waited for.
 LATE_RANKS = "late"
 # Variable that is set in a job of the scheduler.
@@ -80,6 +81,11 @@ def gloo_variables(*, address: str, port: int, interface: str) -> dict[str, str]
         GLOO_INTERFACE: interface,
         "NCCL_SOCKET_IFNAME": interface,
     }
+
+
+def is_on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher has started all ranks of the job on this host."""
+    return str(launch(environ).size) in map(environ.get, _LOCAL_SIZES)
 
 
 def find_process() -> tuple[int, ProcessStat] | None:

@@ -17,9 +17,9 @@ from typing import Any
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+from hvdtrain.addresses import LOOPBACK
 from hvdtrain.job.platforms import PlatformTask
 
-LOOPBACK = "127.0.0.1"
 # A rank that has not asked for so long has ended, or is restarted.
 _LOST_SECONDS = 30.0
 # Rank 0 waits so long for the other ranks to ask, when the job has an error.

@@ -26,6 +26,11 @@ _PRINT_SECONDS = 1.0
 _inits = itertools.count()
 
 
+def has_patches() -> bool:
+    """Return whether the installed Horovod has the patches of hvdtrain."""
+    return hasattr(http_client, "send_request")
+
+
 def wait_for_ranks(*, rank: int, size: int) -> None:
     """Return when all ranks have called this as often as this rank has.
 
@@ -33,8 +38,7 @@ def wait_for_ranks(*, rank: int, size: int) -> None:
         JobError: a rank is late by more than the limit, or the launcher refuses this
             process.
     """
-    if not hasattr(http_client, "send_request"):
-        # A Horovod without the patches of hvdtrain.
+    if not has_patches():
         return
     limits = environment.init_limits()
     scope = f"init-{next(_inits)}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+from hvdtrain import addresses
 from hvdtrain.job import launchers
 from hvdtrain.job.platforms import PlatformTask
 from hvdtrain.runner import channel
@@ -36,7 +38,7 @@ def run_once(
     """Start a job and return the results by rank."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(
-            contextlib.closing(channel.Listener(is_local=engine.is_local))
+            contextlib.closing(_listen(is_local=engine.is_local))
         )
         agents: list[Agent] = []
         placement = stack.enter_context(engine.place(listener.address, size))
@@ -58,6 +60,18 @@ def run_once(
         except RankError:
             _check_late(store)
             raise
+
+
+def _listen(*, is_local: bool) -> channel.Listener:
+    try:
+        return channel.Listener(is_local=is_local)
+    except OSError as error:
+        raise RunError(
+            f"{socket.gethostname()} has no IPv4 loopback address, by which the ranks "
+            f"of a host reach each other ({error.strerror}): its interfaces are "
+            f"{addresses.listed()}. Add it: ip link set lo up; ip address add "
+            f"{channel.LOOPBACK}/8 dev lo."
+        ) from None
 
 
 def _environments_of_task(

@@ -12,11 +12,8 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
-import psutil
-
 from hvdtrain import handshake
-from hvdtrain.job.formation import interface_of
-from hvdtrain.job.registry import LOOPBACK
+from hvdtrain.addresses import LOOPBACK, interface_of, outer_ipv4
 
 _RETRY_SECONDS = 0.2
 # Until a host that is lost while data is on the way to it is noticed.
@@ -133,9 +130,14 @@ class Listener:
     """Accepts connections of agents that authenticate with the key of `address`."""
 
     def __init__(self, *, is_local: bool) -> None:
-        """Listen on the loopback interface if `is_local`, else on all interfaces."""
-        self._socket = handshake.listen(LOOPBACK if is_local else "")
-        hosts = (LOOPBACK,) if is_local else _addresses()
+        """Listen on all interfaces; on the loopback alone if `is_local`.
+
+        Raises:
+            OSError: this host has no IPv4 address.
+        """
+        outer = [] if is_local else outer_ipv4()
+        self._socket = handshake.listen("" if outer else LOOPBACK)
+        hosts = tuple(outer) or (LOOPBACK,)
         port = self._socket.getsockname()[1]
         key = secrets.token_bytes(handshake.KEY_BYTES)
         self.address = Address(hosts, port, key)
@@ -175,10 +177,13 @@ def connect(address: Address, hello: Hello, *, timeout_seconds: float) -> Connec
             with contextlib.suppress(OSError):
                 return _connection(_connect(host, address, greeting))
         if time.monotonic() > deadline:
+            reason = "it has ended, or a firewall is between them"
+            if address.hosts == (LOOPBACK,):
+                reason = "it has ended, or is on a host with no IPv4 address but this"
             raise OSError(
                 f"{socket.gethostname()} cannot connect to the caller of hvdtrain.run "
                 f"at {', '.join(address.hosts)}, port {address.port}, within "
-                f"{timeout_seconds:g} s: it has ended, or a firewall is between them."
+                f"{timeout_seconds:g} s: {reason}."
             )
         time.sleep(_RETRY_SECONDS)
 
@@ -191,15 +196,3 @@ def _connection(connected: socket.socket) -> Connection:
     milliseconds = int(_LOST_SECONDS * 1000)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return Connection(connected.detach())
-
-
-def _addresses() -> tuple[str, ...]:
-    """Return the IPv4 addresses of this host; the loopback's if it has no other."""
-    found = [
-        address.address
-        for addresses in psutil.net_if_addrs().values()
-        for address in addresses
-        if address.family == socket.AF_INET
-    ]
-    outer = [address for address in found if not address.startswith("127.")]
-    return tuple(outer or [LOOPBACK])

@@ -11,6 +11,7 @@ import time
 import pytest
 from absl import flags
 
+from hvdtrain import addresses
 from hvdtrain.doctor import __main__ as doctor
 from hvdtrain.doctor import cluster, gpus, installation, machine, ranks
 from hvdtrain.doctor.finding import CommandResult, Finding, run
@@ -77,7 +78,7 @@ def test_one_core_is_a_warning(monkeypatch):
     assert finding.detail.startswith("1 of ")
 
 
-@pytest.mark.parametrize("variable", machine.INTERFACE_VARIABLES)
+@pytest.mark.parametrize("variable", addresses.NETWORK_VARIABLES)
 def test_an_interface_that_is_not_there_is_broken(monkeypatch, variable):
     monkeypatch.setenv(variable, "nope0")
     finding = machine.check_interfaces()

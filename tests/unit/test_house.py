@@ -32,7 +32,15 @@ FLOORS = [
     ["libraries"],
     ["install"],
     ["flight"],
-    ["banner", "environment", "handshake", "lazy", "open_directory", "output"],
+    [
+        "addresses",
+        "banner",
+        "environment",
+        "handshake",
+        "lazy",
+        "open_directory",
+        "output",
+    ],
     ["events"],
     ["processes"],
 ]

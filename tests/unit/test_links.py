@@ -196,5 +196,5 @@ def test_the_interface_is_that_of_gloo(monkeypatch):
     with contextlib.closing(links.PeerListener()) as listener:
         assert listener.address[0] == "127.0.0.1"
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "none0")
-    with pytest.raises(OSError, match="interface none0 has no IP address"):
+    with pytest.raises(OSError, match="no address at the network interface none0"):
         links.PeerListener()

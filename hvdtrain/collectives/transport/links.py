@@ -6,18 +6,14 @@ them. Like Gloo's connections, these are not encrypted.
 
 import contextlib
 import errno
-import ipaddress
-import itertools
-import os
 import pathlib
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 
-import psutil
-
 from hvdtrain import handshake
+from hvdtrain.addresses import reached_by_others
 from hvdtrain.handshake import Address
 
 _SECONDS = 30.0
@@ -27,9 +23,6 @@ _MAX_CALLS = 32
 # connection. Not one that refuses it.
 _LATE = (TimeoutError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
-# Of Gloo, the interfaces; of Open MPI, interfaces or networks.
-_NETWORK_VARIABLES = ("HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include")
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _DEVICES = (pathlib.Path("/sys/class/infiniband"), pathlib.Path("/sys/class/cxi"))
 
 Socket = socket.socket
@@ -39,12 +32,12 @@ class PeerListener:
     """Accepts the connections of this rank's peers on other hosts."""
 
     def __init__(self) -> None:
-        """Listen at the network that Gloo or Open MPI uses.
+        """Listen at the address by which other hosts reach this one.
 
         Raises:
-            OSError: the interface has no address.
+            OSError: it has none, or several to choose from.
         """
-        self._socket = handshake.listen(_own_address())
+        self._socket = handshake.listen(reached_by_others())
         self.address: Address = self._socket.getsockname()[:2]
 
     def connect(
@@ -141,52 +134,3 @@ def fast_network() -> str:
         for device in sorted(directory.glob("*")):
             return device.name
     return ""
-
-
-def _own_address() -> str:
-    """Return an address of this host at the network that Gloo or Open MPI uses."""
-    chosen = next(filter(None, map(os.environ.get, _NETWORK_VARIABLES)), "")
-    if chosen:
-        return _address_at(chosen.split(","))
-    address = socket.gethostbyname(socket.gethostname())
-    # Debian gives a host's own name an address of the loopback interface.
-    is_loopback = ipaddress.ip_address(address).is_loopback
-    return (is_loopback and _routed_address()) or address
-
-
-def _address_at(networks: Sequence[str]) -> str:
-    """Return an address of this host at the first interface or network that it has.
-
-    A network is written as 10.0.0.0/8.
-    """
-    interfaces = psutil.net_if_addrs()
-    for network, family in itertools.product(networks, _FAMILIES):
-        for interface, entries in interfaces.items():
-            for entry in entries:
-                # An address with a scope, fe80::1%eth0, is not one for other hosts.
-                if entry.family != family or "%" in entry.address:
-                    continue
-                if interface == network or _is_in(entry.address, network):
-                    return entry.address
-    raise OSError(f"the network interface {' or '.join(networks)} has no IP address")
-
-
-def _is_in(address: str, network: str) -> bool:
-    if "/" not in network:
-        return False
-    try:
-        members = ipaddress.ip_network(network, strict=False)
-    except ValueError as error:
-        raise OSError(str(error)) from None
-    return ipaddress.ip_address(address) in members
-
-
-def _routed_address() -> str:
-    """Return the address of this host to others, empty without a route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
-        try:
-            # Sends nothing. The address is one of those for documentation (RFC 5737).
-            made.connect(("192.0.2.1", 9))
-        except OSError:
-            return ""
-        return made.getsockname()[0]
