@@ -223,5 +223,6 @@ class _Registering:
         return (
             f"rank 0 does not answer at {task.address}: {reason}; on "
             f"{socket.gethostname()}, {resolution(task.host)}. Start rank 0, or "
-            f"correct {task.variable}, or the name in the DNS or /etc/hosts"
+            f"correct {task.variable}, or the name in the DNS or /etc/hosts, which "
+            "needs an IPv4 address"
         )

@@ -231,6 +231,44 @@ def test_ranks_receive_the_variables_of_horovodrun(servers, own, pool):
         platforms.form_job(variables)
 
 
+@pytest.fixture
+def unknown(monkeypatch):
+    """Return the name of this host, which has no address."""
+
+    def look_up(host, *args, **kwargs):
+        if host.endswith(".invalid"):
+            raise socket.gaierror(-2, "Name or service not known")
+        return found(host, *args, **kwargs)
+
+    found = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "getfqdn", lambda name: name)
+    monkeypatch.setattr(socket, "gethostname", lambda: "pod4.invalid")
+    return "pod4.invalid"
+
+
+def test_ranks_of_a_host_whose_name_has_no_address_use_its_loopback(
+    servers, own, pool, unknown
+):
+    own["HVDTRAIN_ADDRESS"] = own["HVDTRAIN_ADDRESS"].replace("127.0.0.1", unknown)
+    for done, variables in [start(pool, own, rank) for rank in (1, 0)]:
+        done.result(timeout=20)
+        assert variables["HOROVOD_GLOO_IFACE"] == "lo"
+
+
+def test_the_error_says_to_what_the_name_of_rank_0_resolves(
+    own, pool, unknown, monkeypatch
+):
+    monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "0.1")
+    own["HVDTRAIN_ADDRESS"] = "pod5.invalid:4444"
+    done, _ = start(pool, own, 1)
+    error = (
+        r"; on pod4.invalid, pod5.invalid has no address \(Name or service not known\)"
+    )
+    with pytest.raises(JobError, match=error):
+        done.result(timeout=20)
+
+
 def test_a_rank_that_is_late_is_named_within_the_limit(
     servers, own, pool, monkeypatch, capfd
 ):
