@@ -13,7 +13,7 @@ from hvdtrain.addresses import GLOO_INTERFACE
 from hvdtrain.install.compatibility import REPLACE
 from hvdtrain.job import rendezvous
 from hvdtrain.job.files import check_output
-from hvdtrain.job.launchers import is_gloo, is_on_one_host, launch
+from hvdtrain.job.launchers import is_gloo, launch
 from hvdtrain.job.world import JobError
 
 _TIMELINE = "HOROVOD_TIMELINE"
@@ -58,8 +58,8 @@ def _uses_gloo() -> bool:
 def _choose_interface() -> None:
     """Set the network interface of Gloo, which aborts where it has no address.
 
-    Without the variable, Gloo would take the address of the host's own name. Ranks of
-    one host need the loopback alone.
+    Launchers set it. Without the variable, Gloo would take the address of the host's
+    own name. A process that is alone needs the loopback only.
     """
     chosen = os.environ.get(GLOO_INTERFACE)
     if chosen and chosen not in addresses.by_interface():
@@ -67,16 +67,11 @@ def _choose_interface() -> None:
             f"Received {GLOO_INTERFACE}={chosen}; expected a network interface of "
             f"{socket.gethostname()} with an IP address: {addresses.listed()}."
         )
-    if chosen:
-        return
-    controller = "mpi" if hvd.mpi_built() else "gloo"
-    is_mpi = os.environ.get("HOROVOD_CONTROLLER", controller).lower() == "mpi"
-    is_alone = not is_mpi and not is_gloo(os.environ)
-    address = addresses.LOOPBACK
     try:
-        if not (is_alone or is_on_one_host()):
-            address = addresses.reached_by_others()
-        os.environ[GLOO_INTERFACE] = addresses.interface_of(address)
+        if not chosen:
+            has_others = is_gloo(os.environ)
+            own = addresses.reached_by_others() if has_others else addresses.LOOPBACK
+            os.environ[GLOO_INTERFACE] = addresses.interface_of(own)
     except OSError as error:
         raise JobError(f"{error}.") from None
 

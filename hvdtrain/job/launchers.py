@@ -18,8 +18,6 @@ _LAUNCHERS = (
     ("mpiexec", "PMI_SIZE", "PMI_RANK"),
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
-# Variables of the number of ranks on this host, as of horovodrun and of mpirun.
-_LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # Prefixes of the variables by which the ranks of a job find each other.
 _RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 _RANK = ("HOROVOD_RANK", "HOROVOD_SIZE")
@@ -81,11 +79,6 @@ def gloo_variables(*, address: str, port: int, interface: str) -> dict[str, str]
         GLOO_INTERFACE: interface,
         "NCCL_SOCKET_IFNAME": interface,
     }
-
-
-def is_on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher has started all ranks of the job on this host."""
-    return str(launch(environ).size) in map(environ.get, _LOCAL_SIZES)
 
 
 def find_process() -> tuple[int, ProcessStat] | None:

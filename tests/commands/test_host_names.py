@@ -73,6 +73,8 @@ ip link add eth0 type veth peer name other
 ip link set other up
 ip link set eth0 up
 mount -t tmpfs tmpfs /run
+# mpirun's files have the name of the host and its own PID, which is that of others.
+export TMPDIR=/run
 echo "$2" >/run/hosts
 echo 'hosts: files' >/run/nsswitch.conf
 mount --bind /run/hosts /etc/hosts

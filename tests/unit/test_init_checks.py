@@ -87,19 +87,15 @@ def gloo(monkeypatch):
     return monkeypatch
 
 
-JOB = dict.fromkeys(launchers.GLOO_RENDEZVOUS, "1") | {
-    "HOROVOD_RANK": "1",
-    "HOROVOD_SIZE": "4",
-}
+JOB = dict.fromkeys(launchers.GLOO_RENDEZVOUS, "1")
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
         ({}, "lo"),
-        (JOB | {"HOROVOD_LOCAL_SIZE": "4"}, "lo"),
-        (JOB | {"HOROVOD_LOCAL_SIZE": "2"}, "eth0"),
-        (JOB | {"HOROVOD_LOCAL_SIZE": "4", "HOROVOD_GLOO_IFACE": "eth0"}, "eth0"),
+        (JOB, "eth0"),
+        (JOB | {"HOROVOD_GLOO_IFACE": "lo"}, "lo"),
     ],
 )
 def test_gloo_has_an_interface_without_the_name_of_the_host(gloo, variables, expected):
