@@ -24,12 +24,15 @@ LIMITS = (STALL_CHECK, STALL_SHUTDOWN, INIT_TIMEOUT, INIT_REPORT, DEADLOCK)
 # All variables that hvdtrain reads for itself, with their meaning for users.
 VARIABLES = {
     "HVDTRAIN_ADDRESS": "Host of rank 0, or host:port, where a platform starts the "
-    "ranks: for HVDTRAIN_SIZE. The port is 29310 by default.",
+    "ranks: for HVDTRAIN_SIZE. The port is 29310 by default. Under srun: the node of "
+    "task 0, where that is not the first one of the step.",
     "HVDTRAIN_ALONE": "1: this process trains alone, although a launcher or a platform "
     "has started several. Without it, hvd.init makes a job of them, or is an error.",
     "HVDTRAIN_BIND": "0: ranks are not bound to their share of the cores of the node.",
     "HVDTRAIN_CACHE_DIR": "Directory of built wheels, data and indexes of files; by "
     "default hvdtrain in XDG_CACHE_HOME, or ~/.cache/hvdtrain.",
+    "HVDTRAIN_DECLARED": "Set by hvdtrain.launch for the messages of its ranks: what "
+    "has declared them.",
     DEADLOCK: "Seconds until a job ends whose ranks wait for a collective that another "
     "rank will never call, as a roll call shows; 120 by default, 0 for never.",
     FILE_CACHE: "Size of the copies of ArrayRecord files from stores that are kept in "
@@ -211,6 +214,15 @@ def control_groups(
         # group of the container is then mounted at the root.
         for directory in (inside, *inside.parents):
             yield base / directory
+
+
+def cpu_statistics(directory: pathlib.Path) -> dict[str, int]:
+    """Return the counts of "cpu.stat" of a control group; empty where it has none."""
+    try:
+        lines = map(str.split, (directory / "cpu.stat").read_text().splitlines())
+        return {name: int(value) for name, value in lines}
+    except (OSError, ValueError):
+        return {}
 
 
 def _quota(directory: pathlib.Path) -> list[float]:

@@ -38,6 +38,8 @@ from hvdtrain.output import name_ranks
 _CONNECT_SECONDS = 2.0
 _ANSWER = b"HTTP/"
 _PRINT_SECONDS = 1.0
+# Until a line says why the other ranks may never come.
+_DOUBT_SECONDS = 10.0
 
 
 def join(task: PlatformTask) -> dict[str, str]:
@@ -114,10 +116,15 @@ class _Registering:
             seconds = time.monotonic() - began
             if state.error or seconds >= self._limits.timeout_seconds > 0:
                 raise JobError(self._failure(state, reason))
-            if seconds >= self._limits.report_seconds > 0 and not is_reported:
+            if seconds >= self._report_seconds > 0 and not is_reported:
                 self._report(state, reason)
                 is_reported = True
             time.sleep(rendezvous.pause_seconds(seconds, self._task.size))
+
+    @property
+    def _report_seconds(self) -> float:
+        given = self._limits.report_seconds
+        return min(given, _DOUBT_SECONDS) if self._task.doubt else given
 
     def _ask(self) -> tuple[JobState, str]:
         """Return the state of the job, and why rank 0 is not reached, if it is not."""
@@ -193,20 +200,29 @@ class _Registering:
             end = "without a limit"
         output.write_error(
             f"hvd.init: rank {self._task.rank} has waited for "
-            f"{self._limits.report_seconds:g} s, {end} ({environment.INIT_TIMEOUT}): "
-            f"{self._cause(state, reason)}.\n",
+            f"{self._report_seconds:g} s, {end} ({environment.INIT_TIMEOUT}): "
+            f"{self._cause(state, reason)}.{self._remedy(state)}\n",
             timeout_seconds=_PRINT_SECONDS,
         )
 
     def _failure(self, state: JobState, reason: str) -> str:
-        job = f"{self._task.variable} of {self._task.size} processes"
-        text = f"Received {job}, which do not form a job: {self._cause(state, reason)}."
+        text = (
+            f"Received {self._task.declaration}, which do not form a job: "
+            f"{self._cause(state, reason)}.{self._remedy(state)}"
+        )
         if not state.error:
             text += (
                 f" The limit is {self._limits.timeout_seconds:g} s "
                 f"({environment.INIT_TIMEOUT})."
             )
         return text
+
+    def _remedy(self, state: JobState) -> str:
+        """Return what to do about ranks that were never started."""
+        if state.error or state.is_closed:
+            return ""
+        alone = "Set HVDTRAIN_ALONE=1 if this process is to train alone."
+        return f" {self._task.doubt}{alone}"
 
     def _cause(self, state: JobState, reason: str) -> str:
         task = self._task

@@ -28,6 +28,7 @@ DEFAULT_PORT = 29310
 _PORTS = 16
 # Below those that Linux gives to connections.
 _SLURM_PORTS = range(20000, 32000)
+_SLURM_SIZE = "SLURM_STEP_NUM_TASKS"
 _RESOURCES = pathlib.Path("/opt/ml/input/config/resourceconfig.json")
 _READ_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
@@ -47,6 +48,8 @@ class PlatformTask:
         host: name or address of the host of rank 0.
         ports: of rank 0, which listens at the first one that is free.
         job: text that distinguishes jobs at one address.
+        declared: what has declared the ranks, for messages; by default `variable`.
+        doubt: why the other ranks may never come, and the remedy, as sentences.
     """
 
     variable: str
@@ -55,6 +58,8 @@ class PlatformTask:
     host: str
     ports: tuple[int, ...]
     job: str = ""
+    declared: str = ""
+    doubt: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -68,6 +73,11 @@ class PlatformTask:
                 f"Received the address {self.address} of rank 0 by {self.variable}; "
                 "expected a name or an IPv4 address, and a port from 1 to 65535."
             )
+
+    @property
+    def declaration(self) -> str:
+        """What has declared the ranks, for messages."""
+        return self.declared or f"{self.variable} of {self.size} processes"
 
     @property
     def address(self) -> str:
@@ -150,7 +160,11 @@ def _read_own(environ: Mapping[str, str]) -> PlatformTask | None:
     host, port = _split(address)
     job = environ.get("HVDTRAIN_JOB", "")
     ports = tuple(port + i for i in range(_PORTS if job else 1))
-    return PlatformTask("HVDTRAIN_SIZE", int(rank), size, host, ports, job)
+    return PlatformTask(
+        *("HVDTRAIN_SIZE", int(rank), size, host, ports, job),
+        declared=environ.get("HVDTRAIN_DECLARED", ""),
+        doubt=_doubt_in_shell(environ),
+    )
 
 
 def _read_torch(environ: Mapping[str, str]) -> PlatformTask | None:
@@ -255,22 +269,66 @@ def _read_sagemaker_file(environ: Mapping[str, str]) -> PlatformTask | None:
 
 def _read_slurm(environ: Mapping[str, str]) -> PlatformTask | None:
     """Slurm without PMIx: "Output environment variables" in the manual of srun."""
-    names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST")
+    names = (_SLURM_SIZE, "SLURM_PROCID", "SLURM_STEP_NODELIST")
     if any(name not in environ for name in names):
         return None
     size, rank, nodes = (environ[name] for name in names)
     # The first node has task 0: "n[01-04,07],m1" begins with n01.
     found = re.match(r"([^,[]*)(?:\[(\d+)[^]]*\])?([^,[]*)", nodes)
+    host = "".join(filter(None, found.groups() if found else ()))
     job, step = int(environ["SLURM_JOB_ID"]), environ.get("SLURM_STEP_ID", "")
     # Other jobs may have tasks on this node.
     first = _SLURM_PORTS.start + job * _PORTS % len(_SLURM_PORTS)
     return PlatformTask(
-        "SLURM_STEP_NUM_TASKS",
+        _SLURM_SIZE,
         int(rank),
         int(size),
-        "".join(filter(None, found.groups() if found else ())),
+        _node_of_task_0(environ, host),
         tuple(range(first, first + _PORTS)),
         job=f"{job}.{step}",
+        doubt=_doubt_of_node(environ, host) or _doubt_in_shell(environ),
+    )
+
+
+def _node_of_task_0(environ: Mapping[str, str], first: str) -> str:
+    """Return the node where the other ranks look for rank 0.
+
+    Args:
+        first: the first node of the step. Slurm sorts the nodes, also where the tasks
+            have another order.
+    """
+    if address := environ.get("HVDTRAIN_ADDRESS"):
+        return _split(address)[0]
+    node = environ.get("SLURMD_NODENAME", first)
+    is_searched = environ["SLURM_PROCID"] == "0" and environ[_SLURM_SIZE] != "1"
+    if is_searched and node != first:
+        raise JobError(
+            f"Received task 0 on node {node}; expected it on {first}, the first one of "
+            "SLURM_STEP_NODELIST, where the other ranks look for it. Set "
+            f"HVDTRAIN_ADDRESS={node} for all tasks."
+        )
+    return first
+
+
+def _doubt_of_node(environ: Mapping[str, str], first: str) -> str:
+    is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    if "HVDTRAIN_ADDRESS" in environ or environ["SLURM_PROCID"] == "0":
+        return ""
+    if not is_arbitrary and "SLURM_HET_SIZE" not in environ:
+        return ""
+    return (
+        "In a heterogeneous job, or with --distribution=arbitrary, task 0 may be on "
+        f"another node than {first}: set HVDTRAIN_ADDRESS to its node. "
+    )
+
+
+def _doubt_in_shell(environ: Mapping[str, str]) -> str:
+    # The steps that are started in such a shell inherit the variable.
+    if "SLURM_PTY_PORT" not in environ or environ.get("SLURM_PROCID") != "0":
+        return ""
+    return (
+        "SLURM_PTY_PORT is set, as in the shell of an interactive step, which runs a "
+        "script once: start the ranks by srun --overlap. "
     )
 
 
@@ -308,5 +366,5 @@ _READERS: dict[str, Callable[[Mapping[str, str]], PlatformTask | None]] = {
     "CLUSTER_SPEC": _read_vertex,
     "SM_HOSTS": _read_sagemaker,
     "TRAINING_JOB_NAME": _read_sagemaker_file,
-    "SLURM_STEP_NUM_TASKS": _read_slurm,
+    _SLURM_SIZE: _read_slurm,
 }

@@ -78,12 +78,14 @@ def _environments_of_task(
     slots: Sequence[SlotInfo], host: PlatformTask
 ) -> dict[int, dict[str, str]]:
     """Return the variables of `job.platforms` for ranks of a host of a platform."""
+    per_host = "1 rank" if len(slots) == 1 else f"{len(slots)} ranks"
     return {
         host.rank * slot.size + slot.rank: {
             "HVDTRAIN_RANK": str(host.rank * slot.size + slot.rank),
             "HVDTRAIN_SIZE": str(host.size * slot.size),
             "HVDTRAIN_ADDRESS": host.address,
             "HVDTRAIN_JOB": host.job,
+            "HVDTRAIN_DECLARED": f"{host.declaration} with {per_host} each",
         }
         for slot in slots
     }

@@ -3,13 +3,16 @@
 import concurrent.futures
 import contextlib
 import json
+import re
 import socket
 import threading
 
 import pytest
+from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.job import JobError, formation, platforms, registry
 from hvdtrain.job.registry import Registration, assign
+from hvdtrain.runner import caller
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:2", "c:3"], "evaluator": ["d:4"]}
 POOLS = {"workerpool0": ["a:1"], "workerpool1": ["b:2", "c:3"], "workerpool3": ["d:4"]}
@@ -55,6 +58,8 @@ def cluster(variable, kind, index=0, tasks=None):
         (SLURM, (1, 2), "n01", 20112),
         (SLURM | {"SLURM_STEP_NODELIST": "a-1,n[3,5]"}, (1, 2), "a-1", 20112),
         (SLURM | {"SLURM_STEP_NODELIST": "r[1,3]-x"}, (1, 2), "r1-x", 20112),
+        # The tasks have another order than the nodes.
+        (SLURM | {"HVDTRAIN_ADDRESS": "n02"}, (1, 2), "n02", 20112),
         # srun starts torchrun.
         (SLURM | TORCH, (1, 2), "a", 7),
         (HOSTS, (1, 2), "algo-1", platforms.DEFAULT_PORT),
@@ -126,6 +131,10 @@ def test_a_process_that_no_platform_counts_is_alone(environ):
         ),
         (OWN | {"HVDTRAIN_ADDRESS": "[fd00::1]:9", "HVDTRAIN_RANK": "0"}, "IPv4 addre"),
         (HOSTS | {"SM_CURRENT_HOST": "algo-3"}, "SM_HOSTS without SM_CURRENT_HOST"),
+        (
+            SLURM | {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n02"},
+            "task 0 on node n02; expected it on n01, .* Set HVDTRAIN_ADDRESS=n02 for",
+        ),
         (OWN, r"HVDTRAIN_SIZE without HVDTRAIN_RANK \(or JOB_COMPLETION_INDEX\)"),
         ({"HVDTRAIN_SIZE": "2", "HVDTRAIN_RANK": "0"}, "without HVDTRAIN_ADDRESS"),
     ],
@@ -276,7 +285,7 @@ def test_a_rank_that_is_late_is_named_within_the_limit(
     monkeypatch.setenv("HVDTRAIN_INIT_REPORT_SECONDS", "0.1")
     waiting, _ = start(pool, own, 0)
     with pytest.raises(
-        JobError, match=r"rank 1 has not called hvd.init. The limit is 0"
+        JobError, match=r"rank 1 has not called hvd.init\. Set HVDTRAIN_ALONE=1 if"
     ):
         waiting.result(timeout=20)
     assert "rank 0 has waited for 0.1 s" in capfd.readouterr().err
@@ -286,6 +295,41 @@ def test_a_rank_that_is_late_is_named_within_the_limit(
         JobError, match=r"rank 0 does not answer at 127.0.0.1:\d+: .*ref"
     ):
         alone.result(timeout=20)
+
+
+HERE = {"SLURM_STEP_NODELIST": "localhost"}
+SHELL = {"SLURM_PTY_PORT": "4", "SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "declared", "doubt"),
+    [
+        (SLURM | HERE | SHELL, "SLURM_STEP_NUM_TASKS of 2", "by srun --overlap"),
+        (SHELL | {"HVDTRAIN_DECLARED": "4 x 2"}, "4 x 2, which", "by srun --overlap"),
+        (SLURM | HERE | {"SLURM_DISTRIBUTION": "arbitrary"}, "", "HVDTRAIN_ADDRESS to"),
+        (SLURM | HERE | {"SLURM_HET_SIZE": "2"}, "", "HVDTRAIN_ADDRESS to"),
+    ],
+)
+def test_ranks_that_were_not_started_are_doubted_early(
+    servers, own, pool, monkeypatch, capfd, environ, declared, doubt
+):
+    monkeypatch.setenv("HVDTRAIN_INIT_TIMEOUT_SECONDS", "0.4")
+    # Before the line of any job, after 60 s.
+    monkeypatch.setattr(formation, "_DOUBT_SECONDS", 0.1)
+    waiting, _ = start(pool, environ if "SLURM_JOB_ID" in environ else own | environ, 0)
+    remedy = f"{doubt}.* Set HVDTRAIN_ALONE=1 if this process is to train alone"
+    with pytest.raises(JobError, match=f"Received {declared}.*{remedy}"):
+        waiting.result(timeout=20)
+    assert re.search(f"has waited for 0.1 s.*{remedy}", capfd.readouterr().err)
+
+
+def test_launch_names_the_platform_that_has_declared_its_ranks():
+    slots = [SlotInfo(f"h{i}", i, i, 0, 2, 2, 1) for i in range(2)]
+    task = platforms.read(SLURM)
+    [*_, last] = caller._environments_of_task(slots, task).values()
+    rank = platforms.read(last)
+    assert (rank.rank, rank.size, rank.address) == (3, 4, task.address)
+    assert rank.declaration == "SLURM_STEP_NUM_TASKS of 2 processes with 2 ranks each"
 
 
 def test_ranks_with_other_numbers_of_ranks_do_not_train(servers, own, pool):
