@@ -26,10 +26,11 @@ def banner(start: RunStart) -> str:
     connection = ""
     if start.ranks > 1:
         connection = f"{start.controller}; reduction: {start.reduction}; "
+    quota = f"; CPU quota: {start.cpu_quota}" if start.cpu_quota else ""
     lines = [
         name_versions(start.versions),
         f"ranks          {name_hosts(start.hosts)}; {connection}threads per rank: "
-        f"{name_threads(start.threads)}",
+        f"{name_threads(start.threads)}{quota}",
     ]
     if start.mesh["data"] != start.ranks:
         axes = (f"{axis} {start.mesh[axis]}" for axis in ("data", "pipeline", "model"))

@@ -24,6 +24,8 @@ class RunStart:
         hosts: name of the node of each rank.
         threads: number of TensorFlow's threads of each rank, 0 for one per core.
         versions: by name of the package.
+        cpu_quota: of the chief's control groups, such as "1.5 of 16 cores"; empty for
+            none.
         compiles_gradients: whether XLA compiles forward and backward pass.
         checkpoint: from which the run continues: its path, or a text for one in memory.
             Empty for a new job.
@@ -46,6 +48,7 @@ class RunStart:
     hosts: list[str]
     threads: list[int]
     versions: dict[str, str]
+    cpu_quota: str = ""
     compiles_gradients: bool = False
     checkpoint: str = ""
     replicas_before: int | None = None

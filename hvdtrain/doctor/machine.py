@@ -3,18 +3,27 @@
 import ipaddress
 import itertools
 import os
+import pathlib
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterable, Mapping
 
 from hvdtrain import addresses
 from hvdtrain.doctor.finding import Finding, broken, fine, warning
+from hvdtrain.environment import control_groups, cpu_statistics
 from hvdtrain.job import cores
 
 _MIB = 1 << 20
 _SHM_REMEDY = (
     "in a container: docker run --shm-size=64m; or move Open MPI's files: "
     "OMPI_MCA_btl_vader_backing_directory=/tmp"
+)
+# A process that starts threads for all visible cores is throttled in most periods.
+_THROTTLED_SHARE = 0.1
+_QUOTA_REMEDY = (
+    "raise the CPU limit of the container, or start fewer ranks, workers and threads "
+    "in it: OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS"
 )
 _TMP_REMEDY = "set TMPDIR to a directory on this machine with free space"
 
@@ -39,16 +48,29 @@ def check_cores() -> Finding:
     limits = []
     if len(os.sched_getaffinity(0)) < count:
         limits.append("by affinity")
-    if any(quota < count for quota in cores.quotas()):
-        limits.append("by a control group")
+    if (quota := min(cores.quotas(), default=count)) < count:
+        limits.append(f"by a control group to {quota:.3g}")
     if limits:
         detail += f" (limited {' and '.join(limits)})"
+    if (share := _throttled_share(control_groups())) >= _THROTTLED_SHARE:
+        detail += f"; processes were throttled in {share:.0%} of the quota's periods"
+        return warning("cores", detail, _QUOTA_REMEDY)
     if usable < 2:
         remedy = (
             "two ranks will share one core: ask the scheduler or Docker for more cores"
         )
         return warning("cores", detail, remedy)
     return fine("cores", detail)
+
+
+def _throttled_share(groups: Iterable[pathlib.Path]) -> float:
+    """Return the share of periods in which a group's quota was spent, the largest."""
+    counts = map(cpu_statistics, groups)
+    return max((_throttled(each) for each in counts), default=0.0)
+
+
+def _throttled(counts: Mapping[str, int]) -> float:
+    return counts.get("nr_throttled", 0) / max(1, counts.get("nr_periods", 0))
 
 
 def check_directory(path: str, *, needed_bytes: int, remedy: str) -> Finding:

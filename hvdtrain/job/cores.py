@@ -21,6 +21,13 @@ def usable(local_size: int) -> int:
     return max(1, int(min([cores, *shares])))
 
 
+def describe_quota() -> str:
+    """Return the CPU quota of this process, such as "1.5 of 16 cores"; "" for none."""
+    count = os.cpu_count() or 1
+    quota = min(quotas(), default=count)
+    return f"{quota:.3g} of {count} cores" if quota < count else ""
+
+
 def bind(
     local_rank: int,
     local_size: int,

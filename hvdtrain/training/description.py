@@ -15,7 +15,7 @@ from hvdtrain import __version__
 from hvdtrain.checkpoint.restoring import Start
 from hvdtrain.collectives import transport
 from hvdtrain.events import RunStart
-from hvdtrain.job import World
+from hvdtrain.job import World, cores
 from hvdtrain.job.agreement import gather
 from hvdtrain.keras.compiled_gradients import compiles_gradients, has_own_step
 from hvdtrain.keras.learning_rates import rate_reader
@@ -27,7 +27,8 @@ from hvdtrain.training.specs import Plan
 def describe_job(world: World) -> dict[str, Any]:
     """Return the ranks and the software of a job. A collective.
 
-    Its keys: controller (MPI or Gloo), hosts and threads (by rank), versions.
+    Its keys: controller (MPI or Gloo), hosts and threads (by rank), cpu_quota (see
+    `RunStart`), versions.
     """
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     by_rank = gather(world, (socket.gethostname(), threads))
@@ -36,6 +37,7 @@ def describe_job(world: World) -> dict[str, Any]:
         "controller": "MPI" if hvd.mpi_enabled() else "Gloo",
         "hosts": list(hosts),
         "threads": list(threads_by_rank),
+        "cpu_quota": cores.describe_quota(),
         "versions": {
             "hvdtrain": __version__,
             "TensorFlow": tf.__version__,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from hvdtrain.environment import control_groups
+from hvdtrain.environment import control_groups, cpu_statistics
 from hvdtrain.events import OTHER, Straggler
 
 THROTTLING, STOLEN, GARBAGE = "throttling", "stolen CPU time", "garbage collection"
@@ -248,23 +248,16 @@ def _field(path: pathlib.Path, number: int) -> int:
         return 0
 
 
-def _throttled_seconds(
-    groups: Callable[[], Iterable[pathlib.Path]] = control_groups,
-) -> float:
-    """Return the seconds in which the CPU quotas of its groups stopped this process."""
-    return sum(_throttled(directory / "cpu.stat") for directory in groups())
-
-
 # Version 2 of control groups, then version 1.
 _UNITS = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
 
 
-def _throttled(path: pathlib.Path) -> float:
-    try:
-        lines = map(str.split, path.read_text().splitlines())
-        return sum(_UNITS.get(name, 0.0) * int(value) for name, value in lines)
-    except (OSError, ValueError):
-        return 0.0
+def _throttled_seconds(
+    groups: Callable[[], Iterable[pathlib.Path]] = control_groups,
+) -> float:
+    """Return the seconds in which the CPU quotas of its groups stopped this process."""
+    counts = (each for group in groups() for each in cpu_statistics(group).items())
+    return sum(_UNITS.get(name, 0.0) * value for name, value in counts)
 
 
 @functools.cache

@@ -85,5 +85,7 @@ def test_ranks():
     assert lines(ranks=1, hosts=["a"], threads=[0], mesh=mesh)["ranks"] == (
         "1 on a; threads per rank: 0"
     )
+    limited = lines(cpu_quota="1.5 of 16 cores")
+    assert limited["ranks"].endswith("threads per rank: 1; CPU quota: 1.5 of 16 cores")
     sharded = lines(mesh={"data": 1, "pipeline": 1, "model": 2})
     assert sharded["mesh"] == "data 1 x pipeline 1 x model 2"

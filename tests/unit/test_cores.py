@@ -29,6 +29,15 @@ def test_usable(monkeypatch, mine, launcher, quotas, local_size, expected):
     assert cores.usable(local_size) == expected
 
 
+@pytest.mark.parametrize(
+    ("quotas", "text"), [([], ""), ([24.0], ""), ([1.5, 8.0], "1.5 of 16 cores")]
+)
+def test_a_quota_is_described(monkeypatch, quotas, text):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(cores, "quotas", lambda: quotas)
+    assert cores.describe_quota() == text
+
+
 # Linux numbers the second threads of all cores after the first ones.
 SOCKETS = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
 SOCKETS |= {cpu + 4: place for cpu, place in SOCKETS.items()}

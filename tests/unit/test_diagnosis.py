@@ -78,6 +78,21 @@ def test_one_core_is_a_warning(monkeypatch):
     assert finding.detail.startswith("1 of ")
 
 
+@pytest.mark.parametrize(("throttled", "status"), [(10, "fine"), (400, "warning")])
+def test_a_quota_that_throttles_is_a_warning(monkeypatch, tmp_path, throttled, status):
+    text = f"usage_usec 7\nnr_periods 1000\nnr_throttled {throttled}\n"
+    (tmp_path / "cpu.stat").write_text(text)
+    monkeypatch.setattr(machine, "control_groups", lambda: [tmp_path / "a", tmp_path])
+    monkeypatch.setattr(machine.cores, "usable", lambda local_size: 2)
+    monkeypatch.setattr(machine.cores, "quotas", lambda: [2.5])
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    finding = machine.check_cores()
+    assert finding.status == status
+    assert "by a control group to 2.5)" in finding.detail
+    is_named = "throttled in 40% of the quota's periods" in finding.detail
+    assert is_named == (status == "warning")
+
+
 @pytest.mark.parametrize("variable", addresses.NETWORK_VARIABLES)
 def test_an_interface_that_is_not_there_is_broken(monkeypatch, variable):
     monkeypatch.setenv(variable, "nope0")

@@ -79,6 +79,7 @@ def test_lines_are_as_documented(make, tmp_path):
                 "controller": "Gloo",
                 "hosts": ["node1", "node1"],
                 "threads": [1, 1],
+                "cpu_quota": "",
                 "versions": {"Keras": "3"},
                 "compiles_gradients": False,
                 "checkpoint": "",
