@@ -53,11 +53,17 @@ def check_scheduler(environ: Mapping[str, str]) -> Finding:
         listed = ", ".join(f"{name}, job {job}" for name, job in jobs.items())
         return fine("scheduler", listed)
     tasks = environ.get("SLURM_NTASKS", "1")
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
     detail = (
-        f"Slurm, job {jobs['Slurm']}: {tasks} tasks on "
-        f"{environ.get('SLURM_JOB_NUM_NODES', '1')} nodes, "
+        f"Slurm, job {jobs['Slurm']}: {tasks} tasks on {nodes} nodes, "
         f"{environ.get('SLURM_CPUS_PER_TASK', '1')} cores per task"
     )
+    per_node = environ.get("SLURM_NTASKS_PER_NODE", "0")
+    is_known = all(each.isdigit() for each in (tasks, nodes, per_node))
+    if is_known and int(per_node) * int(nodes) > int(tasks):
+        detail += f"; --ntasks-per-node={per_node} was asked for"
+        remedy = f"--ntasks={tasks} takes precedence: leave one of both options out"
+        return warning("scheduler", detail, remedy)
     if tasks == "1":
         remedy = "mpirun will have one slot: ask for more, sbatch --ntasks-per-node=N"
         return warning("scheduler", detail, remedy)

@@ -111,15 +111,27 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK":
 
 
 def test_a_slurm_job_is_described():
-    finding = cluster.check_scheduler({**SLURM, "SLURM_NTASKS": "8"})
+    finding = cluster.check_scheduler(
+        {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}
+    )
     assert finding.status == "fine"
     assert finding.detail == "Slurm, job 7: 8 tasks on 2 nodes, 4 cores per task"
 
 
-def test_a_slurm_job_of_one_task_is_a_warning():
-    finding = cluster.check_scheduler({**SLURM, "SLURM_NTASKS": "1"})
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [
+        ({"SLURM_NTASKS": "1"}, "--ntasks-per-node"),
+        (
+            {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
+            "--ntasks=2 takes precedence: leave one of both options out",
+        ),
+    ],
+)
+def test_fewer_slurm_tasks_than_asked_for_are_a_warning(more, remedy):
+    finding = cluster.check_scheduler({**SLURM, **more})
     assert finding.status == "warning"
-    assert "--ntasks-per-node" in finding.remedy
+    assert remedy in finding.remedy
 
 
 @pytest.mark.parametrize(
