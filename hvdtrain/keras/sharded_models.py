@@ -109,6 +109,13 @@ def is_saved_together(model: keras.Model) -> bool:
     return is_shared and needs_communication(global_process_set)
 
 
+def is_saved_by_rank_0(model: keras.Model) -> bool:
+    """Return whether rank 0 alone writes a file, although all ranks save `model`."""
+    return (
+        is_saved_together(model) or _is_pipeline(model) or _is_on_splitting_mesh(model)
+    )
+
+
 def save_by_rank_0(model: keras.Model, save: Callable[[keras.Model], None]) -> None:
     """Call `save(model)` on rank 0. All ranks call this.
 
@@ -167,9 +174,7 @@ def _save(method: Method) -> Method:
     @functools.wraps(method)
     def save(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
         is_together = is_saved_together(self)
-        if sharded_saving.is_saving() or not (
-            is_together or _is_pipeline(self) or _is_on_splitting_mesh(self)
-        ):
+        if sharded_saving.is_saving() or not is_saved_by_rank_0(self):
             return method(self, *args, **kwargs)
         if is_together:
             _check_format(str(args[0] if args else kwargs.get("filepath", "")))

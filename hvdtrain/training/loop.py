@@ -20,7 +20,12 @@ from hvdtrain.checkpoint.writing import complete_together
 from hvdtrain.job import JobError
 from hvdtrain.job.agreement import fail_together, gather
 from hvdtrain.job.world import SharedJobError
-from hvdtrain.keras.callbacks.fit_start import callbacks_differ, shared_callbacks
+from hvdtrain.keras.callbacks.fit_start import (
+    callbacks_differ,
+    shared_callbacks,
+    written_paths,
+    written_twice,
+)
 from hvdtrain.keras.metrics import metric_variables
 from hvdtrain.keras.seams import replace
 from hvdtrain.native import recorder
@@ -178,11 +183,13 @@ class _Loop:
             self._per_rank.restore_generators()
 
     def _compare_callbacks(self) -> None:
-        own = self._has_callbacks, shared_callbacks(self._users)
-        are_used, names = zip(*gather(self._run.world, own), strict=True)
+        paths = written_paths(self._users.callbacks, self._model)
+        own = self._has_callbacks, shared_callbacks(self._users), paths
+        are_used, names, files = zip(*gather(self._run.world, own), strict=True)
         self._has_callbacks = any(are_used)
-        if difference := callbacks_differ(names, range(self._run.world.size)):
-            raise SharedJobError(difference)
+        ranks = range(self._run.world.size)
+        if fault := callbacks_differ(names, ranks) or written_twice(files, ranks):
+            raise SharedJobError(fault)
 
     @recorder.phase("callbacks")
     def _begin_epoch(self, epoch: int) -> None:

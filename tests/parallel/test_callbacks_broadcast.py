@@ -801,6 +801,29 @@ def test_backup_and_restore_after_the_broadcast_is_refused(tmp_path):
     assert "BackupAndRestore before" in str(error.value)
 
 
+def test_files_that_several_ranks_write_are_refused(tmp_path):
+    def writers(path):
+        return [
+            keras.callbacks.ModelCheckpoint(f"{path}.keras"),
+            keras.callbacks.BackupAndRestore(path),
+            keras.callbacks.CSVLogger(f"{path}.csv"),
+        ]
+
+    path = hvd.broadcast_object(f"{tmp_path}/x", root_rank=0)
+    for writer, file in zip(writers(path), ("x.keras", "x", "x.csv"), strict=True):
+        error = f"{type(writer).__name__} with .*/{file} on ranks 0, 1.*on rank 0 alone"
+        with pytest.raises(ValueError, match=error):
+            fit_writing(writer)
+    own = writers(f"{path}-{hvd.rank()}")
+    fit_writing(*own, *(writers(path) if hvd.rank() == 0 else []))
+
+
+def fit_writing(*writers):
+    inputs, labels = oracle.samples(steps=1)
+    callbacks = [*writers, hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    oracle.fit_shard(sgd_model(), inputs, labels, epochs=1, callbacks=callbacks)
+
+
 def test_a_rank_without_an_epoch_left_is_refused():
     first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     inputs, labels = oracle.samples(steps=3)

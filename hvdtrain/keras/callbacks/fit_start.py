@@ -1,8 +1,10 @@
 """What all ranks agree on when `fit` starts, and the errors if they cannot."""
 
 import collections
+import os
+import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -23,6 +25,7 @@ from hvdtrain.collectives.process_sets import (
     needs_communication,
 )
 from hvdtrain.keras.seams import replace
+from hvdtrain.keras.sharded_models import is_saved_by_rank_0
 from hvdtrain.keras.variables import is_distributed
 
 # Function of the iterator over batches; returns logs.
@@ -72,6 +75,8 @@ class _FitStart(NamedTuple):
     first_epoch: int
     # Checksum of the names of its callbacks that all ranks need.
     callbacks: int
+    # Number of files that its callbacks write: see `written_paths`.
+    files: int
 
 
 # The key of `params`, which Keras gives to all callbacks of one `fit`.
@@ -89,6 +94,66 @@ class SharedCallback(keras.callbacks.Callback):
 def shared_callbacks(callback: keras.callbacks.Callback) -> list[str]:
     """Return the names of the `SharedCallback`s of the `fit` of `callback`."""
     return sorted((callback.params or {}).get(_NAMES, ()))
+
+
+# The attribute with the path that a callback of Keras writes to. Those of TensorBoard
+# have different names on all ranks. A class that is derived may write on rank 0 alone.
+WRITERS = {
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.BackupAndRestore: "backup_dir",
+    keras.callbacks.CSVLogger: "filename",
+}
+if hasattr(keras.callbacks, "OrbaxCheckpoint"):
+    WRITERS[keras.callbacks.OrbaxCheckpoint] = "directory"
+
+
+def callbacks_beside(
+    callback: keras.callbacks.Callback,
+) -> Sequence[keras.callbacks.Callback]:
+    """Return the callbacks of the `fit` that has called a method of `callback`."""
+    # Keras passes the list to no callback.
+    for frame, _ in traceback.walk_stack(None):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.callbacks.CallbackList):
+            return owner.callbacks
+    return ()
+
+
+def written_paths(
+    callbacks: Iterable[keras.callbacks.Callback], model: keras.Model
+) -> dict[str, str]:
+    """Return the names of callbacks by the path that they write to on this rank."""
+    paths = {}
+    for callback in callbacks:
+        kind = type(callback)
+        if kind is keras.callbacks.ModelCheckpoint and is_saved_by_rank_0(model):
+            continue
+        if kind in WRITERS:
+            path = str(getattr(callback, WRITERS[kind]))
+            paths[path if "://" in path else os.path.abspath(path)] = kind.__name__
+    return paths
+
+
+def written_twice(
+    paths_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]
+) -> str:
+    """Return the text of an error: which files several ranks write; "" if none."""
+    writing = collections.defaultdict(list)
+    for rank, paths in zip(ranks, paths_by_rank, strict=True):
+        for path, name in paths.items():
+            writing[name, path].append(rank)
+    texts = [
+        f"{name} with {path} on {name_ranks(found)}"
+        for (name, path), found in writing.items()
+        if len(found) > 1
+    ]
+    if not texts:
+        return ""
+    return (
+        "Several ranks write one file, at the same time. "
+        f"Received: {'; '.join(texts)}. Pass such callbacks to fit on rank 0 alone, or "
+        "with a path of its own on each rank."
+    )
 
 
 class _AgreedEpoch(int):
@@ -173,6 +238,7 @@ def agree(
     *,
     steps: int | None,
     callbacks: Sequence[str],
+    paths: Mapping[str, str],
     needs_broadcast: bool,
     root_rank: int,
     process_set: ProcessSet,
@@ -182,11 +248,12 @@ def agree(
     Args:
         steps: number of steps in an epoch of this rank, or None if unknown.
         callbacks: see `shared_callbacks`.
+        paths: see `written_paths`.
         needs_broadcast: whether this rank needs `root_rank`'s weights.
 
     Raises:
-        ValueError: on every rank, if their numbers of steps differ, or if only some
-            of them have a callback that all need.
+        ValueError: on every rank, if their numbers of steps differ, if only some of
+            them have a callback that all need, or if several write one file.
     """
     epoch = model._initial_epoch
     is_restored = epoch is not None and not isinstance(epoch, _AgreedEpoch)
@@ -197,6 +264,7 @@ def agree(
         steps=NONE if steps is None else steps,
         first_epoch=NONE if epoch is None else epoch,
         callbacks=zlib.crc32(" ".join(callbacks).encode()),
+        files=len(paths),
     )
     rows = ops.allgather(
         np.array([start], "int64"), "TrainingStart", process_set=process_set
@@ -210,6 +278,12 @@ def agree(
             list(callbacks), name="Callbacks", process_set=process_set
         )
         raise ValueError(callbacks_differ(names_by_rank, process_set.ranks))
+    if sum(start.files > 0 for start in starts) > 1:
+        paths_by_rank = allgather_object(
+            dict(paths), name="WrittenFiles", process_set=process_set
+        )
+        if text := written_twice(paths_by_rank, process_set.ranks):
+            raise ValueError(text)
     _check_steps(starts, process_set.ranks)
     first_epoch = starts[list(process_set.ranks).index(root_rank)].first_epoch
     # Keras' fit reads it after on_train_begin.
