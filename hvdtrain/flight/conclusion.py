@@ -3,8 +3,10 @@
 import itertools
 from collections.abc import Iterable, Sequence
 
+from hvdtrain.environment import STALL_SHUTDOWN
 from hvdtrain.flight.answer import Answer
 from hvdtrain.flight.ring import Collective
+from hvdtrain.flight.stacks import DEBUGGER
 
 # Ranks that are described one by one; the others are counted.
 _SHOWN = 3
@@ -19,7 +21,9 @@ _PHASE_TEXTS = {
     "callbacks": "a callback",
     "evaluation": "its evaluation",
     "saving": "saving",
+    DEBUGGER: "a debugger",
 }
+_DEBUGGER_REMEDY = f" With {STALL_SHUTDOWN}=0 the others wait for the debugger."
 
 
 def conclude(answers: Sequence[Answer]) -> str:
@@ -113,7 +117,12 @@ def _describe(answers: Sequence[Answer]) -> str:
     return (
         f"{_names(late)} did not {verb} {awaited.in_flight} ({name}{step}) for "
         f"{awaited.seconds:.0f} s. {_where(late)}; {_others(waiting, late)}."
+        f"{_DEBUGGER_REMEDY if any(map(_is_in_debugger, late)) else ''}"
     )
+
+
+def _is_in_debugger(answer: Answer) -> bool:
+    return bool(answer.place and answer.place.phase == DEBUGGER)
 
 
 def _describe_waiting(waiting: Sequence[Answer]) -> str:

@@ -27,6 +27,10 @@ _PHASES = (
     ("/keras/src/callbacks/callback_list.py", "callbacks"),
     ("/tensorflow/python/data/ops/from_generator_op.py", "input"),
 )
+# In the files of debuggers a frame waits for a command: pdb and what derives from it,
+# and the one of editors.
+_DEBUGGERS = ("/bdb.py", "/pydevd.py")
+DEBUGGER = "debugger"
 # A call of Python code by TensorFlow: `py_function`, `numpy_function`, generators.
 _PYTHON_CALL = "/tensorflow/python/ops/script_ops.py"
 # Frames of a later kind are named only where a thread has none of an earlier kind.
@@ -64,7 +68,7 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the code of a user is: the frame, and the phase that its callers show."""
+    """Where the code of a user is: the frame, and the phase that the others show."""
 
     frame: Frame
     phase: str = ""
@@ -122,6 +126,8 @@ def _threads(text: str) -> list[list[Frame]]:
 
 def _place(thread: list[Frame]) -> Place:
     number = min(range(len(thread)), key=lambda number: thread[number].kind)
+    if any(frame.file.endswith(_DEBUGGERS) for frame in thread[:number]):
+        return Place(thread[number], DEBUGGER)
     callers = (frame.file for frame in thread[number:])
     phases = (phase for file in callers for part, phase in _PHASES if part in file)
     return Place(thread[number], next(phases, ""))

@@ -43,6 +43,11 @@ def stack(*frames, thread="Current thread"):
 LOAD = ("/home/me/Train.py", 12, "load")
 FIT = (f"{PACKAGES}/keras/src/backend/tensorflow/trainer.py", 320, "fit")
 MAIN = ("/home/me/Train.py", 40, "<module>")
+PDB = [
+    ("/usr/lib/python3.11/pdb.py", 397, "_cmdloop"),
+    ("/usr/lib/python3.11/bdb.py", 94, "trace_dispatch"),
+]
+BREAKPOINT = [*PDB, LOAD, FIT, MAIN]
 
 
 def test_a_dump_of_two_threads_shows_where_the_main_thread_is():
@@ -158,6 +163,21 @@ LATE = "did not enter allreduce 7 (gradients, step 3) for 41 s."
             f"ranks 1 and 2 {LATE} Rank 1 is stopped, as by SIGSTOP; rank 2 is in "
             "saving, Train.py:12 in load; the other rank waits for them, "
             "Train.py:40 in <module>.",
+        ),
+        (
+            [waiting(0, seconds=41.0), given(1, stacks=stack(*BREAKPOINT))],
+            f"rank 1 on node1 {LATE} It is in a debugger, Train.py:12 in load; the "
+            "other rank waits for it. With HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=0 the "
+            "others wait for the debugger.",
+        ),
+        (
+            # The script was started by `python -m pdb`, and runs.
+            [
+                waiting(0, seconds=41.0),
+                given(1, phase="input", stacks=stack(LOAD, *PDB)),
+            ],
+            f"rank 1 on node1 {LATE} It is in its input, Train.py:12 in load; the "
+            "other rank waits for it.",
         ),
         (
             [waiting(0, seconds=41.0), given(1, "silent", phase="input")],
