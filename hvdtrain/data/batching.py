@@ -227,9 +227,9 @@ class _Reader:
             for lock in self._locks:
                 stack.enter_context(lock)
             samples = self._source.read(numbers)
-        for values in tf.nest.flatten(samples):
-            _check_objects(values, numbers[0])
-        return samples
+        return tf.nest.map_structure(
+            lambda values: _as_tensorflow(values, numbers[0]), samples
+        )
 
     def _blocks(self, steps: range, block_steps: int, example: Any) -> tf.data.Dataset:
         """Return samples and their positions for `block_steps` steps at a time."""
@@ -338,8 +338,22 @@ def _checked(
     return leaves
 
 
-def _check_objects(values: np.ndarray, number: int) -> None:
-    """Check that an array of dtype object holds text or bytes, as TensorFlow needs."""
+def _as_tensorflow(values: np.ndarray, number: int) -> np.ndarray:
+    """Return an array that `tf.numpy_function` hands to TensorFlow unchanged.
+
+    It ignores the order of bytes, and takes arrays of objects with text or bytes alone.
+
+    Args:
+        number: of the first sample.
+    """
+    try:
+        tf.as_dtype(values.dtype)
+    except TypeError:
+        raise DataError(
+            f"Received an array of dtype {values.dtype} in the samples from {number} "
+            "on; expected a dtype that TensorFlow has: convert it, for example by "
+            'astype("float64").'
+        ) from None
     for value in values.flat if values.dtype == object else ():
         if not isinstance(value, str | bytes):
             raise DataError(
@@ -347,6 +361,7 @@ def _check_objects(values: np.ndarray, number: int) -> None:
                 f"samples from {number} on; expected numbers in an array of their own "
                 "dtype, text or bytes: convert it, for example by astype."
             )
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _count_parsed_bytes(blocks: tf.data.Dataset) -> float:

@@ -50,6 +50,9 @@ class Sampler:
     start_sample: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, int | np.integer):
+                raise DataError(f"Received {name}={value!r}; expected an integer.")
         check_rank(self.rank, size=self.size, num_samples=self.num_samples)
         if self.global_batch_size < self.size:
             raise DataError(

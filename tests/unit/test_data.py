@@ -189,6 +189,7 @@ def test_another_process_deals_the_same():
         ({"seed": 2**32}, "seed"),
         ({"num_samples": 0}, "0 samples"),
         ({"start_sample": -1}, "start_sample -1"),
+        ({"global_batch_size": 2.5}, "global_batch_size=2.5; expected an integer"),
     ],
 )
 def test_bad_numbers_are_one_clear_line(arguments, reason):

@@ -41,8 +41,12 @@ def test_errors_name_the_file_and_the_remedy(tmp_path, monkeypatch):
         assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="Received no files"):
         find_files([])
-    with pytest.raises(DataError, match="twice; expected each file once"):
+    with pytest.raises(DataError, match=r"one file as .*; expected each file once"):
         find_files([file, tmp_path / "fil*"])
+    (tmp_path / "link").symlink_to(file)
+    for other in (tmp_path / "link", tmp_path / ".." / tmp_path.name / file.name):
+        with pytest.raises(DataError, match=f"as {file} and as {other}; expected"):
+            find_files([file, other])
     # Root may read every file.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(DataError, match="Permission denied; expected a file that"):

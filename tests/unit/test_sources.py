@@ -269,10 +269,34 @@ def test_what_is_no_source_is_one_clear_line(make, message):
 )
 def test_an_array_of_objects_is_one_clear_line(values, message):
     with pytest.raises(data.DataError, match=message) as caught:
-        list(
-            data.one_pass(np.array(values, object), rank=0, size=1, local_batch_size=3)
-        )
+        one_batch(np.array(values, object))
     assert "\n" not in str(caught.value)
+
+
+def one_batch(source):
+    """The samples of a source in one batch, as TensorFlow has them."""
+    pass_ = data.one_pass(source, rank=0, size=1, local_batch_size=len(source))
+    [batch] = pass_.as_numpy_iterator()
+    return batch
+
+
+@pytest.mark.parametrize("make", [np.asarray, list], ids=["array", "sequence"])
+def test_every_dtype_of_numpy_has_its_values_or_is_one_clear_line(make):
+    codes = [*np.typecodes["All"], ">i4", ">u2", ">f2", ">f4", ">f8", ">c8"]
+    for code in codes:
+        values = np.arange(3).astype("m8[s]" if code in "mM" else code)
+        # A list of objects has numbers.
+        if values.dtype.char in "gGMmV" or (code == "O" and make is np.asarray):
+            with pytest.raises(data.DataError, match=r"; expected .*(numbers|dtype)"):
+                one_batch(make(values))
+            continue
+        expected = np.char.encode(values) if code == "U" else values
+        assert one_batch(make(values)).tolist() == expected.tolist(), code
+
+
+def test_a_sample_that_is_not_a_number_is_shown():
+    with pytest.raises(data.DataError, match="Received sample 1 with None; expected"):
+        as_source([1, None]).read(np.arange(2))
 
 
 def test_an_array_of_text_and_bytes_as_objects():

@@ -302,6 +302,21 @@ def test_columns_that_cannot_be_read(tmp_path):
     assert "column ids, which" in fails(path, ["ids"])
     assert "expected some of id, when" in fails(path, ["ids"])
     assert data.Parquet(path, ["id"]).read(np.array([0]))["id"].tolist() == [1]
+    columns = [pa.array([1]), pa.array([2])]
+    write(path, [pa.Table.from_arrays(columns, names=["id", "id"])])
+    assert f"several columns id in {path}; expected names that differ" in fails(path)
+
+
+def test_a_page_that_does_not_have_its_checksum(tmp_path):
+    path = tmp_path / "x.parquet"
+    values = pa.table({"x": np.arange(1000)})
+    options = {"use_dictionary": False, "compression": "none"}
+    pq.write_table(values, path, write_page_checksum=True, **options)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(data.DataError, match=r"x.parquet, row group 0: .*CRC"):
+        data.Parquet(path).read(np.array([0]))
 
 
 def test_files_of_other_schemas(tmp_path):

@@ -189,6 +189,29 @@ def test_directories_without_images(tmp_path):
     assert "channels=2; expected 1, 3 or 4" in fails(tmp_path, channels=2)
 
 
+def test_a_link_to_nothing_is_no_image_and_no_class_less(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.png").write_bytes(png(1))
+    for link in (tmp_path / "a" / "2.png", tmp_path / "b"):
+        link.symlink_to("nothing")
+        assert f"Received {link}, a link to a file that does not exist" in fails(
+            tmp_path
+        )
+        link.unlink()
+
+
+def test_an_image_that_is_written_again(tmp_path):
+    path = tmp_path / "a" / "1.png"
+    path.parent.mkdir()
+    path.write_bytes(png(1))
+    source = data.ImageFolder(tmp_path)
+    source.read(np.array([0]))
+    source.read(np.array([0]))
+    path.write_bytes(png(2))
+    with pytest.raises(data.DataError, match="png, which has changed since"):
+        source.read(np.array([0]))
+
+
 JPEG = tf.io.encode_jpeg(picture(1, shape=(64, 64, 3))).numpy()
 PNG = png(1, shape=(64, 64, 3))
 

@@ -285,6 +285,9 @@ def test_a_mixture_is_read_by_threads_if_all_sources_are():
 # -- data.pad
 
 
+ONE = np.ones(1, "uint8")
+
+
 def ragged(count=30):
     return [list(range(number, number + number % 7)) for number in range(count)]
 
@@ -295,6 +298,8 @@ def test_padded_sequences_on_any_ranks():
 
 
 def test_values_after_the_end():
+    floats = data.pad([np.float32(ONE)], 2, value=np.nan).read(np.arange(1))
+    np.testing.assert_array_equal(floats, [[1, np.nan]])
     padded = data.pad([[1, 2], [], [3, 4, 5]], 3, value=-1).read(np.arange(3))
     assert padded.tolist() == [[1, 2, -1], [-1, -1, -1], [3, 4, 5]]
     assert padded.dtype == np.int64
@@ -354,8 +359,24 @@ def test_nests_are_padded_by_key():
             "sample 1 of dtype float32; expected int64, as of the first samples",
         ),
         (
+            lambda: data.pad([np.int8(ONE), np.int64(ONE) * 300], 2).read(np.arange(2)),
+            "Received 300 in sample 1; expected a number that int8 has",
+        ),
+        (
+            lambda: data.pad([[1], [2**63 + 1]], 2).read(np.arange(2)),
+            "Received 9223372036854775809 in sample 1; expected a number that int64",
+        ),
+        (
+            lambda: data.pad([np.float16(ONE), ONE * 1e5], 2).read(np.arange(2)),
+            "Received 100000.0 in sample 1; expected a number that float16 has",
+        ),
+        (
+            lambda: data.pad([ONE], 2, value=np.nan).read(np.arange(1)),
+            "Received nan as the value; expected a number that uint8 has",
+        ),
+        (
             lambda: data.pad([np.ones(1, "uint8")], 2, value=-1).read(np.arange(1)),
-            "value -1 to pad uint8; expected a number of this type",
+            "Received -1 as the value; expected a number that uint8 has",
         ),
     ],
 )
@@ -615,7 +636,7 @@ def test_padded_sequences_are_packed_with_their_padding():
 def test_tokens_beyond_int32_are_refused(token):
     tokens = np.array([1, token], "uint64" if token > 2**63 else "int64")
     for sequences, separator in ((tokens, None), ([tokens], None), ([tokens], 0)):
-        with pytest.raises(data.DataError, match=f"the token {token}; expected"):
+        with pytest.raises(data.DataError, match=f"Received {token} as a token; exp"):
             data.pack(sequences, 2, separator=separator).read(np.array([0]))
 
 

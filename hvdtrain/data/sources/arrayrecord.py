@@ -73,7 +73,11 @@ class ArrayRecord(RecordFiles[Any]):
         self, file: DataFile, opened: Any, numbers: np.ndarray
     ) -> list[bytes]:
         with _reading(file):
-            return opened.read(numbers.tolist())
+            records = opened.read(numbers.tolist())
+        # After: the library returns empty records beyond the end of a truncated file.
+        if not isinstance(file, RemoteFile):
+            file.check()
+        return records
 
 
 def _reading(file: DataFile) -> Any:

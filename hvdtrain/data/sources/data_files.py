@@ -38,7 +38,13 @@ class FileVersion(NamedTuple):
 
     def check(self) -> None:
         """Raise `DataError` if the file has changed."""
-        if self != FileVersion.of(self.path):
+        # Not `of`: a batch of 1,000 files would take a tenth longer.
+        try:
+            stat = os.stat(self.path)
+        except OSError:
+            with reading(self.path):
+                raise
+        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
             raise changed(self.path)
 
 
@@ -64,15 +70,20 @@ def find_files(patterns: Pattern | Iterable[Pattern]) -> list[DataFile]:
     files = [file for pattern in patterns for file in _match(pattern)]
     if not files:
         raise DataError("Received no files; expected a path, a pattern, or a list.")
-    seen: set[pathlib.Path | str] = set()
+    seen: dict[str, DataFile] = {}
     for file in files:
-        if file.path in seen:
+        other = seen.setdefault(_resolved(file), file)
+        if other is not file:
             raise DataError(
-                f"Received {file.path} twice; expected each file once: change the "
-                "patterns."
+                f"Received one file as {other.path} and as {file.path}; expected each "
+                "file once: change the patterns."
             )
-        seen.add(file.path)
     return files
+
+
+def _resolved(file: DataFile) -> str:
+    """Return what two paths of one file have in common, links included."""
+    return file.path if isinstance(file, RemoteFile) else os.path.realpath(file.path)
 
 
 def _match(pattern: Pattern) -> Sequence[DataFile]:

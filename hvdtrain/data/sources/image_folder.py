@@ -7,13 +7,13 @@ import operator
 import os
 import pathlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.formats import DataError
+from hvdtrain.data.formats import DataError, changed
 from hvdtrain.data.sources.remote_files import (
     RemoteFile,
     list_directory,
@@ -64,7 +64,8 @@ class ImageFolder(Source):
     `keras.utils.image_dataset_from_directory` does by default. Values are 0 to 255.
 
     Each process lists the directories once, and keeps the names in memory: the length
-    of its name and 16 bytes for each image.
+    of its name and 16 bytes for each image. An image on a disk that was written again
+    since it was first read is an error.
 
     Args:
         directory: a path, or the address of a directory in a store.
@@ -117,6 +118,9 @@ class ImageFolder(Source):
         self._names = bytes(names)
         self._ends = np.cumsum(np.concatenate(lengths))
         self._sizes = np.concatenate(sizes)
+        # When an image on a disk was written, from its first read on. Listing the times
+        # would take a request for each image where the disk is a network's.
+        self._times = np.zeros_like(self._sizes)
 
     def __len__(self) -> int:
         return self._class_starts[-1]
@@ -124,8 +128,9 @@ class ImageFolder(Source):
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         contents = np.empty(len(indices), object)
         names = [self._name(index) for index in indices.tolist()]
-        read = self._read_files(names, self._sizes[indices].tolist())
-        for place, (name, content) in enumerate(zip(names, read, strict=True)):
+        read = self._read_remote if self.is_remote else self._read_local
+        found = zip(names, read(names, indices), strict=True)
+        for place, (name, content) in enumerate(found):
             _check_image(content, f"{self._directory}/{name}")
             contents[place] = content
         return contents, self._labels(indices).astype(np.int32)
@@ -167,7 +172,7 @@ class ImageFolder(Source):
             one_line_errors(f"list {directory}", remedy=_READABLE, raises=DataError),
             os.scandir(directory) as entries,
         ):
-            return {entry.name: 0 for entry in entries if is_kind(entry)}
+            return {entry.name: 0 for entry in entries if _exists(entry, is_kind)}
 
     def _name(self, index: int) -> str:
         label = bisect.bisect_right(self._class_starts, index) - 1
@@ -175,24 +180,50 @@ class ImageFolder(Source):
         name = os.fsdecode(self._names[start : self._ends[index]])
         return f"{self.class_names[label]}/{name}"
 
-    def _read_files(self, names: list[str], sizes: list[int]) -> Iterable[bytes]:
-        if not self.is_remote:
-            return (_read_file(f"{self._directory}/{name}") for name in names)
+    def _read_local(self, names: list[str], indices: np.ndarray) -> Iterator[bytes]:
+        for name, index in zip(names, indices.tolist(), strict=True):
+            path = f"{self._directory}/{name}"
+            content, time = _read_file(path)
+            if self._times[index] not in (0, time):
+                raise changed(path)
+            self._times[index] = time
+            yield content
+
+    def _read_remote(self, names: list[str], indices: np.ndarray) -> Iterable[bytes]:
         ranges = []
-        for name, size in zip(names, sizes, strict=True):
+        for name, size in zip(names, self._sizes[indices].tolist(), strict=True):
             path, key = f"{self._directory}/{name}", f"{self._root}/{name}"
             ranges.append((RemoteFile(self._filesystem, path, key, size, ""), 0, size))
         return read_ranges(ranges)
 
 
-def _read_file(path: str) -> bytes:
-    with one_line_errors(
-        f"read {path}",
-        remedy="expected an image that this user may read: fetch it again, or change "
-        "its permissions",
-        raises=DataError,
+def _exists(
+    entry: os.DirEntry[str], is_kind: Callable[[os.DirEntry[str]], bool]
+) -> bool:
+    if is_kind(entry):
+        return True
+    # Without the error, the samples or the classes would be fewer.
+    is_dangling = entry.is_symlink() and not os.path.exists(entry.path)
+    if is_dangling and not entry.name.startswith("."):
+        raise DataError(
+            f"Received {entry.path}, a link to a file that does not exist; expected an "
+            "image or a class: fetch it, or remove the link."
+        )
+    return False
+
+
+def _read_file(path: str) -> tuple[bytes, int]:
+    """Return the content of a file, and when it was written last."""
+    with (
+        one_line_errors(
+            f"read {path}",
+            remedy="expected an image that this user may read: fetch it again, or "
+            "change its permissions",
+            raises=DataError,
+        ),
+        open(path, "rb") as file,
     ):
-        return pathlib.Path(path).read_bytes()
+        return file.read(), os.fstat(file.fileno()).st_mtime_ns
 
 
 def _checked(image_size: tuple[int, int]) -> tuple[int, int]:

@@ -16,11 +16,11 @@ from hvdtrain.data.sources.source import (
     SequenceSource,
     Source,
     as_source,
+    cast,
 )
 
 # Sequences that are read at a time to measure their lengths.
 _CHUNK = 1024
-_INT32 = np.iinfo(np.int32)
 
 
 def pack(
@@ -244,7 +244,7 @@ class PackedSequences(Source):
             tokens = tokens.astype(np.int32)
         if self._separator is None:
             return tokens
-        return np.append(_as_int32(tokens), self._separator)
+        return np.append(cast(tokens, np.int32, " as a token"), self._separator)
 
     def _decoded(self, values: Any, number: int) -> np.ndarray:
         if not isinstance(values, bytes):
@@ -292,7 +292,7 @@ def _count_rows(tokens: int, length: int, shift: bool) -> int:
 def _sample(
     tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray, shift: bool
 ) -> Any:
-    tokens = _as_int32(tokens)
+    tokens = cast(tokens, np.int32, " as a token")
     row = {
         "tokens": tokens[:, :-1] if shift else tokens,
         "segments": segments,
@@ -300,14 +300,3 @@ def _sample(
     }
     row = {key: values.astype(np.int32) for key, values in row.items()}
     return (row, tokens[:, 1:]) if shift else row
-
-
-def _as_int32(tokens: np.ndarray) -> np.ndarray:
-    if tokens.size and not np.can_cast(tokens.dtype, np.int32):
-        for token in (tokens.min(), tokens.max()):
-            if not _INT32.min <= token <= _INT32.max:
-                raise DataError(
-                    f"Received the token {token}; expected an int32, from {_INT32.min} "
-                    f"to {_INT32.max}."
-                )
-    return tokens.astype(np.int32)

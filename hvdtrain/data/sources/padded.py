@@ -11,6 +11,7 @@ from hvdtrain.data.sources.source import (
     SequenceSource,
     Source,
     as_array,
+    cast,
     stack,
 )
 
@@ -122,23 +123,22 @@ class PaddedSource(SequenceSource):
                     "truncate=True."
                 )
             array = array[:length]
-        value = self._value
-        if isinstance(value, Mapping):
-            value = value.get(key, 0)
         dtype = self._dtypes.get(key, array.dtype)
         if array.size and not np.can_cast(array.dtype, dtype, "same_kind"):
             raise DataError(
                 f"Received sample {index} of dtype {array.dtype}{_at(key)}; expected "
                 f"{dtype}, as of the first samples: convert them to one type."
             )
-        if np.asarray(value).astype(dtype) != value:
-            raise DataError(
-                f"Received the value {value} to pad {dtype}{_at(key)}; expected a "
-                "number of this type."
-            )
-        padded = np.full(length, value, dtype)
-        padded[: len(array)] = array
-        return padded
+        value = self._value
+        if isinstance(value, Mapping):
+            value = value.get(key, 0)
+        padding = np.full(length - len(array), value)
+        return np.concatenate(
+            [
+                cast(array, dtype, f" in sample {index}{_at(key)}"),
+                cast(padding, dtype, f" as the value{_at(key)}"),
+            ]
+        )
 
     def _find_dtypes(self) -> dict[Any, np.dtype]:
         """Return the types of the arrays of a sample, by key."""

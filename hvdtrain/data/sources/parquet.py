@@ -180,6 +180,11 @@ class Parquet(Source):
                 f"Received the column {name}, which {path} does not have; expected "
                 f"some of {', '.join(schema.names)}."
             )
+        if schema.names.count(name) > 1:
+            raise DataError(
+                f"Received several columns {name} in {path}; expected names that "
+                "differ: write the file again, or name other columns."
+            )
         dtype = schema.field(name).type
         if found := self._arrow.name_of_type(dtype):
             return found
@@ -200,7 +205,11 @@ class Parquet(Source):
                 source = RowGroup(file, metadata, group, self._types)
             # What is read before is in memory already.
             with self._parquet.ParquetFile(
-                source, metadata=metadata, pre_buffer=source is file.path
+                source,
+                metadata=metadata,
+                pre_buffer=source is file.path,
+                # Of the pages that have a checksum.
+                page_checksum_verification=True,
             ) as contents:
                 # No threads of its own: several row groups are read at a time.
                 table = contents.read_row_group(

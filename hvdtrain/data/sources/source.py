@@ -336,10 +336,10 @@ def _stack_arrays(values: Sequence[Any], indices: np.ndarray) -> np.ndarray:
         array[:] = values
         return array
     arrays = [as_array(value) for value in values]
-    for index, array in zip(indices, arrays, strict=True):
+    for index, value, array in zip(indices, values, arrays, strict=True):
         if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
             raise DataError(
-                f"Received sample {index} with {values[0]!r:.80}; expected numbers, "
+                f"Received sample {index} with {value!r:.80}; expected numbers, "
                 "text, bytes, or arrays, dictionaries or tuples of them."
             )
         if array.shape != arrays[0].shape:
@@ -362,6 +362,30 @@ def as_array(value: Any) -> np.ndarray:
         ) from None
     is_python = not isinstance(value, np.ndarray | np.generic)
     return array.astype(np.float32) if is_python and array.dtype == float else array
+
+
+def cast(array: np.ndarray, dtype: np.typing.DTypeLike, where: str) -> np.ndarray:
+    """Return an array in another dtype, rounded to it.
+
+    Args:
+        where: what the error adds to a value, such as " in sample 1".
+
+    Raises:
+        DataError: a value is out of the range of `dtype`, or is a fraction or NaN that
+            an integer cannot be.
+    """
+    with np.errstate(all="ignore"):
+        result = array.astype(dtype)
+    if np.issubdtype(result.dtype, np.floating):
+        is_lost = np.isinf(result) & np.isfinite(array)
+    else:
+        is_lost = result != array
+    if is_lost.any():
+        raise DataError(
+            f"Received {array[is_lost][0]}{where}; expected a number that "
+            f"{result.dtype} has: convert it, or take another type."
+        )
+    return result
 
 
 def count_bytes(nest: Any) -> int:

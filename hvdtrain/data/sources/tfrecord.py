@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -109,9 +108,8 @@ class TFRecord(RecordFiles[_MappedFile]):
     def _read_records(
         self, file: DataFile, opened: _MappedFile, numbers: np.ndarray
     ) -> list[bytes]:
-        # To read beyond the end of a file that was truncated would end the process.
-        if _size(file.path) != file.size:
-            raise changed(file.path)
+        # Before: to read beyond the end of a truncated file would end the process.
+        file.check()
         starts, ends = opened.offsets[numbers], opened.offsets[numbers + 1]
         return _cut(file, opened.content, starts, ends)
 
@@ -127,14 +125,6 @@ def _cut(
         data[first:last].tobytes()
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
     ]
-
-
-def _size(path: Path) -> int | None:
-    # Not `reading`: a batch of 1,000 files would take a tenth longer.
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return None
 
 
 def _check(
